@@ -1,7 +1,7 @@
-"""Decoding attention over K/V tiles: one row per sequence, its keys split over programs.
+"""Decode attention over K/V tiles: one row per sequence, whose keys are split over programs.
 
-A split covers a fixed run of keys that depends on the row's own length alone, so a row's bits do
-not depend on the rest of the batch. `combine` merges a row's splits by their log-sum-exp.
+The split depends only on the row's own length, so a row's bits do not depend on the batch.
+`combine` merges a row's splits by their log-sum-exp.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -33,7 +33,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _part(q, row, head, part: tl.constexpr, HEAD_DIM: tl.constexpr, GQA: tl.constexpr,
           PARTS: tl.constexpr, PART_PAD: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
-    """[16 or more, PART_PAD]: one part of the queries that share a K/V head."""
+    """Loads one part of the queries that share a K/V head: [16 or more, PART_PAD]."""
     ROWS: tl.constexpr = 16 if GQA <= 16 else triton.next_power_of_2(GQA)
     PART: tl.constexpr = HEAD_DIM // PARTS
     m = tl.arange(0, ROWS)[:, None]
@@ -66,12 +66,12 @@ def decode_kernel(
     TYPE: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """items: [(row, first key, end, slot)] int32; outs: [slots, H, D] and lses: [slots, H] fp32.
+    """Reads items: [(row, first key, end, slot)] int32; writes fp32 outs: [slots, H, D] and lses.
 
-    Bound by bytes: every key and value is read once. A stage of 64 keys of 128 int8 dimensions is
-    16 KiB; two of them on the way in each of three programs on an SM are 96 KiB, where 4.3 TB/s at
-    0.8 us need 26 KiB, so that some programs may be between two items meanwhile.
-    Neighbouring items are the heads of one split: they read neighbouring parts of its tiles.
+    Bytes are the bound: every key and value is read once. A stage of 64 keys of 128 int8 dimensions
+    is 16 KiB. Two stages in flight in each of three programs on an SM are 96 KiB, while 4.3 TB/s at
+    0.8 us need 26 KiB, so some programs may be between two items. Neighbouring items are the heads
+    of one split and read neighbouring parts of its tiles.
     """
     ROWS: tl.constexpr = 16 if GQA <= 16 else triton.next_power_of_2(GQA)
     PART: tl.constexpr = HEAD_DIM // PARTS
@@ -125,9 +125,9 @@ def combine_kernel(
     DIM_PAD: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """slots: [S, 2] int32, each row's first slot and how many; none gives 0 and -inf.
+    """Reads slots: [S, 2] int32, first slot and number of slots per row; no slot gives 0 and -inf.
 
-    Bound by latency: a row's partial results were written just before and lie in the L2 cache.
+    Latency is the bound: a row's partial results have just been written and are in the L2 cache.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(slots + row * 2).to(tl.int64)
@@ -164,7 +164,7 @@ def decode(
     lses: Tensor,
     num_programs: int,
 ) -> None:
-    """Attention of rows q: [S, H, D] over each item's keys, to the item's slot of outs and lses.
+    """Computes attention of q: [S, H, D] over each item's keys into the item's slot of outs, lses.
 
     starts: [S] int64, token number of each row's position 0, a multiple of 16.
     """
@@ -186,12 +186,12 @@ def decode(
 
 
 def constants(tiles: KVTiles, of_q: torch.dtype) -> dict[str, Any]:
-    """Compile-time arguments of decode_kernel that the layer gives."""
+    """Returns the compile-time arguments of decode_kernel that depend on the layer."""
     return {"GQA": tiles.heads_per_kv} | layer_constants(tiles, of_q)
 
 
 def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
-    """Blocks of 64 keys; for the usual heads, registers and stages for three programs on an SM."""
+    """Returns blocks of 64 keys; usual heads get registers and stages for 3 programs per SM."""
     if torch.float32 in (tiles.dtype, of_q):
         return Config({"BLOCK": 32, "STAGES": 2}, 4)
     row_bytes = tiles.head_dim * tiles.dtype.itemsize
@@ -203,7 +203,7 @@ def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
 def combine(
     outs: Tensor, lses: Tensor, slots: Tensor, result: Tensor, lse: Tensor | None = None
 ) -> None:
-    """Rows result: [S, H, D] (and lse: [S, H] fp32) from their slots; slots: [S, 2] int32."""
+    """Merges slots: [S, 2] int32 into rows of result: [S, H, D] (and lse: [S, H] fp32)."""
     rows, heads, dim = result.shape
     assert slots.shape[0] >= rows and slots.stride(0) == 2, f"{slots.shape}"
     assert outs.dtype == lses.dtype == torch.float32 and outs.shape[1:] == (heads, dim)

@@ -1,18 +1,18 @@
-"""int8 x int8 and e4m3 x e4m3 products with everything that follows them in a layer, as one kernel.
+"""int8 x int8 and e4m3 x e4m3 products, fused with the operations that follow them in a layer.
 
-Sums are exact integers and the scaling after them is elementwise, so that no tile size, split of K
-or batch changes a bit of a row. Needs enable_fp_fusion=False for that. Not so e4m3, whose sums are
-in floating point: there only the batch beside a row, with one tile, changes nothing.
+int8 sums are exact integers and the scaling after them is elementwise, so that neither tile size,
+split of K nor batch changes a bit of a row. This needs enable_fp_fusion=False. Sums of e4m3 are in
+floating point; with one tile, a row's bits do not depend on the batch.
 
-Many rows (M > 64): bound by the tensor cores. On sm_90 wgmma reads both operands from shared
-memory: a tile of 128 x 256 reads (128 + 256) bytes of K for 65,536 multiply-adds, 2/3 of what
-128 x 128 does; 8 warps keep 128 sums a thread in registers. Tiles go in groups of rows, so that
-what runs at one time shares its weights in the L2 cache.
+With many rows (M > 64) the tensor cores are the bound. On sm_90 wgmma reads both operands from
+shared memory: a tile of 128 x 256 reads (128 + 256) bytes of K for 65,536 multiply-adds, 2/3 of
+what 128 x 128 does; 8 warps keep 128 sums per thread in registers. Tiles are ordered in groups of
+rows, so that concurrent programs share weights in the L2 cache.
 
-Few rows: bound by the bytes of the weights. Here the weights are the first operand (`swap`), 16 to
-64 of them a program, and the rows are padded to 8 or 16. What counts is how many bytes are under
-way: 4.3 TB/s at about 1 us are 4.3 MB or 32 KiB an SM, so that num_stages - 1 tiles of weights of
-all programs on an SM should have about 64 KiB. Where there are too few programs, K is split.
+With few rows the bytes of the weights are the bound. The weights are the first operand (`swap`), 16
+to 64 of them per program, and rows are padded to 8 or 16. Speed depends on the bytes in flight:
+4.3 TB/s at about 1 us are 4.3 MB or 32 KiB per SM, so num_stages - 1 tiles of weights of all
+programs on an SM should have about 64 KiB. With too few programs, K is split.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -31,10 +31,10 @@ from ops.triton_kernels.rows import ACTIVATIONS, Quantized, activate
 
 
 class Tile(NamedTuple):
-    """How a product is cut: a program makes m x n results, k inputs at a time.
+    """The tiling of a product: a program computes m x n results, k inputs at a time.
 
     swap: weights are the first operand of the tensor cores' instruction. split_k: programs that
-    share a tile's inputs. group_m: tiles of rows that are next to each other in time.
+    share a tile's inputs. group_m: number of row tiles in a group that runs together.
     """
 
     m: int
@@ -48,9 +48,9 @@ class Tile(NamedTuple):
 
 
 class ScaledWeight(NamedTuple):
-    """codes: [N, K] int8 or e4m3, K a multiple of 16; scales: [N] fp32; bias: [N] fp32 or None.
+    """A packed weight. codes: [N, K] int8 or e4m3; scales: [N] fp32; bias: [N] fp32 or None.
 
-    Before a gate, rows 2j are gates and rows 2j + 1 the other factors.
+    K is a multiple of 16. For gated layers, rows 2j are gates and rows 2j + 1 the up factors.
     """
 
     codes: Tensor
@@ -60,7 +60,7 @@ class ScaledWeight(NamedTuple):
 
 @triton.jit
 def tile_place(num_m, num_n, GROUP_M: tl.constexpr):
-    """Which tile of rows, which of channels: GROUP_M tiles of rows, then the next channels."""
+    """Returns (row tile, channel tile); GROUP_M row tiles precede the next channel tile."""
     program = tl.program_id(0)
     in_group = GROUP_M * num_n
     first = program // in_group * GROUP_M
@@ -74,7 +74,10 @@ def finish(
     BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """y: [BM, BN] fp32, scaled -> + bias, act, gate, + residual, to out. N: before the gate."""
+    """Applies bias, activation, gate and residual to y: [BM, BN] fp32, and stores it in out.
+
+    N counts channels before the gate.
+    """
     if BIAS:
         cols = n0 + tl.arange(0, BN)
         y += tl.load(bias_at + cols, mask=cols < N, other=0.0)[None, :]
@@ -101,9 +104,9 @@ def scale_and_finish(
     BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """acc: [BM, BN] int32; row_scales: [BM]."""
+    """Scales acc: [BM, BN] int32 by row_scales: [BM] and the channel scales, then calls finish."""
     if RESIDUAL and BM * BN > 8192:
-        # By halves: sums, residual and results of a large tile do not fit the registers.
+        # In halves, because sums, residual and results of a large tile do not fit the registers.
         HALF: tl.constexpr = BN // 2
         left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, HALF)), (0, 2, 1)))
         scale_and_finish(
@@ -126,15 +129,15 @@ def scale_and_finish(
 
 @triton.jit
 def last_of_split(acc, sums_at, counts_at, tile, SPLIT_K: tl.constexpr):
-    """Adds a program's int32 sums to those of its tile. (whether all are in, the sums if so)
+    """Adds a program's int32 sums to its tile. Returns (whether it is the last, the total if so).
 
-    The last one takes them and leaves zeros, for the next launch.
+    The last program resets the scratch to zeros for the next launch.
     """
     SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
     at = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
     at = sums_at + tile * SIZE + at
     tl.atomic_add(at, acc, sem="relaxed")
-    # All threads' sums are there before one of them counts.
+    # All threads store their sums before one of them counts the program.
     tl.debug_barrier()
     before = tl.atomic_add(counts_at + tile, 1, sem="acq_rel")
     is_last = before == SPLIT_K - 1
@@ -146,7 +149,7 @@ def last_of_split(acc, sums_at, counts_at, tile, SPLIT_K: tl.constexpr):
 
 @triton.jit
 def multiply(a_at, b_at, acc, first, last, K, BK: tl.constexpr, EVEN_K: tl.constexpr):
-    """acc + the product of blocks first to last of K. a_at: [.., BK], b_at: [BK, ..] of block 0."""
+    """Adds the product of blocks first to last of K to acc. a_at: [.., BK], b_at: [BK, ..]."""
     NOTHING: tl.constexpr = 0 if acc.dtype == tl.int32 else 0.0
     ks = tl.arange(0, BK)
     for block in range(first, last):
@@ -169,13 +172,13 @@ def product_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """x: [M, K] with row scales, w: [N, K] with channel scales, both int8 or both e4m3.
+    """Multiplies x: [M, K] with row scales and w: [N, K] with channel scales, int8 or e4m3.
 
     Grid: tiles, SPLIT_K (1 for e4m3).
     """
     tile_m, tile_n = tile_place(tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP_M)
     m0, n0 = tile_m * BM, tile_n * BN
-    # Beyond the end the last row is read again: no masks, and nothing of it is stored.
+    # Reading the last row again beyond the end avoids masks; its results are not stored.
     rows = tl.minimum(m0 + tl.arange(0, BM), M - 1).to(tl.int64)
     channels = tl.minimum(n0 + tl.arange(0, BN), N - 1).to(tl.int64)
     ks = tl.arange(0, BK)
@@ -214,7 +217,7 @@ def finish_kernel(
     SCALED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     RESIDUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What follows the sums, [M, N] int32, or bf16 and SCALED. Bound by their bytes.
+    """Finishes sums: [M, N] int32, or bf16 with SCALED. The bytes of the sums are the bound.
 
     Grid: rows / BM, channels / BN.
     """
@@ -246,7 +249,10 @@ def scaled_linear(
     is_gated: bool = False,
     tile: Tile,
 ) -> Tensor:
-    """out = act(x @ weight.T + bias) (+ residual, fp32, may be out). out: [T, N or N / 2]."""
+    """Writes act(x @ weight.T + bias) (+ residual) to out: [T, N or N / 2].
+
+    The fp32 residual may be out itself.
+    """
     (num_rows, num_in), num_out = x.codes.shape, weight.codes.shape[0]
     assert weight.codes.shape[1] == num_in and out.stride(1) == 1, f"{x.codes.shape} {out.stride()}"
     if not num_rows:
@@ -300,9 +306,9 @@ def library_linear(
     *,
     is_gated: bool = False,
 ) -> Tensor:
-    """scaled_linear with torch's product, for more than 16 rows; N a multiple of 16.
+    """Computes scaled_linear with torch's product, for more than 16 rows and N a multiple of 16.
 
-    That of e4m3 comes rounded to bf16.
+    torch rounds products of e4m3 to bf16.
     """
     is_int8 = x.codes.dtype == torch.int8
     if is_int8:
@@ -334,16 +340,16 @@ def library_linear(
     return out
 
 
-# Results of split products that are under way on a device: [64, 32768] at most.
+# The most sums of a split product: [64, 32768].
 MAX_SPLIT_SUMS = 1 << 21
 _scratch = threading.local()
 
 
 def split_scratch(device: torch.device) -> tuple[Tensor, Tensor]:
-    """(sums, counts) of zeros, which kernels leave as they found them.
+    """Returns (sums, counts) of zeros, which kernels reset after use.
 
-    A thread has its own, and its launches must be on one stream at a time: an engine computes in
-    one thread. Made once, not while a graph is captured.
+    Each thread has its own, and its launches must be on one stream at a time; an engine computes in
+    one thread. Call it once before a graph is captured.
     """
     made: dict[torch.device, tuple[Tensor, Tensor]] = _scratch.__dict__.setdefault("made", {})
     if device not in made:

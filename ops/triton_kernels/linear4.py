@@ -1,16 +1,17 @@
-"""Products of int8 rows and 4-bit weights with a scale, maybe a zero point, per group of inputs.
+"""Products of int8 rows with 4-bit weights that have a scale and perhaps a zero point per group.
 
 y[m, n] = act((sum over groups g of scale[g, n] * sum over k in g of x[m, k] * v[n, k])
               * x_scale[m] * channel_scale[n] + bias[n])
 
-A group's sum is an exact integer; the groups are added in fp32 in one order, by one program: a row
+A group's sum is an exact integer, and one program adds the groups in fp32 in one order. So a row
 has the same bits in any batch and with any tile. K is not split for the same reason.
 
-Few rows: bound by the bytes of the weights, half of int8's; the packed bytes stream through shared
-memory in panels (see PANEL), whole cache lines each. Three instructions unpack four codes (ten for
-NF4), in the registers from which the tensor cores take them: 38 codes a clock and SM at 4.3 TB/s
-are 30 (95) of the 128 instructions a clock. Many rows: a group's 64 to 128 products of a sum need
-a conversion and a multiply-add outside the tensor cores, which bounds them at about 40 % of int8.
+With few rows the bytes of the weights are the bound, half of int8's. The packed bytes stream
+through shared memory in panels (see PANEL) of whole cache lines. Three instructions unpack four
+codes (ten for NF4) in the registers that the tensor cores read: 38 codes per clock and SM at 4.3
+TB/s take 30 (95) of the 128 instructions per clock. With many rows, each group of 64 to 128
+products needs a conversion and a multiply-add outside of the tensor cores, which limits them to
+about 40 % of int8.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -29,21 +30,21 @@ from torch import Tensor
 from ops.triton_kernels.linear import Tile, scale_and_finish, tile_place
 from ops.triton_kernels.rows import ACTIVATIONS, Quantized
 
-# Outputs whose bytes of a chunk of inputs stand together.
+# The number of outputs whose bytes for a chunk of inputs are contiguous.
 PANEL = 16
-# In 127ths, as ops/cpu/native.py has them.
+# The NF4_VALUES of ops/backend.py, in 127ths.
 NF4_CODES = (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
 _LOW = tl.constexpr(0x00F4E9DCCEBDA881)
 _HIGH = tl.constexpr(0x7F5C47382B1F140A)
 
 
 class Int4Weight(NamedTuple):
-    """packed: [N / PANEL, chunks, PANEL, half] bytes; words: [groups, N] int32, the bits of the
-    fp16 scale below the zero point; channels: [N] fp32; bias: [N] fp32 or None. N is a multiple of
-    PANEL.
+    """A packed 4-bit weight.
 
-    A chunk is max(group, 64) inputs: byte j has input j in its low and input half + j in its high
-    bits. num_out: real ones of the N.
+    packed: [N / PANEL, chunks, PANEL, half] bytes; words: [groups, N] int32, the bits of the fp16
+    scale below the zero point; channels: [N] fp32; bias: [N] fp32 or None. N is num_out, rounded
+    up to a multiple of PANEL. A chunk has max(group, 64) inputs; byte j has input j in its low and
+    input half + j in its high bits.
     """
 
     packed: Tensor
@@ -57,7 +58,7 @@ class Int4Weight(NamedTuple):
 
 @triton.jit
 def _nf4(codes):
-    """codes: integers below 16 -> 127ths, where there is no byte permutation."""
+    """Maps codes below 16 to 127ths, without byte permutation."""
     wide = codes.to(tl.int64)
     shift = (wide & 7) * 8
     return tl.where(wide < 8, _LOW >> shift, _HIGH >> shift).to(tl.int8)
@@ -65,9 +66,10 @@ def _nf4(codes):
 
 @triton.jit
 def unpack(packed, zeros, NF4: tl.constexpr, ASM: tl.constexpr):
-    """packed: bytes of two codes; zeros: alike. The values of the low and of the high codes, int8.
+    """Returns int8 values of the low and of the high codes of packed bytes; zeros have that layout.
 
-    ASM: four bytes at a time, as the interpreter cannot: (c | 128) - z borrows from no other byte.
+    ASM processes four bytes at a time, which the interpreter cannot: (c | 128) - z never borrows
+    from another byte.
     """
     if ASM and NF4:
         low, high = tl.inline_asm_elementwise(
@@ -131,13 +133,13 @@ def unpack(packed, zeros, NF4: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def scales_of(word):
-    """Of Int4Weight.words, in fp32."""
+    """Returns the scales in Int4Weight.words as fp32."""
     return (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def zeros_of(word, BN: tl.constexpr, HALF: tl.constexpr):
-    """Of Int4Weight.words, beside a chunk's bytes."""
+    """Returns the zero points in Int4Weight.words in the layout of a chunk's bytes."""
     return tl.broadcast_to((word >> 16).to(tl.int8)[:, None], (BN, HALF))
 
 
@@ -150,7 +152,7 @@ def int4_kernel(
     BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """x: [M, K] int8. CHUNKS, which divides chunks, in a step of the loop. Grid: tiles."""
+    """Multiplies x: [M, K] int8, CHUNKS chunks per iteration, a divisor of chunks. Grid: tiles."""
     tile_m, tile_n = tile_place(tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP_M)
     m0, n0 = tile_m * BM, tile_n * BN
     rows = tl.minimum(m0 + tl.arange(0, BM), M - 1).to(tl.int64)
@@ -162,7 +164,7 @@ def int4_kernel(
     none = tl.zeros((BN, BM), tl.int32)
     acc = tl.zeros((BN, BM), tl.float32)
     PER_CHUNK: tl.constexpr = 2 * HALF // GROUP
-    # Asked for in so many words, the words are fetched ahead, too.
+    # Explicit loads let the compiler prefetch the words, too.
     for start in tl.range(0, chunks, CHUNKS, num_stages=STAGES):
         for more in tl.static_range(CHUNKS):
             chunk = start + more
@@ -197,10 +199,10 @@ def pack_int4(
     group: int,
     is_nf4: bool,
 ) -> Int4Weight:
-    """codes: [N, K] uint8 below 16; scales: [N, groups] fp16; zeros: [N, groups] uint8 below 16."""
+    """Packs codes: [N, K] uint8 below 16; scales: [N, groups] fp16; zeros: [N, groups] uint8."""
     num_out, num_in = codes.shape
     chunk = max(group, 64)
-    # Inputs beyond the end: whatever they are, their x is 0.
+    # Inputs beyond the end may have any value, because their x is 0.
     codes = functional.pad(codes, (0, -num_in % chunk, 0, -num_out % PANEL))
     codes = codes.reshape(-1, PANEL, codes.shape[1] // chunk, 2, chunk // 2).transpose(1, 2)
     packed = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4).contiguous().view(torch.int8)
@@ -229,7 +231,7 @@ def int4_linear(
     is_gated: bool = False,
     tile: Tile,
 ) -> Tensor:
-    """As scaled_linear, with x.codes filled up to whole chunks. tile.k: bytes of a step."""
+    """Computes scaled_linear; x.codes are padded to whole chunks. tile.k: bytes per iteration."""
     num_rows, num_out = len(x.codes), weight.num_out
     panels, chunks, _, half = weight.packed.shape
     assert x.codes.shape[1] == chunks * 2 * half and out.stride(1) == 1, f"{x.codes.shape}"

@@ -32,7 +32,7 @@ def chunk_rank_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # grid (chunks, rows)
-    """masses: of a chunk, relative to the row's largest; larger: logits above the token's."""
+    """Writes each chunk's mass, relative to the row's largest, and its logits above the token's."""
     row = tl.program_id(1).to(tl.int64)
     top = top_of(maxima, indices, row, num_chunks, CHUNKS)[0]
     x_row = logits + row * stride
@@ -62,14 +62,15 @@ def describe_kernel(
     CHUNKS: tl.constexpr,
     TOP: tl.constexpr,
 ):  # grid (rows,)
-    """logprobs, ranks: [rows] of the tokens. top_logprobs: [rows, num_top], of logits, in place."""
+    """Writes logprobs, ranks: [rows] of the tokens; turns top_logprobs: [rows, num_top] from logits
+    into log-probabilities."""
     row = tl.program_id(0).to(tl.int64)
     top = top_of(maxima, indices, row, num_chunks, CHUNKS)[0]
     chunk = tl.arange(0, CHUNKS)
     at = row * num_chunks + chunk
     mass = tl.sum(tl.load(masses + at, mask=chunk < num_chunks, other=0), 0)
     rank = 1 + tl.sum(tl.load(larger + at, mask=chunk < num_chunks, other=0), 0)
-    # 2^-44: the unit of the mass
+    # the unit of the mass is 2^-44
     lse = top.to(tl.float64) + tl.log(mass.to(tl.float64) * (1.0 / 17592186044416.0))
     chosen = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float64)
     tl.store(logprobs + row, (chosen - lse).to(tl.float32))
@@ -94,7 +95,10 @@ def mask_kernel(logits, stride, size, masked, words, num_words, CHUNK: tl.conste
 
 
 def apply_masks(logits: Tensor, masked: Tensor, words: Tensor, config: Config) -> None:
-    """logits: [R, V] fp32, rows dense, in place. masked: [M] int32, rows; words: [M, W] int32."""
+    """Sets logits: [R, V] fp32 with dense rows to -inf where a row's mask has no bit.
+
+    masked: [M] int32, the rows with masks; words: [M, W] int32.
+    """
     grid = (triton.cdiv(logits.shape[1], config.chunk), len(masked))
     args: Any = (logits, logits.stride(0), logits.shape[1], masked, words, words.stride(0))
     mask_kernel[grid](*args, CHUNK=config.chunk, num_warps=config.warps)

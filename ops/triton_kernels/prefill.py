@@ -1,8 +1,8 @@
-"""Attention of prompt chunks over K/V tiles: FlashAttention-2's loop (Dao 2023).
+"""Attention of prefill chunks over K/V tiles, with FlashAttention-2's loop (Dao 2023).
 
-A program takes some rows of one sequence with all query heads of one K/V head, so that a short
-chunk still fills a tile of the product. Keys are taken in blocks from position 0 on, so a row's
-bits depend neither on the other rows nor on how a prompt was cut into chunks.
+A program computes some rows of one sequence with all query heads of one K/V head, so that a short
+chunk still fills a tile of the product. Blocks of keys begin at position 0, so a row's bits depend
+neither on other rows nor on the chunks of its prompt.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -47,7 +47,7 @@ def _attend_span(
     TYPE: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys from first, a multiple of BLOCK, to before end. Rows are at position: [M]."""
+    """Attends to blocks of keys from first, a multiple of BLOCK, to end; position: [M] of rows."""
     keys = tl.arange(0, BLOCK)
     for key in tl.range(first, end, BLOCK, num_stages=STAGES):
         present = key + keys < kv_len
@@ -96,10 +96,10 @@ def prefill_kernel(
     TYPE: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """sequences: [(first row, rows, K/V length, 0)] and tile_list: [(sequence, row)], int32.
+    """Reads sequences: [(first row, rows, K/V length, 0)] and tile_list: [(sequence, row)], int32.
 
-    Bound by the tensor cores: 4 * D operations a row, head and key. Two warp groups of 64 rows
-    each use every block of K and V from shared memory; only blocks on the diagonal or on the
+    The tensor cores are the bound: 4 * D operations per row, head and key. Two warp groups of 64
+    rows each use every block of K and V from shared memory; only blocks on the diagonal or on the
     window's edge are masked. With int8 K/V each block is converted once for 128 rows.
     """
     head, index = tl.program_id(0), tl.program_id(1)
@@ -129,8 +129,8 @@ def prefill_kernel(
         total = tl.zeros([ROWS_PAD], tl.float32)
         acc0 = tl.zeros([ROWS_PAD, PART_PAD], tl.float32)
         acc1 = tl.zeros([ROWS_PAD, PART_PAD], tl.float32)
-        # [begin, edge): some rows' windows begin here; [edge, full): all rows see all keys;
-        # [full, end): the diagonal.
+        # Some rows' windows begin in [begin, edge); all rows see all keys of [edge, full);
+        # [full, end) is the diagonal.
         lowest = first_position + row
         highest = first_position + tl.minimum(row + ROWS, num_rows) - 1
         end = tl.minimum(highest + 1, kv_len)
@@ -169,7 +169,7 @@ def prefill_kernel(
 
 
 def tile_rows(heads_per_kv: int, head_dim: int) -> int:
-    """Rows of a sequence that one program takes."""
+    """Returns the rows of a sequence that one program computes."""
     return max(1, (128 if head_dim <= 128 else 64) // heads_per_kv)
 
 
@@ -188,12 +188,12 @@ def prefill(
     *,
     past_only: bool = False,
 ) -> None:
-    """Backend.prefill_attention (past_only: past_attention) of several sequences at once.
+    """Computes Backend.prefill_attention (past_only: past_attention) of several sequences at once.
 
     q, out: [T, H, D] with strided rows; lse: [T, H] fp32. starts: [S] int64, each sequence's
     token number of position 0; sequences: [S, 4] int32 of first row, rows, K/V length;
-    tile_list: [max_tiles, 2] int32 of sequence and row in it, of which num_tiles count. Rows
-    that are in no tile are left as they are.
+    tile_list: [max_tiles, 2] int32 of sequence and row in it, of which num_tiles are used. Rows
+    without a tile are not written.
     """
     assert q.shape == out.shape and out.shape[1:] == (tiles.num_heads, tiles.head_dim)
     if max_tiles:
@@ -219,7 +219,7 @@ def prefill(
 
 
 def constants(tiles: KVTiles, of_q: torch.dtype, rows_per_tile: int) -> dict[str, Any]:
-    """Compile-time arguments of prefill_kernel that the layer gives."""
+    """Returns the compile-time arguments of prefill_kernel that depend on the layer."""
     return {
         "WINDOW": tiles.window or 0,
         "GQA": tiles.heads_per_kv,
@@ -229,8 +229,10 @@ def constants(tiles: KVTiles, of_q: torch.dtype, rows_per_tile: int) -> dict[str
 
 
 def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
-    """Two warp groups; stages by what shared memory holds beside the rows' queries, on sm_86 and
-    sm_89 99 KiB."""
+    """Returns two warp groups and the stages that fit shared memory beside the queries.
+
+    sm_86 and sm_89 have 99 KiB.
+    """
     is_large = tiles.head_dim > 128
     if torch.float32 in (tiles.dtype, of_q):
         return Config({"BLOCK": 32, "STAGES": 2}, 8)

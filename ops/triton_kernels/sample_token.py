@@ -1,16 +1,17 @@
-"""Drawing a token of a row on a GPU: thresholds without sorting, then the inverse distribution.
+"""Sampling a token of a row on a GPU: top-k and top-p without sorting, then inversion.
 
-One program a row. The candidates, all that the cuts may keep, are a list that gather_kernel made
-(or the row itself, where they are too many). The border of a cut is found by search over the
-logits' bits as integers in the same order, three pivots a pass. Descending order means by scaled
-logit, equal ones by token id, as in ops/csrc/sampling.inl; the same tokens are kept.
+One program computes a row. Its candidates, all tokens that top-k and top-p may keep, are a list of
+gather_kernel, or the row itself if they are too many. The threshold is found by a search over the
+logits' bits as integers of the same order, with three pivots per pass. Descending order is by
+scaled logit, ties by token id, as in ops/csrc/sampling.inl; the same tokens are kept.
 
-The cumulative distribution goes by token id, also in rows that are cut, where the CPU goes in
-descending order: the same seed may draw another of the same tokens there.
+The cumulative distribution is in the order of token ids. With top-k or top-p the CPU uses
+descending order, so the same seed may sample another of the same tokens there.
 
-A search takes 8 to 16 passes over the candidates, about 1 us each for up to `block` of them. Where
-more than `capacity` logits lie as near to the largest as the border (flat distributions), each pass
-reads the row from the L2 cache: some 30 us for 128k logits, so half a millisecond for that step.
+A search takes 8 to 16 passes over the candidates, about 1 us each for up to `block` of them. If
+more than `capacity` logits are as near to the largest as the threshold (flat distributions), each
+pass reads the row from the L2 cache: some 30 us for 128k logits, so half a millisecond for that
+step.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -53,7 +54,7 @@ def _mix(x):
 
 @triton.jit
 def uniform(plan, row):
-    """float64 in [0, 1): splitmix64 of (seed, position), as serve/runner/sampler.py has it."""
+    """Returns a float64 in [0, 1): splitmix64 of (seed, position), as serve/runner/sampler.py."""
     seed = long(plan, row, SEED).to(tl.uint64, bitcast=True)
     position = long(plan, row, POSITION).to(tl.uint64, bitcast=True)
     mixed = _mix(_mix(seed) ^ (position * 0x9E3779B97F4A7C15))
@@ -62,14 +63,14 @@ def uniform(plan, row):
 
 @triton.jit
 def key_of(scaled):
-    """An int32 with the order of fp32; -0 is 0."""
+    """Returns an int32 with the order of fp32; -0 maps to 0."""
     bits = tl.where(scaled == 0.0, 0.0, scaled).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _scaled(values, first, end, temperature, least, BLOCK: tl.constexpr):
-    """(scaled logits, keys) of a block; what is no candidate has the key _NOTHING."""
+    """Returns (scaled logits, keys) of a block; other tokens than candidates have key _NOTHING."""
     i = first + tl.arange(0, BLOCK)
     x = tl.load(values + i, mask=i < end, other=-INFINITY)
     scaled = tl.div_rn(x, temperature)
@@ -78,7 +79,7 @@ def _scaled(values, first, end, temperature, least, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tokens(ids, first, num_listed, BLOCK: tl.constexpr):
-    """num_listed: 0 where the candidates are the row itself."""
+    """Returns the token ids of a block; num_listed is 0 if the candidates are the row itself."""
     i = first + tl.arange(0, BLOCK)
     listed = tl.load(ids + i, mask=i < num_listed, other=_NO_TOKEN)
     return tl.where(num_listed > 0, listed, i)
@@ -97,10 +98,10 @@ def _border(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(the largest key that candidates of sum >= enough reach, the sum of those above it).
+    """Returns (the largest key that candidates with sum >= enough reach, the sum above it).
 
-    The sum of a set is its mass, or where not WEIGHTED its size. low: a key that enough reach;
-    high: a key that none reaches. int64.
+    The sum of a set is its mass, or without WEIGHTED its size. Candidates with sum >= enough reach
+    the key low; none reaches high. Both are int64.
     """
     above = enough * 0
     while high - low > 1:
@@ -134,7 +135,7 @@ def _border(
 
 @triton.jit
 def _ties(values, end, temperature, least, top, border, BLOCK: tl.constexpr):
-    """(mass above the key `border`, number of candidates at it, weight of each)."""
+    """Returns (mass above the key `border`, number of candidates at it, weight of each)."""
     above = tl.zeros([BLOCK], tl.int64)
     at = tl.zeros([BLOCK], tl.int32)
     each = tl.zeros([BLOCK], tl.int64)
@@ -150,7 +151,7 @@ def _ties(values, end, temperature, least, top, border, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tie(values, ids, end, num_listed, temperature, least, border, nth, BLOCK: tl.constexpr):
-    """Token id of the nth (from 1) of the candidates at the key `border`."""
+    """Returns the token id of the nth (from 1) candidate at the key `border`."""
     found = tl.full((), _NO_TOKEN, tl.int32)
     seen = nth * 0
     first = end * 0
@@ -180,7 +181,7 @@ def _walk(
     target,
     BLOCK: tl.constexpr,
 ):
-    """The kept token, by token id, at which the cumulative mass passes the target."""
+    """Returns the kept token, by token id, at which the cumulative mass exceeds the target."""
     found = tl.full((), _NO_TOKEN, tl.int32)
     mass = target * 0
     while (first < end) & (mass <= target):
@@ -199,7 +200,7 @@ def _walk(
 
 
 @triton.jit
-def _draw_cut(
+def _sample_cut(
     x_row,
     values,
     ids,
@@ -219,7 +220,7 @@ def _draw_cut(
     EDGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token of a row with top-k or top-p."""
+    """Samples a token of a row with top-k or top-p."""
     edge, end, num, total = bracket(counts, masses, row, num_chunks, top_k, top_p, CHUNKS, EDGES)
     least = edge_of(top, floor, edge, EDGES)
     if end <= CAPACITY:
@@ -274,7 +275,7 @@ def _draw_cut(
 
 
 @triton.jit
-def _draw_any(
+def _sample_any(
     x_row,
     ids,
     size,
@@ -290,7 +291,7 @@ def _draw_any(
     EDGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token of a row that at most min-p cuts: first its chunk, then in the chunk."""
+    """Samples a token of a row without top-k and top-p: first the chunk, then the token."""
     chunk = tl.arange(0, CHUNKS)
     at = masses + (row * EDGES + EDGES - 1) * num_chunks + chunk
     mass = tl.load(at, mask=chunk < num_chunks, other=0)
@@ -331,7 +332,7 @@ def sample_kernel(
     EDGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # grid (rows,)
-    """What chunk_max_kernel, chunk_sums_kernel and gather_kernel left -> the token of each row."""
+    """Samples a token per row from the results of chunk_max, chunk_sums and gather kernels."""
     row = tl.program_id(0).to(tl.int64)
     top, token = top_of(maxima, indices, row, num_chunks, CHUNKS)
     temperature = real(plan, row, TEMPERATURE)
@@ -344,12 +345,12 @@ def sample_kernel(
             u = uniform(plan, row)
             x_row = logits + row * stride
             if (top_k > 0) | (top_p < 1.0):
-                token = _draw_cut(
+                token = _sample_cut(
                     x_row, values, ids, size, counts, masses, row, num_chunks, temperature,
                     top, least, top_k, top_p, u, CAPACITY, CHUNKS, EDGES, BLOCK,
                 )  # fmt: skip
             else:
-                token = _draw_any(
+                token = _sample_any(
                     x_row, ids, size, masses, row, num_chunks, temperature,
                     top, least, u, CHUNK, CHUNKS, EDGES, BLOCK,
                 )  # fmt: skip

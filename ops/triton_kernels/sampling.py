@@ -1,17 +1,17 @@
-"""Choosing tokens from rows of logits on a GPU: maxima, penalties, and the sums that cuts need.
+"""Sampling from rows of logits on a GPU: maxima, penalties, and the sums for top-k and top-p.
 
-A row is cut into chunks, one program each, so that few rows keep a whole GPU busy. Every sum is of
-integers (probabilities in fixed point, 2^-44 of the best token's), so no result depends on the
-order of addition: not on the chunks, not on the number of threads, not on the other rows.
+A row is split into chunks, one program each, so that few rows keep a whole GPU busy. All sums are
+of integers (probabilities in fixed point, 2^-44 of the best token's), so no result depends on the
+order of addition, on the chunks, on the number of threads or on other rows.
 
-What a row asks for is a record of WORDS int32 words (the constants below are indexes into it).
-Nothing here waits for the device, and grids depend on shapes alone.
+A row's parameters are a record of WORDS int32 words; the constants below are indexes into it.
+Nothing here waits for the device, and grids depend on shapes only.
 
-Expected on an H200 for 64 rows of 128k logits (33.6 MB, which stay in the L2 cache; none of it is
-measured): the largest of each row is one pass and two launches, about 10 us. A draw reads the
-logits twice more (sums, about 45 instructions a logit: 15 us; candidates: 10 us, rows that are not
-cut do not) and then searches lists of mostly some hundred candidates, one program a row, 10 to 20
-us. Penalties read and write what they change: the counts are read once more, of those rows alone.
+The expected cost on an H200 for 64 rows of 128k logits (33.6 MB, which stay in the L2 cache; none
+of it is measured): argmax takes one pass and two launches, about 10 us. Sampling reads the logits
+twice more (sums, about 45 instructions per logit: 15 us; candidates, only for rows with top-k or
+top-p: 10 us). Then one program per row searches a list of mostly some hundred candidates, 10 to 20
+us. Penalties read the counts once more, only for rows that have them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -40,12 +40,12 @@ COUNTS_ROW = tl.constexpr(13)
 FIRST_EDIT = tl.constexpr(14)
 NUM_EDITS = tl.constexpr(15)
 
-# The bit of a token count that says that the prompt has it; those below count it in the output.
+# This bit of a token count marks tokens of the prompt; lower bits count tokens of the output.
 IN_PROMPT = 1 << 30
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 INFINITY = tl.constexpr(float("inf"))
-# Sums of probabilities are kept for logits that are at most 1.5, 3, 4.5, ... below the largest.
+# There is a sum of probabilities for logits at most 1.5, 3, 4.5, ... below the largest.
 EDGES = 8
 _EDGE_STEP = tl.constexpr(1.5)
 # With 2^44 for the largest, the sum over this many logits stays below 2^63.
@@ -53,9 +53,12 @@ MAX_VOCABULARY = (1 << 19) - 1
 
 
 class Config(NamedTuple):
-    """chunk: logits of a program; block: of a step of the draw; capacity: candidates that are
-    listed, where there are more the draw reads the whole row. warps: of a program, and of one
-    that draws."""
+    """Launch parameters of the sampling kernels.
+
+    chunk: logits per program; block: candidates per iteration of sample_kernel; capacity: length of
+    the candidate list (with more candidates, sample_kernel reads the whole row); warps,
+    sample_warps: warps per program, and per program of sample_kernel.
+    """
 
     chunk: int = 4096
     block: int = 2048
@@ -66,33 +69,33 @@ class Config(NamedTuple):
 
 @triton.jit
 def number(plan, row, FIELD: tl.constexpr):
-    """An int32 of a row's record."""
+    """Returns an int32 of a row's record."""
     return tl.load(plan + row * WORDS + FIELD)
 
 
 @triton.jit
 def real(plan, row, FIELD: tl.constexpr):
-    """An fp32 of a row's record."""
+    """Returns an fp32 of a row's record."""
     return number(plan, row, FIELD).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def long(plan, row, FIELD: tl.constexpr):
-    """A 64-bit integer of a row's record."""
+    """Returns a 64-bit integer of a row's record."""
     low = number(plan, row, FIELD).to(tl.int64) & 0xFFFFFFFF
     return low | (number(plan, row, FIELD + 1).to(tl.int64) << 32)
 
 
 @triton.jit
 def weigh(scaled, top):
-    """exp(scaled - top) in units of 2^-44, rounded. scaled: tensor, at most top; int64.
+    """Returns exp(scaled - top) in units of 2^-44, rounded to int64; scaled is at most top.
 
-    The polynomial is ops/csrc/sampling.inl's, relative error below 6e-11. Every multiplication is
-    part of an fma, so that two places cannot round differently.
+    The polynomial is that of ops/csrc/sampling.inl, with a relative error below 6e-11. Every
+    multiplication is part of an fma, so that all call sites round equally.
     """
     x = tl.maximum(scaled.to(tl.float64) - top.to(tl.float64), -60.0)
     log2e = tl.full(x.shape, 1.4426950408889634, tl.float64)
-    # 1.5 * 2^52: the sum ends in the nearest integer
+    # adding 1.5 * 2^52 rounds to the nearest integer
     rounder = tl.full(x.shape, 6755399441055744.0, tl.float64)
     exponent = tl.fma(x, log2e, rounder) - rounder
     r = tl.fma(x, log2e, -exponent)
@@ -111,14 +114,14 @@ def weigh(scaled, top):
 
 @triton.jit
 def top_k_of(plan, row, size):
-    """0: off."""
+    """Returns the top-k of a row; 0 is off."""
     top_k = number(plan, row, TOP_K)
     return tl.where(top_k < size, top_k, 0)
 
 
 @triton.jit
 def top_of(maxima, indices, row, num_chunks, CHUNKS: tl.constexpr):
-    """(largest logit of the row, its first index)."""
+    """Returns (largest logit of the row, its first index)."""
     chunk = tl.arange(0, CHUNKS)
     found = tl.load(maxima + row * num_chunks + chunk, mask=chunk < num_chunks, other=-INFINITY)
     top = tl.max(found, 0)
@@ -128,20 +131,20 @@ def top_of(maxima, indices, row, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def least_of(plan, row, top):
-    """The smallest scaled logit that min-p keeps; without it, the smallest that counts."""
+    """Returns the smallest scaled logit that min-p keeps, or without min-p, that counts."""
     return tl.maximum(top + real(plan, row, FLOOR), LOWEST)
 
 
 @triton.jit
 def edge_of(top, least, edge, EDGES: tl.constexpr):
-    """The scaled logit of an edge; the last one is `least`."""
+    """Returns the scaled logit of an edge; the last one is `least`."""
     border = tl.maximum(top - (edge + 1).to(tl.float32) * _EDGE_STEP, least)
     return tl.where(edge == EDGES - 1, least, border)
 
 
 @triton.jit
 def share_of(top_p, total):
-    """The mass that top-p asks for, at least 1 (so that the best token stays). int64."""
+    """Returns the mass that top-p requires as int64, at least 1, which keeps the best token."""
     part = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
     return tl.maximum(tl.minimum(part, total), 1)
 
@@ -167,7 +170,7 @@ def chunk_max_kernel(
 
 @triton.jit
 def emit(tokens, last_tokens, token_counts, counts_stride, plan, row, token):
-    """A row's token, to everyone who reads it later."""
+    """Stores a row's token in all places that are read later."""
     tl.store(tokens + row, token)
     slot = number(plan, row, SLOT)
     tl.store(last_tokens + slot, token, mask=slot >= 0)
@@ -206,7 +209,7 @@ def adjust_kernel(
     CHUNK: tl.constexpr,
     EDIT_BLOCK: tl.constexpr,
 ):  # grid (chunks, rows)
-    """Penalties, then edits, in place. An edit adds; -inf forbids whatever the logit is."""
+    """Applies penalties, then edits, in place. Edits are added; -inf excludes a token."""
     row = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0) * CHUNK
     x_row = logits + row * stride
@@ -225,7 +228,7 @@ def adjust_kernel(
         tl.store(x_row + i, x, mask=count != 0)
     num_edits = number(plan, row, NUM_EDITS)
     if num_edits > 0:
-        tl.debug_barrier()  # other threads wrote what is read here
+        tl.debug_barrier()  # the next loads read values of other threads
         first = number(plan, row, FIRST_EDIT)
         for at in range(first, first + num_edits, EDIT_BLOCK):
             e = at + tl.arange(0, EDIT_BLOCK)
@@ -251,9 +254,9 @@ def chunk_sums_kernel(
     CHUNKS: tl.constexpr,
     EDGES: tl.constexpr,
 ):  # grid (chunks, rows)
-    """counts, masses: [rows, EDGES, chunks] of the logits that reach an edge.
+    """Computes counts, masses: [rows, EDGES, chunks] of the logits that reach an edge.
 
-    Only what is asked for: all edges where the row is cut, no masses where it has a top-k.
+    Rows without top-k and top-p only need the last edge; rows with top-k need no masses.
     """
     row = tl.program_id(1).to(tl.int64)
     temperature = real(plan, row, TEMPERATURE)
@@ -291,9 +294,9 @@ def chunk_sums_kernel(
 def bracket(
     counts, masses, row, num_chunks, top_k, top_p, CHUNKS: tl.constexpr, EDGES: tl.constexpr
 ):
-    """(edge that all kept logits reach, how many reach it, how many count at all, their mass).
+    """Returns (edge that all kept logits reach, number that reach it, number of all, their mass).
 
-    top_k 0: off. Where there is a top-k, top-p keeps a part of what it keeps.
+    top_k 0 is off. Top-p applies to the tokens that top-k keeps.
     """
     edges = tl.arange(0, EDGES)
     chunk = tl.arange(0, CHUNKS)[None, :]
@@ -326,7 +329,7 @@ def gather_kernel(
     CHUNKS: tl.constexpr,
     EDGES: tl.constexpr,
 ):  # grid (chunks, rows)
-    """values, ids: [rows, CAPACITY], the logits that cuts may keep, by token id."""
+    """Writes values, ids: [rows, CAPACITY], logits that top-k and top-p may keep, by token id."""
     row = tl.program_id(1).to(tl.int64)
     temperature = real(plan, row, TEMPERATURE)
     top_p = long(plan, row, TOP_P).to(tl.float64, bitcast=True)
@@ -352,13 +355,13 @@ def gather_kernel(
 
 
 def grid_of(logits: Tensor, config: Config) -> tuple[tuple[int, int], int]:
-    """(grid of a kernel that goes over all chunks of all rows, CHUNKS). logits: [R, V]."""
+    """Returns (grid over all chunks of all rows, CHUNKS) for logits: [R, V]."""
     num_chunks = triton.cdiv(logits.shape[1], config.chunk)
     return (num_chunks, logits.shape[0]), triton.next_power_of_2(num_chunks)
 
 
 def chunk_max(logits: Tensor, maxima: Tensor, indices: Tensor, config: Config) -> None:
-    """logits: [R, V] fp32, rows dense. maxima, indices: [R, chunks] fp32, int32."""
+    """Writes maxima, indices: [R, chunks] fp32, int32 of logits: [R, V] fp32 with dense rows."""
     grid, _ = grid_of(logits, config)
     args: Any = (logits, logits.stride(0), logits.shape[1], maxima, indices, grid[0])
     chunk_max_kernel[grid](*args, CHUNK=config.chunk, num_warps=config.warps)

@@ -1,18 +1,18 @@
-"""A norm, the rounding to int8 and the product after them as one kernel, for up to four rows.
+"""Small-batch GEMV: norm, rounding to int8 and the product in one kernel, for up to four rows.
 
-A decode step of few rows is a chain of small kernels: the launch of the rows' kernel and its single
-program stand between two products, about 3 us in which no weights are read. Here every program
-rounds all rows itself, with the code of that kernel, and writes the codes to the same place as the
-others do: the same bytes, so that it does not matter who writes them last, and a program waits for
-nobody but its own threads. The product follows as in triton_linear. Its first weights are called
-into the L2 cache before anything else, so that memory is not idle meanwhile.
+A decode step of few rows is a chain of small kernels. The launch of the rows' kernel and its single
+program take about 3 us between two products, in which no weights are read. Here every program
+rounds all rows itself, with the code of that kernel. All programs write the same codes to the same
+place, so the order of the writes does not matter, and a program only waits for its own threads. The
+product follows as in linear.py. Its first weights are prefetched into the L2 cache before anything
+else.
 
-What it costs, on an H200: the values come from the L2 cache, 5.5 TB/s or 42 KB an SM and us, so
-that M rows of K values in fp32 take 4 M K / 42,000 us for each program of an SM (4096: 0.4 us,
-14336: 1.4), after about 1 us of latencies a row. The first programs of an SM do nothing else
-meanwhile: it pays for one row of 4096, not for four of them. Later ones share the L2 cache with
-the weights, 4.3 TB/s: with n channels a program it gives (1 + 4 M / n) * 4.3 TB/s, which is within
-5.5 for n >= 16 M. Needs enable_fp_fusion=False.
+The estimated cost on an H200: values come from the L2 cache, 5.5 TB/s or 42 KB per SM and us, so M
+rows of K fp32 values take 4 M K / 42,000 us per program of an SM (4096: 0.4 us, 14336: 1.4), after
+about 1 us of latency per row. The first programs of an SM do nothing else in that time, which is
+worth it for one row of 4096, not for four. Later programs share the L2 cache with the weights,
+4.3 TB/s: n channels per program need (1 + 4 M / n) * 4.3 TB/s, which is within 5.5 for n >= 16 M.
+The kernel needs enable_fp_fusion=False.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -36,7 +36,7 @@ from ops.triton_kernels.linear import (
 from ops.triton_kernels.rows import ACTIVATIONS, NORMS, make_row
 
 MAX_ROWS = 4
-# Of a thread. Told nothing, the assembler takes fewer and spills.
+# Registers of a thread. By default the assembler uses fewer and spills.
 MAX_REGISTERS = 128
 
 
@@ -50,12 +50,12 @@ def small_batch_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     SPLIT_K: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x: [M, n], M <= BM; w: [N, K] int8; codes: [M, K], row_scales: [M], written by all.
+    """x: [M, n], M <= BM; w: [N, K] int8. All programs write codes: [M, K] and row_scales: [M].
 
     Grid: tiles, SPLIT_K.
     """
     n0 = tl.program_id(0) * BN
-    # Beyond the end the last row is read again: no masks, and nothing of it is stored.
+    # Reading the last row again beyond the end avoids masks; its results are not stored.
     rows = tl.minimum(tl.arange(0, BM), M - 1)
     channels = tl.minimum(n0 + tl.arange(0, BN), N - 1).to(tl.int64)
     ks = tl.arange(0, BK)
@@ -63,7 +63,7 @@ def small_batch_kernel(
     blocks = tl.cdiv(num_blocks, SPLIT_K)
     first = tl.program_id(1) * blocks
     last = tl.minimum(first + blocks, num_blocks)
-    # Four blocks, a byte of each sector of 32: what is not used is not waited for.
+    # Prefetch four blocks, a byte of each 32-byte sector; unused loads are not waited for.
     sectors = first * BK + tl.arange(0, BK // 8) * 32
     sectors_at = w_at + channels[:, None] * w_stride + sectors[None, :]
     tl.load(sectors_at, mask=sectors[None, :] < tl.minimum(last * BK, K), volatile=True)
@@ -73,7 +73,7 @@ def small_batch_kernel(
             x_stride, 0, 1, K, n, K, eps,
             NORM, NORM_BIAS, 0, False, True, ONE_BLOCK, BLOCK,
         )  # fmt: skip
-    # A thread reads what others of its program wrote.
+    # A thread reads what other threads of its program wrote.
     tl.debug_barrier()
     a_at = w_at + channels[:, None] * w_stride + ks[None, :]
     b_at = codes_at + rows[None, :] * K + ks[:, None]
@@ -101,8 +101,10 @@ def small_batch_linear(
     is_gated: bool = False,
     tile: Tile,
 ) -> Tensor:
-    """scaled_linear(quantize_rows(x, norm), ...) in int8, the same bits. x: [T <= 4, K], fp32 or
-    bf16, no part of out."""
+    """Computes the bits of scaled_linear(quantize_rows(x, norm), ...) in int8.
+
+    x: [T <= 4, K], fp32 or bf16; it must not overlap out.
+    """
     (num_rows, width), (num_out, num_in) = x.shape, weight.codes.shape
     assert 0 < num_rows <= min(MAX_ROWS, tile.m) and tile.swap, f"{x.shape} {tile}"
     assert num_in == -(-width // 16) * 16 and out.stride(1) == 1, f"{x.shape} {out.stride()}"
@@ -116,7 +118,7 @@ def small_batch_linear(
     if tile.split_k > 1:
         sums, counts = split_scratch(out.device)
         assert tiles * tile.m * tile.n <= len(sums) and tiles <= len(counts), f"{tile} {out.shape}"
-    # 32 values in registers of a thread
+    # a thread holds 32 values in registers
     block = min(1024 * tile.num_warps, triton.next_power_of_2(num_in))
     small_batch_kernel[(tiles, tile.split_k)](
         x,
@@ -162,7 +164,7 @@ def small_batch_linear(
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the memory from a tensor's first to its last element meets the other's."""
+    """Returns whether the address ranges of two tensors overlap."""
     ends = []
     for t in (one, other):
         last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
