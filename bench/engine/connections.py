@@ -1,12 +1,12 @@
-"""What many and hostile connections cost: memory, health checks, tokens of others, the event loop.
+"""What many and hostile connections cost: memory, health checks, other streams, the event loop.
 
-A server in a process of its own, over an engine whose steps take 10 ms and compute nothing, so
-that what is measured is HTTP alone. Four measurements:
+A server in a process of its own has an engine whose steps take 10 ms and compute nothing, so that
+only HTTP is measured. Four measurements:
 
-idle: connections that say nothing. Growth of resident memory, time of /health meanwhile.
-storm: connections all at once. Until the last is made, and until the last is answered.
-readers: streams that nobody reads, next to some that are read. Time between tokens of those,
-    with and without, in turns; medians of the rounds.
+idle: connections that send nothing. Growth of resident memory, time of /health meanwhile.
+storm: connections all at once. Seconds until the last is made, and until the last is answered.
+readers: streams whose clients do not read, next to some that are read. Time between tokens of the
+    latter, with and without the former, in turns; medians of the rounds.
 catalogue: hostile requests of every kind for a while. How late the server's event loop was.
 
 Run: python -m bench.engine.connections [--smoke] [idle storm readers catalogue]
@@ -54,7 +54,8 @@ TARGETS = {
 
 
 class Sizes(NamedTuple):
-    """num_connected: of the storm. num_readers do not read, num_healthy do, in so many rounds."""
+    """Sizes of the measurements. num_connected: connections of the storm. num_readers clients do
+    not read, num_healthy do, in `rounds` rounds."""
 
     num_idle: int = 10_000
     num_connected: int = 3_000
@@ -68,7 +69,7 @@ SMOKE = Sizes(200, 100, 20, 4, 1, 1.0)
 
 
 def serve() -> None:
-    """The server's process, until its input ends."""
+    """Runs the server of the measurements until its input ends."""
     from bench.common.instant import InstantRunner, load_instant
     from serve import Engine
     from serve.http import HttpServer, HttpSettings
@@ -126,7 +127,7 @@ def _raise_file_limit() -> None:
 
 
 def connect_all(port: int, number: int) -> tuple[list[socket.socket], float]:
-    """Connections begun at once, and the seconds until the last is there."""
+    """Returns connections begun at once, and the seconds until the last is made."""
     poll, waiting = select.epoll(), {}
     began_s = time.perf_counter()
     for _ in range(number):

@@ -1,9 +1,9 @@
 """What our own machinery costs: rows scheduled, detokenized and delivered per second.
 
-The device takes no time (bench/common/instant.py); N asyncio consumers each read one stream to its
-end. Reported: rows/s and time per step. A last wave has a device that takes 5 ms a step, in
-which the other pools can work; it shows how long the device waits between two steps for
-update, schedule, commit and flatten: `serve bench engine`.
+`serve bench engine` has a device that takes no time (bench/common/instant.py); N asyncio consumers
+each read one stream to its end. It reports rows/s and the time per step. The device of a last wave
+takes 5 ms a step, in which the other pools can work; that wave shows how long the device waits
+between two steps for update, schedule, commit and flatten.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ async def _consume(stream: RequestStream) -> tuple[int, int]:
 
 
 async def measure(num_seqs: int, num_tokens: int, model: str | None = None) -> dict[str, Any]:
-    """Three waves of num_seqs streams of num_tokens tokens: into untouched memory, again with
-    pages in place, and with a device that takes its time."""
+    """Runs three waves of num_seqs streams of num_tokens tokens: into untouched memory, with pages
+    mapped, and with a device that takes _DEVICE_S a step."""
     runners: list[InstantRunner] = []
 
     def make(kv: Any) -> InstantRunner:
@@ -65,7 +65,7 @@ async def _wave(
 ) -> dict[str, float]:
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     prompt = list(range(5, 21))
-    runner.gate.clear()  # nobody runs before everybody has arrived
+    runner.gate.clear()  # no step runs before all requests have arrived
     streams = [engine.submit(prompt, params) for _ in range(num_seqs)]
     for stream in streams:
         await stream.accepted()
@@ -96,7 +96,7 @@ def engine(
     json_file: Path | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """Medians over the repeats, printed and returned. model: whose tokenizer is used."""
+    """Prints and returns medians over the repeats. model: the one whose tokenizer is used."""
     tables.check_file(json_file)
     num_tokens, num_repeats = tokens or (20 if quick else 400), repeats or (1 if quick else 5)
     if min(seqs, num_tokens, num_repeats) < 1:

@@ -1,8 +1,8 @@
 """What HTTP costs: tokens/s of streamed completions over the server, against in-process.
 
-The same load (32 streams at once, greedy, fixed lengths) goes to `serve run` in a process of
-its own and to an Engine in this one, in interleaved rounds; medians are reported. The client
-shares the machine with the server, so its own work counts against HTTP. `serve bench http`.
+`serve bench http` sends the same load (32 streams at once, greedy, fixed lengths) to `serve run` in
+a process of its own and to an Engine in this one, in interleaved rounds, and reports medians. The
+client shares the machine with the server, so its own work counts against HTTP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from serve.errors import ConfigError
 
 
 class Shape(NamedTuple):
-    """num_streams at once, each num_prompt tokens in and num_tokens out."""
+    """A load: num_streams at once, with num_prompt tokens in and num_tokens out each."""
 
     num_streams: int
     num_prompt: int
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 @contextmanager
 def server(model: str | None, dtype: str) -> Iterator[str]:
-    """`serve run` on a free port; yields its URL when it is ready."""
+    """Runs `serve run` on a free port; yields its URL when it is ready."""
     command = [sys.executable, "-m", "serve", "run", *([model] if model else [])]
     command += ["--port", "0", "--dtype", dtype]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -64,7 +64,7 @@ def prompts_of(shape: Shape) -> list[list[int]]:
 
 
 async def over_http(session: aiohttp.ClientSession, url: str, name: str, shape: Shape) -> float:
-    """Seconds until the last of the streams has ended."""
+    """Returns the seconds until the last of the streams has ended."""
 
     async def one(prompt: list[int]) -> None:
         body = {
@@ -137,8 +137,8 @@ def http(
     json_file: Path | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """Medians over the rounds, printed and returned. model: a directory, "random:SHAPE", None for
-    the embedded one. output_len: 256 for the embedded model, 32 for others."""
+    """Prints and returns medians over the rounds. model: a directory, "random:SHAPE", None for the
+    embedded model. output_len: by default 256 for the embedded model, 32 for another."""
     tables.check_file(json_file)
     path = model_directory(model)
     num_tokens = output_len or (4 if quick else 256 if path is None else 32)

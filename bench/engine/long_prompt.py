@@ -52,7 +52,7 @@ VOCABULARY = range(300, 4000)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """num_alone: short requests one after the other, for the time without load."""
+    """Lengths in tokens. num_alone: short requests one after the other, for the time without load."""
 
     long_tokens: int = 32_768
     short_tokens: int = 64
@@ -62,7 +62,7 @@ class Load:
 
 @dataclass(slots=True)
 class Result:
-    """One setting. Times in seconds."""
+    """The figures of one setting."""
 
     slo_ms: float | None
     chunk: int | None
@@ -87,13 +87,13 @@ class Result:
         return statistics.median(self.gaps_s)
 
     def short_ratio(self, unloaded_s: list[float]) -> float:
-        """p99 of the short requests over their bound."""
+        """Returns the 99th percentile of the short requests over their bound."""
         bound_s = 2 * quantile(unloaded_s, 0.99) + self.gap_p99_s
         return quantile(self.beside_long_s, 0.99) / bound_s
 
 
 def other_cpu_s() -> float:
-    """Seconds of processors that others than this process have used; 0 where /proc is missing."""
+    """Returns processor seconds that other processes have used; 0 where /proc is missing."""
     try:
         fields = Path("/proc/stat").read_text().split()[1:9]
     except OSError:
@@ -108,7 +108,7 @@ def quantile(values: list[float], level: float) -> float:
 
 
 class Client:
-    """Sends the load to one engine. Prompts are random: nobody shares a prefix."""
+    """Sends the load to one engine. Prompts are random, so that none share a prefix."""
 
     def __init__(self, engine: Engine, load: Load, seed: int = 0) -> None:
         self._engine = engine
@@ -147,7 +147,7 @@ class Client:
         return tasks
 
     async def shorts_until(self, done: asyncio.Event) -> list[float]:
-        """Short requests at random times (Poisson), until the event."""
+        """Sends short requests at random times (Poisson) until the event."""
         rng = random.Random(1)
         tasks = []
         while not done.is_set():
@@ -172,7 +172,7 @@ async def measure(path: Path, load: Load, slo_ms: float | None, chunk: int | Non
         kv_cache_bytes=1 << 30,
     ) as engine:
         client = Client(engine, load)
-        await client.ttft(4 * BUDGET, 64)  # memory is touched, the model has seen something
+        await client.ttft(4 * BUDGET, 64)  # memory is touched, and the step-time model has learned
         for _ in range(load.num_alone):
             result.alone_s.append(await client.ttft(load.short_tokens, 4))
         tasks = await client.start_streams()
@@ -196,7 +196,7 @@ async def measure(path: Path, load: Load, slo_ms: float | None, chunk: int | Non
 
 
 def undisturbed(path: Path, load: Load, slo_ms: float | None, chunk: int | None) -> Result:
-    """The run in which others took the least of the processors."""
+    """Returns the run in which other processes took the least processor time."""
     results: list[Result] = []
     while len(results) < MAX_RUNS and all(r.other_cores > DISTURBED_CORES for r in results):
         results.append(uvloop.run(measure(path, load, slo_ms, chunk)))
@@ -204,7 +204,7 @@ def undisturbed(path: Path, load: Load, slo_ms: float | None, chunk: int | None)
 
 
 def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | None, bool]]:
-    """What must be shown of a run with an SLO: the figure, and whether it is reached."""
+    """Returns the figures that a run with an SLO has to reach, and whether it does."""
     assert result.slo_ms is not None
     slo_s = result.slo_ms / 1e3
     kept = [static.long_s for static in statics if static.gap_p99_s <= slo_s]
@@ -220,7 +220,8 @@ def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | N
     of_kept = result.long_s / min(kept) if kept else None
     found["long over the best static that keeps the SLO <= 1.1"] = (
         of_kept,
-        of_kept is None or of_kept <= 1.1,  # none keeps it: there is nothing to be worse than
+        of_kept is None
+        or of_kept <= 1.1,  # where no static chunk keeps the SLO, there is nothing to compare
     )
     error = result.error
     found["error < 0.1"] = (error, error is not None and error < 0.1)

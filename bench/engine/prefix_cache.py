@@ -1,7 +1,7 @@
-"""Time to the first token with a known prefix: `serve bench prefix-cache`.
+"""Time to the first token with a cached prefix: `serve bench prefix-cache`.
 
-A prompt computed from nothing, one whose beginning is in memory, and one whose beginning is on
-the disk after a restart; medians, and the tokens of each compared with the first way's.
+It compares a prompt without a cached prefix, one whose prefix is in memory, and one whose prefix is
+on the disk after a restart: medians, and whether their tokens equal those of the first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import read_spec
 
-_TAIL = 8  # tokens of a prompt that nobody has seen
-_ROOM = 64  # beside the prefix
+_TAIL = 8  # tokens of a prompt behind the prefix
+_ROOM = 64  # tokens beside the prefix
 
 
 def prefix_cache(
@@ -34,8 +34,8 @@ def prefix_cache(
     json_file: Path | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """Printed and returned. model: a directory, "random:SHAPE", None for the embedded one. prefix:
-    tokens that the prompts share."""
+    """Prints and returns the figures. model: a directory, "random:SHAPE", None for the embedded
+    model. prefix: tokens that the prompts share."""
     tables.check_file(json_file)
     path = model_directory("random:tiny" if quick and model == "random:llama-1b" else model)
     config = EngineConfig.from_settings(path)
@@ -47,7 +47,7 @@ def prefix_cache(
     with tempfile.TemporaryDirectory(prefix="mergestep-prefix-") as folder:
         found = measure(path, length, folder, num_repeats)
     table = Table("prefix", "first token ms", "times sooner", "cached tokens", "same token")
-    table.title = f"{length} tokens known, {_TAIL} new"
+    table.title = f"{length} tokens cached, {_TAIL} new"
     rows: dict[str, Any] = {}
     base = statistics.median(seconds for seconds, _, _ in found["computed"])
     for name, asked in found.items():
@@ -68,7 +68,7 @@ def prefix_cache(
 def measure(
     model: str | None, length: int, folder: str, repeats: int
 ) -> dict[str, list[tuple[float, int, list[int]]]]:
-    """Of each way: seconds to the first token, tokens found in the cache, the token."""
+    """Returns, by where the prefix is: seconds to the first token, cached tokens, the token."""
     settings: dict[str, Any] = {"max_model_len": length + _ROOM, "max_num_seqs": 2}
     rng = random.Random(1)
     prompts = [[rng.randrange(300, 1000) for _ in range(length)]]
@@ -90,7 +90,7 @@ def measure(
 
 
 def _ask(llm: LLM, token_ids: list[int]) -> tuple[float, int, list[int]]:
-    """Seconds to the first token, tokens found in the cache, the token."""
+    """Returns the seconds to the first token, the number of cached tokens, and the token."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     (output,) = llm.generate({"prompt_token_ids": token_ids}, params, use_tqdm=False)
     metrics = output.metrics

@@ -1,9 +1,9 @@
-"""A long load with cancellations: do server and client come back to where they began?
+"""A long load with cancellations: whether server and client return to where they began.
 
-`serve run` in a process of its own, and the load generator in this one, offer after offer, with
-some requests cancelled early, some after a few tokens. Both processes' memory, open files and
-threads are read every few seconds, and the server's K/V pages from /metrics. The baseline is
-taken after a minute of the same load; in the end, as then, both are idle.
+`serve run` has a process of its own, and the load generator in this one makes offer after offer;
+some requests are cancelled early, some after a few tokens. Both processes' memory, open files and
+threads are read every few seconds, and the server's K/V pages come from /metrics. The baseline is
+taken after a minute of the same load; both processes are idle then and at the end.
 
 Run: python -m bench.engine.soak [--minutes 20] [--qps 20]
 """
@@ -42,7 +42,7 @@ from bench.load.workload.schedule import ArrivalSettings, make_schedule
 SAMPLE_S = 5.0
 CANCEL_RATE = 0.2
 IDLE_S = 3.0  # the server trims its memory when it has had nothing to do for half a second
-# What a process may have grown by: its allocator keeps some of what was freed.
+# how much a process may have grown, since its allocator keeps some of the freed memory
 GROWTH_SHARE, GROWTH_BYTES = 0.05, 24 << 20
 KEPT_PAGES = "mergestep:kv_pages in_use"
 UNFINISHED = "mergestep:requests_unfinished"
@@ -50,7 +50,7 @@ UNFINISHED = "mergestep:requests_unfinished"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one process: resident bytes, open files, threads."""
+    """One process: resident bytes, open files, threads."""
 
     rss: int
     files: int
@@ -73,7 +73,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Soak:
-    """What came of it. before and after: idle, of both. engine: figures of /metrics at the end."""
+    """Results. before, after: both processes idle. engine: figures of /metrics at the end."""
 
     before: Sample
     after: Sample
@@ -82,8 +82,8 @@ class Soak:
     samples: list[Sample] = field(default_factory=list)
 
     def slope(self, which: str) -> float:
-        """Bytes a minute that a process grew by in the second half (the median of all pairs of
-        samples: Theil-Sen)."""
+        """Returns how many bytes a minute a process grew in the second half (Theil-Sen: the median
+        over all pairs of samples)."""
         later = self.samples[len(self.samples) // 2 :]
         points = [(sample.at_s, getattr(sample, which).rss) for sample in later]
         slopes = [
@@ -113,7 +113,7 @@ class Soak:
 
 @contextmanager
 def _server() -> Iterator[tuple[int, str]]:
-    """Its process id and URL."""
+    """Starts a server; yields its process id and URL."""
     command = [sys.executable, "-m", "serve", "run", "--port", "0", "--log-level", "warning"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -150,7 +150,7 @@ class _Soaking:
         return Sample(at_s, Usage.of(self._pid), Usage.of(os.getpid()))
 
     async def load(self, duration_s: float, seed: int) -> None:
-        """One offer, with a client of its own."""
+        """Makes one offer, with a client of its own."""
         async with ServerTarget(ServerSettings(self._url)) as target:
             schedule, _ = make_schedule(
                 DatasetSettings(max_model_len=target.max_model_len),

@@ -1,8 +1,8 @@
 """What structured output costs: `python -m bench.engine.structured`.
 
-Compiling a grammar (in the child process and again in the server; known already), the mask of one
-token, and a decode step of 16 masked rows beside one of 16 that are free, by turns in one run;
-then the time between two tokens of a stream, alone and beside a request of 128 sequences whose
+It measures compiling a grammar (in the child process and again in the server; cached), the mask of
+one token, and a decode step of 16 masked rows and one of 16 free rows, by turns in one run; then
+the time between two tokens of a stream, alone and beside a request of 128 sequences whose
 grammar is simple, or made to be slow.
 """
 
@@ -48,7 +48,7 @@ HOSTILE_PROMPT = [5, 6, 7, 8]
 
 
 def with_tokens(tokenizer: Tokenizer, size: int) -> Tokenizer:
-    """A vocabulary of that size: its own tokens, and pairs of them."""
+    """Gives the tokenizer a vocabulary of that size: its own tokens and pairs of them."""
     assert tokenizer.pieces is not None
     own = list(tokenizer.pieces)
     known = set(own)
@@ -65,7 +65,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def compile_times(compiler: GrammarCompiler) -> dict[str, float]:
-    """Milliseconds."""
+    """Returns milliseconds by case."""
     schemas = [StructuredOutput("json_schema", json.dumps(each)) for each in (PERSON, WIDE)]
     times = {"first of all (starts the child)": seconds(lambda: compiler.compile(schemas[0]))}
     for i in range(9):
@@ -84,7 +84,8 @@ def compile_times(compiler: GrammarCompiler) -> dict[str, float]:
 def mask_times(
     compiler: GrammarCompiler, vocab_size: int, schema: object, count: int
 ) -> list[float]:
-    """Microseconds for each of many tokens: taking in the one before, and the bits of the next."""
+    """Returns the microseconds of each of many tokens: accepting the token before, and the bits of
+    the next."""
     structured = StructuredOutput("json_schema", json.dumps(schema))
     times: list[float] = []
     seed = 0
@@ -105,20 +106,20 @@ def mask_times(
 
 
 def step_times(rounds: int, num_tokens: int) -> dict[str, float]:
-    """Milliseconds of a step of ROWS rows, medians of rounds by turns."""
+    """Returns the milliseconds of a step of ROWS rows, medians of rounds by turns."""
     masked = StructuredOutput("json_schema", json.dumps(LONG_TEXT))
     settings = {"max_tokens": num_tokens, "ignore_eos": True, "seed": 1}
-    ways = {
+    cases = {
         "free": SamplingParams(**settings),  # type: ignore[arg-type]
         "masked": SamplingParams(**settings, structured=masked),  # type: ignore[arg-type]
         "one of them masked": None,
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in cases}
     prompts = [[5 + i] * 8 for i in range(ROWS)]
     with LLM(str(default_model_path()), max_num_seqs=ROWS, prefix_cache=False) as llm:
         for number in range(rounds + 1):
-            for name, params in ways.items():
-                each = [params or ways["masked" if i == 0 else "free"] for i in range(ROWS)]
+            for name, params in cases.items():
+                each = [params or cases["masked" if i == 0 else "free"] for i in range(ROWS)]
                 took = seconds(lambda: llm.generate(prompts, each, use_tqdm=False))  # type: ignore[arg-type]  # noqa: B023
                 if number:  # the first compiles
                     times[name].append(took / num_tokens * 1e3)
@@ -126,7 +127,8 @@ def step_times(rounds: int, num_tokens: int) -> dict[str, float]:
 
 
 def grammars() -> dict[str, StructuredOutput | None]:
-    """None: no grammar. Two that are simple, three that branch and branch again."""
+    """Returns grammars by name, None for no grammar: a simple one, and three with very many
+    branches."""
     many = range(400)
     rules = (f"t{i}: /[a-z]{{1,{i % 40 + 1}}}/ t{i * 7 % 400}?" for i in many)
     lark = "start: " + " | ".join(f"t{i}" for i in many) + "\n" + "\n".join(rules)
@@ -154,13 +156,13 @@ async def _other(engine: Engine, structured: StructuredOutput | None, num_tokens
         structured=structured,
         ignore_eos=structured is None,
     )
-    # too complex for its text, as it may be
+    # the grammar may be too complex for its text
     with contextlib.suppress(RequestError):
         await engine.generate(HOSTILE_PROMPT, params)
 
 
 async def _gaps(engine: Engine, num_tokens: int) -> list[float]:
-    """Seconds."""
+    """Returns the seconds between tokens of one stream."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     gaps: list[float] = []
     last_s: float | None = None
@@ -173,7 +175,7 @@ async def _gaps(engine: Engine, num_tokens: int) -> list[float]:
 
 
 async def _measure(rounds: int, num_tokens: int) -> dict[str, dict[str, float]]:
-    """Milliseconds, over all rounds; the cases take turns."""
+    """Returns milliseconds over all rounds; the cases take turns."""
     cases = grammars()
     found: dict[str, list[float]] = {name: [] for name in ("alone", *cases)}
     async with Engine(str(default_model_path()), max_num_seqs=HOSTILE_N + 2) as engine:
@@ -197,7 +199,7 @@ async def _measure(rounds: int, num_tokens: int) -> dict[str, dict[str, float]]:
 
 
 def gaps_beside(rounds: int, num_tokens: int) -> dict[str, dict[str, float]]:
-    """Milliseconds between two tokens of a stream, beside each of the requests."""
+    """Returns the milliseconds between two tokens of a stream, beside each of the requests."""
     return asyncio.run(_measure(rounds, num_tokens))
 
 

@@ -36,9 +36,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class FittedCost:
-    """coefficients: seconds, in the order of TERMS; all steps that were not stalled, num_steps of
-    them, take as long together as they say. median_error, p90_error: of these, relative.
-    stalled_share: of all time, what the stalled ones took beyond that."""
+    """A fit. coefficients: seconds, in the order of TERMS; together they predict the whole time of
+    the num_steps steps that were not stalled. median_error, p90_error: relative errors of these
+    steps. stalled_share: the share of all time that stalled steps took beyond their prediction."""
 
     bend: int
     coefficients: tuple[float, ...]
@@ -48,7 +48,7 @@ class FittedCost:
     p90_error: float
 
     def seconds(self, work: StepWork) -> float:
-        """0 without rows."""
+        """Returns the seconds of a step, 0 without rows."""
         rows = work.num_rows
         if not rows:
             return 0.0
@@ -67,7 +67,7 @@ class FittedCost:
 
     @classmethod
     def load(cls, path: Path) -> FittedCost:
-        """ConfigError where the file is none of `save`."""
+        """Reads a file of `save`. Raises ConfigError where it is none."""
         try:
             values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             coefficients = tuple(float(values["coefficients"][name]) for name in TERMS)
@@ -79,12 +79,12 @@ class FittedCost:
 
 
 def fit(steps: Sequence[TracedStep]) -> FittedCost:
-    """ConfigError with fewer than MIN_STEPS."""
+    """Fits traced steps. Raises ConfigError with fewer than MIN_STEPS."""
     return fit_times([(step.work, step.ended_s - step.began_s) for step in steps])
 
 
 def fit_times(times: Sequence[tuple[StepWork, float]]) -> FittedCost:
-    """Work, and the seconds that it took."""
+    """Fits pairs of a step's work and the seconds that it took, as `fit` does."""
     usable = [(work, seconds) for work, seconds in times if work.num_rows and seconds > 0]
     if len(usable) < MIN_STEPS:
         raise ConfigError(f"a fit of the cost needs {MIN_STEPS} steps, not {len(usable)}")
@@ -95,7 +95,7 @@ def fit_times(times: Sequence[tuple[StepWork, float]]) -> FittedCost:
 
 
 def _features(works: Sequence[StepWork], bend: int) -> Array:
-    """[steps, TERMS]"""
+    """Returns [steps, TERMS]."""
     rows = [
         (
             1.0,
@@ -120,7 +120,7 @@ def _fit_bend(works: Sequence[StepWork], seconds: Array, bend: int) -> FittedCos
         rows = weights / scale
         coefficients = _non_negative(features * rows[:, None], seconds * rows)
         predicted = features @ coefficients
-        # relative to what was measured, errors would pull towards the shorter of like steps
+        # errors relative to the measured time would favour the shorter one of equal steps
         scale = np.maximum(predicted, seconds / _STALLED)
         errors = np.abs(seconds - predicted) / scale
         usual = max(float(np.median(errors)), 1e-6)
@@ -141,7 +141,7 @@ def _fit_bend(works: Sequence[StepWork], seconds: Array, bend: int) -> FittedCos
 
 
 def _non_negative(matrix: Array, target: Array) -> Array:
-    """The least squares without negative coefficients: the active sets of Lawson and Hanson."""
+    """Returns the least-squares coefficients without negative ones (Lawson and Hanson)."""
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
     scaled = matrix / scale

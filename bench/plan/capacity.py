@@ -7,7 +7,7 @@ from bench.plan.shapes import Precision, Shape
 
 
 def sequence_bytes(shape: Shape, precision: Precision, context: float) -> float:
-    """K/V of one sequence; behind a window nothing is kept."""
+    """Returns the K/V bytes of one sequence; nothing is kept behind a window."""
     one = shape.kv_layer_bytes(precision)
     return sum(
         layers * one * (context if window is None else min(context, window))
@@ -16,8 +16,9 @@ def sequence_bytes(shape: Shape, precision: Precision, context: float) -> float:
 
 
 def kv_bytes(cost: MachineCost) -> float:
-    """On all devices together, beside the weights and the reserve (Efficiency.memory); below 0
-    where the weights do not fit. Heads that have to be on two devices count twice."""
+    """Returns the K/V bytes on all devices together, beside the weights and the reserve
+    (Efficiency.memory); below 0 where the weights do not fit. Heads that have to be on two devices
+    count twice."""
     machine = cost.machine
     room = machine.num_devices * cost.efficiency.memory * machine.device.memory_bytes
     copies = machine.num_devices / min(machine.num_devices, cost.shape.num_kv_heads)
@@ -25,10 +26,10 @@ def kv_bytes(cost: MachineCost) -> float:
 
 
 def max_tokens(cost: MachineCost) -> int:
-    """Of sequences that no window shortens."""
+    """Returns how many tokens fit, of sequences that no window shortens."""
     return max(0, int(kv_bytes(cost) / cost.shape.kv_token_bytes(cost.precision)))
 
 
 def max_sequences(cost: MachineCost, context: float) -> int:
-    """That are all as long."""
+    """Returns how many sequences of this context fit."""
     return max(0, int(kv_bytes(cost) / sequence_bytes(cost.shape, cost.precision, context)))

@@ -1,6 +1,6 @@
-"""Single steps of a real model on this machine, with any contexts, and nobody else in the way.
+"""Runs single steps of a real model on this machine, with any contexts and no scheduler.
 
-Pages are mapped and read, but hold zeros instead of computed K/V: no kernel's time depends on
+Pages are mapped and read, but hold zeros instead of computed K/V, since no kernel's time depends on
 values.
 """
 
@@ -24,7 +24,7 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 
 
 class StepRig:
-    """A loaded model. Used with `with`."""
+    """A loaded model; a context manager that frees its memory."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.runtime: Runtime = load_runtime(config)
@@ -43,7 +43,8 @@ class StepRig:
         self.runtime.memory.close()
 
     def open(self, contexts: SequenceOf[int], chunks: SequenceOf[tuple[int, int]]) -> StepPlan:
-        """A step: a decode row after each of the contexts, and chunks of (rows, context)."""
+        """Returns a step with a decode row after each context, and chunks of (rows, context).
+        `close` gives its pages back."""
         decodes = [self._sequence(context, 1) for context in contexts]
         prompts = [(self._sequence(context, rows), rows) for rows, context in chunks]
         plan = make_plan(decodes, prompts)
@@ -51,7 +52,7 @@ class StepRig:
         return plan
 
     def seconds(self, plan: StepPlan) -> float:
-        """Of the step; it can be repeated."""
+        """Runs the step, which can be repeated, and returns its seconds."""
         began = time.perf_counter()
         self._runner.run(plan, lambda: None)
         return time.perf_counter() - began
@@ -62,7 +63,7 @@ class StepRig:
             self.runtime.kv.close(sequence.kv_range)
 
     def _sequence(self, context: int, rows: int) -> Sequence:
-        """Which samples after its rows."""
+        """Returns a running sequence that samples after its rows."""
         tokens = tuple(5 + i % 200 for i in range(context + rows))
         request = Request("step", None, tokens, _PARAMS, 0.0)
         (sequence,) = make_sequences(request, frozenset())

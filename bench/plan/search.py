@@ -22,7 +22,7 @@ MAX_COMPUTE, MAX_MEMORY = 4, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Dollars an hour, and for a million tokens of answers; inf: any."""
+    """Limits in dollars an hour, and for a million tokens of answers; inf: none."""
 
     dollars_per_h: float = inf
     dollars_per_m: float = inf
@@ -34,8 +34,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A machine and what it serves; reason: why it serves nothing (a limit of serving.best, or
-    what it cannot do), None if it does."""
+    """A machine and what it serves. reason: why it serves nothing (a limit of serving.best, or what
+    it cannot do), None if it serves. is_assumed: MachineCost.is_assumed."""
 
     machine: Machine
     serving: Serving | None
@@ -46,7 +46,7 @@ class Choice:
 
     @property
     def dollars_per_m(self) -> float | None:
-        """For a million tokens of answers."""
+        """The price of a million tokens of answers."""
         dollars, serving = self.machine.dollars_per_h, self.serving
         if dollars is None or serving is None:
             return None
@@ -70,7 +70,7 @@ class Choice:
 
 
 def choose(shape: Shape, precision: Precision, machine: Machine, load: Load, slo: Slo) -> Choice:
-    """What a machine does at best, as our kernels are expected to."""
+    """Returns what a machine serves at most with the kernels that are expected on it."""
     try:
         shape.require_divisible(machine.num_devices)
         cost = MachineCost(shape, precision, machine, _efficiency(machine.device, precision))
@@ -88,7 +88,7 @@ def choose(shape: Shape, precision: Precision, machine: Machine, load: Load, slo
 
 
 def all_machines(devices: Mapping[str, Device]) -> list[Machine]:
-    """Each alone, and as many tensor parallel as NUMBERS says where they have peers."""
+    """Returns each device alone and, where it has peers, NUMBERS of them tensor parallel."""
     return [
         Machine(device, number)
         for device in devices.values()
@@ -105,8 +105,9 @@ def rank(
     slo: Slo,
     budget: Budget,
 ) -> list[Choice]:
-    """Those that serve within the budget first, the cheapest tokens first (of machines without a
-    price, which no budget lets in, the fastest), then those that do not serve."""
+    """Returns the machines that serve within the budget, those with the cheapest tokens first, then
+    those without a price (which no budget admits), the fastest first, then those that do not
+    serve."""
     found = [choose(shape, precision, machine, load, slo) for machine in machines]
     return sorted((_within(choice, budget) for choice in found), key=_order)
 
@@ -137,8 +138,8 @@ def _order(choice: Choice) -> tuple[bool, bool, float]:
 
 @dataclass(frozen=True, slots=True)
 class SplitChoice:
-    """a compute devices and b memory devices. network_bytes_per_s: what all links have;
-    used_bytes_per_s: what goes over them, at most that: figures are with this network's times.
+    """a compute devices and b memory devices. network_bytes_per_s: the rate of all links together;
+    used_bytes_per_s: what goes over them, at most that, since figures have this network's times.
     figures.asked_bytes_per_s is what one batch needs to be only a fifth slower."""
 
     compute: Device
@@ -172,9 +173,9 @@ def rank_splits(
     slo: Slo,
     budget: Budget,
 ) -> list[SplitChoice]:
-    """Of each pair of GPUs that compute and devices that hold K/V the (a, b) with the most tokens
-    per dollar (or, without a price, for each device); only the time between tokens counts of the
-    SLO: prompts are computed elsewhere. Contexts are in the middle of the answers."""
+    """Returns, for each pair of a GPU that computes and a device that holds K/V, the (a, b) with
+    the most tokens per dollar (or, without a price, per device). Of the SLO only the time between
+    tokens counts, as prompts are computed elsewhere. Contexts are in the middle of the answers."""
     found = [
         best_of
         for one in devices
@@ -221,7 +222,7 @@ def _best_split(
 
 
 def _worth(figures: Figures, num_devices: int) -> tuple[bool, float]:
-    """What has a price counts more than what has none."""
+    """Returns a key to compare by; a configuration with a price ranks above one without."""
     per_dollar = figures.tokens_per_dollar
     if per_dollar is None:
         return False, figures.tokens_per_s / num_devices

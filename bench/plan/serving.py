@@ -1,4 +1,4 @@
-"""What a step's cost means for those who are served: time between tokens, to the first one, rates.
+"""What a step's cost means for requests: time between tokens, to the first token, and rates.
 
 Requests have prompts and answers of one length. B of them are in flight; each step has their B
 rows, and some steps rows of prompts besides, as our scheduler merges them:
@@ -32,20 +32,20 @@ MAX_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Tokens of a prompt and of its answer."""
+    """A request's tokens: of its prompt and of its answer."""
 
     prompt: int
     output: int
 
     @property
     def context(self) -> int:
-        """When it is longest."""
+        """The longest context of a request."""
         return self.prompt + self.output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Seconds: to the first token on average, between two tokens at most. inf: any."""
+    """Limits in seconds: to the first token on average, between two tokens at most. inf: none."""
 
     ttft_s: float = inf
     tpot_s: float = inf
@@ -53,10 +53,10 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """So many in flight, all the time. chunk: prompt rows of a step that has any. step_s: between
-    two tokens of one sequence, on average; longest_s: of a step with prompt rows. binds: what the
-    average step mostly waits for. limit: what keeps a larger batch away: memory, tpot, ttft,
-    prompts (their computing takes all steps) or batch (MAX_BATCH)."""
+    """Figures of `batch` requests in flight all the time. chunk: prompt rows of a step that has
+    any. step_s: between two tokens of one sequence, on average; longest_s: of a step with prompt
+    rows. binds: what the average step mostly waits for. limit: what prevents a larger batch:
+    memory, tpot, ttft, prompts (computing them takes all steps) or batch (MAX_BATCH)."""
 
     batch: int
     chunk: int
@@ -73,12 +73,12 @@ class Serving:
 
 
 def decode_work(batch: int, context: int) -> StepWork:
-    """A step of sequences of which all have so many tokens before this one."""
+    """Returns a decode step of sequences that all have `context` tokens before it."""
     return StepWork(batch, batch * context, batch, samples=True)
 
 
 def prefill_s(cost: StepCost, length: int, chunk: int) -> float:
-    """A prompt alone, in steps of so many rows."""
+    """Returns the seconds of a prompt alone, in steps of `chunk` rows."""
     total, done = 0.0, 0
     while done < length:
         rows = min(chunk, length - done)
@@ -90,7 +90,7 @@ def prefill_s(cost: StepCost, length: int, chunk: int) -> float:
 
 
 def serve(cost: MachineCost, load: Load, slo: Slo, batch: int) -> Serving | str:
-    """Figures, or which of tpot, ttft and prompts does not allow so many."""
+    """Returns the figures, or which of tpot, ttft and prompts does not allow this batch."""
     decode = decode_work(batch, load.prompt + load.output // 2)
     most = _most_rows(cost, load, slo, decode)
     least = batch * load.prompt / (load.output * MAX_SHARE)
@@ -129,7 +129,7 @@ def _with_chunk(cost: MachineCost, load: Load, decode: StepWork, rows: int) -> S
 
 
 def _most_rows(cost: MachineCost, load: Load, slo: Slo, decode: StepWork) -> int:
-    """Of prompts in a step, in whole GRANULARITY; 0 if there is no time for any."""
+    """Returns the most prompt rows of a step, a multiple of GRANULARITY; 0 if there is no time."""
     fits = partial(_fits, cost, load, slo, decode)
     low, high = 0, MAX_ROWS[cost.machine.device.kind] // GRANULARITY + 1
     while high - low > 1:
@@ -143,7 +143,7 @@ def _fits(cost: MachineCost, load: Load, slo: Slo, decode: StepWork, rows: int) 
 
 
 def _with_prompts(decode: StepWork, rows: int, load: Load) -> StepWork:
-    """Whole prompts, and a part from the middle of another one."""
+    """Returns the step with rows of whole prompts and a part from the middle of another one."""
     work = StepWork(decode.num_decodes, decode.num_context, decode.num_rows, samples=True)
     for _ in range(rows // load.prompt):
         work.add(load.prompt, 0)
@@ -153,8 +153,8 @@ def _with_prompts(decode: StepWork, rows: int, load: Load) -> StepWork:
 
 
 def best(cost: MachineCost, load: Load, slo: Slo) -> Serving | str:
-    """The largest batch that memory and the SLO allow: it gives the most tokens a second.
-    The name of a limit if not even one sequence is served."""
+    """Returns the figures of the largest batch that memory and the SLO allow, which gives the most
+    tokens a second; the name of a limit if not even one sequence is served."""
     room = max_sequences(cost, load.context)
     if not room:
         return "memory"

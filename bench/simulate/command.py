@@ -1,4 +1,4 @@
-"""`serve bench --simulate`."""
+"""`serve bench --simulate`: from options to simulated runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _NOT_SIMULATED = (
 
 
 def simulated(options: OnlineOptions) -> OfferOnce:
-    """What offers one rate (None: the arrivals' own) with one seed, and a number of
-    requests (None: the options'). ConfigError: options that a
-    simulation has no use for, and those of bench.simulate.machine."""
+    """Returns a function that offers one rate (None: the arrivals' own) with one seed and a number
+    of requests (None: the options'). Raises ConfigError for options that a simulation does not
+    have, and as bench.simulate.machine does."""
     for name in _NOT_SIMULATED:
         if getattr(options, name):
             raise ConfigError(f"{name} cannot be simulated")
@@ -76,8 +76,8 @@ def simulate_load(
     warmup_s: float = 0.0,
     on_progress: OnProgress | None = None,
 ) -> RunResult:
-    """calls: with their times (at_s). Where the model would decide how long an answer is, it is
-    max_tokens or ASSUMED_OUTPUT."""
+    """Simulates calls at their times (at_s). Where the model would decide the length of an answer,
+    it is the smaller of max_tokens and ASSUMED_OUTPUT."""
     known = [
         call
         if call.num_output is not None

@@ -1,4 +1,4 @@
-"""What is kept of a simulated run: everything of a short one, of a long one as much as fits."""
+"""Records a simulated run: a short one wholly, a long one as far as memory allows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 
-MOST_CHUNKS = 2_000_000  # whose times are all kept
+MOST_CHUNKS = 2_000_000  # up to which the times of all are kept
 MOST_STEPS = 20_000
 MOST_SAMPLES = 1_000
 _BIN = math.log(1.01)
 
 
 class Keeper:
-    """Times of requests by their number. keeps_chunks: of every token, not only of the first and
-    the last one."""
+    """Keeps times of requests by their number. keeps_chunks: the times of all tokens, not only of
+    the first and the last one."""
 
     def __init__(self, scheduler: Scheduler, num_calls: int, *, keeps_chunks: bool) -> None:
         self.keeps_chunks = keeps_chunks
@@ -28,7 +28,7 @@ class Keeper:
         self.num_preempted = 0
         self.rows: list[StepRow] = []
         self._scheduler = scheduler
-        self.stride = 1  # every so many steps one is kept
+        self.stride = 1  # one of so many steps is kept
         self._gaps: Counter[int] = Counter()
         self._chunks: dict[int, list[float]] = {}
         self._first_s = array("d", bytes(8 * num_calls))
@@ -38,10 +38,10 @@ class Keeper:
         self._num_cached = array("l", bytes(8 * num_calls))
         self._reasons = bytearray(num_calls)  # 0: not finished, 1: stop, 2: length
         self._num_preemptions = 0
-        self._stopped_s: dict[Sequence, float] = {}  # of the preempted: when they last ran
+        self._stopped_s: dict[Sequence, float] = {}  # when preempted sequences last ran
 
     def watch(self, step: Step) -> None:
-        """A step ran."""
+        """Records a step that has run."""
         scheduler = self._scheduler
         if self.num_steps % self.stride == 0:
             self._keep_step(step)
@@ -90,7 +90,7 @@ class Keeper:
             self.stride *= 2
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        """With a step at that time."""
+        """Records that a sequence ended at that time."""
         number = number_of(sequence)
         self._last_s[number] = now_s
         assert sequence.first_scheduled_s is not None, "it ran"
@@ -101,7 +101,7 @@ class Keeper:
         self.num_preempted += sequence.num_preemptions > 0
 
     def fill(self, record: Record, output_s: float) -> None:
-        """What became of that request. output_s: from a step's end to the client."""
+        """Fills in a request's record. output_s: seconds from a step's end to the client."""
         number = record.index
         if not self._reasons[number]:
             return
@@ -122,13 +122,13 @@ class Keeper:
 
     @property
     def gaps(self) -> list[tuple[float, int]]:
-        """Times between tokens and how often they were, where not all times are kept."""
+        """Times between tokens and their counts, where not all times are kept."""
         return [
             (math.exp((number + 0.5) * _BIN), count) for number, count in sorted(self._gaps.items())
         ]
 
     def samples(self) -> list[ServerSample]:
-        """As a server that is asked now and then would tell them."""
+        """Returns what a server would report that is polled now and then."""
         num_pages = self._scheduler.kv.num_pages
         every = -(-len(self.rows) // MOST_SAMPLES) or 1
         return [
@@ -138,7 +138,7 @@ class Keeper:
 
 
 def number_of(sequence: Sequence) -> int:
-    """Of its call."""
+    """Returns the number of a sequence's call."""
     return int(sequence.request.request_id)
 
 

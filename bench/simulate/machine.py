@@ -29,7 +29,7 @@ _DTYPES = {"auto": "int8"}
 
 
 class SimulatedMachine(NamedTuple):
-    """name: of the machine, for reports."""
+    """A machine and the engine's settings on it. name: the machine's, for reports."""
 
     name: str
     cost: StepCost
@@ -39,9 +39,12 @@ class SimulatedMachine(NamedTuple):
 def simulated_machine(
     model: str, machine: str | None, engine: Mapping[str, Any]
 ) -> SimulatedMachine:
-    """model: as bench.plan.shapes.load_shape. machine: as `serve plan` takes it ("4xh100-sxm",
-    "here"), or the file of a fitted cost (FittedCost.save), which takes kv_cache_bytes with it.
-    engine: EngineConfig's settings. ConfigError."""
+    """Returns a machine with the engine's settings on it.
+
+    model: as load_shape takes it. machine: as `serve plan` takes it ("4xh100-sxm", "here"), or the
+    file of a fitted cost (FittedCost.save), which needs kv_cache_bytes. engine: settings of
+    EngineConfig. Raises ConfigError for unknown names and where memory is too small.
+    """
     shape = load_shape(model)
     config = EngineConfig.from_settings(**engine)
     dtype = _DTYPES.get(config.dtype, config.dtype)
@@ -69,7 +72,8 @@ def simulated_machine(
 def _sized(
     config: EngineConfig, shape: Shape, precision: Precision, kind: str, room: int | None
 ) -> EngineConfig:
-    """With the sizes that the engine would have found at its start (serve/loading/kv_sizing.py)."""
+    """Returns the settings with the sizes that the engine would find at its start
+    (serve/loading/kv_sizing.py)."""
     token_bytes = int(shape.kv_token_bytes(precision))
     longest = config.max_model_len or shape.max_model_len
     if longest > shape.max_model_len:

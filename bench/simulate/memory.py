@@ -11,7 +11,7 @@ from memory.pages.layer_groups import LayerGroup
 
 
 class NoMemory:
-    """VirtualMemory that does nothing."""
+    """A VirtualMemory without memory."""
 
     maps_during_kernels = True
 
@@ -22,28 +22,28 @@ class NoMemory:
         return 0
 
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
-        """Nothing is there."""
+        """Does nothing."""
 
     def unmap(self, offset: int, num_pages: int) -> None:
-        """Nothing is there."""
+        """Does nothing."""
 
     def release(self, first_page: int, num_pages: int) -> None:
-        """Nothing is there."""
+        """Does nothing."""
 
     def prepare(self, first_page: int, num_pages: int) -> None:
-        """Nothing is there."""
+        """Does nothing."""
 
     def copy_page(self, source: int, target: int) -> None:
-        """Nothing is there."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing is there."""
+        """Does nothing."""
 
 
 @dataclass(slots=True)
 class AssumedMapping(MappingStats):
-    """A system call takes what is assumed, not what doing nothing takes on this machine: a hit of
-    the prefix cache is weighed against it, and the same run must end the same way again."""
+    """Takes call_s for a system call and not the time that doing nothing takes here: prefix hits
+    are weighed against it, and a run must be repeatable."""
 
     call_s: float = 0.0
 
@@ -61,7 +61,8 @@ def make_kv(
     max_rows: int,
     map_call_s: float = 0.0,
 ) -> KVManager:
-    """The real K/V manager, over nothing. map_call_s: what mapping one run of pages would take."""
+    """Returns the real K/V manager without memory. map_call_s: assumed seconds of mapping a run of
+    pages."""
     kv = KVManager(
         NoMemory(page_bytes),
         num_pages=num_pages,

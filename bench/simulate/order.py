@@ -1,15 +1,15 @@
-"""What an order is worth: who waits how long, and who gets how much, on a simulated clock.
+"""What a queue policy (`--order`) is worth: waiting times and shares, on a simulated clock.
 
-The real scheduler, K/V manager, prefix cache and orders; the step times of
-bench/simulate/memory_policy.py's 1B model on 2 vCPUs. Two traces, the same for all orders:
+The scheduler, K/V manager, prefix cache and queue policies are the real ones; step times are those
+of bench/simulate/memory_policy.py's 1B model on 2 vCPUs. All policies see the same two traces:
 
     mixed    nine short questions (20-100 tokens, answers of 10-80, three clients, priority 0) for
              every long document (1,000-3,000 tokens, answers of 100-400, one client, priority 1),
-             Poisson arrivals at 90 % of what the machine can do. 16 slots; K/V for all of them
-             ("roomy"), or for two sequences of the whole context ("tight")
-    backlog  all there from the beginning, ten requests of one client for each of another's
+             Poisson arrivals at 90 % of what the machine can do. 16 sequences run at most,
+             with K/V for all of them ("roomy") or for two of the whole context ("tight")
+    backlog  all requests come at the beginning, ten of one client for each of another
 
-TTFT and latency are from arrival; recomputed: rows that were computed again, over all rows.
+TTFT and latency count from arrival; recomputed: rows that were computed again, over all rows.
 Fairness is the ratio of weighted tokens (prompt 1, answer 2) served to the two clients of the
 backlog when the first of them has nothing left waiting: 1 is fair. Lengths and rates are
 assumed, not measured. Run: python -m bench.simulate.order [--quick]
@@ -60,7 +60,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Seconds, tokens per second, shares of one. fairness: None where the trace says nothing."""
+    """Seconds, tokens per second, shares of 1. fairness: None where the trace shows none."""
 
     short_ttft_p50_s: float
     short_ttft_p99_s: float
@@ -82,7 +82,7 @@ def mixed_trace(count: int, seed: int = 0) -> list[Call]:
         else:
             client = rng.choice(("ann", "bob", "cat"))
             drawn.append((client, rng.randint(20, 100), rng.randint(10, 80), 0))
-    # What a full batch makes of each: prompts in whole steps, tokens in steps of all slots.
+    # what each takes in a full batch: prompts in whole steps, tokens in steps of MAX_NUM_SEQS
     work_s = [
         prompt * (CPU.row_s + CPU.fixed_s / ROWS + prompt / 2 * CPU.pair_s)
         + output * (CPU.row_s + CPU.fixed_s / MAX_NUM_SEQS + prompt * CPU.read_s)
@@ -105,7 +105,7 @@ def backlog_trace(count: int, seed: int = 0) -> list[Call]:
 
 
 class Simulation:
-    """One trace in one order. num_pages: of K/V memory."""
+    """One trace with one queue policy. num_pages: of K/V memory."""
 
     def __init__(self, calls: list[Call], order: str, num_pages: int) -> None:
         self.calls = calls
@@ -138,7 +138,7 @@ class Simulation:
         return self._result()
 
     def fairness(self) -> float:
-        """Of a backlog of two clients."""
+        """Returns the fairness of a backlog of two clients."""
         self._arrivals()
         while len({s.request.client for s in self.scheduler.waiting}) == 2:
             self._step()
@@ -157,7 +157,7 @@ class Simulation:
                 return
             room = MAX_MODEL_LEN - call.num_prompt
             params = SamplingParams(max_tokens=room, seed=0, priority=call.priority)
-            prompt = (number + 2, *(OTHER,) * (call.num_prompt - 1))  # no two begin alike
+            prompt = (number + 2, *(OTHER,) * (call.num_prompt - 1))  # no two share a prefix
             request = Request(str(number), None, prompt, params, call.arrival_s, call.client)
             self.sequences.append(make_sequence(request))
             self.engine.add(self.sequences[-1], call.num_output)
@@ -198,7 +198,7 @@ def _quantile(values: list[float], level: float) -> float:
 
 
 def measure(quick: bool) -> dict[str, dict[str, Result]]:
-    """{memory: {order: result}}."""
+    """Returns {memory: {queue policy: result}}."""
     whole = -(-MAX_MODEL_LEN * CPU.token_bytes // CPU.page_bytes)
     calls = mixed_trace(NUM_REQUESTS // 10 if quick else NUM_REQUESTS)
     queue = backlog_trace(NUM_BACKLOG // 4 if quick else NUM_BACKLOG)

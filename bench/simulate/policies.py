@@ -1,8 +1,8 @@
-"""What a policy is worth on a given machine, tried on as many requests as it takes: memory policies
-(in the order fcfs) and orders (with the policy "predicted").
+"""What a policy is worth on a given machine, on many requests: memory policies (with the queue
+policy fcfs) and queue policies (with the memory policy "predicted").
 
-Azure-Conv's published lengths, Poisson arrivals, llama-3.1-8b (int8) on one H100 of which the K/V
-gets only so much memory that not everybody fits. Clients are the data set's 24. Run:
+The requests have Azure-Conv's published lengths, its 24 clients and Poisson arrivals; llama-3.1-8b
+(int8) runs on one H100 with so little K/V memory that not all sequences fit. Run:
 python -m bench.simulate.policies [--requests 100000] [--qps 28] [--kv-gib 6]
 """
 
@@ -32,7 +32,7 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Seconds; answered: share of the requests; memory: mean share of the pages in use."""
+    """One case. answered: share of the requests; memory: mean share of the pages in use."""
 
     policy: str
     order: str

@@ -1,6 +1,6 @@
-"""How fast the simulator is: requests of Azure-Conv's published lengths, Poisson arrivals, an
-engine with its default settings on a machine of the plan. By default llama-3.1-8b (int8) on one
-H100 at about 90 % of the highest stable rate (36 requests/s).
+"""How fast the simulator is, with requests of Azure-Conv's published lengths, Poisson arrivals and
+an engine with its default settings: llama-3.1-8b (int8) on one H100, by default at about 90 % of
+the highest stable rate (36 requests/s).
 
 Run: python -m bench.simulate.replay [--requests 1000000] [--qps 32.5]
 """

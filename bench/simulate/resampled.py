@@ -15,13 +15,13 @@ NEAREST = 24
 
 
 class ResampledCost:
-    """The base cost, times how much longer than that a measured step of nearly the same size took:
-    one of the NEAREST, drawn at random (a bootstrap of the residuals, conditional on the size). So
-    what the base has wrong at some sizes is mended where there were steps of them, and stalls
-    come as often as they did, and to steps such as they came to.
+    """Multiplies the base cost by the ratio of a measured step of nearly the same size to its own
+    base cost. The step is one of the NEAREST, drawn at random: a bootstrap of the residuals,
+    conditional on the size. So errors of the base are corrected at sizes that were measured, and
+    stalls come as often as they did, to steps of the same kind.
 
-    Sizes are compared by the logarithms of decode rows, of prompt rows and of prompts, steps with
-    and without prompts apart.
+    Sizes are compared by the logarithms of decode rows, of prompt rows and of prompts; steps with
+    prompts and steps without are kept apart.
     """
 
     def __init__(
