@@ -1,4 +1,4 @@
-"""Pipelined pools where they are meant for: beside a device that computes by itself.
+"""Pipelined pools in their intended place: beside a device that computes by itself.
 
 On a processor that computes the model as well, tokenizing and detokenizing take its time in any
 thread. Here the device takes a fixed time a step, none of it the processor's
@@ -26,7 +26,7 @@ _PROMPT = list(range(5, 21))
 
 
 class OnDevice(NamedTuple):
-    """Seconds of a step, of each round, with pools and in one thread."""
+    """Seconds of a step, by round, with pools and in one thread."""
 
     device_s: float
     num_seqs: int
@@ -39,7 +39,7 @@ class OnDevice(NamedTuple):
 
 
 async def measure_pools(rounds: int, advance: Callable[[str], None]) -> OnDevice:
-    """advance(name): before each round."""
+    """Runs the rounds; advance(name) is called before each."""
     found: list[list[float]] = [[], []]
     async with AsyncExitStack() as stack:
         engines = []
@@ -55,7 +55,7 @@ async def measure_pools(rounds: int, advance: Callable[[str], None]) -> OnDevice
 
 
 def _engine(parts: Parts) -> tuple[Engine, list[InstantRunner]]:
-    """The list has the runner when the engine has started."""
+    """Returns an engine and a list that has its runner once the engine has started."""
     runners: list[InstantRunner] = []
 
     def make(kv: KVManager) -> InstantRunner:
@@ -68,7 +68,7 @@ def _engine(parts: Parts) -> tuple[Engine, list[InstantRunner]]:
 
 
 async def _step_s(engine: Engine, runners: list[InstantRunner]) -> float:
-    """Seconds of a step, from handing over the requests to the last one's end."""
+    """Returns the seconds of a step, from sending the requests to the end of the last one."""
 
     async def consume(stream: RequestStream) -> None:
         async for _ in stream:

@@ -1,4 +1,4 @@
-"""What the variants brought: a table, JSON, and a bar chart where matplotlib is installed."""
+"""The report of an ablation: a table, JSON, and a bar chart where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from bench.load.results.metrics import percentile
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant. Lists: of each round. gain: requests a second of what it is compared with over
-    its own, in the same round; more than 1: the optimisation pays. at_once: sequences that ran
-    at once, mean over the time, of the other over its own. same_tokens: share of the answers that
-    are those of "ours". Latencies: milliseconds, all rounds together; None: not measured."""
+    """One variant; lists have a value for each round. gain: requests a second of the variant it is
+    compared with over its own, in the same round; above 1 the optimisation pays. at_once: the same
+    ratio of the mean number of running sequences. same_tokens: share of the answers that equal
+    those of "ours". Latencies are milliseconds of all rounds; None: not measured."""
 
     name: str
     optimisation: str
@@ -108,7 +108,7 @@ def show(rows: Sequence[Row], found: AblationResult, max_num_seqs: int, console:
 
 
 def show_device(found: OnDevice, console: Console) -> None:
-    """The pools where the processor is free while a step runs."""
+    """Prints the gain of the pools where the processor is free while a step runs."""
     console.print(
         f"pipelined pools beside a device that computes by itself ({1e3 * found.device_s:.0f} ms a"
         f" step, {found.num_seqs} sequences; scripted, no model):"
@@ -156,7 +156,7 @@ def _latency(rows: Sequence[Row], qps: float) -> Table:
 
 
 def draw(path: Path, rows: Sequence[Row], title: str) -> None:
-    """A bar for every optimisation: requests a second with it over without it."""
+    """Draws a bar for each optimisation: requests a second with it over without it."""
     from matplotlib.figure import Figure
 
     bars = [row for row in rows if row.name != row.against and row.name != SHORT]

@@ -15,9 +15,9 @@ OURS, SHORT = "ours", "short memory"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """settings: beside those of the run. against: the variant that has the optimisation. is_exact:
-    the same arithmetic as "ours", so the same tokens. has_rate: latency at a rate is measured,
-    too. claim: of the original system, for the same optimisation."""
+    """An engine without one optimisation. settings: those beside the run's. against: the variant
+    that has the optimisation. is_exact: it has the same arithmetic as "ours", so the same tokens.
+    has_rate: latency at a rate is measured, too. claim: the original system's figure."""
 
     name: str
     optimisation: str = ""
@@ -54,8 +54,9 @@ def _short(name: str, **settings: Any) -> Callable[..., Variant]:
 
 
 def all_variants(plain: str | None, *, ends_early: bool) -> list[Variant]:
-    """plain: the type of products that are not int8, None where ours are not either. ends_early:
-    answers end before max_tokens, else reserving max_tokens is as good as knowing."""
+    """Returns all variants. plain: the type of products that are not int8, None where ours are not
+    int8 either. ends_early: answers end before max_tokens; otherwise reserving max_tokens is as
+    good as knowing the length."""
     found = [Variant(OURS), _POOLS, _STEPS, _STATIC]
     found.append(Variant(SHORT, against=OURS, is_short=True, has_rate=False))
     if ends_early:
@@ -74,7 +75,7 @@ def all_variants(plain: str | None, *, ends_early: bool) -> list[Variant]:
 
 
 def chosen(variants: list[Variant], names: list[str] | None) -> list[Variant]:
-    """Those named, and what they are compared with. ConfigError."""
+    """Returns the named variants and those they are compared with. Raises ConfigError."""
     if names is None:
         return variants
     known = {variant.name: variant for variant in variants}

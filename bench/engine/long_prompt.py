@@ -52,7 +52,7 @@ VOCABULARY = range(300, 4000)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Lengths in tokens. num_alone: short requests one after the other, for the time without load."""
+    """Lengths in tokens. num_alone: short requests that come one after the other, without load."""
 
     long_tokens: int = 32_768
     short_tokens: int = 64
@@ -220,8 +220,7 @@ def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | N
     of_kept = result.long_s / min(kept) if kept else None
     found["long over the best static that keeps the SLO <= 1.1"] = (
         of_kept,
-        of_kept is None
-        or of_kept <= 1.1,  # where no static chunk keeps the SLO, there is nothing to compare
+        of_kept is None or of_kept <= 1.1,  # no static chunk may keep the SLO
     )
     error = result.error
     found["error < 0.1"] = (error, error is not None and error < 0.1)

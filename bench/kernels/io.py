@@ -1,8 +1,9 @@
 """The storage path: `serve bench io [--dir D] [--quick]`.
 
-4 KiB at random and 128 KiB in sequence, reading and writing, at rising queue depth, by every way
-to the disk there is here, past the page cache; what of an operation's time is software; and what
-the disk tier makes of the device's best. Writes only into a temporary folder in D.
+It measures reading and writing 4 KiB at random and 128 KiB in sequence, at rising queue depth, by
+every kind of disk access that works here, past the page cache; which part of an operation's time
+is software; and which share of the device's best the disk tier reaches. It writes only into a
+temporary folder in D.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _STORE_DEPTH, _BATCH = 32, 8
 
 
 def _accesses(path: Path, size: int) -> tuple[list[DiskAccess], list[str]]:
-    """Those that work here, and what was refused."""
+    """Returns the kinds of access that work here, and notes on those that do not."""
     accesses: list[DiskAccess] = [Threads(path, size)]
     notes = []
     try:
@@ -85,7 +86,7 @@ def _prepare(path: Path, size: int) -> bool:
 
 
 def summarize(pattern: Pattern, way: str, depth: int, sample: Sample) -> dict[str, Any]:
-    """One cell in microseconds; software: user and system time of one operation."""
+    """Returns one cell in microseconds; software: user and system time of one operation."""
     count = sample.operations
     scale = 1e6 / count
     return {
@@ -104,7 +105,7 @@ def summarize(pattern: Pattern, way: str, depth: int, sample: Sample) -> dict[st
 
 
 def measure_store(folder: Path, size: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """The disk tier beside the raw device, one after the other; medians of the ratios."""
+    """Measures the disk tier and the raw device in turn; medians of the ratios."""
     results = []
     raw_way = _raw_access(folder / "raw", size)
     for page_bytes in _PAGES:
@@ -146,14 +147,14 @@ def _raw_access(path: Path, size: int) -> DiskAccess:
 
 
 class _Driver:
-    """Keeps _STORE_DEPTH requests under way, _BATCH more at a time; GB/s."""
+    """Keeps _STORE_DEPTH requests in flight, adding _BATCH at a time; returns GB/s."""
 
     def __init__(self, store: DiskTier, base: int, num_slots: int) -> None:
         self._store, self._base, self._num_slots = store, base, num_slots
         self._stored = 0
 
     def store(self, seconds: float) -> float:
-        """Of new pages; once the file is full, in place of the oldest."""
+        """Stores new pages; once the file is full they replace the oldest. Returns GB/s."""
         first = self._stored
         count, rate = self._drive(self._store.store_many, lambda n: first + n, seconds)
         self._stored = first + count
@@ -233,7 +234,7 @@ def _cell(cell: dict[str, Any], pattern: Pattern) -> str:
 
 
 def checksum_rate() -> float:
-    """GB/s over more memory than the caches hold."""
+    """Returns the GB/s of checksums over more memory than the caches hold."""
     with mmap.mmap(-1, 64 * _MIB) as memory:
         memory.write(bytes(64 * _MIB))
         base, checksum = address_of(memory), native.library().checksum
@@ -244,7 +245,8 @@ def checksum_rate() -> float:
 
 
 def run_and_report(directory: Path, *, quick: bool, json_file: Path | None = None) -> None:
-    """Measure in `directory`, print the tables and the JSON line. ConfigError for an unfit one."""
+    """Measures in `directory`, prints the tables and the JSON line. Raises ConfigError for a
+    directory that cannot be used."""
     tables.check_file(json_file)
     if not directory.is_dir():
         what = "is a file, not a directory" if directory.exists() else "does not exist"

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 class Arm:
-    """One way of mapping. All arms share the weights and the memory, one after the other."""
+    """One mode of mapping. All arms share the weights and the memory, one after the other."""
 
     def __init__(self, name: str, runtime: Runtime, num_sequences: int, tokens: int) -> None:
         self.name, self.tokens = name, tokens
@@ -78,7 +78,7 @@ class Arm:
         )
 
     def run(self) -> None:
-        """All sequences from their first token to the last one; every step is timed."""
+        """Times every step of all sequences from their first token to the last one."""
         kv = self._manager()
         if self.name == ARMS[0]:
             for item in [kv.open(self.tokens) for _ in kv.ranges]:
@@ -102,7 +102,7 @@ class Arm:
 
 
 def _sequence(index: int, tokens: int) -> Sequence:
-    """Prompts of different lengths, so that the sequences do not grow in the same step."""
+    """Returns a sequence; prompts have different lengths, so that not all grow in the same step."""
     prompt = tuple(range(10, 12 + 3 * index % 32))
     params = SamplingParams(
         temperature=0.0, max_tokens=tokens - len(prompt), ignore_eos=True, seed=0
@@ -136,7 +136,7 @@ def step_table(rounds: int, tokens: int) -> Table:
 
 
 def page_table(rounds: int) -> Table:
-    """Medians over single pages."""
+    """Measures single pages; medians."""
     table = Table("us", "64 KiB", "2 MiB", title="What one page costs")
     columns = [_page_costs(size, rounds) for size in (64 << 10, 2 << 20)]
     for name in columns[0]:
@@ -182,7 +182,7 @@ def _median(call: Callable[[int], None], numbers: Iterable[int]) -> float:
 
 
 class Layout:
-    """K/V of 8 sequences in all layers, as some layout puts it into memory."""
+    """K/V of 8 sequences in all layers, in one memory layout."""
 
     def __init__(self, name: str, address: int, tile_stride: int, layer_stride: int) -> None:
         self.name, self.address, self.tile_stride = name, address, tile_stride
@@ -218,7 +218,7 @@ class Layout:
 
 
 def layout_table(context: int, rounds: int, sequences: int = 8) -> Table:
-    """Decode attention through all layers, K/V out of cache."""
+    """Measures decode attention through all layers, with K/V out of cache."""
     tile = Int8KVFormat(_KV_HEADS, _DIM, 64).tile_bytes
     tiles = context // TILE_TOKENS
     page = tile * _LAYERS
@@ -262,7 +262,7 @@ def layout_table(context: int, rounds: int, sequences: int = 8) -> Table:
 
 
 def waste_table(quick: bool) -> Table:
-    """Mixed lengths come and go, without the kernels."""
+    """Measures unused memory while sequences of mixed lengths come and go, without kernels."""
     table = Table("K/V", "sequences", "tokens", "unused", "free, kept", "mappings", "of 65,530")
     table.title = "Mapped in vain: lengths 50-950, half of the sequences replaced three times"
     shapes = [("1B shape", 16_896 * TILE_TOKENS, 1), ("embedded", 1_408 * TILE_TOKENS, 2)]
@@ -302,7 +302,7 @@ def _waste(count: int, tile_bytes: int, page_tiles: int) -> list[str]:
 
 
 def _replace_half(kv: KVManager, lengths: dict[int, int], count: int, rng: random.Random) -> None:
-    """Half of the sequences end; new ones take their places and grow side by side."""
+    """Ends half of the sequences and opens new ones, which grow side by side."""
     for item in [r for r in kv.ranges if r.is_open and rng.random() < 0.5]:
         kv.close(item)
         del lengths[item.index]
@@ -363,7 +363,7 @@ def window_table(context: int, window: int, rows: int = 256) -> Table:
 
 
 def _grow(kv: KVManager, context: int, rows: int) -> tuple[int, float]:
-    """A prompt in chunks; the most pages it held, and the seconds it took to map them."""
+    """Maps a prompt in chunks; returns the most pages that it held and the seconds of mapping."""
     item, held, began = kv.open(context), 0, time.perf_counter()
     for start in range(0, context, rows):
         is_grown = kv.grow(item, start + rows, start)

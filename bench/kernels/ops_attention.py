@@ -31,7 +31,7 @@ def _attend_all(kv: Int8KV, step: Int8AttentionStep, q: Tensor) -> None:
 class Int8KV:
     """Int8 K/V of some sequences of one length, in several layers; all zero until filled.
 
-    The kernels know only its address: whoever runs them holds on to it.
+    The kernels know only its address, so the caller keeps it alive.
     """
 
     def __init__(self, sequences: int, context: int, dim: int, layers: int) -> None:

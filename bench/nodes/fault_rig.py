@@ -26,7 +26,7 @@ _WRONG_MAC = "02:00:00:00:00:01"
 
 
 def can_have_namespaces() -> str | None:
-    """None, or why not."""
+    """Returns None, or why the rig cannot run."""
     if os.geteuid():
         return "only root has network namespaces"
     probe = f"msprobe{os.getpid()}"
@@ -68,7 +68,7 @@ class Site:
         _run(["ip", "netns", "exec", self.space, *command], check)
 
     def cut(self, to_node: bool, from_node: bool) -> None:
-        """Frames go to an address that nobody has."""
+        """Sends frames to an address that no host has."""
         wrong = ["lladdr", _WRONG_MAC, "nud", "permanent", "dev"]
         if to_node:
             _run(["ip", "neigh", "replace", self.address, *wrong, self.link])
@@ -201,7 +201,7 @@ class Proxy:
 
 
 class EngineProcess:
-    """bench/nodes/fault_engine.py, and what it has told."""
+    """A process of bench/nodes/fault_engine.py and its events."""
 
     def __init__(self, settings: dict[str, Any], log: Path) -> None:
         self._log = log.open("a")
@@ -250,7 +250,7 @@ class EngineProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """Let what is asked be answered."""
+        """Waits until pending requests are answered."""
         if self._process.poll() is None:
             assert self._process.stdin is not None
             self._process.stdin.close()

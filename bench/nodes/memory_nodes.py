@@ -39,7 +39,7 @@ Result = tuple[Table, dict[str, Any]]
 def nodes(
     what: Sequence[str] = (), *, json_file: Path | None = None, quick: bool = False
 ) -> dict[str, Any]:
-    """Printed and returned. what: names of MEASUREMENTS; all of them by default."""
+    """Prints and returns the results. what: names of MEASUREMENTS; all of them by default."""
     tables.check_file(json_file)
     if unknown := [name for name in what if name not in MEASUREMENTS]:
         raise ConfigError(
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 class _Watch:
-    """The most sequences and K/V bytes at once, looked at every few milliseconds."""
+    """Polls an engine for the most sequences and K/V bytes at once."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -94,7 +94,8 @@ class _Watch:
 
 
 def measure_capacity(folder: Path, is_quick: bool) -> Result:
-    """The same requests, twice: 56 of 1,024 + 320 tokens of 64 KiB each in fp32."""
+    """Runs the same requests here and over two nodes: 56 of 1,024 + 320 tokens, of 64 KiB each in
+    fp32."""
     shape, count, length, answer = ("tiny", 24, 200, 8) if is_quick else ("wide-kv", 56, 1024, 320)
     model = str(random_checkpoint(shape))
     local = 1 << 20 if is_quick else _LOCAL_BYTES
@@ -149,7 +150,7 @@ def _serve(
 
 
 def measure_speed(folder: Path, is_quick: bool) -> Result:
-    """Decoding, 16 sequences: in one process with two threads, and over one node with one each."""
+    """Decodes 16 sequences: in one process with two threads, and over one node with one each."""
     shape, length, answer = ("tiny", 64, 16) if is_quick else ("llama-1b", 512, 48)
     model = str(random_checkpoint(shape))
     rng = random.Random(2)
@@ -173,7 +174,7 @@ def measure_speed(folder: Path, is_quick: bool) -> Result:
 def _decode_ms(
     model: str, prompts: list[list[int]], answer: int, settings: dict[str, Any]
 ) -> float:
-    """Median time of a step in which all decode."""
+    """Returns the mean milliseconds of a step in which all sequences decode."""
     params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
     with LLM(model, seed=0, **settings) as llm:
         asked: list[Prompt] = [{"prompt_token_ids": p} for p in prompts]

@@ -42,7 +42,7 @@ _WINDOW_BYTES = 32 << 20
 
 
 def measure_layers(folder: Path, num_steps: int) -> tuple[Table, dict[str, Any]]:
-    """Medians by transport."""
+    """Returns medians by transport, and their table."""
     native.set_num_threads(1)
     table = Table("transport", "message path µs", "of it copies", "answer µs", "layer µs")
     table.title = f"{_ROWS} rows, {_LAYER.num_heads}/{_LAYER.num_kv_heads} heads of 64, one node"
@@ -134,7 +134,7 @@ def _step(
     length: int,
     inputs: list[torch.Tensor],
 ) -> list[float]:
-    """Microseconds of each layer."""
+    """Returns the microseconds of each layer."""
     for item in items:
         assert kv.grow(item, length, length - rows)
     kv.commit()

@@ -33,7 +33,7 @@ from serve import Engine, RequestStream, SamplingParams
 from serve.engine.step_trace import TracedStep
 
 MIXED = "mixed_16"
-_PEER_BATCH = 32  # what the runners in bench/peers set their engines up for
+_PEER_BATCH = 32  # the batch that the runners in bench/peers configure
 _PEER_CONTEXT = 256
 _ROWS = 256  # of a step, by default
 _LEAD = 4  # steps
@@ -64,7 +64,7 @@ class Shape:
 
     @property
     def most_tokens(self) -> int:
-        """Of a sequence."""
+        """The tokens of a sequence."""
         decoding = self.context + self.steps + lead(max(self.batches, default=1), self.context) + 2
         mixed = 640 if self.has_mixed else 0
         return max(decoding, mixed, *(length + 1 for length in self.prefills), 1)
@@ -136,7 +136,7 @@ class Model:
         return Timed(batch * len(steps) / sum(seconds), seconds, steps)
 
     async def _run(self, requests: Sequence[tuple[list[int], int]]) -> int:
-        """All at once; how many tokens came."""
+        """Sends all requests at once; returns how many tokens came."""
 
         async def consume(stream: RequestStream) -> int:
             return sum([len(delta.token_ids) async for delta in stream])
@@ -151,7 +151,7 @@ class Model:
 
 
 def mixed_requests(vocab_size: int) -> list[Work]:
-    """16 prompts of 16 to 512 tokens with 16 to 128 tokens to answer, always the same."""
+    """Returns 16 prompts of 16 to 512 tokens with answers of 16 to 128, always the same."""
     rng = random.Random(16)
     lengths = [rng.randint(16, 512) for _ in range(16)]
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
@@ -162,7 +162,7 @@ def mixed_requests(vocab_size: int) -> list[Work]:
 
 
 class Tally:
-    """What the rounds brought. Lists by peer ("ours" is one) and column."""
+    """The figures of the rounds: lists by peer ("ours" is one) and column."""
 
     def __init__(self) -> None:
         self.rates: dict[str, dict[str, list[float]]] = {}
@@ -184,12 +184,12 @@ class Tally:
         self.ceilings.setdefault("ours", []).append(found.ceiling)
 
     def unreliable(self) -> list[str]:
-        """Columns whose ceilings did not hold still."""
+        """Columns during which the ceilings drifted."""
         shares, drifts = medians(self.shares), medians(self.drifts)
         return [c for c in shares if shares[c] > 1 or drifts[c] > MAX_DRIFT]
 
     def summary(self) -> dict[str, object]:
-        """Medians over the rounds; percentiles over all steps or prompts of all rounds."""
+        """Returns medians over the rounds, and percentiles over all their steps or prompts."""
         return {
             "tokens_per_s": {name: medians(found) for name, found in self.rates.items()},
             "rounds": self.rates,
@@ -245,7 +245,7 @@ async def measure(
 def _peer_round(
     tally: Tally, name: str, command: str, shape: Shape, probe: Probe, model: Model
 ) -> Iterator[tuple[str, float]]:
-    """Once, in a process of its own, between two readings of the ceilings."""
+    """Runs a peer once, in a process of its own, between two readings of the ceilings."""
     before = probe()
     found = run_peer(command, shape.peer_columns, mixed_requests(model.vocab_size))
     tally.ceilings.setdefault(name, []).append(before.mean(probe()))

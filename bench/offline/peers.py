@@ -1,4 +1,4 @@
-"""Other engines beside ours: a command whose last line is JSON (bench/peers has some)."""
+"""Runs other engines: commands whose last line is JSON (bench/peers has some)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve.errors import ConfigError, MergestepError
 
 
 def parse_peers(given: Sequence[str]) -> dict[str, str]:
-    """From NAME=COMMAND. ConfigError."""
+    """Parses NAME=COMMAND items. Raises ConfigError."""
     peers = {}
     for item in given:
         name, equals, command = item.partition("=")

@@ -1,4 +1,4 @@
-"""Fixed sets of requests: the same whoever answers them."""
+"""Fixed sets of requests, the same for every engine that answers them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIRST_TOKEN = 300  # what comes before may be special
 def mixed_lengths(
     count: int, seed: int, max_prompt: int, max_output: int, vocab_size: int
 ) -> list[Work]:
-    """Random tokens, lengths log-uniform from 16: many short ones, a few long ones."""
+    """Returns random tokens with log-uniform lengths from 16: many short ones, a few long ones."""
     rng = random.Random(seed)
 
     def length(most: int) -> int:
@@ -43,10 +43,10 @@ def fixed_requests(
     output_len: int | None = None,
     dataset: str | None = None,
 ) -> list[Work]:
-    """dataset: as bench.load.workload.datasets names them. Without one: with input_len exact
-    lengths (128
-    tokens to answer by default); else the embedded model's own mixture, or mixed lengths for
-    another model, output_len at most. ConfigError."""
+    """Returns `count` requests. dataset: a name of bench.load.workload.datasets. Without one,
+    input_len gives exact lengths (answers of 128 tokens by default); without that it is the
+    embedded model's own mixture or, for another model, mixed lengths with output_len at most.
+    Raises ConfigError."""
     if count < 1:
         raise ConfigError(f"requests must be a positive number, not {count}")
     for name, value in (("input_len", input_len), ("output_len", output_len)):

@@ -1,4 +1,4 @@
-"""Requests handed to a started engine all at once, and what its steps were."""
+"""Sends requests to a started engine all at once and traces its steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from serve.errors import GenerationError
 
 
 class Asking(EngineTarget):
-    """Keeps prompts and answers, by the number of the request. The engine has been started, and
-    whoever asks traces its steps."""
+    """A target that keeps prompts and answers by the number of the request. The engine has been
+    started; the caller traces its steps."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -32,7 +32,7 @@ class Asking(EngineTarget):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """The engine is somebody else's."""
+        """Does nothing: the caller stops the engine."""
 
     async def send(self, prepared: Any, record: Record, on_chunk: OnChunk | None = None) -> None:
         work, params = prepared
@@ -59,7 +59,7 @@ class Asking(EngineTarget):
 
 @dataclass(frozen=True, slots=True)
 class Saturated:
-    """One run. seconds: from handing the requests over to the last one's end. prompts, tokens: of
+    """One run. seconds: from sending the requests to the end of the last one. prompts, tokens: of
     each request."""
 
     seconds: float
@@ -94,7 +94,7 @@ class Saturated:
 
     @property
     def running_mean(self) -> float:
-        """Sequences at once, over the time of the steps."""
+        """The mean number of running sequences over the time of the steps."""
         seconds = [step.ended_s - step.began_s for step in self.steps]
         pairs = zip(self.steps, seconds, strict=True)
         return sum(step.num_running * taken for step, taken in pairs) / sum(seconds)
@@ -105,7 +105,8 @@ class Saturated:
 
 
 async def offer(target: Asking, schedule: Schedule, seed: int = 0) -> list[Record]:
-    """GenerationError where one of them fails: figures of the others would say nothing."""
+    """Offers a schedule. Raises GenerationError where a request fails, since figures of the rest
+    would mislead."""
     records = (await run.offer(schedule, target, LoadOptions(seed=seed))).records
     failed = [record for record in records if record.outcome is not Outcome.OK]
     if failed:
@@ -114,7 +115,7 @@ async def offer(target: Asking, schedule: Schedule, seed: int = 0) -> list[Recor
 
 
 async def saturate(target: Asking, works: Sequence[Work]) -> Saturated:
-    """All at once, from start to end."""
+    """Offers all requests at once and traces the steps."""
     engine = target.engine
     trace, before = engine.trace_steps(), engine.stats().num_preemptions
     records = await offer(target, Schedule(math.inf, list(works), [0.0] * len(works)))

@@ -44,7 +44,8 @@ class Start:
 
 
 def start_once(model: str | None, options: list[str], *, limit_s: float) -> Start:
-    """MergestepError where it ends or is not ready in time, with its last words."""
+    """Starts a server once. Raises MergestepError with its last lines where it ends or is not ready
+    in time."""
     port = _free_port()
     command = [sys.executable, "-m", "serve", "run", *([model] if model else [])]
     command += ["--port", str(port), "--log-level", "info", *options]
@@ -97,7 +98,7 @@ def _free_port() -> int:
 
 
 def _status(port: int, path: str) -> int | None:
-    """None: nobody listens."""
+    """Returns None where no server listens."""
     with _connection(port) as connection:
         try:
             connection.request("GET", path)
@@ -137,13 +138,13 @@ def _rss_bytes(pid: int) -> int:
 
 
 def drop_from_memory(folder: Path) -> bool:
-    """Ask the system to forget the files of a model; False: some of it is still there, or
-    nobody can tell."""
+    """Asks the system to drop a model's files from memory. Returns False where some of them are
+    still there or the system cannot tell."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # what is not written yet cannot be forgotten
+            os.fsync(descriptor)  # dirty pages cannot be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
@@ -152,7 +153,7 @@ def drop_from_memory(folder: Path) -> bool:
 
 
 def _is_in_memory(path: Path) -> bool:
-    """Whether its middle is; True where the system cannot tell."""
+    """Returns whether the file's middle is in memory; True where the system cannot tell."""
     descriptor = os.open(path, os.O_RDONLY)
     middle = path.stat().st_size // 2 // _PAGE * _PAGE
     try:
@@ -165,8 +166,8 @@ def _is_in_memory(path: Path) -> bool:
 
 
 def import_seconds(most: int = 8) -> dict[str, float]:
-    """Of `serve run`'s imports by package, the longest first, the rest together; read with
-    -X importtime, which itself takes some time."""
+    """Returns the import times of `serve run` by package, the longest first and the rest together,
+    from -X importtime, which itself takes some time."""
     code = "import serve.cli.main, serve.cli.server_process"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True
@@ -190,7 +191,7 @@ def measure(
     limit_s: float,
     advance: Callable[[str], None],
 ) -> tuple[dict[str, list[Start]], bool]:
-    """Starts by name, in turn; and whether the cold ones were cold."""
+    """Returns the starts by name, made in turn, and whether the cold ones were cold."""
     start_once(model, options, limit_s=limit_s)  # everything else is in memory then
     starts: dict[str, list[Start]] = {"warm": []}
     if is_cold:

@@ -75,7 +75,7 @@ def throughput(
     json_file: Path | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """All requests at once, several times; prints rates, steps and the share of the bound.
+    """Runs all requests at once, several times; prints rates, steps and the share of the bound.
 
     model: a directory, "random:SHAPE", None for the embedded one. dataset, requests
     (128), input_len, output_len: as bench.offline.requests.fixed_requests has them. peer:

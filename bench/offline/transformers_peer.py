@@ -23,14 +23,14 @@ WAYS = ("one padded batch", "one by one")
 
 
 class Load(NamedTuple):
-    """Of each request its prompt and how many tokens to answer."""
+    """Requests: prompts and how many tokens to answer."""
 
     prompts: Sequence[Sequence[int]]
     output_lens: Sequence[int]
 
 
 def require_transformers() -> None:
-    """ConfigError."""
+    """Raises ConfigError where Transformers cannot be used."""
     try:
         import transformers  # noqa: F401
     except ImportError as error:
@@ -38,8 +38,8 @@ def require_transformers() -> None:
 
 
 class TransformersPeer:
-    """As its user would run it. In its own process: the OpenMP teams of two engines in one
-    would get in each other's way."""
+    """Transformers as its user would run it, in a process of its own since the OpenMP threads of
+    two engines in one process would compete."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         command = [sys.executable, "-m", __name__, str(path.resolve()), dtype]
@@ -55,7 +55,7 @@ class TransformersPeer:
         self._receive()
 
     def run(self, way: str, load: Load) -> float:
-        """Seconds."""
+        """Returns the seconds that a load takes."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([way, *load]) + "\n")
         self._process.stdin.flush()

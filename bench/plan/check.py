@@ -42,7 +42,7 @@ _QUICK_REPEATS = 1
 
 
 class Case(NamedTuple):
-    """A step: decode rows after so many tokens each, and a chunk of (rows, context)."""
+    """A step: `batch` decode rows after `context` tokens each, and a chunk of (rows, context)."""
 
     name: str
     batch: int = 0
@@ -50,7 +50,7 @@ class Case(NamedTuple):
     chunk: tuple[int, int] | None = None
 
     def rows_and_contexts(self) -> tuple[str, str]:
-        """For a table: of the decode rows, and of the chunk."""
+        """Returns rows and contexts of the decode rows and of the chunk, for a table."""
         pairs = [(self.batch, self.context)] if self.batch else []
         pairs += [self.chunk] if self.chunk else []
         rows, contexts = zip(*pairs, strict=True)
@@ -75,9 +75,9 @@ QUICK = (Case("decode", 1, 64), Case("decode", 4, 64), Case("mixed", 2, 64, (64,
 
 @dataclass(frozen=True, slots=True)
 class CheckedStep:
-    """Seconds, medians. ratio: predicted over measured, of each step with its own ceilings.
-    limit: bound over predicted. drift: of the ceilings before and after. stages: of the last
-    prediction, by name."""
+    """One case; medians, in seconds. ratio: predicted over measured, each step with its own
+    ceilings. limit: bound over predicted. drift: between the ceilings before and after. stages: of
+    the last prediction, by name."""
 
     dtype: str
     case: Case
@@ -102,7 +102,7 @@ class CheckedStep:
 
 
 def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[CheckedStep]:
-    """Measure, print the table and the JSON line. quick: a tiny model and three steps."""
+    """Measures, prints the table and the JSON line. quick: a tiny model and three steps."""
     path = model or random_checkpoint("tiny" if quick else "llama-1b")
     cases, repeats = (QUICK, _QUICK_REPEATS) if quick else (CASES, None)
     console = Console()
@@ -120,8 +120,9 @@ def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[Ch
 def check(
     path: Path, dtype: str, cases: Sequence[Case], repeats: int | None = None
 ) -> list[CheckedStep]:
-    """repeats: of each step; by default as many as some tenths of a second hold. Those between
-    two readings that differ by more than MAX_DRIFT are repeated, and left out if others are not."""
+    """Checks each case. repeats: of each step; by default as many as fit into _CASE_S. A step
+    between two readings that differ by more than MAX_DRIFT is repeated, and left out if a steady
+    one is found."""
     kv = "int8" if dtype == "int8" else "bfloat16"
     precision, shape = Precision(dtype, kv), load_shape(str(path))
     longest = max(sum(case.chunk or (case.context, 1)) for case in cases) + 16

@@ -54,33 +54,33 @@ class Figures:
 
 
 def layer_traffic_bytes(shape: Shape) -> float:
-    """q and output, k and v of a token in a layer."""
+    """Returns the bytes of q, output, k and v of a token in a layer."""
     return 2.0 * (shape.q_width + shape.kv_width) * WIRE_ELEMENT_BYTES
 
 
 def products_s(cost: MachineCost, rows: float) -> float:
-    """All of a decode step but attention."""
+    """Returns the seconds of a decode step without attention."""
     return sum(stage.seconds for stage in cost.products(rows, rows))
 
 
 def turn_s(
     products: float, attention: float, network: float, wire: float, in_flight: int, replicas: int
 ) -> float:
-    """Until each batch in flight has had a step: the longest of one batch's own way, and of what
-    memory devices, replicas (Lamina's rotation) and links have to do for all of them."""
+    """Returns the seconds until each batch in flight has had a step: the longest of one batch's own
+    time and the time of memory devices, replicas (Lamina's rotation) and links for all of them."""
     own = products + attention + network
     return max(own, in_flight * attention, in_flight * products / replicas, in_flight * wire)
 
 
 def asked_bytes_per_s(shape: Shape, batch: float, products: float, attention: float) -> float:
-    """Of all links together, so that the network adds SLOWDOWN (SYSTEMS 2.1)."""
+    """Returns the rate of all links together with which the network adds SLOWDOWN (SYSTEMS 2.1)."""
     traffic = batch * shape.num_layers * layer_traffic_bytes(shape)
     return traffic / (SLOWDOWN * (products + attention))
 
 
 def homogeneous(cost: MachineCost, context: float) -> Figures | None:
-    """Devices of one kind that do everything, with as many sequences as they hold. None: weights
-    and one sequence do not fit."""
+    """Returns the figures of devices of one kind that do everything, with as many sequences as they
+    hold; None where the weights and one sequence do not fit."""
     machine = cost.machine
     batch = kv_bytes(cost) / sequence_bytes(cost.shape, cost.precision, context)
     if batch < 1:
@@ -103,8 +103,8 @@ class Split:
     def figures(
         self, context: float, a: int, b: int, *, tpot_s: float = inf, max_batch: float = inf
     ) -> Figures | None:
-        """The largest batch that memory and the time between tokens allow. None: a is not some
-        whole replicas, b are more than K/V heads, or no sequence fits."""
+        """Returns the figures of the largest batch that memory and the time between tokens allow;
+        None where a is no multiple of a replica, b exceeds the K/V heads, or no sequence fits."""
         width = self._width()
         if a % width or b > self.shape.num_kv_heads:
             return None
@@ -119,7 +119,7 @@ class Split:
         return Figures(f"({a}, {b})", self._dollars(a, b), batch, in_flight, step_s, asked)
 
     def _width(self) -> int:
-        """Devices of one replica: a power of two."""
+        """Returns the number of devices of one replica, a power of two."""
         width, efficiency = 1, self.efficiencies[0]
         while (
             self.shape.weight_bytes(self.precision)
@@ -146,12 +146,12 @@ class _Steps:
         self._round_trips_s = split.shape.num_layers * self._network.seconds
 
     def times(self, rows: float) -> tuple[float, float]:
-        """Products and attention of one batch."""
+        """Returns the seconds of products and attention of one batch."""
         attention = self._memory.decode(rows, rows * self._context)
         return products_s(self._compute, rows), attention.seconds
 
     def best(self, batch: float) -> tuple[int, float]:
-        """Batches in flight, and seconds until each of them has had a step."""
+        """Returns the batches in flight, and the seconds until each of them has had a step."""
         most = max(1, min(self._replicas + 1, int(batch)))
         return min(((n, self._step_s(batch, n)) for n in range(1, most + 1)), key=lambda f: f[1])
 
@@ -170,7 +170,7 @@ class _Steps:
 
 
 def slower(one: Device, other: Device) -> Link:
-    """Of the two devices' networks. ConfigError if one has none."""
+    """Returns the slower link of the two devices. Raises ConfigError if one has none."""
     for device in (one, other):
         if device.network is None:
             raise ConfigError(f"disaggregated: hardware has no network for {device.name}")
@@ -182,7 +182,7 @@ def slower(one: Device, other: Device) -> Link:
 
 
 def _largest(steps: _Steps, most: float, tpot_s: float) -> int:
-    """Of whole batches; 0 if none keeps the time."""
+    """Returns the largest whole batch that keeps the time, 0 if none does."""
     low, high = 0, int(most) + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -191,6 +191,6 @@ def _largest(steps: _Steps, most: float, tpot_s: float) -> int:
 
 
 def best(candidates: Iterable[Figures | None]) -> Figures | None:
-    """The most tokens per dollar, of those that have a price."""
+    """Returns the candidate with a price and the most tokens per dollar."""
     priced = [figures for figures in candidates if figures and figures.tokens_per_dollar]
     return max(priced, key=lambda figures: figures.tokens_per_dollar or 0.0, default=None)

@@ -1,4 +1,4 @@
-"""Models in numbers: what is read, multiplied and kept, for a checkpoint's config.json or a name.
+"""Models in numbers: what steps read, multiply and keep, by a checkpoint's config.json or a name.
 
 Names are those of models.toml, with dimensions from the published config.json files.
 """
@@ -45,19 +45,19 @@ class Precision:
 
     @property
     def weight_bits(self) -> float:
-        """Of one in a layer, its part of the scales included."""
+        """Bits of a weight in a layer, with its part of the scales."""
         if self.weights in ("int4", "nf4"):
             return 4 + _GROUP_SCALE_BITS / self.weight_group
         return _WEIGHT_BITS[self.weights]
 
     @property
     def head_bits(self) -> float:
-        """Of one of the last product."""
+        """Bits of a weight of the last product."""
         return 8.0 if self.weights in _QUANTIZED else self.weight_bits
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """Types to multiply in, the best first."""
+        """The types to multiply in, the best first."""
         return _FACTORS[self.weights]
 
 
@@ -96,8 +96,8 @@ class Shape:
         return self.kv_width // self.head_dim
 
     def require_divisible(self, num_devices: int) -> None:
-        """Tensor parallel, by heads; where devices are some times as many as heads of K/V, each of
-        these is on several. ConfigError."""
+        """Raises ConfigError where heads cannot be divided between tensor-parallel devices. Where
+        the devices are a multiple of the K/V heads, each K/V head is on several."""
         heads, kv = self.num_heads, self.num_kv_heads
         if heads % num_devices or (kv % num_devices and num_devices % kv):
             raise ConfigError(
@@ -106,7 +106,7 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """As published: what two places share counts once."""
+        """The published number, in which shared parameters count once."""
         own = 0 if self.is_tied else self.embedding_parameters
         return self.block_parameters + self.head_parameters + self.other_parameters + own
 
@@ -114,11 +114,11 @@ class Shape:
         return Counter(self.windows)
 
     def kv_token_bytes(self, precision: Precision) -> float:
-        """In all layers."""
+        """Returns the K/V bytes of one token in all layers."""
         return self.num_layers * self.kv_layer_bytes(precision)
 
     def kv_layer_bytes(self, precision: Precision) -> float:
-        """K and V of one token in one layer."""
+        """Returns the K/V bytes of one token in one layer."""
         if precision.kv != "int8":
             return 2.0 * self.kv_width * _PLAIN_BYTES[precision.kv]
         group = fitting_group(self.head_dim, precision.kv_group)
@@ -135,8 +135,9 @@ class Shape:
         return self.head_parameters * precision.head_bits / 8
 
     def weight_bytes(self, precision: Precision) -> float:
-        """In memory. The embedding stays as published (16 bits, or 32 beside fp32) and is there
-        twice where a tied last product has another type; norms and biases are fp32."""
+        """Returns the bytes in memory. The embedding stays as published (16 bits, or 32 beside
+        fp32), in a second copy where a tied last product has another type; norms and biases are
+        fp32."""
         is_shared = self.is_tied and precision.weights in _PLAIN_BYTES
         looked_up = 0 if is_shared else self.embedding_parameters
         table = looked_up * (4 if precision.weights == "float32" else 2)
@@ -170,7 +171,7 @@ def make_shape(
     embed: int | None = None,
     num_positions: int = 0,
 ) -> Shape:
-    """norm_parameters: of each number that a norm passes (weight, bias)."""
+    """Returns a shape. norm_parameters: parameters for each number of a norm (weight, bias)."""
     q, kv, layers, embed = heads * head_dim, kv_heads * head_dim, len(windows), embed or hidden
     ups = 2 if is_gated else 1
     products = hidden * (2 * q + 2 * kv) + (ups + 1) * hidden * ffn
@@ -198,7 +199,8 @@ def make_shape(
 
 
 def load_shape(model: str) -> Shape:
-    """A name in models.toml, or a checkpoint's directory or config.json. ConfigError."""
+    """Loads a name of models.toml, a checkpoint's directory or its config.json. Raises
+    ConfigError."""
     families = known_models()
     if model in families:
         return _named(model, families[model])
