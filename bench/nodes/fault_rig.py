@@ -250,7 +250,7 @@ class EngineProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """Waits until pending requests are answered."""
+        """Ends the engine, which answers pending requests first."""
         if self._process.poll() is None:
             assert self._process.stdin is not None
             self._process.stdin.close()

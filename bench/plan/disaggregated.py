@@ -170,7 +170,8 @@ class _Steps:
 
 
 def slower(one: Device, other: Device) -> Link:
-    """Returns the slower link of the two devices. Raises ConfigError if one has none."""
+    """Returns a link with the slower rate and the longer time of the two devices' networks. Raises
+    ConfigError if one has none."""
     for device in (one, other):
         if device.network is None:
             raise ConfigError(f"disaggregated: hardware has no network for {device.name}")

@@ -63,10 +63,10 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """block_parameters: in the products of all layers; head_parameters: of the last product;
-    other_parameters: norms, biases, positions. embedding_parameters: only looked up; shared with
-    the last product if is_tied. q_width, kv_width: numbers of a row's q, and of its k.
-    windows: one per layer, None where it sees everything.
+    """A model. block_parameters: in the products of all layers; head_parameters: of the last
+    product; other_parameters: norms, biases, positions. embedding_parameters: only looked up;
+    shared with the last product if is_tied. q_width, kv_width: numbers of a row's q, and of its k.
+    windows: one per layer, None where it sees all tokens.
     """
 
     name: str
