@@ -1,10 +1,8 @@
-"""When memory nodes are lost, want to go, or come back: what the loop does then.
+"""What the loop does when memory nodes are lost, ask to leave, or come back.
 
-K/V that cannot be reached any more is computed again from the tokens, which the engine has: its
-sequences wait as preempted ones do, memory is placed anew (memory/nodes/node_set.py), and
-everything
-goes on. Nobody sees more than a pause. Only when no memory is found for a while do requests end
-with an error.
+The engine has the tokens of all sequences, so K/V that is out of reach is computed again: its
+sequences wait like preempted ones, the memory is placed on other nodes (memory/nodes/node_set.py),
+and clients notice only a pause. If no memory is found for a while, requests end with an error.
 """
 
 from __future__ import annotations
@@ -26,20 +24,19 @@ NODES_LOST = "the memory nodes are lost; try again later"
 TOO_LITTLE_LEFT = "memory nodes are lost, and what is left is too small for this request"
 NO_MEMORY = (NODES_LOST, TOO_LITTLE_LEFT)
 
-_RETRY_S = 0.25
-_LOOK_S = 0.1
-_GIVE_UP_S = 5.0
-_LEAST_TRIES = 3
-_PROBE_S = 1.0
-# Computing everything again may take so long, so that a node that is back can take part.
-_REJOIN_S = 2.0
-SETTLED_S = 5.0
-_MOST_SETTLED_S = 300.0
-_POOR_S = 60.0  # with this machine's memory alone: then a node is taken whatever it costs
+_RETRY_S = 0.25  # between two attempts to place memory
+_POLL_S = 0.1  # between two looks at what idle nodes have sent
+_GIVE_UP_S = 5.0  # without memory, or without enough for a sequence; then requests end
+_MIN_TRIES = 3  # attempts to place memory before requests end
+_PROBE_S = 1.0  # between two searches for missing nodes
+_MAX_RECOMPUTE_S = 2.0  # recomputing the K/V may take this long for a node to be taken back
+SETTLED_S = 5.0  # after a change, before memory is placed again without need
+_MAX_SETTLED_S = 300.0  # the same, after placements that did not help
+_MAX_LOCAL_S = 60.0  # with this machine's memory alone; then a node is taken at any cost
 
 
 class NodeRecovery:
-    """Used by the thread that computes."""
+    """Recovers from lost memory nodes. Only the loop's thread calls it."""
 
     def __init__(
         self,
@@ -58,25 +55,26 @@ class NodeRecovery:
         self._end = end
         self._clock = clock
         self._lost_at: float | None = None
-        self._short_at: float | None = None  # since when there is not enough for everyone
+        self._short_at: float | None = None  # since when a sequence of full length does not fit
         self._changed_at = clock()
-        self._try_at = self._look_at = 0.0
+        self._try_at = self._poll_at = 0.0
         self._settled_s = SETTLED_S
-        self._said = ""  # why there was no memory, the last time
-        self._num_tries = 0  # since there was memory
+        self._last_error = ""  # of the last attempt to place memory, so that it is logged once
+        self._num_tries = 0  # attempts to place memory since there was some
         self.num_recomputed = 0  # sequences
         self._prober = NodeProber(nodes) if prober is None else prober
 
     def handle_loss(self, error: Exception) -> None:
-        """A step has failed because of a node."""
+        """Called when a step has failed because nodes were lost."""
         logger.warning("%s", error)
         self._prober.invalidate()
-        self._lose()
+        self._release_lost()
         if self._lost_at is None:
             self._lost_at = self._clock()
         self._try_at = 0.0
 
-    def _lose(self) -> None:
+    def _release_lost(self) -> None:
+        """Preempts the sequences whose K/V is lost and empties the accounting of lost members."""
         numbers = set(self.nodes.lose())
         starts = [partition.ranges[0].start for partition in self._partitions]
         ends = [*starts[1:], 1 << 62]
@@ -93,20 +91,20 @@ class NodeRecovery:
             logger.info("K/V of %d sequences is computed again", num_lost)
 
     def poll(self) -> None:
-        """In idle moments: nodes that want to go are left, those that are back are taken."""
+        """Called in idle moments: leaves nodes that ask to leave, and takes nodes back."""
         self.is_ready()
 
     def is_ready(self) -> bool:
-        """Called before each step: whether there is memory to compute with. Places what is
-        nowhere, and lets nodes go or come back."""
+        """Called before each step: leaves nodes, takes nodes back and places memory that has no
+        node. Returns whether there is memory to compute with."""
         now_s = self._clock()
-        # Those to whom nothing is sent at present have something to say, too.
-        is_due = now_s >= self._look_at
+        # Nodes to which nothing is sent at present may ask to leave too.
+        is_due = now_s >= self._poll_at
         if is_due:
-            self._look_at = now_s + _LOOK_S
+            self._poll_at = now_s + _POLL_S
         if self.nodes.is_leaving or (is_due and self.nodes.look()):
             self._prober.invalidate()
-            self._lose()
+            self._release_lost()
             self._try_at = 0.0
         empty = [i for i, member in enumerate(self.nodes.members) if not member.num_pages]
         if empty:
@@ -118,15 +116,16 @@ class NodeRecovery:
         if any(member.num_pages for member in self.nodes.members):
             self._lost_at = None
             self._num_tries = 0
-            self._mind_the_long()
+            self._end_too_long()
             return True
         self._give_up()
         return False
 
     def _place(self, numbers: Sequence[int]) -> None:
+        """Places the memory of these members on nodes that can be reached."""
         now_s = self._clock()
-        has_some = len(numbers) < len(self.nodes.members)
-        if has_some:  # the others go on: nobody shall wait for one that does not answer
+        has_memory = len(numbers) < len(self.nodes.members)
+        if has_memory:  # go on with that: do not wait for a node that does not answer
             numbers = [i for i in numbers if self._is_back(self.nodes.members[i])]
         if now_s < self._try_at or not numbers:
             return
@@ -136,17 +135,17 @@ class NodeRecovery:
             try:
                 self.nodes.place(member)
             except NoNodeError as error:
-                if str(error) != self._said:
+                if str(error) != self._last_error:
                     logger.warning("no memory for K/V yet: %s", error)
-                self._said = str(error)
+                self._last_error = str(error)
                 continue
             self._partitions[number].reset(member.num_pages, member.max_mappings)
             member.edits.take()
             self._changed_at = now_s
-            self._said = ""
+            self._last_error = ""
             where = ", ".join([link.url for link in member.links])
             logger.info("K/V has %d pages again, on %s", member.num_pages, where)
-            if member.is_local:  # it is enough once
+            if member.is_local:  # one member on this machine is enough
                 break
         self._try_at = self._clock() + _RETRY_S
 
@@ -154,7 +153,7 @@ class NodeRecovery:
         return any(self._prober.is_back(url) for url in member.urls)
 
     def _rejoin(self) -> None:
-        """A node is back: share the K/V with it when that is cheap."""
+        """Takes nodes back that can be reached again, if recomputing the K/V is cheap."""
         waiting = [m for m in self.nodes.members if any(u in self.nodes.missing for u in m.urls)]
         back = [member for member in waiting if self._is_back(member)]
         now_s = self._clock()
@@ -163,33 +162,34 @@ class NodeRecovery:
         running = self._scheduler.running
         num_tokens = sum([sequence.num_computed_tokens for sequence in running])
         seconds = self._scheduler.chunks.model.prefill_seconds(num_tokens, 0)
-        is_poor = any(member.is_local for member in back)
-        has_waited = is_poor and now_s >= self._changed_at + _POOR_S
-        if running and seconds > _REJOIN_S and not has_waited:
+        is_local_only = any(member.is_local for member in back)
+        has_waited = is_local_only and now_s >= self._changed_at + _MAX_LOCAL_S
+        if running and seconds > _MAX_RECOMPUTE_S and not has_waited:
             return
         urls = [url for url in self.nodes.missing if self._prober.is_back(url)]
         logger.info("memory nodes are back: %s", ", ".join(urls))
         self._place_again(back)
 
     def _place_again(self, members: Sequence[Member]) -> None:
-        """Where that brings nothing, the next time is later."""
+        """Places the memory of these members anew. If that does not help, the next time comes
+        later."""
         num_missing, num_pages = len(self.nodes.missing), self._scheduler.kv.num_pages
         for member in members:
             member.close()
-        self._lose()
+        self._release_lost()
         self._try_at = 0.0
         self._place([i for i, m in enumerate(self.nodes.members) if not m.num_pages])
         has_more = self._scheduler.kv.num_pages > num_pages
         is_better = has_more or len(self.nodes.missing) < num_missing
-        self._settled_s = SETTLED_S if is_better else min(2 * self._settled_s, _MOST_SETTLED_S)
+        self._settled_s = SETTLED_S if is_better else min(2 * self._settled_s, _MAX_SETTLED_S)
 
     @property
     def is_short(self) -> bool:
         """There is memory, but too little for a sequence of full length."""
         return self._short_at is not None
 
-    def _mind_the_long(self) -> None:
-        """Memory may be left that some sequences do not fit into. They wait a while for more."""
+    def _end_too_long(self) -> None:
+        """Ends sequences that do not fit into the memory that is left, after a wait for more."""
         kv, now_s = self._scheduler.kv, self._clock()
         if kv.max_sequence_pages >= self.nodes.min_pages:
             self._short_at = None
@@ -207,10 +207,11 @@ class NodeRecovery:
                 self._end(sequence, FinishReason.ERROR, TOO_LITTLE_LEFT)
 
     def _give_up(self) -> None:
+        """Ends all sequences when there has been no memory for too long."""
         now_s = self._clock()
         if self._lost_at is None:
             self._lost_at = now_s
-        if now_s < self._lost_at + _GIVE_UP_S or self._num_tries < _LEAST_TRIES:
+        if now_s < self._lost_at + _GIVE_UP_S or self._num_tries < _MIN_TRIES:
             return
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(sequence, FinishReason.ERROR, NODES_LOST)
@@ -220,11 +221,11 @@ class NodeRecovery:
 
 
 class NodeProber:
-    """A thread that asks nodes that are missing whether they have memory for us."""
+    """A thread that asks missing nodes whether they can be reached and have memory."""
 
     def __init__(self, nodes: NodeSet) -> None:
         self._nodes = nodes
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards the fields below
         self._back: frozenset[str] = frozenset()
         self._search = 0
         self._thread: threading.Thread | None = None
@@ -234,13 +235,13 @@ class NodeProber:
         return url in self._back
 
     def invalidate(self) -> None:
-        """What was found, or is being found, before somebody was lost says nothing of now."""
+        """Drops what was found, or is being found: it dates from before the last loss."""
         with self._lock:
             self._back = frozenset()
             self._search += 1
 
     def start(self) -> None:
-        """Until nobody is missing."""
+        """Starts the thread, which ends when no node is missing."""
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
                 self._back = frozenset()
@@ -248,8 +249,10 @@ class NodeProber:
                 self._thread.daemon = True
                 try:
                     self._thread.start()
-                except RuntimeError as error:  # the system has none left: later
-                    logger.warning("nobody looks for missing memory nodes: %s", error)
+                except (
+                    RuntimeError
+                ) as error:  # the system has no threads left; the next call tries again
+                    logger.warning("no thread to look for missing memory nodes: %s", error)
                     self._thread = None
 
     def stop(self) -> None:
