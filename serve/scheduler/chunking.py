@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import GRANULARITY, StepTimeModel, StepWork
 
 # A prompt is long if it takes more than so many steps. They are let in beside each other, so that
@@ -26,6 +27,8 @@ _MOST_LONGS = 4
 _DEADLINE_FACTOR = 1.5
 _LEAST_DEADLINE_S = 0.5
 _LEAST_SHARE, _MOST_SHARE = 0.1, 0.5
+# Once the model knows decode-only steps well, it learns from one in so many of them.
+_LEARN_EVERY = 4
 # Rows that a step has for the first short and for the first long prompt, whatever the SLO says.
 _LEAST_ROWS = GRANULARITY
 
@@ -209,6 +212,16 @@ class ChunkPolicy:
             elif prompt_level != level or not self.defer(sequence, budget):
                 budget.shorts.append(sequence)
         return budget
+
+    def observe(
+        self, plan: StepPlan, seconds: float, num_steps: int, work: StepWork | None
+    ) -> None:
+        """Learns from a step that took `seconds`. num_steps: the number of steps so far."""
+        self.model.last_step_s = seconds
+        is_decoding = plan.num_decodes == len(plan.sequences)
+        if is_decoding and self.model.knows_decoding and num_steps % _LEARN_EVERY:
+            return  # the next step is much like this one, and learning takes time between steps
+        self.model.learn(StepWork.of(plan) if work is None else work, seconds)
 
     def slowdown(self, decodes: list[Sequence]) -> float:
         """How much longer prompts take beside these than alone; at least 1."""

@@ -1,18 +1,15 @@
-"""The scheduler's books while steps are in flight. Integers only: no torch, no asyncio.
+"""Updates of the scheduler for steps that overlap. Integers only: no torch, no asyncio.
 
-A step is in flight from its launch until its tokens are known. Meanwhile the next one is made as
-if they were: computed tokens count at once (`apply_launch`), and a token that is not known yet
-has its index in token_ids, as PENDING_TOKEN. `apply_result` puts the tokens there and sees who
-ends. Length limits are known by count alone; a stop token is seen one step late, and the row that
-the sequence has in flight by then is nobody's: it is in no counter, no page of the prefix cache,
-no output.
+A step is in flight from its launch until its tokens are known. The next step is planned meanwhile,
+as if they were known: `apply_launch` counts the computed tokens at once and puts PENDING_TOKEN into
+token_ids for each token to come; `apply_result` replaces it and ends sequences. A length limit is
+known by count alone. A stop token is seen one step late; the row that the sequence has in flight
+by then is dropped, and counts in no metric, prefix cache or output.
 
-+--------------------------------------------------------------------------------------+
-| invariants: a sequence has rows in flight in at most two steps, and only in one when  |
-| the next is made; while it has some it is running with the range that they were       |
-| launched with, or was preempted since and is not admitted, or has ended; pages that    |
-| rows in flight read stay its own while it runs, so those rows can be computed again.   |
-+--------------------------------------------------------------------------------------+
+Invariants: a sequence has rows in flight in at most two steps, and in one when the next step is
+planned. While it has some, it runs with the range they were launched with, or it was preempted
+since and is not admitted again, or it has ended. Pages that rows in flight read belong to the
+sequence while it runs, so that those rows can be computed again.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from serve.scheduler.step_plan import StepPlan
 
 
 def apply_launch(scheduler: Scheduler, plan: StepPlan) -> None:
-    """The plan has been launched: from now on its rows count."""
+    """Counts the rows of a plan that has been launched."""
     contexts: list[int] = []
     for sequence, rows, sampled in zip(plan.sequences, plan.num_rows, plan.samples, strict=True):
         contexts.append(sequence.num_computed_tokens)
@@ -37,8 +34,11 @@ def apply_launch(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def apply_result(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
-    """Take in a launched step's result, as Scheduler.update does for one that is not. The plan
-    has no finished sequences (StepPlan.unfinished). The steps are applied in their order."""
+    """Applies a launched step's tokens and returns the sequences that ended.
+
+    The plan must hold no finished sequence (see StepPlan.unfinished). Results are applied in the
+    order of the launches.
+    """
     assert plan.contexts is not None
     finished: list[Sequence] = []
     next_token = iter(tokens)
@@ -50,7 +50,7 @@ def apply_result(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> lis
         if end >= sequence.next_cacheable_at:
             scheduler.prefixes.insert(sequence, end)
         if not sampled:
-            if end >= sequence.max_tokens_total:  # it has no answer
+            if end >= sequence.max_tokens_total:  # it only computes its prompt
                 scheduler.finish(sequence, FinishReason.LENGTH)
                 finished.append(sequence)
             continue
@@ -64,7 +64,7 @@ def apply_result(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> lis
 
 
 def roll_back(scheduler: Scheduler, plan: StepPlan) -> None:
-    """A launched step has failed: as if it had never been. The last one in flight goes first."""
+    """Undoes the launch of a step that failed. The last launched step is rolled back first."""
     assert plan.contexts is not None
     for index in plan.unfinished():
         sequence = plan.sequences[index]

@@ -1,12 +1,14 @@
-"""Which tokens run in the next step: integers only, clock passed in, no torch, no asyncio.
+"""The scheduler: decides which tokens are computed in the next step.
 
-There is no prefill or decode phase. Each sequence gets min(num_tokens - num_computed_tokens,
-what is left of the budget) rows, running ones first, then waiting ones as their order has it
-(serve/scheduler/waiting_queue.py). How many prompt rows a step has and how prompts share them
-is the chunk policy's matter (serve/scheduler/chunking.py). When memory runs out a running
-sequence is preempted: it gives back its pages, waits again and is recomputed later, except for
-what the prefix cache still knows of it. Where the order has ranks, running
-sequences also give way to a waiting one of a higher level that cannot run otherwise.
+A step has no prefill or decode phase. Each sequence gets min(num_tokens - num_computed_tokens,
+what is left of the step's row budget) rows: running sequences first, then waiting ones in the
+order of the queue policy (serve/scheduler/waiting_queue.py). The chunk policy
+(serve/scheduler/chunking.py) decides how many prompt rows a step has and how prompts share them.
+
+When K/V memory runs out, a running sequence is preempted: its pages are freed, it waits again and
+is recomputed later, except for the tokens that are still in the prefix cache. A queue policy with
+priority levels also preempts a running sequence for a waiting one of a higher level that cannot
+run otherwise. Integers and floats only: the clock is passed in; no torch, no asyncio.
 """
 
 from __future__ import annotations
@@ -27,21 +29,19 @@ from serve.scheduler.step_plan import SchedulerLimits, StepPlan, make_plan
 from serve.scheduler.step_time import StepWork
 from serve.scheduler.waiting_queue import WaitingQueue
 
-# Waiting sequences that are looked at for one whose beginning nobody else is computing.
+# A waiting sequence whose prefix another sequence is computing is passed over, but at most so many.
 _MAX_PREFIX_WAITS = 16
-# And for one that is not a long prompt too many.
+# Waiting sequences that one search for the next candidate looks at.
 _MAX_SCANNED = 256
-# Steps in a row for which others may take the rows of a prompt.
+# Steps in a row for which higher levels may take all rows of a running prompt.
 _MAX_STARVED_STEPS = 16
-# Steps after which somebody who did not fit is looked at again, whatever has changed.
+# A sequence that did not fit is checked again after so many steps, even if no memory was freed.
 _RECHECK_STEPS = 16
-# Steps that only decode teach once in so many, when they have taught enough.
-_LEARN_EVERY = 4
 
 
 class Scheduler:
-    """Waiting and running sequences. policy: whom memory lets in; PromptOnly by default. order:
-    who is next; first come, first served by default."""
+    """Holds the waiting and running sequences. The loop calls schedule(), runs the plan, and calls
+    update() with the sampled tokens, or the functions of in_flight.py when steps overlap."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class Scheduler:
         hasher: PrefixHasher | None = None,
         order: WaitingQueue | None = None,
     ) -> None:
-        """hasher: names pages for the prefix cache; None: there is none."""
+        """policy: admits sequences by memory; PromptOnly by default. hasher: hashes pages for the
+        prefix cache; None: there is no cache. order: the queue policy; FCFS by default."""
         self.limits = limits
         self.kv = kv
         self.policy = PromptOnly(kv) if policy is None else policy
@@ -65,17 +66,19 @@ class Scheduler:
         self.prefixes = PrefixLookup(kv, hasher, prefill_seconds)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self.num_priority_preemptions = 0  # of those, not for want of memory
+        self.num_priority_preemptions = 0  # the part of them that memory did not force
         self.num_finished = 0
         self.num_steps = 0
-        self.num_page_steps = 0  # pages in use, summed over the steps
-        self._num_preempted_pages = 0  # of the preempted that wait
-        self._starved_steps: dict[Sequence, int] = {}  # prompts without rows, for how many steps
-        self._is_short = False  # of memory, in this step
-        self.chunks_in_flight: list[Sequence] = []  # with prompt rows in the last one launched
-        self._refused: tuple[Sequence | None, int] = None, 0  # with what was available then
+        self.num_page_steps = 0  # pages in use, summed over all steps
+        self._num_preempted_pages = 0  # pages that waiting preempted sequences need
+        self._starved_steps: dict[Sequence, int] = {}  # steps that running prompts had no rows
+        self._is_short = False  # memory ran out while this step was made
+        self.chunks_in_flight: list[Sequence] = []  # have prompt rows in the last launched step
+        # the sequence that did not fit last, and the available pages at that time
+        self._refused: tuple[Sequence | None, int] = None, 0
 
     def add(self, sequence: Sequence) -> None:
+        """Queues a new sequence."""
         self.policy.arrived(sequence)
         num_tokens = sequence.num_tokens
         num_cached = num_tokens - sequence.num_expected_rows
@@ -86,7 +89,8 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def schedule(self, now_s: float) -> StepPlan | None:
-        """The next step, or None when nothing can run. Records page growth; does not commit."""
+        """Returns the plan of the next step, or None if nothing can run. It records the growth of
+        pages, which the runner maps (commit)."""
         self.waiting.tick(now_s)
         self.kv.prefixes.poll()
         rows = self.limits.max_num_batched_tokens
@@ -101,9 +105,8 @@ class Scheduler:
             self.chunks.end(budget)
         if self.waiting.preempts:
             given = {s for s, _ in chunks}
-            self._starved_steps = {
-                s: self._starved_steps.get(s, 0) + 1 for s in prefilling if s not in given
-            }
+            steps = self._starved_steps
+            self._starved_steps = {s: steps.get(s, 0) + 1 for s in prefilling if s not in given}
         self._is_short = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
@@ -112,7 +115,7 @@ class Scheduler:
         return make_plan(decodes, chunks, num_certain)
 
     def _fill(self, draft: StepDraft, now_s: float) -> None:
-        """Give a step's rows to prompts: short ones, new ones, long ones, and who is behind."""
+        """Gives a step's rows to short prompts, then new ones, then long ones, then the rest."""
         budget = draft.budget
         for sequence in budget.shorts:
             self._add_chunk(sequence, draft)
@@ -123,7 +126,7 @@ class Scheduler:
             self._add_chunk(sequence, draft)
 
     def _add_chunk(self, sequence: Sequence, draft: StepDraft) -> None:
-        """Rows for a sequence that has more than one to compute (or is new)."""
+        """Gives rows to a prompt that is running or was just admitted."""
         if sequence.status is not SequenceStatus.RUNNING:
             return
         context = sequence.num_computed_tokens
@@ -133,18 +136,18 @@ class Scheduler:
             draft.add(sequence, rows)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for the sequence's next rows, preempting others; False if it had (or has) to go,
-        or to wait for its step in flight."""
+        """Allocates pages for num_tokens of the sequence, preempting others as needed. Returns False
+        if the sequence itself is preempted, or must wait for its step in flight."""
         if sequence.kv_range is None:
             return False
         if num_tokens <= sequence.kv_range.capacity:
             return True
-        # rows in flight may have to be computed again: what they read is kept
+        # rows in flight may have to be computed again, so the pages they read are kept
         num_computed = sequence.num_computed_tokens - sequence.rows_in_flight
         while not self.kv.grow(sequence.kv_range, num_tokens, num_computed):
             self._is_short = True
             if sequence.rows_in_flight:
-                return False  # what ends with that step may be enough
+                return False  # that step may free enough
             victim = self.waiting.victim(self._memory_sharers(sequence.kv_range))
             self._preempt(victim)
             self.policy.stopped(victim)
@@ -153,15 +156,12 @@ class Scheduler:
         return True
 
     def _memory_sharers(self, target: Range) -> list[Sequence]:
-        """Running ones that use the same memory, itself included."""
-        return [
-            s
-            for s in self.running
-            if s.kv_range is not None and self.kv.shares_memory(s.kv_range, target)
-        ]
+        """Returns the running sequences that use the same memory as `target`, its own included."""
+        shares_memory = self.kv.shares_memory
+        return [s for s in self.running if s.kv_range and shares_memory(s.kv_range, target)]
 
     def preempt_lost(self, is_lost: Callable[[Range], bool]) -> int:
-        """K/V of these ranges is gone: their sequences wait and compute it again. How many."""
+        """Preempts the sequences whose K/V was lost with a memory node; returns their number."""
         lost = [s for s in self.running if s.kv_range is not None and is_lost(s.kv_range)]
         for sequence in reversed(lost):
             self._preempt(sequence)
@@ -169,6 +169,7 @@ class Scheduler:
         return len(lost)
 
     def _preempt(self, sequence: Sequence) -> None:
+        """Frees a running sequence's pages and queues it again."""
         assert sequence.kv_range is not None
         self.running.remove(sequence)
         self.kv.close(sequence.kv_range)
@@ -182,6 +183,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, draft: StepDraft, now_s: float) -> None:
+        """Admits waiting sequences while rows, slots and memory last, and gives them rows."""
         budget = draft.budget
         paused: list[Sequence] = []
         while self.waiting:
@@ -196,7 +198,7 @@ class Scheduler:
                 break
             hit = self.prefixes.match(sequence) if has_slot and not is_refused else None
             if not self.running and not self.kv.can_fit(sequence.num_tokens, hit=hit):
-                hit = None  # alone it always fits, but maybe not beside pages to be copied
+                hit = None  # alone it always fits, but perhaps not beside pages that a hit copies
             if not (has_slot and not is_refused and self._fits(sequence, hit)):
                 if has_slot and not is_refused:
                     self._refused = sequence, self.kv.num_available
@@ -205,7 +207,9 @@ class Scheduler:
                     break
                 draft.remove(victim)
                 paused = [s for s in paused if s is not victim]  # it may be admitted again
-                self._preempt_for(victim)
+                self._preempt(victim)
+                self.num_priority_preemptions += 1
+                self.policy.preempted_by_priority(victim)
                 continue
             if not budget.has_room:
                 self._take_rows_for(sequence, draft, paused)
@@ -219,8 +223,7 @@ class Scheduler:
             self._add_chunk(sequence, draft)
 
     def _is_refused(self, sequence: Sequence) -> bool:
-        """It did not fit, and no memory has been given back since: asking again, which takes the
-        longer the longer it is, would change nothing."""
+        """Returns whether it did not fit and no memory was freed since, to save the long check."""
         if not self.running:
             return False
         if self.policy.still_refuses(sequence, self.num_steps):
@@ -233,7 +236,7 @@ class Scheduler:
         return self._starved_steps.get(sequence, 0) >= _MAX_STARVED_STEPS
 
     def _level_of(self, sequence: Sequence) -> int:
-        """Of a running prompt, when rows are given out."""
+        """Returns a running prompt's level; a starved prompt goes first."""
         return -1 if self._is_starved(sequence) else self.waiting.level(sequence)
 
     def _level_of_next(self, prompts: list[tuple[int, Sequence]]) -> int:
@@ -242,7 +245,8 @@ class Scheduler:
         return min([level for level, _ in prompts])
 
     def _take_rows_for(self, sequence: Sequence, draft: StepDraft, paused: list[Sequence]) -> None:
-        """A prompt gives its rows to a waiting one of a higher level; it gets what that leaves."""
+        """Takes the rows of a running prompt for a waiting one of a higher level. The prompts in
+        `paused` get what is left at the end."""
         prompts = [s for s, _ in draft.chunks if not self._is_starved(s)]
         victims = self.waiting.victims_for(sequence, prompts)
         if victims:
@@ -250,9 +254,9 @@ class Scheduler:
             draft.remove(victims[-1])
 
     def _next_candidate(self, draft: StepDraft) -> Sequence | None:
-        """The first waiting one that is not a long prompt too many, and of whose beginning nobody
-        is just computing what is missing: to wait for that costs less than to compute it twice.
-        Who is passed over is so only for its equals in level."""
+        """Returns the waiting sequence to admit next, or None. It skips long prompts beyond their
+        limit, in favour of sequences of their own level only, and sequences whose missing prefix
+        another one is computing: waiting for it costs less than computing it twice."""
         budget = draft.budget
         prompts = [s for s, _ in draft.chunks] + budget.longs
         prompts += [s for s in self.chunks_in_flight if s.rows_in_flight]
@@ -260,9 +264,9 @@ class Scheduler:
         num_prefix_waits = 0
         for sequence in islice(self.waiting, _MAX_SCANNED):
             if sequence.rows_in_flight:
-                return None  # preempted just now: its next token is not known yet
+                return None  # just preempted: its next token is still in flight
             if self.kv.pages_for(sequence.num_tokens) > self.kv.max_sequence_pages:
-                continue  # memory was lost: until there is more, this one keeps nobody waiting
+                continue  # a memory node was lost, and the rest is too small for it
             level = self.waiting.level(sequence)
             if passed is not None and level > passed:
                 return None
@@ -282,7 +286,8 @@ class Scheduler:
         return not self.running or self.policy.admits(sequence, self.running, self.num_steps, hit)
 
     def _victim_for(self, sequence: Sequence) -> Sequence | None:
-        """A running one to preempt so that a waiting one of a higher level can run."""
+        """Returns the running sequence to preempt first so that a waiting one of a higher level
+        can run, or None if no preemption makes room for it."""
         victims = self.waiting.victims_for(sequence, self.running)
         if victims and not self._can_keep_preempted(sequence):
             victims = [s for s in victims if self.waiting.is_worth_preempting(s)]
@@ -293,13 +298,9 @@ class Scheduler:
             victims = [s for s in victims if s.kv_range is not None and s.kv_range.start in starts]
         return victims[-1] if victims and leaving is not None else None
 
-    def _preempt_for(self, victim: Sequence) -> None:
-        self._preempt(victim)
-        self.num_priority_preemptions += 1
-        self.policy.preempted_by_priority(victim)
-
     def _can_keep_preempted(self, sequence: Sequence) -> bool:
-        """Whether memory has room for a waiting one and all that is and would be set aside."""
+        """Returns whether the K/V of preempted sequences survives if this one is admitted: in
+        the prefix cache beside it, or in a page store."""
         if not self.prefixes.is_on or self.kv.prefixes.has_store:
             return self.prefixes.is_on
         need = self.kv.pages_for(sequence.num_tokens) - self._preempted_pages(sequence)
@@ -319,20 +320,18 @@ class Scheduler:
         self.policy.started(sequence, self.num_steps)
 
     def observe(self, plan: StepPlan, seconds: float, work: StepWork | None = None) -> None:
-        """A step ran through in that time; call it before update(). work: of the plan, if known."""
-        model = self.chunks.model
-        model.last_step_s = seconds
-        is_decoding = plan.num_decodes == len(plan.sequences)
-        if is_decoding and model.knows_decoding and self.num_steps % _LEARN_EVERY:
-            return  # the next one will be much the same, and learning takes time between steps
-        model.learn(StepWork.of(plan) if work is None else work, seconds)
+        """Learns from a step that took `seconds`. Call it before update(). work: of the plan."""
+        self.chunks.observe(plan, seconds, self.num_steps, work)
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
-        """Take in a step's result: tokens[j] is for the j-th sampling sequence of the plan. Returns
-        the sequences that ended; their memory is free for the next schedule()."""
+        """Applies a step's result and returns the sequences that ended; their pages are free.
+        tokens[j] belongs to the j-th sampled sequence. For steps that do not overlap; it takes a
+        third of the time of apply_launch and apply_result (serve/scheduler/in_flight.py)."""
         finished: list[Sequence] = []
         next_token = iter(tokens)
-        is_usual = all(plan.samples[: plan.num_decodes])  # else a prompt has a single row, too
+        is_usual = all(
+            plan.samples[: plan.num_decodes]
+        )  # otherwise one of them is a prompt with one row
         num_decodes = plan.num_decodes if is_usual else 0
         for sequence, token in zip(plan.sequences[:num_decodes], next_token, strict=False):
             sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
@@ -353,12 +352,12 @@ class Scheduler:
         return finished
 
     def _apply_progress(self, sequence: Sequence, token: int, finished: list[Sequence]) -> None:
-        """Its rows are computed, and with them this token (PENDING_TOKEN: none)."""
+        """Caches complete pages, and ends a sequence that is over. token: PENDING_TOKEN if none."""
         if sequence.num_computed_tokens >= sequence.next_cacheable_at:
             self.prefixes.insert(sequence, sequence.num_computed_tokens)
         if token != PENDING_TOKEN:
             reason = finish_reason_after(sequence, token)
-        else:  # only the prompt is wanted of some
+        else:  # a sequence that only computes its prompt ends with it
             is_over = sequence.num_computed_tokens >= sequence.max_tokens_total
             reason = FinishReason.LENGTH if is_over else None
         if reason is not None:
@@ -366,7 +365,7 @@ class Scheduler:
             finished.append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
-        """End a sequence from outside (abort, stop string, error); False if it has ended."""
+        """Ends a sequence from outside a step (abort, error); False if it has already ended."""
         if sequence.status is SequenceStatus.FINISHED:
             return False
         if sequence.status is SequenceStatus.RUNNING:
@@ -378,7 +377,7 @@ class Scheduler:
         return True
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take back its tokens after so many: they will never be known."""
+        """Removes the tokens after the first num_tokens, whose step failed."""
         is_aside = sequence.status is SequenceStatus.WAITING
         self._num_preempted_pages -= self._preempted_pages(sequence) if is_aside else 0
         del sequence.token_ids[num_tokens:]

@@ -1,4 +1,4 @@
-"""What the scheduler decides for one step, and the bounds it keeps."""
+"""The plan of one step, and the limits that the scheduler keeps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from serve.scheduler.sequence import Sequence, SequenceStatus
 
 @dataclass(slots=True)
 class StepPlan:
-    """The rows of one step: sequences in row order, those with one row first.
+    """The rows of one step.
 
-    num_rows[i] rows of sequences[i]; num_decodes: how many have exactly one. samples[i]: the
-    step brings the sequence up to date, so a token is sampled from its last row, unless it ends
-    with its prompt. contexts[i]:
-    computed tokens before it, noted when the step is in flight; None before.
+    sequences: in row order, those with one row first. num_rows[i]: the rows of sequences[i].
+    num_decodes: the number of sequences with one row. samples[i]: whether a token is sampled from
+    the last row of sequences[i]: the step computes its last known token, and it is not a prompt
+    without an answer. contexts[i]: the computed tokens before the step; None until its launch.
     """
 
     sequences: list[Sequence]
@@ -76,9 +76,12 @@ class StepPlan:
 def make_plan(
     decodes: list[Sequence], chunks: list[tuple[Sequence, int]], num_certain: int = 0
 ) -> StepPlan | None:
-    """Of those that still run, with one row and with more (how many). num_certain: of decodes,
-    the first ones, that run and are sampled."""
-    # A sequence planned early in the loop may have been preempted by a later one.
+    """Returns the plan of the sequences that still run, or None if there is none.
+
+    decodes: sequences with one row; chunks: sequences with their numbers of rows. num_certain:
+    the first so many of `decodes` are known to run and to be sampled.
+    """
+    # A sequence that was planned early may have been preempted for one planned later.
     running = SequenceStatus.RUNNING
     sequences = decodes
     if num_certain < len(decodes):
@@ -105,9 +108,9 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """max_num_seqs run at once; a step has at most max_num_batched_tokens rows, of which one
-    sequence gets at most max_chunk_tokens. While somebody decodes, prompt rows are as many as
-    keep the step within inter_token_slo_s."""
+    """At most max_num_seqs sequences run at once. A step has at most max_num_batched_tokens rows,
+    and at most max_chunk_tokens of one sequence. If inter_token_slo_s is set, a step with decode
+    rows has only as many prompt rows as keep its predicted time within it."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
