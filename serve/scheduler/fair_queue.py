@@ -1,4 +1,4 @@
-"""Virtual token counters (arXiv 2401.00588)."""
+"""Fair queueing between clients by virtual token counters (arXiv 2401.00588)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from serve.scheduler.waiting_queue import WaitingQueue
 
 
 class FairQueue(WaitingQueue):
-    """Tokens served per client, weighted; the client with the fewest is next.
+    """Counts the weighted tokens served per client; the client with the fewest is next.
 
-    A client that begins to wait is lifted to the fewest of those who wait already, or to the last
-    one that did: being away saves nothing. Prompts are charged on admission, once per request;
-    outputs when somebody must be chosen. Between clients that both have work waiting the
-    counters never differ by more than twice what a prompt or a full batch is worth.
+    The counter of a client that begins to wait is lifted to the smallest of the waiting clients,
+    or to that of the client that waited last, so an idle client saves up nothing. A prompt is
+    charged on admission, once per request; outputs are charged when a client must be chosen.
+    Between two clients that both have waiting work, the counters never differ by more than twice
+    the charge of a prompt or a full batch.
     """
 
     INPUT_WEIGHT = 1
     OUTPUT_WEIGHT = 2
-    MAX_CLIENTS = 10_000  # that are remembered while they have nothing to do
+    MAX_CLIENTS = 10_000  # counters kept for idle clients, too
 
     def __init__(self) -> None:
         super().__init__()
         self.counters: dict[str | None, int] = {}
         self._queues: dict[str | None, list[tuple[int, Sequence]]] = {}
         self._num_waiting = 0
-        self._charged: dict[Sequence, int] = {}  # output tokens of those who run
+        self._charged: dict[Sequence, int] = {}  # output tokens of running sequences
         self._is_settled = False
-        self._last: str | None = None  # the last client that had nothing left waiting
+        self._last: str | None = None  # the last client whose queue became empty
 
     def tick(self, now_s: float) -> None:
         self.now_s = now_s
@@ -65,7 +66,7 @@ class FairQueue(WaitingQueue):
         self.counters[client] = max(self.counters.get(client, 0), least)
 
     def _forget(self) -> None:
-        """Idle clients go, the least served half: those would be lifted anyway."""
+        """Drops the least served half of the idle clients, which would be lifted anyway."""
         busy = {self._last, *self._queues, *(s.request.client for s in self._charged)}
         idle = sorted(set(self.counters) - busy, key=lambda name: self.counters[name])
         for client in idle[: (len(idle) + 1) // 2]:
@@ -108,7 +109,8 @@ class FairQueue(WaitingQueue):
         return self._num_waiting
 
     def seconds_before(self, request: Request, num_rows: int) -> float:
-        """Its client's own prompts, and of every other client's as many as fit into that share."""
+        """Returns the seconds of the client's own prompts, and of those of other clients that
+        fit into the same share."""
         counters = dict(self.counters)
         prompts: dict[str | None, tuple[int, float]] = {}
         for client, queue in list(self._queues.items()):
@@ -125,7 +127,7 @@ class FairQueue(WaitingQueue):
         return seconds
 
     def num_before(self, request: Request, num_rows: int) -> int:
-        """As if the clients that wait were served in turn, a request each."""
+        """Returns how many requests come first if clients are served one request in turn."""
         queues = {client: len(queue) for client, queue in list(self._queues.items())}
         own = queues.pop(request.client, 0)
         return own + sum(min(number, own + 1) for number in queues.values())

@@ -1,9 +1,9 @@
-"""Two batches in flight: how a step's rows are dealt, and whether that pays. Integers and floats.
+"""Splits a step into two micro-batches, and learns when that is faster. Integers and floats.
 
-While memory nodes attend for one half of a step, the products of the other half run (staggered
-pipelining, Lamina, arXiv 2405.01814). It pays where products take as long for a
-half as half of the whole; where they wait for the weights, a half takes as long as the whole. So
-both ways are timed, and the faster one is kept.
+While memory nodes compute attention for one micro-batch, this machine computes the products of the
+other (staggered pipelining, Lamina, arXiv 2405.01814). This pays if the products of half the rows
+take half the time; if they wait for the weights, they take as long as those of all rows. So both
+modes are timed, and the faster one is kept.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Protocol
 
 from serve.scheduler.step_plan import StepPlan
 
-_TRIAL = 5  # steps of each way that are compared
-_PERIOD = 32  # steps from a trial to the next one; twice as many after each that changed nothing
+_TRIAL = 5  # steps of each mode that are compared
+_PERIOD = 32  # steps between trials; doubled after each trial that changed nothing
 _MOST_PERIOD = 256
-_GAIN = 0.02  # what changing must bring
+_GAIN = 0.02  # the relative gain that a change of mode must bring
 
 
 def split_in_two(plan: StepPlan) -> tuple[list[int], list[int]] | None:
-    """Places in plan.sequences of each half, rising; None for a step of one sequence.
+    """Returns the indices of each micro-batch's sequences, rising; None for one sequence.
 
-    Sequences stay whole. The largest goes first, each to the half with less attention so far:
-    the halves differ by one sequence's at most (Graham's LPT).
+    Sequences are not split. Each goes to the micro-batch with less attention so far, the largest
+    first, so that the two differ by at most one sequence's attention (Graham's LPT).
     """
     if len(plan.sequences) < 2:
         return None
@@ -34,7 +34,7 @@ def split_in_two(plan: StepPlan) -> tuple[list[int], list[int]] | None:
     ]
     one: list[int] = []
     other: list[int] = []
-    difference = 0  # of the first half's load to the second's
+    difference = 0  # load of the first micro-batch minus that of the second
     for index in sorted(range(len(loads)), key=loads.__getitem__, reverse=True):
         if difference <= 0:
             one.append(index)
@@ -56,10 +56,10 @@ class MicrobatchPolicy(Protocol):
 
 
 class LearnedMicrobatches:
-    """Learns from the times of steps alike: decode rows and prompt rows in the same powers of two.
+    """Learns from the times of similar steps, by the powers of two of decode and prompt rows.
 
-    The way that is not kept is tried for a few steps in a row now and then, and compared with
-    the steps just before: contexts grow and machines change, but not within a few steps.
+    The mode that is not in use is tried for a few steps in a row now and then, and compared with
+    the steps just before: contexts and machines change, but not within a few steps.
     """
 
     def __init__(self) -> None:
@@ -78,12 +78,12 @@ class LearnedMicrobatches:
 
 @dataclass(slots=True)
 class StepClass:
-    """Steps alike. kept: whether they are split; steps_left: until the other way is tried."""
+    """A class of similar steps. kept: whether they are split; steps_left: until the next trial."""
 
     kept: bool = False
     steps_left: int = _TRIAL
     period: int = _PERIOD
-    recent: list[float] = field(default_factory=list)  # the last ones of the way that is kept
+    recent: list[float] = field(default_factory=list)  # times of the last steps in the kept mode
     tried: list[float] = field(default_factory=list)
 
     @property

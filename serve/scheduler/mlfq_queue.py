@@ -11,10 +11,10 @@ from serve.scheduler.waiting_queue import WaitingQueue
 
 
 class _Job:
-    """A sequence's level, how long it may stay there, and since when it has waited or run.
+    """A sequence's level, the time it may stay there, and when it began to wait or run.
 
-    earned: the level without starving, with which it outranks others while it waits.
-    until_s: while it runs, when it is demoted; while it waits, when it starves.
+    earned: the level without the promotion of a starving sequence; it decides about preemption.
+    until_s: the time of its demotion while it runs, of its starvation while it waits.
     """
 
     __slots__ = ("earned", "left_s", "level", "since_s", "until_s")
@@ -26,13 +26,13 @@ class _Job:
 
 
 class MlfqQueue(WaitingQueue):
-    """Level p lasts BASE_S * 2^p seconds of running; the level is the level.
+    """Level p lasts BASE_S * 2^p seconds of running.
 
-    A request joins the first level that lasts for its prompt. Giving way costs a swap: it takes
-    somebody who has run for more than 2^margin times as long, and where memory cannot keep what
-    is set aside, for SWAP_SHARE times what computing it again costs. Whoever has waited for
-    STARVING_S and STARVING_SHARE times what computing its tokens takes is next, before all who
-    do not starve, and keeps level 0 for as long as it has waited.
+    A request joins the first level that lasts for its prompt. A preemption costs a swap, so the
+    victim must have run for more than 2^margin times as long, and, if memory cannot keep its K/V,
+    for SWAP_SHARE times what recomputing it takes. A sequence that has waited for STARVING_S plus
+    STARVING_SHARE times what computing its tokens takes starves: it goes before all that do not,
+    and keeps level 0 for as long as it has waited.
     """
 
     preempts = True
@@ -41,13 +41,13 @@ class MlfqQueue(WaitingQueue):
     STARVING_S = 3.0
     STARVING_SHARE = 30.0
     SWAP_SHARE = 10.0
-    MAX_LEVEL = 24  # two days: there, everybody runs to the end
+    MAX_LEVEL = 24  # two days: at this level a sequence runs to its end
 
     def __init__(self) -> None:
         super().__init__()
         self._jobs: dict[Sequence, _Job] = {}
         self._running: set[Sequence] = set()
-        # (when, number, sequence) of demotions and of starvation; some are out of date
+        # (time, arrival number, sequence) of demotions and of starvation; some are out of date
         self._demotions: list[tuple[float, int, Sequence]] = []
         self._starving: list[tuple[float, int, Sequence]] = []
 
@@ -96,7 +96,7 @@ class MlfqQueue(WaitingQueue):
     def _enqueue(self, sequence: Sequence) -> None:
         super()._enqueue(sequence)
         job = self._jobs[sequence]
-        # the last step may have begun long before it arrived
+        # the last step may have begun long before the arrival
         job.since_s = max(self.now_s, sequence.request.arrival_s)
         again_s = self.prefill_seconds(sequence.num_tokens, 0)
         job.until_s = job.since_s + self.STARVING_S + self.STARVING_SHARE * again_s
@@ -120,7 +120,7 @@ class MlfqQueue(WaitingQueue):
         super().take(sequence)
         self._running.add(sequence)
         job = self._jobs[sequence]
-        # What a preemption cost is not held against it.
+        # the time to recompute after a preemption is not counted
         if sequence.num_preemptions:
             num_known = sequence.num_computed_tokens
             job.left_s += self.prefill_seconds(sequence.num_tokens, num_known)
@@ -130,7 +130,7 @@ class MlfqQueue(WaitingQueue):
             heappush(self._demotions, (job.until_s, self._arrivals[sequence], sequence))
 
     def victims_for(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:
-        # Where everybody starves, throwing each other out would serve nobody.
+        # starving sequences do not preempt each other
         level = self._jobs[sequence].earned + self.margin
         return sorted([s for s in running if self.level(s) > level], key=self.level)
 

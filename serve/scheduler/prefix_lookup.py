@@ -1,4 +1,4 @@
-"""What sequences find in the prefix cache and leave there. No torch, no asyncio."""
+"""The scheduler's use of the prefix cache: lookup, fetch and insertion. No torch, no asyncio."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from memory.prefix.index import PrefixHasher
 from serve.request import Request
 from serve.scheduler.sequence import Sequence
 
-# How long a sequence waits for a disk that does not answer.
+# How long a sequence waits for a page store that does not answer.
 _FETCH_LIMIT_S = 2.0
 
 
 class PrefixLookup:
-    """Names the pages of sequences, asks the K/V manager for them, offers what is complete."""
+    """Hashes the pages of sequences, looks them up, and inserts complete pages."""
 
     def __init__(
         self,
@@ -23,8 +23,8 @@ class PrefixLookup:
         hasher: PrefixHasher | None,
         prefill_seconds: Callable[[int, int], float],
     ) -> None:
-        """hasher: names the pages; None: nothing is ever found or offered. prefill_seconds(n, k):
-        to compute n tokens when the first k are known; 0: who knows."""
+        """hasher: hashes pages; None: nothing is looked up or inserted. prefill_seconds(n, k): the
+        seconds to compute n tokens of which k are cached; 0 if unknown."""
         self._kv = kv
         self._hasher = hasher
         self._prefill_seconds = prefill_seconds
@@ -35,32 +35,32 @@ class PrefixLookup:
         return self._hasher is not None
 
     def page_keys(self, request: Request) -> list[bytes]:
-        """Those of the pages that the prompt fills. From any thread."""
+        """Returns the keys of the pages that the prompt fills. Any thread may call it."""
         keys: list[bytes] = []
         if self._hasher is not None:
             self._hasher.extend(keys, request.prompt_token_ids, request.params.cache_salt)
         return keys
 
     def num_missing_rows(self, request: Request, page_keys: list[bytes]) -> int:
-        """Of a prompt with these keys, those that the prefix cache does not know; at least one,
-        but for an empty prompt. From any thread."""
+        """Returns the rows of a prompt with these keys that are not cached: at least one, or 0 for
+        an empty prompt. Any thread may call it."""
         num_tokens = len(request.prompt_token_ids)
         if request.reads_prompt:
             return num_tokens
         return max(num_tokens - self._kv.num_cached_tokens(page_keys), min(1, num_tokens))
 
     def is_being_computed(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
-        """Whether one of the others, which run, is just computing what the sequence lacks."""
+        """Returns whether one of `others`, which run, is computing the next page it lacks."""
         if self._hasher is None:
             return False
-        if sequence.reads_prompt:  # then nobody's rows but those of its own request help it
+        if sequence.reads_prompt:  # only rows of its own request help it
             others = [other for other in others if other.request is sequence.request]
         self._extend_keys(sequence)
         keys = sequence.page_keys
         for other in others:
             if other.kv_range is None:
                 continue  # it has just been preempted
-            # A key stands for everything before it: where these are equal, so is all of it.
+            # A key covers all tokens before it, so equal keys mean equal prefixes.
             page = other.kv_range.num_offered
             key = keys[page : page + 1]
             is_shared = key and key == other.page_keys[page : page + 1]
@@ -69,8 +69,8 @@ class PrefixLookup:
         return False
 
     def is_fetching(self, sequence: Sequence, now_s: float) -> bool:
-        """Whether pages of the sequence are coming back from the store; asks for them once, when
-        memory has room for it, and waits only so long for a disk that does not answer."""
+        """Returns whether the page store is loading pages of the sequence. Requests them once, when
+        memory has room, and stops waiting for a store that does not answer."""
         if self._hasher is None or not self._kv.prefixes.has_store or sequence.reads_prompt:
             return False
         if self._kv.prefixes.is_fetching:
@@ -84,8 +84,8 @@ class PrefixLookup:
         return self._kv.prefixes.is_fetching
 
     def match(self, sequence: Sequence) -> PrefixHit | None:
-        """What is at hand of it, unless computing it takes less time than mapping it; something
-        is always left to compute."""
+        """Returns the prefix hit, or None if there is none or computing it takes less time than
+        mapping it. At least one token is left to compute."""
         if self._hasher is None or sequence.reads_prompt:
             return None
         self._extend_keys(sequence)
@@ -96,7 +96,7 @@ class PrefixLookup:
         return None if 0.0 < compute_s < self._kv.map_seconds(hit) else hit
 
     def open(self, sequence: Sequence, hit: PrefixHit | None) -> None:
-        """Give the sequence a range, with what was hit."""
+        """Opens a range for the sequence, with the pages of the hit."""
         sequence.kv_range = self._kv.open(sequence.num_tokens, hit)
         sequence.num_computed_tokens = num_hit = hit.num_tokens if hit is not None else 0
         stats = self._kv.prefixes.stats
@@ -106,7 +106,7 @@ class PrefixLookup:
             sequence.num_cached_tokens = num_hit
 
     def insert(self, sequence: Sequence, num_computed: int) -> None:
-        """Offer the pages that are complete with so many computed tokens to the prefix cache."""
+        """Inserts the pages that num_computed tokens complete into the prefix cache."""
         if self._hasher is None or sequence.kv_range is None:
             return
         self._extend_keys(sequence, num_computed)
@@ -114,7 +114,7 @@ class PrefixLookup:
         sequence.next_cacheable_at = self._kv.page_end(sequence.kv_range.num_offered)
 
     def _extend_keys(self, sequence: Sequence, num_tokens: int | None = None) -> None:
-        """num_tokens: that are known for certain; None: all are, as of whoever waits."""
+        """Extends page_keys over num_tokens known tokens; None: all, as for a waiting sequence."""
         assert self._hasher is not None
         salt = sequence.request.params.cache_salt
         self._hasher.extend(sequence.page_keys, sequence.token_ids, salt, num_tokens)

@@ -1,4 +1,4 @@
-"""What the engine has done for one of a request's n outputs: counters and tokens.
+"""The state of one of a request's n outputs: counters and tokens.
 
 Only the compute loop touches a Sequence after it has been queued. No torch, no asyncio.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 PENDING_TOKEN = -1
-"""Holds the place of a token that a step in flight computes: the device knows it, the host not."""
+"""Stands for a token that a step in flight computes: only the device knows it."""
 
 
 class SequenceStatus(Enum):
@@ -30,13 +30,13 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One output in the making.
+    """One output of a request.
 
-    token_ids: prompt and output so far. num_computed_tokens: those whose K/V is written, also by
-    steps in flight, of which rows_in_flight says how many rows they have of it.
-    num_expected_rows: those that its prompt was expected to take on arrival, and expected_s how
-    long; queues are predicted with them. max_tokens_total: prompt plus output limit. stop_ids:
-    tokens that end it once it has min_tokens_total tokens.
+    token_ids: prompt and output so far. num_computed_tokens: the tokens whose K/V is written,
+    those of steps in flight (rows_in_flight) included. num_expected_rows, expected_s: rows and
+    seconds that its prompt was predicted to take on arrival; queueing times are predicted with
+    them. max_tokens_total: prompt plus output limit. stop_ids: tokens that end the sequence once
+    it has min_tokens_total tokens.
     """
 
     request: Request
@@ -51,23 +51,23 @@ class Sequence:
     expected_s: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
-    # While fewer are computed it is a running one that lacks one row and has a page for it, and
-    # neither its length ends it nor a page is complete. The scheduler's alone.
+    # While num_computed_tokens is smaller, the sequence only decodes: it has a page for its next
+    # row, completes no page and does not reach its length limit. Only the scheduler uses it.
     recheck_at: int = 0
     rows_in_flight: int = 0  # always 0 where steps are not overlapped
     kv_range: Range | None = None
-    page_keys: list[bytes] = field(default_factory=list)  # of its pages, for the prefix cache
+    page_keys: list[bytes] = field(default_factory=list)  # of its pages in the prefix cache
     next_cacheable_at: int = 0  # computed tokens at which its next page is complete
-    is_fetch_requested: bool = False  # what the store knows of it is in memory, or on its way
+    is_fetch_requested: bool = False  # its pages were requested from the store
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
-    output: object = None  # pool 3's state; opaque here
-    history: object = None  # the sampler's; opaque here
-    prompt_outputs: PromptOutputs | None = None  # what is to be known of the prompt's own rows
-    mask: SequenceMask | None = None  # of the tokens that may come next; None: all may
+    output: object = None  # state of the output thread; opaque here
+    history: object = None  # state of the sampler; opaque here
+    prompt_outputs: PromptOutputs | None = None  # asked of the prompt's own rows
+    mask: SequenceMask | None = None  # the allowed next tokens; None: all
     error: str | None = None  # with finish_reason ERROR, if the sequence itself is the cause
 
     @property
@@ -80,12 +80,12 @@ class Sequence:
 
     @property
     def is_prompt_only(self) -> bool:
-        """It ends with its prompt: no token is sampled for it."""
+        """Whether the sequence ends with its prompt, so that no token is sampled."""
         return self.max_tokens_total == self.num_prompt_tokens
 
     @property
     def reads_prompt(self) -> bool:
-        """Rows of its prompt are still to be looked at, which the prefix cache does not have."""
+        """Whether rows of its prompt are still to be read, which the prefix cache does not hold."""
         outputs = self.prompt_outputs
         return outputs is not None and self.request.reads_prompt and not outputs.is_complete
 
@@ -97,7 +97,7 @@ class Sequence:
 def make_sequences(
     request: Request, eos_token_ids: frozenset[int], page_keys: abc.Sequence[bytes] = ()
 ) -> list[Sequence]:
-    """The n sequences of a request; output i samples with its own seed."""
+    """Returns the n sequences of a request; sequence i has the request's seed plus i."""
     params = request.params
     assert params.max_tokens is not None and params.seed is not None, "resolved by the engine"
     stops = frozenset(params.stop_ids)
@@ -126,7 +126,8 @@ def make_sequences(
 def finish_reason_after(
     sequence: Sequence, token: int, length: int | None = None
 ) -> FinishReason | None:
-    """Whether this token, its newest known one, ends it. length: tokens with it; None: all."""
+    """Returns why this newest known token ends the sequence, or None. length: the number of tokens
+    with it; None: all."""
     length = len(sequence.token_ids) if length is None else length
     if token in sequence.stop_ids and length > sequence.min_tokens_total:
         sequence.stop_token = token

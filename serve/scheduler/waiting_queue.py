@@ -1,15 +1,16 @@
-"""Who waits, who is next, and who must go when memory runs out. Numbers only, clock passed in.
+"""Queue policies: which waiting sequence is next, and which running one is preempted.
 
-    fcfs      first come, first served; the youngest goes
-    priority  the lowest number first, first come within; nothing ages, so a stream of urgent
-              requests can keep others waiting for ever
-    mlfq      skip-join multi-level feedback (FastServe, arXiv 2305.05920): whoever has run for
-              long gives way to those who have not
+    fcfs      first come, first served; the latest arrival is preempted first
+    priority  the lowest number first, then by arrival; nothing ages, so a stream of urgent
+              requests can starve the others
+    mlfq      skip-join multi-level feedback (FastServe, arXiv 2305.05920): a sequence that has
+              run for long is preempted for those that have not
     fair      virtual token counter (arXiv 2401.00588): the client that was served least is next
 
-An order decides about sequences only; how much fits and what is preempted when is the
-scheduler's business. What a sequence that gave way had computed stays in the prefix cache or
-goes to its store, so swapping is closing its range and opening it again with a hit.
+A queue policy only orders sequences; the scheduler decides what fits and when it preempts. What a
+preempted sequence has computed stays in the prefix cache or goes to its page store, so that
+swapping is closing a range and opening it again with a prefix hit. Numbers only; the clock is
+passed in.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from serve.request import Request
 from serve.scheduler.sequence import Sequence
 
 QueueEntry = tuple[int, int, Sequence]
-"""(level, number of arrival, sequence): sorted, the first is next."""
+"""(priority level, arrival number, sequence); the smallest entry is next."""
 
 
 class WaitingQueue:
-    """First come, first served, and the base of the others: sorted by `level`, then by arrival.
+    """First come, first served, and the base of the other policies: by level, then by arrival.
 
-    Iterating gives the waiting sequences, the next one first. preempts: somebody who waits may
-    outrank somebody who runs. Only `seconds_before` may be called from another thread.
+    Iteration yields the waiting sequences, the next one first. preempts: a waiting sequence may
+    have a higher level than a running one. Only `seconds_before` and `num_before` may be called
+    from another thread.
     """
 
     preempts = False
     margin = 0  # ranks by which somebody who runs must be behind to give way
 
     def __init__(self) -> None:
-        # of so many tokens, the second number of them known; whoever can tell sets it
+        # seconds to compute num_tokens of which num_cached are cached; the scheduler sets it
         self.prefill_seconds: Callable[[int, int], float] = lambda num_tokens, num_cached: 0.0
         self.now_s = 0.0
         self._waiting: list[QueueEntry] = []
@@ -44,54 +46,54 @@ class WaitingQueue:
         self._num_arrived = 0
 
     def level(self, sequence: Sequence) -> int:
-        """A lower one goes first. It does not change while the sequence is in a queue."""
+        """Returns the priority level, constant while the sequence waits; the lowest is next."""
         return 0
 
     def level_of_arrival(self, request: Request, num_rows: int) -> int:
-        """That of a request that arrives with num_rows to compute."""
+        """Returns the level of a request that arrives with num_rows to compute."""
         return 0
 
     # ---- the scheduler's calls
 
     def tick(self, now_s: float) -> None:
-        """A step begins."""
+        """Advances the clock at the beginning of a step."""
         self.now_s = now_s
 
     def add(self, sequence: Sequence) -> None:
-        """It has arrived."""
+        """Queues a new sequence."""
         self._num_arrived += 1
         self._arrivals[sequence] = self._num_arrived
         self._enqueue(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """It ran and was preempted. Its arrival counts, so it is before those who came later."""
+        """Queues a preempted sequence again, at its place by arrival."""
         self._enqueue(sequence)
 
     def take(self, sequence: Sequence) -> None:
-        """It is admitted: its range is open."""
+        """Removes an admitted sequence, whose range is open."""
         self._dequeue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """It ended while it waited."""
+        """Removes a sequence that ended while it waited."""
         self._dequeue(sequence)
 
     def ended(self, sequence: Sequence) -> None:
-        """It is finished and not waiting."""
+        """Forgets a finished sequence that is not waiting."""
         del self._arrivals[sequence]
 
     def victim(self, running: list[Sequence]) -> Sequence:
-        """Who must go when memory runs out. running: in the order of their admission."""
+        """Returns the sequence to preempt when memory runs out. running: in order of admission."""
         return max(reversed(running), key=self.level)
 
     def victims_for(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:
-        """Those of the running who give way to a waiting one, the first to go last."""
+        """Returns the running sequences to preempt for a waiting one, the first one last."""
         if not self.preempts:
             return []
         level = self.level(sequence) + self.margin
         return sorted([s for s in running if self.level(s) > level], key=self.level)
 
     def is_worth_preempting(self, sequence: Sequence) -> bool:
-        """Whether a running one may give way although its tokens must be computed again."""
+        """Returns whether to preempt a running sequence although its tokens must be recomputed."""
         return True
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -101,18 +103,18 @@ class WaitingQueue:
         return len(self._waiting)
 
     def seconds_before(self, request: Request, num_rows: int) -> float:
-        """To compute the prompts that wait and come before a request that arrives now with
-        num_rows."""
+        """Returns the seconds of prompts that wait before a request that arrives now with num_rows
+        to compute."""
         level = self.level_of_arrival(request, num_rows)
         return self._seconds([s for other, _, s in list(self._waiting) if other <= level])
 
     def num_before(self, request: Request, num_rows: int) -> int:
-        """Of the waiting, those that come before a request that arrives now with num_rows."""
+        """Returns how many sequences wait before a request that arrives now with num_rows."""
         level = self.level_of_arrival(request, num_rows)
         return sum([other <= level for other, _, _ in list(self._waiting)])
 
     def _seconds(self, sequences: list[Sequence]) -> float:
-        """To compute their prompts; those that came before anything was known by their rows."""
+        """Returns the predicted seconds of their prompts, by rows where no prediction was made."""
         unknown = sum([s.num_expected_rows for s in sequences if not s.expected_s])
         known_s = sum([s.expected_s for s in sequences])
         return known_s + (self.prefill_seconds(unknown, 0) if unknown else 0.0)
@@ -129,7 +131,7 @@ class WaitingQueue:
 
 
 class PriorityQueue(WaitingQueue):
-    """SamplingParams.priority; a running sequence gives way only if there is no other way."""
+    """Levels are SamplingParams.priority; a preemption happens only if nothing else makes room."""
 
     preempts = True
 
