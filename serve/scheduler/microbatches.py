@@ -46,7 +46,7 @@ def split_in_two(plan: StepPlan) -> tuple[list[int], list[int]] | None:
 
 
 class MicrobatchPolicy(Protocol):
-    """Whether to split_in_two a step, asked before it and told afterwards."""
+    """Decides whether to split a step, and learns from its time."""
 
     def splits(self, num_decodes: int, num_prompt_rows: int) -> bool: ...
 

@@ -156,7 +156,7 @@ class Scheduler:
         return True
 
     def _memory_sharers(self, target: Range) -> list[Sequence]:
-        """Returns the running sequences that use the same memory as `target`, its own included."""
+        """Returns the running sequences that share memory with `target`, its own included."""
         shares_memory = self.kv.shares_memory
         return [s for s in self.running if s.kv_range and shares_memory(s.kv_range, target)]
 

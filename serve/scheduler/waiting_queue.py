@@ -35,7 +35,7 @@ class WaitingQueue:
     """
 
     preempts = False
-    margin = 0  # ranks by which somebody who runs must be behind to give way
+    margin = 0  # a victim is lower by more than so many levels
 
     def __init__(self) -> None:
         # seconds to compute num_tokens of which num_cached are cached; the scheduler sets it
