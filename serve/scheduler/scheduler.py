@@ -136,8 +136,8 @@ class Scheduler:
             draft.add(sequence, rows)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocates pages for num_tokens of the sequence, preempting others as needed. Returns False
-        if the sequence itself is preempted, or must wait for its step in flight."""
+        """Allocates pages for num_tokens of the sequence, preempting others as needed; False
+        if the sequence itself is preempted or must wait for its step in flight."""
         if sequence.kv_range is None:
             return False
         if num_tokens <= sequence.kv_range.capacity:
