@@ -64,7 +64,7 @@ def test_a_failed_engine_is_not_ready() -> None:
 
 
 def test_without_memory_it_is_not_ready_until_there_is_some() -> None:
-    """Memory nodes are lost. A balancer sends requests elsewhere; those that come can wait."""
+    """While memory nodes are lost, /ready is 503 for balancers; requests that arrive can wait."""
 
     async def check(served: Served) -> None:
         served.engine.has_memory = False
@@ -158,7 +158,7 @@ def _signals(
                 await asyncio.sleep(0.01)
             await asyncio.sleep(delay_s)
             first_s = first_s or time.monotonic()
-            assert not life.done()  # nobody else would catch the signal
+            assert not life.done()  # no other handler would catch the signal
             os.kill(os.getpid(), signal.SIGTERM)
         was_ready = await life
         await asyncio.gather(*clients)
@@ -225,7 +225,7 @@ def test_attackers_do_not_delay_a_stop(attack: str) -> None:
 
 
 def test_a_stalled_reader_does_not_delay_a_stop() -> None:
-    """The engine is done with its request; what it does not read is nobody's concern."""
+    """The engine is done with the request; unread data does not delay the drain."""
 
     async def main() -> float:
         rig = Rig()

@@ -75,7 +75,7 @@ class Tab:
             self.requests.append(params["request"]["url"])
 
     async def attach(self) -> None:
-        """To a new page in a profile of its own."""
+        """Connects to a new page in a profile of its own."""
         made = await self.send("Target.createBrowserContext", disposeOnDetach=True)
         context = made["browserContextId"]
         target = await self.send("Target.createTarget", url="about:blank", browserContextId=context)
@@ -103,7 +103,7 @@ class Tab:
         await self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     async def value(self, expression: str) -> Any:
-        """Of a JavaScript expression; a promise is waited for."""
+        """Returns the value of a JavaScript expression; waits for a promise."""
         found = await self.send(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -111,7 +111,7 @@ class Tab:
         return found["result"].get("value")
 
     async def until(self, expression: str, timeout_s: float = 10.0) -> None:
-        """It is true, or an element."""
+        """Waits until the expression is true or an element."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not await self.value(f"Boolean({expression})"):
             late = asyncio.get_running_loop().time() > deadline
@@ -124,7 +124,7 @@ class Tab:
         return found
 
     async def click(self, selector: str) -> None:
-        """With the mouse, in the middle of it."""
+        """Clicks the middle of an element with the mouse."""
         box = await self.value(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             " e.scrollIntoView({block: 'nearest'}); const b = e.getBoundingClientRect();"
@@ -151,7 +151,7 @@ class Tab:
         await self.send("Input.dispatchKeyEvent", type="keyUp", **event)
 
     async def picture(self) -> bytes:
-        """A PNG of what is in the window."""
+        """Returns a PNG of the window."""
         found = await self.send("Page.captureScreenshot", format="png")
         return base64.b64decode(found["data"])
 

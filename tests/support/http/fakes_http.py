@@ -1,4 +1,4 @@
-"""An engine with scripted answers and the real engine's face, and a client for raw bytes."""
+"""An engine with scripted answers and the real engine's interface, and a client for raw bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FakeTokenizer:
 class FakeEngine:
     """reply: what every sequence says; one delta per character, `step_s` apart.
 
-    slots: how many requests run at once; the rest waits. fail_at: after that many characters
+    slots: how many requests run at once; the others wait. fail_at: after that many characters
     the sequence ends in an error, which the engine calls fail_error. prompt_end: what the chat
     template writes last. chats: what submit_chat was given.
     """
@@ -91,7 +91,7 @@ class FakeEngine:
             stream.stop()
 
     def check_grammar_queue(self, params: SamplingParams) -> None:
-        """There is always some."""
+        """The fake has no limit."""
 
     def submit(
         self,
@@ -121,7 +121,7 @@ class FakeEngine:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> FakeStream:
-        """A template that writes the contents, and prompt_end."""
+        """The template writes the contents and prompt_end."""
         self.chats.append(
             {
                 "messages": messages,
@@ -166,7 +166,7 @@ class FakeEngine:
 
 
 class FakeStream:
-    """deltas_at_once: all that is said comes in one."""
+    """A scripted stream. deltas_at_once: the whole text comes in one delta."""
 
     deltas_at_once = False
 

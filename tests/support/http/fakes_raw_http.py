@@ -1,4 +1,4 @@
-"""A server that answers with given bytes, and the load generator's client asking it."""
+"""A server that answers with given bytes, and the load generator's client for it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def with_server(
 def ask(
     *replies: Reply, times: int = 1, **settings: Any
 ) -> tuple[list[Record], list[str], RawServer]:
-    """The records of so many requests, one after the other, and what went wrong."""
+    """Returns the records of so many sequential requests, and the error."""
     server = RawServer(*replies)
     records: list[Record] = []
     errors: list[str] = []

@@ -1,4 +1,4 @@
-"""Bodies that are good."""
+"""Valid bodies."""
 
 from __future__ import annotations
 

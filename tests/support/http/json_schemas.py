@@ -1,4 +1,4 @@
-"""A hundred JSON schemas of many features, each of which a random text ends soon."""
+"""A hundred JSON schemas of many features, which random texts complete soon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official clients of both APIs, pointed at a server of a test."""
+"""The official clients of both APIs, connected to a test's server."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ IDLE = "!document.querySelector('.turn[aria-busy]')"
 
 
 async def other_users(url: str, number: int) -> None:
-    """Somebody who asks for one story after the other, with pauses."""
+    """A client that requests one story after the other, with pauses."""
     rng = random.Random(number)
     async with aiohttp.ClientSession(url) as session:
         messages: list[dict[str, str]] = []

@@ -1,4 +1,4 @@
-"""Few combinations of many values, in which every pair of values occurs."""
+"""Makes few combinations of values in which every pair of values occurs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def pairwise(values: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Greedy: a combination takes, name by name, what makes most pairs that are still missing."""
+    """Greedily adds, name by name, the value that covers most missing pairs."""
     rng = random.Random(seed)
     names = list(values)
     missing = {

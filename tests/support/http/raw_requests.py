@@ -27,7 +27,7 @@ def request(
     first: str = f"POST {CHAT} HTTP/1.1",
     host: str | None = "Host: localhost",
 ) -> bytes:
-    """length: "" is the true one, None is none."""
+    """length: "" stands for the true length, None for no header."""
     head = [first]
     head += [line for line in (host, kind) if line is not None]
     if length is not None:

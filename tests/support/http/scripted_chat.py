@@ -1,4 +1,4 @@
-"""A ChatRun whose answer is a script of parts, for what speaks a chat API on top of it."""
+"""A ChatRun whose answer is a script of parts, for tests of the chat APIs."""
 
 from __future__ import annotations
 

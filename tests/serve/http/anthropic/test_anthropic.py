@@ -197,7 +197,7 @@ def test_what_a_model_writes_is_read() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_clients_own_loop_over_tools(stream: bool) -> None:
-    """It tries a conversation that the server keeps, and goes on without."""
+    """The client tries a server-side conversation and continues without one."""
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
     engine = FakeEngine(reply=call, model_name="m")
 

@@ -39,7 +39,7 @@ def test_real_answers(real: anthropic.Anthropic) -> None:
 
 
 def test_a_real_prefilled_answer_goes_on(real: anthropic.Anthropic) -> None:
-    """With its own first words before it, the model says the others."""
+    """The model continues its own first words."""
     options: Any = {"model": "m", "max_tokens": 24, "extra_body": {"temperature": 0}}
     text = real.messages.create(messages=USER, **options).content[0].to_dict()["text"]
     begun = " ".join(str(text).split(" ")[:3])

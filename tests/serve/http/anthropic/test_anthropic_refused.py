@@ -29,7 +29,7 @@ def thinking(**fields: Any) -> dict[str, Any]:
 
 
 TEXT = {"type": "text", "text": "hi"}
-# What changes in a good body, and the whole message.
+# Changes to a valid body, and the whole error message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (user(), "messages has nothing to answer"),
     (assistant({"type": "text", "text": ""}), "messages has nothing to answer"),
@@ -246,7 +246,7 @@ def test_errors_before_the_body_is_understood() -> None:
 
 
 def test_bytes_that_are_no_request_are_answered_as_everywhere() -> None:
-    """Nobody knows yet which API is spoken."""
+    """The API is not known before the path."""
 
     async def check(served: Served) -> None:
         answer = await served.raw(b"POST /v1/messages HTTP/1.1\r\nBad Header\r\n\r\n")
@@ -259,7 +259,7 @@ def test_bytes_that_are_no_request_are_answered_as_everywhere() -> None:
 
 
 def test_the_context_cuts_an_answer_short_without_an_error() -> None:
-    """More max_tokens than there is room for is common: clients do not know the model."""
+    """max_tokens above the context is common: clients do not know the model."""
 
     async def check(served: Served) -> None:
         body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}

@@ -1,4 +1,4 @@
-"""Streams of /v1/responses and /v1/messages: who leaves, who stalls, and what breaks off."""
+"""Streams of /v1/responses and /v1/messages: clients that leave or stall, and streams that fail."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_markers_that_are_special_tokens_are_known(tmp_path: Path) -> None:
 
 
 def test_no_format_no_change(tokenizer: Tokenizer) -> None:
-    """Whoever renders messages alone gets what the template makes of them."""
+    """Rendering messages alone gives the template's text."""
     template = made(NATIVE, tokenizer)
     plain = encode_chat(template, tokenizer, [USER], LIMITS)
     same = encode_chat(template, tokenizer, [USER], LIMITS, style=ChatFormat())

@@ -1,4 +1,4 @@
-"""No special token comes from what a user writes."""
+"""No special token comes from a user's text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMITS = RequestLimits(max_model_len=4096, vocab_size=320, max_num_waiting=1, ma
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.row("T6")
 def test_no_special_id_comes_from_what_a_user_writes(seed: int) -> None:
-    """Every special token, whole, cut and nested, in a tokenizer as checkpoints have them."""
+    """Yields every special token, whole, cut and nested, for the tokenizers of checkpoints."""
     tokenizer = Tokenizer.load(checkpoint("llama"))
     specials = tokenizer.special_token_strings
     assert specials

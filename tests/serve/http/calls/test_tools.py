@@ -364,7 +364,8 @@ def test_what_must_come_is_a_grammar(
 
 
 def test_a_form_of_the_content_alone(engine: FakeEngine, client: openai.OpenAI) -> None:
-    """As asked for; behind the reasoning of a model that reasons; a grammar says all there is."""
+    """The answer has the requested form, after the reasoning if the model reasons; a grammar
+    describes the whole answer."""
     options: Any = {"model": "m", "messages": USER}
     client.chat.completions.create(**options, response_format=JSON_OBJECT)
     assert engine.submitted[-1][1].structured.kind == "json_object"

@@ -213,7 +213,7 @@ def test_leaving_ends_all_prompts_of_a_call() -> None:
 
 @pytest.fixture
 def no_help_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It, too, ends connections whose reader has stalled; here only the server does."""
+    """The kernel, too, ends connections of stalled readers; in this test only the server does."""
     monkeypatch.setattr("serve.http.server.notice_dead_peers", lambda *_: None)
 
 

@@ -26,7 +26,7 @@ CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(RAW_BODY), RAW_BODY)
 
 
 def chunks(data: bytes) -> bytes:
-    """A chunked request whose chunks are this and the last one."""
+    """Returns a chunked request with this chunk and the last one."""
     return request(
         data + b"\r\n0\r\n\r\n", "Transfer-Encoding: chunked", length=None, kind=JSON_TYPE
     )
@@ -200,7 +200,7 @@ CODES = {
     "F30",
 )
 def test_framing(name: str) -> None:
-    """Each gets an error in OpenAI's shape that quotes nothing, and the server goes on."""
+    """Each gets an error in OpenAI's shape that quotes nothing, and the server keeps working."""
     data, statuses, closes = FRAMING[name]
 
     async def check(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""API keys: files, the front door, what a key may do, and that nobody else's K/V is shared."""
+"""API keys: files, authentication, what a key may do, and that keys share no K/V."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_a_key_in_the_query_is_none_and_two_are_one_too_many() -> None:
 
 @pytest.mark.row("A3")
 def test_every_route_asks_for_a_key() -> None:
-    """The list of public routes is here; a new one must be entered."""
+    """The test lists the public routes; a new one must be added."""
 
     async def check(served: Served) -> None:
         routes = served.server.app.routes

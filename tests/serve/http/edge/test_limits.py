@@ -1,4 +1,4 @@
-"""Bounds on how much: connections, calls, bodies, time; who is told what."""
+"""Limits on connections, calls, bodies and time, and the errors beyond them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GET_MODELS = request(b"", first="GET /v1/models HTTP/1.1", kind=None, length=Non
 @pytest.mark.timing
 @pytest.mark.row("A13")
 def test_refusals_are_quick_and_nothing_is_queued() -> None:
-    """Ten times as many as fit: those that do not are told within 50 ms."""
+    """Of ten times as many calls as fit, the others are refused within 50 ms."""
 
     async def check(served: Served) -> None:
         holders = [await start(served) for _ in range(2)]
@@ -95,7 +95,8 @@ async def start(served: Served) -> asyncio.StreamWriter:
 
 @pytest.mark.row("C13")
 def test_one_connection_too_many() -> None:
-    """It is told so, and closed; health is answered all the same, and far too many get nothing."""
+    """A connection above the limit gets an error and is closed; health is answered. Connections
+    above the spare ones get nothing."""
 
     async def check(served: Served) -> None:
         idle = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
@@ -204,7 +205,7 @@ def answer_of(port: int, data: bytes) -> bytes:
 @pytest.mark.timing
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_before_the_first_token_is_504(stream: bool) -> None:
-    """Also for who waits; then nothing is left of the request."""
+    """The timeout ends waiting requests, too; then nothing is left of the request."""
 
     async def check(served: Served) -> None:
         first = await start(served)

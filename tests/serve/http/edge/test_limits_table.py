@@ -1,4 +1,4 @@
-"""One list of limits: the page is made of it, the settings agree with it, nothing is missing."""
+"""The list of limits: the page shows it, the settings agree with it, and no limit is missing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 from aiohttp import web_protocol
 
 from serve.http.edge import limits
-from tests.support.http.limit_table import TABLE, Limit, default_of
-from tests.support.http.limits_table import PAGE, with_table
+from tests.support.http.limits_table import PAGE, TABLE, Limit, default_of, with_table
 
 ALL = [limit for section in TABLE.values() for limit in section]
-# Bounds of what the operator writes or of our own doing, not of what a stranger sends.
+# Limits on what the operator writes or the server does, not on what clients send.
 OURS = {
     "serve.http.calls.context:MAX_LOGGED_NAMES",
     "serve.http.edge.cors:MAX_AGE_S",
@@ -28,7 +27,7 @@ OURS = {
     "serve.http.edge.connection:MAX_LOG_TEXTS",
     "serve.http.edge.counters:MAX_REASONS",
 }
-# the same as those of the fields
+# imported under the names of other modules
 ALIASED = ("LOGPROBS", "BAD_WORDS", "BAD_WORD_LENGTH", "ALLOWED_TOKEN_IDS")
 
 

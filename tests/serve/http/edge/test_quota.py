@@ -1,4 +1,4 @@
-"""Quotas: how much the clients of a key may ask, and who is told when to come again."""
+"""Quotas of the clients of a key, and Retry-After."""
 
 from __future__ import annotations
 

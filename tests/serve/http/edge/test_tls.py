@@ -1,4 +1,4 @@
-"""HTTPS with certificates made here, and pages of other origins."""
+"""HTTPS with certificates made by the test, and pages of other origins."""
 
 from __future__ import annotations
 

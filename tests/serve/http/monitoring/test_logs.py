@@ -1,4 +1,4 @@
-"""The log tells who asked what and what became of it, and nothing that anybody said."""
+"""The access log has each request's key, route and result, and no text of clients or models."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_figures_follow_the_engine() -> None:
 
 
 def test_who_runs_and_who_waits() -> None:
-    """There are places for four."""
+    """The engine runs four sequences at once."""
 
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         core, go_on = server.app.context.engine.loaded.core, threading.Event()
@@ -263,7 +263,7 @@ def test_readings_at_once_are_one() -> None:
 
 
 def names_of(text: str) -> set[str]:
-    """Of families, as the sources write them: a counter with _total."""
+    """Returns the names of families as Prometheus writes them: a counter with _total."""
     return {
         family.name + ("_total" if family.type == "counter" else "")
         for family in text_string_to_metric_families(text)

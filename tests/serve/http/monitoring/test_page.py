@@ -1,4 +1,4 @@
-"""The page's files and headers, and what /live tells whom."""
+"""The page's files and headers, and the snapshots of /live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of requests: what they say, whose child they are, and that they cost nothing when off."""
+"""Spans of requests: their attributes, their parents, and no import when they are off."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GOOD = f"00-{TRACE}-{PARENT}-01"
 
 
 def spans_of(*lines: str, body: bytes = RAW_BODY, **options: Any) -> list[ReadableSpan]:
-    """What the server tells of one request."""
+    """Returns the span of one request."""
     exporter = InMemorySpanExporter()
 
     async def check(served: Served) -> None:

@@ -33,7 +33,7 @@ def _vectors(client: openai.OpenAI, texts: Any = TEXTS, **options: Any) -> Any:
 
 
 def test_both_encodings_say_the_same(client: openai.OpenAI) -> None:
-    """The client asks for base64 unless it is told otherwise, and decodes it."""
+    """The client requests base64 by default and decodes it."""
     vectors = _vectors(client)
     assert vectors.shape[0] == 3
     floats = _vectors(client, encoding_format="float")

@@ -283,7 +283,7 @@ def test_forms_of_text(
 
 
 def test_log_probabilities(fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the text's tokens; those of the reasoning are no part of the message."""
+    """Log-probabilities are those of the text's tokens; the message has none of the reasoning's."""
     script_answers(monkeypatch, [[Reasoning("hm")], [Text("a")], [], [Text("b")], []])
     options: Any = {"model": "m", "input": "hello", "include": ["message.output_text.logprobs"]}
     whole = fake.responses.create(**options, top_logprobs=1)

@@ -32,7 +32,7 @@ GET_HEALTH = request(b"", first="GET /health HTTP/1.1", kind=None, length=None)
 
 @contextlib.contextmanager
 def small_window(port: int) -> Iterator[socket.socket]:
-    """A connection whose client can be told only a few kilobytes that it has not read."""
+    """Opens a connection whose buffers hold only a few kilobytes of unread data."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -110,7 +110,7 @@ def test_connections_that_say_nothing_or_half_a_head(half: bool) -> None:
                 sock.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-A: ")
         connections = served.server.app.context.counters.num_connections
         await served.until(lambda: connections() >= count)
-        assert resident_bytes() - before < count * 25_000  # both ends are here
+        assert resident_bytes() - before < count * 25_000  # this process has both ends
         took = []
         for _ in range(20):
             began_s = time.monotonic()
@@ -128,7 +128,7 @@ def test_connections_that_say_nothing_or_half_a_head(half: bool) -> None:
 
 @pytest.mark.row("C12")
 def test_a_storm_of_connections() -> None:
-    """The kernel holds as many as come at once: none has to send its SYN again, after a second."""
+    """The kernel's backlog holds a burst of connections: none repeats its SYN after a second."""
     count = 3000
 
     async def check(served: Served) -> None:
@@ -212,7 +212,7 @@ def few_files() -> Iterator[FewFiles]:
 
 @pytest.mark.row("C13")
 def test_no_more_files(few_files: FewFiles) -> None:
-    """Those who come are not let in meanwhile; who is there is answered; then all goes on."""
+    """Without free files, new connections wait and open ones are answered; then all continue."""
     old = few_files.connect(1)[0]
     assert few_files.health(old) == 200
     assert few_files.tell("hog") > 10
@@ -228,10 +228,10 @@ def test_no_more_files(few_files: FewFiles) -> None:
 
 @pytest.mark.row("C13")
 def test_more_connections_than_files(few_files: FewFiles) -> None:
-    """Places are kept for health checks, and nobody keeps one of them for long."""
+    """Spare connections are kept for health checks, and no client holds one for long."""
     flood = few_files.connect(400)
     assert few_files.until_health() < 5
-    for _ in range(3):  # nor is one kept by who has been answered
+    for _ in range(3):  # an answered client does not hold one either
         few_files.until_health()
     for sock in flood:
         sock.close()

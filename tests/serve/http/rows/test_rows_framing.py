@@ -70,7 +70,7 @@ def test_a_hundred_megabytes_are_refused_unread(chunked: bool) -> None:
 
 @pytest.mark.row("F28")
 def test_a_length_that_lies() -> None:
-    """What comes after the promised bytes is a request of its own, and none."""
+    """Bytes after the announced length are a request of their own, and an invalid one."""
 
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)

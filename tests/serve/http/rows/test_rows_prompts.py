@@ -125,14 +125,14 @@ def test_lists_of_nothing_and_of_too_much(url: str, prompt: Any, code: str) -> N
 
 @pytest.mark.row("T2")
 def test_a_list_of_an_empty_text_is_that_text(url: str) -> None:
-    """Here it is one prompt, of a BOS, as "" is; what has no BOS refuses both."""
+    """An empty list is one prompt of a BOS, as "" is; a tokenizer without BOS refuses both."""
     assert complete(url, [""]).json()["usage"]["prompt_tokens"] == 1
 
 
 @pytest.mark.row("T3")
 def test_token_ids(url: str, engine: Engine) -> None:
     width, size = engine.spec.vocab_size, engine.tokenizer.vocab_size
-    assert size < width  # rows that are there to round up the matrix have no token, and do no harm
+    assert size < width  # padding rows of the matrix have no token and do no harm
     for token in (0, size - 1, size, width - 1):
         assert complete(url, [token]).status_code == 200
     for token in (-1, width, width + 64, 2**31 - 1, 2**31, 2**63 - 1, 2**63):
@@ -207,7 +207,7 @@ def test_the_name_of_a_model_is_exact() -> None:
 
 @pytest.mark.row("T17")
 def test_conversations_of_very_many_turns(url: str) -> None:
-    """Too many are refused as such; as many as may be are rendered, and do not fit."""
+    """Too many messages are refused; the allowed number is rendered and exceeds the context."""
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     body: dict[str, Any] = {"model": "m", "max_tokens": 1}
     for count, code in (
@@ -251,7 +251,7 @@ def test_time_to_tokenize_is_linear(tokenizer: Tokenizer, unit: str) -> None:
 
 @pytest.mark.row("T12", "X7")
 def test_a_text_that_the_tokenizer_gives_up_on(tmp_path: Path) -> None:
-    """Its library panics, which is no Exception: every endpoint answers, and goes on."""
+    """The tokenizer's library panics, which is no Exception: every endpoint keeps working."""
     path = tmp_path / "model"
     shutil.copytree(checkpoint("llama"), path)
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
@@ -277,7 +277,7 @@ def test_a_text_that_the_tokenizer_gives_up_on(tmp_path: Path) -> None:
 
 @pytest.mark.row("T6")
 def test_no_special_token_comes_from_a_text(tokenizer: Tokenizer) -> None:
-    """Of no kind of tokenizer, whatever stands around it."""
+    """No kind of tokenizer makes a special token from text, whatever surrounds it."""
     assert len(tokenizer.special_token_strings) >= 2
     for special in tokenizer.special_token_strings:
         for text in (special, f"a{special}b", special * 3, f" {special}\n{special} ", special[:-1]):
@@ -342,7 +342,7 @@ def test_no_answer_ends_an_event(path: str) -> None:
 
 
 def _text(event: dict[str, Any]) -> str:
-    """Of one event of any of the APIs."""
+    """Returns the text of one event of any API."""
     if "choices" in event:
         choice = event["choices"][0]
         return choice.get("text") or choice.get("delta", {}).get("content") or ""

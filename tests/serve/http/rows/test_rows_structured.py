@@ -60,7 +60,7 @@ def grammar(source: str) -> dict[str, Any]:
 
 
 def of(schema: Any) -> dict[str, Any]:
-    """As the only property of an object."""
+    """Returns a schema with this one as the only property of an object."""
     return form({"type": "object", "properties": {"a": schema}, "required": ["a"]})
 
 
@@ -153,7 +153,7 @@ def test_an_empty_source_is_a_mistake_of_its_field(url: str) -> None:
 
 @pytest.mark.row("G2")
 def test_two_hundred_levels_are_refused_as_json(url: str) -> None:
-    """Before anybody knows that it is a schema: no body nests as deep."""
+    """The body's own depth limit refuses the schema first."""
     answer = ask(url, **form(nested(200)))
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
 
@@ -161,7 +161,7 @@ def test_two_hundred_levels_are_refused_as_json(url: str) -> None:
 @pytest.mark.row("G5")
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*", "^(([a-z])+.)+[A-Z]([a-z])+$", "(x+x+)+y"])
 def test_patterns_that_backtracking_never_ends(url: str, pattern: str) -> None:
-    """The matcher does not backtrack: it is taken, and what comes is quick and fits."""
+    """The matcher does not backtrack: the pattern is accepted, the answer is quick and matches."""
     began_s = time.monotonic()
     for fields in (regex(pattern), of({"type": "string", "pattern": pattern})):
         answer = ask(url, **fields, max_tokens=200)
@@ -180,7 +180,7 @@ def test_a_grammar_with_no_end_is_ended_by_the_limit(url: str) -> None:
 
 @pytest.mark.row("G8")
 def test_no_token_that_may_come(url: str) -> None:
-    """A whole answer is a 400, a stream ends with an event that says so."""
+    """A whole answer is a 400; a stream ends with an error event."""
     fields = {**regex("b{2,9}"), "bad_words": ["b", "bb"]}
     answer = ask(url, **fields)
     assert answer.status_code == 400
@@ -274,7 +274,7 @@ def test_others_go_on_while_bombs_are_compiled(url: str) -> None:
 
 @pytest.mark.row("G11")
 def test_a_grammar_with_everything_else_that_changes_logits(url: str) -> None:
-    """There is no speculative decoding here; biases and penalties choose among what may come."""
+    """Biases and penalties choose among the tokens that the grammar allows."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},

@@ -14,7 +14,7 @@ from serve.http.openai.requests import CHAT, COMPLETION
 from serve.http.schema.fields import Record, Schema, Unknown
 
 TABLES = {"completions": COMPLETION, "chat": CHAT}
-# Objects whose fields are somebody else's: their size is bounded by their parser, and tested there.
+# Objects with free fields: their own parsers bound the size, and their tests check it.
 FREE = {"messages", "guided_json", "structured_outputs.json", "response_format"}
 
 

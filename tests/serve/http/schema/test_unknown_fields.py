@@ -1,4 +1,4 @@
-"""Parameters that nobody knows: refused, or with the setting told in a header."""
+"""Unknown parameters are refused, or with the setting listed in a header."""
 
 from __future__ import annotations
 
