@@ -1,5 +1,5 @@
-"""What the fake server does with each request, known beforehand: everything follows from a seed
-and the number that the prompt carries. Pure; the proof computes the truth from it."""
+"""The script of the fake server: what it does with each request follows from a seed and the number
+in the prompt. The proof computes the true figures from it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _NUMBER = re.compile(rb"fake-(\d+)")
 
 
 class Fault(StrEnum):
-    """REFUSED: 429 at once. BROKEN: the connection is closed in the middle. ERROR: told inside the
-    stream."""
+    """REFUSED requests get 429 at once; the connection of BROKEN ones closes in the middle;
+    ERROR ones get an error inside the stream."""
 
     NONE = "none"
     REFUSED = "refused"
@@ -24,8 +24,8 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Ranges, each uniform. fault_rate: for each kind of fault. stall: the server writes nothing
-    from stall_at_s after its first numbered request came, for stall_s; then all at once."""
+    """Uniform ranges. fault_rate is that of each kind of fault. From stall_at_s after the first
+    numbered request arrived, the server writes nothing for stall_s, and then all at once."""
 
     seed: int = 0
     first_s: tuple[float, float] = (0.02, 0.08)
@@ -41,8 +41,8 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """chunks_s: from the request's arrival, when each piece of text is due; a fault comes instead
-    of the last. empty_s: when a chunk without text is due, if at all."""
+    """When each piece of text is due, in seconds from the request's arrival (chunks_s); a fault
+    replaces the last. empty_s is when a chunk without text is due, or None."""
 
     chunks_s: list[float]
     chunk_tokens: list[int]
@@ -67,7 +67,8 @@ def script_of(profile: Profile, index: int) -> Script:
 
 
 def after_stall(profile: Profile, at_s: float) -> float:
-    """When something due at at_s is written; both from the first numbered request's arrival."""
+    """Returns when a chunk due at at_s is written; both are seconds from the first numbered
+    request's arrival."""
     end_s = profile.stall_at_s + profile.stall_s
     return end_s if profile.stall_at_s <= at_s < end_s else at_s
 
@@ -77,6 +78,6 @@ def prompt_of(index: int) -> str:
 
 
 def index_of(body: bytes) -> int | None:
-    """None: no numbered request (a warm-up, a probe)."""
+    """Returns the request's number, or None for a warm-up or a probe."""
     found = _NUMBER.search(body)
     return int(found[1]) if found else None

@@ -35,8 +35,8 @@ _HEAD = (
 
 @dataclass(slots=True)
 class Served:
-    """One request as the server saw it; times of time.perf_counter. written_s: of chunks with
-    text."""
+    """One request as the server saw it, with times of time.perf_counter. written_s has those of
+    chunks with text."""
 
     index: int | None
     arrived_s: float
@@ -46,7 +46,7 @@ class Served:
 
 
 class _Exchange:
-    """What is still to be written for one request."""
+    """The part of one request's answer that is not written yet."""
 
     def __init__(self, connection: _Connection, served: Served, script: Script) -> None:
         self.connection = connection
@@ -115,7 +115,7 @@ class _Connection(asyncio.Protocol):
 
 
 class FakeServer:
-    """Inside `async with`, in a running event loop. url: where it listens. log: what it did."""
+    """The server, used inside `async with`. url is its address; log has what it did."""
 
     def __init__(
         self, profile: Profile, *, port: int = 0, host: str = "127.0.0.1", tls: Any = None
@@ -174,14 +174,14 @@ class FakeServer:
         self._timer.set(self._queue[0][0])
 
     def _at(self, due_s: float, call: Callable[[], None]) -> float:
-        """When it is due, with the stall."""
+        """Schedules a call at due_s or after the stall. Returns its time."""
         if self._zero_s is not None and self._profile.stall_s:
             due_s = self._zero_s + after_stall(self._profile, due_s - self._zero_s)
         heapq.heappush(self._queue, (due_s, next(self._order), call))
         return due_s
 
     def _run(self) -> None:
-        """Writes what is due, for each connection all at once."""
+        """Writes the chunks that are due, with one write per connection."""
         queue = self._queue
         while queue and queue[0][0] <= time.perf_counter():
             heapq.heappop(queue)[2]()
@@ -233,7 +233,7 @@ def _text(num_tokens: int, is_chat: bool) -> bytes:
 
 
 def _end(exchange: _Exchange) -> bytes:
-    """The finish reason, usage if it was asked for, and the end of the body."""
+    """Returns the finish reason, usage if it was requested, and the end of the body."""
     part: dict[str, Any] = {"delta": {}} if exchange.is_chat else {"text": ""}
     choices = [{"index": 0, **part, "finish_reason": "length"}]
     data = _event(choices, is_chat=exchange.is_chat)

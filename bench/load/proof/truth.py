@@ -1,12 +1,12 @@
-"""Is what the load generator says true? It is run against a server whose answers are scripted, and
-every figure is compared with the script.
+"""Proves the load generator's figures: it runs against a server with scripted answers, and every
+figure is compared with the script.
 
     python -m bench.load.proof.truth [--quick] [--qps 10,200,1000] [--no-stall]
 
-Demanded: within 2 ms or 1 % of the truth; as many requests as scripted in each outcome; the rate
-within 0.5 %. The server notes when it really read and wrote: where a figure is wrong, its log
-tells whose fault that is. Then the server stalls for 2 s: an open loop has to show it, and what
-is counted from the schedule has to show it even in a closed loop.
+A figure must be within 2 ms or 1 % of the truth, the rate within 0.5 %, and the number of requests
+of each outcome exact. The server logs when it really read and wrote, which shows where a wrong
+figure comes from. In a further run the server stalls for 2 s: an open loop must show the stall, and
+latencies from schedule must show it even in a closed loop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_RATE_ERROR = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. is_ok: as near to the truth as is demanded."""
+    """One figure. is_ok says whether it is close enough to the truth."""
 
     name: str
     measured: float
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(slots=True)
 class Check:
-    """One run against the truth."""
+    """One run compared with the truth."""
 
     title: str
     rows: list[Row]
@@ -74,7 +74,7 @@ class Check:
 
 @contextlib.contextmanager
 def scripted_server(profile: Profile) -> Iterator[str]:
-    """In a process of its own; yields its URL."""
+    """Runs the server in its own process, and yields its URL."""
     command = [sys.executable, "-m", "bench.load.proof.fake_server", "--port", "0"]
     command += ["--profile", orjson.dumps(asdict(profile)).decode()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -91,7 +91,8 @@ def schedule_of(qps: float, count: int, seed: int) -> Schedule:
 
 
 def true_records(profile: Profile, schedule: Schedule, slots: int | None = None) -> list[Record]:
-    """What a perfect client at no distance would see. slots: of a closed loop, served in order."""
+    """Returns what a perfect client without network delay would see. slots are those of a closed
+    loop, which are taken in order."""
     zero_s = schedule.arrivals_s[0]
     free_s: list[float] = [-1.0] * (slots or 0)
     records = []
@@ -118,7 +119,7 @@ def true_records(profile: Profile, schedule: Schedule, slots: int | None = None)
 
 
 def true_latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
-    """By the definitions, apart from the report's code."""
+    """Computes the figures by their definitions, without the report's code."""
     good = [record for record in records if record.outcome is Outcome.OK]
     tokens = [record.output_tokens or 0 for record in good]
     return {
@@ -158,7 +159,8 @@ def compare(result: RunResult, measured: RunSummary, truth: Sequence[Record]) ->
 
 
 def _rates(result: RunResult, measured: RunSummary, truth: Sequence[Record]) -> list[Row]:
-    """Sends over the seconds in which they were due, answers over those in which they ended."""
+    """Returns sends per second in which they were due, and answers per second in which they
+    ended."""
     sent = [record.sent_s for record in result.records]
     due = [record.scheduled_s for record in truth]
     ended = [r.finished_s for r in result.records if r.outcome is Outcome.OK]
@@ -170,7 +172,7 @@ def _rates(result: RunResult, measured: RunSummary, truth: Sequence[Record]) -> 
         found = (len(found_s) - 1) / (max(found_s) - min(found_s))
         true = (len(true_s) - 1) / (max(true_s) - min(true_s))
         rows.append(Row(name, found, true, "/s", abs(found / true - 1) <= MAX_RATE_ERROR))
-    # Chunks whose answer failed count as one token each: nobody told how many they were.
+    # Chunks of a failed answer count as one token each, as it has no `usage`.
     low, high = measured.window
     tokens = (
         (r.output_tokens or len(r.chunks_s)) / len(r.chunks_s)
@@ -194,8 +196,8 @@ async def _log(url: str) -> list[dict[str, Any]]:
 
 
 def blame(log: list[dict[str, Any]], result: RunResult, zero_s: float) -> dict[str, float]:
-    """Milliseconds, p50 and p99: sent until read by the server, due until written by it, written
-    until read by the client. zero_s: the run's start on the clock."""
+    """Returns p50 and p99 in milliseconds from sending to the server's read, from due to the
+    server's write, and from that to the client's read. zero_s is the run's start on the clock."""
     served = {entry["index"]: entry for entry in log if entry["index"] is not None}
     ways: dict[str, list[float]] = {
         "client to server": [],
@@ -228,7 +230,7 @@ async def check(
     slots: int | None = None,
     processes: int | None = None,
 ) -> Check:
-    """One run. slots: of a closed loop."""
+    """Does one run. slots are those of a closed loop."""
     truth = true_records(profile, schedule, slots)
     warmup = [Work(prompt="Hi", max_tokens=1)] * 20
     options = LoadOptions(warmup=warmup, max_concurrency=slots, processes=processes)
@@ -236,7 +238,7 @@ async def check(
         async with ServerTarget(ServerSettings(url)) as target:
             result = await offer(schedule, target, options)
         log = await _log(url)
-    # The run's start on the clock, as if the quickest request had taken no time to the server.
+    # The run's start on the clock, as if the fastest request had reached the server in no time.
     arrived = {entry["index"]: entry["arrived_s"] for entry in log}
     zero_s = min(arrived[r.index] - r.sent_s for r in result.records if r.index in arrived)
     lags = sorted(r.dispatched_s - r.scheduled_s for r in result.records)
@@ -289,8 +291,8 @@ async def prove_rates(
 
 
 async def prove_stalls(seconds: float, console: Console) -> list[Check]:
-    """Short against the run: a percentile on the edge between the requests that met the stall and
-    those that did not would say little."""
+    """Runs an open and a closed loop with a stall. The stall is short compared with the run, so
+    that no percentile lies on the edge between requests with and without it."""
     stall_s = seconds / 20
     profile = Profile(fault_rate=0.005, stall_at_s=seconds / 4, stall_s=stall_s)
     schedule = schedule_of(50, round(50 * seconds), seed=1)

@@ -1,4 +1,4 @@
-"""Two or more results of `serve bench --json` beside each other: `serve bench compare`."""
+"""`serve bench compare`: sets results of `serve bench --json` beside each other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OWN_SETTINGS = ("json", "jsonl", "html", "png")
 
 
 def parse_share(text: str) -> float:
-    """`10%` or `0.1`."""
+    """Parses `10%` or `0.1`. Raises ConfigError."""
     number_text, percent, rest = text.strip().partition("%")
     try:
         value = float(number_text) / (100 if percent else 1)
@@ -56,9 +56,11 @@ def compare(
     html_file: Path | None = None,
     png_file: Path | None = None,
 ) -> bool:
-    """Prints every figure of the later files beside the first one's. False: with fail_over, a
-    figure is worse than that share allows and the intervals do not overlap (or are not known), or
-    a result is invalid. html_file, png_file: the latency distributions over each other."""
+    """Prints every figure of the later files beside the first file's, and draws the latency
+    distributions to html_file and png_file.
+
+    With fail_over, returns False if a result is invalid, or if a figure is worse by more than that
+    share and the intervals do not overlap (or are unknown). Raises ConfigError."""
     if len(files) < 2:
         raise ConfigError("compare needs at least two files")
     limit = None if fail_over is None else parse_share(fail_over)
@@ -90,15 +92,15 @@ def compared(
         rows.append(row)
     usable = bool(pairs) and all(rate["is_valid"] for pair in pairs for rate in pair)
     if not pairs:
-        warnings.append("the results have no rate in common: nothing is compared")
+        warnings.append("the results have no rate in common, so that nothing is compared")
     elif not usable:
-        warnings.append("a result is INVALID: its figures must not be used")
+        warnings.append("a result is INVALID, and its figures must not be used")
     regressions = [row for row in rows if row.is_regression(fail_over)]
     return Comparison(name, rows, warnings, usable, regressions)
 
 
 def _whole(document: dict[str, Any], path: Path, is_drawn: bool) -> dict[str, Any]:
-    """ConfigError if a figure that is compared, or drawn, cannot be read."""
+    """Returns the document. Raises ConfigError if a figure to compare or draw cannot be read."""
     try:
         compared(document, document, "itself", math.inf)
         if is_drawn:
@@ -106,12 +108,12 @@ def _whole(document: dict[str, Any], path: Path, is_drawn: bool) -> dict[str, An
                 document_latencies(document, rate["qps"])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{path} is no whole result of serve bench --json: {what}") from error
+        raise ConfigError(f"{path} is no complete result of serve bench: {what}") from error
     return document
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """Short, and each one's own."""
+    """Returns short and distinct names."""
     stems = [path.stem for path in files]
     if len(set(stems)) == len(stems):
         return stems
@@ -126,8 +128,8 @@ def _pairs(
         if not _is_same(a, b):
             warnings.insert(
                 0,
-                f"THE LOADS DIFFER: {a:.4g} and {b:.4g} requests/s were offered; latencies are not"
-                " of the same load, and throughput is not compared",
+                f"THE LOADS DIFFER: {a:.4g} and {b:.4g} requests/s were offered, so that latencies"
+                " belong to different loads and throughput is not compared",
             )
         return [(first[0], other[0])]
     pairs = [(a, b) for a in first for b in other if _is_same(_qps(a), _qps(b))]
@@ -149,9 +151,9 @@ def _rows(first: dict[str, Any], other: dict[str, Any]) -> list[Row]:
     rate = "all at once" if math.isinf(_qps(first)) else f"{_qps(first):g}/s"
     rows = []
     for metric, stat in LATENCIES:
-        told = [side["latencies_ms"].get(metric) for side in (first, other)]
-        if all(told):
-            values = [estimate(stats[stat]) for stats in told]
+        sides = [side["latencies_ms"].get(metric) for side in (first, other)]
+        if all(sides):
+            values = [estimate(stats[stat]) for stats in sides]
             rows.append(_row(rate, f"{LABELS[metric].replace(' from', '')} {stat}", *values))
     is_same = _is_same(_qps(first), _qps(other))
     for name in ("requests_per_s", "output_tokens_per_s"):
@@ -169,11 +171,11 @@ def _rows(first: dict[str, Any], other: dict[str, Any]) -> list[Row]:
 
 def _row(rate: str, name: str, first: Estimate, other: Estimate) -> Row:
     ratio = other.value / first.value if first.value else math.nan
-    known = not any(math.isnan(bound) for bound in (first.low, other.low))
+    is_known = not any(math.isnan(bound) for bound in (first.low, other.low))
     worse_by = 1 - ratio if name in MORE_IS_BETTER else ratio - 1
-    if not first.value:  # of nothing, any growth is without bounds
+    if not first.value:  # any growth from 0 is infinite
         worse_by = 0.0 if name in MORE_IS_BETTER or not other.value > 0 else math.inf
-    differs = not first.overlaps(other) if known else None
+    differs = not first.overlaps(other) if is_known else None
     return Row(rate, NAMES.get(name, name), first, other, ratio, differs, worse_by)
 
 

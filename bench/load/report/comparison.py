@@ -10,8 +10,8 @@ from bench.load.results.confidence import Estimate
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure in both. ratio: other / first. differs: the intervals do not overlap; where one
-    is not known, it cannot be said (None). worse_by: of the first figure; negative: better."""
+    """One figure of two results. ratio: other / first. differs: the intervals do not overlap, or
+    None if one is unknown. worse_by: a share of the first figure; a negative one is better."""
 
     rate: str
     name: str
@@ -22,13 +22,13 @@ class Row:
     worse_by: float
 
     def is_regression(self, fail_over: float) -> bool:
-        """Worse than the limit allows, and not by what the intervals explain."""
+        """Returns whether the figure is worse than the limit allows, beyond the intervals."""
         return self.worse_by > fail_over and self.differs is not False
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of one result with the first one."""
+    """The comparison of one result with the first."""
 
     name: str
     rows: list[Row]

@@ -1,4 +1,4 @@
-"""Which pictures a measurement has."""
+"""Selects the pictures of a measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.load.results.summary import RateSummary, nominal
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """rate: whose pictures these are; None: of all rates. note: what was left out."""
+    """The pictures of one rate, or of all rates if rate is None. note says what was left out."""
 
     title: str
     plots: list[Plot]
@@ -24,7 +24,8 @@ class Section:
 
 
 def gallery(made: Measurement, *, max_detailed: int) -> list[Section]:
-    """All rates are shown in distributions, at most max_detailed over time and by request."""
+    """Returns distributions of all rates, and pictures over time and by request of at most
+    max_detailed rates."""
     sections = []
     rates = list(made.rates)
     if made.search is not None:
@@ -35,13 +36,13 @@ def gallery(made: Measurement, *, max_detailed: int) -> list[Section]:
     if over is not None:
         sections.append(Section("All rates", [over]))
     detailed = detailed_rates(made, max_detailed)
-    for place, rate in enumerate(made.rates):
-        sections.append(_of_rate(made, rate, f"r{place}", is_detailed=rate.qps in detailed))
+    for index, rate in enumerate(made.rates):
+        sections.append(_rate_section(made, rate, f"r{index}", is_detailed=rate.qps in detailed))
     return [section for section in sections if section.plots]
 
 
 def detailed_rates(made: Measurement, limit: int) -> set[float]:
-    """The one that was searched for (else the highest), then the ends, then the middle."""
+    """Returns the rate that was searched for (else the highest), then the ends, then the middle."""
     rates = [rate.qps for rate in made.rates]
     if not rates:
         return set()
@@ -52,9 +53,9 @@ def detailed_rates(made: Measurement, limit: int) -> set[float]:
     return set(list(dict.fromkeys(wanted))[:limit])
 
 
-def _of_rate(made: Measurement, rate: RateSummary, name: str, *, is_detailed: bool) -> Section:
-    places = [i for i, run in enumerate(made.runs) if nominal(run.qps) == rate.qps]
-    runs, columns = [made.runs[i] for i in places], [made.columns[i] for i in places]
+def _rate_section(made: Measurement, rate: RateSummary, name: str, *, is_detailed: bool) -> Section:
+    indices = [i for i, run in enumerate(made.runs) if nominal(run.qps) == rate.qps]
+    runs, columns = [made.runs[i] for i in indices], [made.columns[i] for i in indices]
     plots = [cdf_plot(f"{name}-cdf", pooled(runs, columns), made.slo)]
     if is_detailed:
         plots += [
@@ -65,7 +66,7 @@ def _of_rate(made: Measurement, rate: RateSummary, name: str, *, is_detailed: bo
         ]
     notes = []
     if is_detailed and len(runs) > 1:
-        notes.append(f"Distributions are of all {len(runs)} runs, the rest is of the first.")
+        notes.append(f"Distributions show all {len(runs)} runs, the other pictures the first.")
     if not is_detailed:
-        notes.append("Pictures over time are made of some rates only.")
+        notes.append("Only some rates have pictures over time.")
     return Section(rate_title(rate), [p for p in plots if p is not None], rate, " ".join(notes))

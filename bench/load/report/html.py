@@ -1,4 +1,4 @@
-"""The report as one page: no other file, no network; light, dark, on paper and on a phone."""
+"""The report as one HTML page that needs no other file and no network."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from serve.errors import ConfigError
 MAX_DETAILED = 3
 _CLASSES = {"bold red": "bad", "yellow": "warn", "dim": "note"}
 GLOSSARY = (
-    ("from schedule", "counted from when a request was due, so that waiting in the client is seen"),
-    ("from send", "counted from when the request was handed to the socket or engine"),
+    ("from schedule", "counted from when a request was due, with the time it waited in the client"),
+    ("from send", "counted from when the request was given to the socket or engine"),
     ("TTFT", "time to first token: until the first piece of text"),
     ("TPOT", "time per output token: (last text - first text) / (tokens - 1), for each request"),
-    ("ITL", "gap before each token after the first; only where the tokens of each chunk are known"),
+    ("ITL", "gap before each token after the first, if the tokens of each chunk are known"),
     ("ICL", "gap between chunks of text; a chunk may hold several tokens"),
     ("E2E", "until the last piece of text"),
-    ("queue", "client: from due to sent; server: until first scheduled, as the server told"),
-    ("goodput", "requests within all limits of the SLO; failed and unfinished ones are misses"),
-    ("interval", "95 %: Student's t over runs, or of the sample of requests of a single run"),
+    ("queue", "client: from due to sent; server: until first scheduled, as the server reports"),
+    ("goodput", "requests within all limits of the SLO; failed and incomplete ones are misses"),
+    ("interval", "95 %: Student's t over runs, or the interval of a single run's sample"),
 )
 
 STYLE = """
@@ -126,12 +126,12 @@ def page(made: Measurement) -> str:
 
 
 def _text(value: Any) -> str:
-    """What comes from outside: without secrets, and never markup."""
+    """Escapes a value and removes secrets."""
     return html.escape(redact(str(value)))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are markup already; the first of a row names it."""
+    """Returns a table. The cells are markup; the first of each row is its header."""
     top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     lines = [
         f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in rest)}</tr>'
@@ -144,7 +144,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _head(made: Measurement) -> str:
-    """The command's words are not broken at their hyphens."""
+    """Returns the page's head, in which the command's words do not break at hyphens."""
     kind, words = verdict(made)
     words_of = " ".join(f"<span>{html.escape(word)}</span>" for word in made.command.split(" "))
     command = f'<pre class="command">{words_of}</pre>' if made.command else ""
@@ -160,7 +160,7 @@ def _tile(name: str, value: str, below: str = "") -> str:
 
 
 def _overview(made: Measurement) -> str:
-    """The most important figures; a table of the rates where there are several."""
+    """Returns the most important figures of one rate, or a table of several rates."""
     parts = []
     if made.search is not None:
         parts.append(f'<p class="found">{_text(made.search)}</p>')
@@ -198,8 +198,8 @@ def _rates_table(made: Measurement) -> str:
     if made.slo is not None:
         head.append("within the SLO")
     rows = []
-    for place, rate in enumerate(made.rates):
-        name = f'<a href="#rate-{place}">{number(rate.qps)}</a>'
+    for index, rate in enumerate(made.rates):
+        name = f'<a href="#rate-{index}">{number(rate.qps)}</a>'
         cells = [name if rate.is_valid else f"{name}&nbsp;(invalid)"]
         cells[0] += f"<br><small>{rate.failed_text}</small>" if rate.failed_text else ""
         for key in ("requests_per_s", "output_tokens_per_s"):
@@ -226,9 +226,9 @@ def _figure(plot: Plot) -> str:
 
 
 def _rate(made: Measurement, rate: RateSummary, section: Section | None) -> str:
-    place = made.rates.index(rate)
+    index = made.rates.index(rate)
     title = section.title if section is not None else number(rate.qps)
-    parts = [f'<section id="rate-{place}"><h2>{_text(title)}</h2>']
+    parts = [f'<section id="rate-{index}"><h2>{_text(title)}</h2>']
     for style, texts in verdict_texts(rate).items():
         parts += [f'<p class="{_CLASSES[style]}">{_text(text)}</p>' for text in texts]
     parts.append(_latency_table(rate))

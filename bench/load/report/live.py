@@ -1,4 +1,4 @@
-"""What a run looks like while it runs: one small panel on a terminal."""
+"""Shows a run in progress as a small panel on a terminal."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from bench.load.client.record import Progress
 from bench.load.results.metrics import percentile
 
 BARS = "▁▂▃▄▅▆▇█"
-SPAN_S = 10.0  # of the percentiles
+SPAN_S = 10.0  # time over which percentiles are taken
 RATE_SPAN_S = 2.0
 WIDTH = 40
 
 
 class LiveView:
-    """`with LiveView(...) as view:`; nothing is shown where the console is no terminal.
+    """The panel, used as `with LiveView(...) as view:`. It shows only on a terminal.
 
-    total: requests in all. qps: offered. title: what is measured.
+    total is the number of requests, qps the offered rate, title the name of the target.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class LiveView:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One character for each value, as high as it is of the largest."""
+    """Returns one character per value, whose height is the value's share of the largest."""
     top = max(values, default=0.0)
     if top <= 0:
         return BARS[0] * len(values)

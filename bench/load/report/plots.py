@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """height_in: of a picture WIDTH_IN wide. note: what was left out, or how to read it."""
+    """A picture of WIDTH_IN (plot_style) by height_in inches. note says what was left out, or
+    how to read it."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""Latency distributions of several results over each other, as a page or a picture."""
+"""Draws the latency distributions of several results into one picture or page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TITLES = {"ttft": "TTFT from schedule", "tpot": "TPOT", "e2e": "E2E from schedul
 
 
 def document_latencies(document: dict[str, Any], qps: Any) -> dict[str, Floats]:
-    """Milliseconds, sorted, of all requests at that rate that count and ended well."""
+    """Returns sorted milliseconds of all requests at that rate that count and ended well."""
     found: dict[str, list[Floats]] = {name: [] for name in TITLES}
     for run in document["runs"]:
         if nominal(float(run["qps"])) != float(qps):
@@ -63,10 +63,10 @@ def document_latencies(document: dict[str, Any], qps: Any) -> dict[str, Floats]:
 
 
 def overlay_plots(names: Sequence[str], documents: Sequence[dict[str, Any]]) -> list[Plot]:
-    """One for each rate of the first result."""
+    """Returns one plot for each rate of the first result."""
     plots = []
-    for place, rate in enumerate(documents[0]["rates"]):
-        # where each has one rate, these are compared whatever they are
+    for index, rate in enumerate(documents[0]["rates"]):
+        # Results with one rate each are compared whatever these rates are.
         only = all(len(document["rates"]) == 1 for document in documents)
         lines = {
             name: document_latencies(document, document["rates"][0]["qps"] if only else rate["qps"])
@@ -74,7 +74,7 @@ def overlay_plots(names: Sequence[str], documents: Sequence[dict[str, Any]]) -> 
         }
         if any(lines.values()):
             title = f"Latency distributions, {rate['qps']} requests/s"
-            plots.append(Plot(f"overlay{place}", title, 3.3, _drawer(lines)))
+            plots.append(Plot(f"overlay{index}", title, 3.3, _drawer(lines)))
     return plots
 
 

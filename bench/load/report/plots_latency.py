@@ -1,4 +1,4 @@
-"""Pictures of latencies: how they are distributed, and how they grow with the rate."""
+"""Pictures of latencies: their distribution, and their growth with the rate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
-# fine steps where the tail is
+# The tail has finer steps.
 SHARES = np.concatenate([np.linspace(0, 0.9, 91), np.linspace(0.9, 1.0, 201)[1:]])
 LOG_FROM = 20.0  # the ratio of p99 to p1 from which an axis is logarithmic
 PANELS = (
@@ -49,7 +49,7 @@ _LINES = {
 
 
 def pooled(runs: Sequence[RunResult], columns: Sequence[Columns]) -> dict[str, Floats]:
-    """The latencies of all runs together, sorted, in milliseconds."""
+    """Returns the latencies of all runs together, in sorted milliseconds."""
     found: dict[str, list[Floats]] = {}
     for run, of_run in zip(runs, columns, strict=True):
         for name, samples in latencies(run, of_run).items():
@@ -58,7 +58,7 @@ def pooled(runs: Sequence[RunResult], columns: Sequence[Columns]) -> dict[str, F
 
 
 def cdf_plot(name: str, values: dict[str, Floats], slo: Slo | None) -> Plot | None:
-    """values: sorted milliseconds of the metrics in PANELS."""
+    """Draws the distributions of the metrics in PANELS. values are sorted milliseconds."""
     panels = [panel for panel in PANELS if any(metric in values for metric in panel[2])]
     if not panels:
         return None
@@ -76,7 +76,7 @@ def cdf_plot(name: str, values: dict[str, Floats], slo: Slo | None) -> Plot | No
                 axes.legend(loc="lower right")
         grid[0][0].set_ylabel("% of requests")
 
-    note = "How many requests were at most that slow. Where the two lines part, requests waited in"
+    note = "The share of requests that were at most so slow. Where lines part, requests waited in"
     return Plot(name, "Latency distributions", 3.3, draw, f"{note} the client.")
 
 
@@ -99,7 +99,7 @@ def _cdf(axes: Axes, lines: dict[str, Floats]) -> None:
 def rates_plot(
     name: str, rates: Sequence[RateSummary], slo: Slo | None, search: SearchResult | None
 ) -> Plot | None:
-    """Latency against the offered rate, and speed of one user against that of all."""
+    """Draws latency against the offered rate, and the speed of one user against that of all."""
     finite = [rate for rate in rates if math.isfinite(rate.qps)]
     if len(finite) < 2:
         return None
@@ -126,22 +126,22 @@ def rates_plot(
             rate_ticks(axes, [rate.qps for rate in finite])
         _pareto(pareto, finite)
 
-    note = "Bars: 95 % intervals. An empty mark is a rate whose runs are invalid."
+    note = "Bars are 95 % intervals. An empty mark is a rate with invalid runs."
     return Plot(name, "Latency and speed against the rate", 6.2, draw, note)
 
 
 def _against_rate(axes: Axes, rates: Sequence[RateSummary], metric: str) -> None:
-    told = [rate for rate in rates if metric in rate.latencies_ms]
+    known = [rate for rate in rates if metric in rate.latencies_ms]
     top = []
     for stat, colour in (("p50", BLUE), ("p99", ORANGE)):
-        found = [rate.latencies_ms[metric][stat] for rate in told]
-        qps = [rate.qps for rate in told]
+        found = [rate.latencies_ms[metric][stat] for rate in known]
+        qps = [rate.qps for rate in known]
         values = [estimate.value for estimate in found]
         top += values
         axes.errorbar(
             qps, values, yerr=_bars(found), color=colour, label=stat, capsize=2.5, elinewidth=1
         )
-        for rate, value in zip(told, values, strict=True):
+        for rate, value in zip(known, values, strict=True):
             face = colour if rate.is_valid else PAPER
             axes.plot(
                 rate.qps, value, "o", markersize=4.5, color=colour, markerfacecolor=face, zorder=5
@@ -154,7 +154,8 @@ def _against_rate(axes: Axes, rates: Sequence[RateSummary], metric: str) -> None
 
 
 def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
-    """Below and above; an unknown interval has no bar, and none goes below a tenth of its value."""
+    """Returns the bars' lengths below and above. An unknown interval has no bar, and no bar goes
+    below a tenth of its value."""
     below = [min(e.value - e.low, 0.9 * e.value) for e in estimates]
     above = [e.high - e.value for e in estimates]
     return [[0.0 if math.isnan(v) else max(v, 0.0) for v in part] for part in (below, above)]
@@ -162,8 +163,8 @@ def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
 
 def _pareto(axes: Axes, rates: Sequence[RateSummary]) -> None:
     names = ("tokens_per_s_per_user", "output_tokens_per_s")
-    told = [rate for rate in rates if all(name in rate.rates for name in names)]
-    per_user, total = ([rate.rates[name] for rate in told] for name in names)
+    known = [rate for rate in rates if all(name in rate.rates for name in names)]
+    per_user, total = ([rate.rates[name] for rate in known] for name in names)
     axes.errorbar(
         [e.value for e in per_user],
         [e.value for e in total],
@@ -174,7 +175,7 @@ def _pareto(axes: Axes, rates: Sequence[RateSummary]) -> None:
         capsize=2.5,
         elinewidth=1,
     )
-    for rate, x, y in zip(told, per_user, total, strict=True):
+    for rate, x, y in zip(known, per_user, total, strict=True):
         face = GREEN if rate.is_valid else PAPER
         axes.plot(
             x.value, y.value, "o", markersize=4.5, color=GREEN, markerfacecolor=face, zorder=5

@@ -1,4 +1,4 @@
-"""Pictures of single requests, and of those who sent them."""
+"""Pictures of single requests, and of the client processes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
 NUM_LANES, MIN_LANES = 120, 40
-MAX_LENGTHS = 20  # of a median answer: the time that lanes show
+MAX_LENGTHS = 20  # the lanes show at most so many median answers in a row
 NUM_DOTS = 2000
 
 
 def lanes_plot(name: str, columns: Columns) -> Plot | None:
-    """One lane a request: queued, prefill, decoding, how it ended."""
+    """Draws one lane per request: queued, prefill, decoding, and how it ended."""
     count = len(columns.due)
     if not np.isfinite(columns.sent).any():
         return None
-    places = _busiest(columns, NUM_LANES)
-    shown = len(places)
+    indices = _busiest(columns, NUM_LANES)
+    shown = len(indices)
     end_s = columns.end_s
     due, sent, first, last, finished = (
-        array[places]
+        array[indices]
         for array in (columns.due, columns.sent, columns.first, columns.last, columns.finished)
     )
-    queue = np.nan_to_num(columns.queue[places])
+    queue = np.nan_to_num(columns.queue[indices])
     began = np.where(np.isfinite(sent), sent + queue, end_s)
     done = np.where(np.isfinite(finished), finished, end_s)
-    done = np.where(columns.is_answered[places], last, done)
+    done = np.where(columns.is_answered[indices], last, done)
     text = np.where(np.isfinite(first), first, done)
     began = np.minimum(began, text)
 
@@ -53,23 +53,21 @@ def lanes_plot(name: str, columns: Columns) -> Plot | None:
         ):
             axes.hlines(lanes, left, right, colors=colour, alpha=alpha, linewidth=width)
             axes.plot([], [], color=colour, alpha=alpha, linewidth=5, label=label)
-        _marks(axes, columns, places, done, lanes)
+        _marks(axes, columns, indices, done, lanes)
         axes.set_ylim(shown - 0.2, -0.8)
         begin_s, last_s = float(due.min()), float(done.max())
         axes.set_xlim(begin_s, last_s + max(0.005 * (last_s - begin_s), 1e-6))
         axes.grid(axis="y", visible=False)
-        axes.set_ylabel("requests, as they were due")
+        axes.set_ylabel("requests, in order of due time")
         axes.set_yticks([])
         axes.set_xlabel("seconds since the start of the schedule")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=6)
 
-    note = (
-        "" if shown == count else f"{shown} of {count:,} requests: those around the busiest time."
-    )
+    note = "" if shown == count else f"{shown} of {count:,} requests, around the busiest time."
     return Plot(name, "Requests", 1.2 + 0.045 * max(shown, 30), draw, note)
 
 
-def _marks(axes: Axes, columns: Columns, places: np.ndarray, done: Floats, lanes: Ints) -> None:
+def _marks(axes: Axes, columns: Columns, indices: np.ndarray, done: Floats, lanes: Ints) -> None:
     ends = (
         (columns.is_failed, "x", VERMILLION, "failed"),
         (columns.is_cancelled, "|", MUTED, "cancelled"),
@@ -81,7 +79,7 @@ def _marks(axes: Axes, columns: Columns, places: np.ndarray, done: Floats, lanes
         ),
     )
     for is_there, marker, colour, label in ends:
-        here = is_there[places]
+        here = is_there[indices]
         if here.any():
             axes.plot(
                 done[here], lanes[here], marker, color=colour, label=label, markersize=6, mew=1.8
@@ -89,8 +87,8 @@ def _marks(axes: Axes, columns: Columns, places: np.ndarray, done: Floats, lanes
 
 
 def _busiest(columns: Columns, limit: int) -> np.ndarray:
-    """Indices of at most that many requests, by due time, around when most are under way; fewer
-    where answers are so short that they would be dots."""
+    """Returns indices of at most `limit` requests by due time, around the time with the most
+    requests in progress; fewer if answers are so short that they would be dots."""
     order = np.argsort(columns.due, kind="stable")
     due = columns.due[order]
     at_s, levels = concurrency(columns.due, columns.finished, columns.end_s)
@@ -100,14 +98,14 @@ def _busiest(columns: Columns, limit: int) -> np.ndarray:
     near = int(
         ((due >= at_s[np.argmax(levels)] - half_s) & (due <= due[middle - 1] + half_s)).sum()
     )
-    if len(order) > limit:  # some are left out anyhow
+    if len(order) > limit:  # some must be left out
         limit = min(limit, max(near, MIN_LANES))
     first = max(min(middle - limit // 2, len(order) - limit), 0)
     return order[first : first + limit]
 
 
 def client_plot(name: str, run: RunResult, columns: Columns, slo: Slo | None) -> Plot | None:
-    """How late requests were sent, and whether the clients could keep up."""
+    """Draws how late requests were sent, and whether the clients kept up."""
     begun = np.isfinite(columns.began)
     if not begun.any():
         return None

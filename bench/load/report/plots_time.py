@@ -1,4 +1,4 @@
-"""Pictures of a run over time: its load, and the merged steps that served it."""
+"""Pictures of a run over time: its load, and its merged steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NUM_BINS = 200
 NUM_ZOOMED = 60
 IDLE_S = 1e-4
-HEADROOM = 1.25  # for the legend
+HEADROOM = 1.25  # leaves room for the legend
 _LINE: Any = {"linewidth": 1.2, "drawstyle": "steps-post"}
 
 
@@ -55,7 +55,7 @@ def _shade_outside(axes: Axes, columns: Columns) -> None:
 
 
 def _bins(columns: Columns) -> Floats:
-    """Of a second; shorter where the run is, and there are requests for them."""
+    """Returns the edges of bins of a second. A short run with enough requests has shorter bins."""
     end_s = columns.end_s
     count = min(NUM_BINS, max(10, int(np.ceil(end_s)), min(40, len(columns.due) // 5)))
     return np.linspace(0, end_s, count + 1)
@@ -79,11 +79,11 @@ def _requests(axes: Axes, run: RunResult, columns: Columns) -> None:
 
 
 def _sequences(axes: Axes, run: RunResult, columns: Columns) -> None:
-    """What the server tells is drawn over what the client knows."""
+    """Draws the requests in progress: the client's view, and the server's own figures over it."""
     times = np.linspace(0, columns.end_s, 4 * NUM_BINS)
-    under_way = level_at(times, *concurrency(columns.due, columns.finished, columns.end_s))
+    in_progress = level_at(times, *concurrency(columns.due, columns.finished, columns.end_s))
     decoding = level_at(times, *concurrency(columns.first, columns.finished, columns.end_s))
-    axes.fill_between(times, under_way, step="post", color=SKY, alpha=0.45, linewidth=0)
+    axes.fill_between(times, in_progress, step="post", color=SKY, alpha=0.45, linewidth=0)
     axes.fill_between(times, decoding, step="post", color=BLUE, alpha=0.45, linewidth=0)
     axes.plot([], [], color=SKY, alpha=0.6, linewidth=6, label="no text yet")
     axes.plot([], [], color=BLUE, alpha=0.6, linewidth=6, label="decoding")
@@ -101,7 +101,7 @@ def _sequences(axes: Axes, run: RunResult, columns: Columns) -> None:
 
 
 def _engine_levels(run: RunResult, times: Floats) -> tuple[Floats, Floats]:
-    """Running and waiting at each of times; none between steps that do not follow each other."""
+    """Returns running and waiting requests at each of times; 0 between steps with an idle gap."""
     start = np.array([step.start_s for step in run.steps])
     end = np.array([step.end_s for step in run.steps])
     is_idle = np.append(start[1:] - end[:-1] > IDLE_S, True)
@@ -120,17 +120,17 @@ def _tokens(axes: Axes, run: RunResult, columns: Columns) -> None:
     output = _rate(columns.chunk_at, edges, columns.chunk_tokens)
     axes.stairs(output, edges, color=BLUE, label="output", linewidth=1.4)
     if np.isfinite(columns.prompt_tokens).any():
-        told = np.nan_to_num(columns.prompt_tokens)
-        prefilled = _rate(columns.first, edges, told)
+        prompts = np.nan_to_num(columns.prompt_tokens)
+        prefilled = _rate(columns.first, edges, prompts)
         axes.stairs(prefilled, edges, color=ORANGE, label="input, at first text", linewidth=1.4)
     axes.set_ylabel("tokens/s")
 
 
 def _memory(axes: Axes, run: RunResult, columns: Columns) -> None:
-    told = [sample for sample in run.samples if sample.kv_usage is not None]
-    if told:
-        usage = [100 * (sample.kv_usage or 0.0) for sample in told]
-        axes.plot([sample.at_s for sample in told], usage, color=PURPLE, linewidth=1.4)
+    known = [sample for sample in run.samples if sample.kv_usage is not None]
+    if known:
+        usage = [100 * (sample.kv_usage or 0.0) for sample in known]
+        axes.plot([sample.at_s for sample in known], usage, color=PURPLE, linewidth=1.4)
         axes.set_ylabel("K/V use, %")
         return
     stride = max(1, len(run.steps) // (4 * NUM_BINS))
@@ -141,7 +141,7 @@ def _memory(axes: Axes, run: RunResult, columns: Columns) -> None:
 
 
 def steps_plot(name: str, run: RunResult) -> Plot | None:
-    """Rows of the merged steps: over the whole run, and a part of it step by step."""
+    """Draws the rows of the merged steps over the whole run, and step by step over a part of it."""
     steps = run.steps
     if not steps:
         return None
@@ -166,7 +166,7 @@ def steps_plot(name: str, run: RunResult) -> Plot | None:
         zoomed.bar(
             left, prefills[part], width, bottom=decodes[part], align="edge", color=ORANGE, **_BAR
         )
-        zoomed.set_title(f"{len(left)} steps, one by one: as wide as they took")
+        zoomed.set_title(f"{len(left)} steps, each as wide as its duration")
         zoomed.set_xlim(left[0], left[-1] + width[-1])
         zoomed.set_ylabel("rows of a step")
         zoomed.set_xlabel("seconds since the start of the schedule")
@@ -183,7 +183,7 @@ _BAR: Any = {"linewidth": 0.4, "edgecolor": PAPER}
 
 
 def _rows_in(edges: Floats, start: Floats, end: Floats, rows: Floats) -> Floats:
-    """Rows per second between edges; those of a step are spread over it."""
+    """Returns rows per second between edges; a step's rows are spread over its duration."""
     at_s = np.column_stack([start, end]).ravel()
     done = np.cumsum(rows)
     so_far = np.column_stack([done - rows, done]).ravel()
@@ -201,7 +201,7 @@ def _stack(axes: Axes, edges: Floats, rows: list[Floats]) -> None:
 
 
 def _zoomed(both: np.ndarray) -> slice:
-    """The stretch with the most steps that have both kinds of rows."""
+    """Returns the range of steps in which most have both kinds of rows."""
     count = min(NUM_ZOOMED, len(both))
     sums = np.convolve(both, np.ones(count), "valid")
     first = int(np.argmax(sums))

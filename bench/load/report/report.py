@@ -1,4 +1,4 @@
-"""The end of a measurement: from the records of its runs to tables and files."""
+"""Reports a measurement: from the records of its runs to tables and files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_files(
     html_file: Path | None = None,
     png_file: Path | None = None,
 ) -> None:
-    """Before anything is sent: ConfigError for what could not be written afterwards."""
+    """Raises ConfigError, before anything is sent, for files that could not be written."""
     document.check_writable(json=json_file, jsonl=jsonl_file, html=html_file, png=png_file)
     if html_file is not None or png_file is not None:
         from bench.common.plot_style import require_matplotlib
@@ -43,9 +43,10 @@ def report(
     png_file: Path | None = None,
     search: SearchResult | None = None,
 ) -> bool:
-    """Prints and writes what is asked for; returns whether the figures may be used. settings: what
-    the user chose, shown as it is (secrets are taken out); `command`: the command line. search:
-    where the rates come from find_max_qps."""
+    """Prints the report and writes the files. Returns whether the figures may be used.
+
+    settings are the user's, and may have `command`, the command line; secrets are removed from
+    them. search is the result of find_max_qps, if the runs are its own. Raises ConfigError."""
     check_files(json_file=json_file, jsonl_file=jsonl_file, html_file=html_file, png_file=png_file)
     columns = [Columns.of(run) for run in runs]
     rates = summarize_rates(runs, slo, columns=columns)
@@ -62,7 +63,7 @@ def report(
         from bench.load.report.write_pictures import write_png
 
         write_png(png_file, made)
-    if console is not None:  # last: whoever reads it may leave
+    if console is not None:  # last, as the reader may close the pipe
         print_report(console, made)
         written = [str(f) for f in (json_file, jsonl_file, html_file, png_file) if f is not None]
         if written:

@@ -1,4 +1,4 @@
-"""The tables that a run ends with, and its figures, verdict and headline as words."""
+"""Prints a measurement on the terminal, and formats its figures, verdict and headline."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.text import Text
 from bench.load.client.redact import redact
 from bench.load.results.confidence import Estimate
 from bench.load.results.document import Measurement
-from bench.load.results.metrics import LABELS, RATES, STATS, plural, told_notes
+from bench.load.results.metrics import LABELS, RATES, STATS, count_notes, plural
 from bench.load.results.summary import RateSummary, qps_text
 
 MAX_ERRORS = 5
-MAX_TOLD = 0.01
-MIN_WIDTH = 96  # for an interval beside each metric
+MIN_FAILED_SHARE = 0.01  # a smaller share does not appear in the verdict
+MIN_WIDTH = 96  # columns from which each metric has its interval
 
 
 def print_report(console: Console, made: Measurement) -> None:
@@ -28,11 +28,11 @@ def print_report(console: Console, made: Measurement) -> None:
     if len(made.rates) > 1:
         console.print(_rates_table(made))
     if made.search is not None:
-        _say(console, str(made.search), style="bold")
+        _print_line(console, str(made.search), style="bold")
 
 
 def verdict(made: Measurement) -> tuple[str, str]:
-    """("valid" | "warned" | "invalid", words for a person)."""
+    """Returns ("valid", "warned" or "invalid", the verdict as a text)."""
     bad = sum(not rate.is_valid for rate in made.rates)
     failed = failures(made)
     if not made.is_valid:
@@ -46,8 +46,8 @@ def verdict(made: Measurement) -> tuple[str, str]:
 
 
 def failures(made: Measurement) -> str:
-    """How many requests failed, where more than MAX_TOLD of a rate did; else empty."""
-    if not any(rate.failed_share.value > MAX_TOLD for rate in made.rates):
+    """Returns how many requests failed, or an empty text if no rate exceeds MIN_FAILED_SHARE."""
+    if not any(rate.failed_share.value > MIN_FAILED_SHARE for rate in made.rates):
         return ""
     verdicts = [run.verdict for rate in made.rates for run in rate.runs]
     lost, asked = sum(v.num_lost for v in verdicts), sum(v.num_asked for v in verdicts)
@@ -70,7 +70,7 @@ def rate_title(rate: RateSummary) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, or a whole number; - for what is not known."""
+    """Formats a value with three digits or as a whole number; - if it is unknown."""
     if math.isnan(value):
         return "-"
     if math.isinf(value):
@@ -95,7 +95,7 @@ def share(value: Estimate) -> str:
 
 
 def count_text(counts: dict[str, int]) -> str:
-    """How many requests counted, and how they ended."""
+    """Returns how many requests count, and how they ended."""
     ends = [
         f"{counts[name]:,} {text}"
         for name, text in (
@@ -142,17 +142,17 @@ def _print_rate(console: Console, made: Measurement, rate: RateSummary) -> None:
         left = len(rate.errors) - MAX_ERRORS
         lines.append(f"and {left} other {plural('error', left)}")
     for line in lines:
-        _say(console, line)
+        _print_line(console, line)
     for style, texts in verdict_texts(rate).items():
         for text in texts:
-            _say(console, text, style=style)
+            _print_line(console, text, style=style)
 
 
 def verdict_texts(rate: RateSummary) -> dict[str, list[str]]:
-    """By style: reasons why it is invalid, warnings, notes. Of what several runs say alike, but
-    for its numbers, the first, with their seeds."""
+    """Returns, by style, the reasons why a rate is invalid, its warnings and its notes. Texts of
+    several runs that differ only in their numbers appear once, with the runs' seeds."""
     found: dict[str, list[str]] = {"bold red": [], "yellow": [], "dim": []}
-    found["dim"] += [f"note: {text}" for text in told_notes(rate.counts)]
+    found["dim"] += [f"note: {text}" for text in count_notes(rate.counts)]
     runs = rate.runs
     found["bold red"] += _by_kind("INVALID", [(run.seed, run.verdict.reasons) for run in runs])
     found["yellow"] += _by_kind("warning", [(run.seed, run.verdict.warnings) for run in runs])
@@ -160,24 +160,24 @@ def verdict_texts(rate: RateSummary) -> dict[str, list[str]]:
     return {style: [redact(text) for text in texts] for style, texts in found.items()}
 
 
-def _by_kind(name: str, told: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    """told: the seed and the texts of each run. What all runs say word for word has no seed."""
+def _by_kind(name: str, runs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
+    """Merges the texts of runs, given as (seed, texts). A text that all runs have has no seed."""
     kinds: dict[str, list[tuple[int, str]]] = {}
-    for seed, texts in told:
+    for seed, texts in runs:
         for text in dict.fromkeys(texts):
             kinds.setdefault(re.sub(r"[\d.,]*\d", "#", text), []).append((seed, text))
     lines = []
     for kind in kinds.values():
         seed, text = kind[0]
         others = ", ".join(str(other) for other, _ in kind[1:])
-        is_common = len(kind) == len(told) and len({said for _, said in kind}) == 1
+        is_common = len(kind) == len(runs) and len({text for _, text in kind}) == 1
         where = f" (seed {seed}{f'; also {others}' if others else ''})"
         lines.append(f"{name}: {text}{'' if is_common else where}")
     return lines
 
 
 def _rates_table(made: Measurement) -> Table:
-    """Narrow enough for 80 columns."""
+    """Returns a table of all rates that fits into 80 columns."""
     title = "all rates: requests/s, output tokens/s, milliseconds from schedule"
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
@@ -205,5 +205,5 @@ def _rates_table(made: Measurement) -> Table:
     return table
 
 
-def _say(console: Console, text: str, *, style: str = "") -> None:
+def _print_line(console: Console, text: str, *, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)

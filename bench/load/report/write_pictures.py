@@ -17,7 +17,7 @@ from serve.errors import ConfigError
 
 
 def svg(plot: Plot) -> str:
-    """An <svg> element for a page: its colours are the page's variables, its ids its own."""
+    """Returns an <svg> element. Its colours are the page's variables, and its ids are unique."""
     from matplotlib.figure import Figure
 
     with styled():
@@ -40,7 +40,8 @@ def svg(plot: Plot) -> str:
 
 
 def write_png(path: Path, made: Measurement) -> None:
-    """The measurement's pictures below each other, under its verdict; of one rate in detail."""
+    """Writes the measurement's pictures below each other, under its verdict, with one rate in
+    detail. Raises ConfigError."""
     require_matplotlib()
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The records of one run as arrays, made once for everything that is computed or drawn."""
+"""The records of one run as arrays, which every figure and picture uses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MIN_LENGTHS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Seconds; NaN where there is nothing. One row per request [R], chunk [C] or gap [G].
+    """Arrays of seconds (NaN if unknown) with one item per request [R], chunk [C] or gap [G].
 
-    began: when the generator began with it: dispatched, or sent where that is all that is known.
-    tokens: output tokens, as the server told. is_thin: of its chunks only the first and the last
-    time were kept; it has no gaps, and its tokens are spread over a few. is_counted: due in the
-    window. is_answered: ended well, with text. chunk_tokens: the known ones, else the answer's
-    tokens spread evenly, else 1 each. gap_tokens: tokens that came at the gap's end; NaN where
-    that is not known (neither told, nor as many chunks as tokens).
+    began: when the generator began with the request: dispatched_s, or sent_s if that is unknown.
+    tokens: output tokens by the server's count. is_thin: the record has only its first and last
+    chunk times, so that it has no gaps and its tokens are spread over NUM_SPREAD chunks.
+    is_counted: due in the window. is_answered: ended well, with text. chunk_tokens: the known
+    tokens, else the answer's tokens spread evenly, else 1 each. gap_tokens: tokens of the chunk at
+    the gap's end; NaN if unknown (no counts, and not as many chunks as tokens).
     """
 
     due: Floats
@@ -66,26 +66,26 @@ class Columns:
 
     @property
     def is_used(self) -> Bools:
-        """Whose latencies count."""
+        """The requests whose latencies count."""
         return self.is_counted & self.is_answered
 
     @property
     def end_s(self) -> float:
-        """When the last known thing happened."""
+        """The time of the last known event."""
         seen = [a[np.isfinite(a)] for a in (self.due, self.sent, self.finished, self.chunk_at)]
         return max((float(a.max()) for a in seen if a.size), default=0.0)
 
     @property
     def due_span(self) -> tuple[float, float]:
-        """The window, ended when the last request was due: as long as the load was offered."""
+        """The window up to the last arrival: the time in which the load was offered."""
         last_s = float(self.due.max(initial=0.0))
         low, high = max(self.window[0], 0.0), min(self.window[1], last_s)
         return (low, max(low, high))
 
     @property
     def is_short(self) -> bool:
-        """Against the time that answers take, the soonest tenth of them (a queue that grows makes
-        the others longer): what follows the last arrival is no small part."""
+        """Whether the time after the last arrival is a large part of the run: the load lasted less
+        than MIN_LENGTHS times the fastest tenth of answers (a growing queue slows the others)."""
         low, high = self.due_span
         taken_s = (self.last - self.due)[self.is_used]
         soon_s = float(np.percentile(taken_s, 10)) if len(taken_s) else 0.0
@@ -93,8 +93,8 @@ class Columns:
 
     @property
     def steady_s(self) -> tuple[float, float]:
-        """What rates are counted over: the time in which the load was offered; of short runs, and
-        where all came at once, the window up to the last thing that happened."""
+        """The time over which rates are taken: that in which the load was offered. In short runs,
+        and if all requests came at once, it is the window up to the last event."""
         low, high = self.due_span
         if self.is_short or high <= low:
             high = min(self.window[1], self.end_s)
@@ -166,13 +166,13 @@ def _is(records: Sequence[Record], outcome: Outcome) -> Bools:
 def _chunk_tokens(
     records: Sequence[Record], num_chunks: Ints, tokens: Floats, owner: Ints
 ) -> tuple[Floats, Bools]:
-    """Tokens in each chunk [C], and whether that is known: it was told, or there are as many
-    chunks as tokens, so that each is one."""
-    told = [len(r.chunk_tokens) == len(r.chunks_s) for r in records]
+    """Returns the tokens in each chunk [C], and whether they are known: the record has them, or
+    there are as many chunks as tokens, so that each has one."""
+    has_counts = [len(r.chunk_tokens) == len(r.chunks_s) for r in records]
     even = np.where(np.isnan(tokens), 1.0, tokens / np.maximum(num_chunks, 1))[owner]
-    known = np.array(told, np.bool_)[owner] if told else np.zeros(0, np.bool_)
+    known = np.array(has_counts, np.bool_)[owner] if has_counts else np.zeros(0, np.bool_)
     is_single = (tokens == num_chunks)[owner]
-    counts = (r.chunk_tokens for r, is_told in zip(records, told, strict=True) if is_told)
+    counts = (r.chunk_tokens for r, has in zip(records, has_counts, strict=True) if has)
     even[known] = np.fromiter(chain.from_iterable(counts), np.float64, int(known.sum()))
     return even, known | is_single
 
@@ -184,7 +184,8 @@ def _spread(
     tokens: Floats,
     kept: tuple[Floats, Floats, Ints],
 ) -> tuple[Floats, Floats, Ints]:
-    """Times, tokens and owners of chunks: kept ones, but for thin records a few in their place."""
+    """Returns times, tokens and owners of chunks, in which NUM_SPREAD chunks replace those of each
+    thin record."""
     thin = np.flatnonzero(is_thin & np.isfinite(first))
     parts = np.linspace(0, 1, NUM_SPREAD)
     at_s = first[thin, None] + (last - first)[thin, None] * parts

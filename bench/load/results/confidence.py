@@ -1,4 +1,4 @@
-"""How far a figure may be from the truth."""
+"""Confidence intervals of means, shares and percentiles."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVEL = 0.95
-REACH = 12  # standard deviations; what is further away has no probability
-MAX_FREEDOM = 1000  # Student's t is the normal distribution from there on
+REACH = 12  # standard deviations, beyond which the probability is taken as 0
+MAX_FREEDOM = 1000  # above it, Student's t is taken as the normal distribution
 
 Floats = NDArray[np.float64]
 
 
 class Estimate(NamedTuple):
-    """A figure and its interval (95 %); NaN bounds: not known."""
+    """A figure and its 95 % interval, whose bounds are NaN if unknown."""
 
     value: float
     low: float = math.nan
     high: float = math.nan
 
     def overlaps(self, other: Estimate) -> bool:
-        """Also if an interval is not known."""
+        """Returns whether the intervals overlap; True if one is unknown."""
         return not (self.low > other.high or self.high < other.low)
 
 
 def t_quantile(freedom: int, level: float = LEVEL) -> float:
-    """Two-sided: Student's t is within it with that probability (Abramowitz & Stegun 26.7.3-4)."""
+    """Returns the bound within which |t| lies with probability `level` (Abramowitz & Stegun
+    26.7.3-4)."""
     assert freedom >= 1 and 0 < level < 1
     low, high = 0.0, math.pi / 2
     for _ in range(60):
@@ -40,7 +41,7 @@ def t_quantile(freedom: int, level: float = LEVEL) -> float:
 
 
 def _within(angle: float, freedom: int) -> float:
-    """P(|t| <= tan(angle) * sqrt(freedom))."""
+    """Returns P(|t| <= tan(angle) * sqrt(freedom))."""
     cos2, sine = math.cos(angle) ** 2, math.sin(angle)
     if freedom % 2 == 0:
         term, total = 1.0, 1.0
@@ -58,7 +59,7 @@ def _within(angle: float, freedom: int) -> float:
 
 
 def t_interval(values: Sequence[float]) -> Estimate:
-    """The mean of independent runs; without bounds for fewer than two."""
+    """Returns the mean of independent runs, without bounds if there are fewer than two."""
     kept = [value for value in values if not math.isnan(value)]
     if not kept:
         return Estimate(math.nan)
@@ -71,7 +72,7 @@ def t_interval(values: Sequence[float]) -> Estimate:
 
 
 def wilson(good: int, total: int, level: float = LEVEL) -> Estimate:
-    """A share of independent trials (Wilson's score interval)."""
+    """Returns a share of independent trials with Wilson's score interval."""
     if total == 0:
         return Estimate(math.nan)
     z = NormalDist().inv_cdf((1 + level) / 2)
@@ -84,14 +85,13 @@ def wilson(good: int, total: int, level: float = LEVEL) -> Estimate:
 def sample_intervals(
     values: Floats, owners: NDArray[np.int64], percents: Sequence[float]
 ) -> list[Estimate]:
-    """Percentiles, then the mean, of values that belong to owners (requests), which alone are
-    independent of each other. Without bounds for a single owner.
+    """Returns estimates of percentiles, then of the mean. Each value belongs to an owner (a
+    request); only owners are independent of each other. A single owner gives no bounds.
 
     A percentile's bounds are two of the values, whatever their distribution (David & Nagaraja,
-    Order Statistics, 7.1); there are none where the sample is too small to have such values (p99:
-    fewer than 368). With several values of an owner it is as if there were fewer values, by the
-    variance of the share below (Woodruff 1952; Korn & Graubard 1998). The mean's are Student's t
-    over the owners."""
+    Order Statistics, 7.1). A sample that is too small has no such values (p99: fewer than 368).
+    Several values of an owner count as fewer values, by the variance of the share below (Woodruff
+    1952; Korn & Graubard 1998). The mean's bounds are Student's t over the owners."""
     values, owner = np.asarray(values, np.float64), np.unique(owners, return_inverse=True)[1]
     sizes = np.bincount(owner)
     points = [float(point) for point in np.percentile(values, percents)]
@@ -117,14 +117,14 @@ def _t(num_owners: int) -> float:
 
 
 def _ratio_error(sums: NDArray[Any], sizes: NDArray[np.int64]) -> float:
-    """The standard error of sum(sums) / sum(sizes), one of each for every independent owner."""
+    """Returns the standard error of sum(sums) / sum(sizes), which have an item per owner."""
     count, total = len(sizes), float(sizes.sum())
     left = sums - float(sums.sum()) / total * sizes
     return math.sqrt(count / (count - 1) * float(left @ left)) / total
 
 
 def _effective_count(below: NDArray[Any], sizes: NDArray[np.int64]) -> int:
-    """How many independent values would tell the share below as exactly."""
+    """Returns how many independent values would give the share below with the same error."""
     total = int(sizes.sum())
     share, error = float(below.sum()) / total, _ratio_error(below, sizes)
     shrink = NormalDist().inv_cdf((1 + LEVEL) / 2) / _t(len(sizes))
@@ -133,7 +133,7 @@ def _effective_count(below: NDArray[Any], sizes: NDArray[np.int64]) -> int:
 
 
 def _order_bounds(ordered: Floats, share: float, count: int, point: float) -> tuple[float, float]:
-    """Two of the values ascending, as the ranks for `count` of them say. NaN: there are none."""
+    """Returns the two of the ordered values that order_ranks of `count` names, or NaN if none."""
     ranks = order_ranks(count, share)
     if ranks is None:
         return math.nan, math.nan
@@ -143,15 +143,16 @@ def _order_bounds(ordered: Floats, share: float, count: int, point: float) -> tu
 
 
 def order_ranks(count: int, share: float, level: float = LEVEL) -> tuple[int, int] | None:
-    """Ranks (from 1) of the two of count values that have the quantile between them with at least
-    that probability, each tail at most its half. None: no such values."""
+    """Returns the ranks (from 1) of two of `count` values between which the quantile lies with
+    probability `level` at least, where each tail has at most half of the rest. None if there are no
+    such values."""
     if count < 1 or not 0 < share < 1:
         return None
     middle, spread = count * share, math.sqrt(count * share * (1 - share))
     first = max(0, math.floor(middle - REACH * spread - REACH))
     last = min(count, math.ceil(middle + REACH * spread + REACH))
     numbers = np.arange(first, last)
-    # of the binomial distribution: P(k + 1) / P(k)
+    # P(k + 1) / P(k) of the binomial distribution, as logarithms
     growth = np.log((count - numbers) / (numbers + 1)) + math.log(share / (1 - share))
     logs = np.concatenate([[0.0], np.cumsum(growth)])
     chances = np.exp(logs - logs.max())

@@ -1,4 +1,4 @@
-"""A measurement as files: one JSON document, and one line of JSON for each request."""
+"""Writes a measurement as one JSON document, or as one JSON line per request; reads documents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """All that a report is made of. columns: those of runs. command: the line it was made with."""
+    """All that a report shows. columns are those of runs; command is the command line."""
 
     runs: list[RunResult]
     columns: list[Columns]
@@ -44,7 +44,8 @@ class Measurement:
 
     @property
     def is_valid(self) -> bool:
-        """A search may meet rates that are too high for most requests to be answered."""
+        """Whether the figures may be used. A search is valid if the generator kept its schedule,
+        as it may try rates at which most requests fail."""
         if self.search is not None:
             return bool(self.rates) and all(rate.is_kept for rate in self.rates)
         return bool(self.rates) and all(rate.is_valid for rate in self.rates)
@@ -58,7 +59,8 @@ def measurement(
     slo: Slo | None,
     search: SearchResult | None,
 ) -> Measurement:
-    """settings: `command` is taken for the command line, else this process's own is."""
+    """Makes a Measurement, without secrets. settings may have `command`, the command line; the
+    default is that of this process."""
     left = dict(settings)
     command = str(left.pop("command", "") or command_line(["serve", *sys.argv[1:]]))
     return Measurement(
@@ -75,7 +77,8 @@ def measurement(
 
 
 def write_json(path: Path, made: Measurement) -> None:
-    """The figures with their intervals, settings, machine, and the runs without chunk times."""
+    """Writes the figures with their intervals, settings, machine, and the runs without chunk times.
+    Raises ConfigError."""
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -94,7 +97,7 @@ def write_json(path: Path, made: Measurement) -> None:
 
 
 def write_jsonl(path: Path, runs: Sequence[RunResult]) -> None:
-    """Every request with its rate, seed and chunk times."""
+    """Writes every request with its rate, seed and chunk times. Raises ConfigError."""
     try:
         with path.open("wb") as file:
             for run in runs:
@@ -108,29 +111,30 @@ def write_jsonl(path: Path, runs: Sequence[RunResult]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A document that write_json wrote; ConfigError if it is none."""
+    """Reads a document that write_json wrote. Raises ConfigError for any other file."""
     try:
         document = orjson.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no result of serve bench --json")
+        raise ConfigError(f"{path} is not a result of serve bench --json")
     if document.get("version") != VERSION:
         raise ConfigError(
-            f"{path} has version {document.get('version')} of the format; this reads {VERSION}"
+            f"{path} has format version {document.get('version')}, but this release reads {VERSION}"
         )
     return document
 
 
 def estimate(value: Any) -> Estimate:
-    """From the document's [value, low, high]."""
+    """Returns the estimate of a document's [value, low, high]."""
     return Estimate(*(math.nan if part is None else float(part) for part in value))
 
 
 def check_writable(**files: Path | None) -> None:
-    """Before a run: files that could not be written after it. Names are the options'."""
+    """Raises ConfigError, before a run, for files that could not be written after it. The keywords
+    are the options' names."""
     for name, path in files.items():
         if path is None:
             continue
@@ -197,7 +201,7 @@ def _search(search: SearchResult) -> dict[str, Any]:
 
 
 def _run(run: RunResult, columns: Columns) -> dict[str, Any]:
-    """By column, which is much smaller than by request. Seconds to the microsecond."""
+    """Returns a run by column, which is much smaller than by request. Seconds have microseconds."""
     seconds = {
         "scheduled_s": columns.due,
         "dispatched_s": columns.began,
@@ -235,7 +239,8 @@ def _run(run: RunResult, columns: Columns) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has neither NaN nor infinity: null and "inf". Texts without secrets."""
+    """Returns a value that JSON can hold: null for NaN, "inf" for infinity, texts without
+    secrets."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else "inf" if value > 0 else None
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a run was made with and on: the client's machine, versions, the commit."""
+"""Describes the client's machine, the versions of packages, and the commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def machine() -> dict[str, Any]:
-    """cpu, cores, memory_gib, os, python, packages, commit; None where it is not known."""
+    """Returns cpu, cores, memory_gib, os, python, packages and commit; unknown values are None."""
     return {
         "cpu": _line("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0))
@@ -29,7 +29,7 @@ def machine() -> dict[str, Any]:
 
 
 def _line(path: str, name: str) -> str | None:
-    """The first value of that name in a file of `name : value`."""
+    """Returns the first value of a name in a file of `name : value`, or None."""
     try:
         text = Path(path).read_text(errors="replace")
     except OSError:
@@ -57,7 +57,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The checkout's, with + if files differ from it; None where this is no checkout."""
+    """Returns the checkout's commit, with + if files differ from it, or None without a checkout."""
     if not (ROOT / ".git").exists():
         return None
     try:

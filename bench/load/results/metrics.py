@@ -1,4 +1,4 @@
-"""From the records of a run to its latencies and rates. No clock, no network, no files."""
+"""Computes latencies and rates from the records of a run, without a clock, network or files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PERCENTS = (50, 90, 95, 99)
 STATS = ("mean", *(f"p{percent}" for percent in PERCENTS), "max")
 
 NUM_PICTURED = 100_001
-MIN_PEAK_S = 2.0  # a best second of less time says nothing
+MIN_PEAK_S = 2.0  # a shorter time has no meaningful best second
 
-# In the order in which they are shown. All of them are in milliseconds once they are summarized.
+# The metrics in the order of the report. Summaries have them in milliseconds.
 LABELS = {
     "ttft_schedule": "TTFT from schedule",
     "ttft_send": "TTFT from send",
@@ -45,8 +45,8 @@ RATES = {
 
 
 class Samples(NamedTuple):
-    """Values in seconds, and the request that each belongs to (its index). total: of how many the
-    values are a picture; None: they are all there are."""
+    """Values in seconds, each with the index of its request. total is None, or the number of values
+    that these represent."""
 
     values: Floats
     owners: Ints
@@ -54,13 +54,13 @@ class Samples(NamedTuple):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the closest ranks; NaN for no values."""
+    """Returns the percentile, linear between the closest ranks; NaN for no values."""
     return float(np.percentile(values, percent)) if len(values) else math.nan
 
 
 def latencies(result: RunResult, columns: Columns) -> dict[str, Samples]:
-    """Of the requests that were due in the window and ended well; see LABELS. Metrics that nothing
-    is known of are left out."""
+    """Returns the samples of each metric in LABELS, over the requests that were due in the window
+    and ended well. Unknown metrics are missing."""
     used, sent = columns.is_used, columns.is_counted & np.isfinite(columns.sent)
     found = {
         "ttft_schedule": _of(columns.first - columns.due, used),
@@ -88,7 +88,7 @@ def _of(values: Floats, keep: np.ndarray, owners: Ints | None = None) -> Samples
 
 
 def _per_token(columns: Columns) -> Samples:
-    """Each token of a chunk waited for its part of the gap before the chunk."""
+    """Returns the gap before each token: the tokens of a chunk share the gap before it equally."""
     keep = columns.is_used[columns.gap_owner] & (columns.gap_tokens >= 1)
     count = columns.gap_tokens[keep].astype(np.int64)
     gap, owner = columns.gap[keep] / count, columns.gap_owner[keep]
@@ -96,16 +96,16 @@ def _per_token(columns: Columns) -> Samples:
 
 
 def _counted_gaps(result: RunResult) -> Samples:
-    """A picture of the gaps that were counted, not kept: as many of each as is its share."""
+    """Returns values with the distribution of the gaps that were counted instead of recorded."""
     gap, count = (np.array(column) for column in zip(*result.gaps, strict=True))
     total = int(count.sum())
-    places = np.searchsorted(np.cumsum(count), np.linspace(0, total, NUM_PICTURED), side="left")
-    values = gap[np.minimum(places, len(gap) - 1)].astype(np.float64)
+    indices = np.searchsorted(np.cumsum(count), np.linspace(0, total, NUM_PICTURED), side="left")
+    values = gap[np.minimum(indices, len(gap) - 1)].astype(np.float64)
     return Samples(values, np.zeros(len(values), np.int64), total)
 
 
 def describe(samples: Samples) -> dict[str, float]:
-    """count, and STATS in milliseconds."""
+    """Returns the count, and STATS in milliseconds."""
     values = samples.values
     count = len(values) if samples.total is None else samples.total
     points = np.percentile(values, PERCENTS) * 1000
@@ -114,7 +114,7 @@ def describe(samples: Samples) -> dict[str, float]:
 
 
 def rates(columns: Columns) -> dict[str, float]:
-    """What happened in the steady window, per second of it; see RATES."""
+    """Returns RATES: what happened in the steady window, per second of it."""
     low, high = columns.steady_s
     span_s = high - low
     if span_s <= 0:
@@ -141,15 +141,15 @@ def rates(columns: Columns) -> dict[str, float]:
 
 
 def answers_per_s(columns: Columns, keep: Bools) -> float:
-    """Answers that ended in the steady window, per second of it, of those to keep. NaN: the window
-    is empty."""
+    """Returns the answers among `keep` that ended in the steady window, per second of it; NaN for
+    an empty window."""
     low, high = columns.steady_s
     done = keep & columns.is_answered & _within(columns.last, low, high)
     return float(done.sum()) / (high - low) if high > low else math.nan
 
 
 def _best_second(at_s: Floats, tokens: Floats) -> float:
-    """The most tokens within any second, wherever it begins."""
+    """Returns the most tokens within any second, which may begin at any time."""
     order = np.argsort(at_s, kind="stable")
     at_s = at_s[order]
     sums = np.concatenate([[0.0], np.cumsum(tokens[order])])
@@ -161,8 +161,8 @@ def _within(at_s: Floats, low: float, high: float) -> np.ndarray:
 
 
 def concurrency(start_s: Floats, end_s: Floats, run_end_s: float) -> tuple[Floats, Ints]:
-    """(times ascending, how many run from each time on). Without a start: never there; without an
-    end: until the run's end. At one time, ends come before beginnings."""
+    """Returns (times ascending, how many requests run from each time on). A request without a start
+    never runs; one without an end runs until the run's end. At one time, ends precede starts."""
     started = np.isfinite(start_s)
     begins = start_s[started]
     ends = np.where(np.isfinite(end_s), end_s, max(run_end_s, 0.0))[started]
@@ -173,11 +173,11 @@ def concurrency(start_s: Floats, end_s: Floats, run_end_s: float) -> tuple[Float
 
 
 def level_at(times: Floats, at_s: Floats, levels: Ints) -> Floats:
-    """The level at each of times."""
+    """Returns the level at each of times."""
     if not len(at_s):
         return np.zeros(len(times))
-    places = np.searchsorted(at_s, times, side="right") - 1
-    return np.where(places >= 0, levels[places], 0).astype(np.float64)
+    indices = np.searchsorted(at_s, times, side="right") - 1
+    return np.where(indices >= 0, levels[indices], 0).astype(np.float64)
 
 
 def _mean_level(at_s: Floats, levels: Ints, low: float, high: float) -> float:
@@ -186,15 +186,16 @@ def _mean_level(at_s: Floats, levels: Ints, low: float, high: float) -> float:
 
 
 def peak_concurrency(records: Sequence[Record]) -> int:
-    """The most requests that were under way at once."""
+    """Returns the most requests that were in progress at once."""
     whole = RunResult(0.0, 0, "", list(records), (-math.inf, math.inf))
     columns = Columns.of(whole)
     return int(concurrency(columns.sent, columns.finished, columns.end_s)[1].max(initial=0))
 
 
 def counts(columns: Columns) -> dict[str, int]:
-    """Of the requests due in the window, by how they ended; tokens of those that ended well.
-    untold: without a token count. in_one_piece: of several tokens."""
+    """Counts the requests due in the window by how they ended, and the tokens of those that
+    ended well. untold answers have no token count; in_one_piece answers of several tokens have
+    one chunk."""
     counted = columns.is_counted
     left = counted & ~columns.is_ok & ~columns.is_cancelled
     failed = left & columns.is_failed
@@ -215,7 +216,7 @@ def counts(columns: Columns) -> dict[str, int]:
 
 
 def errors(result: RunResult, columns: Columns) -> dict[str, int]:
-    """What went wrong, most often first."""
+    """Returns the errors with their counts, the most frequent first."""
     found: Counter[str] = Counter()
     for record, is_counted in zip(result.records, columns.is_counted, strict=True):
         if not is_counted:
@@ -223,7 +224,7 @@ def errors(result: RunResult, columns: Columns) -> dict[str, int]:
         if record.outcome is Outcome.FAILED:
             found[record.error or "failed without a reason"] += 1
         elif record.outcome is Outcome.OK and not record.chunks_s:
-            found["ended well, but no text came"] += 1
+            found["ended well, but without text"] += 1
     return dict(found.most_common())
 
 
@@ -231,18 +232,18 @@ def plural(word: str, count: int) -> str:
     return word if count == 1 else f"{word}s"
 
 
-def told_notes(counts: dict[str, int]) -> list[str]:
-    """What the figures are made of where something was not told."""
+def count_notes(counts: dict[str, int]) -> list[str]:
+    """Returns notes on answers without a token count or in one piece."""
     notes = []
     if counts["untold"]:
         notes.append(
             f"{counts['untold']:,} of {counts['answered']:,}"
-            f" {plural('answer', counts['answered'])} came without a token count:"
-            " their chunks are counted as tokens, in TPOT and in tokens/s"
+            f" {plural('answer', counts['answered'])} came without a token count, so that"
+            " TPOT and tokens/s count their chunks as tokens"
         )
     if counts["in_one_piece"]:
         notes.append(
             f"{counts['in_one_piece']:,} {plural('answer', counts['in_one_piece'])} of several"
-            " tokens came in one piece, without a TPOT"
+            " tokens came in one piece and have no TPOT"
         )
     return notes

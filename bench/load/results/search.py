@@ -1,4 +1,4 @@
-"""The highest rate at which enough requests keep the SLO: a geometric bracket, then bisection."""
+"""Searches for the highest rate at which enough requests meet the SLO, by bracket and bisection."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from serve.errors import ConfigError, MergestepError, message_of
 GROWTH = 2.0
 MAX_RATES = 40
 EARLY_LEVEL = 0.999
-ENDINGS = (MergestepError, OSError, KeyboardInterrupt)  # of a run, but not of those before it
+ENDINGS = (MergestepError, OSError, KeyboardInterrupt)  # they end a run, and keep those before it
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One rate of the search. is_clear: the interval of the attainment excludes the target, or it
-    did not pass for another reason: why."""
+    """One rate of the search. is_clear: the interval of the attainment excludes the target, or the
+    rate failed for another reason, which `why` gives."""
 
     qps: float
     attainment: Estimate
@@ -29,14 +29,14 @@ class Tried:
     is_clear: bool
     summary: RateSummary
     why: str = ""
-    ran_alone: bool = False  # never two requests at once
+    ran_alone: bool = False  # at most one request ran at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """max_qps: the highest rate that passed (0: none did); above: the lowest that did not
-    (infinite: none). stopped: why the search ended before it knew the rate to its resolution;
-    else empty. error: what ended it, where that was one."""
+    """max_qps: the highest rate that passed, 0 if none. above: the lowest rate that failed,
+    infinite if none. stopped: why the search ended before its resolution, else empty. error: the
+    error that ended it, if any."""
 
     slo: Slo
     target: float
@@ -53,11 +53,11 @@ class SearchResult:
     def __str__(self) -> str:
         bar = f"{100 * self.target:g} % of requests within {self.slo}"
         if self.stopped:
-            found = "none was decided"
+            found = "no rate was decided"
             if self.max_qps:
                 found = f"highest rate that passed: {qps_text(self.max_qps)}/s"
             elif math.isfinite(self.above):
-                found = f"none passed, the lowest that did not: {qps_text(self.above)}/s"
+                found = f"no rate passed; the lowest that failed: {qps_text(self.above)}/s"
             return f"search stopped: {self.stopped}; {found}"
         failed = [tried.why for tried in self.tried if tried.qps == self.above and tried.why]
         why = f": {failed[0]}" if failed else ""
@@ -68,7 +68,7 @@ class SearchResult:
 
 
 class _Stopped(Exception):
-    """Why the search cannot go on; __cause__: an error that it was."""
+    """Why the search cannot continue; __cause__ is the error, if there was one."""
 
 
 def find_max_qps(
@@ -84,18 +84,21 @@ def find_max_qps(
     first_seed: int = 0,
     on_rate: Callable[[Tried], None] | None = None,
 ) -> SearchResult:
-    """run(qps, seed): offers that rate once. From `start` the rate doubles until one fails, or
-    halves until one passes, then the middle (of the logarithms) is tried until the bracket is
-    within `resolution` of its lower end.
+    """Searches with run(qps, seed), which offers a rate once.
+
+    From `start` the rate doubles until one fails, or halves until one passes; then the middle of
+    the logarithms is tried until the bracket is within `resolution` of its lower end.
 
     A rate passes if the share of good requests over all its seeds is at least `attainment`, and no
-    run of it was rising (no steady state: a longer one would be worse); where the interval of that
-    share holds the target, the share decides, and the rate is marked as not clear. Fewer seeds are
-    run where an interval of 99.9 % excludes the target already (requests that wait for each other
-    are not independent, so 95 % would promise too much). A run whose client was too slow ends the
-    search: it says nothing about the server, nor would a higher rate. So does one that passed, but
-    was over before its first request could have missed. An error raised by run ends it too, with
-    what was found until then; it is raised if nothing was.
+    run of it was rising (a longer run would then be worse). If the interval of that share contains
+    the target, the share decides, and the rate is marked as not clear. Fewer seeds run if an
+    interval of 99.9 % excludes the target already; requests that wait for each other are not
+    independent, so that 95 % would be too narrow.
+
+    A run whose client was too slow ends the search, as neither it nor a higher rate says anything
+    about the server. So does a run that passed but was over before its first request could have
+    missed. An error of run also ends the search; it is raised if no rate was tried before. Raises
+    ConfigError for wrong parameters.
     """
     _check(slo, attainment, seeds, start, resolution)
     lowest = start / 1024 if lowest is None else lowest
@@ -118,7 +121,7 @@ def find_max_qps(
         stopped = ""
         if not tried[-1].is_passed and tried[-1].ran_alone:
             stopped = (
-                f"at {qps_text(qps)}/s requests ran one at a time, and too few kept the SLO even so"
+                f"at {qps_text(qps)}/s requests ran one at a time, and still too few met the SLO"
             )
         elif passed >= highest:
             stopped = f"{qps_text(highest)} requests/s, the highest allowed, passed"
@@ -133,7 +136,7 @@ def find_max_qps(
 def _try(
     run: Callable[[float, int], RunResult], qps: float, slo: Slo, attainment: float, seeds: range
 ) -> Tried:
-    """As many seeds as are needed. _Stopped: they say nothing about the rate."""
+    """Offers a rate with as many seeds as needed. Raises _Stopped if they do not decide it."""
     runs: list[RunSummary] = []
     for seed in seeds:
         try:
@@ -141,7 +144,7 @@ def _try(
         except ENDINGS as error:
             raise _Stopped(f"at {qps_text(qps)} requests/s: {ending(error)}") from error
         if result.was_interrupted:
-            raise _Stopped("it was interrupted")
+            raise _Stopped("the run was interrupted")
         runs.append(summarize(result, slo))
         verdict = runs[-1].verdict
         if not verdict.is_kept:
@@ -159,13 +162,13 @@ def _try(
 
 
 def ending(error: BaseException) -> str:
-    """One of ENDINGS, in words."""
+    """Returns the message of one of ENDINGS."""
     return message_of(error) if isinstance(error, Exception) else "interrupted"
 
 
 def _check(slo: Slo, attainment: float, seeds: int, start: float, resolution: float) -> None:
     if not slo.limits_ms:
-        raise ConfigError("find-max-qps: give an SLO (--slo) that the rate has to keep")
+        raise ConfigError("find-max-qps needs an SLO (--slo)")
     if not 0 < attainment <= 1:
         raise ConfigError(f"attainment must be over 0 and at most 1, not {attainment:g}")
     if seeds < 1:

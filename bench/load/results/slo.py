@@ -1,4 +1,4 @@
-"""What a request has to keep to be a good one, and which ones did."""
+"""SLOs: the limits that a good request meets, and which requests met them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from bench.load.results.columns import Bools, Columns
 from serve.errors import ConfigError
 
-ITL_SHARE = 0.01  # of a request's gaps may be longer than the limit
+ITL_SHARE = 0.01  # the share of a request's gaps that may exceed the limit
 
 PRESETS = {
     "chat": "ttft=200,itl=50",
@@ -22,8 +22,8 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in seconds; None: no limit. from_schedule: TTFT and E2E count from when a request
-    was due, not from when it was sent."""
+    """Limits in seconds, or None. With from_schedule, TTFT and E2E count from the time at which a
+    request was due, otherwise from its sending."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -39,7 +39,7 @@ class Slo:
 
     @property
     def longest_s(self) -> float:
-        """The longest limit; 0 without any."""
+        """The longest limit in seconds; 0 without limits."""
         return max(self.limits_ms.values(), default=0.0) / 1000
 
     def __str__(self) -> str:
@@ -48,7 +48,8 @@ class Slo:
 
 
 def parse_slo(text: str, *, from_schedule: bool = True) -> Slo:
-    """`ttft=200,tpot=50,e2e=2000` (also itl; milliseconds), or the name of a preset."""
+    """Parses `ttft=200,tpot=50,itl=50,e2e=2000` (milliseconds) or the name of a preset. Raises
+    ConfigError."""
     limits: dict[str, float] = {}
     for part in PRESETS.get(text.strip(), text).split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
@@ -68,9 +69,12 @@ def parse_slo(text: str, *, from_schedule: bool = True) -> Slo:
 
 
 def judge(columns: Columns, slo: Slo) -> tuple[Bools, Bools]:
-    """(is judged, is good), one per request, the latter also of those that do not count: failed
-    and incomplete ones, and answers without any text, are misses; those cancelled on purpose are
-    not judged. A limit that has no meaning for an answer (TPOT of one token) is kept."""
+    """Returns (is judged, is good) for each request; is_good also for requests that do not count.
+
+    Failed and incomplete requests and answers without text are misses; requests cancelled on
+    purpose are not judged. An answer meets a limit that has no meaning for it (TPOT of one
+    token).
+    """
     start = columns.due if slo.from_schedule else columns.sent
     is_good = columns.is_answered.copy()
     with np.errstate(invalid="ignore"):
@@ -87,13 +91,13 @@ def judge(columns: Columns, slo: Slo) -> tuple[Bools, Bools]:
         over = np.bincount(columns.gap_owner, weight * (gap_s > slo.itl_s), minlength=count)
         gaps = np.bincount(columns.gap_owner, weight, minlength=count)
         is_good &= over <= np.floor(ITL_SHARE * gaps)
-        is_good &= ~(columns.is_thin & (tpot(columns) > slo.itl_s))  # the mean is all there is
+        is_good &= ~(columns.is_thin & (tpot(columns) > slo.itl_s))  # only the mean gap is known
     return columns.is_counted & ~columns.is_cancelled, is_good
 
 
 def tpot(columns: Columns) -> np.ndarray:
-    """(last - first) / (tokens - 1), by chunks where no tokens were told; NaN for answers of one
-    token, or that came in one piece."""
+    """Returns (last - first) / (tokens - 1), with chunks for tokens if these are unknown; NaN for
+    answers of one token or in one piece."""
     count = np.where(np.isnan(columns.tokens), columns.num_chunks, columns.tokens) - 1
     has_rate = (count > 0) & (columns.num_chunks > 1)
     return np.where(has_rate, (columns.last - columns.first) / np.maximum(count, 1), np.nan)

@@ -1,4 +1,4 @@
-"""One run in figures, and one rate in figures: all runs (seeds) of it, with intervals."""
+"""Summarizes a run, and a rate over all its runs (seeds) with intervals."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from bench.load.results.metrics import plural
 from bench.load.results.slo import Slo, judge
 from bench.load.results.validity import Verdict, achieved_qps, check
 
-GAPS_NOTE = "ICL is of the whole run, within 1 %, and without an interval"
+GAPS_NOTE = "ICL covers the whole run, within 1 %, and has no interval"
 SHORT_NOTE = (
-    "the run is short against its answers: rates are until the last answer, and less than a longer"
-    " run would show"
+    "the run is short compared with its answers, so that rates are taken until the last answer and"
+    " are lower than in a longer run"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """latencies_ms: metric -> count, mean, p50, p90, p95, p99, max; metrics.LABELS has the names.
-    window: of the rates. offered_s: how long the load was offered. good, judged: requests that
-    kept the SLO, of those it is asked of. goodput: those of the answers/s that kept it; NaN
-    without an SLO. intervals_ms: of the
-    run's own sample, only where a rate has this run alone."""
+    """The figures of one run.
+
+    latencies_ms: metric (metrics.LABELS) -> count, mean, p50, p90, p95, p99, max. window: the
+    seconds over which rates are taken. offered_s: how long the load was offered. good, judged:
+    the requests that met the SLO, and those that were judged. goodput: the answers/s that met
+    it; NaN without an SLO. intervals_ms: intervals of the run's own sample, only if the rate has
+    one run.
+    """
 
     qps: float
     seed: int
@@ -58,9 +61,10 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class RateSummary:
-    """Of several runs: the mean of the runs' figures with a t-interval; of one: its own figures,
-    latencies with its sample's intervals. failed_share, attainment: over all requests, Wilson's
-    interval. attainment, goodput: None without an SLO."""
+    """The figures of one rate. Several runs give the mean of their figures with a t-interval; a
+    single run gives its own figures, and latencies with the intervals of its sample. failed_share
+    and attainment are taken over all requests, with Wilson's interval. attainment and goodput are
+    None without an SLO."""
 
     qps: float
     runs: list[RunSummary]
@@ -78,12 +82,12 @@ class RateSummary:
 
     @property
     def is_kept(self) -> bool:
-        """The generator offered the load as planned."""
+        """Whether the generator offered the load as planned."""
         return all(run.verdict.is_kept for run in self.runs)
 
     @property
     def failed_text(self) -> str:
-        """How many requests failed; empty if none did."""
+        """How many requests failed, as a text; empty if none did."""
         lost = sum(run.verdict.num_lost for run in self.runs)
         asked = sum(run.verdict.num_asked for run in self.runs)
         return f"{lost:,} of {asked:,} {plural('request', asked)} failed" if lost else ""
@@ -100,7 +104,8 @@ def summarize(
     columns: Columns | None = None,
     intervals: bool = False,
 ) -> RunSummary:
-    """columns: those of the result, where they are there already. intervals: of its sample."""
+    """Summarizes a run. columns are the result's, if they exist already. intervals adds those of
+    its sample."""
     columns = columns or Columns.of(result)
     samples = metrics.latencies(result, columns)
     good, judged, goodput = 0, 0, math.nan
@@ -148,35 +153,35 @@ def summarize_rates(
     *,
     columns: Sequence[Columns] | None = None,
 ) -> list[RateSummary]:
-    """One for each offered rate, ascending. columns: those of the results, in their order."""
+    """Returns one summary for each offered rate, ascending. columns are those of the results."""
     made = columns or [Columns.of(result) for result in results]
     by_rate: dict[float, list[int]] = {}
-    for place, result in enumerate(results):
-        by_rate.setdefault(nominal(result.qps), []).append(place)
+    for index, result in enumerate(results):
+        by_rate.setdefault(nominal(result.qps), []).append(index)
     return [
         combine(
             [
-                summarize(results[i], slo, columns=made[i], intervals=len(places) == 1)
-                for i in places
+                summarize(results[i], slo, columns=made[i], intervals=len(indices) == 1)
+                for i in indices
             ],
             slo,
         )
-        for _, places in sorted(by_rate.items())
+        for _, indices in sorted(by_rate.items())
     ]
 
 
 def nominal(qps: float) -> float:
-    """Rates that differ by rounding alone are one."""
+    """Returns the rate without its rounding error, so that equal rates compare equal."""
     return float(f"{qps:.6g}")
 
 
 def qps_text(qps: float) -> str:
-    """Three digits, or a whole number."""
+    """Formats a rate with three digits, or as a whole number."""
     return f"{qps:.3g}" if qps < 1000 or math.isinf(qps) else f"{qps:,.0f}"
 
 
 def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:
-    """Runs of one rate."""
+    """Combines the runs of one rate."""
     latencies: dict[str, dict[str, Estimate]] = {}
     for name in metrics.LABELS:
         of_runs = [run.latencies_ms[name] for run in runs if name in run.latencies_ms]
@@ -217,6 +222,6 @@ def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:
 
 
 def _not_below_zero(values: Sequence[float]) -> Estimate:
-    """t_interval of what cannot be negative."""
+    """Returns the t_interval of figures that cannot be negative."""
     found = t_interval(values)
     return found if math.isnan(found.low) else found._replace(low=max(found.low, 0.0))

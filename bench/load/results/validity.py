@@ -1,5 +1,5 @@
-"""Whether a run's figures mean what they say: the generator kept its schedule, and the server had
-reached a steady state."""
+"""Judges whether a run's figures may be used: whether the generator kept its schedule, and whether
+the server reached a steady state."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from bench.load.results.metrics import concurrency, plural
 from bench.load.results.slo import Slo
 
 MAX_LAG_S = 0.005
-MAX_LAG_SHARE = 0.01  # of the TTFT limit
+MAX_LAG_SHARE = 0.01  # as a share of the TTFT limit
 MAX_RATE_ERROR = 0.005
 MAX_CPU = 0.9
 MAX_CORE_WAIT = 0.1
-MIN_REQUESTS = 50  # for a trend
-MAX_FAILED = 0.1  # of the requests; with more, the figures are of the survivors
+MIN_REQUESTS = 50  # fewer show no trend
+MAX_FAILED = 0.1  # above this share, the figures describe only the survivors
 NUM_PARTS = 10
-MIN_RISE = 1.0  # of the mean; growth from zero along a line is 2
+MIN_RISE = 1.0  # relative to the mean; linear growth from zero is 2
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """reasons: why the figures must not be used (none: the run is valid). warnings: what the
-    reader has to know. is_rising: no steady state, one of the warnings. is_kept: the generator
-    offered the load as planned, whatever became of it. num_lost: failed or not ended in time, of
-    num_asked (without those cancelled on purpose)."""
+    """reasons: why the figures must not be used; a valid run has none. warnings: what the reader
+    must know. is_rising: one of the warnings is that there was no steady state. is_kept: the
+    generator offered the load as planned, whatever the answers. num_lost: requests that failed or
+    did not end in time, out of num_asked, which excludes those cancelled on purpose."""
 
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -53,11 +53,13 @@ def check(result: RunResult, columns: Columns, slo: Slo | None) -> Verdict:
     if not columns.is_counted.any():
         reasons.append("no request was due in the window that counts")
     if result.was_interrupted:
-        warnings.append("the run was interrupted: its figures are of what was due until then")
+        warnings.append(
+            "the run was interrupted, so that its figures cover the requests due until then"
+        )
     if result.is_closed_loop:
         warnings.append(
-            "CLOSED LOOP: at most so many requests at once, so a slow server is asked less;"
-            " the offered rate was not kept on purpose"
+            "CLOSED LOOP: the number of requests at once is limited, so that a slow server gets"
+            " fewer requests than the offered rate"
         )
     elif math.isfinite(result.qps):
         reasons += _lag_reasons(columns, slo) + _rate_reasons(result, columns)
@@ -67,15 +69,15 @@ def check(result: RunResult, columns: Columns, slo: Slo | None) -> Verdict:
     lost, asked = _lost(result, columns)
     failed = f"{lost} of {asked} {plural('request', asked)} failed"
     if lost > MAX_FAILED * asked:
-        reasons.append(f"{failed}: latencies are of the survivors")
+        reasons.append(f"{failed}: latencies are those of the survivors")
     elif lost:
         warnings.insert(0, failed)
     return Verdict(reasons, warnings, bool(rising), is_kept, lost, asked)
 
 
 def _lost(result: RunResult, columns: Columns) -> tuple[int, int]:
-    """(requests that failed or did not end in time, of how many). What an interruption cut off is
-    in neither, nor what was cancelled on purpose."""
+    """Returns (requests that failed or did not end in time, all requests). Neither includes
+    requests that an interruption cut off or that were cancelled on purpose."""
     asked = columns.is_counted & ~columns.is_cancelled
     if result.was_interrupted:
         asked &= columns.is_ok | columns.is_failed
@@ -83,7 +85,7 @@ def _lost(result: RunResult, columns: Columns) -> tuple[int, int]:
 
 
 def max_lag_s(slo: Slo | None) -> float:
-    """The bound on the dispatch lag's p99."""
+    """Returns the bound on the dispatch lag's p99."""
     limit_s = slo.ttft_s if slo is not None else None
     return max(MAX_LAG_S, MAX_LAG_SHARE * (limit_s or 0.0))
 
@@ -102,7 +104,8 @@ def _lag_reasons(columns: Columns, slo: Slo | None) -> list[str]:
 
 
 def achieved_qps(result: RunResult, columns: Columns) -> float:
-    """Requests sent per second: of an interrupted run, over the time in which they were due."""
+    """Returns the requests sent per second; in an interrupted run, over the time in which they were
+    due."""
     if not result.was_interrupted or not math.isfinite(result.qps):
         return _kept_qps(result, columns)
     due_s = float(columns.due.max(initial=0.0))
@@ -110,8 +113,8 @@ def achieved_qps(result: RunResult, columns: Columns) -> float:
 
 
 def _kept_qps(result: RunResult, columns: Columns) -> float:
-    """The offered rate, less what was not sent, stretched as the sending was. A delay that the
-    bound on the lag allows is none."""
+    """Returns the offered rate, reduced by the requests that were not sent and by the delay of the
+    last one. A delay of at most MAX_LAG_S does not count."""
     sent = columns.began[np.isfinite(columns.began)]
     if not len(sent) or not math.isfinite(result.qps):
         return math.nan
@@ -146,17 +149,18 @@ def _health_warnings(health: Sequence[ProcessHealth], is_late: bool) -> list[str
     lag_s = max((h.loop_lag_p99_s for h in health), default=0.0)
     if lag_s > MAX_LAG_S:
         warnings.append(
-            f"a client's event loop came back {1000 * lag_s:.1f} ms late (p99): what it received"
-            " has times later than the truth"
+            f"a client's event loop came back {1000 * lag_s:.1f} ms late (p99), so that the times"
+            " of what it received are too late"
         )
     if is_late and health and not busy and waited < MAX_CORE_WAIT:
-        warnings.append("the clients had CPU time to spare: something else held them up")
+        warnings.append("the clients had CPU time to spare, so that something else delayed them")
     return warnings
 
 
 def _steady_warnings(columns: Columns) -> list[str]:
-    """GuideLLM's sign of a rate above the capacity: concurrency and TTFT both rise. Means over
-    parts of the window are nearly independent, single requests are not."""
+    """Returns a warning if concurrency and TTFT both rise, GuideLLM's sign of a rate above the
+    capacity. The test takes means over parts of the window, which are nearly independent, as single
+    requests are not."""
     used, (low, high) = columns.is_used, columns.due_span
     if used.sum() < MIN_REQUESTS or high <= low:
         return []
@@ -172,7 +176,7 @@ def _steady_warnings(columns: Columns) -> list[str]:
     if not (_rises(ttft_s) and _rises(running)):
         return []
     return [
-        f"not a steady state: requests under way grew from {running[0]:.1f} to {running[-1]:.1f}"
+        f"not a steady state: requests in progress grew from {running[0]:.1f} to {running[-1]:.1f}"
         f" and mean TTFT from {1000 * ttft_s[0]:.0f} to {1000 * ttft_s[-1]:.0f} ms over the"
         " window: the rate is above what the target can serve, and a longer run would be slower"
     ]
@@ -184,7 +188,7 @@ def _mean_between(times: Floats, levels: np.ndarray, low: float, high: float) ->
 
 
 def _rises(values: Floats) -> bool:
-    """A slope above zero with 95 % confidence, that adds at least the mean."""
+    """Returns whether the slope is above zero with 95 % confidence and adds at least the mean."""
     count = len(values)
     at = np.arange(count) - (count - 1) / 2
     slope = float(at @ values) / float(at @ at)

@@ -383,7 +383,7 @@ def test_health_in_words() -> None:
     (note,) = health_notes(replace(well, max_connections=100), 100)
     assert "as many connections as the limit of open files allows (100)" in note
     assert stolen_notes(0.05, 10) == [] == stolen_notes(math.nan, 10)
-    assert "not given 0.5 s" in stolen_notes(0.5, 10)[0]
+    assert "host withheld 0.5 s" in stolen_notes(0.5, 10)[0]
 
 
 def test_timers_are_never_early() -> None:

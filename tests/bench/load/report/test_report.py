@@ -12,10 +12,10 @@ from bench.load.client.record import Outcome, ProcessHealth, Record, RunResult
 from bench.load.results.columns import Columns
 from bench.load.results.metrics import (
     concurrency,
+    count_notes,
     level_at,
     peak_concurrency,
     percentile,
-    told_notes,
 )
 from bench.load.results.slo import PRESETS, Slo, judge, parse_slo
 from bench.load.results.summary import RunSummary, summarize, summarize_rates
@@ -82,16 +82,16 @@ def test_as_many_chunks_as_tokens_are_one_token_each():
 def test_without_usage_chunks_are_counted_and_it_is_said():
     summary = summarize(run(record(output_tokens=None)))
     assert summary.latencies_ms["tpot"]["p50"] == pytest.approx(200)
-    assert "1 of 1 answer came without a token count" in told_notes(summary.counts)[0]
-    assert told_notes(summarize(run(record())).counts) == []
+    assert "1 of 1 answer came without a token count" in count_notes(summary.counts)[0]
+    assert count_notes(summarize(run(record())).counts) == []
 
 
 def test_one_token_or_one_piece_has_no_tpot():
     one = summarize(run(record(chunks_s=[1.1], output_tokens=1)))
     piece = summarize(run(record(chunks_s=[1.1], output_tokens=9)))
     assert "tpot" not in one.latencies_ms and "tpot" not in piece.latencies_ms
-    assert told_notes(one.counts) == []
-    assert "1 answer of several tokens came in one piece" in told_notes(piece.counts)[0]
+    assert count_notes(one.counts) == []
+    assert "1 answer of several tokens came in one piece" in count_notes(piece.counts)[0]
 
 
 def test_only_requests_due_in_the_window_count():
@@ -117,7 +117,7 @@ def test_outcomes_are_counted_by_kind_and_not_timed():
     names = ("answered", "failed", "cancelled", "incomplete", "empty")
     assert [summary.counts[name] for name in names] == [1, 2, 1, 1, 1]
     assert summary.latencies_ms["e2e_send"]["count"] == 1
-    assert summary.errors == {"503: full": 2, "ended well, but no text came": 1}
+    assert summary.errors == {"503: full": 2, "ended well, but without text": 1}
     assert (summary.good, summary.judged) == (1, 5), "a cancelled request is not judged"
 
 
@@ -146,7 +146,7 @@ def test_gaps_that_were_only_counted():
     assert icl["count"] == 1_000_000
     assert (icl["p50"], icl["p95"], icl["max"]) == pytest.approx((50, 400, 400))
     assert icl["mean"] == pytest.approx(85, rel=0.001)
-    assert "ICL is of the whole run" in summary.notes[0]
+    assert "ICL covers the whole run" in summary.notes[0]
 
 
 def test_slo_of_gaps_where_only_their_mean_is_known():
@@ -205,7 +205,7 @@ def test_a_run_that_is_short_against_its_answers_says_so():
     summary = summarize(result)
     assert summary.rates["requests_per_s"] == pytest.approx(1, rel=0.01)
     assert summary.window[1] == result.window[1]
-    assert "the run is short against its answers" in summary.notes[0]
+    assert "the run is short compared with its answers" in summary.notes[0]
     assert "not a steady state" in summary.verdict.warnings[0]
 
 
@@ -330,7 +330,7 @@ def test_a_busy_client_is_advised():
     calm = dataclasses.replace(health, cpu=0.1, loop_lag_p99_s=0.001)
     assert summarize(spread(400, health=[calm])).verdict.warnings == []
     late = summarize(spread(400, 0.006, health=[calm])).verdict
-    assert "something else held them up" in late.warnings[0]
+    assert "something else delayed them" in late.warnings[0]
     waiting = dataclasses.replace(calm, core_wait=0.5)
     assert summarize(spread(400, 0.006, health=[waiting])).verdict.warnings == []
 

@@ -29,7 +29,9 @@ def lost(count: int, of: int, **change: Any) -> RunResult:
 
 def test_a_run_of_which_most_failed_is_not_valid():
     summary = summarize(lost(42, 50))
-    assert summary.verdict.reasons == ["42 of 50 requests failed: latencies are of the survivors"]
+    assert summary.verdict.reasons == [
+        "42 of 50 requests failed: latencies are those of the survivors"
+    ]
     assert summary.verdict.is_kept, "the generator is not to blame"
     (rate,) = summarize_rates([lost(42, 50), lost(0, 50)])
     assert rate.failed_share.value == 0.42 and rate.failed_text == "42 of 100 requests failed"
@@ -88,7 +90,7 @@ def test_intervals_of_rates_are_not_below_zero():
 
 def test_a_few_ticks_that_the_host_kept_are_no_note():
     assert stolen_notes(0.04, 1.0) == [] and stolen_notes(0.5, 100.0) == []
-    assert "not given 0.1 s" in stolen_notes(0.06, 1.0)[0]
+    assert "host withheld 0.1 s" in stolen_notes(0.06, 1.0)[0]
 
 
 def test_a_target_that_was_gone_is_loud(tmp_path):

@@ -282,4 +282,4 @@ def test_a_search_that_decided_nothing_says_so():
 
     text = str(find_max_qps(late, Slo(e2e_s=0.5), start=1.20507))
     assert text.startswith("search stopped: at 1.21 requests/s the generator fell behind")
-    assert text.endswith("; none was decided")
+    assert text.endswith("; no rate was decided")
