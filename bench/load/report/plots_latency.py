@@ -76,7 +76,7 @@ def cdf_plot(name: str, values: dict[str, Floats], slo: Slo | None) -> Plot | No
                 axes.legend(loc="lower right")
         grid[0][0].set_ylabel("% of requests")
 
-    note = "The share of requests that were at most so slow. Where lines part, requests waited in"
+    note = "The share of requests that were at most this slow. Where lines part, requests waited in"
     return Plot(name, "Latency distributions", 3.3, draw, f"{note} the client.")
 
 
