@@ -1,1 +1,1 @@
-"""Numbers in fewer bits: transforms of the plain model. int8, int4, NF4, int8 K/V."""
+"""Quantization: int4 and NF4 weights, quantized checkpoints, the int8 K/V format."""

@@ -1,5 +1,6 @@
-"""Quantized Hugging Face checkpoints: what config.json promises, which tensors hold a product, and
-how they are unpacked. Their own scales are kept; nothing is rounded again.
+"""Quantized Hugging Face checkpoints: checks of config.json, tensors of a product, unpacking.
+
+Checkpoints keep their scales; weights are not rounded again.
 
     compressed-tensors  int-quantized W8A8: weight int8 [out, in], weight_scale [out, 1]
     gptq                qweight int32 [in / 8, out], eight inputs to a word, the lowest bits first
@@ -7,7 +8,8 @@ how they are unpacked. Their own scales are kept; nothing is rounded again.
     both                qzeros int32 [groups, out / 8] packed alike (gptq: lowest bits first),
                         scales [groups, out]; gptq also g_idx [in], the group of each input
 
-A ValueError says which key or tensor is at fault. Knows tensors' names, no files.
+Functions raise a ValueError that names the key or tensor. This module knows names of tensors, no
+files.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from ops.cpu.native_linears import NATIVE
 from quant.int4 import Int4Weight
 
 Config = Mapping[str, Any]
-Fetch = Callable[[str], Tensor]  # KeyError for a tensor that is not there
+Fetch = Callable[[str], Tensor]  # KeyError for a missing tensor
 
 # AutoAWQ puts output AWQ_ORDER[i] of eight into the i-th four bits.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FLOATS = ("F32", "BF16", "F16")
-MAX_SCALE = 65504.0  # of fp16, in which they are made
+MAX_SCALE = 65504.0  # the largest fp16, the type of stored scales
 
 
 class TensorRule(NamedTuple):
-    """What a tensor must be: one of these shapes, one of these safetensors types."""
+    """The allowed shapes and safetensors types of a tensor."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -41,35 +43,35 @@ class TensorRule(NamedTuple):
 
 
 class PackedWeight(Protocol):
-    """Quantized weights of one product, ready to be packed for the kernels."""
+    """The unpacked quantized weights of one product."""
 
     def linear(
         self, bias: Tensor | None, fusion: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp: ...
 
     def plain(self) -> Tensor:
-        """[out, in] fp32, for products that are not to be in integers."""
+        """Returns the dequantized weight, [out, in] fp32."""
 
 
 class CheckpointFormat(Protocol):
-    """How a checkpoint stores its quantized products. method: its quant_method."""
+    """The storage format of quantized products. method: the checkpoint's quant_method."""
 
     @property
     def method(self) -> str: ...
 
     @property
     def marker(self) -> str:
-        """A product with a tensor of this ending is quantized."""
+        """The ending of a tensor that marks a quantized product."""
 
     def tensors(self, num_in: int, num_out: int) -> dict[str, TensorRule]:
-        """By ending. ValueError where such a product cannot be packed."""
+        """Returns the tensors of a product by ending. ValueError if its size is not supported."""
 
     def load(self, fetch: Fetch, parts: Sequence[str]) -> PackedWeight:
-        """Products one under the other along the output, by name."""
+        """Loads the named products, concatenated along the output."""
 
 
 def read_format(config: Config) -> CheckpointFormat:
-    """From config.json's quantization_config. ValueError names the key that is not supported."""
+    """Reads config.json's quantization_config. ValueError names an unsupported key."""
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return read_compressed_tensors(config)
@@ -97,7 +99,7 @@ def _expect(config: Config, key: str, allowed: tuple[object, ...], at: str = "")
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """weight: [out, in] int8; scales: [out] fp32."""
+    """A W8A8 weight. weight: [out, in] int8; scales: [out] fp32."""
 
     weight: Tensor
     scales: Tensor
@@ -149,7 +151,7 @@ def read_compressed_tensors(config: Config) -> CompressedInt8:
 
 
 def _check_group(at: str, group: Config) -> None:
-    """Weights and activations of W8A8, whatever the layers they are for."""
+    """Checks that a group has W8A8 weights and activations."""
     if not isinstance(group, dict):
         raise ValueError(f"{at[:-1]} must be an object")
     _expect(group, "format", ("int-quantized", None), at)
@@ -175,7 +177,7 @@ def _check_group(at: str, group: Config) -> None:
 
 
 class Reordered:
-    """A product whose inputs are taken in another order: GPTQ's, by falling activations."""
+    """A product with reordered inputs (GPTQ's order by decreasing activations)."""
 
     def __init__(self, op: LinearOp, order: Tensor) -> None:
         self._op, self._order = op, order
@@ -188,7 +190,7 @@ class Reordered:
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """order: the input that each column of codes belongs to, if not its own."""
+    """A 4-bit weight. order: the input of each column of codes, None for their own order."""
 
     weight: Int4Weight
     order: Tensor | None
@@ -212,8 +214,11 @@ class GroupedWeight:
 
 @dataclass(frozen=True, slots=True)
 class GroupedInt4:
-    """group_size: inputs that share a scale; -1 means all. zero_offset: what is to be added to
-    every stored zero point. has_order: inputs are in groups by g_idx, which then must be there."""
+    """GPTQ or AWQ with 4 bits.
+
+    group_size: inputs that share a scale, -1 for all. zero_offset is added to every stored zero
+    point. has_order: g_idx assigns inputs to groups and must be present.
+    """
 
     method: str
     group_size: int
@@ -268,14 +273,14 @@ class GroupedInt4:
         if order is not None:
             codes = codes[:, order]
         group = self.group_size
-        if group == -1:  # the same scale all along
+        if group == -1:  # one scale for all inputs
             group = INT4_GROUPS[-1]
             count = -(-codes.shape[1] // group)
             scales, zeros = scales.expand(-1, count), zeros.expand(-1, count)
         return Int4Weight(codes.contiguous(), scales, zeros.contiguous(), group), order
 
     def _order(self, fetch: Fetch, part: str, num_in: int) -> Tensor | None:
-        """The inputs, group by group; None if they are in order already."""
+        """Returns the inputs ordered by group, or None if they are already in order."""
         size = num_in if self.group_size == -1 else self.group_size
         try:
             groups = fetch(f"{part}.g_idx").long()
@@ -321,8 +326,10 @@ def _expect_int4(config: Config, bits: str, group_size: str) -> None:
 
 
 def nibbles(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
-    """[n, m] int32 -> [n, 8 m] uint8 below 16. The i-th four bits from the lowest are value
-    order[i] of eight."""
+    """Unpacks words: [n, m] int32 to [n, 8 m] uint8 below 16.
+
+    The i-th four bits from the lowest are value order[i] of eight.
+    """
     out = torch.empty(words.shape[0], words.shape[1], 8, dtype=torch.uint8)
     parts = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     for i, place in enumerate(order):
@@ -332,7 +339,7 @@ def nibbles(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
 
 
 def _scales(fetch: Fetch, name: str) -> Tensor:
-    """In fp32. ValueError for what no quantizer writes."""
+    """Returns scales in fp32. ValueError for values that no quantizer writes."""
     scales = fetch(name).float()
     largest = float(scales.abs().max())
     if not largest <= MAX_SCALE:  # NaN is not
@@ -343,7 +350,7 @@ def _scales(fetch: Fetch, name: str) -> Tensor:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """One under the other; a single one without a copy."""
+    """Concatenates parts along the output; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -1,6 +1,6 @@
-"""4-bit weights with a scale per group of inputs: rounding a plain weight to int4 or NF4.
+"""4-bit weights with a scale per group of inputs: rounding of plain weights to int4 or NF4.
 
-int4: 16 even steps, one of which lands on the group's largest magnitude. NF4: the quantiles of a
+int4 has 16 even steps, one of which is the group's largest magnitude. NF4 has the quantiles of a
 normal distribution (QLoRA, arXiv 2305.14314), for weights that are about normal.
 """
 
@@ -20,9 +20,10 @@ GROUP = 64
 
 
 class Int4Weight(NamedTuple):
-    """codes: [out, in] uint8 below 16; scales: [out, groups] fp32; zeros: the same in uint8.
+    """A quantized weight: codes: [out, in] uint8 below 16; scales: [out, groups] fp32.
 
-    is_nf4: codes are places in NF4_VALUES; else numbers around zeros, or around 8.
+    zeros: [out, groups] uint8. With is_nf4 codes are indexes into NF4_VALUES, otherwise integers
+    offset by zeros, or by 8 without zeros.
     """
 
     codes: Tensor
@@ -38,7 +39,7 @@ class Int4Weight(NamedTuple):
         return linears.int4(codes, scales, zeros, bias, fusion, group=group, is_nf4=is_nf4)
 
     def plain(self) -> Tensor:
-        """[out, in] fp32."""
+        """Returns the dequantized weight, [out, in] fp32."""
         out = self.codes.float()
         if self.is_nf4:
             out = torch.tensor(NF4_VALUES)[self.codes.int()]
@@ -51,7 +52,7 @@ class Int4Weight(NamedTuple):
 
 
 def quantize_int4(weight: Tensor, group: int = GROUP) -> Int4Weight:
-    """[out, in] in any float type, rounded to the nearest of 16 steps per group."""
+    """Rounds weight: [out, in] in any float type to the nearest of 16 steps per group."""
     parts = _groups(weight, group)
     extreme = parts.gather(2, parts.abs().argmax(2, keepdim=True))
     scales = _as_stored(extreme[..., 0] / -8)
@@ -61,7 +62,7 @@ def quantize_int4(weight: Tensor, group: int = GROUP) -> Int4Weight:
 
 
 def quantize_nf4(weight: Tensor, group: int = GROUP) -> Int4Weight:
-    """[out, in] in any float type, to the nearest NF4 value times the group's largest."""
+    """Rounds weight: [out, in] in any float type to NF4 values times the group's largest."""
     parts = _groups(weight, group)
     scales = _as_stored(parts.abs().amax(2))
     values = torch.tensor(NF4_VALUES, device=weight.device)
@@ -77,7 +78,7 @@ def int4_linear(
     group: int = GROUP,
     linears: QuantizedLinears = NATIVE,
 ) -> LinearOp:
-    """What load_model takes as make_linear."""
+    """Rounds and packs a plain weight, as make_linear of load_model."""
     return quantize_int4(weight, group).linear(bias, fusion, linears)
 
 
@@ -89,12 +90,12 @@ def nf4_linear(
     group: int = GROUP,
     linears: QuantizedLinears = NATIVE,
 ) -> LinearOp:
-    """What load_model takes as make_linear."""
+    """Rounds and packs a plain weight, as make_linear of load_model."""
     return quantize_nf4(weight, group).linear(bias, fusion, linears)
 
 
 def _groups(weight: Tensor, group: int) -> Tensor:
-    """[out, groups, group] fp32, filled up with zeros."""
+    """Returns weight as [out, groups, group] fp32, padded with zeros."""
     missing = -weight.shape[1] % group
     return functional.pad(weight.float(), (0, missing)).reshape(len(weight), -1, group)
 
@@ -104,7 +105,7 @@ def _rows(codes: Tensor, weight: Tensor) -> Tensor:
 
 
 def _as_stored(scales: Tensor) -> Tensor:
-    """Scales as the kernels keep them, so that rounding allows for it."""
+    """Returns scales as the kernels store them, so that codes are rounded with these."""
     halves, channels = split_scales(scales)
     return halves.float() * channels[:, None]
 

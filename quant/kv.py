@@ -1,8 +1,8 @@
-"""The int8 K/V format: bytes of a token, and which scale groups fit a head.
+"""The int8 K/V format: bytes of a token, and the scale groups that fit a head.
 
-Symmetric, one fp16 scale for `group` neighbouring dimensions of a head, kept beside the values.
-Tokens are stored in tiles of 16, so that a register holds 16 tokens of K; the exact order of
-the bytes is the kernel's (ops/csrc/attention_decode.inl).
+Values are symmetric, with an fp16 scale for `group` neighbouring dimensions of a head next to them.
+Tokens are stored in tiles of 16, so that a register holds 16 tokens of K. The kernel defines the
+order of the bytes (ops/csrc/attention_decode.inl).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SCALE_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Int8KVFormat:
-    """K and V of one layer in 8 bits. group divides head_dim."""
+    """The int8 format of one layer's K and V. group divides head_dim."""
 
     num_kv_heads: int
     head_dim: int
@@ -25,7 +25,7 @@ class Int8KVFormat:
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token, scales included."""
+        """The bytes of K and V of one token, scales included."""
         return self.num_kv_heads * 2 * (self.head_dim + self.head_dim // self.group * _SCALE_BYTES)
 
     @property
@@ -34,7 +34,7 @@ class Int8KVFormat:
 
 
 def fitting_group(head_dim: int, wanted: int) -> int | None:
-    """The largest group up to `wanted` that divides head_dim; None if none does."""
+    """Returns the largest group up to `wanted` that divides head_dim, or None."""
     if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return None
     return max((g for g in GROUPS if g <= wanted and head_dim % g == 0), default=None)
