@@ -1,5 +1,5 @@
 """The Triton kernels, and the functions that launch one of them.
 
-Each module owns the kernels of one operator. No module decides which kernel a shape gets: that
-is ops/cuda. Begin with linear.py or decode.py; tiles.py has the parts they share.
+Each module owns the kernels of one operator; ops/cuda chooses the kernel for a shape. Begin with
+linear.py or decode.py; tiles.py has shared parts of the attention kernels.
 """

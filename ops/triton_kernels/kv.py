@@ -1,4 +1,4 @@
-"""Rows into K/V tiles and out of them in Triton: rotary positions, append with int8, gather."""
+"""K/V tiles in Triton: rotation, append (with int8 quantization) and gather of rows."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -25,7 +25,7 @@ from ops.triton_kernels.tiles import (
 
 
 class Rotation(NamedTuple):
-    """cos, sin: [T, R/2] fp32 of each row; pairs (i, i + R/2) of the first R dimensions turn."""
+    """cos, sin: [T, R/2] fp32 of each row, for pairs (i, i + R/2) of the first R dimensions."""
 
     cos: Tensor
     sin: Tensor
@@ -33,9 +33,9 @@ class Rotation(NamedTuple):
 
 @triton.jit
 def _turned(x, at, dims, mask, cos, sin, turn, HALF: tl.constexpr):
-    """fp32 elements of x at at + dims, those of the first 2 * HALF dims rotated.
+    """Loads x at at + dims as fp32 and rotates the first 2 * HALF dims.
 
-    turn: where the row's angles begin in cos and sin.
+    turn: offset of the row's angles in cos and sin.
     """
     own = tl.load(x + at + dims, mask=mask, other=0).to(tl.float32)
     if HALF > 0:
@@ -65,7 +65,7 @@ def rotate_kernel(
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """One row: a program reads all it needs before it writes, so y may be x. Bound by bytes."""
+    """Rotates one row. A program reads before it writes, so y may be x. Bytes are the bound."""
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS_PAD + tl.arange(0, HEADS_PAD))[:, None]
     i = tl.arange(0, PAIRS)[None, :]
@@ -86,7 +86,7 @@ def rotate_kernel(
 
 
 def rotate(x: Tensor, rotation: Rotation, out: Tensor | None = None) -> Tensor:
-    """Backend.rotary of x: [T, H, D] with strided rows; out: where to, x itself too; None: new."""
+    """Applies Backend.rotary to x: [T, H, D] with strided rows, into out (may be x; None: new)."""
     rows, heads, dim = x.shape
     half = rotation.cos.shape[1]
     _check_rotation(rotation, rows, dim)
@@ -134,8 +134,8 @@ def append_kernel(
     GROUPS_PAD: tl.constexpr,
     GROUP_PAD: tl.constexpr,
 ):
-    """One row's K (program 0 of axis 1) or V into its place. Bound by bytes and, with few rows,
-    by the latency of one load and one store."""
+    """Stores one row's K (program 0 of axis 1) or V. Bytes are the bound, or with few rows the
+    latency of one load and one store."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.load(rows + row)
     is_v = tl.program_id(1)
@@ -156,7 +156,7 @@ def append_kernel(
         if tl.int8 == TYPE:
             wanted = tl.max(tl.abs(x), 2) / 127.0
             scale = tl.minimum(wanted, 65504.0).to(tl.float16)
-            # Rounded up, so that no value is cut.
+            # The scale is rounded up, so that no value is clipped.
             above = (scale.to(tl.int16, bitcast=True) + 1).to(tl.float16, bitcast=True)
             is_low = (scale.to(tl.float32) < wanted) & (wanted < 65504.0)
             scale = tl.where(is_low, above, scale)
@@ -188,9 +188,11 @@ def append(
     rows: Tensor,
     rotation: Rotation | None = None,
 ) -> None:
-    """k, v: [T, Hk, D] with strided rows into the tiles; rows: [T] int64 token numbers, those
-    below 0 are left out. k is rotated first if a rotation is given. int8: scale = max|x| / 127
-    of each group rounded up to fp16, values to the nearest step."""
+    """Stores k, v: [T, Hk, D] with strided rows in the tiles.
+
+    rows: [T] int64 token numbers; rows below 0 are skipped. A rotation is applied to k first. For
+    int8, a group's scale is max|x| / 127 rounded up to fp16, and values are rounded to the nearest.
+    """
     count, heads, dim = k.shape
     assert k.shape == v.shape and (heads, dim) == (tiles.num_kv_heads, tiles.head_dim), f"{k.shape}"
     assert len(rows) >= count and rows.dtype == torch.int64, f"{rows.shape} {rows.dtype}"
@@ -213,7 +215,7 @@ def append(
 
 
 def append_constants(tiles: KVTiles, half: int) -> dict[str, Any]:
-    """Compile-time arguments of append_kernel; half: pairs that are rotated."""
+    """Returns the compile-time arguments of append_kernel; half: number of rotated pairs."""
     groups = max(tiles.num_groups, 1)
     return {
         "TILE_STRIDE": tiles.tile_stride,
@@ -242,9 +244,9 @@ def _gathered(
     TYPE: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ):
-    """[N, DIM_PAD] fp32 of tokens: [N, 1]; anything from length and from HEAD_DIM on."""
+    """Loads [N, DIM_PAD] fp32 of tokens: [N, 1]; undefined beyond length and HEAD_DIM."""
     d = tl.arange(0, DIM_PAD)[None, :]
-    # Whole tiles, as in a tile 16 tokens may lie side by side.
+    # The mask covers whole tiles, in which 16 tokens may be side by side.
     mask = (token // 16 * 16 < length) & (d < HEAD_DIM)
     values = value_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, TYPE)
     values += value_offsets(token, d, IS_V, TILE_STRIDE, HEAD_DIM, TYPE)
@@ -272,7 +274,7 @@ def gather_kernel(
     TYPE: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ):
-    """BLOCK tokens of one head's K or V (axis 2) to dense rows. Bound by bytes."""
+    """Copies BLOCK tokens of one head's K or V (axis 2) to dense rows. Bytes are the bound."""
     token = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
     head, is_v = tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, DIM_PAD)[None, :]
@@ -295,8 +297,10 @@ def gather_kernel(
 
 
 def gather(tiles: KVTiles, base: int, start: int, k: Tensor, v: Tensor) -> None:
-    """K/V of the len(k) tokens from number start on, a multiple of 16, to dense k, v: [L, Hk, D]
-    of bf16 or fp32."""
+    """Copies the K/V of L tokens from number start on to dense k, v: [L, Hk, D], bf16 or fp32.
+
+    start is a multiple of 16.
+    """
     length, heads, dim = k.shape
     assert k.shape == v.shape and (heads, dim) == (tiles.num_kv_heads, tiles.head_dim), f"{k.shape}"
     assert k.is_contiguous() and v.is_contiguous() and start % 16 == 0, f"{start=}"

@@ -1,12 +1,12 @@
 """Rows between two products: norm, activation, gate and quantization, one program a row.
 
-All kernels here are bound by memory: a row is read once into registers (rows that do not fit are
-read again from the L2 cache), and what is written is 1 to 4 bytes a value. The arithmetic of a
-value, about 20 instructions, hides behind its bytes.
+Memory is the bound of all kernels here: a row is read once into registers (rows that do not fit are
+read again from the L2 cache), and 1 to 4 bytes per value are written. The arithmetic of a value,
+about 20 instructions, overlaps with these transfers.
 
-The statistics of a row are sums of integers (squares in fixed point, of values scaled by a power of
-two), and its largest value is a maximum: no result depends on the order of addition, so not on the
-number of threads either, nor on which kernel computes it. Needs enable_fp_fusion=False.
+The statistics of a row are integer sums (squares in fixed point, of values scaled by a power of
+two) and a maximum. So no result depends on the order of addition, the number of threads or the
+kernel that computes it. This needs enable_fp_fusion=False.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -24,9 +24,9 @@ from ops.backend import Norm
 
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 NORMS = {"rms": 1, "layer": 2}
-# A row is held in registers up to this length.
+# Rows up to this length are held in registers.
 MAX_BLOCK = 8192
-# 1.5 * 2^23: adding it leaves a small number, rounded half to even, in the low bits.
+# Adding 1.5 * 2^23 rounds a small number, half to even, into the low bits.
 ROUNDER = tl.constexpr(12582912.0)
 # Rows whose largest magnitude is below it count as zeros: 127 divided by it must be finite.
 SMALLEST = tl.constexpr(1e-30)
@@ -36,7 +36,7 @@ _INFINITE = tl.constexpr(0x7F800000)
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """x: fp32. KIND: a value of ACTIVATIONS."""
+    """Applies an activation to x: fp32. KIND: a value of ACTIVATIONS."""
     if KIND == 1:
         x = x / (1.0 + tl.exp(tl.minimum(-x, 88.0)))
     elif KIND == 2:
@@ -52,13 +52,13 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def magnitude(x):
-    """|x| as an integer: its order is that of fp32, infinity and NaN above all others."""
+    """Returns |x| as an integer of the same order, with infinity and NaN above all numbers."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def to_unit(top):
-    """top: a magnitude. (f, 1 / f), powers of two with top * f in [1, 4), or below 1 if tiny."""
+    """Returns powers of two (f, 1 / f) with top * f in [1, 4), or below 1 for a tiny magnitude."""
     exponent = tl.minimum(tl.maximum(top >> 23, 1), 253)
     down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     return down, (exponent << 23).to(tl.float32, bitcast=True)
@@ -66,23 +66,22 @@ def to_unit(top):
 
 @triton.jit
 def fixed(x):
-    """x: fp32 in (-16, 16) -> int64; 2^17 of them can be added."""
+    """Returns x: fp32 in (-16, 16) as fixed-point int64; 2^17 of them can be added."""
     return (x * _FIXED).to(tl.int64)
 
 
 @triton.jit
 def mean_of(total, n):
-    """total: sum of fixed()."""
+    """Returns the mean in fp32 for total, a sum of fixed() values."""
     return total.to(tl.float32) * (1.0 / _FIXED) / n
 
 
 @triton.jit
 def code_step(top, LIMIT: tl.constexpr):
-    """top: the magnitude of a row's largest value -> (codes per unit, scale of a code).
+    """Returns (codes per unit, scale of a code) for top, the magnitude of a row's largest value.
 
-    LIMIT: the code of the largest, 127 or 448.
-
-    A row with an infinity or a NaN gets codes of 0 and a scale of NaN.
+    LIMIT: the largest code, 127 or 448. A row with an infinity or a NaN gets codes of 0 and
+    a scale of NaN.
     """
     largest = top.to(tl.float32, bitcast=True)
     is_usual = (largest >= SMALLEST) & (top < _INFINITE)
@@ -93,10 +92,10 @@ def code_step(top, LIMIT: tl.constexpr):
 
 @triton.jit
 def to_codes(x, step, FP8: tl.constexpr):
-    """x * step as int8, half to even, or as e4m3. Where step is 0: 0."""
+    """Returns x * step as int8, half to even, or as e4m3; 0 if step is 0."""
     scaled = tl.where(step == 0.0, 0.0, x) * step
     if FP8:
-        # Rounded here to 3 bits after the first, or to 2^-9: the cast is exact everywhere.
+        # Rounding here to 3 mantissa bits, or to 2^-9, makes the cast exact on every device.
         bits = scaled.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
         tiny = (scaled + 24576.0) - 24576.0
@@ -109,7 +108,7 @@ def to_codes(x, step, FP8: tl.constexpr):
 
 @triton.jit
 def _values(at, cols, n, ACT: tl.constexpr, GATED: tl.constexpr):
-    """What the norm reads, in fp32; zeros beyond the row."""
+    """Loads the input of the norm in fp32, with zeros beyond the row."""
     mask = cols < n
     x = activate(tl.load(at + cols, mask=mask, other=0.0).to(tl.float32), ACT)
     if GATED:
@@ -121,7 +120,7 @@ def _values(at, cols, n, ACT: tl.constexpr, GATED: tl.constexpr):
 def _weighted(
     x, mean, weight_at, bias_at, inverse, cols, n, NORM: tl.constexpr, BIAS: tl.constexpr
 ):
-    """The row after its norm; for rms without the inverse, which scales a row as a whole."""
+    """Returns the normalized row; for rms without the factor `inverse`, which scales whole rows."""
     if NORM != 0:
         weight = tl.load(weight_at + cols, mask=cols < n, other=0.0).to(tl.float32)
         if NORM == 2:
@@ -145,7 +144,7 @@ def make_row(
     NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     QUANTIZE: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """act, gate, norm, then codes and a scale, or values in out's type.
+    """Computes act, gate and norm of a row; stores codes and a scale, or values in out's type.
 
     x: [rows / inner, inner, n]. n_padded - n codes of 0 follow a row. ONE_BLOCK: n_padded <= BLOCK.
     """
@@ -220,7 +219,7 @@ def rows_kernel(
     NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     QUANTIZE: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """make_row of every row, a program each."""
+    """Computes make_row for every row, one program each."""
     make_row(
         tl.program_id(0).to(tl.int64), x_at, weight_at, bias_at, out_at, scales_at,
         x_stride, x_inner_stride, inner, out_stride, n, n_padded, eps,
@@ -229,26 +228,26 @@ def rows_kernel(
 
 
 class Quantized(NamedTuple):
-    """codes: [T, N] int8 or e4m3, N filled up with zeros to a multiple of 16; scales: [T] fp32."""
+    """codes: [T, N] int8 or e4m3, N zero-padded to a multiple of 16; scales: [T] fp32."""
 
     codes: Tensor
     scales: Tensor
 
 
 def norm_rows(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
-    """x: [..., N] fp32 or bf16, up to two leading dimensions strided -> the same in dtype."""
+    """Normalizes x: [..., N] fp32 or bf16, with up to two strided leading dimensions, to dtype."""
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     return _launch(x, out, None, norm, None, False)
 
 
 def activation_rows(x: Tensor, kind: str) -> Tensor:
-    """x: [T, F] -> [T, F]."""
+    """Applies an activation to x: [T, F]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _launch(x, out, None, None, kind, False)
 
 
 def gated_rows(gate_up: Tensor, kind: str) -> Tensor:
-    """gate_up: [T, 2F], gates before the other factors -> act(gate) * up: [T, F]."""
+    """Returns act(gate) * up: [T, F] for gate_up: [T, 2F], gates first."""
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     return _launch(gate_up, out, None, None, kind, True)
 
@@ -262,9 +261,9 @@ def quantize_rows(
     multiple: int = 16,
     dtype: torch.dtype = torch.int8,
 ) -> Quantized:
-    """x: [T, N] fp32 or bf16 (gated: [T, 2N]) -> codes with a scale for each row: max |x| / 127.
+    """Quantizes x: [T, N] fp32 or bf16 (gated: [T, 2N]) with a scale per row, max |x| / 127.
 
-    Or float8_e4m3fn: max |x| / 448. Codes are filled up to a multiple of so many.
+    For float8_e4m3fn the scale is max |x| / 448. Codes are zero-padded to a multiple of `multiple`.
     """
     rows, width = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     codes = torch.empty(rows, -(-width // multiple) * multiple, dtype=dtype, device=x.device)
@@ -281,7 +280,7 @@ def _launch(
     activation: str | None,
     is_gated: bool,
 ) -> Tensor:
-    """Writes out, and scales if it is to be codes. Returns out."""
+    """Writes out, and scales if out holds codes. Returns out."""
     if x.dim() > 3 or x.stride(-1) != 1:
         x = x.reshape(-1, x.shape[-1]).contiguous()
     if x.dim() == 1:

@@ -1,7 +1,7 @@
 """One block of keys in an online softmax (Milakov and Gimelshein 2018) over K/V tiles.
 
-Decode and prefill differ in which rows and keys they take; what a block does is here. Scores are
-kept in units of log2, so that a weight is one exp2.
+Decode and prefill differ in their rows and keys and share this computation of a block. Scores are
+in units of log2, so that a weight is one exp2.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -70,7 +70,7 @@ def attend_block(
     if HAS_MASK:
         scores = tl.where(visible, scores, float("-inf"))
     now = tl.maximum(most, tl.max(scores, 1))
-    # A row that has seen nothing yet has a maximum of -inf, and -inf - -inf is not a number.
+    # A row without keys so far has a maximum of -inf, and -inf - -inf is NaN.
     base = tl.where(now == float("-inf"), 0.0, now)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(most - base)

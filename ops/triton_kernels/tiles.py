@@ -1,8 +1,8 @@
-"""K/V tiles in Triton: what the kernels that read or write them share.
+"""K/V tiles in Triton: shared parts of the kernels that read or write them.
 
-A tile's address is never a pointer argument of its own: a pointer that the driver is asked about
-must be mapped, and the first page of a reservation may not be. So it comes as a 64-bit distance
-from any tensor at hand, the anchor, which also tells the compiler how it is aligned.
+A tile's address is never a pointer argument, because the driver only accepts mapped pointers and
+the first page of a reservation may be unmapped. It is a 64-bit distance from any tensor, the
+anchor, which also tells the compiler the alignment.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -26,33 +26,32 @@ _IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
 class Config(NamedTuple):
-    """How a kernel works, not what it computes. constants: compile-time arguments;
-    max_registers: of a thread."""
+    """Launch parameters that do not affect results. constants: compile-time arguments;
+    max_registers: limit per thread."""
 
     constants: dict[str, Any]
     num_warps: int
     max_registers: int | None = None
 
     def options(self) -> dict[str, Any]:
-        """Arguments of a launch."""
+        """Returns the arguments of a launch."""
         limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
         return self.constants | {"num_warps": self.num_warps} | limit
 
 
 @functools.cache
 def layer_distance(tiles: KVTiles, base: int, anchor: Tensor) -> int:
-    """Bytes from the anchor to the layer's part of the reservation's first tile."""
+    """Returns the bytes from the anchor to the layer's part of the reservation's first tile."""
     distance = base + tiles.offset - anchor.data_ptr()
     assert distance % 16 == 0 and anchor.data_ptr() % 16 == 0, f"{base=}"
     return distance
 
 
 def layer_constants(tiles: KVTiles, *types: torch.dtype) -> dict[str, Any]:
-    """The compile-time arguments that describe a layer; products are taken in fp32 as soon as
-    K/V or one of types is fp32, else in bf16.
+    """Returns the compile-time arguments that describe a layer.
 
-    One or two scales a head are taken out of the products over the head, part by part; more are
-    multiplied with the elements.
+    Products are in fp32 if K/V or one of types is fp32, else in bf16. One or two scales per head
+    are applied after the products over the head, part by part; more are applied to the elements.
     """
     groups, dim = tiles.num_groups, tiles.head_dim
     parts = 2 if groups == 2 else 1
@@ -70,7 +69,7 @@ def layer_constants(tiles: KVTiles, *types: torch.dtype) -> dict[str, Any]:
 
 
 def row_stride(x: Tensor) -> int:
-    """Of x: [T, heads, D], whose heads must be dense."""
+    """Returns the row stride of x: [T, heads, D], whose heads must be dense."""
     dim = x.shape[2]
     assert x.stride(2) == 1 and (x.stride(1) == dim or x.shape[1] == 1), f"{x.stride()}"
     return x.stride(0)
@@ -78,7 +77,7 @@ def row_stride(x: Tensor) -> int:
 
 @triton.jit
 def as_operand(x, COMPUTE: tl.constexpr):
-    """x as an operand of tl.dot. The interpreter rounds to bf16 but cannot multiply in it."""
+    """Returns x as an operand of tl.dot. The interpreter rounds to bf16 but multiplies in fp32."""
     if _IS_INTERPRETED:
         return x.to(tl.float32).to(COMPUTE).to(tl.float32)
     else:
@@ -87,7 +86,7 @@ def as_operand(x, COMPUTE: tl.constexpr):
 
 @triton.jit
 def tile_pointer(anchor, distance, token, TILE_STRIDE: tl.constexpr):
-    """Where the layer's part of the tile of token number `token` begins; bytes."""
+    """Returns a byte pointer to the layer's part of the tile of token number `token`."""
     return anchor.to(tl.pointer_type(tl.int8), bitcast=True) + (
         distance + token // 16 * TILE_STRIDE
     )
@@ -102,7 +101,7 @@ def value_pointer(
     HEAD_DIM: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """tile: where the layer's part of a tile begins. Where the head's values begin in it."""
+    """Returns a pointer to the head's values in tile, the layer's part of a tile."""
     values = tile.to(tl.pointer_type(TYPE), bitcast=True)
     return values + (IS_V * KV_HEADS + head) * (16 * HEAD_DIM)
 
@@ -116,7 +115,7 @@ def scale_pointer(
     HEAD_DIM: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ):
-    """Where the head's scales begin in a tile of int8 values."""
+    """Returns a pointer to the head's scales in a tile of int8 values."""
     scales = (tile + 2 * KV_HEADS * 16 * HEAD_DIM).to(tl.pointer_type(tl.float16), bitcast=True)
     return scales + (head * 32 + IS_V) * NUM_GROUPS
 
@@ -130,7 +129,7 @@ def value_offsets(
     HEAD_DIM: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """From a head's values of token 0 to dims of tokens, in elements."""
+    """Returns the offsets of dims of tokens from a head's values of token 0, in elements."""
     SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
     tiles = (tokens // 16).to(tl.int64) * (TILE_STRIDE // SIZE)
     if IS_V and tl.int8 == TYPE:
@@ -141,7 +140,7 @@ def value_offsets(
 
 @triton.jit
 def scale_offsets(tokens, TILE_STRIDE: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    """From a head's scales of K or V of token 0 to those of each token."""
+    """Returns the offsets of tokens' scales of K or V from those of token 0."""
     return (tokens // 16).to(tl.int64) * (TILE_STRIDE // 2) + tokens % 16 * (2 * NUM_GROUPS)
 
 
@@ -164,14 +163,17 @@ def load_values(
     TYPE: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """[N, PART_PAD] of COMPUTE: one part of each token's vector; zeros beyond the part and, but
-    for int8, where none is present. mapped: which lie in tiles of which some are.
-    IS_WHOLE: all are present. More than two scales are multiplied in."""
+    """Loads one part of each token's vector as [N, PART_PAD] of COMPUTE.
+
+    Values are zero beyond the part and, except for int8, for absent tokens. mapped: tokens of tiles
+    with a present token. IS_WHOLE: all tokens are present. With more than two groups, scales are
+    applied here.
+    """
     PART: tl.constexpr = HEAD_DIM // PARTS
     BY_DIM: tl.constexpr = IS_V and tl.int8 == TYPE
     inner = tl.arange(0, PART_PAD)
     if BY_DIM:
-        # A mask that is one for a tile's 16 tokens lets them be read at once.
+        # With one mask value for a tile's 16 tokens they are read in one load.
         inner, tokens = inner[:, None], tokens[None, :]
         mask, scaled = mapped[None, :], present[None, :]
     else:
@@ -208,8 +210,10 @@ def load_scales(
     HEAD_DIM: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ):
-    """Four [N] fp32: each token's first and last scale of K and those of V, of one or two groups;
-    0 where none is present. Read as one word, which unlike a half can be copied ahead."""
+    """Loads four [N] fp32: each token's first and last scale of K and of V, for one or two groups.
+
+    Scales of absent tokens are 0. They are read as one word, which unlike fp16 can be prefetched.
+    """
     SIZE: tl.constexpr = 4 * NUM_GROUPS
     WORD: tl.constexpr = tl.int32 if NUM_GROUPS == 1 else tl.int64
     scales = scale_pointer(tile, head, 0, KV_HEADS, HEAD_DIM, NUM_GROUPS)
@@ -224,5 +228,5 @@ def load_scales(
 
 @triton.jit
 def _scale_in(word, bit: tl.constexpr):
-    """The fp16 number in a word from a bit on, as fp32."""
+    """Returns the fp16 number at a bit offset of a word as fp32."""
     return (word >> bit).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
