@@ -83,7 +83,7 @@ class Step:
     attend: list[Callable[[], Tensor]]
     layer_bytes: int
     memory: Tensor
-    """Of the K/V: the calls know its address alone."""
+    """Keeps the K/V alive, since the calls know only its address."""
     tiles: Any
     q: Tensor
     """[T, H, D]"""
@@ -102,7 +102,7 @@ def make_step(
     layers: int = 1,
     window: int | None = None,
 ) -> Step:
-    """Sequences with one row come first, they decode."""
+    """Makes a step; sequences with one row decode and come first."""
     from ops.cuda.attention import CudaAttentionLayer, KVTiles, StepArrays, layer_bytes
     from ops.triton_kernels.kv import append
 

@@ -1,4 +1,4 @@
-"""What the device can do at most, measured on random data in the same run as everything else."""
+"""The device's ceilings, measured on random data in the same run as everything else."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -107,7 +107,7 @@ def _versions() -> Figures:
 
 
 def clocks() -> Figures:
-    """As they are; nothing is set."""
+    """Reads the clocks; sets nothing."""
     command = ["nvidia-smi", f"--query-gpu={_QUERIED},driver_version", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
@@ -134,7 +134,7 @@ def _random_bytes(count: int) -> torch.Tensor:
 
 
 def _copy(size: int) -> Figures:
-    """Bytes read and bytes written count."""
+    """Measures copying; bytes read and bytes written count."""
     source = _random_bytes(size)
     target = torch.empty_like(source)
     timing = time_works([lambda: target.copy_(source)])
@@ -142,7 +142,7 @@ def _copy(size: int) -> Figures:
 
 
 def _read(size: int) -> Figures:
-    """The best of some numbers of programs."""
+    """Measures reading with some numbers of programs; the best counts."""
     values = _random_bytes(size).view(torch.int32)
     counts = (132, 264, 528, 1056) if torch.cuda.is_available() else (2,)
     best: Figures = {"rate": 0.0}
@@ -214,7 +214,7 @@ def _fp8_probes(width: int, is_dry: bool) -> dict[str, Probe]:
 
 
 def _loops(dtype: torch.dtype, sums: torch.dtype, is_dry: bool) -> dict[str, Probe]:
-    """Products of tiles that stay where they are, in some shapes."""
+    """Returns products of tiles that stay in registers, in some shapes."""
 
     def loop(rows: int, cols: int, depth: int, num_warps: int) -> Figures:
         a, b = _matrix(rows, depth, dtype), _matrix(cols, depth, dtype)
@@ -230,7 +230,7 @@ def _loops(dtype: torch.dtype, sums: torch.dtype, is_dry: bool) -> dict[str, Pro
 
 
 def _launches() -> Figures:
-    """Seconds of one tiny kernel: in a graph of many, and as a graph of its own each time."""
+    """Measures a tiny kernel in a graph of many, and as a graph of its own each time."""
     x = torch.zeros(32, device=device())
     figures: Figures = {"in_a_graph_us": 1e6 * time_works([lambda: x.add_(1.0)]).seconds}
     if not torch.cuda.is_available():

@@ -40,7 +40,7 @@ _MAX_LOG_LINES = 60
 
 @dataclass
 class EnginePlan:
-    """What is measured of a shape. decodes: (batch, context, tokens in the window)."""
+    """The measurements of one shape. decodes: (batch, context, tokens in the window)."""
 
     shape: str
     decodes: tuple[tuple[int, int, int], ...]
@@ -117,7 +117,7 @@ def measure(record: Record, plan: EnginePlan) -> None:
 
 
 class _Lines(logging.Handler):
-    """What the engine logs while it starts, with seconds since then."""
+    """Keeps what the engine logs while it starts, with the seconds since the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _Lines(logging.Handler):
 
 
 class _Client:
-    """Sink of one request: when which tokens came."""
+    """The sink of one request, which notes when tokens came."""
 
     def __init__(self, ended: threading.Semaphore) -> None:
         self.times: list[tuple[float, int]] = []
@@ -138,7 +138,7 @@ class _Client:
         self._ended = ended
 
     def accept(self, request: Request) -> None:
-        """Nothing to note."""
+        """Does nothing."""
 
     def push(self, delta: TokenDelta) -> None:
         if delta.token_ids:
@@ -153,12 +153,12 @@ class _Client:
         self._ended.release()
 
     def wake(self) -> None:
-        """Nobody sleeps."""
+        """Does nothing: no thread sleeps."""
 
 
 @dataclass
 class _Run:
-    """Requests from submission to the last token."""
+    """Notes requests from submission to the last token."""
 
     began: float
     clients: list[_Client]
@@ -269,7 +269,7 @@ class _Bench:
         }
 
     def streams(self) -> Figures:
-        """All at once, until the last one has its answer: what the peers are asked, too."""
+        """Sends all requests at once and waits for the last answer, as for the peers."""
         count, prompt, answer = self._plan.streams
         times, decodes = [], []
         for _ in range(1 if self._record.is_dry else 2):
@@ -284,7 +284,7 @@ class _Bench:
         }
 
     def mixed(self) -> Figures:
-        """Prompts and answers of all lengths; the gaps between a request's tokens."""
+        """Measures prompts and answers of all lengths: the gaps between a request's tokens."""
         count, longest, most = self._plan.mixed
         lengths = [self._rng.randint(2, longest) for _ in range(count)]
         answers = [self._rng.randint(2, most) for _ in range(count)]

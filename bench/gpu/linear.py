@@ -97,7 +97,7 @@ def fusion_of(layer: Layer, kind: str = "int8") -> Fusion:
 
 
 def make_op(kind: str, layer: Layer) -> LinearOp:
-    """With random weights. kind: int8, fp8, int4 or bf16."""
+    """Returns a layer with random weights. kind: int8, fp8, int4 or bf16."""
     backend = get_backend("cuda")
     weight = torch.randn(layer.num_rows, layer.num_in, device=device(), dtype=torch.bfloat16)
     weight *= layer.num_in**-0.5
@@ -133,7 +133,7 @@ _WEIGHT_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / 64, "bf16": 2.0}
 
 
 def whole(kind: str, layer: Layer, count: int) -> Figures:
-    """The layer as the engine calls it. bytes: rows as they come, weights, results."""
+    """Times the layer as the engine calls it. bytes: input rows, weights, results."""
     weight_bytes = int(layer.num_rows * layer.num_in * _WEIGHT_BYTES[kind])
     ops = [make_op(kind, layer) for _ in range(num_sets(weight_bytes))]
     x, residual = make_rows(kind, layer, count)
@@ -197,14 +197,14 @@ def _jobs(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, int]]:
 
 
 def _tune(layers: tuple[Layer, ...], budget_s: float) -> Figures:
-    """The engine's sections find the table in the cache."""
+    """Tunes the tiles; the engine's sections find the table in the cache."""
     from ops.cuda import tune
 
     ops: dict[str, Any] = {layer.name: make_op("int8", layer) for layer in layers}
     jobs = (ops[layer.name].job(count, layer.adds) for layer, count in _jobs(layers))
-    told = tune.tune(jobs, device(), budget_s=budget_s)
-    lines = {f"{s.rows} x {s.num_in} -> {s.num_out}": line for s, line in told.items()}
-    return {"count": len(told), "table": lines}
+    tuned = tune.tune(jobs, device(), budget_s=budget_s)
+    lines = {f"{s.rows} x {s.num_in} -> {s.num_out}": line for s, line in tuned.items()}
+    return {"count": len(tuned), "table": lines}
 
 
 def warm(record: Record) -> None:

@@ -50,7 +50,7 @@ def run(record: Record) -> None:
 
 
 def _load(models: list[Any], shape: str) -> Figures:
-    """Random weights, made on the device."""
+    """Returns a model with random weights that are made on the device."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -121,7 +121,7 @@ def _wait() -> None:
 
 
 def _tidy() -> None:
-    """Caches of one way must not be in the way of the next."""
+    """Frees caches of one mode before the next."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Everything that a GPU can tell, in one command: python -m bench.gpu.report (`make gpu`).
+"""Every GPU measurement in one command: python -m bench.gpu.report (`make gpu`).
 
 Every section runs in a process of its own, with a limit of its own within the budget of all; one
 that fails, hangs or loses its device costs nothing but its own cases. After every case DEVICE.json
@@ -75,7 +75,7 @@ SECTIONS = (
 
 @dataclass
 class Child:
-    """A section's process and what became of it."""
+    """A section's process and its outcome."""
 
     section: Section
     out: Path
@@ -118,7 +118,7 @@ class Parent:
         return self._budget_s - (time.monotonic() - self._began_s) - _RESERVE_S
 
     def run(self, sections: Sequence[Section]) -> None:
-        """Stage by stage; whatever happens, no process of a section is left."""
+        """Runs stage by stage and leaves no process of a section behind."""
         try:
             for _, group in groupby(sections, lambda s: s.stage or s.name):
                 self._run_stage(list(group))
@@ -134,7 +134,7 @@ class Parent:
         self._wait_for([child for child in started if child and not child.section.is_background])
 
     def _begin(self, section: Section) -> Child | None:
-        """None: there is no time for it."""
+        """Returns None where no time is left for the section."""
         self._wait_for([child for child in self._children if child.section.name == section.after])
         limit_s = min(section.limit_s, self.left_s())
         if limit_s < min(_MIN_S, section.limit_s):
@@ -203,14 +203,14 @@ class Parent:
 
     @staticmethod
     def _kill(child: Child) -> None:
-        """The whole group: a section may have children, and outlive them."""
+        """Ends the whole process group, as a section may have children."""
         assert child.process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, signal.SIGKILL)
         child.process.wait()
 
     def _show_new(self) -> None:
-        """A line for every new case, and a new report."""
+        """Prints a line for every new case and writes a new report."""
         is_new = False
         for child in self._children:
             entry = child.entry()
@@ -257,7 +257,7 @@ class Parent:
         return self._out / f"{stem}{suffix}"
 
     def write(self) -> None:
-        """Once the device's name is known."""
+        """Names the files once the device's name is known."""
         report = self.report()
         if report["device"] == _UNKNOWN:
             return
@@ -294,7 +294,7 @@ def _brief(figures: dict[str, Any]) -> str:
 
 
 def run_section(target: str, record: Record) -> None:
-    """In the section's own process."""
+    """Runs a section in its own process."""
     module, _, name = target.partition(":")
     function: Callable[[Record], None] = getattr(importlib.import_module(module), name)
     function(record)

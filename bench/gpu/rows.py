@@ -1,4 +1,4 @@
-"""What is bound by memory alone: rows between products, K/V on its way into memory, sampling."""
+"""Kernels that only memory limits: rows between products, storing K/V, sampling."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _append(heads: Heads, count: int, kind: str) -> Figures:
 
 
 def make_sampler(kind: str, batch: int, vocab: int) -> tuple[Any, Any]:
-    """A DeviceSampler that has been told what to choose, and the step's plan."""
+    """Returns a DeviceSampler with its sampling parameters, and the step's plan."""
     from ops.cuda.sampling import DeviceSampler, DeviceSamplingInputs, Row
 
     options: dict[str, Any] = {"temperature": float(kind != "greedy")}  # 1: logits stay

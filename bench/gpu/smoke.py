@@ -117,7 +117,7 @@ def _expected(x: Tensor, weight: Tensor, fusion: Fusion, residual: Tensor | None
 
 
 def _own_bits(layer: Layer, count: int) -> Figures:
-    """The first rows alone are what they are among many."""
+    """Checks that the first rows alone have the results that they have among many."""
     op, _, _ = _make("int8", layer)
     x, residual = make_rows("int8", layer, count)
 
@@ -202,7 +202,7 @@ def sampling(record: Record) -> None:
 
 
 def _sampled(kind: str, batch: int, vocab: int) -> Figures:
-    """A chosen token is one that may be chosen, and the same again."""
+    """Checks that a sampled token is allowed, and the same in a second call."""
     sampler, plan = make_sampler(kind, batch, vocab)
     logits = 2.5 * torch.randn(batch, vocab, device=device())
     tokens = sampler.run(logits.clone(), plan.kind).long().cpu()

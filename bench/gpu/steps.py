@@ -77,7 +77,7 @@ class Step:
 
 
 def periods(steps: Sequence[Step]) -> list[float]:
-    """From begin to begin."""
+    """Seconds from one begin to the next."""
     return [b.begin - a.begin for a, b in itertools.pairwise(steps)]
 
 
@@ -89,7 +89,7 @@ def gap_share(steps: Sequence[Step]) -> float:
 
 
 def late_places(times: Sequence[float]) -> list[int]:
-    """Which took more than LATE times the median of those around them."""
+    """Returns the periods of more than LATE times the median of those around them."""
     half = _WINDOW // 2
     found = []
     for i, seconds in enumerate(times):

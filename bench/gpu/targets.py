@@ -69,7 +69,7 @@ class Row:
 def _at_least(
     target: str, values: dict[str, float | None], least: float, form: str = "{:.0%}"
 ) -> Row:
-    """All of the values, by what they are of."""
+    """Returns a row of all values by name, reached where each is at least `least`."""
     known = {name: value for name, value in values.items() if value is not None}
     text = ", ".join(f"{name} {form.format(value)}".strip() for name, value in known.items())
     missing = [name for name in values if name not in known]
@@ -81,7 +81,7 @@ def _at_least(
 
 
 def targets(report: dict[str, Any]) -> list[Row]:
-    """What has to be shown on an H200, in its order."""
+    """Returns the targets on an H200, in their order."""
     ceilings = Ceilings.of(report)
     linear, attention = cases_of(report, "linear"), cases_of(report, "attention")
     engine = cases_of(report, "engine-8b")
@@ -171,7 +171,7 @@ def _engine_rows(ceilings: Ceilings, engine: Cases) -> list[Row]:
 
 
 def _over_rivals(cases: Cases, ours: str, rivals: str) -> float | None:
-    """How much faster than the fastest of those whose names begin so."""
+    """Returns the speedup over the fastest case whose name begins with the prefix."""
     times = [
         case["seconds"]
         for name, case in cases.items()
@@ -212,7 +212,7 @@ def _tests_row(cases: Cases) -> Row:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The whole report: targets, figures of all sections, what failed."""
+    """Returns the whole report: targets, figures of all sections, failures."""
     dry = " (dry run: the figures mean nothing)" if report.get("is_dry_run") else ""
     lines = [
         f"# GPU report: {report['device']}{dry}",

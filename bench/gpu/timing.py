@@ -39,7 +39,7 @@ def device() -> torch.device:
 
 
 def num_sets(num_bytes: int) -> int:
-    """How many sets of operands of this size to take in turn."""
+    """Returns how many sets of operands of this size to use in turn."""
     if not torch.cuda.is_available():
         return 1
     return max(1, min(_MAX_SETS, -(-_ROTATED_BYTES // max(1, num_bytes))))
@@ -98,7 +98,7 @@ def _time_by_events(works: Sequence[Work], estimate: float, target_s: float) -> 
 
 
 def _time_in_graph(works: Sequence[Work], estimate: float, target_s: float) -> Timing | None:
-    """None: it cannot be captured."""
+    """Returns None where the work cannot be captured."""
     calls = int(min(_MAX_GRAPH_CALLS, max(len(works), _GRAPH_S / estimate)))
     calls = max(1, calls // len(works)) * len(works)
     graph = torch.cuda.CUDAGraph()
