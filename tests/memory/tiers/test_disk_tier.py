@@ -106,7 +106,7 @@ def test_a_slot_that_is_read_is_not_reused(tmp_path, pages):
 
 @pytest.mark.parametrize("io", ["auto", "threads"])
 def test_several_threads_at_once(tmp_path, io):
-    """Few slots, the same keys: what is found is right, and the books agree in the end."""
+    """Few slots, the same keys: what is found is right, and the accounting agrees in the end."""
     store = open_store(tmp_path, slots=12, io=io, persistent=True)
     failures = []
 
@@ -229,7 +229,7 @@ class DiskTierMachine(RuleBasedStateMachine):
     torn_before = False
 
     @invariant()
-    def books_are_right(self):
+    def accounting_is_right(self):
         self.store._slots.check_integrity()
         there = set(self.store._slots.entries)
         assert there <= set(self.model)

@@ -305,7 +305,7 @@ def test_who_has_gone_since_may_have_been_the_fault(fails):
 
 
 def test_a_step_taken_back_leaves_the_preempted_in_order():
-    """Five tokens fill a page, the sixth, which will never be known, was in the books."""
+    """Five tokens fill a page, the sixth, which will never be known, was accounted for."""
     bad = []
     bench = Bench(fails_wait=lambda s: s in bad)
     bad.append(bench.add("bad", num_tokens=3))

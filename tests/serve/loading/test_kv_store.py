@@ -190,7 +190,7 @@ def test_a_disk_that_fails_for_a_while_gets_the_pages_later(tmp_path, monkeypatc
     assert loaded_pages(tmp_path) >= 4
 
 
-def test_the_device_is_closed_whatever_the_books_do(caplog):
+def test_the_device_is_closed_whatever_the_accounting_does(caplog):
     """An error while K/V memory is given back ends neither thread nor device differently."""
     llm = LLM(str(checkpoint("llama")), **SETTINGS)
     llm.generate(PROMPT, GREEDY)
@@ -200,9 +200,9 @@ def test_the_device_is_closed_whatever_the_books_do(caplog):
     core._runner.close = lambda: (close(), closed.append(True))
 
     def fail() -> None:
-        raise OSError(errno.EIO, "the books are broken")
+        raise OSError(errno.EIO, "the accounting is broken")
 
     core.kv.close_all = fail
     llm.shutdown()
-    assert closed and "the books are broken" in caplog.text
+    assert closed and "the accounting is broken" in caplog.text
     assert not core._compute.is_alive() and not core._output.is_alive()
