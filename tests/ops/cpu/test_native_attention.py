@@ -1,8 +1,8 @@
 """Prefill attention over bf16 and fp32 K/V on every instruction set of this machine.
 
-Against float64 with bounds that follow from what is rounded: sums in fp32, weights to bf16 where
-K/V are, the result to the type of the rows. K/V lie as memory/ lays them, among numbers that
-nobody may read.
+Results are compared with float64. Bounds follow from the rounding of sums to fp32, of weights to
+the type of K/V if it is bf16, and of results to the type of the rows. K/V have the layout of
+memory/, surrounded by values that must not be read.
 """
 
 from __future__ import annotations

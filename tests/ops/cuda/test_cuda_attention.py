@@ -151,8 +151,8 @@ def test_layer_bytes():
     ("dtype", "group", "window"), [(INT8, 32, None), (FP32, None, 30), (torch.bfloat16, None, None)]
 )
 def test_a_mixed_step(dtype, group, window):
-    """K/V from before, then a step that appends and attends; room for more decode rows than there
-    are, whose places the prompts' rows have, and rows of nobody."""
+    """A step over earlier K/V that appends and attends. Launches have more decode rows than there
+    are sequences, which overlap the rows of prefill chunks, and padding rows."""
     lens, rows, decodes, padding = [40, 1, 90, 33], [1, 1, 20, 33], 2, (2, 3)
     tiles = Tiles(4, 2, 64, dtype, group, window, lens)
     for i in range(4):

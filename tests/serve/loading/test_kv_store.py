@@ -112,7 +112,7 @@ FLAWS = ["open to others", "a link", "a pipe", "another user's"]
 
 @pytest.mark.parametrize("how", [*FLAWS, "too short"])
 def test_a_secret_that_others_may_know_is_made_anew(tmp_path, folder, how, caplog):
-    """And with it the names of all pages: nobody else's are found under them."""
+    """A new secret changes all page keys, so that pages of other users are not found."""
     if how == "another user's" and os.geteuid() != 0:
         pytest.skip("only root can give files away")
     secret = folder / "secret"
