@@ -1,5 +1,4 @@
-"""Streaming over plain HTTP, with aiohttp and nothing else:
-python -m examples.chat_http [URL] [QUESTION]"""
+"""Streams an answer over plain HTTP with aiohttp: python -m examples.chat_http [URL] [QUESTION]"""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ async def run(url: str, question: str) -> None:
         }
         async with session.post("/v1/chat/completions", json=body) as response:
             response.raise_for_status()
-            async for line in response.content:  # one event per line, blank lines between
+            async for line in response.content:  # one event per line, with blank lines between
                 data = line.decode().strip().removeprefix("data: ")
                 if data == "[DONE]":
                     break

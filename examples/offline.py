@@ -1,4 +1,4 @@
-"""Many prompts at once, no server: python -m examples.offline [MODEL]"""
+"""Generates from many prompts at once without a server: python -m examples.offline [MODEL]"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official openai package against a running server (`serve run`):
+"""Uses the official openai package with a running server (`serve run`):
 python -m examples.openai_client [URL]"""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""K/V and attention on two memory nodes, which are processes of this machine here:
+"""Keeps K/V and attention on two memory nodes, here processes of this machine:
 python -m examples.remote_memory [MODEL]"""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PROMPTS = ["Once there was a fox", "One day a little cat", "Once there was a bra
 
 
 def start_node(url: str, stack: ExitStack) -> None:
-    """As `serve node URL` in a terminal. With tcp:// it could be any machine, and needs a key
+    """Starts `serve node URL`. With tcp:// a node can be any machine, and needs a key
     (--memory-node-key-file, and memory_node_key_file below)."""
     command = [sys.executable, "-m", "serve", "node", url, "--kv-cache-bytes", "64M"]
     node = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

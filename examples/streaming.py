@@ -1,4 +1,4 @@
-"""Several answers streamed at once from an engine in this process:
+"""Streams several answers at once from an engine in this process:
 python -m examples.streaming [MODEL]"""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ QUESTIONS = ["What is your name?", "Tell me a short story."]
 
 
 async def answer(engine: Engine, question: str) -> str:
-    """One conversation. abort() in `finally`: leaving early frees what the request holds."""
+    """Streams one answer; abort() in `finally` frees the request's memory on an early exit."""
     params = SamplingParams(max_tokens=48, temperature=0.7, seed=1)
     stream = engine.submit_chat([{"role": "user", "content": question}], params)
     text = ""

@@ -1,7 +1,7 @@
-"""Trains the model that the server has inside: python -m examples.train_default_model --out DIR.
+"""Trains the embedded model: python -m examples.train_default_model --out DIR.
 
-Everything follows from --seed: the text, the tokenizer, the weights and the number of steps, which
-is fixed and not a matter of time. Ends with an evaluation, written as eval.json beside the weights.
+--seed determines the text, the tokenizer and the weights; the number of steps is fixed and does not
+depend on time. At the end an evaluation is written as eval.json beside the weights.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from examples.default_model.muon import make_optimizers, schedule
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is done; the steps are in two phases, short rows first and long chats at the end."""
+    """The size of a training; its last long_steps steps have long chats, the others short rows."""
 
     shape: Shape = field(default_factory=Shape)
     tokenizer_dialogs: int = 60_000
     steps: int = 9000
-    long_steps: int = 642  # of them, at the end
+    long_steps: int = 642  # the last ones of `steps`
     rows: int = 8
     length: int = 256
     long_rows: int = 2
@@ -59,7 +59,7 @@ def batch_of(plan: Plan, encoder: Encoder, seed: int, step: int) -> Batch:
 def fit(
     plan: Plan, model: Llama, encoder: Encoder, seed: int, device: str, checkpoint: Path | None
 ) -> float:
-    """Trains the model and returns the seconds it took, those before a stop included."""
+    """Trains the model and returns the seconds that it took, including those before a resume."""
     optimizers = make_optimizers(model)
     base_lrs = [[g["lr"] for g in o.param_groups] for o in optimizers]
     first, before_s, started = 0, 0.0, time.monotonic()
@@ -103,8 +103,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, help="other than the usual number of steps")
-    parser.add_argument("--checkpoint", type=Path, help="file to go on from after a stop")
+    parser.add_argument("--steps", type=int, help="the number of steps")
+    parser.add_argument("--checkpoint", type=Path, help="file to resume from")
     parser.add_argument("--smoke", action="store_true", help="a few steps of a tiny model")
     return parser.parse_args()
 
@@ -137,7 +137,7 @@ def main() -> None:
         "steps": plan.steps,
         "parameters": num_params,
         "minutes": round(minutes, 1),
-        "cpu_minutes": round(cpu_minutes, 1),  # of all threads, since the last start
+        "cpu_minutes": round(cpu_minutes, 1),  # of all threads, since the last resume
         "threads": args.threads,
         "device": args.device,
         "torch": torch.__version__,

@@ -233,9 +233,7 @@ HTTP_OPTIONS: dict[str, Option] = {
     ),
     "send_buffer_bytes": Option(LIMITS, "The kernel's send buffer of one stream.", is_size=True),
     "parse_inline_bytes": Option(LIMITS, "Larger bodies are parsed in a thread.", is_size=True),
-    "max_responses": Option(
-        LIMITS, "Most responses that are stored, so that others can continue them."
-    ),
+    "max_responses": Option(LIMITS, "Most responses that are stored for later continuation."),
     "max_responses_bytes": Option(LIMITS, "Most memory for stored responses.", is_size=True),
 }
 

@@ -1,4 +1,4 @@
-"""`serve chat`: commands, several lines, rates, keys, and what a server may say wrong."""
+"""`serve chat`: commands, messages of several lines, rates, keys and malformed streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.http.fakes_http import FakeEngine, ServerThread
 
 
 class Scripted:
-    """Says the same pieces to everything."""
+    """Answers every conversation with the same pieces."""
 
     name = "scripted"
 
@@ -109,7 +109,7 @@ def test_thoughts_are_shown_and_not_said_again() -> None:
 
 
 def test_the_key_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the file, else of the environment."""
+    """The key comes from the file, else from the environment."""
     seen: list[str | None] = []
 
     async def handle(request: web.BaseRequest) -> web.Response:

@@ -119,7 +119,7 @@ def test_one_meaning_in_three_places(setting: Setting, tmp_path: Path) -> None:
 
 
 def test_precedence(tmp_path: Path) -> None:
-    """flags > environment > file > default, and every line says which."""
+    """A flag precedes the environment, the file and the default; each line names its origin."""
     file = tmp_path / "server.toml"
     file.write_text('port = 1\nhost = "127.0.0.3"\norder = "fair"\n')
     env = {"MERGESTEP_PORT": "2", "MERGESTEP_HOST": "127.0.0.2", "MERGESTEP_CONFIG": str(file)}
@@ -207,7 +207,7 @@ VALUES_OF_TOML = st.one_of(
 @examples(400, derandomize=True)
 @given(st.dictionaries(st.sampled_from([*SETTINGS, "modell", "a b"]), VALUES_OF_TOML, max_size=4))
 def test_any_file_is_settings_or_an_error(values: dict[str, Any]) -> None:
-    """Nothing but ConfigError comes of what somebody writes into a file."""
+    """A file with any content raises nothing but ConfigError."""
     lines = [f"{toml_value(key)} = {toml_value(value)}" for key, value in values.items()]
     file = ConfigFile("x.toml", tomllib.loads("\n".join(lines)))
     try:

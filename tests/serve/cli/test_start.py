@@ -139,7 +139,7 @@ def test_weights_that_do_not_fit(
 def test_memory_of_a_container(
     files: dict[str, str], free: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What files keep of it is given back when it is needed."""
+    """The page cache counts as available, since it is reclaimable."""
     of_the_machine = "MemAvailable: 7 kB\n"
     texts = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
     texts["/proc/meminfo"] = of_the_machine

@@ -106,7 +106,7 @@ def test_its_faults_are_no_server_errors():
         checked(TokenDelta(0, "", [], None, FinishReason.ERROR, None, "ValueError in the engine"))
 
 
-def test_nobody_pays_who_does_not_ask():
+def test_requests_without_a_form_cost_nothing():
     code = (
         "import sys; from serve import LLM, SamplingParams; llm = LLM(); "
         "llm.generate('a', SamplingParams(max_tokens=2, bad_words=['x'])); "

@@ -1,4 +1,4 @@
-"""Grammars in a batch: nobody else notices, and steps that are run again mask as before."""
+"""A failing grammar in a batch changes no other sequence, and repeated steps have the same masks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check(outputs):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What everybody says in an engine of their own."""
+    """The output of each request in an engine of its own."""
     with make_llm() as llm:
         plain = [generate(llm, [p], [q])[0] for p, q in zip(PROMPTS, PLAIN, strict=True)]
         structured = [generate(llm, [p], [masked(i)])[0] for i, p in enumerate(PROMPTS)]
@@ -104,7 +104,7 @@ def test_preempted_sequences_go_on_where_they_were(alone):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_steps_that_fail_are_run_again(alone, when):
-    """As a whole they fail, in halves they do not: the masks of a row are made several times."""
+    """The whole batch fails and its halves do not, so the masks of a row are made several times."""
     with make_llm() as llm:
         steps = llm._loaded.core._executor
         runner, numbers = steps._runner, itertools.count()
@@ -130,7 +130,7 @@ def test_steps_that_fail_are_run_again(alone, when):
     assert tokens(outputs[4:]) == alone[1]
 
 
-def test_masks_that_come_late_change_nobodys_tokens(alone, monkeypatch):
+def test_late_masks_change_no_tokens(alone, monkeypatch):
     """Whoever's mask is slow is left out of steps, at the end of its prompt and later."""
     original = Matcher.fill
     numbers = itertools.count()
@@ -159,7 +159,7 @@ def test_masks_that_come_late_change_nobodys_tokens(alone, monkeypatch):
 
 
 class _Panic(BaseException):
-    """As the library's panics are."""
+    """Imitates the library's panics."""
 
 
 _Panic.__name__ = "PanicException"

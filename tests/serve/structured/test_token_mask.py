@@ -170,7 +170,7 @@ def test_a_token_that_the_grammar_does_not_allow(compiler, tokenizer):
     assert mask.error
 
 
-def test_nobody_pays_for_the_states_of_others(compiler, tokenizer, monkeypatch):
+def test_no_sequence_pays_for_the_lexer_states_of_another(compiler, tokenizer, monkeypatch):
     """Sequences of one grammar share a lexer: where it is full, each has one of its own."""
     limits = LLParserLimits(max_lexer_states=3000, verbose_errors=False)
     monkeypatch.setattr(grammar_worker, "_LIMITS", limits)
@@ -254,8 +254,8 @@ def test_in_the_engine():
         assert run().token_ids == free.token_ids
 
 
-def test_masks_of_one_request_have_one_effort(compiler, tokenizer, monkeypatch):
-    """What one sequence has spent is gone for the others; without a grammar there is no bound."""
+def test_masks_of_one_request_share_a_budget(compiler, tokenizer, monkeypatch):
+    """The sequences of a request share its budget; without a grammar there is no bound."""
     for name, seconds in {
         "_MASKS_S": 1e-9,
         "_USUAL_MASK_S": 0,

@@ -162,7 +162,7 @@ def test_long_text_is_encoded_in_linear_time(tokenizer: Tokenizer) -> None:
 
 
 def joined(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """What an incremental decoder makes of `pieces`."""
+    """Decodes `pieces` incrementally."""
     assert tokenizer.pieces is not None
     data = b"".join(tokenizer.pieces[index] for index in ids)
     if tokenizer.strips_leading_space and data.startswith(b" "):
