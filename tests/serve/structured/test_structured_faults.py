@@ -1,4 +1,4 @@
-"""A failing grammar in a batch changes no other sequence, and repeated steps have the same masks."""
+"""A failing grammar changes no other sequence of its batch; repeated steps have the same masks."""
 
 from __future__ import annotations
 
