@@ -34,14 +34,15 @@ RESET = struct.pack("ii", 1, 0)
 
 
 class Took(NamedTuple):
-    """From the client's end to the last page. waited_s: of it, for a processor."""
+    """seconds: from the client's end to the release of the last page. waited_s: the part of it
+    that threads waited for a processor."""
 
     seconds: float
     waited_s: float
 
 
 class Watched:
-    """The engine's own view of the one request that is looked at."""
+    """The engine's own view of the one request under test."""
 
     def __init__(self, engine: Engine) -> None:
         core = engine.loaded.core
@@ -67,7 +68,7 @@ class Watched:
         return has_ended
 
     def sequence(self) -> Sequence | None:
-        """Of the request that is no holder's, once it is in the scheduler."""
+        """The sequence of the request under test, once it is in the scheduler."""
         states = [s for s in self.core._requests.states() if s.request_id not in self.holders]
         return states[0].sequences[0] if states and states[0].sequences else None
 
@@ -90,7 +91,7 @@ class Watched:
 
     @property
     def is_free(self) -> bool:
-        """Nothing is left but what the holders have."""
+        """Nothing is left but the holders' requests."""
         scheduler, num_held = self.scheduler, len(self.holders)
         return (
             len(self.core._requests) == num_held
@@ -122,7 +123,7 @@ class Client:
 
 
 async def until(condition, limit_s: float = 5.0) -> float:
-    """The seconds that it took."""
+    """Returns the seconds that it took."""
     began = time.perf_counter()
     while not condition():
         assert time.perf_counter() < began + limit_s, "never"
@@ -197,7 +198,7 @@ def test_a_thousand_clients_that_leave_hold_nothing(capsys: pytest.CaptureFixtur
 
 
 async def hold(engine: Engine, watched: Watched, holders: list) -> list:
-    """Both slots are taken by requests that go on."""
+    """Both slots are taken by requests that keep running."""
     scheduler = watched.scheduler
     if len(scheduler.running) == 2 and all(s.num_tokens < 900 for s in scheduler.running):
         return holders

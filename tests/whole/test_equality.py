@@ -83,7 +83,7 @@ def hash_of(variant, extra: int) -> int:
 @pytest.mark.small_pages
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_tokens_are_the_same_after_preemption(family):
-    """Memory for a fraction of the sequences: they are preempted and recomputed, unnoticed."""
+    """Memory for a fraction of the sequences: preemption and recomputation change no token."""
     path = checkpoint(family, "base")
     targets = _prompts(320, seed=3) + _prompts(320, seed=4)
     greedy = SamplingParams(max_tokens=NUM_TOKENS * 3, temperature=0.0, ignore_eos=True)

@@ -27,7 +27,7 @@ HOSTILE = "hostile"
 
 
 def others() -> list[tuple[list[int], SamplingParams]]:
-    """Greedy and drawn ones, with every parameter; prompts of one row and of several chunks."""
+    """Greedy and sampled requests with every parameter; short and chunked prompts."""
     rng = random.Random(3)
     found = []
     for number in range(NUM_OTHERS):
@@ -52,7 +52,7 @@ def others() -> list[tuple[list[int], SamplingParams]]:
 OTHERS = others()
 ALL_IDS = list(range(VOCABULARY))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-# (prompt, parameters): what may be wrong with it is told, and no more
+# (prompt, parameters): the request is refused with an error, and nothing else happens
 ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "a prompt beyond the context": (list(range(2, 200)) * 5, {}),
     "a prompt of the whole context": ([5] * CONTEXT, {}),
@@ -114,7 +114,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def faulty_rows(engine: Engine):
-    """The step fails whenever the hostile one has a token in it."""
+    """Every step fails that has a row of the hostile request."""
     original = ModelRunner.run
 
     def run(self, plan, launched):
@@ -154,7 +154,7 @@ def params_of(**given: Any) -> SamplingParams:
 
 
 async def tokens(engine: Engine, attack: Callable[[], Any] | None = None) -> list[Any]:
-    """Of the others, beside an attack that begins in their midst."""
+    """Outputs of the other requests, beside an attack that begins while they run."""
     running = [
         asyncio.create_task(engine.generate(prompt, params)) for prompt, params in OTHERS[:16]
     ]
@@ -178,7 +178,7 @@ async def ask(engine: Engine, prompt: Any, given: dict[str, Any]) -> None:
 
 
 async def leave(engine: Engine, num_deltas: int) -> None:
-    """Cancelled after so many deltas; -1: as soon as it is submitted."""
+    """Cancels the request after so many deltas; -1: as soon as it is submitted."""
     stream = submit(engine, [5] * 100, params_of(max_tokens=100, n=3))
     if num_deltas >= 0:
         await stream.accepted()

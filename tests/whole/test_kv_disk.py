@@ -68,13 +68,13 @@ def generate(llm: LLM, requests) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[list[int]]]:
-    """Without a limit, a cache or a disk."""
+    """The outputs without a memory limit, a prefix cache or a disk."""
     with LLM(str(checkpoint("llama")), prefix_cache=False, **SETTINGS, **AMPLE) as llm:
         return [generate(llm, TALKS), generate(llm, PREFIXES), generate(llm, PREFIXES)]
 
 
 def working_set(requests, token_bytes: int) -> float:
-    """Bytes of K/V of all requests at their end."""
+    """Bytes of K/V that all requests have at their end."""
     lengths = [len(p["prompt_token_ids"]) + params.max_tokens for p, params in requests]
     return sum(lengths) * token_bytes
 
@@ -114,7 +114,7 @@ def test_a_working_set_three_times_the_memory(tmp_path, expected, policy):
 
 
 def test_preempted_sequences_come_back_from_the_disk(tmp_path):
-    """The talks alone: nobody asks for a prefix but the preempted."""
+    """Conversations alone: only preempted sequences look up a prefix."""
     with LLM(str(checkpoint("llama")), kv_cache_dir=str(tmp_path), **(SETTINGS | SMALL)) as llm:
         generate(llm, TALKS)
         stats = llm.stats()

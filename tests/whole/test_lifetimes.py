@@ -28,7 +28,7 @@ MOST_BYTES_A_LIFE = 32 << 10
 
 
 class Held(NamedTuple):
-    """What a process has. mappings: of its address space; rss: resident bytes."""
+    """Resources of a process. mappings: in its address space; rss: resident bytes."""
 
     files: int
     threads: int

@@ -79,7 +79,7 @@ def test_a_salt_is_a_short_name(salt):
 
 
 def test_little_memory_forgets_old_prefixes_and_stays_right():
-    """More prefixes than pages, sequences that preempt each other: still the same tokens."""
+    """More prefixes than pages, and preemptions: the tokens stay the same."""
     path = str(checkpoint("llama"))
     prompts = [{"prompt_token_ids": [k, *PREFIX[: 20 + 7 * k]]} for k in range(3, 13)]
     small = SETTINGS | {"kv_cache_bytes": 120 << 10, "max_model_len": 200}

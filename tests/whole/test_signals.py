@@ -1,4 +1,4 @@
-"""SIGTERM to a real `serve run` under 64 streams: none is lost, and nobody new comes in."""
+"""SIGTERM to a real `serve run` under 64 streams: no stream is lost, new requests are refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Stream:
 
     @property
     def num_tokens(self) -> int:
-        """As told at the end of a whole stream."""
+        """The usage that the end of a complete stream reports."""
         assert self.text.endswith(b"data: [DONE]\n\n"), self.text[-200:]
         usage = json.loads(self.text.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]
         count: int = usage["completion_tokens"]

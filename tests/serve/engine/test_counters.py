@@ -1,4 +1,4 @@
-"""Meters: what they count, and what that costs."""
+"""The counters: what they count, and what that costs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_requests_that_came_to_nothing() -> None:
 
 
 def test_tokens_are_timed_from_one_to_the_next() -> None:
-    """Two that go on together, one that pauses, one that comes later."""
+    """Two sequences decode together, one of them pauses, and a third one joins later."""
     counters = RequestCounters()
     processor = OutputProcessor(lambda sequence, reason: None, counters)
     a, b, c = _sequences()
@@ -66,7 +66,7 @@ def test_tokens_are_timed_from_one_to_the_next() -> None:
 
 
 def _sequences() -> list[Sequence]:
-    """The three of one request that came at 0."""
+    """Three sequences of one request that arrived at 0."""
     params = SamplingParams(n=3, max_tokens=9, seed=1)
     request = Request("r", None, (5, 6, 7, 8), params, 0.0)
     detokenizer = SimpleNamespace(push=lambda token: "x", finish=lambda: "")
@@ -136,7 +136,7 @@ def test_traces_do_not_disturb_each_other() -> None:
 
 
 def test_counting_takes_less_than_a_hundredth_of_a_step() -> None:
-    """Of the embedded model's, whose steps are about the shortest that there are."""
+    """The embedded model's steps are about the shortest that there are."""
 
     async def step_s(num_sequences: int) -> float:
         async with Engine(max_num_seqs=32) as engine:
@@ -152,7 +152,7 @@ def test_counting_takes_less_than_a_hundredth_of_a_step() -> None:
 
 
 def _cost_s(num_sequences: int, repeats: int = 200) -> float:
-    """Of all that is counted in a step in which everybody gets a token."""
+    """Seconds to count a step in which every sequence gets a token."""
     counts, counters = StepCounters(), RequestCounters()
     plan: Any = SimpleNamespace(num_decodes=num_sequences, num_total_rows=num_sequences)
     states = [SimpleNamespace(last_token_s=0.5, num_output=0) for _ in range(num_sequences)]
@@ -172,7 +172,7 @@ def _cost_s(num_sequences: int, repeats: int = 200) -> float:
 
 
 def test_few_wait_for_the_thread_that_compiles() -> None:
-    """Whoever comes then is refused, and those who only tokenize are not."""
+    """Further requests with a grammar are refused; those that are only tokenized are not."""
     pool, go_on, done = PromptPool(1), threading.Event(), threading.Event()
     for _ in range(MAX_COMPILING):
         pool.check_compile_queue()

@@ -1,4 +1,4 @@
-"""Early rejection: predictions by hand, a crowd on a simulated clock, and through an engine."""
+"""Early rejection: predictions, an overload on a simulated clock, and a real engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.engine.order_rig import Rig
 
 
 class Door:
-    """A rig whose requests are asked first. A row takes a millisecond."""
+    """A rig that applies early rejection to its requests. A row takes a millisecond."""
 
     def __init__(self, slo_s, **settings):
         self.rig = Rig(settings.pop("order", "fcfs"), num_pages=2000, **settings)
@@ -142,7 +142,7 @@ def test_who_came_before_anything_was_known_counts():
 
 
 def test_slots_count_where_lengths_are_predicted():
-    """Two slots, answers of 50: the fifth begins when the first two rounds have ended."""
+    """With two slots and answers of 50 tokens the fifth request starts after two rounds."""
     door = Door(1e9, budget=64, max_num_seqs=2)
     scheduler = door.rig.scheduler
     scheduler.policy = Oracle(scheduler.kv, lambda sequence: sequence.max_tokens_total - 10, 64)
@@ -158,7 +158,7 @@ def test_slots_count_where_lengths_are_predicted():
 
 
 def crowd(slo_s):
-    """Twice as many requests as can be served; the times to the first token of those served."""
+    """Times to the first token of the served requests, at twice the load that can be served."""
     rng = random.Random(2)
     door = Door(slo_s, budget=64, max_num_seqs=64)
     rig, came = door.rig, {}
@@ -220,7 +220,7 @@ def test_an_engine_refuses_at_once_and_counts():
 
 @pytest.mark.parametrize("order", ["priority", "mlfq", "fair"])
 def test_an_engine_with_another_order(order):
-    """The same tokens for everybody, one slot for all."""
+    """A single slot, and the same tokens for every request."""
     prompts = [{"prompt_token_ids": [7, k, *range(3, 20 + k)]} for k in range(3, 9)]
     answers = []
     for name in ("fcfs", order):

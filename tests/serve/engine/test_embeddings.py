@@ -36,7 +36,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def expected(path, prompt: list[int], kind: str, dimensions: int | None = None) -> np.ndarray:
-    """Of length 1, fp64."""
+    """The vector scaled to length 1, in fp64."""
     with torch.no_grad():
         states = reference_model(path)(torch.tensor([prompt]), output_hidden_states=True)
     rows = states.hidden_states[-1][0].double()
@@ -152,7 +152,7 @@ def test_the_cache_helps_the_last_row_and_not_the_mean():
 
 @pytest.mark.small_pages
 def test_they_are_the_same_after_preemption_and_failed_steps(monkeypatch):
-    """Sequences that grow take the pages of prompts that are half computed."""
+    """Growing sequences take the pages of prompts that are partly computed."""
     original = ModelRunner.run
     count = iter(range(1 << 30))
 
@@ -199,7 +199,7 @@ def test_over_memory_nodes(tmp_path):
 
 
 def test_they_end_as_other_requests_do(monkeypatch):
-    """Cancelled, refused when there are too many, told when the engine stops or fails."""
+    """Cancelled requests, a full queue, and errors when the engine stops or fails."""
     prompt = prompt_of(100)
     long = SamplingParams(max_tokens=150, ignore_eos=True)
     original = ModelRunner.run

@@ -304,7 +304,7 @@ def test_a_trace_has_the_last_steps_and_an_end():
 
 
 def test_a_stream_that_is_over_is_freed_without_the_collector():
-    """A thousand requests in circles are a pause of all threads."""
+    """Collecting a thousand requests in reference cycles would pause all threads."""
 
     async def check():
         async with Rig() as rig:

@@ -1,4 +1,4 @@
-"""The three pools together: what fails or is refused, ends alone."""
+"""The three pools together: a request that fails or is refused affects no other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.engine.engine_rig import PROMPT, Rig, go, params
 
 
 def test_a_failing_request_ends_alone():
-    """The step raises whenever the poisoned sequence is in it: the others do not notice."""
+    """A step with the poisoned sequence raises; the other sequences lose nothing."""
 
     def fails(sequence):
         return sequence.request.request_id == "bad" and sequence.num_output_tokens >= 3

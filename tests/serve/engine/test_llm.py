@@ -1,4 +1,4 @@
-"""The offline face, engines side by side, and settings that an engine takes by name."""
+"""The offline interface, engines side by side, and settings that an engine takes by name."""
 
 from __future__ import annotations
 

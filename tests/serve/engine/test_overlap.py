@@ -1,4 +1,4 @@
-"""Overlapped steps, case by case: what is seen late, what is waited for, what is taken back."""
+"""Overlapped steps, case by case: late ends, waits and roll-backs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE_S = 0.010
 
 
 def stopping(num_output, num_prompt=5):
-    """Settings of a request that stops by itself with that many output tokens."""
+    """Parameters of a request that stops by itself after that many output tokens."""
     for seed in range(10_000):
         prompt = [1000 + seed, *range(40, 39 + num_prompt)]
         request = make_request(prompt=prompt, num_tokens=40)
@@ -113,7 +113,7 @@ def test_a_stop_token_is_seen_one_step_late_and_the_row_in_flight_counts_nowhere
         bench.step()
     assert sequence.stop_token == EOS and sequence.finish_reason is FinishReason.STOP
     assert lengths == [6] and bench.scheduler.num_finished == 1
-    assert sequence in bench.steps._in_flight.plan.sequences, "its row that is nobody's"
+    assert sequence in bench.steps._in_flight.plan.sequences, "its row, whose token is dropped"
     rows = bench.steps.counts.num_decode_rows
     bench.step()
     assert bench.steps.counts.num_decode_rows == rows + 1, "the other one's"
@@ -220,7 +220,7 @@ def test_who_is_preempted_may_end_with_the_token_in_flight(settings):
 
 
 def test_nobody_is_preempted_for_memory_that_a_step_in_flight_frees():
-    """22 pages of 5 tokens, all in use: one is at its end just when the other needs a page."""
+    """22 pages of 5 tokens are in use; one sequence ends just when the other needs a page."""
     bench = Bench(SchedulerLimits(2, 200, 200), num_pages=2, max_len=100)
     one = bench.add("one", num_prompt=59, num_tokens=4)
     other = bench.add("other", num_prompt=42, num_tokens=20)
@@ -270,7 +270,7 @@ def test_a_failed_step_teaches_nothing():
 
 
 def test_a_step_that_fails_when_the_next_is_launched_is_the_only_one_to_blame():
-    """A device may tell of an error at any later call."""
+    """A device may report an error at any later call."""
     bad = []
     bench = Bench(fails_wait=lambda s: s in bad, fails_launch=lambda s: bool(bad) and s not in bad)
     bad_one = bench.add("bad", num_prompt=5, num_tokens=1)
@@ -287,7 +287,7 @@ def test_a_step_that_fails_when_the_next_is_launched_is_the_only_one_to_blame():
 
 @pytest.mark.parametrize("fails", ["fails_launch", "fails_wait"])
 def test_who_has_gone_since_may_have_been_the_fault(fails):
-    """Of two, the bad one is stopped while the step that fails is under way."""
+    """The sequence at fault is stopped while the failing step is in flight."""
     bad = []
     bench = Bench(**{fails: lambda s: s in bad})
     good = bench.add("good", num_tokens=12)
@@ -305,7 +305,7 @@ def test_who_has_gone_since_may_have_been_the_fault(fails):
 
 
 def test_a_step_taken_back_leaves_the_preempted_in_order():
-    """Five tokens fill a page, the sixth, which will never be known, was accounted for."""
+    """Five tokens fill a page; a sixth, which never becomes known, was counted."""
     bad = []
     bench = Bench(fails_wait=lambda s: s in bad)
     bad.append(bench.add("bad", num_tokens=3))
@@ -344,7 +344,7 @@ def test_tokens_that_must_be_known_are_waited_for():
     assert bench.runner.num_pending == 0
     for sequence in sequences:
         assert sequence.token_ids == expected_tokens(sequence)
-    # nobody has a row more than it needs
+    # no sequence has more rows than it needs
     assert bench.device.num_launched == 5
     bench.check_rest()
 

@@ -1,6 +1,6 @@
 """Overlapped steps with a store of pages behind them: copies to and from it happen at any time
 after the steps launched before them, pages are copied in the order of the device's work, and
-everybody gets the tokens of a run without overlap."""
+every sequence gets the tokens of a run without overlap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOST = {0: (-9, -9)}  # what a page holds after a load that found nothing
 
 
 class LateStore:
-    """PageStore whose copies wait for the step that was launched last when they were asked for."""
+    """A PageStore whose copies wait for the step that was launched last before their request."""
 
     room = 8
 
@@ -60,7 +60,7 @@ class LateStore:
         return True
 
     def go_on(self, *, to_the_end: bool = False) -> None:
-        """Some of what was asked for happens."""
+        """Runs some of the requested copies."""
         for item in list(self._asked):
             last = item[-1]
             if last is not None and not last.done.is_set():

@@ -1,5 +1,5 @@
-"""Random work on a late device, step by step: everybody gets the tokens of a run without overlap,
-nobody's K/V is touched by others, nothing is counted twice, nothing is left."""
+"""Random work on a late device, step by step: every sequence gets the tokens of a run without
+overlap, no K/V is touched by another sequence, nothing is counted twice, nothing is left."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Walk(Bench):
             self.alive.append(sequence)
 
     def reading(self, request):
-        """Some ask for their prompts' rows, too, or for nothing else."""
+        """Some requests ask for prompt outputs too, or only for those."""
         rng, params = self.rng, request.params
         kind = rng.choice(["none", "scores", "only scores", "mean", "last"])
         if kind in ("scores", "only scores"):
@@ -145,7 +145,7 @@ class Walk(Bench):
                 self.kv.trim()
                 if num_arrived == num_requests:
                     return self
-        raise AssertionError("somebody never ends")
+        raise AssertionError("a sequence never ends")
 
     def check_end(self):
         self.check_rest()
@@ -201,6 +201,6 @@ def test_who_fails_ends_alone(fails, seed):
 @pytest.mark.parametrize("fails", [None, "launch", "wait"])
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_of_prompts_are_taken_once_and_in_order(fails, seed):
-    """Whoever is preempted, fails, shares its prompt with others or is found in the cache."""
+    """With preemptions, failures, shared prompts and prefix hits."""
     walk = Walk(200 + seed, QUEUE_POLICIES[seed % len(QUEUE_POLICIES)], fails, reads=True).walk(40)
     walk.check_end()

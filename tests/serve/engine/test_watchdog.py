@@ -1,4 +1,4 @@
-"""A step that hangs is told; one that is slow, large or the first of its size is not."""
+"""A stalled step is reported; a slow, large or first one of its size is not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_round_hangs_after_the_bound() -> None:
 
 
 def test_slow_steps_are_learned() -> None:
-    """A machine whose steps take a minute each has none that hangs before five."""
+    """Where steps take a minute each, no step counts as stalled before five minutes."""
     clock = Clock()
     watchdog = Watchdog(clock)
     watchdog.begin(512)
@@ -77,7 +77,7 @@ def test_a_step_larger_than_any_before_has_time_by_its_rows() -> None:
 
 
 def test_a_frozen_step_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow steps below the bound are no trouble; a frozen one is, until it goes on."""
+    """Slow steps below the bound are no stall; a frozen step is one until it goes on."""
     monkeypatch.setattr(watchdog_module, "MIN_STALL_S", 0.25)
     monkeypatch.setattr(watchdog_module, "MAX_ROW_S", 0.01)
     frozen = threading.Event()
