@@ -21,11 +21,11 @@ LogprobRows = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """How a prompt's final hidden states become one vector, its embedding.
+    """How a prompt's final hidden states become one embedding vector.
 
-    kind: "mean" over all tokens, or those of the "last" one. normalize: to length 1.
-    dimensions: only the first so many, taken before normalizing; None: all. cache_salt and
-    priority: as in SamplingParams.
+    kind: "mean" of all tokens, or the "last" token. normalize: scale the vector to length 1.
+    dimensions: keep only the first so many, before normalizing; None keeps all. cache_salt and
+    priority are as in SamplingParams.
     """
 
     kind: str = "mean"
@@ -52,7 +52,7 @@ class PoolingParams:
         self.sampling()
 
     def sampling(self) -> SamplingParams:
-        """Of a request that gets no token."""
+        """Returns the sampling parameters of a request that samples no token."""
         return SamplingParams(
             max_tokens=0,
             temperature=0.0,

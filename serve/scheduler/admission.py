@@ -35,10 +35,10 @@ _RECHECK_STEPS = 16
 
 
 class MemoryPolicy:
-    """The base of all: admits everything, learns nothing. `step` counts the scheduler's steps."""
+    """The base: admits everything, learns nothing. step: the scheduler's number of steps."""
 
     predicted_peak_pages: int | None = None
-    """At the last question."""
+    """The predicted peak at the last call of `admits`."""
 
     def admits(
         self,
@@ -47,56 +47,59 @@ class MemoryPolicy:
         step: int,
         hit: PrefixHit | None = None,
     ) -> bool:
-        """Whether it may run beside the running ones, beginning with a hit of the prefix cache.
-        Its tokens of now fit."""
+        """Returns whether the sequence may run beside the running ones, with this prefix hit. Its
+        present tokens fit."""
         return True
 
     def arrived(self, sequence: Sequence) -> None:
-        """It was queued."""
+        """Notes a sequence that was queued."""
 
     def started(self, sequence: Sequence, step: int) -> None:
-        """It was admitted."""
+        """Notes a sequence that was admitted."""
 
     def stopped(self, sequence: Sequence) -> None:
-        """It ran and gave its pages back: finished or preempted, as its status says."""
+        """Notes a running sequence that freed its pages: finished or preempted, by its status."""
 
     def preempted_by_priority(self, sequence: Sequence) -> None:
-        """It was preempted for one that goes first, not because memory ran out."""
+        """Notes a sequence preempted for a higher level, not because memory ran out."""
         self.stopped(sequence)
 
     def ended(self, sequence: Sequence) -> None:
-        """It is finished, wherever it was; its finish_reason says how."""
+        """Notes a finished sequence, running or waiting; its finish_reason is set."""
 
     def coverage(self) -> tuple[float | None, float | None]:
-        """How often answers were within their P50 and P90 of arrival; None: not predicted."""
+        """Returns the shares of answers within the P50 and P90 predicted on arrival, or None."""
         return None, None
 
     def steps_left(self, step: int) -> list[int]:
-        """Until each running sequence is expected to end, the first to end first; empty: it is
-        not predicted. From any thread."""
+        """Returns the predicted steps until each running sequence ends, rising; empty if nothing is
+        predicted. Any thread may call it."""
         return []
 
     def mean_steps(self) -> float:
-        """That a running sequence is expected to take in all."""
+        """Returns the mean of the steps that a running sequence is predicted to take in all."""
         return 0.0
 
     def still_refuses(self, sequence: Sequence, step: int) -> bool:
-        """`admits` would say no, whatever the hit: nothing has changed since it did."""
+        """Returns whether `admits` would refuse again, whatever the hit: nothing has changed."""
         return False
 
 
 def _num_shared(kv: KVMemory, hit: PrefixHit | None) -> int:
-    """Pages that count once for each sequence, and are there once for several: those that the
-    running ones share, and those of a hit that some of them hold. When a sharer ends, what it
-    needed goes with it, so the difference never turns against the others. With windows it
-    would: pages are shared only until the window has passed them. There nothing is taken off."""
+    """Returns the pages that are counted for several sequences but exist once: those that running
+    sequences share, and those of the hit that some of them hold.
+
+    When a sharing sequence ends, its count ends with it, so the difference never harms the others.
+    With sliding windows it would, because a page is shared only until the window has passed it, so
+    there the result is 0.
+    """
     if any(group.window is not None for group in kv.layout.groups):
         return 0
     return kv.num_saved + (kv.num_shared_pages(hit) if hit is not None else 0)
 
 
 class PromptOnly(MemoryPolicy):
-    """Grow greedily."""
+    """Admits what fits now, and grows greedily."""
 
     def __init__(self, kv: KVMemory) -> None:
         self._kv = kv
@@ -108,14 +111,14 @@ class PromptOnly(MemoryPolicy):
         step: int,
         hit: PrefixHit | None = None,
     ) -> bool:
-        # A spare page for everyone who runs: who is admitted into the last page would be
-        # preempted by the next token of another, again and again.
+        # One spare page for each running sequence: a sequence admitted into the last page would
+        # be preempted by the next token of another, again and again.
         spare_pages = len(running) * len(self._kv.layout.groups)
         return self._kv.can_fit(sequence.num_tokens, spare_pages, hit)
 
 
 class WorstCase(MemoryPolicy):
-    """Nobody is ever preempted: prompt and max_tokens of everyone fit."""
+    """Reserves prompt and max_tokens of every sequence, so that none is ever preempted."""
 
     def __init__(self, kv: KVMemory) -> None:
         self._kv = kv
@@ -144,7 +147,7 @@ class WorstCase(MemoryPolicy):
 
 @dataclass(slots=True, eq=False)
 class _RunningSequence:
-    """A running sequence: its output tokens and its entry in each forecast."""
+    """A running sequence: its drawn output length and its entry in each forecast."""
 
     sequence: Sequence
     lengths: list[int]
@@ -152,10 +155,10 @@ class _RunningSequence:
 
 
 class PeakForecast(MemoryPolicy):
-    """The peaks of some forecasts fit, on average, into what the reserve leaves.
+    """Admits a sequence if the mean peak of several forecasts fits the memory beside the reserve.
 
-    draw(sequence, k): the number of output tokens in forecast k, more than it has.
-    rows: of a step; prompts that are computed one after the other share them.
+    draw(sequence, k): draws the number of output tokens in forecast k, more than it has now.
+    rows: the row budget of a step, which prompts share one after the other.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class PeakForecast(MemoryPolicy):
             return False
         forecasts = self._forecasts[: max(1, _MAX_ENTRIES // (len(self._members) + 1))]
         self._settle(forecasts, step)
-        # Its lengths are drawn once: asking again must not mean trying one's luck again.
+        # lengths are drawn once, so that a repeated call is not a new chance
         if self._asked is None or self._asked[0] is not sequence:
             self._asked = sequence, self._lengths(sequence)
         first = self._first_step(sequence, step)
@@ -231,7 +234,7 @@ class PeakForecast(MemoryPolicy):
             self._missing_rows = 0
 
     def still_refuses(self, sequence: Sequence, step: int) -> bool:
-        # Nobody has ended since it was refused: the others have only grown.
+        # no sequence has ended since the refusal: the others have only grown
         return self._refused is sequence and step % _RECHECK_STEPS != 0
 
     def steps_left(self, step: int) -> list[int]:
@@ -251,7 +254,7 @@ class PeakForecast(MemoryPolicy):
         return [self._draw(sequence, k) for k in range(len(self._forecasts))]
 
     def _first_step(self, sequence: Sequence, step: int) -> int:
-        """The one that computes its next output token, after prompts that came before."""
+        """Returns the step that computes its next output token, after the prompts before it."""
         missing = sequence.num_tokens - sequence.num_computed_tokens
         return step + (self._missing_rows + missing - 1) // self._rows_for_prompts()
 
@@ -259,8 +262,8 @@ class PeakForecast(MemoryPolicy):
         return max(1, self._rows - len(self._members))
 
     def _settle(self, forecasts: list[MemoryForecast], step: int) -> None:
-        """Bring forecasts up to now: prompts that are not computed yet, and sequences that
-        have become longer than they were drawn."""
+        """Updates the forecasts: prompts that are not computed yet, and sequences that have grown
+        beyond their drawn lengths."""
         self._missing_rows = 0
         still = []
         for key in self._prefilling:
@@ -278,13 +281,13 @@ class PeakForecast(MemoryPolicy):
         for k, forecast in enumerate(forecasts):
             for _, _, key in forecast.overdue(step):
                 member = self._members[key]
-                # A sequence that had to wait for its rows can be late without being longer.
+                # a sequence that waited for rows is late without being longer
                 if member.lengths[k] <= member.sequence.num_output_tokens:
                     member.lengths[k] = self._draw(member.sequence, k)
                 self._replace_entry(k, key, step)
 
     def _replace_entry(self, k: int, key: int, first: int) -> None:
-        """Replace the sequence's entry in forecast k: its next token comes in step `first`."""
+        """Replaces the sequence's entry in forecast k: its next token comes in step `first`."""
         member = self._members[key]
         self._forecasts[k].remove(member.entries[k])
         member.entries[k] = _entry(member.sequence, member.lengths[k], first, key)
@@ -292,28 +295,29 @@ class PeakForecast(MemoryPolicy):
 
 
 def _entry(sequence: Sequence, length: int, first: int, key: int) -> ForecastEntry:
-    """It ends with `length` output tokens, of which the last one is never written."""
+    """Returns the entry of a sequence that ends with `length` output tokens; the K/V of the last
+    one is never written."""
     start = sequence.num_tokens - first
     return first + length - sequence.num_output_tokens - 1, start, key
 
 
 class Oracle(PeakForecast):
-    """Knows how long every answer will be. Only for simulation."""
+    """Knows the length of every answer. For simulation only."""
 
     def __init__(self, kv: KVMemory, length: Callable[[Sequence], int], rows: int) -> None:
         super().__init__(kv, lambda sequence, k: length(sequence), 1, rows)
 
 
 class PredictedPeak(PeakForecast):
-    """Admission by predicted peak.
+    """Admits by the predicted peak of memory.
 
-    Every sequence has a length drawn for each forecast from the predictor's law (stratified over
-    the forecasts) and keeps it until it has grown beyond it; then the rest is drawn from what is
-    left of the law. So the forecasts are samples of what can happen given everything known
-    (Past-Future), at the cost of a draw now and then instead of one a step.
+    For each forecast every sequence has a length drawn from the predictor's distribution,
+    stratified over the forecasts. It keeps the length until it has grown beyond it; then a new one
+    is drawn from the conditional distribution. So the forecasts are samples of what can happen
+    given everything known (Past-Future), at the cost of a draw now and then instead of one a step.
 
-    The reserve is learned: a preemption raises it by a hundredth of memory, a sequence that
-    ends without one lowers it so far that at TARGET preempted sequences it stands still.
+    The reserve is learned: a preemption raises it by a hundredth of memory, and a sequence that
+    ends without one lowers it, so that it is steady when a share TARGET is preempted.
     """
 
     TARGET = 0.004
@@ -351,7 +355,7 @@ class PredictedPeak(PeakForecast):
             self.reserve = min(self.MAX_RESERVE, self.reserve + self.STEP)
 
     def preempted_by_priority(self, sequence: Sequence) -> None:
-        super().stopped(sequence)  # no prediction was wrong: the reserve stays
+        super().stopped(sequence)  # no prediction was wrong, so the reserve stays
 
     def ended(self, sequence: Sequence) -> None:
         super().ended(sequence)

@@ -1,4 +1,4 @@
-"""What the running sequences will need in one forecast, at its peak. Integers only."""
+"""The peak of K/V memory in one forecast of the running sequences. Integers only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from operator import add, mul
 from memory.kv_memory import KVMemory
 
 ForecastEntry = tuple[int, int, int]
-"""(end, start, key): see Future."""
+"""(end, start, key): see MemoryForecast."""
 
 
 class MemoryForecast:
-    """One forecast of the running sequences: when each ends, and so what memory all need.
+    """A forecast of when each running sequence ends, and so of the memory that all need.
 
     An entry (end, start, key): the sequence has start + t tokens at step t, up to and including
     t = end. The highest need of all is at somebody's end: sorted by end, the i that end last
@@ -34,14 +34,14 @@ class MemoryForecast:
         del self.entries[bisect_left(self.entries, entry)]
 
     def overdue(self, step: int) -> list[ForecastEntry]:
-        """Those that should have ended before `step`."""
+        """Returns the entries that should have ended before `step`."""
         return self.entries[: bisect_left(self.entries, (step,))]
 
     def peak_pages(self, kv: KVMemory, capacity: int) -> int:
-        """Pages at the peak, exact where that decides whether they are more than `capacity`.
+        """Returns the pages at the peak, exact if that decides whether they exceed `capacity`.
 
-        The peak is found in tokens and half a page for each sequence. Where rounding to pages
-        could decide, they are counted. 20 us for 256 sequences, 50 us with counting.
+        The peak is estimated in tokens plus half a page for each sequence; pages are counted only
+        if rounding could decide. It takes 20 us for 256 sequences, 50 us with counting.
         """
         groups = kv.layout.groups
         if any(group.window for group in groups):
@@ -55,7 +55,7 @@ class MemoryForecast:
         return sum([kv.layout.pages_at(start + last) for _, start, _ in alive])
 
     def _peak(self, kv: KVMemory) -> tuple[int, int]:
-        """Pages at the peak, and how many sequences are alive then."""
+        """Returns the pages at the peak, and the number of sequences alive then."""
         half_page = kv.page_bytes // kv.token_bytes // 2
         last_first = self.entries[::-1]
         totals = accumulate([start for _, start, _ in last_first])
@@ -65,17 +65,17 @@ class MemoryForecast:
         return most * kv.token_bytes // kv.page_bytes, needs.index(most) + 1 if needs else 0
 
     def _peak_with_windows(self, kv: KVMemory) -> tuple[int, int]:
-        """The same where a group of layers needs no more than so many tokens of a sequence.
+        """Returns the same for layers with sliding windows, which bound a sequence's tokens.
 
-        Going back from the last end, sequences that were full at one end are below the bound at
-        an earlier one: they leave the heap of full ones, the smallest start first.
+        From the last end backwards, sequences that filled their window at one end are below the
+        bound at an earlier one: they leave the heap of full ones, the smallest start first.
         """
         ends = [end for end, _, _ in reversed(self.entries)]
         need = [0] * len(ends)
         for group in kv.layout.groups:
             most = group.max_decode_pages * kv.page_bytes // group.token_bytes
-            full: list[int] = []  # starts of those that need `most`, a heap
-            total = count = 0  # of the others: their starts
+            full: list[int] = []  # a heap of the starts of sequences that need `most`
+            total = count = 0  # of the other sequences: the sum of their starts, and their number
             for number, (end, start, _) in enumerate(reversed(self.entries)):
                 heappush(full, start)
                 while full and full[0] + end < most:

@@ -1,7 +1,7 @@
-"""What a request wants of its prompt's own rows: log-probabilities of its tokens, or one vector.
+"""Results from a prompt's own rows: log-probabilities of its tokens, or one embedding vector.
 
-Rows are taken in by position, in order and each once, so that steps that fail, chunks that are
-computed again and several outputs of one prompt change nothing. No torch, no asyncio.
+Rows are taken by position, in order and each once, so that failed steps, recomputed chunks and
+several outputs of one prompt change nothing. No torch, no asyncio.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from serve.errors import GenerationError
 from serve.pooling import LogprobRows, PoolingParams
 from serve.request import Request, TokenDelta, TokenLogprobs
 
-_ITERATED = 256  # log-probabilities that are made at once while somebody goes through them
+_ITERATED = 256  # log-probabilities that an iteration makes at once
 
 
 class PromptPart(NamedTuple):
-    """What a step brought of the rows at positions first .. end. found: what `take` needs."""
+    """A step's results of the rows at positions first .. end. found: the argument of `take`."""
 
     outputs: PromptOutputs
     first: int
@@ -35,10 +35,10 @@ class PromptPart(NamedTuple):
 
 
 class PromptOutputs:
-    """Rows at positions num_done .. end are still missing; those before are not needed any more.
+    """Collects results of the rows up to position `end`; those before num_done are taken.
 
-    All outputs of a request share it. The loop's thread fills it; when it is complete nobody
-    changes it any more, and pool 3 may read it.
+    All outputs of a request share it. The compute loop fills it; once complete it is constant, and
+    the output thread may read it.
     """
 
     def __init__(self, first: int, end: int) -> None:
@@ -49,16 +49,16 @@ class PromptOutputs:
         return self.num_done >= self.end
 
     def take(self, first: int, end: int, found: Any) -> None:
-        """The rows from num_done on count, of those at first .. end."""
+        """Takes the rows from num_done on, of those at positions first .. end."""
         raise NotImplementedError
 
     def add_to(self, delta: TokenDelta) -> TokenDelta:
-        """A sequence's first delta, with what was asked for."""
+        """Returns a sequence's first delta with the results added."""
         raise NotImplementedError
 
 
 class PromptScores(PromptOutputs):
-    """The row at position p says how likely token p + 1 was. num_top: alternatives described."""
+    """Log-probabilities: the row at position p scores token p + 1, with num_top alternatives."""
 
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
         super().__init__(0, len(token_ids) - 1)
@@ -77,7 +77,7 @@ class PromptScores(PromptOutputs):
 
 
 class Pooled(PromptOutputs):
-    """The vector of `params`, from sums over rows (mean) or one row (last)."""
+    """The embedding vector, from the sum of all rows (mean) or one row (last)."""
 
     def __init__(self, num_tokens: int, params: PoolingParams) -> None:
         super().__init__(0 if params.kind == "mean" else num_tokens - 1, num_tokens)
@@ -102,7 +102,7 @@ class Pooled(PromptOutputs):
 
 class PromptLogprobs(Sequence["TokenLogprobs | None"]):
     """One entry for each token of a prompt, None for the first one. Entries are made when they are
-    looked at: there may be a hundred thousand, of which each is twenty tokens and numbers."""
+    read: there may be a hundred thousand, each with twenty alternatives."""
 
     def __init__(self, parts: Sequence[LogprobRows], num_top: int) -> None:
         self._rows = np.concatenate(parts) if parts else None
@@ -134,7 +134,7 @@ class PromptLogprobs(Sequence["TokenLogprobs | None"]):
 
 
 def logprobs_of(rows: LogprobRows, num_top: int) -> list[TokenLogprobs]:
-    """With num_top alternatives of those that were described."""
+    """Returns the log-probabilities of each row, with at most num_top alternatives."""
     names = ("token", "rank", "logprob", "num_top", "top_tokens", "top_logprobs")
     columns = zip(*(rows[name].tolist() for name in names), strict=True)
     return [
@@ -149,7 +149,7 @@ def logprobs_of(rows: LogprobRows, num_top: int) -> list[TokenLogprobs]:
 
 
 def make_prompt_outputs(request: Request) -> PromptOutputs | None:
-    """What the rows of a request's prompt are to bring, if anything."""
+    """Returns an empty collector of what the request asks of its prompt's rows, or None."""
     if request.pooling is not None:
         return Pooled(len(request.prompt_token_ids), request.pooling)
     num_top = request.params.prompt_logprobs
