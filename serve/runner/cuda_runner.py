@@ -1,9 +1,9 @@
-"""Pool 2's work on a CUDA device: steps are launched one ahead of the host.
+"""Computes steps on a CUDA device, launched one ahead of the host.
 
 A step is three things in a row on one stream: what its rows are (two copies from pinned memory),
 the model (a CUDA graph if its size is one that was captured, else kernel by kernel), and the
 choice of tokens, which stay on the device for the next step and are copied to pinned memory for
-the host. Nobody waits for the device but `PendingStep.wait`.
+the host. Only `PendingStep.wait` waits for the device.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Step:
 
 
 class CudaRunner:
-    """An OverlappingRunner. All calls in the thread that computes."""
+    """An OverlappingRunner. Only the compute thread calls it."""
 
     def __init__(
         self,
@@ -119,8 +119,8 @@ class CudaRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compute steps of all sizes without any sequence, so that no kernel is compiled while
-        somebody waits for a token, and capture those that are worth it."""
+        """Computes steps of all sizes without a sequence, so that no kernel is compiled while a
+        request waits, and captures the graphs of the sizes that gain by it."""
         for shape in self._shapes.eager:
             self._prepare_empty(shape)
             self._body(shape)
@@ -150,7 +150,7 @@ class CudaRunner:
         return True
 
     def _prepare_empty(self, shape: StepShape) -> None:
-        """Rows that belong to no_rows."""
+        """Uploads the inputs of a step whose rows belong to no sequence."""
         slot = self._slots[0]
         slot.rows.zero_()
         no_rows = AttentionStep(0, [], [], [])
@@ -163,11 +163,11 @@ class CudaRunner:
     # -- a step
 
     def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:
-        """One step alone."""
+        """Launches one step and waits for it."""
         return self.launch(plan, launched).wait()
 
     def needs_tokens(self, plan: StepPlan) -> bool:
-        """Where a mask follows the tokens: they are the host's matter."""
+        """Masks depend on the tokens, which the host must know to fill them."""
         return has_masks(plan)
 
     @torch.inference_mode()
@@ -206,7 +206,7 @@ class CudaRunner:
         return step
 
     def _submit(self, work: Work) -> Event:
-        """Of work that fails half way no_rows has the event: it is waited for here."""
+        """Submits work. Work that fails half way has no event, so it is waited for here."""
         try:
             return self._device.submit(work)
         except BaseException:
@@ -237,7 +237,7 @@ class CudaRunner:
                 return
 
     def settle(self, first: int, end: int) -> None:
-        """Wait until no step that was launched may touch these bytes of the reservation."""
+        """Waits until no step that was launched may touch these bytes of the reservation."""
         for step in self._launched:
             spans = (span for target in step.ranges for span in self._kv.spans(target))
             if any(a < end and first < b for a, b in spans):
@@ -258,7 +258,7 @@ class CudaRunner:
         chunks: abc.Sequence[PrefillChunk],
         masks: FillingMasks,
     ) -> None:
-        """What the device does, in its order. The masks are made while it runs the model."""
+        """Launches the device's work, in its order. Masks are filled while it runs the model."""
         self._upload(slot, shape)
         graph = self._graphs.get(shape)
         if step.wanted:  # graphs share their memory: what one computed is gone with the next
@@ -290,11 +290,11 @@ class CudaRunner:
         self._attention.arrays.upload(slot.attention)
 
     def _body(self, shape: StepShape, chunks: abc.Sequence[PrefillChunk] = ()) -> None:
-        """The model on whatever rows the buffers have: the last rows' hidden states."""
+        """Runs the model on the uploaded rows and keeps the hidden states of the sampled ones."""
         self._hidden(shape, chunks)
 
     def _hidden(self, shape: StepShape, chunks: abc.Sequence[PrefillChunk] = ()) -> Tensor:
-        """`_body`, and all rows' hidden states."""
+        """Runs `_body` and returns the hidden states of all rows."""
         tokens, positions, slots, sampled = fields(self._block, shape.rows)
         attention = self._attention.view(shape.rows, shape.decodes, shape.has_prompts, chunks)
         ids = self._sampler.input_ids(tokens, slots)
@@ -320,7 +320,7 @@ class CudaRunner:
 
 
 def wait_quietly(event: Event | None) -> None:
-    """Wait for a step, however it ends: whoever launched it is told by `_Step.wait`."""
+    """Waits for a step without raising its error, which `_Step.wait` raises."""
     if event is not None:
         with contextlib.suppress(Exception):
             event.wait()

@@ -1,7 +1,7 @@
-"""A step's masks, made in threads of their own while the model computes the step.
+"""Fills a step's token masks in threads of its own while the model computes the step.
 
-A step that has been computed waits a little for them, and no longer: who has no mask by then gets
-no token, and is in the next step again. A mask that is being made is made on meanwhile.
+A computed step waits for them for STEP_WAIT_S at most. A sequence whose mask is late gets no token
+and is planned again; its mask is completed meanwhile.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from serve.scheduler.step_plan import StepPlan
 
 STEP_WAIT_S = 5e-3
 NO_SEQUENCES: frozenset[Sequence] = frozenset()
-# Above it the model's own threads are in the way.
+# More threads would compete with the model's own.
 _MAX_THREADS = 4
 
 
 def has_masks(plan: StepPlan) -> bool:
-    """Whether a sequence with a mask gets a token."""
+    """Returns whether the plan samples a sequence with a mask."""
     pairs = zip(plan.sequences, plan.samples, strict=True)
     return any(s.mask is not None and samples for s, samples in pairs)
 
@@ -35,7 +35,7 @@ class _Stage(Enum):
 
 
 class _Job:
-    """A sequence's next mask. As long as it has not been used, the sequence has no other token."""
+    """A sequence's next mask. The sequence gets no token until the mask has been used."""
 
     __slots__ = ("num_late", "sequence", "stage")
 
@@ -46,7 +46,7 @@ class _Job:
 
     @property
     def rank(self) -> float:
-        """What costs little comes first, and what has waited long."""
+        """Orders the queue: cheap masks and those that have been late come first."""
         assert self.sequence.mask is not None
         return self.sequence.mask.cost_s / (1 + self.num_late)
 
@@ -59,15 +59,15 @@ class _Job:
 
 
 def _job_of(sequence: Sequence) -> _Job:
-    """The one that a step before has left, or a new one."""
+    """Returns the job that an earlier step has left unfinished, or a new one."""
     assert sequence.mask is not None
     job = sequence.mask.job
     return job if isinstance(job, _Job) else _Job(sequence)
 
 
 class FillingMasks:
-    """Of one step. The matchers belong to it until wait() has returned, and those of sequences
-    that are late until a later step has them."""
+    """The masks of one step. Their matchers must not be used until wait() has returned; those of
+    late sequences not until a later step has waited for them."""
 
     def __init__(
         self, filler: MaskFiller | None, jobs: Collection[_Job], num_sequences: int
@@ -78,8 +78,8 @@ class FillingMasks:
         self._late: frozenset[Sequence] | None = None
 
     def wait(self) -> frozenset[Sequence]:
-        """Until the masks are there, or it has taken STEP_WAIT_S. Those that are late: never all
-        of the step's sequences. Called again it returns the same."""
+        """Blocks until the masks are ready, or for STEP_WAIT_S. Returns the late sequences, never
+        all of the step's. A second call returns the same."""
         if self._filler is None:
             return NO_SEQUENCES
         if self._late is None:
@@ -92,7 +92,7 @@ _NOTHING = FillingMasks(None, (), 0)
 
 
 class MaskFiller:
-    """Its threads start with the first mask. One step at a time."""
+    """Fills masks of one step at a time. Its threads start with the first mask."""
 
     def __init__(self) -> None:
         self._num_threads = max(1, min(_MAX_THREADS, usable_processors() // 2))
@@ -102,7 +102,7 @@ class MaskFiller:
         self._workers: list[Future[None]] = []
 
     def begin(self, plan: StepPlan) -> FillingMasks:
-        """For those of the plan that get a token. All tokens are known."""
+        """Starts the masks of the plan's sampled sequences, whose tokens must all be known."""
         pairs = zip(plan.sequences, plan.samples, strict=True)
         masked = [s for s, samples in pairs if s.mask is not None and samples]
         if not masked:
@@ -118,7 +118,7 @@ class MaskFiller:
         return FillingMasks(self, jobs, len(plan.sequences))
 
     def end(self, jobs: Collection[_Job], *, is_everybody: bool) -> frozenset[Sequence]:
-        """Those whose mask is not there in time. is_everybody: nobody else is in the step."""
+        """Returns the late sequences. is_everybody: the step has no sequence without a mask."""
         left = wait(self._workers, STEP_WAIT_S).not_done
         while is_everybody and left and not any(job.stage is _Stage.MADE for job in jobs):
             left = wait(left, STEP_WAIT_S).not_done

@@ -1,4 +1,4 @@
-"""From a step's hidden states to what is asked of prompts' own rows
+"""Computes what requests ask of their prompts' own rows from a step's hidden states
 (serve/scheduler/prompt_outputs.py).
 
 Rows of all sequences that want log-probabilities go through the head together, so many at once
@@ -58,7 +58,7 @@ def prompt_row_requests(
 
 
 class PromptReader:
-    """What was read, on the host once the device has got there."""
+    """Computes the results of prompt rows; they are on the host once the device is done."""
 
     def __init__(
         self,

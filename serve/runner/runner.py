@@ -1,6 +1,6 @@
-"""Pool 2's work: one step on the device, from a plan to sampled tokens. Synchronous.
+"""Computes one step on the device, from a plan to sampled tokens. Synchronous.
 
-Owns the model, the K/V tensors and the attention seam. It decides nothing: the plan says which
+It owns the model, the K/V tensors and the attention seam. It decides nothing: the plan says which
 rows run, the KV manager which pages are mapped.
 """
 
@@ -26,16 +26,16 @@ from serve.scheduler.prompt_outputs import PromptPart
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
 
-# Decoding, pages are mapped ahead for so many steps, and so often: waking the thread costs more
-# than what it does.
+# While sequences decode, pages are mapped ahead for so many steps, once in so many steps: waking
+# the mapping thread costs more than the mapping.
 _STEPS_AHEAD = 12
 MAP_AHEAD_EVERY = 6
 
 
 class ForwardResult(NamedTuple):
-    """hidden: [T, hidden], all rows before the final norm, in whatever order. sampled: those that
-    get a token, in the plan's order; sample_rows: their last rows; None: all, as they are.
-    rows_at: each sequence's first row; None: in the plan's order."""
+    """hidden: [T, hidden], all rows before the final norm, in any order. sampled: the sequences
+    that get a token, in the plan's order; sample_rows: their last rows; None: all rows, in order.
+    rows_at: each sequence's first row; None: the plan's order."""
 
     hidden: torch.Tensor
     sampled: list[Sequence]
@@ -44,8 +44,8 @@ class ForwardResult(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """tokens[i] for sampled[i], in the plan's order. prompts: what was asked of prompts' rows.
-    late: of the plan's, those that get no token because their mask is not made yet."""
+    """tokens[i] belongs to sampled[i], in the plan's order. prompts: the results of prompts' own
+    rows. late: sequences that get no token because their mask was not ready."""
 
     sampled: list[Sequence]
     tokens: list[int]
@@ -54,7 +54,8 @@ class StepResult(NamedTuple):
     late: frozenset[Sequence] = NO_SEQUENCES
 
     def without(self, others: abc.Collection[Sequence]) -> StepResult:
-        """Of prompts all is left: several outputs may have a part in them."""
+        """Returns the result without the tokens of `others`. Prompt results stay, because several
+        outputs may share them."""
         kept = [i for i, sequence in enumerate(self.sampled) if sequence not in others]
         logprobs = self.logprobs
         return self._replace(
@@ -65,8 +66,8 @@ class StepResult(NamedTuple):
 
 
 def upcoming_tokens(plan: StepPlan) -> list[tuple[Range, int]]:
-    """Tokens that the plan's sequences will need places for in the next steps: a prompt its next
-    chunk, everyone a few more."""
+    """Returns the ranges that need pages in the next steps, with their numbers of tokens: room for
+    a prompt's next chunk, and for a few tokens of every sequence."""
     needs: list[tuple[Range, int]] = []
     for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True):
         target = sequence.kv_range
@@ -80,62 +81,62 @@ def upcoming_tokens(plan: StepPlan) -> list[tuple[Range, int]]:
 
 class Closable(Protocol):
     def close(self) -> None:
-        """Give memory back."""
+        """Frees the memory."""
 
 
 class Runner(Protocol):
-    """What the engine's loop needs of the device."""
+    """The device as the engine's loop sees it."""
 
     def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:
-        """Compute the plan's rows and sample. May raise; then nothing of the plan counts.
+        """Computes the plan's rows and samples. If it raises, nothing of the plan counts.
 
-        Calls launched() when the host's part is done and the device is about to work.
+        It calls launched() when the host's part is done and the device is about to compute.
         """
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Frees the device's memory."""
 
 
 class PendingStep(Protocol):
-    """A step that has been launched. late: those that get no token, as in its result."""
+    """A launched step. late: the sequences that get no token, as in its result."""
 
     late: frozenset[Sequence]
 
     def wait(self) -> StepResult:
-        """Block until its tokens are on the host, without the interpreter's lock. Raises what the
-        step raised; then nothing of it counts. Sequences have moved on since the launch: what is
-        needed of them is kept from there, but for the identity of those in `sampled`."""
+        """Blocks until the tokens are on the host, without holding the interpreter's lock. It
+        raises what the step raised; then nothing of the step counts. Sequences have changed since
+        the launch, so it uses only what was saved then and the identity of `sampled`."""
 
 
 @runtime_checkable
 class OverlappingRunner(Runner, Protocol):
-    """A runner whose steps follow each other on the device while the host makes the next one.
+    """A runner that queues a step on the device while the one before it is computed.
 
-    At most two steps are in flight. `run` is for moments when none is.
+    At most two steps are in flight. `run` must be called only when none is.
     """
 
     def launch(self, plan: StepPlan, launched: abc.Callable[[], None]) -> PendingStep:
-        """Commit the plan's pages and queue its rows and the sampling behind the step before.
+        """Commits the plan's pages and queues its rows and sampling behind the step before.
 
-        Where token_ids has PENDING_TOKEN, the token is the one that the step before samples for
-        the sequence: the device takes it from there. num_computed_tokens and len(token_ids) are
-        as if it were known. May raise; then nothing of the plan counts.
+        A PENDING_TOKEN in token_ids is the token that the step before samples for the sequence;
+        the device takes it from there. num_computed_tokens and len(token_ids) count it. If the
+        call raises, nothing of the plan counts.
 
-        Calls launched() when the host's part is done. Pages are mapped while the step before
-        runs, in places that it does not touch; a memory back end that has to unmap waits for
-        the device itself. A page may be given to another sequence while a step that uses it is
-        in flight: whatever writes to pages does so in the order of the steps.
+        It calls launched() when the host's part is done. Pages are mapped while the step before
+        runs, at addresses that it does not touch; a memory back end that must unmap waits for the
+        device itself. A page may go to another sequence while a step that uses it is in flight,
+        because all writes to pages happen in the order of the steps.
         """
 
     def check(self) -> None:
-        """After a step that failed: raises if no other one can be computed any more."""
+        """Raises, after a failed step, if the device cannot compute any more."""
 
     def needs_tokens(self, plan: StepPlan) -> bool:
-        """Whether the plan can only be launched when all its tokens are known on the host."""
+        """Returns whether the plan needs all its tokens on the host before it can be launched."""
 
 
 class ModelRunner:
-    """A model on this machine."""
+    """Runs a model on this machine, one step at a time."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class ModelRunner:
                 return StepResult([], [], None, prompts)
             logits = self._model.logits(hidden if sample_rows is None else hidden[sample_rows])
         finally:
-            late = masks.wait()  # a step that fails is computed again, and its masks with it
+            late = masks.wait()  # a failed step is computed again, with its masks
         if late:
             kept = [i for i, sequence in enumerate(sampled) if sequence not in late]
             if not kept:
@@ -192,7 +193,7 @@ class ModelRunner:
     def _timed(
         self, microbatches: MicrobatchPolicy, plan: StepPlan, launched: abc.Callable[[], None]
     ) -> ForwardResult:
-        """One way or the other, and how long it took."""
+        """Computes the step in the mode that the policy chooses, and reports its time."""
         work = plan.num_decodes, plan.num_total_rows - plan.num_decodes
         is_split = microbatches.splits(*work)
         began_s = self._clock()
@@ -209,7 +210,7 @@ class ModelRunner:
         return ForwardResult(hidden, batch.sampled, None if is_all else batch.sample_rows, None)
 
     def _microbatched(self, plan: StepPlan, launched: abc.Callable[[], None]) -> ForwardResult:
-        """The same rows with the same bits, in two batches that take turns."""
+        """Computes the same rows, with the same bits, as two micro-batches that alternate."""
         halves = split_in_two(plan)
         assert halves is not None
         batches = [make_batch(plan.subset(half)) for half in halves]
@@ -232,6 +233,6 @@ class ModelRunner:
 
     def close(self) -> None:
         self._masks.close()
-        del self._model, self._attention  # views of the reservation go before it does
+        del self._model, self._attention  # views of the reservation must go before it
         if self._memory is not None:
             self._memory.close()

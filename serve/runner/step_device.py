@@ -1,7 +1,7 @@
-"""What a runner that works ahead needs of a device: order, marks, pinned memory, graphs, sizes.
+"""What an overlapping runner needs of a device: order, events, pinned memory, graphs, sizes.
 
-`CudaStepDevice` is a CUDA stream. `HostStepDevice` does everything at once; Triton's interpreter
-runs on it.
+`CudaStepDevice` is a CUDA stream. `HostStepDevice` runs work when it is submitted; Triton's
+interpreter runs on it.
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ Work = Callable[[], None]
 
 
 class Event(Protocol):
-    """A place in the order of the device's work."""
+    """A point in the order of the device's work."""
 
     def wait(self) -> None:
-        """Until the device has passed it. Raises what went wrong before it."""
+        """Blocks until the device has passed it. Raises an error of the work before it."""
 
 
 class StepDevice(Protocol):
-    """One queue of work. All calls in the thread that computes."""
+    """One queue of work. Only the compute thread calls it."""
 
     device: torch.device
     stream: int
-    """For the driver's calls; 0 where there is none."""
+    """The stream's handle for calls of the driver; 0 if there is none."""
 
     def submit(self, work: Work) -> Event:
-        """Queue kernels and copies, in the order of submission; `work` does not wait for them."""
+        """Queues the kernels and copies that `work` launches; `work` does not wait for them."""
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 that the device copies from and to while the host goes on."""
+        """Returns [num_bytes] uint8 of memory that the device copies from and to asynchronously."""
 
     def capture(self, work: Work) -> Work:
-        """What does the same again, to the same addresses, in one launch. `work` has run once."""
+        """Returns a graph of `work`, which has run once: one launch, the same addresses."""
 
     def peak_bytes(self, work: Work) -> int:
-        """What `work` takes of the device's memory at most, beside what is taken already."""
+        """Runs `work` and returns its peak of device memory beside what is in use, in bytes."""
 
     def free_bytes(self) -> int:
-        """That K/V could take now."""
+        """Returns the bytes of memory that K/V could take now."""
 
     def wait(self) -> None:
-        """For all that was submitted."""
+        """Blocks until all submitted work is done."""
 
     def check(self) -> None:
-        """Raises if the device cannot compute any more, after an error of its own."""
+        """Raises if the device cannot compute any more after an error."""
 
 
 class CompletedEvent:
-    """A mark that is always behind us."""
+    """An event that the device has always passed."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once."""
 
 
 class HostStepDevice:
-    """Work is done when it is submitted."""
+    """Runs work on the CPU when it is submitted."""
 
     device = torch.device("cpu")
     stream = 0
@@ -78,20 +78,20 @@ class HostStepDevice:
         return work
 
     def peak_bytes(self, work: Work) -> int:
-        return 0  # what a step takes is not taken from K/V here
+        return 0  # K/V on the host does not compete with a step
 
     def free_bytes(self) -> int:
         return local_kv_bytes()
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once."""
 
     def check(self) -> None:
-        """It is this process."""
+        """Never raises: the device is this process."""
 
 
 class CudaStepDevice:
-    """A stream of its own, which becomes torch's current one in the thread that makes this."""
+    """Owns a CUDA stream, which becomes torch's current one in the constructing thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -112,8 +112,8 @@ class CudaStepDevice:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, work: Work) -> Work:
-        # Another thread may make pages meanwhile ("thread_local"); graphs run one after the
-        # other, so they share the memory of what they compute.
+        # Another thread may map pages meanwhile ("thread_local"). Graphs run one after the other,
+        # so they share the memory of their results.
         graph = torch.cuda.CUDAGraph()
         self.wait()
         with torch.cuda.graph(
@@ -132,7 +132,7 @@ class CudaStepDevice:
         return int(torch.cuda.max_memory_allocated(self.device) - before)
 
     def free_bytes(self) -> int:
-        """What torch only keeps for itself is given back first."""
+        """Returns the free bytes after torch has released its unused cache."""
         gc.collect()
         torch.cuda.empty_cache()
         free, _total = torch.cuda.mem_get_info(self.device)

@@ -1,11 +1,11 @@
-"""What a step's rows are, as numbers for the device: which token, where, of whom.
+"""A step's rows as numbers for the device: tokens, positions and slots.
 
 One block of int64 in pinned memory, copied to the device at once:
 
     [4, padded rows]: tokens (negative: the last one sampled for the slot), positions, slots,
     and in the last row the rows that are sampled from, in the plan's order
 
-A slot is a range's number: what the device remembers of a sequence lies there.
+A slot is the index of a range: the device keeps a sequence's last sampled token there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ITEM_BYTES = 8
 
 
 def block_bytes(max_rows: int) -> int:
-    """Of the largest step."""
+    """Returns the bytes of the block of a step with max_rows rows."""
     return NUM_FIELDS * max_rows * _ITEM_BYTES
 
 

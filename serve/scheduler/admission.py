@@ -1,12 +1,12 @@
-"""Who may enter, judged by memory: integers only, no torch, no asyncio.
+"""Admission by memory: integers only, no torch, no asyncio.
 
-The scheduler asks `admits` for the sequence at the head of the queue when others run; whatever
-fits memory alone enters an empty engine without being asked for. A policy that admits too much
-costs a preemption, never an error.
+The scheduler calls `admits` for the next waiting sequence when others run; into an empty engine it
+admits any sequence that fits memory alone. A policy that admits too much costs a preemption, never
+an error.
 
-    prompt_only   what it has now fits, with a page to grow for everyone who runs
-    worst_case    everyone could grow to max_tokens
-    predicted     the peak of everyone's predicted forecast fits
+    prompt_only   the present tokens fit, with a spare page for each running sequence
+    worst_case    every sequence could grow to max_tokens
+    predicted     the predicted peak of all sequences fits
     oracle        the same with the real lengths: the bound that a simulation compares with
 """
 

@@ -1,7 +1,7 @@
-"""How many rows of which prompt go into a step: by time and by slack. No torch, no asyncio.
+"""Chooses how many rows of which prompts a step has, by time and slack. No torch, no asyncio.
 
-Time: while somebody decodes, the prompt rows of a step are the most whose predicted step keeps
-the inter-token SLO (Mnemosyne's adaptive chunking); without an SLO, or with nobody to wait, the
+Time: while sequences decode, the prompt rows of a step are the most whose predicted step keeps
+the inter-token SLO (Mnemosyne's adaptive chunking); without an SLO, or without decode rows, the
 row budget is the only bound. Slack: prompts go in order of (time until the deadline - time to
 compute) / time to compute, smallest first (LARS). A long prompt comes after the short ones and
 has a share of the step that they cannot take, at most a half, the more the later it is. In a step
@@ -70,7 +70,7 @@ class StepBudget:
         owed_s: float = 0.0,
         level: int = 0,
     ) -> None:
-        """decodes: those of the step; without them there is no time to keep."""
+        """decodes: the step's decode rows; without them there is no limit on its time."""
         self.level = level
         self.shorts: list[Sequence] = []
         self.longs: list[Sequence] = []
@@ -95,14 +95,14 @@ class StepBudget:
         return not self._is_full and self._rows > self._held_rows
 
     def hold(self, share: float) -> None:
-        """Keep a share of what is left from the short prompts."""
+        """Holds back a share of what is left from the short prompts."""
         self._share = share
         self._held_rows = int(share * self._rows)
         if self._limit_s < math.inf:
             self._held_s = share * max(0.0, self._limit_s - self._model.predict(self._work))
 
     def release(self) -> None:
-        """The short prompts have theirs; now the long ones."""
+        """Frees the held rows for the long prompts, when the short ones have theirs."""
         self._held_rows = 0
         self._held_s = 0.0
         self._is_full = False
@@ -118,7 +118,7 @@ class StepBudget:
         self._limit_s = min(limit_s, self._limit_s)
 
     def rows_for(self, context: int, missing: int) -> int:
-        """Rows for a prompt that has so many missing after `context` tokens."""
+        """Returns the rows for a prompt with `missing` tokens to compute after `context` tokens."""
         rows = max(0, min(missing, self._rows - self._held_rows))
         if self._limit_s == math.inf:
             return rows
@@ -126,7 +126,7 @@ class StepBudget:
         return max(most, min(rows, self._least))
 
     def take(self, rows: int, context: int) -> None:
-        """Rows that rows_for gave, or fewer."""
+        """Spends rows that rows_for returned, or fewer."""
         self._rows -= rows
         self._is_full = not rows
         self._least = 0
@@ -137,7 +137,7 @@ class StepBudget:
                 self.owed_s -= self._model.predict(self._work) - before_s
 
     def give_back(self, rows: int, context: int) -> None:
-        """A sequence leaves the step, or the others its rows."""
+        """Returns the rows of a sequence that leaves the step."""
         self._rows += rows
         self._is_full = False
         self._work.remove(rows, context)
@@ -147,15 +147,15 @@ class StepBudget:
 
 @dataclass(slots=True)
 class StepDraft:
-    """budget: the rows that are left for prompts. decodes: sequences with one row; chunks: with
-    more, and how many."""
+    """A step while its rows are given out. budget: the rows left for prompts. decodes: sequences
+    with one row; chunks: sequences with more, and their numbers of rows."""
 
     budget: StepBudget
     decodes: list[Sequence]
     chunks: list[tuple[Sequence, int]]
 
     def add(self, sequence: Sequence, rows: int) -> None:
-        """Its next rows."""
+        """Gives the sequence its next rows."""
         self.budget.take(rows, sequence.num_computed_tokens)
         if rows == 1:
             self.decodes.append(sequence)
@@ -163,7 +163,7 @@ class StepDraft:
             self.chunks.append((sequence, rows))
 
     def remove(self, sequence: Sequence) -> None:
-        """Take back the rows that it was given."""
+        """Takes back the rows that the sequence was given."""
         context = sequence.num_computed_tokens
         given = [(i, rows) for i, (other, rows) in enumerate(self.chunks) if other is sequence]
         for i, rows in given:
@@ -177,8 +177,8 @@ class StepDraft:
 class ChunkPolicy:
     """Shares steps among prompts; its model learns from every step that ran.
 
-    max_rows: of one sequence in a step. inter_token_slo_s: what a step may take while somebody
-    decodes; None: no matter.
+    max_rows: of one sequence in a step. inter_token_slo_s: the time that a step with decode rows
+    may take; None: no limit.
     """
 
     def __init__(self, max_rows: int, inter_token_slo_s: float | None = None) -> None:
@@ -224,7 +224,7 @@ class ChunkPolicy:
         self.model.learn(StepWork.of(plan) if work is None else work, seconds)
 
     def slowdown(self, decodes: list[Sequence]) -> float:
-        """How much longer prompts take beside these than alone; at least 1."""
+        """Returns how much longer prompts take beside these decodes than alone; at least 1."""
         model, num_decodes = self.model, len(decodes)
         context = sum([s.num_computed_tokens for s in decodes])
         work = StepWork(num_decodes, context, num_decodes, samples=bool(decodes))
@@ -237,7 +237,7 @@ class ChunkPolicy:
 
     @property
     def _limit_s(self) -> float:
-        """What a step with prompt and decode rows may be predicted to take."""
+        """The longest predicted time of a step with prompt and decode rows."""
         if self.inter_token_slo_s is None:
             return math.inf
         return self.inter_token_slo_s / (1.0 + self.model.margin)
@@ -258,7 +258,7 @@ class ChunkPolicy:
         return _rows(sequence) > _LONG_STEPS * max(step_rows, _LEAST_ROWS)
 
     def defer(self, sequence: Sequence, budget: StepBudget) -> bool:
-        """If the prompt is long, put it with the others of its kind."""
+        """Puts a long prompt with the other long ones; returns whether it is long."""
         if not self._is_long(sequence, budget):
             return False
         if not budget.longs:
@@ -268,7 +268,7 @@ class ChunkPolicy:
         return True
 
     def _slack(self, sequence: Sequence, num_computed: int) -> float:
-        """Time that is to spare, relative to what the whole prompt takes."""
+        """Returns the time to spare until the deadline, relative to what the whole prompt takes."""
         whole_s = self.model.prefill_seconds(sequence.num_tokens, sequence.num_cached_tokens)
         rest_s = self.model.prefill_seconds(sequence.num_tokens, num_computed)
         deadline_s = sequence.request.arrival_s + max(_DEADLINE_FACTOR * whole_s, _LEAST_DEADLINE_S)
@@ -282,5 +282,5 @@ class ChunkPolicy:
 
 
 def _rows(sequence: Sequence) -> int:
-    """Of the whole prompt, but for what was known when it came."""
+    """Returns the rows of the whole prompt, except those that were cached when it came."""
     return sequence.num_tokens - sequence.num_cached_tokens

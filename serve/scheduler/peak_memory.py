@@ -17,9 +17,9 @@ class MemoryForecast:
     """A forecast of when each running sequence ends, and so of the memory that all need.
 
     An entry (end, start, key): the sequence has start + t tokens at step t, up to and including
-    t = end. The highest need of all is at somebody's end: sorted by end, the i that end last
-    need the sum of their starts and i times the end of the first of them (LightLLM's
-    "forecast required memory"). An entry stays true while its sequence grows by a token a step.
+    t = end. The peak is at the end of a sequence: sorted by end, the i sequences that end last
+    need the sum of their starts plus i times the end of the first of them (LightLLM's "future
+    required memory"). An entry stays valid while its sequence grows by one token a step.
     """
 
     __slots__ = ("entries",)
