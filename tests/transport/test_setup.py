@@ -108,7 +108,7 @@ def test_the_socket_is_its_owners_and_goes_with_the_listener(tmp_path):
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(TransportError, match="listens"):
+    with pytest.raises(TransportError, match="is a listener already"):
         listen_at(f"shm://{path}")
     listener.close()
     assert not path.exists()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from bench.load.workload.mixed import mixed_requests, num_mixed
+from bench.load.workload.mixed import Messages, mixed_requests, num_mixed
 from bench.load.workload.published import PUBLISHED, Marginal, published_calls
 from bench.load.workload.text_files import jsonl_calls, sharegpt_calls
 from bench.load.workload.traces import Part, read_trace
@@ -136,7 +136,7 @@ def _from_file(
 
 def _generated(kind: str, settings: DatasetSettings, count: int, seed: int) -> list[Call]:
     if kind == "mixed":
-        return _mixed(settings, count, seed)
+        return conversation_calls(settings, mixed_requests(seed, count))
     if kind == "prefix":
         return _prefix(settings, count, seed)
     if kind == "random":
@@ -148,14 +148,14 @@ def _generated(kind: str, settings: DatasetSettings, count: int, seed: int) -> l
     return published_calls(PUBLISHED[kind], count, seed)
 
 
-def _mixed(settings: DatasetSettings, count: int, seed: int) -> list[Call]:
-    """Returns conversations of the embedded model's own mixture; output_len only bounds answers."""
+def conversation_calls(settings: DatasetSettings, conversations: Sequence[Messages]) -> list[Call]:
+    """Returns calls of conversations; the model ends its answers, output_len only bounds them."""
     limit = None
     if settings.output_len is not None:
         limit = fixed_length("output_len", settings.output_len)
     count_tokens = settings.count_tokens or four_characters
     calls = []
-    for messages in mixed_requests(seed, count):
+    for messages in conversations:
         size = sum(count_tokens(message["content"]) for message in messages)
         work = Work(messages=messages, max_tokens=limit)
         calls.append(Call(size, None, limit, work=work))

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+NUM_WARM_UP = 64  # the last conversations of the file, which no load has
 FILE = Path(__file__).parents[2] / "data" / "mixed.jsonl"
 Messages = list[dict[str, Any]]
 
@@ -26,16 +27,24 @@ def mixed_requests(seed: int, count: int) -> list[Messages]:
     conversations = _conversations()
     chosen: list[int] = []
     while len(chosen) < count:
-        order = list(range(len(conversations)))
+        order = list(range(num_mixed()))
         if seed or chosen:
             random.Random(f"mixed-{seed}-{len(chosen)}").shuffle(order)
         chosen += order
     return [[dict(message) for message in conversations[i]] for i in chosen[:count]]
 
 
+def warm_up_requests(count: int) -> list[Messages]:
+    """Returns count conversations that mixed_requests never returns."""
+    conversations = _conversations()
+    loads = conversations[:-NUM_WARM_UP]
+    reserved = [messages for messages in conversations[-NUM_WARM_UP:] if messages not in loads]
+    return [[dict(message) for message in reserved[i % len(reserved)]] for i in range(count)]
+
+
 def num_mixed() -> int:
-    """Returns how many different conversations there are."""
-    return len(_conversations())
+    """Returns how many different conversations a load can have."""
+    return len(_conversations()) - NUM_WARM_UP
 
 
 @cache

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.load.workload.arrivals import arrival_times, count_requests, parse_arrival, ramp_qps
-from bench.load.workload.datasets import TIMED, DatasetSettings, check, load_calls, split_name
+from bench.load.workload.datasets import (
+    TIMED,
+    DatasetSettings,
+    check,
+    conversation_calls,
+    load_calls,
+    split_name,
+)
+from bench.load.workload.mixed import warm_up_requests
 from bench.load.workload.prompts import WORDS, make_works
 from bench.load.workload.work import Call, Schedule, Work
 from serve.errors import ConfigError
@@ -148,8 +156,11 @@ def make_warm_up(
     differ from make_schedule's: a file's texts are replaced by made-up prompts."""
     if count == 0:
         return []
+    kind = split_name(dataset.name)[0]
+    if kind == "mixed":
+        return _works(dataset, conversation_calls(dataset, warm_up_requests(count)), seed, tokens)
     calls = load_calls(dataset, count, seed + WARM_UP_SEED, [])
-    if split_name(dataset.name)[0] in ("sharegpt", "jsonl"):
+    if kind in ("sharegpt", "jsonl"):
         calls = [replace(call, work=None) for call in calls]
     return _works(dataset, calls, seed + WARM_UP_SEED, tokens)
 

@@ -78,7 +78,7 @@ NOWHERE = "http://127.0.0.1:9"
         (("run", "--backend", "gpu", "--port", "0"), "backend: unknown backend 'gpu'"),
         (("run", "--port", "99999"), "port must be between 0 and 65535, not 99999"),
         (("run", "--host", ""), "host must be"),
-        (("run", "--host", "127." + "x" * 300), "host is no name or address"),
+        (("run", "--host", "127." + "x" * 300), "host is not a name or an address"),
         (("run", "--kv-cache-bytes", "9" * 5000), "is not a size such as"),
         (("run", "--seed", "9" * 5000), "--seed"),
         (("run", "--seed", "9" * 50), "seed is too large a number"),

@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 
 from bench.load.workload.datasets import DatasetSettings, load_calls
-from bench.load.workload.mixed import mixed_requests
+from bench.load.workload.mixed import (
+    NUM_WARM_UP,
+    mixed_requests,
+    num_mixed,
+    warm_up_requests,
+)
 from bench.load.workload.prompts import WORDS, make_works, random_run
 from bench.load.workload.schedule import ArrivalSettings, make_calls, make_schedule, make_warm_up
 from bench.load.workload.work import Call, Work
@@ -82,14 +87,16 @@ def test_another_seed_gives_other_prompts(settings: dict[str, Any]) -> None:
 
 def test_mixed_takes_other_seeds_in_another_order_and_repeats_itself() -> None:
     """Seed 0 has the order of the file. A larger load than the file has says that it repeats."""
-    first, other = mixed_requests(0, 2000), mixed_requests(1, 2000)
+    first, other = mixed_requests(0, num_mixed()), mixed_requests(1, num_mixed())
     assert mixed_requests(0, 10) == first[:10]
     assert first != other
     assert sorted(map(str, first)) == sorted(map(str, other))
-    assert mixed_requests(0, 2001)[:2000] == first
+    assert mixed_requests(0, num_mixed() + 1)[:-1] == first
+    warm_up = {str(messages) for messages in warm_up_requests(NUM_WARM_UP)}
+    assert len(warm_up) > 1 and not warm_up & set(map(str, first))
     notes: list[str] = []
     assert len(load_calls(DatasetSettings("mixed"), 2001, 0, notes)) == 2001
-    assert notes == ["mixed has 2,000 different requests, which are repeated"]
+    assert notes == ["mixed has 1,936 different requests, which are repeated"]
 
 
 def test_mixed_is_conversations() -> None:
