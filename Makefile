@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 GUEST := build/guest
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
-.PHONY: serve test test-full test-rest test-rdma check format figures cross-aarch64 clean test-faults gpu fuzz
+.PHONY: serve test test-full test-rest test-rdma check docs format figures cross-aarch64 clean test-faults gpu fuzz
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run --port $(PORT)
@@ -62,6 +62,11 @@ format: $(VENV)/.dev
 # run writes a 2.5 GB random checkpoint into ~/.cache/mergestep.
 figures: $(VENV)/.dev
 	$(BIN)/python -m bench.cli.figures
+
+# The documentation as a site in build/docs, with its links checked.
+docs: | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'mkdocs>=1.6,<2'
+	$(BIN)/python -m mkdocs build --strict
 
 # Everything that a GPU can tell, in less than nine minutes: bench/results/DEVICE.json and .md. With
 # the first Python here whose torch sees the GPU; GPU_PYTHON names another one. It needs what
