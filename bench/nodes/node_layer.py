@@ -26,9 +26,9 @@ from memory.attention.seam import AttentionLayer, AttentionStep
 from memory.kv_manager import KVManager
 from memory.nodes.attach import AttachRequest
 from memory.nodes.edit_log import EditLog
-from memory.nodes.new_part import Int8NewPart
+from memory.nodes.new_token_attention import Int8NewTokenAttention
 from memory.nodes.node import MemoryNode
-from memory.nodes.node_set import Member, NodeSet
+from memory.nodes.node_set import NodePartition, NodeSet
 from memory.nodes.placement import page_geometry
 from memory.nodes.remote_attention import RemoteAttention
 from memory.nodes.wire import WireType
@@ -105,9 +105,9 @@ def _measure(url: str, num_steps: int) -> list[float]:
     for _ in range(20):
         length += 1
         _step(kv, attention, items, 1, length, one)
-    layers, link = [], nodes.members[0].links[0]
+    layers, link = [], nodes.partitions[0].links[0]
     with (
-        _Timer(attention.new_part, "attend") as own,
+        _Timer(attention.new_token_attention, "attend") as own,
         _Timer(link, "answer") as answers,
         _Timer(link.endpoint, "post") as posts,
     ):
@@ -155,8 +155,8 @@ def _attention(url: str) -> tuple[KVManager, RemoteAttention, NodeSet]:
     layers = [_LAYER] * _LAYERS
     geometry = page_geometry([Int8KVLayout(layers, 64).token_bytes], [None], "head", 1, 1 << 30)
     max_len, backend = 4096, get_backend("cpu")
-    places = geometry.range_places(max_len)
-    edits = EditLog(geometry.page_bytes, _ROWS, places)
+    slots = geometry.range_slots(max_len)
+    edits = EditLog(geometry.page_bytes, _ROWS, slots)
     template = AttachRequest(
         engine="bench",
         epoch=1,
@@ -165,28 +165,28 @@ def _attention(url: str) -> tuple[KVManager, RemoteAttention, NodeSet]:
         layers=layers,
         group_layers=[list(range(_LAYERS))],
         page_tokens=geometry.page_tokens,
-        num_places=places,
+        num_places=slots,
         num_ranges=_ROWS,
         num_pages=2000,
         min_pages=1,
         max_rows=_ROWS * _PAST,
     )
     nodes = NodeSet(
-        [Member([url], edits)],
+        [NodePartition([url], edits)],
         template,
         "head",
         lambda url, s: connect(url, key=KEY, window_bytes=_WINDOW_BYTES, timeout_s=s),
     )
-    nodes.place(nodes.members[0])
+    nodes.place(nodes.partitions[0])
     kv = KVManager(
         edits,
-        num_pages=nodes.members[0].num_pages,
+        num_pages=nodes.partitions[0].num_pages,
         num_ranges=_ROWS,
         max_model_len=max_len,
         groups=geometry.groups,
         in_background=False,
     )
-    new = Int8NewPart(layers, 64, _ROWS * _PAST, _ROWS)
+    new = Int8NewTokenAttention(layers, 64, _ROWS * _PAST, _ROWS)
     attention = RemoteAttention(
         layers, new, backend, nodes, kv.range_tokens, _ROWS, WireType.FLOAT32
     )

@@ -27,14 +27,14 @@ _LINE_BYTES = 64
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM = 1024, 4096, 1024
 _MAX_SCALE = 1e30  # of scores; NaN is not within either
 _MAX_RANGES = 1 << 20
-_MAX_PLACES = 1 << 24
+_MAX_SLOTS = 1 << 24
 _MAX_PAGES = 1 << 22
 _MAX_ROWS = 1 << 16
 MAX_ADDRESSES = 1 << 46  # bytes that a process can reserve, about
 _MAX_RANGE_TOKENS = (1 << 31) - 1  # the kernels count in 32 bits
 _MAX_PARTS = 1 << 20  # a range in a layer group
-_MAX_ALL_PLACES = 1 << 26  # each may take 4 bytes of a node's books
-_FREE_BOOK_BYTES = 16 << 20  # of each engine
+_MAX_ALL_SLOTS = 1 << 26  # each may take 4 bytes of a node's books
+_FREE_ACCOUNTING_BYTES = 16 << 20  # of each engine
 NODE_MAPPINGS = 60_000
 """Of all engines of a node: Linux allows a process 65,530."""
 _SPARE_MAPPINGS = 64
@@ -79,8 +79,8 @@ class AttachRequest:
                 _integers("group_layers", item, _MAX_LAYERS)
                 for item in fields.items("group_layers", _MAX_LAYERS)
             ],
-            page_tokens=_integers("page_tokens", fields.get("page_tokens"), _MAX_PLACES),
-            num_places=_integers("num_places", fields.get("num_places"), _MAX_PLACES),
+            page_tokens=_integers("page_tokens", fields.get("page_tokens"), _MAX_SLOTS),
+            num_places=_integers("num_places", fields.get("num_places"), _MAX_SLOTS),
             num_ranges=count,
             num_pages=fields.integer("num_pages", 1, _MAX_PAGES),
             min_pages=fields.integer("min_pages", 1, _MAX_PAGES),
@@ -104,10 +104,10 @@ class AttachRequest:
         if min(self.num_places) < 1 or self.min_pages > self.num_pages:
             raise _shape("num_places and min_pages must be positive, min_pages within num_pages")
         sizes = zip(self.num_places, self.page_tokens, strict=True)
-        if any(places * tokens > _MAX_RANGE_TOKENS for places, tokens in sizes):
+        if any(slots * tokens > _MAX_RANGE_TOKENS for slots, tokens in sizes):
             raise _shape(f"a range has {_MAX_RANGE_TOKENS} tokens at most")
         num_parts = self.num_ranges * len(self.num_places)
-        if num_parts > _MAX_PARTS or self.num_ranges * sum(self.num_places) > _MAX_ALL_PLACES:
+        if num_parts > _MAX_PARTS or self.num_ranges * sum(self.num_places) > _MAX_ALL_SLOTS:
             raise _shape(f"{num_parts} parts of ranges with places {self.num_places}: too many")
         for ids in self.group_layers:
             if len({self.layers[number].window for number in ids}) != 1:
@@ -139,9 +139,9 @@ def _num_parts(request: AttachRequest) -> int:
     return request.num_ranges * len(request.group_layers)
 
 
-def book_bytes(num_ranges: int, num_places: Sequence[int]) -> int:
+def accounting_bytes(num_ranges: int, num_places: Sequence[int]) -> int:
     """What a node needs to know which page is at each place, as far as it counts as K/V."""
-    return max(0, 4 * num_ranges * sum(num_places) - _FREE_BOOK_BYTES)
+    return max(0, 4 * num_ranges * sum(num_places) - _FREE_ACCOUNTING_BYTES)
 
 
 class NodeLayout:

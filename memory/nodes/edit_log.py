@@ -13,13 +13,13 @@ class EditLog:
 
     maps_during_kernels = False
 
-    def __init__(self, page_bytes: int, num_ranges: int, range_places: Sequence[int]) -> None:
-        """range_places: of a range, in each layer group."""
+    def __init__(self, page_bytes: int, num_ranges: int, range_slots: Sequence[int]) -> None:
+        """range_slots: of a range, in each layer group."""
         self.page_bytes = page_bytes
         self.on_release: Callable[[], None] = lambda: None
         """Called when pages were given back: nobody else may send the edits soon."""
         self._num_ranges = num_ranges
-        self._range_bytes = [places * page_bytes for places in range_places]
+        self._range_bytes = [slots * page_bytes for slots in range_slots]
         self._edits: list[Edit] = []
 
     def take(self) -> list[Edit]:
@@ -34,12 +34,12 @@ class EditLog:
         pass
 
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
-        part, place = self._where(offset)
-        self._edits.append(Edit(EditKind.MAP, part, place, first_page, num_pages))
+        part, slot = self._locate(offset)
+        self._edits.append(Edit(EditKind.MAP, part, slot, first_page, num_pages))
 
     def unmap(self, offset: int, num_pages: int) -> None:
-        part, place = self._where(offset)
-        self._edits.append(Edit(EditKind.UNMAP, part, place, 0, num_pages))
+        part, slot = self._locate(offset)
+        self._edits.append(Edit(EditKind.UNMAP, part, slot, 0, num_pages))
 
     def copy_page(self, source: int, target: int) -> None:
         self._edits.append(Edit(EditKind.COPY, 0, source, target, 1))
@@ -51,7 +51,7 @@ class EditLog:
     def close(self) -> None:
         self._edits.clear()
 
-    def _where(self, offset: int) -> tuple[int, int]:
+    def _locate(self, offset: int) -> tuple[int, int]:
         for group, range_bytes in enumerate(self._range_bytes):
             if offset < range_bytes * self._num_ranges:
                 index, rest = divmod(offset, range_bytes)

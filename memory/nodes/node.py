@@ -24,7 +24,7 @@ from memory.nodes.attach import (
     NODE_MAPPINGS,
     AttachRequest,
     NodeLayout,
-    book_bytes,
+    accounting_bytes,
     least_mappings,
     most_pages,
 )
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 _ATTACH_S = 5.0
 _POLL_S = 0.2
-_PUT_OUT_S = 2.0
-_ENGINES = 1024  # whose epochs are remembered
+_DISCONNECT_S = 2.0
+_MAX_ENGINES = 1024  # whose epochs are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class _Connection:
     engine: str = ""
     epoch: int = 0
     bytes_leased: int = 0
-    bytes_books: int = 0
+    bytes_accounting: int = 0
     num_mappings: int = 0  # promised
     bytes_reserved: int = 0
     session: NodeSession | None = None
     loop: NodeLoop | None = None
-    has_asked: bool = False  # the engine to leave
+    has_sent_drain: bool = False  # the engine to leave
     has_ended: bool = False
 
 
@@ -146,7 +146,7 @@ class MemoryNode:
         connection = _Connection(endpoint)
         with self._lock:
             self._connections.add(connection)
-        endpoint.on_arrival = lambda: self._turn(connection, 0.0)
+        endpoint.on_arrival = lambda: self._run_once(connection, 0.0)
 
     def drain(self, timeout_s: float) -> bool:
         """Ask the engines to leave, and wait; whether all did. No new ones are accepted."""
@@ -158,12 +158,12 @@ class MemoryNode:
         self._is_closing = True
         with self._lock:
             connections = list(self._connections)
-        self._put_out(connections)
-        self._wait(_PUT_OUT_S)
-        if self._serving.acquire(timeout=_PUT_OUT_S):
+        self._disconnect(connections)
+        self._wait(_DISCONNECT_S)
+        if self._serving.acquire(timeout=_DISCONNECT_S):
             self._serving.release()
 
-    def _put_out(self, connections: Sequence[_Connection]) -> None:
+    def _disconnect(self, connections: Sequence[_Connection]) -> None:
         """Their threads, where they have some, find out and end."""
         for connection in connections:
             connection.endpoint.close()
@@ -179,10 +179,10 @@ class MemoryNode:
     # ---- one connection
 
     def _run(self, connection: _Connection) -> None:
-        while self._turn(connection, _POLL_S):
+        while self._run_once(connection, _POLL_S):
             pass
 
-    def _turn(self, connection: _Connection, wait_s: float) -> bool:
+    def _run_once(self, connection: _Connection, wait_s: float) -> bool:
         """A message, or work that was put off; False: the connection has ended."""
         if connection.has_ended:
             return False
@@ -222,16 +222,16 @@ class MemoryNode:
             logger.warning("engine at %s: %s (%s)", address, str(error), error.code.name)
             with self._lock:
                 self._num_offences += 1
-            self._tell(connection, error)
+            self._report_error(connection, error)
             return
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             logger.warning("engine at %s: no memory is left for it: %s", address, error)
-            self._tell(connection, WireError(ErrorCode.FULL, "no memory is left"))
+            self._report_error(connection, WireError(ErrorCode.FULL, "no memory is left"))
             return
         logger.error("the engine at %s met a fault of ours", address, exc_info=error)
-        self._tell(connection, WireError(ErrorCode.FAULT, type(error).__name__))
+        self._report_error(connection, WireError(ErrorCode.FAULT, type(error).__name__))
 
-    def _tell(self, connection: _Connection, error: WireError) -> None:
+    def _report_error(self, connection: _Connection, error: WireError) -> None:
         try:
             post_error(connection.endpoint, connection.epoch, error)
         except TransportError as failed:
@@ -239,14 +239,14 @@ class MemoryNode:
 
     def _work(self, connection: _Connection, loop: NodeLoop, wait_s: float) -> None:
         endpoint = connection.endpoint
-        frame = endpoint.poll(0.0 if loop.has_later else wait_s)
+        frame = endpoint.poll(0.0 if loop.has_deferred else wait_s)
         if frame is not None:
             loop.take(frame)
-        elif loop.has_later:
-            loop.do_later()
-        if self._is_draining and not connection.has_asked:
+        elif loop.has_deferred:
+            loop.run_deferred()
+        if self._is_draining and not connection.has_sent_drain:
             post_bytes(endpoint, pack_json(Kind.DRAIN, connection.epoch, {}))
-            connection.has_asked = True
+            connection.has_sent_drain = True
 
     def _compute(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
         with self._computing:
@@ -320,9 +320,9 @@ class MemoryNode:
             if not request.is_question:
                 self._fence(connection, request)
             with self._lock:
-                books = book_bytes(request.num_ranges, request.num_places)
-                free = self._capacity - books
-                free -= sum(c.bytes_leased + c.bytes_books for c in self._connections)
+                accounting = accounting_bytes(request.num_ranges, request.num_places)
+                free = self._capacity - accounting
+                free -= sum(c.bytes_leased + c.bytes_accounting for c in self._connections)
                 free = max(0, free)
                 mappings = self._mappings_beside(connection)
                 left = most_pages(request, mappings)
@@ -339,7 +339,7 @@ class MemoryNode:
                     raise WireError(ErrorCode.FULL, "no addresses are left for these ranges")
                 if not request.is_question:
                     connection.bytes_leased = num_pages * layout.page_bytes
-                    connection.bytes_books = books
+                    connection.bytes_accounting = accounting
                     connection.num_mappings = min(
                         self._promised(request, layout, num_pages), mappings
                     )
@@ -350,7 +350,7 @@ class MemoryNode:
             level = logging.DEBUG if connection.thread is None else logging.WARNING
             address = connection.endpoint.peer.address
             logger.log(level, "engine at %s: refused: %s", address, str(error))
-            self._tell(connection, error)
+            self._report_error(connection, error)
             return None
         return replace(request, num_pages=num_pages)
 
@@ -375,20 +375,20 @@ class MemoryNode:
     def _fence(self, connection: _Connection, request: AttachRequest) -> None:
         """Of one engine only the latest epoch stays."""
         with self._lock:
-            known = self._epochs.get(request.engine, 0)
-            if request.epoch <= known:
+            latest = self._epochs.get(request.engine, 0)
+            if request.epoch <= latest:
                 raise WireError(
                     ErrorCode.STALE,
-                    f"epoch {request.epoch} of an engine that was here with {known} (is this node "
+                    f"epoch {request.epoch} of an engine that was here with {latest} (is this node "
                     "listed under two addresses?)",
                 )
             self._epochs[request.engine] = request.epoch
             self._epochs.move_to_end(request.engine)
-            while len(self._epochs) > _ENGINES:
+            while len(self._epochs) > _MAX_ENGINES:
                 self._epochs.popitem(last=False)
             older = [c for c in self._connections if c.engine == request.engine]
             connection.engine = request.engine
-        self._put_out(older)
+        self._disconnect(older)
         for other in older:
             if other.thread is not None:
-                other.thread.join(_PUT_OUT_S)
+                other.thread.join(_DISCONNECT_S)

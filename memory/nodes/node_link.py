@@ -46,13 +46,13 @@ class NodeLink:
         self,
         url: str,
         endpoint: Endpoint,
-        share: Shard,
+        shard: Shard,
         clock: Callable[[], float] = time.monotonic,
         answer_s: float = DEFAULT_ANSWER_S,
     ) -> None:
         """answer_s: a node that is alive and answers nothing for so long counts as lost."""
         self.url = url
-        self.share = share
+        self.shard = shard
         self.endpoint = endpoint
         self.is_leaving = False  # the node has asked us to go
         self.num_mappings = 0  # that it promises

@@ -21,8 +21,8 @@ from transport.base import Endpoint, Frame, Segment
 logger = logging.getLogger(__name__)
 
 # Messages that are put off leave no room for others if they fill the window.
-_LATER_SHARE = 0.5
-_MOST_LATER = 24
+_DEFERRED_FRACTION = 0.5
+_MAX_DEFERRED = 24
 
 
 def view_of(frame: Frame) -> memoryview:
@@ -72,13 +72,13 @@ class NodeLoop:
         self._endpoint = endpoint
         self._compute = compute
         self._outgoing = Outgoing()
-        self._later: deque[tuple[Header, Frame]] = deque()
-        self._later_bytes = 0
-        self._most_later = int(_LATER_SHARE * window_bytes)
+        self._deferred: deque[tuple[Header, Frame]] = deque()
+        self._deferred_bytes = 0
+        self._max_deferred_bytes = int(_DEFERRED_FRACTION * window_bytes)
 
     @property
-    def has_later(self) -> bool:
-        return bool(self._later)
+    def has_deferred(self) -> bool:
+        return bool(self._deferred)
 
     def take(self, frame: Frame) -> None:
         """Handle a message. WireError ends the session; OSError: no memory behind a page."""
@@ -87,27 +87,30 @@ class NodeLoop:
         kind = header.kind
         if kind is Kind.UPDATE:
             self._session.check_update(header, message)
-            self._later.append((header, frame))
-            self._later_bytes += frame.num_bytes
-            while self._later_bytes > self._most_later or len(self._later) > _MOST_LATER:
-                self.do_later()
+            self._deferred.append((header, frame))
+            self._deferred_bytes += frame.num_bytes
+            while (
+                self._deferred_bytes > self._max_deferred_bytes
+                or len(self._deferred) > _MAX_DEFERRED
+            ):
+                self.run_deferred()
             return
         try:
             if kind is Kind.QUERY:
                 self._answer(header, message)
             elif kind is Kind.PLAN:
-                while self._later:
-                    self.do_later()
+                while self._deferred:
+                    self.run_deferred()
                 self._session.plan(header, message)
             else:
                 raise WireError(ErrorCode.FORM, f"{kind.name} from an engine")
         finally:
             self._endpoint.release(frame)
 
-    def do_later(self) -> None:
+    def run_deferred(self) -> None:
         """Write the oldest k and v that were put off."""
-        header, frame = self._later.popleft()
-        self._later_bytes -= frame.num_bytes
+        header, frame = self._deferred.popleft()
+        self._deferred_bytes -= frame.num_bytes
 
         def update() -> list[Tensor]:
             self._session.update(header, view_of(frame))

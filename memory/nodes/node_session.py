@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memory.attention.int8 import Int8KVLayout
 from memory.nodes.attach import AttachRequest, NodeLayout
-from memory.nodes.past_attention import Int8Past, PastGroup, PlainPast
+from memory.nodes.prefix_attention import Int8PrefixAttention, PlainPrefixAttention, PrefixAttention
 from memory.nodes.wire import (
     HEADER_BYTES,
     Append,
@@ -39,14 +39,14 @@ from memory.pages.layer_groups import READ_BLOCK
 from memory.pages.vmm import VirtualMemory
 from ops.backend import Backend
 
-_PLANS = 8  # that may be in use at once
+_MAX_PLANS = 8  # that may be in use at once
 _MAX_VIEWS = 1 << 17  # of layers' K/V in all plans: each is an object or two
 _MAX_EDITED = 1 << 24  # places, in one plan
-_FEW = 64  # places, that a loop has counted before a tensor is made
-_COPIES_OUT = 2  # answers whose memory must stay until the next ones
+_SMALL_COUNT = 64  # places, that a loop has counted before a tensor is made
+_MAX_ANSWERS = 2  # answers whose memory must stay until the next ones
 
 
-class Places:
+class PageSlots:
     """Which page is at which place of each range part, as the engine said."""
 
     def __init__(self, layout: NodeLayout, num_pages: int) -> None:
@@ -54,17 +54,17 @@ class Places:
         self._num_pages = num_pages
         self._num_parts = layout.request.num_ranges * len(layout.groups)
         # Of parts that were ever mapped; 4 bytes a place, as many as attach.py bounds.
-        self._shown: dict[int, array[int]] = {}
+        self._mapped: dict[int, array[int]] = {}
         self._checked: dict[int, tuple[int, int]] = {}  # places that have been found mapped
         self.num_mappings = 0
         """As the system counts: runs of pages in order, and gaps."""
 
     def check_edit(self, edit: Edit) -> None:
         """WireError if it leaves what was granted."""
-        kind, part, place, page, count = edit
+        kind, part, slot, page, count = edit
         if kind is EditKind.COPY:
-            if place >= self._num_pages or page >= self._num_pages:
-                raise WireError(ErrorCode.RANGE, f"copy of page {place} to {page}")
+            if slot >= self._num_pages or page >= self._num_pages:
+                raise WireError(ErrorCode.RANGE, f"copy of page {slot} to {page}")
             return
         if kind is not EditKind.UNMAP and (count < 1 or page + count > self._num_pages):
             raise WireError(ErrorCode.RANGE, f"pages {page} to {page + count}")
@@ -72,34 +72,34 @@ class Places:
             return
         if part >= self._num_parts:
             raise WireError(ErrorCode.RANGE, f"range part {part}")
-        places = self._layout.request.num_places[part // self._layout.request.num_ranges]
-        if count < 1 or place + count > places:
-            raise WireError(ErrorCode.RANGE, f"places {place} to {place + count} of {places}")
+        slots = self._layout.request.num_places[part // self._layout.request.num_ranges]
+        if count < 1 or slot + count > slots:
+            raise WireError(ErrorCode.RANGE, f"page slots {slot} to {slot + count} of {slots}")
 
-    def note(self, edit: Edit) -> None:
+    def record(self, edit: Edit) -> None:
         """After it was made: MAP or UNMAP."""
-        _, part, place, page, count = edit
+        _, part, slot, page, count = edit
         is_map = edit.kind is EditKind.MAP
-        if not is_map and part not in self._shown:
+        if not is_map and part not in self._mapped:
             return
-        shown = self._shown.setdefault(part, array("i"))
-        end = place + count
-        if is_map and len(shown) < end:
-            shown.extend(_holes(end - len(shown)))
-        end = min(end, len(shown))
-        self.num_mappings -= _num_breaks(shown, place, end)
+        mapped = self._mapped.setdefault(part, array("i"))
+        end = slot + count
+        if is_map and len(mapped) < end:
+            mapped.extend(_unmapped(end - len(mapped)))
+        end = min(end, len(mapped))
+        self.num_mappings -= _num_breaks(mapped, slot, end)
         if is_map:
-            shown[place:end] = array("i", range(page, page + count))
+            mapped[slot:end] = array("i", range(page, page + count))
         else:
-            shown[place:end] = _holes(end - place)
+            mapped[slot:end] = _unmapped(end - slot)
             self._checked.pop(part, None)
-        self.num_mappings += _num_breaks(shown, place, end)
-        if not is_map and not place and end == len(shown):
-            del self._shown[part]
+        self.num_mappings += _num_breaks(mapped, slot, end)
+        if not is_map and not slot and end == len(mapped):
+            del self._mapped[part]
 
-    def shown(self, part: int) -> Sequence[int]:
+    def mapped(self, part: int) -> Sequence[int]:
         """Pages at the places of a part from its first one on; UNMAPPED where nothing is mapped."""
-        return self._shown.get(part, array("i"))
+        return self._mapped.get(part, array("i"))
 
     def require(self, part: int, first: int, end: int) -> None:
         """WireError unless places first to before end of the part show pages."""
@@ -108,20 +108,22 @@ class Places:
             return
         if not low <= first <= high:
             low, high = first, first
-        shown = self._shown.get(part)
-        if shown is None or end > len(shown) or UNMAPPED in shown[high:end]:
-            raise WireError(ErrorCode.RANGE, f"places {first} to {end} of part {part}: not mapped")
+        mapped = self._mapped.get(part)
+        if mapped is None or end > len(mapped) or UNMAPPED in mapped[high:end]:
+            raise WireError(
+                ErrorCode.RANGE, f"page slots {first} to {end} of part {part} are not mapped"
+            )
         self._checked[part] = (low, end)
 
 
-def _num_breaks(shown: array[int], first: int, end: int) -> int:
+def _num_breaks(mapped: array[int], first: int, end: int) -> int:
     """Places from `first` to `end` where a mapping, or a gap behind one, begins."""
-    pages = array("i", [shown[first - 1] if 0 < first <= len(shown) else UNMAPPED])
-    pages += shown[first : end + 1]
-    if end >= len(shown):
+    pages = array("i", [mapped[first - 1] if 0 < first <= len(mapped) else UNMAPPED])
+    pages += mapped[first : end + 1]
+    if end >= len(mapped):
         pages.append(UNMAPPED)
-    if len(pages) < _FEW:
-        return sum([not _goes_on(one, other) for one, other in pairwise(pages)])
+    if len(pages) < _SMALL_COUNT:
+        return sum([not _continues(one, other) for one, other in pairwise(pages)])
     every = torch.frombuffer(pages, dtype=torch.int32)
     before, page = every[:-1], every[1:]
     goes_on = (page == before + 1) & (before != UNMAPPED) & (page != UNMAPPED)
@@ -129,12 +131,12 @@ def _num_breaks(shown: array[int], first: int, end: int) -> int:
     return len(page) - int(goes_on.sum())
 
 
-def _goes_on(before: int, page: int) -> bool:
+def _continues(before: int, page: int) -> bool:
     """Whether a page, or no page, belongs to the mapping or gap of the place before."""
     return page == before == UNMAPPED or (page == before + 1 and UNMAPPED not in (before, page))
 
 
-def _holes(count: int) -> array[int]:
+def _unmapped(count: int) -> array[int]:
     return array("i", [UNMAPPED]) * count
 
 
@@ -166,13 +168,13 @@ class NodeSession:
         self.layout = layout = NodeLayout(request)
         assert memory.page_bytes == layout.page_bytes, f"{memory.page_bytes=}"
         self._memory = memory
-        self._places = Places(layout, request.num_pages)
+        self._slots = PageSlots(layout, request.num_pages)
         address = memory.reserve(layout.total_bytes)
         self._groups = [self._group(i, address, backend) for i in range(len(layout.groups))]
-        self._where = {
-            layer: (group, place)
+        self._layer_index = {
+            layer: (group, index)
             for group, ids in enumerate(request.group_layers)
-            for place, layer in enumerate(ids)
+            for index, layer in enumerate(ids)
         }
         self._plans: OrderedDict[int, _Plan] = OrderedDict()
         self._last_plan = 0
@@ -180,19 +182,19 @@ class NodeSession:
             WireRows(layer.num_heads, layer.num_kv_heads, layer.head_dim)
             for layer in request.layers
         ]
-        self._answers: deque[object] = deque(maxlen=_COPIES_OUT)
+        self._answers: deque[object] = deque(maxlen=_MAX_ANSWERS)
         self._own_mappings = num_mappings
         self._most_mappings = most_mappings
         self.num_queries = 0
         self.num_edits = 0
 
-    def _group(self, number: int, address: int, backend: Backend) -> PastGroup:
+    def _group(self, number: int, address: int, backend: Backend) -> PrefixAttention:
         layout = self.layout.groups[number]
         start, end = self.layout.group_offsets[number : number + 2]
         range_bytes = self.layout.range_bytes(number)
         if isinstance(layout, Int8KVLayout):
-            return Int8Past(layout, address + start, range_bytes)
-        return PlainPast(layout, address + start, range_bytes, end - start, backend)
+            return Int8PrefixAttention(layout, address + start, range_bytes)
+        return PlainPrefixAttention(layout, address + start, range_bytes, end - start, backend)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -220,14 +222,14 @@ class NodeSession:
         num_query_rows = self._num_rows(plan.queries)
         num_append_rows = self._num_rows(plan.appends)
         for edit in plan.edits:
-            self._places.check_edit(edit)
+            self._slots.check_edit(edit)
             self._edit(edit)
         self.num_edits += len(plan.edits)
         self._check_queries(plan.queries)
         self._check_appends(plan.appends)
         num_views = len(plan.queries) * len(self._rows)
         num_live = sum([old.num_views for old in self._plans.values()])
-        while self._plans and (len(self._plans) >= _PLANS or num_live + num_views > _MAX_VIEWS):
+        while self._plans and (len(self._plans) >= _MAX_PLANS or num_live + num_views > _MAX_VIEWS):
             num_live -= self._plans.popitem(last=False)[1].num_views
         self._plans[header.plan] = _Plan(
             [g.plan_queries(plan.queries) if plan.queries else None for g in self._groups],
@@ -243,31 +245,31 @@ class NodeSession:
             if len({item.range for item in items}) < len(items):
                 raise WireError(ErrorCode.SHAPE, "a range is there twice")
         if sum([edit.num_pages for edit in plan.edits]) > _MAX_EDITED:
-            raise WireError(ErrorCode.RANGE, "edits of too many places")
+            raise WireError(ErrorCode.RANGE, "edits of too many page slots")
         if len(plan.queries) * len(self._rows) > _MAX_VIEWS:
             raise WireError(ErrorCode.SHAPE, f"{len(plan.queries)} queries of all layers")
 
     def _edit(self, edit: Edit) -> None:
-        kind, part, place, page, count = edit
+        kind, part, slot, page, count = edit
         if kind is EditKind.COPY:
-            self._memory.copy_page(place, page)
+            self._memory.copy_page(slot, page)
             return
         if kind is EditKind.RELEASE:
             self._memory.release(page, count)
             return
-        offset = self.layout.part_offset(part) + place * self.layout.page_bytes
+        offset = self.layout.part_offset(part) + slot * self.layout.page_bytes
         if kind is EditKind.MAP:
             self._memory.map(offset, page, count)
         else:
             self._plans.clear()  # they were checked with what is mapped no more
             self._memory.unmap(offset, count)
-        self._places.note(edit)
+        self._slots.record(edit)
         if self.num_mappings > self._own_mappings and self.num_mappings > self._most_mappings():
             raise WireError(ErrorCode.FULL, f"{self.num_mappings} mappings are too many")
 
     @property
     def num_mappings(self) -> int:
-        return self._places.num_mappings
+        return self._slots.num_mappings
 
     def _check_queries(self, queries: Sequence[Query]) -> None:
         has_chunk = False
@@ -281,7 +283,7 @@ class NodeSession:
     def _check_appends(self, appends: Sequence[Append]) -> None:
         for index, num_rows, position in appends:
             self._check_range(index, num_rows)
-            self._require(index, position, position + num_rows, is_write=True)
+            self._require(index, position, position + num_rows, is_append=True)
 
     def _check_range(self, index: int, num_rows: int) -> None:
         if index >= self.request.num_ranges or num_rows < 1:
@@ -294,17 +296,19 @@ class NodeSession:
             raise WireError(ErrorCode.SHAPE, f"{num_rows} rows in {len(items)}, {most} at most")
         return num_rows
 
-    def _require(self, index: int, first_row: int, end: int, is_write: bool = False) -> None:
+    def _require(self, index: int, first_row: int, end: int, is_append: bool = False) -> None:
         """Pages for every token that the kernels touch: up to `end`, from where `first_row`
         reaches back on (or is written)."""
         for number, group in enumerate(self.layout.groups):
             tokens = self.request.page_tokens[number]
-            first = first_row if is_write else self._reach(group.layers[0].window, first_row)
+            first = (
+                first_row if is_append else self._first_visible(group.layers[0].window, first_row)
+            )
             part = number * self.request.num_ranges + index
-            self._places.require(part, first // tokens, -(-end // tokens))
+            self._slots.require(part, first // tokens, -(-end // tokens))
 
     @staticmethod
-    def _reach(window: int | None, row: int) -> int:
+    def _first_visible(window: int | None, row: int) -> int:
         if window is None or row < window:
             return 0
         first = row + 1 - window
@@ -325,11 +329,11 @@ class NodeSession:
         plan = self._planned(header)
         if header.rows != plan.num_query_rows or not header.rows:
             raise WireError(ErrorCode.SHAPE, f"{header.rows} rows of q, {plan.num_query_rows} due")
-        _once(plan.queried, header)
+        _check_first(plan.queried, header)
         rows = self._rows[header.layer]
         q = rows.read_q(message[HEADER_BYTES:], header)
-        group, place = self._where[header.layer]
-        out, lse = self._groups[group].query(plan.queries[group], place, q)
+        group, index = self._layer_index[header.layer]
+        out, lse = self._groups[group].query(plan.queries[group], index, q)
         self.num_queries += 1
         parts = rows.partial(out, lse, header.dtype)
         self._answers.append(parts)
@@ -343,16 +347,16 @@ class NodeSession:
                 ErrorCode.SHAPE, f"{header.rows} rows of k and v, {plan.num_append_rows} due"
             )
         self._rows[header.layer].check_kv(len(message) - HEADER_BYTES, header)
-        _once(plan.updated, header)
+        _check_first(plan.updated, header)
 
     def update(self, header: Header, message: memoryview) -> None:
         """Write k and v of a layer."""
         k, v = self._rows[header.layer].read_kv(message[HEADER_BYTES:], header)
-        group, place = self._where[header.layer]
-        self._groups[group].append(self._plans[header.plan].appends[group], place, k, v)
+        group, index = self._layer_index[header.layer]
+        self._groups[group].append(self._plans[header.plan].appends[group], index, k, v)
 
 
-def _once(layers: set[int], header: Header) -> None:
+def _check_first(layers: set[int], header: Header) -> None:
     """A message that comes again, maybe when others own its rows, must not count."""
     if header.layer in layers:
         raise WireError(ErrorCode.STALE, f"layer {header.layer} of plan {header.plan} once more")

@@ -42,7 +42,7 @@ class NoNodeError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class NodePartition:
     """urls: of the nodes it may lie on. num_pages: 0 while it is nowhere. max_mappings: with
     which sequences may begin."""
 
@@ -64,8 +64,8 @@ class Member:
         self.num_pages = 0
 
 
-def books_of(
-    members: Sequence[Member],
+def make_kv_managers(
+    partitions: Sequence[NodePartition],
     geometry: PageGeometry,
     *,
     num_ranges: int,
@@ -74,23 +74,23 @@ def books_of(
 ) -> list[KVManager]:
     """Of members that have their places: ranges of one after those of the other. max_rows: of a
     sequence in a step."""
-    range_tokens = geometry.range_places(max_model_len)[0] * geometry.page_tokens[0]
-    books = [
+    range_tokens = geometry.range_slots(max_model_len)[0] * geometry.page_tokens[0]
+    managers = [
         KVManager(
-            member.edits,
-            num_pages=member.num_pages,
+            partition.edits,
+            num_pages=partition.num_pages,
             num_ranges=num_ranges,
             max_model_len=max_model_len,
             groups=geometry.groups,
             max_rows=max_rows,
             in_background=False,
             first_start=number * num_ranges * range_tokens,
-            max_mappings=member.max_mappings,
+            max_mappings=partition.max_mappings,
         )
-        for number, member in enumerate(members)
+        for number, partition in enumerate(partitions)
     ]
-    assert books[0].range_tokens == range_tokens
-    return books
+    assert managers[0].range_tokens == range_tokens
+    return managers
 
 
 class NodeSet:
@@ -98,9 +98,9 @@ class NodeSet:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        partitions: Sequence[NodePartition],
         template: AttachRequest,
-        partition: str,
+        partition_mode: str,
         connect: Connect,
         *,
         wire: WireType = WireType.FLOAT32,
@@ -112,9 +112,9 @@ class NodeSet:
         """template: what a node that holds everything would be asked for. wire: of q and results.
         local: attaches this machine's memory. bytes_per_node: asked for at most; None: all that
         is free. pool: so many connect side by side in it."""
-        self.members = list(members)
+        self.partitions = list(partitions)
         self._template = template
-        self._partition = partition
+        self._partition_mode = partition_mode
         self._wire = wire
         self.connect = connect
         self._local = local
@@ -127,69 +127,69 @@ class NodeSet:
         self.connect_s = _CONNECT_S
         """How long a node may take that was there before."""
         self.num_lost = 0
-        self._said: dict[str, str] = {}  # why nodes did not take us, the last time
+        self._last_refusals: dict[str, str] = {}  # why nodes did not take us, the last time
         self._leaving: set[str] = set()  # they want to go, and are not asked at once
 
     @property
     def num_nodes(self) -> int:
         """That there are, attached or missing."""
-        return sum([len(member.urls) for member in self.members])
+        return sum([len(partition.urls) for partition in self.partitions])
 
     @property
     def missing(self) -> list[str]:
         """Nodes that hold nothing, although they could."""
-        held = {link.url for member in self.members for link in member.links}
-        return [url for member in self.members for url in member.urls if url not in held]
+        held = {link.url for partition in self.partitions for link in partition.links}
+        return [url for partition in self.partitions for url in partition.urls if url not in held]
 
     @property
     def is_leaving(self) -> bool:
         """A node has asked us to go."""
-        return any(link.is_leaving for member in self.members for link in member.links)
+        return any(link.is_leaving for partition in self.partitions for link in partition.links)
 
     def lose(self) -> list[int]:
         """Numbers of the members that are lost (again), or have to leave a node; they are
         nowhere from now on."""
         numbers = []
-        for number, member in enumerate(self.members):
-            if member.is_lost or any(link.is_leaving for link in member.links):
-                self.num_lost += any(link.is_lost for link in member.links)
-                self._leaving |= {link.url for link in member.links if link.is_leaving}
-                member.close()
+        for number, partition in enumerate(self.partitions):
+            if partition.is_lost or any(link.is_leaving for link in partition.links):
+                self.num_lost += any(link.is_lost for link in partition.links)
+                self._leaving |= {link.url for link in partition.links if link.is_leaving}
+                partition.close()
                 numbers.append(number)
         return numbers
 
     def place(
-        self, member: Member, connect_s: float | None = None, *, needs_all: bool = False
+        self, partition: NodePartition, connect_s: float | None = None, *, needs_all: bool = False
     ) -> None:
         """Attach to every node that answers, else to this machine's memory; where neither has
         min_pages, to what nodes have. NoNodeError.
 
         needs_all: nobody may be missing."""
-        member.close()
-        member.is_local = False
+        partition.close()
+        partition.is_local = False
         connect_s = connect_s or self.connect_s
         reasons: dict[str, str] = {}
         if needs_all:
             began_s = self._clock()
-            endpoints = self._connect_all(member.urls, connect_s, reasons)
+            endpoints = self._connect_all(partition.urls, connect_s, reasons)
             # Far nodes take longer, every time.
             usual_s = _SLOWER * (self._clock() - began_s)
             self.connect_s = min(max(self.connect_s, usual_s), _MOST_CONNECT_S)
             if not reasons:
-                self._attach(member, endpoints, reasons, self.min_pages, _FIRST_ATTACH_S)
-            if member.links:
+                self._attach(partition, endpoints, reasons, self.min_pages, _FIRST_ATTACH_S)
+            if partition.links:
                 return
             self._refuse(reasons)
-        leaving = self._leaving & {*member.urls}
-        urls = [url for url in member.urls if url not in leaving]
+        leaving = self._leaving & {*partition.urls}
+        urls = [url for url in partition.urls if url not in leaving]
         reasons.update(dict.fromkeys(leaving, "it wants to go"))
         self._leaving -= leaving
-        if not self._place_on(member, urls, connect_s, reasons, self.min_pages):
-            if self._place_here(member, reasons):
+        if not self._place_on(partition, urls, connect_s, reasons, self.min_pages):
+            if self._place_locally(partition, reasons):
                 return
             full = [url for url in urls if reasons[url].startswith(ErrorCode.FULL.name)]
-            self._place_on(member, full, connect_s, reasons, 1)
-        if not member.links:
+            self._place_on(partition, full, connect_s, reasons, 1)
+        if not partition.links:
             self._refuse(reasons)
 
     @staticmethod
@@ -199,7 +199,7 @@ class NodeSet:
 
     def _place_on(
         self,
-        member: Member,
+        partition: NodePartition,
         urls: Sequence[str],
         connect_s: float,
         reasons: dict[str, str],
@@ -207,7 +207,7 @@ class NodeSet:
     ) -> bool:
         endpoints = self._connect_all(urls, connect_s, reasons)
         while endpoints:
-            failed = self._attach(member, endpoints, reasons, least, _ATTACH_S)
+            failed = self._attach(partition, endpoints, reasons, least, _ATTACH_S)
             if failed is None:
                 return True
             # who is left is asked anew: a connection has one session
@@ -215,39 +215,39 @@ class NodeSet:
             endpoints = self._connect_all(left, connect_s, reasons)
         return False
 
-    def _place_here(self, member: Member, reasons: dict[str, str]) -> bool:
+    def _place_locally(self, partition: NodePartition, reasons: dict[str, str]) -> bool:
         if self._local is None:
             return False
         own = {"this machine": self._local()}
-        if self._attach(member, own, reasons, self.min_pages, _ATTACH_S) is not None:
+        if self._attach(partition, own, reasons, self.min_pages, _ATTACH_S) is not None:
             return False
-        member.is_local = True
-        where = " of one node" if len(self.members) > 1 else ""
+        partition.is_local = True
+        where = " of one node" if len(self.partitions) > 1 else ""
         logger.warning("no memory node takes the K/V%s: it is in this machine's memory", where)
         return True
 
-    def back(self, is_over: Callable[[], bool] = lambda: False) -> list[str]:
+    def find_returned(self, is_over: Callable[[], bool] = lambda: False) -> list[str]:
         """Of the nodes that are missing, those that have memory for us, sharing with all that
         would be there then. From any thread. is_over: nobody wants to know any more."""
         missing = self.missing
-        found = [url for url in missing if not is_over() and self._takes(url, None)]
+        found = [url for url in missing if not is_over() and self._has_room(url, None)]
         num_there = self.num_nodes - len(missing) + len(found)
-        if self._partition == "request" or not found or num_there == self.num_nodes:
+        if self._partition_mode == "request" or not found or num_there == self.num_nodes:
             return found
-        return [url for url in found if not is_over() and self._takes(url, num_there)]
+        return [url for url in found if not is_over() and self._has_room(url, num_there)]
 
-    def _takes(self, url: str, count: int | None) -> bool:
+    def _has_room(self, url: str, count: int | None) -> bool:
         """Whether it is there and has memory for one of `count` shares; None: of all nodes."""
         try:
             endpoint = self.connect(url, self.connect_s)
         except (TransportError, OSError):
             return False
-        [most] = [len(member.urls) for member in self.members if url in member.urls]
-        share = Shard(self._partition, 0, count or most)
-        link = NodeLink(url, endpoint, share, self._clock)
+        [most] = [len(partition.urls) for partition in self.partitions if url in partition.urls]
+        shard = Shard(self._partition_mode, 0, count or most)
+        link = NodeLink(url, endpoint, shard, self._clock)
         try:
             link.attach(
-                replace(self._request(link.share, self.min_pages), is_question=True),
+                replace(self._request(link.shard, self.min_pages), is_question=True),
                 self.connect_s,
                 self._wire,
             )
@@ -259,14 +259,16 @@ class NodeSet:
 
     def look(self) -> bool:
         """Take what links say without being asked; whether somebody is lost or wants to go."""
-        for member in self.members:
-            for link in member.links:
+        for partition in self.partitions:
+            for link in partition.links:
                 try:
                     link.look()
                 except TransportError as error:
                     logger.warning("memory node %s: %s", link.url, error)
                     link.close()
-        return self.is_leaving or any(member.links and member.is_lost for member in self.members)
+        return self.is_leaving or any(
+            partition.links and partition.is_lost for partition in self.partitions
+        )
 
     def _connect_all(
         self, urls: Sequence[str], timeout_s: float, reasons: dict[str, str]
@@ -297,7 +299,7 @@ class NodeSet:
 
     def _attach(
         self,
-        member: Member,
+        partition: NodePartition,
         endpoints: Mapping[str, Endpoint],
         reasons: dict[str, str],
         least: int,
@@ -306,10 +308,10 @@ class NodeSet:
         """Share the K/V among them; the url of one that does not take part, else None."""
         self._epoch += 1
         links = [
-            NodeLink(url, endpoint, Shard(self._partition, index, len(endpoints)), self._clock)
+            NodeLink(url, endpoint, Shard(self._partition_mode, index, len(endpoints)), self._clock)
             for index, (url, endpoint) in enumerate(endpoints.items())
         ]
-        requests = [self._request(link.share, least) for link in links]
+        requests = [self._request(link.shard, least) for link in links]
         wanted = [
             self._wanted(request, link) for request, link in zip(requests, links, strict=True)
         ]
@@ -323,21 +325,21 @@ class NodeSet:
                 granted.append(link.attach(request, timeout_s, self._wire))
             except TransportError as error:
                 reasons[link.url] = str(error)
-                if self._said.get(link.url) != str(error):  # it may be so for long
+                if self._last_refusals.get(link.url) != str(error):  # it may be so for long
                     logger.info("memory node %s: %s", link.url, error)
-                self._said[link.url] = str(error)
+                self._last_refusals[link.url] = str(error)
                 for other in links:
                     other.close()
                 return link.url
-        self._said.clear()
-        member.links = links
-        member.num_pages = min(granted)
+        self._last_refusals.clear()
+        partition.links = links
+        partition.num_pages = min(granted)
         promised = min([link.num_mappings for link in links])
-        member.max_mappings = promised - growth_of(self._template, member.num_pages)
+        partition.max_mappings = promised - growth_of(self._template, partition.num_pages)
         return None
 
-    def _request(self, share: Shard, least: int) -> AttachRequest:
-        return replace(share_request(self._template, share), min_pages=least)
+    def _request(self, shard: Shard, least: int) -> AttachRequest:
+        return replace(shard_request(self._template, shard), min_pages=least)
 
     def _wanted(self, request: AttachRequest, link: NodeLink) -> int:
         """Pages that the node may have room for."""
@@ -349,21 +351,21 @@ class NodeSet:
 
     def interrupt(self) -> None:
         """From any thread: nobody waits for an answer any more."""
-        for member in self.members:
-            for link in list(member.links):
+        for partition in self.partitions:
+            for link in list(partition.links):
                 link.endpoint.close()
 
     def close(self) -> None:
-        for member in self.members:
-            member.close()
+        for partition in self.partitions:
+            partition.close()
 
 
-def share_request(template: AttachRequest, share: Shard) -> AttachRequest:
+def shard_request(template: AttachRequest, shard: Shard) -> AttachRequest:
     """What one node is asked for."""
     return replace(
         template,
-        layers=[share.layer(layer) for layer in template.layers],
-        page_tokens=[share.page_tokens(tokens) for tokens in template.page_tokens],
+        layers=[shard.layer(layer) for layer in template.layers],
+        page_tokens=[shard.page_tokens(tokens) for tokens in template.page_tokens],
     )
 
 

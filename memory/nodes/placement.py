@@ -20,7 +20,7 @@ from memory.pages.layer_groups import LayerGroup
 PARTITIONS = ("auto", "head", "request", "sequence")
 _MIN_PAGE_BYTES = 16 << 10  # of a node
 MAX_PAGES = 30_000  # of a node: Linux allows 65,530 mappings in a process
-_MAX_DEALT = 4  # nodes whose every number divides a page in the sequence partition
+_MAX_SEQUENCE_NODES = 4  # nodes whose every number divides a page in the sequence partition
 
 
 class PlacementError(ValueError):
@@ -42,17 +42,17 @@ def resolve_partition(name: str, layers: Sequence[AttentionLayer], num_nodes: in
         raise PlacementError(
             "memory_partition sequence: the model has sliding windows; use head or request"
         )
-    if name == "sequence" and num_nodes > _MAX_DEALT:
+    if name == "sequence" and num_nodes > _MAX_SEQUENCE_NODES:
         raise PlacementError(
-            f"memory_partition sequence deals to {_MAX_DEALT} nodes at most, not {num_nodes}; use "
-            "request"
+            f"memory_partition sequence supports {_MAX_SEQUENCE_NODES} nodes at most, not "
+            f"{num_nodes}; use request"
         )
     return name
 
 
-def deal(count: int, num_shares: int) -> list[tuple[int, int]]:
+def partition_evenly(count: int, num_shards: int) -> list[tuple[int, int]]:
     """(first, how many) of each share, as even as can be."""
-    bounds = [count * i // num_shares for i in range(num_shares + 1)]
+    bounds = [count * i // num_shards for i in range(num_shards + 1)]
     return [(low, high - low) for low, high in pairwise(bounds)]
 
 
@@ -68,7 +68,7 @@ class Shard:
         """(first, how many) K/V heads of a layer are on it."""
         if self.partition != "head":
             return 0, layer.num_kv_heads
-        return deal(layer.num_kv_heads, self.count)[self.index]
+        return partition_evenly(layer.num_kv_heads, self.count)[self.index]
 
     def layer(self, layer: AttentionLayer) -> AttentionLayer:
         """As the node sees it."""
@@ -117,7 +117,7 @@ class PageGeometry:
     page_bytes: int
     groups: list[LayerGroup]
 
-    def range_places(self, max_model_len: int) -> list[int]:
+    def range_slots(self, max_model_len: int) -> list[int]:
         """Pages that a range may have in each group, as the books lay ranges out."""
         unit = lcm(*self.page_tokens)
         return [-(-max_model_len // unit) * unit // tokens for tokens in self.page_tokens]
@@ -135,9 +135,9 @@ def page_geometry(
     if partition == "sequence":
         unit *= lcm(*range(1, num_nodes + 1))
     widest = max(token_bytes)
-    share = num_nodes if partition != "request" else 1
+    num_shards = num_nodes if partition != "request" else 1
     least = max(_MIN_PAGE_BYTES, node_bytes // MAX_PAGES)
-    units = -(-least * share // (unit * widest))
+    units = -(-least * num_shards // (unit * widest))
     tokens = unit * max(1, units)
     page_tokens = [tokens * (widest // own) for own in token_bytes]
     whole = lcm(*page_tokens)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from memory.attention.seam import AttentionLayer, AttentionStep, Rotation, Ticket
-from memory.nodes.new_part import NewPart
+from memory.nodes.new_token_attention import NewTokenAttention
 from memory.nodes.node_link import NodeLink
 from memory.nodes.node_loop import view_of
 from memory.nodes.node_set import NodeSet
 from memory.nodes.placement import Shard
-from memory.nodes.prompt_tails import PromptTails, TailPlace
+from memory.nodes.prompt_tail_cache import PromptTailCache, TailSpan
 from memory.nodes.wire import (
     HEADER_BYTES,
     Append,
@@ -43,7 +43,7 @@ class NodesLostError(Exception):
     """K/V on a memory node cannot be reached: what it held has to be computed again."""
 
 
-class _Part(NamedTuple):
+class _LayerShard(NamedTuple):
     """Of a layer, what is on a node: heads and K/V heads from the first one on, and their rows in
     messages. own: of all heads, None where these are all."""
 
@@ -56,12 +56,12 @@ class _Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class _NodePlan:
+class _NodeRows:
     """parts: by layer. query_runs, append_runs: (first row, how many) of the step's rows that go
     to this node. rows: the querying ones' numbers, None: all rows of the step."""
 
     link: NodeLink
-    parts: list[_Part]
+    parts: list[_LayerShard]
     query_runs: list[tuple[int, int]]
     append_runs: list[tuple[int, int]]
     num_queries: int
@@ -77,44 +77,44 @@ class RemoteAttention:
     def __init__(
         self,
         layers: Sequence[AttentionLayer],
-        new_part: NewPart,
+        new_token_attention: NewTokenAttention,
         backend: Backend,
         nodes: NodeSet,
         range_tokens: int,
         num_ranges: int,
         wire: WireType,
-        tails: PromptTails | None = None,
+        tail_cache: PromptTailCache | None = None,
     ) -> None:
         """num_ranges: of each member. tails: keep prompts under way here, too."""
         self.layers = list(layers)
-        self.new_part = new_part
+        self.new_token_attention = new_token_attention
         self.backend = backend
         self.wire = wire
-        self.tails = tails
+        self.tail_cache = tail_cache
         self._nodes = nodes
         self._range_tokens = range_tokens
-        self._member_tokens = range_tokens * num_ranges
-        self._parts: dict[NodeLink, list[_Part]] = {}
+        self._partition_tokens = range_tokens * num_ranges
+        self._parts: dict[NodeLink, list[_LayerShard]] = {}
         self._numbers = count(1)
-        for member in nodes.members:
-            member.edits.on_release = self._send_edits
+        for partition in nodes.partitions:
+            partition.edits.on_release = self._send_edits
 
-    def _parts_of(self, link: NodeLink) -> list[_Part]:
+    def _parts_of(self, link: NodeLink) -> list[_LayerShard]:
         parts = self._parts.get(link)
         if parts is None:
-            parts = [_part(link.share, layer) for layer in self.layers]
+            parts = [_layer_shard(link.shard, layer) for layer in self.layers]
             self._parts = {old: self._parts[old] for old in self._parts if not old.is_lost}
             self._parts[link] = parts
         return parts
 
     def plan(self, step: AttentionStep) -> RemotePlan:
         number = next(self._numbers)
-        places, pasts = self._keep(step)
-        found: list[_NodePlan] = []
-        for index, member in enumerate(self._nodes.members):
-            edits = member.edits.take()
-            for link in member.links:
-                node, plan = self._node_plan(link, step, index, pasts)
+        spans, pasts = self._extend_tails(step)
+        planned: list[_NodeRows] = []
+        for index, partition in enumerate(self._nodes.partitions):
+            edits = partition.edits.take()
+            for link in partition.links:
+                node, plan = self._plan_rows(link, step, index, pasts)
                 if not (edits or plan.queries or plan.appends):
                     continue
                 try:
@@ -122,42 +122,42 @@ class RemoteAttention:
                     link.post_plan(number, plan._replace(edits=edits))
                 except TransportError as error:
                     raise lost(link, error) from error
-                found.append(node)
-            if not member.links and index in self._members_of(step):
+                planned.append(node)
+            if not partition.links and index in self._partitions_of(step):
                 raise NodesLostError("no memory node holds this K/V")
-        new = self.new_part.plan(step.num_decodes, step.num_rows, places)
-        return RemotePlan(self, number, found, new)
+        new = self.new_token_attention.plan(step.num_decodes, step.num_rows, spans)
+        return RemotePlan(self, number, planned, new)
 
-    def _keep(self, step: AttentionStep) -> tuple[list[TailPlace | None], list[int]]:
+    def _extend_tails(self, step: AttentionStep) -> tuple[list[TailSpan | None], list[int]]:
         """Of each sequence: where its K/V is kept here, and how much of it only the nodes have."""
-        places: list[TailPlace | None] = [None] * len(step.starts)
+        spans: list[TailSpan | None] = [None] * len(step.starts)
         pasts = [length - n for length, n in zip(step.kv_lens, step.num_rows, strict=True)]
-        tails = self.tails
-        if tails is None:
-            return places, pasts
-        if any(member.is_local for member in self._nodes.members):
-            tails.clear()  # the same bytes hold everything now
-            return places, pasts
+        tail_cache = self.tail_cache
+        if tail_cache is None:
+            return spans, pasts
+        if any(partition.is_local for partition in self._nodes.partitions):
+            tail_cache.clear()  # the same bytes hold everything now
+            return spans, pasts
         for i, start in enumerate(step.starts):
             if i < step.num_decodes:
-                tails.drop(start)
+                tail_cache.drop(start)
                 continue
-            kept = tails.place(start, pasts[i], step.num_rows[i])
+            kept = tail_cache.extend(start, pasts[i], step.num_rows[i])
             if kept is not None:
-                places[i], pasts[i] = kept
-        return places, pasts
+                spans[i], pasts[i] = kept
+        return spans, pasts
 
-    def _members_of(self, step: AttentionStep) -> set[int]:
-        return {start // self._member_tokens for start in step.starts}
+    def _partitions_of(self, step: AttentionStep) -> set[int]:
+        return {start // self._partition_tokens for start in step.starts}
 
-    def _node_plan(
-        self, link: NodeLink, step: AttentionStep, member: int, pasts: Sequence[int]
-    ) -> tuple[_NodePlan, NodePlan]:
+    def _plan_rows(
+        self, link: NodeLink, step: AttentionStep, partition: int, pasts: Sequence[int]
+    ) -> tuple[_NodeRows, NodePlan]:
         """pasts: tokens of each sequence that its rows attend over on the nodes."""
-        share, row = link.share, 0
+        shard, row = link.shard, 0
         range_tokens = self._range_tokens
-        first_start = member * self._member_tokens
-        end = first_start + self._member_tokens
+        first_start = partition * self._partition_tokens
+        end = first_start + self._partition_tokens
         queries: list[Query] = []
         appends: list[Append] = []
         query_runs: list[tuple[int, int]] = []
@@ -169,22 +169,22 @@ class RemoteAttention:
                 row += num_rows
                 continue
             index, position = (start - first_start) // range_tokens, kv_len - num_rows
-            keys = share.num_tokens(past)
+            keys = shard.num_tokens(past)
             if keys:
                 queries.append(Query(index, num_rows, keys))
                 _extend(query_runs, row, num_rows)
             num_appends = 0
-            for first, length in share.runs(position, kv_len):
+            for first, length in shard.runs(position, kv_len):
                 _extend(append_runs, row + first - position, length)
                 num_appends += length
             if num_appends:
-                appends.append(Append(index, num_appends, share.num_tokens(position)))
+                appends.append(Append(index, num_appends, shard.num_tokens(position)))
             row += num_rows
         num_queries = sum([n for _, n in query_runs])
         rows = None
         if num_queries < row:
             rows = torch.tensor([i for at, n in query_runs for i in range(at, at + n)])
-        node = _NodePlan(
+        node = _NodeRows(
             link,
             self._parts_of(link),
             query_runs,
@@ -197,12 +197,12 @@ class RemoteAttention:
 
     def _send_edits(self) -> None:
         """Outside of a step: for memory that shall go back to the system over there."""
-        if self.tails is not None:
-            self.tails.trim()
+        if self.tail_cache is not None:
+            self.tail_cache.trim()
         number = next(self._numbers)
-        for member in self._nodes.members:
-            edits = member.edits.take()
-            for link in member.links:
+        for partition in self._nodes.partitions:
+            edits = partition.edits.take()
+            for link in partition.links:
                 try:
                     link.post_plan(number, NodePlan(edits, [], []))
                 except TransportError:
@@ -214,7 +214,7 @@ class RemotePlan:
     """Attention for one step's rows."""
 
     def __init__(
-        self, parent: RemoteAttention, number: int, nodes: list[_NodePlan], new: object
+        self, parent: RemoteAttention, number: int, nodes: list[_NodeRows], new: object
     ) -> None:
         self._parent = parent
         self._number = number
@@ -223,9 +223,9 @@ class RemotePlan:
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         parent = self._parent
-        asked = [node for node in self._nodes if node.num_queries]
-        tensors = encode(_dense(q), parent.wire) if asked else []
-        for node in asked:
+        queried = [node for node in self._nodes if node.num_queries]
+        tensors = encode(_dense(q), parent.wire) if queried else []
+        for node in queried:
             part = node.parts[layer]
             segments: list[Segment] = []
             for x in tensors:
@@ -249,11 +249,11 @@ class RemotePlan:
                 for x in (wire_k, wire_v):
                     segments += _pieces(x, node.append_runs, part.first_kv_head, part.num_kv_heads)
                 self._post(node, Kind.UPDATE, layer, node.num_appends, segments)
-        out, lse = parent.new_part.attend(self._new, layer, q, wire_k, wire_v)
+        out, lse = parent.new_token_attention.attend(self._new, layer, q, wire_k, wire_v)
         return RemotePending(self, layer, Partial(out, lse), q.dtype)
 
     def _post(
-        self, node: _NodePlan, kind: Kind, layer: int, num_rows: int, segments: list[Segment]
+        self, node: _NodeRows, kind: Kind, layer: int, num_rows: int, segments: list[Segment]
     ) -> None:
         wire = self._parent.wire
         dtype = wire if kind is Kind.QUERY else kv_type(wire)
@@ -302,13 +302,13 @@ def lost(link: NodeLink, error: Exception) -> NodesLostError:
     return NodesLostError(f"memory node {link.url}: {error}")
 
 
-def _part(share: Shard, layer: AttentionLayer) -> _Part:
-    first, kv_heads = share.heads(layer)
+def _layer_shard(shard: Shard, layer: AttentionLayer) -> _LayerShard:
+    first, kv_heads = shard.heads(layer)
     group = layer.num_heads // layer.num_kv_heads
     heads = group * kv_heads
     own = slice(first * group, first * group + heads) if heads < layer.num_heads else None
     rows = WireRows(heads, kv_heads, layer.head_dim)
-    return _Part(first * group, heads, first, kv_heads, rows, own)
+    return _LayerShard(first * group, heads, first, kv_heads, rows, own)
 
 
 def _extend(runs: list[tuple[int, int]], first: int, length: int) -> None:

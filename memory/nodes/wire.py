@@ -134,7 +134,7 @@ class EditKind(IntEnum):
 class Edit(NamedTuple):
     kind: EditKind
     part: int
-    place: int
+    slot: int
     page: int
     num_pages: int
 

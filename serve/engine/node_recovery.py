@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from memory.kv_memory import KVPartition
-from memory.nodes.node_set import Member, NodeSet, NoNodeError
+from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence as TokenSequence
@@ -47,7 +47,7 @@ class NodeRecovery:
         clock: Callable[[], float] = time.monotonic,
         prober: NodeProber | None = None,
     ) -> None:
-        """partitions: the K/V accounting of each member of nodes. end: ends a sequence with an
+        """partitions: the K/V accounting of each partition of nodes. end: ends a sequence with an
         error. prober: looks for nodes that are missing; a thread of its own by default."""
         self.nodes = nodes
         self._partitions = list(partitions)
@@ -74,7 +74,7 @@ class NodeRecovery:
         self._try_at = 0.0
 
     def _release_lost(self) -> None:
-        """Preempts the sequences whose K/V is lost and empties the accounting of lost members."""
+        """Preempts the sequences whose K/V is lost, and empties those partitions' accounting."""
         numbers = set(self.nodes.lose())
         starts = [partition.ranges[0].start for partition in self._partitions]
         ends = [*starts[1:], 1 << 62]
@@ -86,7 +86,7 @@ class NodeRecovery:
         self.num_recomputed += num_lost
         for number in numbers:
             self._partitions[number].reset(0)
-            self.nodes.members[number].edits.take()
+            self.nodes.partitions[number].edits.take()
         if num_lost:
             logger.info("K/V of %d sequences is computed again", num_lost)
 
@@ -106,14 +106,14 @@ class NodeRecovery:
             self._prober.invalidate()
             self._release_lost()
             self._try_at = 0.0
-        empty = [i for i, member in enumerate(self.nodes.members) if not member.num_pages]
+        empty = [i for i, partition in enumerate(self.nodes.partitions) if not partition.num_pages]
         if empty:
             self._place(empty)
         elif self.nodes.missing:
             self._rejoin()
         if self.nodes.missing:
             self._prober.start()
-        if any(member.num_pages for member in self.nodes.members):
+        if any(partition.num_pages for partition in self.nodes.partitions):
             self._lost_at = None
             self._num_tries = 0
             self._end_too_long()
@@ -122,47 +122,47 @@ class NodeRecovery:
         return False
 
     def _place(self, numbers: Sequence[int]) -> None:
-        """Places the memory of these members on nodes that can be reached."""
+        """Places the memory of these partitions on nodes that can be reached."""
         now_s = self._clock()
-        has_memory = len(numbers) < len(self.nodes.members)
+        has_memory = len(numbers) < len(self.nodes.partitions)
         if has_memory:  # go on with that: do not wait for a node that does not answer
-            numbers = [i for i in numbers if self._is_back(self.nodes.members[i])]
+            numbers = [i for i in numbers if self._is_back(self.nodes.partitions[i])]
         if now_s < self._try_at or not numbers:
             return
         self._num_tries += 1
         for number in numbers:
-            member = self.nodes.members[number]
+            partition = self.nodes.partitions[number]
             try:
-                self.nodes.place(member)
+                self.nodes.place(partition)
             except NoNodeError as error:
                 if str(error) != self._last_error:
                     logger.warning("no memory for K/V yet: %s", error)
                 self._last_error = str(error)
                 continue
-            self._partitions[number].reset(member.num_pages, member.max_mappings)
-            member.edits.take()
+            self._partitions[number].reset(partition.num_pages, partition.max_mappings)
+            partition.edits.take()
             self._changed_at = now_s
             self._last_error = ""
-            where = ", ".join([link.url for link in member.links])
-            logger.info("K/V has %d pages again, on %s", member.num_pages, where)
-            if member.is_local:  # one member on this machine is enough
+            where = ", ".join([link.url for link in partition.links])
+            logger.info("K/V has %d pages again, on %s", partition.num_pages, where)
+            if partition.is_local:  # one partition on this machine is enough
                 break
         self._try_at = self._clock() + _RETRY_S
 
-    def _is_back(self, member: Member) -> bool:
-        return any(self._prober.is_back(url) for url in member.urls)
+    def _is_back(self, partition: NodePartition) -> bool:
+        return any(self._prober.is_back(url) for url in partition.urls)
 
     def _rejoin(self) -> None:
         """Takes nodes back that can be reached again, if recomputing the K/V is cheap."""
-        waiting = [m for m in self.nodes.members if any(u in self.nodes.missing for u in m.urls)]
-        back = [member for member in waiting if self._is_back(member)]
+        waiting = [m for m in self.nodes.partitions if any(u in self.nodes.missing for u in m.urls)]
+        back = [partition for partition in waiting if self._is_back(partition)]
         now_s = self._clock()
         if not back or now_s < self._changed_at + self._settled_s:
             return
         running = self._scheduler.running
         num_tokens = sum([sequence.num_computed_tokens for sequence in running])
         seconds = self._scheduler.chunks.model.prefill_seconds(num_tokens, 0)
-        is_local_only = any(member.is_local for member in back)
+        is_local_only = any(partition.is_local for partition in back)
         has_waited = is_local_only and now_s >= self._changed_at + _MAX_LOCAL_S
         if running and seconds > _MAX_RECOMPUTE_S and not has_waited:
             return
@@ -170,15 +170,15 @@ class NodeRecovery:
         logger.info("memory nodes are back: %s", ", ".join(urls))
         self._place_again(back)
 
-    def _place_again(self, members: Sequence[Member]) -> None:
-        """Places the memory of these members anew. If that does not help, the next time comes
+    def _place_again(self, partitions: Sequence[NodePartition]) -> None:
+        """Places the memory of these partitions anew. If that does not help, the next time comes
         later."""
         num_missing, num_pages = len(self.nodes.missing), self._scheduler.kv.num_pages
-        for member in members:
-            member.close()
+        for partition in partitions:
+            partition.close()
         self._release_lost()
         self._try_at = 0.0
-        self._place([i for i, m in enumerate(self.nodes.members) if not m.num_pages])
+        self._place([i for i, m in enumerate(self.nodes.partitions) if not m.num_pages])
         has_more = self._scheduler.kv.num_pages > num_pages
         is_better = has_more or len(self.nodes.missing) < num_missing
         self._settled_s = SETTLED_S if is_better else min(2 * self._settled_s, _MAX_SETTLED_S)
@@ -199,7 +199,7 @@ class NodeRecovery:
         if now_s < max(self._short_at, self._changed_at) + _GIVE_UP_S:
             return
         if not self._scheduler.running and now_s >= self._changed_at + self._settled_s:
-            self._place_again(self.nodes.members)
+            self._place_again(self.nodes.partitions)
         for sequence in list(self._scheduler.waiting):
             if now_s < sequence.request.arrival_s + _GIVE_UP_S:
                 continue
@@ -269,7 +269,7 @@ class NodeProber:
                     self._thread = None
                     return
                 search = self._search
-            back = frozenset(self._nodes.back(self._stop.is_set))
+            back = frozenset(self._nodes.find_returned(self._stop.is_set))
             with self._lock:
                 if search == self._search:
                     self._back = back

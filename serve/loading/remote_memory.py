@@ -16,19 +16,23 @@ from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
 from memory.attention.seam import AttentionLayer
 from memory.kv_memory import KVMemory
-from memory.nodes.attach import AttachRequest, NodeLayout, book_bytes
+from memory.nodes.attach import AttachRequest, NodeLayout, accounting_bytes
 from memory.nodes.direct import direct_pair
 from memory.nodes.edit_log import EditLog
-from memory.nodes.new_part import Int8NewPart, NewPart, PlainNewPart
+from memory.nodes.new_token_attention import (
+    Int8NewTokenAttention,
+    NewTokenAttention,
+    PlainNewTokenAttention,
+)
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import (
     FIRST_CONNECT_S,
     Connect,
-    Member,
+    NodePartition,
     NodeSet,
     NoNodeError,
-    books_of,
-    share_request,
+    make_kv_managers,
+    shard_request,
 )
 from memory.nodes.placement import (
     MAX_PAGES,
@@ -38,7 +42,7 @@ from memory.nodes.placement import (
     page_geometry,
     resolve_partition,
 )
-from memory.nodes.prompt_tails import PromptTails
+from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.remote_attention import RemoteAttention
 from memory.nodes.wire import WireType
 from memory.nodes.wire_rows import fits_int8, largest_message
@@ -74,8 +78,8 @@ class RemoteMemory:
 
     def close(self) -> None:
         self.nodes.close()
-        if self.attention.tails is not None:
-            self.attention.tails.close()
+        if self.attention.tail_cache is not None:
+            self.attention.tail_cache.close()
 
 
 def read_key(config: EngineConfig) -> bytes:
@@ -117,19 +121,19 @@ def open_remote_memory(
     try:
         _connect_all(nodes)
         kv = setup.kv_memory(nodes)
-        tails = setup.prompt_tail_cache(kv)
+        tail_cache = setup.prompt_tail_cache(kv)
     except BaseException:
         nodes.close()
         raise
     attention = RemoteAttention(
         layers,
-        _new_token_attention(config, precision, layers, backend, tails),
+        _new_token_attention(config, precision, layers, backend, tail_cache),
         backend,
         nodes,
         kv.layout.range_tokens,
         config.max_num_seqs,
         setup.wire,
-        tails,
+        tail_cache,
     )
     logger.info(
         "K/V in %s, %.5g MiB on %s (%s partition): context %d, %d pages of %d tokens",
@@ -200,7 +204,7 @@ class _RemoteSetup:
         """Lowers the context length to what fits the nodes."""
         count = len(self._config.memory_nodes)
         requests = [
-            share_request(self.template, Shard(self.partition, i, count)) for i in range(count)
+            shard_request(self.template, Shard(self.partition, i, count)) for i in range(count)
         ]
         page_bytes = max(NodeLayout(request).page_bytes for request in requests)
         pages_for = PageLayout(
@@ -208,8 +212,8 @@ class _RemoteSetup:
         ).pages_for
 
         def needed(num_tokens: int) -> int:
-            places = self.geometry.range_places(num_tokens)
-            accounting = book_bytes(self._config.max_num_seqs, places)
+            slots = self.geometry.range_slots(num_tokens)
+            accounting = accounting_bytes(self._config.max_num_seqs, slots)
             return pages_for(num_tokens) * page_bytes + accounting
 
         fits = bisect_right(range(1, self._max_len + 1), node_bytes, key=needed)
@@ -232,7 +236,7 @@ class _RemoteSetup:
             layers=self._layers,
             group_layers=self._group_layers,
             page_tokens=self.geometry.page_tokens,
-            num_places=self.geometry.range_places(self._max_len),
+            num_places=self.geometry.range_slots(self._max_len),
             num_ranges=self._config.max_num_seqs,
             num_pages=MAX_PAGES,
             min_pages=1,
@@ -243,16 +247,16 @@ class _RemoteSetup:
         """Returns the nodes, not yet connected."""
         config, template = self._config, self.template
         urls = config.memory_nodes
-        urls_of_members = [[url] for url in urls] if self.partition == "request" else [list(urls)]
-        members = [
-            Member(
-                member_urls,
+        partition_urls = [[url] for url in urls] if self.partition == "request" else [list(urls)]
+        partitions = [
+            NodePartition(
+                urls_of_one,
                 EditLog(self.geometry.page_bytes, config.max_num_seqs, template.num_places),
             )
-            for member_urls in urls_of_members
+            for urls_of_one in partition_urls
         ]
         return NodeSet(
-            members,
+            partitions,
             template,
             self.partition,
             self.connect,
@@ -263,8 +267,8 @@ class _RemoteSetup:
 
     def kv_memory(self, nodes: NodeSet) -> KVMemory:
         config, geometry, max_len = self._config, self.geometry, self._max_len
-        memories = books_of(
-            nodes.members,
+        memories = make_kv_managers(
+            nodes.partitions,
             geometry,
             num_ranges=config.max_num_seqs,
             max_model_len=max_len,
@@ -288,13 +292,13 @@ class _RemoteSetup:
             )
         return memories[0] if len(memories) == 1 else PartitionedKV(memories)
 
-    def prompt_tail_cache(self, kv: KVMemory) -> PromptTails | None:
+    def prompt_tail_cache(self, kv: KVMemory) -> PromptTailCache | None:
         if self._config.memory_prefill != "local":
             return None
-        tails = PromptTails(self.template, self._max_len, self._local_bytes)
+        tail_cache = PromptTailCache(self.template, self._max_len, self._local_bytes)
         for partition in kv.partitions:
-            partition.on_close = lambda target: tails.drop(target.start)
-        return tails
+            partition.on_close = lambda target: tail_cache.drop(target.start)
+        return tail_cache
 
 
 def _node_sizes(urls: Sequence[str], connect_to: Connect, most: int | None) -> tuple[int, int, int]:
@@ -350,9 +354,9 @@ def _geometry(
 
 def _connect_all(nodes: NodeSet) -> None:
     """Connects to every node; at start-up all have to be there."""
-    for member in nodes.members:
+    for partition in nodes.partitions:
         try:
-            nodes.place(member, FIRST_CONNECT_S, needs_all=True)
+            nodes.place(partition, FIRST_CONNECT_S, needs_all=True)
         except NoNodeError as error:
             raise ConfigError(f"memory_nodes: {error}") from error
 
@@ -362,12 +366,12 @@ def _new_token_attention(
     precision: Precision,
     layers: Sequence[AttentionLayer],
     backend: Backend,
-    tails: PromptTails | None,
-) -> NewPart:
+    tail_cache: PromptTailCache | None,
+) -> NewTokenAttention:
     if precision.kv == "int8":
         rows, sequences = config.batched_tokens, config.max_num_seqs
-        return Int8NewPart(layers, config.kv_group, rows, sequences, tails)
-    return PlainNewPart(layers, getattr(torch, precision.kv), backend, tails)
+        return Int8NewTokenAttention(layers, config.kv_group, rows, sequences, tail_cache)
+    return PlainNewTokenAttention(layers, getattr(torch, precision.kv), backend, tail_cache)
 
 
 def _wire_type(

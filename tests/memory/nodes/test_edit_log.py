@@ -28,13 +28,13 @@ class NodeModel(KVModel):
     """Sequences whose tokens lie in the pages that the node's places show. The node's session
     is real, only its memory remembers instead of being there."""
 
-    def __init__(self, share: Shard, windows) -> None:
+    def __init__(self, shard: Shard, windows) -> None:
         layers = [AttentionLayer(8, 8, 64, 0.125, window) for window in windows]
         sizes = [Int8KVLayout([layer], 64).token_bytes for layer in layers]
-        geometry = page_geometry(sizes, windows, share.partition, share.count, 1 << 20)
-        places = geometry.range_places(MAX_LEN)
-        self.share = share
-        self.log = EditLog(geometry.page_bytes, NUM_RANGES, places)
+        geometry = page_geometry(sizes, windows, shard.partition, shard.count, 1 << 20)
+        slots = geometry.range_slots(MAX_LEN)
+        self.shard = shard
+        self.log = EditLog(geometry.page_bytes, NUM_RANGES, slots)
         self.log.on_release = lambda: self.plan([], [])
         self.kv = KVManager(
             self.log,
@@ -50,10 +50,10 @@ class NodeModel(KVModel):
             epoch=1,
             kv_dtype="int8",
             kv_group=64,
-            layers=[share.layer(layer) for layer in layers],
+            layers=[shard.layer(layer) for layer in layers],
             group_layers=[[i] for i in range(len(layers))],
-            page_tokens=[share.page_tokens(tokens) for tokens in geometry.page_tokens],
-            num_places=places,
+            page_tokens=[shard.page_tokens(tokens) for tokens in geometry.page_tokens],
+            num_places=slots,
             num_ranges=NUM_RANGES,
             num_pages=NUM_PAGES,
             min_pages=1,
@@ -91,20 +91,20 @@ class NodeModel(KVModel):
     def check_reads(self, sequence) -> None:
         """Called between the commit and the writing: the step's plan."""
         self.kv.commit()
-        index, share = sequence.kv_range.index, self.share
+        index, shard = sequence.kv_range.index, self.shard
         past = sequence.num_computed
         rows = min(len(sequence.tokens) - past, MAX_ROWS, sequence.kv_range.capacity - past)
-        keys, own = share.num_tokens(past), share.num_tokens(past + rows) - share.num_tokens(past)
+        keys, own = shard.num_tokens(past), shard.num_tokens(past + rows) - shard.num_tokens(past)
         queries = [Query(index, 1, keys)] if keys else []
         self.plan(queries, [Append(index, own, keys)] if own else [])
         super().check_reads(sequence)
 
     def _pages(self, sequence, number, position):
         part = number * NUM_RANGES + sequence.kv_range.index
-        place = position // self.page_tokens[number]
-        page = self.session._places.shown(part)[place]
+        slot = position // self.page_tokens[number]
+        page = self.session._slots.mapped(part)[slot]
         assert page != UNMAPPED
-        offset = self.session.layout.part_offset(part) + place * self.memory.page_bytes
+        offset = self.session.layout.part_offset(part) + slot * self.memory.page_bytes
         assert self.memory.mapped[offset] == page
         return [self.memory.content.setdefault(page, {})]
 
@@ -113,7 +113,7 @@ class NodeModel(KVModel):
         self.kv.commit()
         self.plan([], [])
         for part in range(NUM_RANGES * len(self.page_tokens)):
-            there = list(self.session._places.shown(part))
+            there = list(self.session._slots.mapped(part))
             while there and there[-1] == UNMAPPED:
                 there.pop()
             assert list(self.kv.space.mapped(part)) == there
@@ -126,7 +126,7 @@ class NodeModel(KVModel):
         self.attach()
 
 
-SHARES = [
+SHARDS = [
     (Shard("head", 0, 2), (None,)),
     (Shard("request", 0, 1), (None, 100)),
     (Shard("sequence", 1, 2), (None,)),
@@ -135,11 +135,11 @@ SHARES = [
 ]
 
 
-@pytest.mark.parametrize(("share", "windows"), SHARES)
-def test_a_node_shows_what_the_books_show(share, windows, monkeypatch):
+@pytest.mark.parametrize(("shard", "windows"), SHARDS)
+def test_a_node_shows_what_the_books_show(shard, windows, monkeypatch):
     monkeypatch.setattr("memory.range_mapper._UNMAP_SLOTS", 2)
     rng = random.Random(3)
-    model = NodeModel(share, windows)
+    model = NodeModel(shard, windows)
     model.kv.space.max_mappings = 60
     for number in range(1500):
         operation = rng.random()

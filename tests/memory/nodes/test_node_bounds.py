@@ -102,14 +102,14 @@ def test_few_pages_shown_often_do_not_use_up_the_mappings_of_others(monkeypatch)
     [session] = [c.session for c in node._connections if c.engine == "hog"]
     before, own = num_mappings(), least_mappings(request, 40)
     others = least_mappings(REQUEST, 40)
-    places = [(part, place) for part in range(100) for place in (1, 3, 5, 7)]
+    slots = [(part, slot) for part in range(100) for slot in (1, 3, 5, 7)]
     while session.num_mappings < 700 - others - 10:
-        hog.plan([(EditKind.MAP, *places.pop(), 7, 1)])
+        hog.plan([(EditKind.MAP, *slots.pop(), 7, 1)])
     assert session.num_mappings > own, "what nobody needs may be used"
     assert abs(num_mappings() - before - session.num_mappings) <= 3
     with pytest.raises(NodeError, match="and 0 pages are not held"):
         ask(node, "late")  # nothing is left to promise
-    hog.plan([(EditKind.MAP, *places.pop(), 7, 1) for _ in range(10)])
+    hog.plan([(EditKind.MAP, *slots.pop(), 7, 1) for _ in range(10)])
     assert hog.error() is ErrorCode.FULL
     assert num_mappings() <= before + 3
     witness.check()
@@ -120,7 +120,7 @@ def test_few_pages_shown_often_do_not_use_up_the_mappings_of_others(monkeypatch)
 
 @pytest.mark.parametrize("few", [1, 64])
 def test_mappings_are_counted_as_the_system_counts_them(few, monkeypatch):
-    monkeypatch.setattr("memory.nodes.node_session._FEW", few)
+    monkeypatch.setattr("memory.nodes.node_session._SMALL_COUNT", few)
     rng = random.Random(3)
     request = replace(REQUEST, num_ranges=4)
     memory = LinuxMemory(page_bytes(), request.num_pages)
@@ -129,11 +129,11 @@ def test_mappings_are_counted_as_the_system_counts_them(few, monkeypatch):
     for number in range(1, 200):
         part = rng.randrange(8)
         most = request.num_places[part // 4]
-        place = rng.randrange(most)
-        count = rng.randint(1, most - place)
+        slot = rng.randrange(most)
+        count = rng.randint(1, most - slot)
         kind = rng.choice([EditKind.MAP, EditKind.UNMAP])
         page = rng.randrange(request.num_pages - count) if kind is EditKind.MAP else 0
-        plan = NodePlan([Edit(kind, part, place, page, count)], [], [])
+        plan = NodePlan([Edit(kind, part, slot, page, count)], [], [])
         message = memoryview(pack_plan(request.epoch, number, plan))
         session.plan(session.header(message), message)
         # gaps at the ends of neighbouring parts are one
@@ -193,14 +193,14 @@ def test_books_of_many_places_count_as_memory():
     assert few == 64 * MIB // page_bytes()
     node.close()
     node = MemoryNode(64 << 20, get_backend("cpu"))
-    places = [1 << 20, 1 << 20]  # of three ranges: 24 MiB, of which 16 are free
-    _, many = ask(node, "many", num_pages=1 << 20, num_places=places)
+    slots = [1 << 20, 1 << 20]  # of three ranges: 24 MiB, of which 16 are free
+    _, many = ask(node, "many", num_pages=1 << 20, num_places=slots)
     assert many == 56 * MIB // page_bytes()
     with pytest.raises(NodeError, match="FULL"):
-        ask(node, "more", num_places=places)
+        ask(node, "more", num_places=slots)
     node.close()
     with pytest.raises(NodeError, match="FULL"):
-        ask(MemoryNode(4 << 20, get_backend("cpu")), "large", num_places=places)
+        ask(MemoryNode(4 << 20, get_backend("cpu")), "large", num_places=slots)
 
 
 def test_edits_of_a_plan_do_not_take_for_ever(node, monkeypatch):

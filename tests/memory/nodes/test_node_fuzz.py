@@ -37,17 +37,17 @@ class Fuzzer:
     def edit(self):
         kind = self.rng.choice([MAP, MAP, MAP, COPY, RELEASE, UNMAP])
         part = self.number(6, 6)
-        places = 8 if part < 3 else 4
-        place = self.number(places, places)
-        count = self.number(4, places) + (self.rng.random() < 0.95)
+        slots = 8 if part < 3 else 4
+        slot = self.number(slots, slots)
+        count = self.number(4, slots) + (self.rng.random() < 0.95)
         if self.rng.random() < 0.99:
-            count = min(count, max(1, places - place))
+            count = min(count, max(1, slots - slot))
         page = self.number(PAGES, PAGES)
         if kind in (MAP, RELEASE) and self.rng.random() < 0.99:
             page = min(page, max(0, PAGES - count))
         if kind is COPY:
-            place = self.number(PAGES, PAGES)
-        return kind, part, place, page, count
+            slot = self.number(PAGES, PAGES)
+        return kind, part, slot, page, count
 
     def plan(self):
         rng = self.rng

@@ -17,8 +17,8 @@ from memory.nodes.placement import (
     PARTITIONS,
     PlacementError,
     Shard,
-    deal,
     page_geometry,
+    partition_evenly,
     resolve_partition,
 )
 from serve.config import PARTITIONS as CONFIGURED
@@ -28,7 +28,7 @@ COUNTS = st.integers(1, 9)
 TOKENS = st.integers(0, 700)
 
 
-def shares(partition, count):
+def shards(partition, count):
     return [Shard(partition, index, count) for index in range(count)]
 
 
@@ -37,8 +37,8 @@ def heads(num_kv_heads, group=2, window=None):
 
 
 @given(st.integers(0, 10**6), COUNTS)
-def test_dealing_is_even_and_leaves_nothing_out(count, num_shares):
-    parts = deal(count, num_shares)
+def test_dealing_is_even_and_leaves_nothing_out(count, num_shards):
+    parts = partition_evenly(count, num_shards)
     assert [low for low, _ in parts] == [0, *(low + n for low, n in parts[:-1])]
     assert sum(n for _, n in parts) == count
     assert max(n for _, n in parts) - min(n for _, n in parts) <= 1
@@ -48,9 +48,9 @@ def test_dealing_is_even_and_leaves_nothing_out(count, num_shares):
 def test_every_head_is_on_one_node_or_on_all(partition, count, num_kv_heads, group):
     layer = heads(max(num_kv_heads, count), group)
     found = []
-    for share in shares(partition, count):
-        first, num_heads = share.heads(layer)
-        part = share.layer(layer)
+    for shard in shards(partition, count):
+        first, num_heads = shard.heads(layer)
+        part = shard.layer(layer)
         assert (part.num_kv_heads, part.num_heads) == (num_heads, num_heads * group)
         assert (part.head_dim, part.scale, part.window) == (64, 0.125, None)
         found += range(first, first + num_heads)
@@ -64,40 +64,40 @@ def test_every_token_is_on_one_node(count, first, length):
     """`runs` says which tokens; `num_tokens` how many come before: the place of the next one."""
     end = first + length
     found = []
-    for share in shares("sequence", count):
-        own = [i for low, n in share.runs(first, end) for i in range(low, low + n)]
+    for shard in shards("sequence", count):
+        own = [i for low, n in shard.runs(first, end) for i in range(low, low + n)]
         assert own == sorted(own) and all(first <= i < end for i in own)
-        assert len(own) == share.num_tokens(end) - share.num_tokens(first)
-        assert all(n > 0 for _, n in share.runs(first, end))
-        assert all(i // 16 % count == share.index for i in own)
+        assert len(own) == shard.num_tokens(end) - shard.num_tokens(first)
+        assert all(n > 0 for _, n in shard.runs(first, end))
+        assert all(i // 16 % count == shard.index for i in own)
         found += own
     assert sorted(found) == [*range(first, end)]
     for partition in ("head", "request"):
-        for share in shares(partition, count):
-            assert share.runs(first, end) == [(first, length)]
-            assert share.num_tokens(end) == end
+        for shard in shards(partition, count):
+            assert shard.runs(first, end) == [(first, length)]
+            assert shard.num_tokens(end) == end
 
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 90), min_size=1, max_size=12))
 def test_what_is_appended_step_by_step_lies_where_it_is_read(count, steps):
     """A node's tokens have no gaps: each step begins where the last one ended."""
-    for share in shares("sequence", count):
+    for shard in shards("sequence", count):
         place, total = 0, 0
         for rows in steps:
-            assert share.num_tokens(total) == place
-            place += sum(n for _, n in share.runs(total, total + rows))
+            assert shard.num_tokens(total) == place
+            place += sum(n for _, n in shard.runs(total, total + rows))
             total += rows
-        assert share.num_tokens(total) == place
+        assert shard.num_tokens(total) == place
 
 
 @given(st.integers(1, 4), st.integers(1, 40))
 def test_a_page_is_dealt_whole(count, units):
     """A node's page has its share of the tokens, so pages begin together everywhere."""
     tokens = 16 * count * units
-    for share in shares("sequence", count):
-        assert share.page_tokens(tokens) == 16 * units
+    for shard in shards("sequence", count):
+        assert shard.page_tokens(tokens) == 16 * units
         for page in range(4):
-            assert share.num_tokens(page * tokens) == page * 16 * units
+            assert shard.num_tokens(page * tokens) == page * 16 * units
 
 
 GEOMETRIES = st.tuples(
@@ -119,8 +119,8 @@ def test_pages_of_books_and_nodes_agree(drawn):
         unit *= [1, 2, 6, 12][num_nodes - 1]
     assert all(tokens % unit == 0 for tokens in geometry.page_tokens)
     # the books' ranges are those that the node lays out
-    places = geometry.range_places(max_len)
-    log = EditLog(geometry.page_bytes, 3, places)
+    slots = geometry.range_slots(max_len)
+    log = EditLog(geometry.page_bytes, 3, slots)
     kv = KVManager(
         log,
         num_pages=10**4,
@@ -130,13 +130,13 @@ def test_pages_of_books_and_nodes_agree(drawn):
         max_rows=256,
         in_background=False,
     )
-    for group, tokens, count in zip(kv.layout.groups, geometry.page_tokens, places, strict=True):
+    for group, tokens, count in zip(kv.layout.groups, geometry.page_tokens, slots, strict=True):
         assert group.tokens_in(1) == tokens and group.slots_for(tokens + 1) == 2
         assert kv.range_tokens == tokens * count >= max_len
     # no node has more pages than a process has mappings for
-    share = 1 if partition == "request" else num_nodes
+    shard = 1 if partition == "request" else num_nodes
     widest = max(token_bytes) * geometry.page_tokens[token_bytes.index(max(token_bytes))]
-    assert node_bytes // max(1, widest // share) <= MAX_PAGES + 1
+    assert node_bytes // max(1, widest // shard) <= MAX_PAGES + 1
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 4), st.sampled_from([16, 64, 80, 128]))
@@ -154,16 +154,16 @@ def test_a_page_has_room_on_every_node(num_kv_heads, num_nodes, num_windows, hea
         token_bytes = [num_kv_heads * head_dim * 8] * num_windows
         windows = [layer.window for layer in layers]
         geometry = page_geometry(token_bytes, windows, partition, num_nodes, 1 << 30)
-        for share in shares(partition, 1 if partition == "request" else num_nodes):
+        for shard in shards(partition, 1 if partition == "request" else num_nodes):
             request = AttachRequest(
                 engine="e",
                 epoch=1,
                 kv_dtype="float32",
                 kv_group=64,
-                layers=[share.layer(layer) for layer in layers],
+                layers=[shard.layer(layer) for layer in layers],
                 group_layers=[[i] for i in range(num_windows)],
-                page_tokens=[share.page_tokens(tokens) for tokens in geometry.page_tokens],
-                num_places=geometry.range_places(500),
+                page_tokens=[shard.page_tokens(tokens) for tokens in geometry.page_tokens],
+                num_places=geometry.range_slots(500),
                 num_ranges=4,
                 num_pages=10,
                 min_pages=1,
@@ -197,8 +197,8 @@ def test_the_partition_that_is_taken(name, kv_heads, window, num_nodes, due):
     [
         ("head", 2, None, 3, "needs a K/V head for each of 3 nodes, the model has 2"),
         ("sequence", 4, 64, 2, "the model has sliding windows"),
-        ("sequence", 4, None, 5, "deals to 4 nodes at most, not 5"),
-        ("auto", 4, None, 5, "deals to 4 nodes at most, not 5"),
+        ("sequence", 4, None, 5, "supports 4 nodes at most, not 5"),
+        ("auto", 4, None, 5, "supports 4 nodes at most, not 5"),
     ],
 )
 def test_a_partition_that_cannot_be_names_the_setting(name, kv_heads, window, num_nodes, said):

@@ -123,7 +123,7 @@ def test_prompts_are_kept_here_until_they_are_read(kv_dtype, partition):
     layers = layers_of()
     rig = RemoteRig(layers, ("a", "b"), partition, kv_dtype, tail_bytes=1 << 22)
     run_mixed(rig, layers, kv_dtype)
-    assert rig.tails.num_pages_in_use == 0
+    assert rig.tail_cache.num_pages_in_use == 0
     rig.close()
 
 
@@ -160,7 +160,7 @@ class OwnMemory:
 
     def __init__(self, rig, num_bytes):
         self.node = MemoryNode(num_bytes, get_backend("cpu"))
-        self._tails = rig.tails
+        self._tail_cache = rig.tail_cache
         rig.set._local = self._attach
 
     def _attach(self):
@@ -175,7 +175,7 @@ class OwnMemory:
     @property
     def keeps_prompts(self):
         """Whether the system has given memory for them."""
-        return self._tails._kv.num_mapped > 0
+        return self._tail_cache._kv.num_mapped > 0
 
 
 def chunks_of_a_prompt(rig, histories, name):
@@ -190,12 +190,12 @@ def chunks_of_a_prompt(rig, histories, name):
 
 def place_anew(rig, item):
     """As when all that the nodes held is lost, and `item` was the only range."""
-    [member] = rig.set.members
+    [partition] = rig.set.partitions
     rig.kv.close(item)
-    rig.set.place(member)
-    rig.kv.reset(member.num_pages)
-    member.edits.take()
-    return member.is_local
+    rig.set.place(partition)
+    rig.kv.reset(partition.num_pages)
+    partition.edits.take()
+    return partition.is_local
 
 
 def test_own_memory_holds_prompts_or_everything_but_not_both():
@@ -226,8 +226,8 @@ def test_prompts_on_other_nodes_go_on_when_own_memory_takes_the_place_of_one():
     item = chunks_of_a_prompt(rig, histories, "x")
     assert own.keeps_prompts
     rig.nodes.kill("a")
-    rig.set.place(rig.set.members[0])
-    assert rig.set.members[0].is_local and not rig.set.members[1].is_lost
+    rig.set.place(rig.set.partitions[0])
+    assert rig.set.partitions[0].is_local and not rig.set.partitions[1].is_lost
     inputs, expected = histories.rows([("x", 50)])
     for out, due in zip(rig.step([(item, 50, 160)], inputs), expected, strict=True):
         assert float((out - due).abs().max()) < 1e-5
@@ -240,7 +240,7 @@ def test_a_prompt_that_cannot_be_kept_is_left_to_the_nodes(kv_dtype, monkeypatch
     """Mapping fails at every other place; nobody notices."""
     layers = layers_of()
     rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype, tail_bytes=1 << 22)
-    memory, calls = rig.tails._memory, itertools.count()
+    memory, calls = rig.tail_cache._memory, itertools.count()
     mapped = memory.map
 
     def fail(*arguments):
@@ -251,7 +251,7 @@ def test_a_prompt_that_cannot_be_kept_is_left_to_the_nodes(kv_dtype, monkeypatch
     monkeypatch.setattr(memory, "map", fail)
     run_mixed(rig, layers, kv_dtype)
     assert next(calls) > 2
-    assert rig.tails.num_pages_in_use == 0
+    assert rig.tail_cache.num_pages_in_use == 0
     rig.close()
 
 
@@ -262,11 +262,11 @@ def test_the_small_node_is_left_out():
     rig.nodes.kill("b")
     rig.nodes.nodes["b"] = MemoryNode(1 << 16, get_backend("cpu"))
     rig.nodes.gone.clear()
-    [member] = rig.set.members
-    rig.set.place(member)
-    assert [link.url for link in member.links] == ["a"]
-    assert member.num_pages >= 30
-    assert rig.set.back() == []  # and nobody asks it to share again
+    [partition] = rig.set.partitions
+    rig.set.place(partition)
+    assert [link.url for link in partition.links] == ["a"]
+    assert partition.num_pages >= 30
+    assert rig.set.find_returned() == []  # and nobody asks it to share again
     rig.close()
 
 
@@ -277,9 +277,9 @@ def test_without_a_thread_nodes_are_looked_for_later():
     rig = RemoteRig(layers_of())
     rig.set._pool = no_pool
     with pytest.raises(NoNodeError, match="new thread"):
-        rig.set.place(rig.set.members[0])
+        rig.set.place(rig.set.partitions[0])
     rig.set._pool = ThreadPoolExecutor
-    rig.set.place(rig.set.members[0])
+    rig.set.place(rig.set.partitions[0])
     rig.close()
 
 
@@ -294,9 +294,9 @@ def test_nobody_waits_for_a_name_that_is_looked_up_slowly():
 
     rig.set.connect = connect_slowly
     began = time.monotonic()
-    rig.set.place(rig.set.members[0], 0.1)
+    rig.set.place(rig.set.partitions[0], 0.1)
     assert time.monotonic() - began < 5
-    assert [link.url for link in rig.set.members[0].links] == ["a"]
+    assert [link.url for link in rig.set.partitions[0].links] == ["a"]
     slow.set()
     rig.close()
 
@@ -313,17 +313,17 @@ def test_nodes_far_away_are_found_again():
         return connect(url, timeout_s)
 
     rig.set.connect, rig.set._clock = connect_far, lambda: now[0]
-    [member] = rig.set.members
+    [partition] = rig.set.partitions
     with pytest.raises(NoNodeError):
-        rig.set.place(member)
-    rig.set.place(member, 5.0, needs_all=True)  # as at the start
+        rig.set.place(partition)
+    rig.set.place(partition, 5.0, needs_all=True)  # as at the start
     assert rig.set.connect_s == 1.0, "four times as long would be too long to wait"
-    rig.set.place(member)
-    assert [link.url for link in member.links] == ["a", "b"]
+    rig.set.place(partition)
+    assert [link.url for link in partition.links] == ["a", "b"]
     rig.nodes.kill("b")
-    rig.set.place(member)
+    rig.set.place(partition)
     rig.nodes.gone.clear()
-    assert rig.set.back() == ["b"]
+    assert rig.set.find_returned() == ["b"]
     rig.close()
 
 
@@ -331,13 +331,15 @@ def test_a_prompt_with_windows_is_kept_whole_or_not_at_all():
     """Its beginning came from the prefix cache: nothing is opened for the rest, step after step."""
     layers = layers_of(2, windows=(None, 40))
     rig = RemoteRig(layers, ("a", "b"), "head", "int8", tail_bytes=1 << 22)
-    assert rig.tails.place(0, 30, 20) is None
-    assert rig.tails.num_pages_in_use == 0
-    assert rig.tails.place(0, 0, 20) is not None
-    assert rig.tails.place(0, 20, 20) is not None
-    rig.tails.drop(0)
+    assert rig.tail_cache.extend(0, 30, 20) is None
+    assert rig.tail_cache.num_pages_in_use == 0
+    assert rig.tail_cache.extend(0, 0, 20) is not None
+    assert rig.tail_cache.extend(0, 20, 20) is not None
+    rig.tail_cache.drop(0)
     rig.close()
     whole = RemoteRig(layers_of(), ("a", "b"), "head", "int8", tail_bytes=1 << 22)
-    assert whole.tails.place(0, 30, 20) is not None, "without windows the end is worth keeping"
-    whole.tails.drop(0)
+    assert whole.tail_cache.extend(0, 30, 20) is not None, (
+        "without windows the end is worth keeping"
+    )
+    whole.tail_cache.drop(0)
     whole.close()

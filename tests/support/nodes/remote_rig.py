@@ -11,15 +11,15 @@ from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
 from memory.attention.seam import AttentionLayer, AttentionStep
 from memory.nodes.direct import direct_pair
-from memory.nodes.new_part import Int8NewPart, PlainNewPart
+from memory.nodes.new_token_attention import Int8NewTokenAttention, PlainNewTokenAttention
 from memory.nodes.node import MemoryNode
-from memory.nodes.node_set import NodeSet, books_of
+from memory.nodes.node_set import NodeSet, make_kv_managers
 from memory.nodes.placement import page_geometry
-from memory.nodes.prompt_tails import PromptTails
+from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.remote_attention import RemoteAttention
 from memory.nodes.wire import WireType
 from ops import get_backend
-from tests.support.nodes.remote_books import members_of, template_of
+from tests.support.nodes.remote_setup import make_partitions, template_of
 from transport.base import PeerLostError
 
 MIB = 1 << 20
@@ -94,24 +94,24 @@ class RemoteRig:
             num_pages=num_pages,
             max_rows=MAX_ROWS,
         )
-        members = members_of(names, partition, geometry, template)
-        self.set = NodeSet(members, template, partition, self.nodes.connect)
-        for member in members:
-            self.set.place(member)
-        self.kvs = books_of(
-            members, geometry, num_ranges=NUM_RANGES, max_model_len=max_len, max_rows=MAX_ROWS
+        partitions = make_partitions(names, partition, geometry, template)
+        self.set = NodeSet(partitions, template, partition, self.nodes.connect)
+        for one in partitions:
+            self.set.place(one)
+        self.kvs = make_kv_managers(
+            partitions, geometry, num_ranges=NUM_RANGES, max_model_len=max_len, max_rows=MAX_ROWS
         )
         self.kv = self.kvs[0]
-        self.tails = PromptTails(template, max_len, tail_bytes) if tail_bytes else None
-        if self.tails is not None:
+        self.tail_cache = PromptTailCache(template, max_len, tail_bytes) if tail_bytes else None
+        if self.tail_cache is not None:
             for kv in self.kvs:
-                kv.on_close = lambda target: self.tails.drop(target.start)
+                kv.on_close = lambda target: self.tail_cache.drop(target.start)
         if kv_dtype == "int8":
-            new = Int8NewPart(layers, 64, MAX_ROWS, NUM_RANGES, self.tails)
+            new = Int8NewTokenAttention(layers, 64, MAX_ROWS, NUM_RANGES, self.tail_cache)
         else:
-            new = PlainNewPart(layers, getattr(torch, kv_dtype), backend, self.tails)
+            new = PlainNewTokenAttention(layers, getattr(torch, kv_dtype), backend, self.tail_cache)
         self.attention = RemoteAttention(
-            layers, new, backend, self.set, self.kv.range_tokens, NUM_RANGES, wire, self.tails
+            layers, new, backend, self.set, self.kv.range_tokens, NUM_RANGES, wire, self.tail_cache
         )
 
     def step(self, rows, inputs):

@@ -11,11 +11,11 @@ import torch
 from memory.attention.kv_layout import KVLayout
 from memory.nodes.attach import NodeLayout
 from memory.nodes.direct import direct_pair
-from memory.nodes.new_part import PlainNewPart
+from memory.nodes.new_token_attention import PlainNewTokenAttention
 from memory.nodes.node import MemoryNode
-from memory.nodes.node_set import NodeSet, books_of
+from memory.nodes.node_set import NodeSet, make_kv_managers
 from memory.nodes.placement import PageGeometry, page_geometry
-from memory.nodes.prompt_tails import PromptTails
+from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.remote_attention import RemoteAttention
 from memory.nodes.wire import WireType
 from memory.partitioned_kv import PartitionedKV
@@ -30,7 +30,7 @@ from serve.runner.runner import ModelRunner
 from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
-from tests.support.nodes.remote_books import members_of, template_of
+from tests.support.nodes.remote_setup import make_partitions, template_of
 from tests.support.nodes.sim_model import FIRST_TOKEN, NUM_TOKENS, ExactModel, layers
 from tests.support.nodes.sim_nodes import SimNode
 from tests.support.nodes.sim_world import InTurn, SimEndpoint, World
@@ -67,7 +67,7 @@ class SimProber(NodeProber):
         if self._due_at is None or self._world.now < self._due_at:
             return
         missing = self._nodes.missing
-        self._back = frozenset(self._nodes.back())
+        self._back = frozenset(self._nodes.find_returned())
         self._world.owed_s = 0.0
         self._due_at = self._world.now + _PROBE_S if missing else None
 
@@ -169,11 +169,11 @@ class SimEngine:
             num_pages=30_000,
             max_rows=MAX_ROWS,
         )
-        members = members_of(by_url, partition, geometry, self.template)
+        partitions = make_partitions(by_url, partition, geometry, self.template)
         backend = get_backend("cpu")
         self.own = MemoryNode(local_pages * NodeLayout(self.template).page_bytes, backend)
         self.nodes = NodeSet(
-            members,
+            partitions,
             self.template,
             partition,
             lambda url, timeout_s: by_url[url].connect(timeout_s),
@@ -181,18 +181,18 @@ class SimEngine:
             clock=world.clock,
             pool=lambda count: InTurn(world),
         )
-        for member in members:
-            self.nodes.place(member, needs_all=True)
-        books = books_of(
-            members,
+        for one in partitions:
+            self.nodes.place(one, needs_all=True)
+        managers = make_kv_managers(
+            partitions,
             geometry,
             num_ranges=self.template.num_ranges,
             max_model_len=MAX_LEN,
             max_rows=self.template.max_rows,
         )
-        self.nodes.min_pages = books[0].pages_for(MAX_LEN)
-        self.kv = books[0] if len(books) == 1 else PartitionedKV(books)
-        self.tails = self._make_tails()
+        self.nodes.min_pages = managers[0].pages_for(MAX_LEN)
+        self.kv = managers[0] if len(managers) == 1 else PartitionedKV(managers)
+        self.tail_cache = self._make_tail_cache()
         self.core = self._core(backend)
 
     def _attach_own(self):
@@ -200,33 +200,33 @@ class SimEngine:
         self.own.adopt(node_end)
         return engine_end
 
-    def _make_tails(self) -> PromptTails | None:
+    def _make_tail_cache(self) -> PromptTailCache | None:
         """Sometimes, and sometimes with room for few."""
         size_bytes = self.world.random.choice([0, 0, 64 << 10, 1 << 20])
         if not size_bytes:
             return None
-        tails = PromptTails(self.template, MAX_LEN, size_bytes)
+        tail_cache = PromptTailCache(self.template, MAX_LEN, size_bytes)
         for partition in self.kv.partitions:
-            partition.on_close = lambda target: tails.drop(target.start)
-        return tails
+            partition.on_close = lambda target: tail_cache.drop(target.start)
+        return tail_cache
 
     def close(self) -> None:
         self.core.finish()
-        if self.tails is not None:
-            assert not self.tails.num_pages_in_use
-            self.tails.close()
+        if self.tail_cache is not None:
+            assert not self.tail_cache.num_pages_in_use
+            self.tail_cache.close()
 
     def _core(self, backend) -> SimCore:
         world, kv = self.world, self.kv
         attention = RemoteAttention(
             layers(),
-            PlainNewPart(layers(), torch.float32, backend, self.tails),
+            PlainNewTokenAttention(layers(), torch.float32, backend, self.tail_cache),
             backend,
             self.nodes,
             kv.range_tokens,
             MAX_RUNNING,
             WireType.FLOAT32,
-            self.tails,
+            self.tail_cache,
         )
         runner = ModelRunner(
             ExactModel(),
@@ -253,8 +253,8 @@ class SimEngine:
 
     def die(self) -> None:
         """As SIGKILL has it: nobody is told."""
-        for member in self.nodes.members:
-            for link in member.links:
+        for partition in self.nodes.partitions:
+            for link in partition.links:
                 if isinstance(link.endpoint, SimEndpoint):
                     link.endpoint.lose()
                     link.endpoint.other.lose_soon()

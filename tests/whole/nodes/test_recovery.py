@@ -63,7 +63,7 @@ class Recovering:
         self.scheduler.waiting.remove(sequence)
 
     def urls(self):
-        return [link.url for link in self.rig.set.members[0].links]
+        return [link.url for link in self.rig.set.partitions[0].links]
 
     def attempts(self, until, node="a"):
         """When that node was attached to, from now on."""
@@ -250,9 +250,9 @@ def test_what_is_short_is_not_so_for_ever():
     assert len(run.attempts(1200.0)) == 1
     assert not run.recovery.is_short and run.rig.kv.num_pages == 70
     assert run.recovery._settled_s == SETTLED_S, "it was worth it"
-    [member] = run.rig.set.members
-    assert run.rig.kv.space.max_mappings == min(MAX_MAPPINGS, member.max_mappings)
-    assert 70 < member.max_mappings < MAX_MAPPINGS
+    [partition] = run.rig.set.partitions
+    assert run.rig.kv.space.max_mappings == min(MAX_MAPPINGS, partition.max_mappings)
+    assert 70 < partition.max_mappings < MAX_MAPPINGS
     run.close()
 
 
@@ -266,7 +266,7 @@ class Missing:
         self.missing = list(missing)
         self.num_asked = 0
 
-    def back(self, is_over):
+    def find_returned(self, is_over):
         assert not is_over()
         self.num_asked += 1
         return list(self.missing)
@@ -317,7 +317,7 @@ def test_what_is_being_found_when_somebody_is_lost_is_forgotten(monkeypatch):
     monkeypatch.setattr(recovery, "_PROBE_S", 0.01)
     nodes = Missing("b")
     prober = NodeProber(nodes)
-    found = nodes.back
+    found = nodes.find_returned
 
     def lost_meanwhile(is_over):
         if nodes.num_asked < 3:
@@ -325,7 +325,7 @@ def test_what_is_being_found_when_somebody_is_lost_is_forgotten(monkeypatch):
             prober.invalidate()
         return found(is_over)
 
-    nodes.back = lost_meanwhile
+    nodes.find_returned = lost_meanwhile
     prober.start()
     wait_until(lambda: prober.is_back("b"))
     assert nodes.num_asked >= 4

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _MAX_PROMPTS = 64
 
 
-class TailPlace(NamedTuple):
+class TailSpan(NamedTuple):
     """Where a prompt's own K/V begins in the tails' memory, in tokens, and how many there are
     with this step's."""
 
@@ -46,7 +46,7 @@ class _Tail:
     end: int
 
 
-class PromptTails:
+class PromptTailCache:
     """K/V of prompts, all layers of a token side by side. Used by the thread that computes."""
 
     def __init__(self, template: AttachRequest, max_model_len: int, num_bytes: int) -> None:
@@ -71,7 +71,7 @@ class PromptTails:
             layers=list(layers),
             group_layers=[list(range(len(layers)))],
             page_tokens=[tokens],
-            num_places=geometry.range_places(max_model_len),
+            num_places=geometry.range_slots(max_model_len),
             num_ranges=count,
             num_pages=1,
             min_pages=1,
@@ -94,7 +94,7 @@ class PromptTails:
         self.address = self._memory.reserve(self.size_bytes)
         self._tails: dict[int, _Tail] = {}
 
-    def place(self, start: int, past: int, num_rows: int) -> tuple[TailPlace, int] | None:
+    def extend(self, start: int, past: int, num_rows: int) -> tuple[TailSpan, int] | None:
         """Room for num_rows more rows of the prompt whose range begins at `start`, and from which
         position on it is here; None if there is none (any more)."""
         tail = self._tails.get(start)
@@ -119,7 +119,7 @@ class PromptTails:
             self.drop(start)
             return None
         tail.end = past + num_rows
-        return TailPlace(tail.range.start, length), tail.first
+        return TailSpan(tail.range.start, length), tail.first
 
     def drop(self, start: int) -> None:
         """The prompt is read, or its sequence is gone."""

@@ -23,7 +23,7 @@ from ops.backend import Backend, KeyValues
 from ops.cpu.native import Int8AttentionStep
 
 
-class PastGroup(Protocol):
+class PrefixAttention(Protocol):
     """One layer group's K/V of a session. Layers are numbered within the group."""
 
     def plan_queries(self, queries: Sequence[Query]) -> object:
@@ -38,8 +38,8 @@ class PastGroup(Protocol):
         """k, v: [A, Hk, D]."""
 
 
-class Int8Past:
-    """PastGroup over int8 K/V."""
+class Int8PrefixAttention:
+    """PrefixAttention over int8 K/V."""
 
     def __init__(self, layout: Int8KVLayout, address: int, range_bytes: int) -> None:
         """address: of the first range; range_bytes: from one range to the next."""
@@ -82,8 +82,8 @@ class Int8Past:
         self._ops[layer].append(plan, k.float(), v.float(), None)
 
 
-class PlainPast:
-    """PastGroup over bf16 or fp32 K/V."""
+class PlainPrefixAttention:
+    """PrefixAttention over bf16 or fp32 K/V."""
 
     def __init__(
         self, layout: KVLayout, address: int, range_bytes: int, size_bytes: int, backend: Backend

@@ -18,17 +18,17 @@ from torch import Tensor
 from memory.attention.int8 import Int8KVLayout, int8_ops
 from memory.attention.kv_layout import KVCache, KVLayout
 from memory.attention.seam import AttentionLayer
-from memory.nodes.prompt_tails import PromptTails, TailPlace
+from memory.nodes.prompt_tail_cache import PromptTailCache, TailSpan
 from ops.backend import Backend, KeyValues
 from ops.cpu.native import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS
 
 
-class NewPart(Protocol):
+class NewTokenAttention(Protocol):
     """For all layers of a model."""
 
     def plan(
-        self, num_decodes: int, num_rows: Sequence[int], places: Sequence[TailPlace | None]
+        self, num_decodes: int, num_rows: Sequence[int], spans: Sequence[TailSpan | None]
     ) -> object:
         """num_rows: of each sequence; the first num_decodes have one. places: of those whose
         K/V is kept here."""
@@ -47,7 +47,7 @@ class _Int8Run(NamedTuple):
     steps: dict[int, Int8AttentionStep]
 
 
-class Int8NewPart:
+class Int8NewTokenAttention:
     """Through a small int8 K/V of its own, which holds one layer's rows of one step."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Int8NewPart:
         group: int,
         max_rows: int,
         max_num_seqs: int,
-        tails: PromptTails | None = None,
+        tail_cache: PromptTailCache | None = None,
     ) -> None:
         layouts = [Int8KVLayout([layer], group) for layer in layers]
         self._ops = [int8_ops(layout)[0] for layout in layouts]
@@ -66,23 +66,23 @@ class Int8NewPart:
         self._memory = torch.zeros(num_tiles * max(self._tile_bytes) + 64, dtype=torch.uint8)
         address = self._memory.data_ptr()
         self._address = address + -address % 64
-        self._tails = tails
+        self._tail_cache = tail_cache
         self._tail_ops: list[Int8Attention] = []
-        if tails is not None:
-            assert isinstance(tails.layout, Int8KVLayout)
-            self._tail_ops = int8_ops(tails.layout)
+        if tail_cache is not None:
+            assert isinstance(tail_cache.layout, Int8KVLayout)
+            self._tail_ops = int8_ops(tail_cache.layout)
 
     def plan(
-        self, num_decodes: int, num_rows: Sequence[int], places: Sequence[TailPlace | None]
+        self, num_decodes: int, num_rows: Sequence[int], spans: Sequence[TailSpan | None]
     ) -> object:
         runs: list[_Int8Run] = []
         row = 0
-        both = zip(num_rows, places, strict=True)
+        both = zip(num_rows, spans, strict=True)
         for is_kept, members in groupby(both, key=lambda pair: pair[1] is not None):
             sequences = list(members)
             rows = [n for n, _ in sequences]
             steps = (
-                self._kept([place for _, place in sequences if place is not None], rows)
+                self._kept([span for _, span in sequences if span is not None], rows)
                 if is_kept
                 else self._own(rows)
             )
@@ -90,12 +90,12 @@ class Int8NewPart:
             row += sum(rows)
         return runs
 
-    def _kept(self, places: Sequence[TailPlace], rows: list[int]) -> dict[int, Int8AttentionStep]:
-        assert self._tails is not None and isinstance(self._tails.layout, Int8KVLayout)
-        layout = self._tails.layout
-        starts = [place.start * layout.token_bytes for place in places]
-        lengths = [place.num_tokens for place in places]
-        step = Int8AttentionStep(self._tails.address, layout.tile_bytes, starts, rows, lengths)
+    def _kept(self, spans: Sequence[TailSpan], rows: list[int]) -> dict[int, Int8AttentionStep]:
+        assert self._tail_cache is not None and isinstance(self._tail_cache.layout, Int8KVLayout)
+        layout = self._tail_cache.layout
+        starts = [span.start * layout.token_bytes for span in spans]
+        lengths = [span.num_tokens for span in spans]
+        step = Int8AttentionStep(self._tail_cache.address, layout.tile_bytes, starts, rows, lengths)
         return {0: step}
 
     def _own(self, rows: list[int]) -> dict[int, Int8AttentionStep]:
@@ -133,7 +133,7 @@ class Int8NewPart:
         return op.attend(step, q, lse), lse
 
 
-class PlainNewPart:
+class PlainNewTokenAttention:
     """In bf16 or fp32: k and v are where they are, or kept with the prompt."""
 
     def __init__(
@@ -141,20 +141,20 @@ class PlainNewPart:
         layers: Sequence[AttentionLayer],
         dtype: torch.dtype,
         backend: Backend,
-        tails: PromptTails | None = None,
+        tail_cache: PromptTailCache | None = None,
     ) -> None:
         self._layers = list(layers)
         self._dtype = dtype
         self._backend = backend
         self._cache: KVCache | None = None
-        if tails is not None:
-            assert isinstance(tails.layout, KVLayout)
-            self._cache = KVCache(tails.layout, tails.address, tails.size_bytes)
+        if tail_cache is not None:
+            assert isinstance(tail_cache.layout, KVLayout)
+            self._cache = KVCache(tail_cache.layout, tail_cache.address, tail_cache.size_bytes)
 
     def plan(
-        self, num_decodes: int, num_rows: Sequence[int], places: Sequence[TailPlace | None]
+        self, num_decodes: int, num_rows: Sequence[int], spans: Sequence[TailSpan | None]
     ) -> object:
-        return num_decodes, list(zip(num_rows[num_decodes:], places[num_decodes:], strict=True))
+        return num_decodes, list(zip(num_rows[num_decodes:], spans[num_decodes:], strict=True))
 
     def attend(
         self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor
@@ -169,9 +169,9 @@ class PlainNewPart:
             out, lse = _own_key(q[:row], k[:row], v[:row], shape.scale)
             outs.append(out)
             lses.append(lse)
-        for num_rows, place in chunks:
+        for num_rows, span in chunks:
             own = slice(row, row + num_rows)
-            cache = self._keys(layer, k[own], v[own], place)
+            cache = self._keys(layer, k[own], v[own], span)
             out, lse = self._backend.prefill_attention(q[own], cache, shape.scale, shape.window)
             outs.append(out.float())
             lses.append(lse)
@@ -180,14 +180,14 @@ class PlainNewPart:
             return outs[0], lses[0]
         return torch.cat(outs), torch.cat(lses)
 
-    def _keys(self, layer: int, k: Tensor, v: Tensor, place: TailPlace | None) -> KeyValues:
-        if place is None:
+    def _keys(self, layer: int, k: Tensor, v: Tensor, span: TailSpan | None) -> KeyValues:
+        if span is None:
             return KeyValues(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
         assert self._cache is not None
-        end = place.start + place.num_tokens
+        end = span.start + span.num_tokens
         rows = torch.arange(end - len(k), end)
         self._backend.store_kv(k, v, self._cache.layer(layer), rows)
-        return self._cache.view(layer, place.start, place.num_tokens)
+        return self._cache.view(layer, span.start, span.num_tokens)
 
 
 def _own_key(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
-"""K/V on memory nodes: what is asked of them, and the members that share it."""
+"""The attach request and the partitions of K/V on memory nodes."""
 
 from __future__ import annotations
 
 from memory.nodes.attach import AttachRequest
 from memory.nodes.edit_log import EditLog
-from memory.nodes.node_set import Member
+from memory.nodes.node_set import NodePartition
 
 
 def template_of(geometry, layers, group_layers, *, max_len, kv_dtype="float32", **settings):
@@ -16,13 +16,13 @@ def template_of(geometry, layers, group_layers, *, max_len, kv_dtype="float32", 
         layers=list(layers),
         group_layers=group_layers,
         page_tokens=geometry.page_tokens,
-        num_places=geometry.range_places(max_len),
+        num_places=geometry.range_slots(max_len),
         min_pages=1,
         **settings,
     )
 
 
-def members_of(urls, partition, geometry, template) -> list[Member]:
-    shares = [[url] for url in urls] if partition == "request" else [list(urls)]
+def make_partitions(urls, mode, geometry, template) -> list[NodePartition]:
+    urls_of = [[url] for url in urls] if mode == "request" else [list(urls)]
     sizes = geometry.page_bytes, template.num_ranges, template.num_places
-    return [Member(share, EditLog(*sizes)) for share in shares]
+    return [NodePartition(one, EditLog(*sizes)) for one in urls_of]
