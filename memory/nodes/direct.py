@@ -1,6 +1,6 @@
-"""Two endpoints in one thread: what one end posts is there for the other at once.
+"""A pair of transport endpoints in one thread; a message of one end arrives at the other at once.
 
-With it the engine's own memory is a memory node like others, for when no other is left.
+Through it the engine uses its own memory as a memory node when no other node is left.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from transport.base import Frame, Peer, PeerLostError, Segment
 
 
 class DirectEndpoint:
-    """One end. Messages are copied."""
+    """One end of the pair. Messages are copied."""
 
     def __init__(self) -> None:
         self.peer = Peer("this process", {})
         self.max_message_bytes = 1 << 40
         self.on_arrival: Callable[[], object] = lambda: None
-        """Called when a message has come, in the sender's thread."""
+        """Called in the sender's thread when a message arrives or the peer closes."""
         self._other: DirectEndpoint | None = None
         self._inbox: deque[bytearray] = deque()
         self._held: dict[int, bytearray] = {}
@@ -69,7 +69,7 @@ class DirectEndpoint:
             self._is_closed = True
             self._held.clear()
             if self._other is not None:
-                self._other.on_arrival()  # it finds out
+                self._other.on_arrival()  # the peer notices that this end is closed
 
 
 def direct_pair() -> tuple[DirectEndpoint, DirectEndpoint]:

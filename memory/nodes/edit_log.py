@@ -1,5 +1,5 @@
-"""The address space of memory nodes, as the engine's books see it: edits are written down here
-and made over there, with the next plan."""
+"""The address space of memory nodes, for the engine's K/V accounting: it records edits, which the
+nodes apply with the next plan."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from memory.nodes.wire import Edit, EditKind
 
 
 class EditLog:
-    """VirtualMemory without memory. Not for more than one thread."""
+    """A VirtualMemory without memory. One thread uses it."""
 
     maps_during_kernels = False
 
     def __init__(self, page_bytes: int, num_ranges: int, range_slots: Sequence[int]) -> None:
-        """range_slots: of a range, in each layer group."""
+        """range_slots is the number of a range's page slots in each layer group."""
         self.page_bytes = page_bytes
         self.on_release: Callable[[], None] = lambda: None
-        """Called when pages were given back: nobody else may send the edits soon."""
+        """Called after `release`, because no step may follow soon that would send the edits."""
         self._num_ranges = num_ranges
         self._range_bytes = [slots * page_bytes for slots in range_slots]
         self._edits: list[Edit] = []
 
     def take(self) -> list[Edit]:
-        """What has to be done over there, and is not written down any more."""
+        """Returns the recorded edits and forgets them."""
         edits, self._edits = self._edits, []
         return edits
 
     def reserve(self, size_bytes: int) -> int:
-        return 0  # nobody computes with these addresses
+        return 0  # the engine does not use these addresses
 
     def prepare(self, first_page: int, num_pages: int) -> None:
         pass

@@ -1,9 +1,9 @@
-"""The engine's half of split attention: what the step's rows see in this machine.
+"""New-token attention, the engine's half of split attention.
 
-What memory nodes hold is the past; causal attention of the step's own rows over the step's own k
-and v, and over what is kept here of a prompt under way (prompt_tails.py), is computed here,
-meanwhile, and merged with what the nodes answer. k and v are rounded exactly as the nodes' K/V
-is, so that a row sees the same numbers now and later.
+While memory nodes compute the prefix attention, the engine computes the causal attention of the
+step's rows over the step's own k and v, and over the prompt tail cache (prompt_tail_cache.py). The
+results are merged. k and v are rounded exactly as the nodes' K/V is, so that a row sees the same
+numbers in this step and in later ones.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from quant.kv import TILE_TOKENS
 
 
 class NewTokenAttention(Protocol):
-    """For all layers of a model."""
+    """New-token attention for all layers of a model."""
 
     def plan(
         self, num_decodes: int, num_rows: Sequence[int], spans: Sequence[TailSpan | None]
     ) -> object:
-        """num_rows: of each sequence; the first num_decodes have one. places: of those whose
-        K/V is kept here."""
+        """Prepares a step. num_rows has the rows of each sequence; the first num_decodes have one
+        each. spans locates those sequences whose K/V is in the prompt tail cache."""
 
     def attend(
         self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """q: [T, H, D]; k, v: [T, Hk, D], rotated -> out [T, H, D] fp32, lse [T, H] fp32."""
+        """Attends with q [T, H, D] and k, v [T, Hk, D], all rotated; returns out [T, H, D] fp32 and
+        lse [T, H] fp32."""
 
 
 class _Int8Run(NamedTuple):
-    """Some sequences in a row. steps: by the bytes of a layer's tile; one of key 0 for tails."""
+    """Rows [first, end) of adjacent sequences. steps is keyed by the bytes of a layer's tile, or
+    has the single key 0 for sequences in the prompt tail cache."""
 
     first: int
     end: int
@@ -48,7 +50,8 @@ class _Int8Run(NamedTuple):
 
 
 class Int8NewTokenAttention:
-    """Through a small int8 K/V of its own, which holds one layer's rows of one step."""
+    """NewTokenAttention through a small int8 K/V buffer, which holds one layer's rows of one
+    step."""
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class Int8NewTokenAttention:
         self._ops = [int8_ops(layout)[0] for layout in layouts]
         self._tile_bytes = [layout.tile_bytes for layout in layouts]
         num_tiles = -(-max_rows // TILE_TOKENS) + max_num_seqs
-        # zeros, because rows that were never written have scales too
+        # zeros, because the kernels also read the scales of rows that were never written
         self._memory = torch.zeros(num_tiles * max(self._tile_bytes) + 64, dtype=torch.uint8)
         address = self._memory.data_ptr()
         self._address = address + -address % 64
@@ -134,7 +137,8 @@ class Int8NewTokenAttention:
 
 
 class PlainNewTokenAttention:
-    """In bf16 or fp32: k and v are where they are, or kept with the prompt."""
+    """NewTokenAttention in bf16 or fp32. k and v are used in place, or written to the prompt tail
+    cache."""
 
     def __init__(
         self,
@@ -191,7 +195,7 @@ class PlainNewTokenAttention:
 
 
 def _own_key(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Each row over its own key alone: out is its v, lse the score."""
+    """Attends with each row over its own key alone: out is its v, lse its score."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.view(rows, kv_heads, heads // kv_heads, dim).float()

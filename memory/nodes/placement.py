@@ -1,9 +1,9 @@
-"""How K/V is dealt to memory nodes, in integers: heads, sequences, or tokens.
+"""How K/V is partitioned over memory nodes, in integers: by heads, sequences or tokens.
 
-head: every node has some K/V heads of every token, so the load is even whatever the lengths are
-(Lamina, arXiv 2405.01814, section 4.2). sequence: tokens are dealt in stripes of 16, and the
-engine merges what the nodes found (K/V parallelism). request: a sequence is on one node.
-A node needs to know none of this: it has layers with some heads and pages of some tokens.
+In mode `head` every node has some K/V heads of every token, so the load is even for all lengths
+(Lamina, arXiv 2405.01814, section 4.2). In mode `sequence` stripes of 16 tokens go round the nodes,
+and the engine merges their partial results (K/V parallelism). In mode `request` each sequence is
+on one node. A node does not know the mode: its layers have some heads, its pages some tokens.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from memory.nodes.attach import STRIPE_TOKENS
 from memory.pages.layer_groups import LayerGroup
 
 PARTITIONS = ("auto", "head", "request", "sequence")
-_MIN_PAGE_BYTES = 16 << 10  # of a node
-MAX_PAGES = 30_000  # of a node: Linux allows 65,530 mappings in a process
-_MAX_SEQUENCE_NODES = 4  # nodes whose every number divides a page in the sequence partition
+_MIN_PAGE_BYTES = 16 << 10  # of a page on a node
+MAX_PAGES = 30_000  # on a node; Linux allows a process 65,530 mappings
+_MAX_SEQUENCE_NODES = 4  # each smaller number of nodes divides a page of mode `sequence`, too
 
 
 class PlacementError(ValueError):
-    """So many nodes cannot share these layers in this way. The text names the setting."""
+    """These layers cannot be partitioned over so many nodes. The text names the setting."""
 
 
 def resolve_partition(name: str, layers: Sequence[AttentionLayer], num_nodes: int) -> str:
-    """head where there are heads enough, else sequence. PlacementError."""
+    """Returns the mode. `auto` is `head` if each node gets a K/V head, else `request` for models
+    with sliding windows and `sequence` for others. Raises PlacementError for an impossible mode."""
     fewest = min(layer.num_kv_heads for layer in layers)
     has_windows = any(layer.window is not None for layer in layers)
     if name == "auto":
@@ -51,40 +52,40 @@ def resolve_partition(name: str, layers: Sequence[AttentionLayer], num_nodes: in
 
 
 def partition_evenly(count: int, num_shards: int) -> list[tuple[int, int]]:
-    """(first, how many) of each share, as even as can be."""
+    """Returns (first, length) of each shard, as even as possible."""
     bounds = [count * i // num_shards for i in range(num_shards + 1)]
     return [(low, high - low) for low, high in pairwise(bounds)]
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Of one node: number `index` of `count`."""
+    """What one node holds: part `index` of `count`. partition is head, request or sequence."""
 
     partition: str
     index: int
     count: int
 
     def heads(self, layer: AttentionLayer) -> tuple[int, int]:
-        """(first, how many) K/V heads of a layer are on it."""
+        """Returns (first, number) of the layer's K/V heads in this shard."""
         if self.partition != "head":
             return 0, layer.num_kv_heads
         return partition_evenly(layer.num_kv_heads, self.count)[self.index]
 
     def layer(self, layer: AttentionLayer) -> AttentionLayer:
-        """As the node sees it."""
+        """Returns the layer with the heads that the node has."""
         _, kv_heads = self.heads(layer)
         group = layer.num_heads // layer.num_kv_heads
         return replace(layer, num_kv_heads=kv_heads, num_heads=group * kv_heads)
 
     def page_tokens(self, num_tokens: int) -> int:
-        """Tokens of a page that lie on it."""
+        """Returns how many of a page's tokens are in this shard."""
         if self.partition != "sequence":
             return num_tokens
         assert num_tokens % (STRIPE_TOKENS * self.count) == 0, f"{num_tokens} on {self.count}"
         return num_tokens // self.count
 
     def num_tokens(self, num_tokens: int) -> int:
-        """Of a sequence's first tokens, those on it."""
+        """Returns how many of a sequence's first `num_tokens` tokens are in this shard."""
         if self.partition != "sequence":
             return num_tokens
         stripes, rest = divmod(num_tokens, STRIPE_TOKENS)
@@ -93,7 +94,7 @@ class Shard:
         return own * STRIPE_TOKENS + (rest if self.index == turn else 0)
 
     def runs(self, first: int, end: int) -> list[tuple[int, int]]:
-        """(first, how many) runs of the tokens first to before end that lie on it."""
+        """Returns the tokens of [first, end) in this shard, as runs (first, length)."""
         if self.partition != "sequence":
             return [(first, end - first)]
         found: list[tuple[int, int]] = []
@@ -109,16 +110,17 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class PageGeometry:
-    """Pages as the engine counts them: page_tokens of each layer group are one page on every
-    node that has a share of them. page_bytes and groups: what the books reckon with; about the
-    bytes that a page has on all nodes together."""
+    """Pages as the engine counts them: page_tokens[g] tokens of layer group g are one page on each
+    node that holds some of them. The K/V accounting uses page_bytes and groups; page_bytes is about
+    the size of a page on all nodes together."""
 
     page_tokens: list[int]
     page_bytes: int
     groups: list[LayerGroup]
 
     def range_slots(self, max_model_len: int) -> list[int]:
-        """Pages that a range may have in each group, as the books lay ranges out."""
+        """Returns the page slots of a range in each group, as the K/V accounting lays ranges
+        out."""
         unit = lcm(*self.page_tokens)
         return [-(-max_model_len // unit) * unit // tokens for tokens in self.page_tokens]
 
@@ -130,7 +132,11 @@ def page_geometry(
     num_nodes: int,
     node_bytes: int,
 ) -> PageGeometry:
-    """token_bytes: of each layer group, on all nodes together. node_bytes: of K/V on a node."""
+    """Chooses the page size.
+
+    token_bytes is the size of a token in each layer group, on all nodes together; node_bytes is
+    the K/V memory of a node.
+    """
     unit = STRIPE_TOKENS
     if partition == "sequence":
         unit *= lcm(*range(1, num_nodes + 1))

@@ -1,9 +1,9 @@
-"""The node's half of split attention: rows attend over the K/V that is here already, and k and v
-of the step's rows are written when they come.
+"""Prefix attention, the node's half of split attention: a step's rows attend over the K/V that the
+node holds. k and v of these rows are written when they arrive.
 
-Nothing is causal in the past: every row sees all keys of its sequence that are here, except for
-those behind a sliding window. What the step's own rows see of each other is computed where they
-come from; both halves are merged by their log-sum-exp.
+Prefix attention needs no causal mask: every row sees all of its sequence's keys on the node, except
+those before a sliding window. The engine computes the attention of the step's rows over each other
+and merges both halves by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ops.cpu.native import Int8AttentionStep
 
 
 class PrefixAttention(Protocol):
-    """One layer group's K/V of a session. Layers are numbered within the group."""
+    """Attention over one layer group's K/V of a session. Layers are numbered within the group."""
 
     def plan_queries(self, queries: Sequence[Query]) -> object:
-        """Everything that is the same for all layers; one-row queries come first."""
+        """Prepares what all layers share. One-row queries come first."""
 
     def plan_appends(self, appends: Sequence[Append]) -> object: ...
 
     def query(self, plan: object, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        """q: [R, H, D] -> out [R, H, D], lse [R, H] fp32."""
+        """Attends with q [R, H, D]; returns out [R, H, D] and lse [R, H] fp32."""
 
     def append(self, plan: object, layer: int, k: Tensor, v: Tensor) -> None:
-        """k, v: [A, Hk, D]."""
+        """Writes k and v, [A, Hk, D] each."""
 
 
 class Int8PrefixAttention:
     """PrefixAttention over int8 K/V."""
 
     def __init__(self, layout: Int8KVLayout, address: int, range_bytes: int) -> None:
-        """address: of the first range; range_bytes: from one range to the next."""
+        """The first range begins at `address`; ranges are range_bytes apart."""
         self._layout = layout
         self._address = address
         self._range_bytes = range_bytes
@@ -138,7 +138,8 @@ class PlainPrefixAttention:
 
 
 def _reached(cache: KeyValues, window: int | None) -> KeyValues:
-    """Whole blocks of the keys that the next position sees; what is before may be unmapped."""
+    """Returns the keys that the next position sees, from a block's first one on; those before may
+    be unmapped."""
     first = 0 if window is None else max(0, cache.k.shape[2] + 1 - window)
     first -= first % READ_BLOCK
     return KeyValues(cache.k[:, :, first:], cache.v[:, :, first:]) if first else cache

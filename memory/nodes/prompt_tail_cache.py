@@ -1,10 +1,10 @@
-"""Prompts under way stay in the engine's memory too, until they are read.
+"""The prompt tail cache: the engine's own copy of K/V of prompts that are being prefilled.
 
-Memory nodes are poor at the one thing that prompts need much of: products. So the engine keeps
-the K/V of a prompt while it computes it, chunk by chunk, and attends over that here; the nodes
-get every layer's K/V as soon as it exists, write it in the gaps between answers (node_loop.py),
-and have all of it when the prompt's first token is decoded. What is kept here is a copy: where
-memory has no room for it, the nodes attend over the prompt's past instead.
+Prefill attention needs much arithmetic, which memory nodes have little of. So the engine keeps the
+K/V of a prompt while it computes the chunks, and attends over it locally. The nodes receive each
+layer's K/V as soon as it exists, write it between answers (node_loop.py), and have all of it when
+the prompt's first token is decoded. If the cache has no room for a prompt, the nodes compute its
+prefix attention instead.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MAX_PROMPTS = 64
 
 
 class TailSpan(NamedTuple):
-    """Where a prompt's own K/V begins in the tails' memory, in tokens, and how many there are
-    with this step's."""
+    """A prompt's tokens in the cache: the first one's index in the cache's memory, and their
+    number, this step's included."""
 
     start: int
     num_tokens: int
@@ -39,7 +39,7 @@ class TailSpan(NamedTuple):
 
 @dataclass(slots=True)
 class _Tail:
-    """first: position of the first token that is here. end: of the next one."""
+    """first: position of the first cached token. end: position after the last one."""
 
     range: Range
     first: int
@@ -47,13 +47,13 @@ class _Tail:
 
 
 class PromptTailCache:
-    """K/V of prompts, all layers of a token side by side. Used by the thread that computes."""
+    """K/V of prompts, with all layers of a token side by side. Only the compute thread uses it."""
 
     def __init__(self, template: AttachRequest, max_model_len: int, num_bytes: int) -> None:
-        """template: shapes and type of the K/V. num_bytes: at most."""
+        """template gives the shapes and dtype of the K/V. The cache uses at most num_bytes."""
         layers = template.layers
-        # Nodes reckon windows from the end of what they hold: there must be nothing of a prompt
-        # that only they have.
+        # Nodes count sliding windows from the end of their K/V, so with windows the cache must hold
+        # a prompt from its first token on.
         self._is_whole = any(layer.window is not None for layer in layers)
         made: Int8KVLayout | KVLayout
         if template.kv_dtype == "int8":
@@ -95,8 +95,11 @@ class PromptTailCache:
         self._tails: dict[int, _Tail] = {}
 
     def extend(self, start: int, past: int, num_rows: int) -> tuple[TailSpan, int] | None:
-        """Room for num_rows more rows of the prompt whose range begins at `start`, and from which
-        position on it is here; None if there is none (any more)."""
+        """Makes room for num_rows more rows of the prompt whose range begins at `start`.
+
+        past is the position of the first of them. Returns the prompt's span and the position of its
+        first cached token; None if the cache does not hold the prompt.
+        """
         tail = self._tails.get(start)
         if tail is not None and tail.end != past:
             self.drop(start)
@@ -114,7 +117,7 @@ class PromptTailCache:
             return None
         try:
             self._kv.commit([tail.range])
-        except OSError as error:  # the nodes attend over this prompt instead
+        except OSError as error:  # the nodes compute this prompt's prefix attention instead
             logger.warning("no memory to keep a prompt: %s", error)
             self.drop(start)
             return None
@@ -122,7 +125,7 @@ class PromptTailCache:
         return TailSpan(tail.range.start, length), tail.first
 
     def drop(self, start: int) -> None:
-        """The prompt is read, or its sequence is gone."""
+        """Frees a prompt's K/V, after its prefill or when its sequence ends."""
         tail = self._tails.pop(start, None)
         if tail is not None:
             self._kv.close(tail.range)
@@ -135,7 +138,7 @@ class PromptTailCache:
         self._kv.trim()
 
     def clear(self) -> None:
-        """Keep nothing, and give the memory back."""
+        """Drops all prompts and returns the memory to the system."""
         if self._kv.num_mapped:
             for start in list(self._tails):
                 self.drop(start)

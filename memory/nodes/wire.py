@@ -1,18 +1,17 @@
-"""What engine and memory node say to each other: fixed headers and packed integers.
+"""The messages between engine and memory node: fixed headers and packed integers.
 
-A message is a header of HEADER_BYTES and what its kind says, in one transport message; the
-transport has checked that the bytes are those that were sent. Little endian, as the processors
-are. Every integer that arrives is checked before it is used, here for the form and in
-`node_session` for the meaning.
+A message is a header of HEADER_BYTES and a body that depends on its kind, in one transport message,
+whose checksum the transport has verified. Integers are little endian. Each one that arrives is
+checked before it is used: its form here, its meaning in `node_session`.
 
     engine -> node   ATTACH   JSON: layers, pages, epoch (attach.py)
-                     PLAN     edits of the address space, then who queries and who appends
+                     PLAN     edits of the address space, then the queries and appends
                      QUERY    q of the querying rows of one layer          [R, H, D]
                      UPDATE   k, then v of the appending rows of one layer [A, Hk, D] each
     node -> engine   ATTACHED JSON: pages granted
                      PARTIAL  out [R, H, D], then lse [R, H] fp32
-                     ERROR    JSON: code, text; the session is over
-                     DRAIN    nothing: the node wants to go, please leave
+                     ERROR    JSON: code, text; it ends the session
+                     DRAIN    empty: the node shuts down and asks the engine to leave
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ VERSION = 1
 MAX_JSON_BYTES = 1 << 20
 _MAGIC = 0x534D  # "MS"
 _HEADER = struct.Struct("<HBBIQHHIQ")  # magic version kind epoch plan layer dtype rows spare
-HEADER_BYTES = _HEADER.size  # 32: what follows is aligned
+HEADER_BYTES = _HEADER.size  # 32, so that the body is aligned
 _EDIT = struct.Struct("<IIIII")
 _QUERY = struct.Struct("<III")
 _APPEND = struct.Struct("<III")
@@ -34,7 +33,7 @@ _COUNTS = struct.Struct("<III")
 
 
 class WireError(Exception):
-    """A message that is not one of ours, or not one that may come now. code: of ErrorCode."""
+    """A message is malformed, or is not allowed at this point."""
 
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(text)
@@ -53,9 +52,9 @@ class Kind(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """FULL: no memory (left) for it. STALE: an epoch or plan that is over. RANGE: a number
-    outside of what was granted or mapped. SHAPE: sizes that do not fit each other. FORM: no
-    message of this version. FAULT: the node's own."""
+    """FORM: not a message of this version. FULL: the node has not enough memory. STALE: the epoch
+    or plan is over. RANGE: a number is outside of what was granted or mapped. SHAPE: sizes do not
+    fit each other. FAULT: an error of the node itself."""
 
     FORM = 1
     FULL = 2
@@ -66,7 +65,8 @@ class ErrorCode(IntEnum):
 
 
 class WireType(IntEnum):
-    """Of the numbers in a message. INT8: bytes, then an fp32 scale for each row and head."""
+    """The number format of a message's rows. INT8 is bytes, then an fp32 scale for each row and
+    head."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -74,8 +74,8 @@ class WireType(IntEnum):
 
 
 class Header(NamedTuple):
-    """plan: its number, of 64 bits, as 32 would be used up in weeks. rows: of the tensors that
-    follow."""
+    """plan is the plan's number; it has 64 bits because 32 would be used up in weeks. rows is the
+    number of rows in the body's tensors."""
 
     kind: Kind
     epoch: int
@@ -106,7 +106,7 @@ class Header(NamedTuple):
 
 
 def read_header(message: memoryview) -> Header:
-    """WireError if it is none of this version."""
+    """Reads a message's header. Raises WireError for one that is not of this version."""
     if len(message) < HEADER_BYTES:
         raise WireError(ErrorCode.FORM, f"a message of {len(message)} bytes")
     magic, version, kind, epoch, plan, layer, dtype, rows, spare = _HEADER.unpack_from(message)
@@ -121,9 +121,9 @@ def read_header(message: memoryview) -> Header:
 
 
 class EditKind(IntEnum):
-    """MAP: pages page.. appear at places place.. of a range part. UNMAP: they go (page: 0).
-    COPY: page `place` is copied to `page` (part: 0). RELEASE: the memory of pages
-    page.. goes back to the system."""
+    """MAP maps pages from `page` on at the page slots from `slot` on of a range part. UNMAP unmaps
+    these slots (page is 0). COPY copies page `slot` to `page` (part is 0). RELEASE returns the
+    memory of pages from `page` on to the system (part and slot are 0)."""
 
     MAP = 0
     UNMAP = 1
@@ -140,7 +140,7 @@ class Edit(NamedTuple):
 
 
 class Query(NamedTuple):
-    """num_rows rows of q attend over the first num_keys tokens that the range holds."""
+    """num_rows rows of q attend over the first num_keys tokens of the range."""
 
     range: int
     num_rows: int
@@ -148,7 +148,7 @@ class Query(NamedTuple):
 
 
 class Append(NamedTuple):
-    """num_rows rows of k and v are written at `position`.. of the range."""
+    """num_rows rows of k and v are written to the range from `position` on."""
 
     range: int
     num_rows: int
@@ -156,8 +156,8 @@ class Append(NamedTuple):
 
 
 class NodePlan(NamedTuple):
-    """edits come before everything of this plan, and after everything of earlier ones. queries:
-    those of one row first. Rows of q, k and v are in the order of these lists."""
+    """The edits are applied after all work of earlier plans and before the work of this one.
+    Queries of one row come first. Rows of q, k and v are in the order of these lists."""
 
     edits: Sequence[Edit]
     queries: Sequence[Query]
@@ -174,7 +174,7 @@ def pack_plan(epoch: int, number: int, plan: NodePlan) -> bytes:
 
 
 def read_plan(message: memoryview) -> NodePlan:
-    """Of a PLAN, whose header was read. WireError if lengths disagree."""
+    """Reads the body of a PLAN. Raises WireError if its lengths disagree."""
     body = message[HEADER_BYTES:]
     if len(body) < _COUNTS.size:
         raise WireError(ErrorCode.FORM, "a plan without counts")
@@ -196,13 +196,14 @@ def read_plan(message: memoryview) -> NodePlan:
 
 
 def pack_json(kind: Kind, epoch: int, content: dict[str, object]) -> bytes:
-    import orjson  # here, so that an engine without nodes does without
+    import orjson  # imported here, so that an engine without nodes does not need it
 
     return Header(kind, epoch).packed() + orjson.dumps(content)
 
 
 def read_json(message: memoryview) -> dict[str, object]:
-    """Of an ATTACH, ATTACHED or ERROR. WireError if it is no JSON object, or a very long one."""
+    """Reads the body of an ATTACH, ATTACHED or ERROR. Raises WireError if it is not a JSON object
+    or exceeds MAX_JSON_BYTES."""
     import orjson
 
     body = message[HEADER_BYTES:]

@@ -1,6 +1,6 @@
-"""Rows of q, k, v and of partial results in messages: fp32, bf16, or 8 bits.
+"""Rows of q, k, v and partial results in messages: fp32, bf16, or int8.
 
-8 bits are for q and out: bytes, then an fp32 scale for each row and head; k and v are bf16 then,
+In int8, q and out are bytes followed by an fp32 scale for each row and head; k and v are then bf16,
 because int8 K/V has scales of its own. Log-sum-exps are always fp32.
 """
 
@@ -20,12 +20,12 @@ _SCALE_BYTES = 4
 
 
 def kv_type(dtype: WireType) -> WireType:
-    """Of k and v where q and out have this type."""
+    """Returns the type of k and v for this type of q and out."""
     return WireType.BFLOAT16 if dtype is WireType.INT8 else dtype
 
 
 def fits_int8(head_dim: int) -> bool:
-    """Whether q and out of such heads can go in 8 bits."""
+    """Whether q and out with this head_dim can be sent in int8."""
     return head_dim % 16 == 0
 
 
@@ -34,14 +34,14 @@ def float_type(dtype: WireType) -> torch.dtype:
 
 
 def encode(x: Tensor, dtype: WireType) -> list[Tensor]:
-    """x: [R, H, D] with dense heads -> the tensors to send, one after the other."""
+    """Encodes x, [R, H, D] with dense heads; returns the tensors to send, in order."""
     if dtype is WireType.INT8:
         return list(quantize_heads(x))
     return [x if x.dtype == _FLOATS[dtype] else x.to(_FLOATS[dtype])]
 
 
 class WireRows:
-    """Sizes of one layer's rows."""
+    """Sizes and decoding of one layer's rows."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         self._heads = num_heads
@@ -49,7 +49,7 @@ class WireRows:
         self._dim = head_dim
 
     def q_bytes(self, rows: int, dtype: WireType) -> int:
-        """Of q or out: [rows, H, D]."""
+        """Returns the bytes of q or out, [rows, H, D]."""
         if dtype is WireType.INT8:
             return rows * self._heads * (self._dim + _SCALE_BYTES)
         return rows * self._heads * self._dim * _FLOATS[dtype].itemsize
@@ -58,15 +58,16 @@ class WireRows:
         return self.q_bytes(rows, dtype) + rows * self._heads * 4
 
     def kv_bytes(self, rows: int, dtype: WireType) -> int:
-        """Of k and v together: [rows, Hk, D] each."""
+        """Returns the bytes of k and v together, [rows, Hk, D] each."""
         return 2 * rows * self._kv_heads * self._dim * float_type(dtype).itemsize
 
     def largest(self, rows: int, dtype: WireType = WireType.FLOAT32) -> int:
-        """Bytes behind the header of the largest message with so many rows."""
+        """Returns the bytes of the largest message with so many rows, without its header."""
         return max(self.partial_bytes(rows, dtype), self.kv_bytes(rows, dtype))
 
     def read_q(self, body: memoryview, header: Header) -> Tensor:
-        """[R, H, D]: a view of the message, unless it is in 8 bits. WireError: wrong size."""
+        """Returns q [R, H, D], a view of the message unless it is int8. Raises WireError for a
+        wrong size."""
         expect(len(body), self.q_bytes(header.rows, header.dtype), header)
         return self._decode(body, header.rows, header.dtype)
 
@@ -82,22 +83,24 @@ class WireRows:
         return dequantize_heads(values, scales)
 
     def check_kv(self, num_bytes: int, header: Header) -> None:
-        """WireError: wrong size."""
+        """Raises WireError for a wrong size."""
         expect(num_bytes, self.kv_bytes(header.rows, header.dtype), header)
 
     def read_kv(self, body: memoryview, header: Header) -> tuple[Tensor, Tensor]:
-        """[R, Hk, D] each: views of the message. WireError: wrong size."""
+        """Returns k and v, [R, Hk, D] each, as views of the message. Raises WireError for a wrong
+        size."""
         self.check_kv(len(body), header)
         both = torch.frombuffer(body, dtype=float_type(header.dtype))
         k, v = both.view(2, header.rows, self._kv_heads, self._dim).unbind(0)
         return k, v
 
     def partial(self, out: Tensor, lse: Tensor, dtype: WireType) -> list[Tensor]:
-        """out: [R, H, D], lse: [R, H] fp32 -> the tensors to send."""
+        """Encodes out [R, H, D] and lse [R, H] fp32; returns the tensors to send, in order."""
         return [*encode(out, dtype), lse]
 
     def read_partial(self, body: memoryview, header: Header) -> tuple[Tensor, Tensor]:
-        """out [R, H, D] and lse [R, H] fp32: views of the message. WireError: wrong size."""
+        """Returns out [R, H, D] and lse [R, H] fp32; lse is a view of the message, out too unless
+        it is int8. Raises WireError for a wrong size."""
         expect(len(body), self.partial_bytes(header.rows, header.dtype), header)
         end = self.q_bytes(header.rows, header.dtype)
         lse = torch.frombuffer(body[end:], dtype=torch.float32).view(header.rows, self._heads)
@@ -105,7 +108,7 @@ class WireRows:
 
 
 def largest_message(layers: Iterable[AttentionLayer], max_rows: int, dtype: WireType) -> int:
-    """Bytes, header included, of anything that is sent for so many rows."""
+    """Returns the bytes of the largest message for so many rows, header included."""
     rows = [WireRows(x.num_heads, x.num_kv_heads, x.head_dim) for x in layers]
     return HEADER_BYTES + max(item.largest(max_rows, dtype) for item in rows)
 
