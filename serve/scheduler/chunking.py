@@ -1,13 +1,13 @@
 """Chooses how many rows of which prompts a step has, by time and slack. No torch, no asyncio.
 
-Time: while sequences decode, the prompt rows of a step are the most whose predicted step keeps
-the inter-token SLO (Mnemosyne's adaptive chunking); without an SLO, or without decode rows, the
-row budget is the only bound. Slack: prompts go in order of (time until the deadline - time to
-compute) / time to compute, smallest first (LARS). A long prompt comes after the short ones and
-has a share of the step that they cannot take, at most a half, the more the later it is. In a step
-with short prompts it also gets no more time than that share, counted over such steps (deficit
-round robin). So a short prompt is computed at half its speed at worst, whatever is beside it,
-and a crowd of short prompts cannot stop a long one.
+Time: while sequences decode, a step takes as many prompt rows as keep its predicted time within
+the inter-token SLO (Mnemosyne's adaptive chunking). Without an SLO or without decode rows, only
+the row budget bounds it. Slack: prompts are sorted by (time until the deadline - time to compute) /
+time to compute, smallest first (LARS). A long prompt comes after the short ones and has a reserved
+share of the step, which is at most a half and grows as its slack shrinks. In steps with short
+prompts it gets no more time than that share, counted over such steps (deficit round robin). So a
+short prompt is computed at no less than half its speed, and many short prompts cannot stop a long
+one.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import GRANULARITY, StepTimeModel, StepWork
 
-# A prompt is long if it takes more than so many steps. They are let in beside each other, so that
-# the second one does not keep the short ones behind it waiting, but not without end.
+# A prompt is long if it takes more than _LONG_STEPS steps. Up to _MOST_LONGS of them may run, so
+# that the second one does not delay the short ones behind it.
 _LONG_STEPS = 4
 _MOST_LONGS = 4
-# A prompt should be computed in so many times what it takes alone, or in so many seconds.
+# The deadline of a prompt: the larger of a multiple of the time it takes alone, and some seconds.
 _DEADLINE_FACTOR = 1.5
 _LEAST_DEADLINE_S = 0.5
 _LEAST_SHARE, _MOST_SHARE = 0.1, 0.5
-# Once the model knows decode-only steps well, it learns from one in so many of them.
+# Once the model has learned decode-only steps, it learns from one in _LEARN_EVERY of them.
 _LEARN_EVERY = 4
-# Rows that a step has for the first short and for the first long prompt, whatever the SLO says.
+# The rows that a step has for the first short and for the first long prompt in spite of the SLO.
 _LEAST_ROWS = GRANULARITY
 
 
 class StepBudget:
     """The prompt rows of one step, and the prompts in their order.
 
-    shorts come first, then longs, then the rest; between the first two release() frees what is
-    held for the longs.
-    limit_s: the step's time at most; inf: rows alone count. owed_s: time that the first long
-    prompt has not had yet of its share of steps with short ones.
+    shorts come first, then longs, then the rest. After the shorts, release() frees what is
+    reserved for the longs. limit_s is the most time of the step, or inf if only rows count.
+    owed_s is the time that is still due to the first long prompt from its share of the steps with
+    short ones.
     """
 
     __slots__ = (
-        "_held_rows",
-        "_held_s",
         "_is_full",
         "_is_shared",
         "_least",
         "_limit_s",
         "_model",
+        "_reserved_rows",
+        "_reserved_s",
         "_rows",
         "_share",
         "_work",
@@ -70,7 +70,7 @@ class StepBudget:
         owed_s: float = 0.0,
         level: int = 0,
     ) -> None:
-        """decodes: the step's decode rows; without them there is no limit on its time."""
+        """decodes has the sequences with a decode row; without them the time is not limited."""
         self.level = level
         self.shorts: list[Sequence] = []
         self.longs: list[Sequence] = []
@@ -80,31 +80,31 @@ class StepBudget:
         self._rows = rows
         self._limit_s = limit_s if decodes else math.inf
         self._share = 0.0
-        self._held_rows = 0
-        self._held_s = 0.0
+        self._reserved_rows = 0
+        self._reserved_s = 0.0
         self._least = _LEAST_ROWS
         self._is_full = False
         self._is_shared = False
         context = sum([s.num_computed_tokens for s in decodes])
         self._work = StepWork(len(decodes), context, len(decodes), samples=bool(decodes))
-        # of a prompt that starts now and has the step for itself
+        # The rows of a prompt that starts now and has the step to itself.
         self.rows_for_one = self.rows_for(0, rows)
 
     @property
     def has_room(self) -> bool:
-        return not self._is_full and self._rows > self._held_rows
+        return not self._is_full and self._rows > self._reserved_rows
 
     def hold(self, share: float) -> None:
-        """Holds back a share of what is left from the short prompts."""
+        """Reserves a share of the remaining budget for the long prompts."""
         self._share = share
-        self._held_rows = int(share * self._rows)
+        self._reserved_rows = int(share * self._rows)
         if self._limit_s < math.inf:
-            self._held_s = share * max(0.0, self._limit_s - self._model.predict(self._work))
+            self._reserved_s = share * max(0.0, self._limit_s - self._model.predict(self._work))
 
     def release(self) -> None:
-        """Frees the held rows for the long prompts, when the short ones have theirs."""
-        self._held_rows = 0
-        self._held_s = 0.0
+        """Frees the reserved budget for the long prompts, after the short ones have their rows."""
+        self._reserved_rows = 0
+        self._reserved_s = 0.0
         self._is_full = False
         self._is_shared = bool(self.longs) and self._work.num_chunks > 0
         if not self._is_shared:
@@ -119,10 +119,10 @@ class StepBudget:
 
     def rows_for(self, context: int, missing: int) -> int:
         """Returns the rows for a prompt with `missing` tokens to compute after `context` tokens."""
-        rows = max(0, min(missing, self._rows - self._held_rows))
+        rows = max(0, min(missing, self._rows - self._reserved_rows))
         if self._limit_s == math.inf:
             return rows
-        most = self._model.most_rows(self._work, context, rows, self._limit_s - self._held_s)
+        most = self._model.most_rows(self._work, context, rows, self._limit_s - self._reserved_s)
         return max(most, min(rows, self._least))
 
     def take(self, rows: int, context: int) -> None:
@@ -147,8 +147,8 @@ class StepBudget:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step while its rows are given out. budget: the rows left for prompts. decodes: sequences
-    with one row; chunks: sequences with more, and their numbers of rows."""
+    """A step while it is planned. budget has the remaining prompt rows, decodes the sequences with
+    one row, and chunks the other sequences with their numbers of rows."""
 
     budget: StepBudget
     decodes: list[Sequence]
@@ -163,10 +163,10 @@ class StepDraft:
             self.chunks.append((sequence, rows))
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes back the rows that the sequence was given."""
+        """Takes back the sequence's rows."""
         context = sequence.num_computed_tokens
-        given = [(i, rows) for i, (other, rows) in enumerate(self.chunks) if other is sequence]
-        for i, rows in given:
+        chunks = [(i, rows) for i, (other, rows) in enumerate(self.chunks) if other is sequence]
+        for i, rows in chunks:
             del self.chunks[i]
             self.budget.give_back(rows, context)
         if sequence in self.decodes:
@@ -177,8 +177,8 @@ class StepDraft:
 class ChunkPolicy:
     """Shares steps among prompts; its model learns from every step that ran.
 
-    max_rows: of one sequence in a step. inter_token_slo_s: the time that a step with decode rows
-    may take; None: no limit.
+    max_rows bounds the rows of one sequence in a step. inter_token_slo_s is the time that a step
+    with decode rows may take; None means no limit.
     """
 
     def __init__(self, max_rows: int, inter_token_slo_s: float | None = None) -> None:
@@ -197,10 +197,12 @@ class ChunkPolicy:
         now_s: float,
         level: int = 0,
     ) -> StepBudget:
-        """A step with `rows` left beside the decodes. prompts: (level, sequence), running, and not
-        yet computed; a lower level goes first, slack decides among equals. level: of who may be
-        let in; only long prompts of this level make room for others, and whoever is behind such a
-        one in level comes after it."""
+        """Begins a step with `rows` left beside the decodes.
+
+        prompts are (priority level, sequence) of the running sequences whose prompt is not
+        computed yet. Lower levels come first; slack decides within a level. `level` is the one
+        whose requests may be admitted. Only long prompts of this level make room for other
+        prompts, and prompts of higher levels come after them."""
         budget = StepBudget(self.model, decodes, rows, self._limit_s, self._owed_s, level)
         self.limit = budget.rows_for_one
         self._now_s = now_s
@@ -243,12 +245,12 @@ class ChunkPolicy:
         return self.inter_token_slo_s / (1.0 + self.model.margin)
 
     def end(self, budget: StepBudget) -> None:
-        """All have their rows."""
+        """Ends the planning of the step, and keeps the long prompt's due time."""
         self._owed_s = budget.owed_s
 
     def must_wait(self, sequence: Sequence, budget: StepBudget) -> bool:
-        """Whether it is one long prompt too many beside those that run. One that is much shorter
-        than all of them is not."""
+        """Returns whether the sequence is a long prompt and enough of them run. One that is much
+        shorter than all of those need not wait."""
         if len(budget.longs) < _MOST_LONGS or not self._is_long(sequence, budget):
             return False
         return _LONG_STEPS * _rows(sequence) > min([_rows(other) for other in budget.longs])
@@ -258,7 +260,7 @@ class ChunkPolicy:
         return _rows(sequence) > _LONG_STEPS * max(step_rows, _LEAST_ROWS)
 
     def defer(self, sequence: Sequence, budget: StepBudget) -> bool:
-        """Puts a long prompt with the other long ones; returns whether it is long."""
+        """Moves a long prompt to the budget's longs; returns whether it is long."""
         if not self._is_long(sequence, budget):
             return False
         if not budget.longs:
@@ -275,12 +277,12 @@ class ChunkPolicy:
         return (deadline_s - self._now_s - rest_s) / max(whole_s, 1e-6)
 
     def _slack_at_start(self, sequence: Sequence) -> float:
-        """As if nothing had been computed yet: what is done must not count as time to spare, or
-        prompts that are alike would overtake each other in turn instead of being first come,
-        first served."""
+        """Returns the slack as if nothing had been computed yet. If computed tokens counted as
+        slack, equal prompts would overtake each other in turn instead of being first come, first
+        served."""
         return self._slack(sequence, sequence.num_cached_tokens)
 
 
 def _rows(sequence: Sequence) -> int:
-    """Returns the rows of the whole prompt, except those that were cached when it came."""
+    """Returns the rows of the whole prompt, except those that were cached when it arrived."""
     return sequence.num_tokens - sequence.num_cached_tokens

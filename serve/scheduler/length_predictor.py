@@ -1,7 +1,7 @@
-"""How long an answer will be: empirical laws of past answers, conditioned on what is written.
+"""Predicts the lengths of outputs from the distribution of past ones, given the tokens so far.
 
-Integers and floats only. A predictor is anything with the three methods of LengthPredictor; a
-learned one is a setting of LLM and Engine (length_predictor).
+It uses integers and floats only. A predictor is any object with the three methods of
+LengthPredictor; the setting length_predictor of LLM and Engine takes a learned one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from serve.request import Request
 
 logger = logging.getLogger(__name__)
 
-_SHRINK = 30  # answers after which a level weighs as much as what is above it
+_SHRINK = 30  # outputs after which a level weighs as much as the levels above it
 _PRIOR_MEDIAN = 128.0
 _GOLDEN = 0.6180339887498949
 
 
 class _History:
-    """The last `window` lengths, in order of arrival and of size. add: O(window) moved bytes."""
+    """The last `window` lengths, in order of arrival and of size. `add` moves O(window) bytes."""
 
     __slots__ = ("_arrived", "_window", "lengths")
 
@@ -39,14 +39,14 @@ class _History:
         insort(self.lengths, length)
 
 
-class _Law:
+class _LengthDistribution:
     """A mixture of histories over a log-logistic prior, as a survival function."""
 
     __slots__ = ("_parts", "_prior_weight")
 
     def __init__(self, histories: list[_History]) -> None:
-        """histories: the most specific first. One with n answers takes n / (n + 30) of the
-        weight that those before it left."""
+        """histories begins with the most specific one. A history of n outputs takes n / (n + 30)
+        of the weight that the histories before it left."""
         left = 1.0
         self._parts: list[tuple[list[int], int, float]] = []
         for history in histories:
@@ -57,29 +57,30 @@ class _Law:
         self._prior_weight = left
 
     def survival(self, length: int) -> float:
-        """P(an answer is longer than `length`); never 0."""
+        """Returns the probability that an output is longer than `length`; it is never 0."""
         ratio = length / _PRIOR_MEDIAN
-        found = self._prior_weight / (1.0 + ratio * sqrt(ratio))  # of shape 1.5
+        probability = self._prior_weight / (1.0 + ratio * sqrt(ratio))  # the shape is 1.5
         for lengths, count, weight in self._parts:
-            found += weight * (count - bisect_right(lengths, length))
-        return found
+            probability += weight * (count - bisect_right(lengths, length))
+        return probability
 
     def quantile(self, num_output: int, level: float, longest: int) -> int:
-        """By bisection over the lengths from num_output + 1 to longest, between the smallest and
-        the largest quantile of the parts: where all of them have come to their level, or none
-        has, so has their mixture."""
+        """Returns the quantile of the lengths from num_output + 1 to `longest`.
+
+        It bisects between the smallest and the largest quantile of the parts, because the
+        quantile of a mixture lies between those."""
         share = 1.0 - level
         allowed = share * self.survival(num_output)
         low = high = _prior_quantile(num_output, level, longest)
         for lengths, count, _ in self._parts:
             num_longer = count - bisect_right(lengths, num_output)
-            rest = int(share * num_longer)
-            own = lengths[count - 1 - rest] if rest < num_longer else num_output + 1
-            if own < low:
-                low = own
-            elif own > high:
-                high = own
-        # One more on each side, for what rounding does to the sum.
+            num_above = int(share * num_longer)
+            part = lengths[count - 1 - num_above] if num_above < num_longer else num_output + 1
+            if part < low:
+                low = part
+            elif part > high:
+                high = part
+        # The sum is rounded, so the bounds are one wider on each side.
         low, high = min(max(low - 1, num_output + 1), longest), min(high + 1, longest)
         survival = self.survival
         while low < high:
@@ -92,7 +93,7 @@ class _Law:
 
 
 def _prior_quantile(num_output: int, level: float, longest: int) -> int:
-    """As _Law.quantile, of the prior alone."""
+    """Returns what _LengthDistribution.quantile returns for the prior alone."""
     if level >= 1.0:
         return longest
     odds = (1.0 + (num_output / _PRIOR_MEDIAN) ** 1.5) / (1.0 - level) - 1.0
@@ -103,24 +104,23 @@ _Keys = tuple[tuple[str, int], tuple[str, int]]
 
 
 class HistoryPredictor:
-    """Lengths seen before, per (client, log2 of the prompt's length), per client, and overall.
+    """Predicts from past lengths: per (client, log2 of prompt length), per client, and overall.
 
-    Each level is shrunk to the one above it by n / (n + 30). Above all stands a prior for the
-    time before any answer: log-logistic with median 128 and P90 554 tokens, between the means
-    of published chat and code traces and heavy-tailed as they are. It is not the worst case (a
-    new server would run a handful of sequences) and not nothing (it would preempt), and its
-    tail goes on where the longest answer seen ends: what is already longer than all others may
-    well become twice as long.
+    Each level is shrunk towards the one above it by n / (n + 30). The topmost level is a prior:
+    log-logistic with median 128 and P90 554 tokens, between the means of published chat and code
+    traces and as heavy-tailed as they are. A prior of the worst case would let a new server run
+    only a few sequences, and a prior of 0 would cause preemptions. Its tail continues beyond the
+    longest past output, so an output that is already longer may still double.
 
-    Conditioning on num_output divides the survival functions, so a growing answer moves along
-    its own tail. Answers that were cut off count with a length drawn from the law beyond the
-    cut (a stratified draw, as in Kaplan-Meier's redistribution to the right): leaving them out
-    or taking the cut for the end would both make long answers look rare. Requests whose length
-    is their own wish (ignore_eos without stops) are predicted as max_tokens and not learned.
+    Conditioning on num_output divides the survival functions, so a growing output moves along
+    its own tail. An output that was cut off counts with a length drawn from the distribution
+    beyond the cut (a stratified draw, as in Kaplan-Meier's redistribution to the right): to omit
+    it or to count it as complete would both make long outputs look rare. A request with a fixed
+    length (ignore_eos without stops) is predicted as max_tokens and not learned.
 
-    Memory: at most max_keys histories of `window` lengths, least recently used ones dropped.
-    Cost: quantile about 12 steps of bisection, each 3 bisections of a history, 10 us; observe 3
-    insertions into sorted lists, 3 us.
+    It keeps at most max_keys histories of `window` lengths and drops the least recently used.
+    quantile takes 10 us (about 12 bisection steps of 3 bisections each), and observe 3 us (3
+    insertions into sorted lists).
     """
 
     def __init__(self, *, window: int = 256, max_keys: int = 1024) -> None:
@@ -129,7 +129,7 @@ class HistoryPredictor:
         self._overall = _History(4 * window)
         self._histories: OrderedDict[tuple[str, int], _History] = OrderedDict()
         self._draw = 0.5
-        self._last: tuple[_Keys, _Law] | None = None  # asked for, and still true
+        self._last: tuple[_Keys, _LengthDistribution] | None = None  # still valid
 
     def __len__(self) -> int:
         """Number of keys that have a history."""
@@ -141,8 +141,8 @@ class HistoryPredictor:
             return longest
         if longest <= num_output + 1:
             return num_output + 1
-        law = self._law(request)
-        return max(law.quantile(num_output, level, longest), request.params.min_tokens)
+        predicted = self._distribution(request).quantile(num_output, level, longest)
+        return max(predicted, request.params.min_tokens)
 
     def observe(self, request: Request, num_output: int) -> None:
         if not _has_fixed_length(request):
@@ -152,23 +152,23 @@ class HistoryPredictor:
         if num_output <= 0 or _has_fixed_length(request):
             return
         self._draw = (self._draw + _GOLDEN) % 1.0
-        # Twice what was seen at most: what is drawn here is drawn from again.
-        length = self._law(request).quantile(num_output, self._draw, 2 * num_output + 1)
+        # At most twice the tokens so far, because later draws use this one.
+        length = self._distribution(request).quantile(num_output, self._draw, 2 * num_output + 1)
         self._add(request, length)
 
-    def _law(self, request: Request) -> _Law:
+    def _distribution(self, request: Request) -> _LengthDistribution:
         keys = _keys(request)
         if self._last is not None and self._last[0] == keys:
             return self._last[1]
-        found = []
+        histories = []
         for key in keys:
             history = self._histories.get(key)
             if history is not None:
                 self._histories.move_to_end(key)
-                found.append(history)
-        law = _Law([*found, self._overall])
-        self._last = keys, law
-        return law
+                histories.append(history)
+        distribution = _LengthDistribution([*histories, self._overall])
+        self._last = keys, distribution
+        return distribution
 
     def _add(self, request: Request, length: int) -> None:
         self._last = None
@@ -184,7 +184,8 @@ class HistoryPredictor:
 
 
 def _keys(request: Request) -> _Keys:
-    """(client, bucket) and, as bucket -1, the client. Requests without a name share one."""
+    """Returns (client, bucket) and, as bucket -1, the client. Requests without a client share
+    one."""
     client = request.client or ""
     return (client, len(request.prompt_token_ids).bit_length()), (client, -1)
 
@@ -200,49 +201,49 @@ def _has_fixed_length(request: Request) -> bool:
 
 
 class GuardedPredictor:
-    """A user's predictor: whatever it raises or says is no fault of the engine. Past answers
-    predict where it does not."""
+    """Protects the engine from a user's predictor: its results are bounded, and a HistoryPredictor
+    answers when it raises."""
 
     def __init__(self, predictor: LengthPredictor) -> None:
         self._predictor = predictor
         self._history = HistoryPredictor()
-        self._has_complained = False
+        self._has_logged = False
 
     def quantile(self, request: Request, num_output: int, level: float) -> int:
         longest = request.params.max_tokens
         assert longest is not None, "resolved by the engine"
         try:
-            found = int(self._predictor.quantile(request, num_output, level))
+            predicted = int(self._predictor.quantile(request, num_output, level))
         except Exception:
-            self._complain()
+            self._log_failure()
             return self._history.quantile(request, num_output, level)
-        return max(min(num_output + 1, longest), min(found, longest))
+        return max(min(num_output + 1, longest), min(predicted, longest))
 
     def observe(self, request: Request, num_output: int) -> None:
         self._history.observe(request, num_output)
         try:
             self._predictor.observe(request, num_output)
         except Exception:
-            self._complain()
+            self._log_failure()
 
     def observe_cut(self, request: Request, num_output: int) -> None:
         self._history.observe_cut(request, num_output)
         try:
             self._predictor.observe_cut(request, num_output)
         except Exception:
-            self._complain()
+            self._log_failure()
 
-    def _complain(self) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            logger.exception("length_predictor failed; past answers predict instead")
+    def _log_failure(self) -> None:
+        if not self._has_logged:
+            self._has_logged = True
+            logger.exception("length_predictor failed; past outputs predict instead")
 
 
 class Coverage:
-    """Running calibration: how often an answer was within its predicted quantile.
+    """Counts how often an output was within its predicted quantile.
 
-    Where the quantile is max_tokens itself nothing was predicted, and answers that were aborted
-    have no length: neither counts.
+    Outputs whose quantile is max_tokens itself do not count, because nothing was predicted;
+    aborted ones do not count, because they have no length.
     """
 
     __slots__ = ("level", "num_answers", "num_within")

@@ -1,14 +1,14 @@
-"""How long a step will take, learned from the steps that ran. Floats only: no torch, no asyncio.
+"""Predicts how long a step will take, from the steps that ran. It imports no torch, no asyncio.
 
-Two laws, each linear in what a step does: one for steps that only decode, one for steps with
-prompt rows. The coefficients are never negative, so more work never predicts less time. A bend
-at 16 and one at 192 rows follow products that first wait for the weights and then for the
-arithmetic (a CPU bends at the one, a GPU at the other).
+There are two models, both linear in the work of a step: one for steps that only decode, one for
+steps with prompt rows. The coefficients are never negative, so more work never predicts less time.
+The slope may change at 16 and at 192 rows, where matrix products turn from memory-bound to
+compute-bound (the first on a CPU, the second on a GPU).
 
 Learning is least squares on relative errors over a sliding window: normal equations whose new
 entries grow in weight, and two sweeps of coordinate descent from the last solution (Gauss-Seidel,
-cut off at zero). An error is relative to the larger of predicted and real time: a step that the
-machine stalled counts little.
+cut off at zero). Errors are relative to the larger of predicted and real time, so a step during
+which the machine stalled counts little.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PACE_STEPS = 5
 _LEAST_PACE, _MOST_PACE = 0.25, 4.0
 GRANULARITY = 16
 
-# The share of steps that may take longer than predicted and the margin together, and how fast
-# the margin follows. A step of twice the time was stalled: no margin is made for that.
+# The share of steps that may take longer than the prediction plus the margin, and the rate at which
+# the margin adapts. The margin ignores a step that took twice its prediction, which was stalled.
 _LATE_SHARE = 0.005
 _MOST_MARGIN = 1.0
 _MARGIN_STEP = 0.05
@@ -40,11 +40,11 @@ _FIRST_MARGIN = 0.2
 
 @dataclass(slots=True)
 class StepWork:
-    """What a step computes.
+    """The amount of work in a step.
 
-    num_decodes: rows of sequences with one row; num_context: tokens before those rows.
-    num_rows: all rows; num_pairs: products of prompt rows and the tokens before them;
-    num_chunks: sequences with prompt rows; samples: whether any token is sampled.
+    num_decodes counts the sequences with one row, num_context the tokens before those rows,
+    num_rows all rows, num_pairs the pairs of a prompt row and a token before it, and num_chunks
+    the sequences with prompt rows. samples says whether any token is sampled.
     """
 
     num_decodes: int = 0
@@ -56,7 +56,7 @@ class StepWork:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
-        """Before the scheduler's update."""
+        """Returns the plan's work. Call it before the scheduler updates the sequences."""
         num_decodes = plan.num_decodes
         contexts = plan.contexts
         if contexts is None:
@@ -68,7 +68,7 @@ class StepWork:
         return work
 
     def add(self, rows: int, context: int) -> None:
-        """Rows of one sequence after `context` computed tokens; a single one is a decode row."""
+        """Adds rows of one sequence after `context` computed tokens; one row is a decode row."""
         self.num_rows += rows
         if rows == 1:
             self.num_decodes += 1
@@ -78,7 +78,7 @@ class StepWork:
             self.num_chunks += 1
 
     def remove(self, rows: int, context: int) -> None:
-        """Undo `add`."""
+        """Undoes `add` with the same arguments."""
         self.num_rows -= rows
         if rows == 1:
             self.num_decodes -= 1
@@ -88,7 +88,7 @@ class StepWork:
             self.num_chunks -= 1
 
     def decode_features(self) -> tuple[float, ...]:
-        """Of the decode rows alone."""
+        """Returns the features of the decode rows alone."""
         rows = self.num_decodes
         return (rows, 1, max(0, rows - _BENDS[0]), max(0, rows - _BENDS[1]), self.num_context)
 
@@ -106,14 +106,14 @@ class StepWork:
         )
 
 
-class Law:
-    """Seconds = pace x coefficients x features, with coefficients that are not negative.
+class LinearModel:
+    """A linear model: seconds = pace x coefficients x features; no coefficient is negative.
 
-    The coefficients learn slowly, from all steps of the window. The pace is how much longer than
-    that the last steps took (their median): it follows within three steps when somebody else
-    takes a core, and is 1 again when the coefficients or the machine have caught up.
-    What comes first among the features takes what the data leave open: put rows there, and a
-    law that has seen one size of step expects twice the rows to take twice the time.
+    The coefficients learn slowly, from all steps of the window. The pace is the median of the
+    last steps' times relative to that. It follows within three steps when another process takes
+    a core, and returns to 1 when the coefficients or the machine have caught up.
+    Where the data do not decide, the first feature explains the time. It should be the number of
+    rows: a model that has seen steps of one size then expects twice the rows to take twice as long.
     """
 
     def __init__(self, num_features: int, window: int = _WINDOW) -> None:
@@ -127,15 +127,15 @@ class Law:
         self._growth = 1.0 + 1.0 / window
 
     def predict(self, features: abc.Sequence[float]) -> float:
-        return self._pace * self._at_pace_1(features)
+        return self._pace * self._unpaced(features)
 
-    def _at_pace_1(self, features: abc.Sequence[float]) -> float:
+    def _unpaced(self, features: abc.Sequence[float]) -> float:
         seconds: float = sum(map(mul, self.coefficients, features))
         return seconds
 
     def learn(self, features: abc.Sequence[float], seconds: float) -> None:
-        """seconds > 0."""
-        predicted = self._at_pace_1(features)
+        """Learns from one step, which took seconds > 0."""
+        predicted = self._unpaced(features)
         if predicted > 0.0:
             self._ratios = [*self._ratios[1 - _PACE_STEPS :], seconds / predicted]
             pace = sorted(self._ratios)[len(self._ratios) // 2]
@@ -165,24 +165,25 @@ class Law:
 
 
 class StepTimeModel:
-    """Learned online. rows_per_step: those of a step that computes a prompt and nothing else."""
+    """Predicts step times, and learns online. rows_per_step is the number of rows of a step that
+    computes nothing but a prompt."""
 
     def __init__(self, rows_per_step: int) -> None:
         self.rows_per_step = rows_per_step
-        self.margin = _FIRST_MARGIN  # relative: almost every step ends within it
+        self.margin = _FIRST_MARGIN  # a share of the prediction; almost every step ends within it
         self.last_step_s = 0.0
-        self._decoding = Law(len(StepWork().decode_features()))
-        self._mixed = Law(len(StepWork().features()))
+        self._decoding = LinearModel(len(StepWork().decode_features()))
+        self._mixed = LinearModel(len(StepWork().features()))
         self._errors: list[float] = []
         self._num_errors = 0
 
     @property
     def knows_decoding(self) -> bool:
-        """It has seen enough of steps that only decode."""
+        """Whether it has learned from enough steps that only decode."""
         return self._decoding.num_learned >= _ENOUGH_STEPS
 
     def predict(self, work: StepWork) -> float:
-        """Seconds. 0 before anything was learned."""
+        """Returns seconds; 0 before the first step was learned."""
         decoding, mixed = self._decoding, self._mixed
         least = 0.0
         if work.num_decodes and decoding.num_learned:
@@ -194,13 +195,13 @@ class StepTimeModel:
         return least * work.num_rows / max(1, work.num_decodes)
 
     def learn(self, work: StepWork, seconds: float) -> None:
-        """A step that ran through."""
+        """Learns from a step that succeeded."""
         if seconds <= 0.0 or not work.num_rows:
             return
         predicted = self.predict(work)
         if predicted:
             error = seconds / predicted - 1.0
-            self._remember(abs(predicted / seconds - 1.0))
+            self._record_error(abs(predicted / seconds - 1.0))
             if work.num_chunks and work.num_decodes:
                 is_late = self.margin < error < _MOST_MARGIN
                 change = _MARGIN_STEP * (is_late - _LATE_SHARE)
@@ -210,7 +211,7 @@ class StepTimeModel:
         else:
             self._decoding.learn(work.decode_features(), seconds)
 
-    def _remember(self, error: float) -> None:
+    def _record_error(self, error: float) -> None:
         if len(self._errors) < _NUM_ERRORS:
             self._errors.append(error)
         else:
@@ -218,12 +219,13 @@ class StepTimeModel:
         self._num_errors += 1
 
     def median_error(self) -> float | None:
-        """Of the last steps: |predicted - real| / real, predicted before the step was learned."""
+        """Returns the median of |predicted - real| / real over the last steps; each was predicted
+        before it was learned."""
         return median(self._errors) if self._errors else None
 
     def most_rows(self, work: StepWork, context: int, most: int, limit_s: float) -> int:
-        """The largest chunk after `context` tokens with which the step stays within limit_s: a
-        multiple of GRANULARITY, or `most` itself; 0 if there is none."""
+        """Returns the rows of the largest chunk after `context` tokens with which the step stays
+        within limit_s: a multiple of GRANULARITY, or `most` itself; 0 if there is none."""
 
         def fits(rows: int) -> bool:
             step = StepWork(
@@ -249,7 +251,8 @@ class StepTimeModel:
         return low * GRANULARITY
 
     def prefill_seconds(self, num_tokens: int, num_cached: int = 0) -> float:
-        """A prompt without company, its first num_cached tokens known. 0: nothing was learned."""
+        """Returns the time to compute a prompt alone, after its first num_cached tokens; 0 before
+        the first step was learned."""
         missing = num_tokens - num_cached
         if missing < 1:
             return 0.0

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from serve.scheduler.step_time import GRANULARITY, Law, StepTimeModel, StepWork
+from serve.scheduler.step_time import GRANULARITY, LinearModel, StepTimeModel, StepWork
 from tests.support.engine.fakes import make_kv, make_scheduler, make_seq
 
 
@@ -51,7 +51,7 @@ def errors(model, law, rng, count=300):
 
 def test_a_law_finds_its_coefficients():
     rng = random.Random(0)
-    law = Law(3)
+    law = LinearModel(3)
     for _ in range(400):
         features = (rng.uniform(1, 100), 1.0, rng.uniform(0, 1e4))
         seconds = 2e-3 * features[0] + 3e-2 + 1e-6 * features[2]
@@ -61,7 +61,7 @@ def test_a_law_finds_its_coefficients():
 
 def test_no_coefficient_is_negative():
     """Even where the data say that more is quicker."""
-    law = Law(2)
+    law = LinearModel(2)
     for step in range(200):
         value = 1.0 + step % 10
         law.learn((value, 1.0), 1.0 - 0.05 * value)
