@@ -1,4 +1,4 @@
-"""One step's rows as flat arrays: what the runner and the attention seam need of a plan."""
+"""Flattens a plan into the arrays that the runner and the attention seam need."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from serve.scheduler.step_plan import StepPlan
 
 @dataclass(slots=True)
 class Batch:
-    """input_ids, positions: [T] int64, packed by sequence, decode rows first.
+    """The rows of one step. input_ids, positions: [T] int64, packed by sequence, decode rows first.
 
-    sampled: sequences that get a token, in row order; sample_rows: [len(sampled)] int64, their
-    last rows. attention: the K/V side of the step.
+    sampled has the sequences that get a token, in row order, and sample_rows ([len(sampled)]
+    int64) their last rows. attention is the K/V side of the step.
     """
 
     input_ids: Tensor
@@ -28,7 +28,7 @@ class Batch:
 
 
 def make_batch(plan: StepPlan) -> Batch:
-    """Flatten a plan. Every sequence in it is running and its pages are committed."""
+    """Flattens a plan, all of whose sequences are running and have committed pages."""
     input_ids: list[int] = []
     positions: list[int] = []
     starts: list[int] = []

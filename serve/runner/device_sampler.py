@@ -1,7 +1,7 @@
-"""Sequences -> rows for sampling on the device (ops/cuda/sampling.py), and its results back.
+"""Converts sequences to rows for sampling on the device (ops/cuda/sampling.py), and its results.
 
-What serve/runner/sampler.py does on the CPU, with the same meaning of every parameter. A
-sequence's newest token may still be PENDING_TOKEN: the device knows it.
+Every parameter means what it means in serve/runner/sampler.py. A sequence's newest token may
+still be PENDING_TOKEN; the device has it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import collections.abc as abc
 from ops.cuda.sampling import Fetched, SamplingPlan, described
 from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
 from serve.request import TokenLogprobs
-from serve.runner.sampler import Sampled, choice_settings
+from serve.runner.sampler import Sampled, sampling_settings
 from serve.scheduler.sequence import Sequence
 
 
 def rows_of(sequences: abc.Sequence[Sequence], slots: abc.Sequence[int]) -> list[Row]:
-    """slots[i]: where the device keeps the last token of sequences[i]. A mask is read when the plan
-    is uploaded."""
+    """Returns the sequences' rows. slots[i] is where the device keeps the last token of
+    sequences[i]. Masks are read when the plan is uploaded, not here."""
     return [
         Row(
-            _choice(s),
+            _inputs_of(s),
             slot,
             s.token_ids,
             s.mask is None and bool(s.stop_ids) and len(s.token_ids) < s.min_tokens_total,
@@ -30,17 +30,17 @@ def rows_of(sequences: abc.Sequence[Sequence], slots: abc.Sequence[int]) -> list
     ]
 
 
-def _choice(sequence: Sequence) -> DeviceSamplingInputs:
-    """Made at a sequence's first step, then kept with it."""
-    choice = sequence.history
-    if choice is None:
-        choice = sequence.history = DeviceSamplingInputs(**choice_settings(sequence))
-    assert isinstance(choice, DeviceSamplingInputs)
-    return choice
+def _inputs_of(sequence: Sequence) -> DeviceSamplingInputs:
+    """Returns the sequence's inputs, which are made at its first step and kept with it."""
+    inputs = sequence.history
+    if inputs is None:
+        inputs = sequence.history = DeviceSamplingInputs(**sampling_settings(sequence))
+    assert isinstance(inputs, DeviceSamplingInputs)
+    return inputs
 
 
 def sampled(plan: SamplingPlan, fetched: Fetched) -> Sampled:
-    """The tokens of a step, once the copies that fetch() started have ended."""
+    """Returns the tokens of a step. Call it after the copies that fetch() started have ended."""
     token_ids = fetched.tokens.tolist()
     if fetched.logprobs is None:
         return Sampled(token_ids, None)

@@ -1,4 +1,4 @@
-"""Sizes of steps on a CUDA device: which are captured in a graph, and which one a plan takes."""
+"""Chooses the step shapes that are captured in CUDA graphs, and the shape of each step."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from serve.scheduler.step_plan import StepPlan
 
 _SMALL_DECODES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128)
-_DECODE_UNIT = 64  # above them
-# Above it a merged step computes longer than the host takes to launch it kernel by kernel.
+_DECODE_UNIT = 64  # the distance of larger sizes
+# A larger merged step computes longer than the host takes to launch it kernel by kernel.
 _MOST_CAPTURED_ROWS = 512
 _FEWEST_MERGED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """rows and decodes: at most, the rest is padding."""
+    """The shape of a step. rows and decodes are upper bounds; the rest is padding."""
 
     rows: int
     decodes: int
@@ -25,7 +25,7 @@ class StepShape:
 
 
 class StepShapes:
-    """max_rows of a step; max_sampled: sequences that get a token in one, at most."""
+    """The shapes of steps with at most max_rows rows and max_sampled sampled sequences."""
 
     def __init__(self, max_rows: int, max_seqs: int, *, captures: bool = True) -> None:
         self.max_rows = max_rows
@@ -35,24 +35,25 @@ class StepShapes:
 
     @property
     def captured(self) -> list[StepShape]:
-        """All that are worth a graph; the largest first, so that later ones find its memory."""
+        """The shapes that are worth a graph, largest first, so that later ones reuse its memory."""
         merged = [self._of_merged(rows) for rows in reversed(self._merged)]
         return merged + [_of_decodes(rows) for rows in reversed(self._decodes)]
 
     @property
     def eager(self) -> list[StepShape]:
-        """One for each power of two above those captured: kernels are chosen by these."""
+        """One shape for each power of two above the captured ones, because kernels are chosen by
+        powers of two."""
         merged = self._merged[-1] if self._merged else 1
         sizes = [*_doubled(merged, self.max_rows), self.max_rows]
         return [StepShape(rows, min(rows, self.max_sampled), True, False) for rows in sizes]
 
     @property
     def sampled(self) -> list[int]:
-        """Numbers of rows that stand for all that logits are computed of."""
+        """The numbers of sampled rows for which the head and the sampler are warmed up."""
         return [*_doubled(1, self.max_sampled), self.max_sampled]
 
     def of(self, plan: StepPlan) -> StepShape:
-        """The smallest captured one that has room for the plan, else its own."""
+        """Returns the smallest captured shape with room for the plan, or else its exact shape."""
         rows = plan.num_total_rows
         has_prompts = rows > plan.num_decodes
         sizes = self._merged if has_prompts else self._decodes
@@ -79,7 +80,7 @@ def _merged_sizes(most: int) -> list[int]:
 
 
 def _doubled(first: int, end: int) -> list[int]:
-    """first, twice that, ... before end."""
+    """Returns first, 2 * first, 4 * first, ... below end."""
     sizes = []
     while first < end:
         sizes.append(first)

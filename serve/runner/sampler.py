@@ -1,10 +1,11 @@
-"""Logits -> token ids: a pure function of the logits and each sequence's own history.
+"""Samples tokens: a pure function of the logits and each sequence's tokens.
 
-The random number of a row depends only on its seed and position, so a request draws the same
-tokens in any batch, after a preemption and on any machine with the same logits. Order: penalties
-and biases, mask, temperature, min-p, top-k, top-p. Log-probabilities come from the raw logits.
+The random number of a row depends only on its seed and position, so a request samples the same
+tokens in any batch, after a preemption and on any machine with the same logits. The order is:
+penalties and biases, mask, temperature, min-p, top-k, top-p. Log-probabilities come from the raw
+logits.
 
-The native kernels do the work; the torch functions below do the same where they were not built.
+The native kernels do the work; the torch functions below do the same where they are not built.
 """
 
 from __future__ import annotations
@@ -22,50 +23,51 @@ from serve.request import TokenLogprobs
 from serve.scheduler.prompt_outputs import logprobs_of
 from serve.scheduler.sequence import Sequence
 
-# Candidates taken for top-p before sorting the whole vocabulary: almost always enough.
+# The candidates that top-p takes before it sorts the whole vocabulary; they almost always suffice.
 _TOP_P_CANDIDATES = 512
 _MASK64 = (1 << 64) - 1
 _UInt64s = npt.NDArray[np.uint64]
 
 
 class Sampled(NamedTuple):
-    """token_ids[i] and logprobs[i] (None where not asked for) of the i-th row."""
+    """The token_ids[i] and logprobs[i] (None if not requested) of row i."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None
 
 
 def sample(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Sampled:
-    """logits: [R, vocab] fp32, one row for each sequence; may be overwritten. Masks are filled."""
+    """Samples a token for each sequence. logits: [R, vocab] fp32, one row for each sequence; they
+    may be overwritten. Masks must be filled."""
     if not (sampling.is_available() and sampling.takes(logits)):
         return sample_with_torch(logits, sequences)
-    choices = [_choice(s) for s in sequences]
+    inputs = [_inputs_of(s) for s in sequences]
     masks = [s.mask for s in sequences]
-    held = [s.stop_ids and len(s.token_ids) < s.min_tokens_total for s in sequences]
-    if all(c.is_plain for c in choices) and not any(held) and not any(masks):
+    forbids_stop = [s.stop_ids and len(s.token_ids) < s.min_tokens_total for s in sequences]
+    if all(each.is_plain for each in inputs) and not any(forbids_stop) and not any(masks):
         return Sampled(sampling.argmax(logits), None)
-    packed = sampling.packed_rows(len(choices))
-    for i, (choice, sequence, mask) in enumerate(zip(choices, sequences, masks, strict=True)):
+    packed = sampling.packed_rows(len(inputs))
+    for i, (each, sequence, mask) in enumerate(zip(inputs, sequences, masks, strict=True)):
         if mask is None:
-            choice.pack(packed, i, sequence.token_ids, bool(held[i]))
-        else:  # it knows what is held
-            choice.pack(packed, i, sequence.token_ids, False, mask.address)
+            each.pack(packed, i, sequence.token_ids, bool(forbids_stop[i]))
+        else:  # the mask excludes the forbidden stop tokens itself
+            each.pack(packed, i, sequence.token_ids, False, mask.address)
     sampled = sampling.sample(logits, packed)
-    logprobs = _described(choices, sampled) if any(c.has_logprobs for c in choices) else None
+    logprobs = _logprobs_of(inputs, sampled) if any(each.has_logprobs for each in inputs) else None
     return Sampled(sampled["token"].tolist(), logprobs)
 
 
-def _choice(sequence: Sequence) -> sampling.SamplingInputs:
-    """Made at a sequence's first step, then kept with it."""
-    choice = sequence.history
-    if choice is None:
-        choice = sequence.history = sampling.SamplingInputs(**choice_settings(sequence))
-    assert isinstance(choice, sampling.SamplingInputs)
-    return choice
+def _inputs_of(sequence: Sequence) -> sampling.SamplingInputs:
+    """Returns the sequence's inputs, which are made at its first step and kept with it."""
+    inputs = sequence.history
+    if inputs is None:
+        inputs = sequence.history = sampling.SamplingInputs(**sampling_settings(sequence))
+    assert isinstance(inputs, sampling.SamplingInputs)
+    return inputs
 
 
-def choice_settings(sequence: Sequence) -> dict[str, Any]:
-    """The arguments of SamplingInputs (ops/cpu) and of DeviceSamplingInputs (ops/cuda)."""
+def sampling_settings(sequence: Sequence) -> dict[str, Any]:
+    """Returns the arguments of SamplingInputs (ops/cpu) and of DeviceSamplingInputs (ops/cuda)."""
     params = sequence.request.params
     return {
         "seed": sequence.seed,
@@ -83,35 +85,36 @@ def choice_settings(sequence: Sequence) -> dict[str, Any]:
     }
 
 
-def _described(
-    choices: list[sampling.SamplingInputs], sampled: sampling.SampledRows
+def _logprobs_of(
+    inputs: list[sampling.SamplingInputs], sampled: sampling.SampledRows
 ) -> list[TokenLogprobs | None]:
-    found = logprobs_of(sampled, sampling.MAX_TOP)
+    logprobs = logprobs_of(sampled, sampling.MAX_TOP)
     return [
-        item if choice.has_logprobs else None for choice, item in zip(choices, found, strict=True)
+        item if each.has_logprobs else None for each, item in zip(inputs, logprobs, strict=True)
     ]
 
 
 def sample_with_torch(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Sampled:
-    """sample() without the native kernels: for any device and element type."""
-    wanted = [s.request.params.logprobs for s in sequences]
+    """Does what sample() does without the native kernels, on any device and element type."""
+    num_logprobs = [s.request.params.logprobs for s in sequences]
     raw = None
-    if any(count is not None for count in wanted):
+    if any(count is not None for count in num_logprobs):
         raw = torch.log_softmax(logits, dim=-1)
     _adjust(logits, sequences)
     token_ids = torch.argmax(logits, dim=-1).tolist()
     random_rows = [i for i, s in enumerate(sequences) if not s.request.params.is_greedy]
     if random_rows:
         rows = logits if len(random_rows) == len(sequences) else logits[random_rows]
-        chosen = _draw(rows, [sequences[i] for i in random_rows])
-        for i, token in zip(random_rows, chosen, strict=True):
+        drawn = _draw(rows, [sequences[i] for i in random_rows])
+        for i, token in zip(random_rows, drawn, strict=True):
             token_ids[i] = token
-    logprobs = None if raw is None else _logprobs(raw, token_ids, wanted)
+    logprobs = None if raw is None else _logprobs(raw, token_ids, num_logprobs)
     return Sampled(token_ids, logprobs)
 
 
 def uniform(seeds: abc.Sequence[int], positions: abc.Sequence[int]) -> Tensor:
-    """[R] fp64 in [0, 1): splitmix64 of (seed, position) (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Returns [R] fp64 in [0, 1), the splitmix64 of (seed, position) (Steele, Lea, Flood, OOPSLA
+    2014)."""
     seed = np.array([s & _MASK64 for s in seeds], dtype=np.uint64)
     position = np.array(positions, dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -128,7 +131,8 @@ def _splitmix(x: _UInt64s) -> _UInt64s:
 
 
 def _adjust(logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
-    """Penalties, biases, masks and forbidden ends, in place, on the rows that ask for them."""
+    """Applies penalties, biases, masks and forbidden stop tokens in place, to the rows that have
+    them."""
     for i, sequence in enumerate(sequences):
         params = sequence.request.params
         if params.has_penalties:
@@ -145,9 +149,10 @@ def _adjust(logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
 
 
 def _penalize(row: Tensor, sequence: Sequence) -> None:
-    """row: [vocab]. Repetition over prompt and output, presence and frequency over output."""
+    """Applies the penalties to row [vocab]: repetition over prompt and output, presence and
+    frequency over output."""
     params = sequence.request.params
-    history = _choice(sequence).history
+    history = _inputs_of(sequence).history
     assert history is not None
     tokens = history.tokens(sequence.token_ids)
     if params.repetition_penalty != 1.0:
@@ -164,12 +169,13 @@ def _penalize(row: Tensor, sequence: Sequence) -> None:
 
 
 def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[int]:
-    """One token for each row by inverting its cumulative distribution. logits: [R, vocab]."""
+    """Samples one token for each row of logits [R, vocab] by inverting its cumulative
+    distribution."""
     params = [s.request.params for s in sequences]
     temperature = torch.tensor([p.temperature for p in params])[:, None]
     scaled = logits / temperature
     if any(p.min_p > 0 for p in params):
-        # p >= min_p * p_max, in logs: no softmax needed
+        # p >= min_p * p_max in logarithms needs no softmax
         floor = torch.tensor([p.min_p for p in params])[:, None].log()
         limit = scaled.amax(-1, keepdim=True) + floor
         scaled = scaled.masked_fill(scaled < limit, float("-inf"))
@@ -178,10 +184,10 @@ def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[int]:
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     cut = [i for i, p in enumerate(params) if top_k[i] < vocab_size or p.top_p < 1.0]
     chosen: list[int] = [0] * len(params)
-    whole = sorted(set(range(len(params))) - set(cut))
-    if whole:
-        probs = torch.softmax(scaled[whole].double(), dim=-1)
-        for i, token in zip(whole, _invert(probs, u[whole]).tolist(), strict=True):
+    uncut = sorted(set(range(len(params))) - set(cut))
+    if uncut:
+        probs = torch.softmax(scaled[uncut].double(), dim=-1)
+        for i, token in zip(uncut, _invert(probs, u[uncut]).tolist(), strict=True):
             chosen[i] = token
     if cut:
         limits = torch.tensor([top_k[i] for i in cut])
@@ -192,7 +198,7 @@ def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[int]:
 
 
 def _draw_cut(scaled: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor) -> list[int]:
-    """Rows with top-k or top-p: work on the candidates in descending order."""
+    """Samples rows with top-k or top-p from their candidates in descending order."""
     vocab_size = scaled.shape[-1]
     with_k = top_k < vocab_size
     count = _TOP_P_CANDIDATES
@@ -202,7 +208,7 @@ def _draw_cut(scaled: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor) -> list[i
     values, ids = torch.topk(scaled, count, dim=-1)
     rank = torch.arange(count)[None]
     values = values.masked_fill(rank >= top_k[:, None], float("-inf"))
-    # top-p counts what is left after top-k, so those rows normalize over their candidates
+    # top-p applies to what remains after top-k, so those rows normalize over their candidates
     total = torch.where(
         with_k, torch.logsumexp(values.double(), -1), torch.logsumexp(scaled.double(), -1)
     )
@@ -212,7 +218,9 @@ def _draw_cut(scaled: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor) -> list[i
     kept[:, 0] = probs[:, 0]  # the best token always stays, also with top_p = 0
     chosen = ids.gather(1, _invert(kept, u)[:, None])[:, 0].tolist()
     short = ~with_k & (probs.sum(-1) < top_p) & (count < vocab_size)
-    for row in torch.nonzero(short)[:, 0].tolist():  # a flat distribution: sort it whole
+    for row in torch.nonzero(short)[
+        :, 0
+    ].tolist():  # the distribution is flat, so it is sorted whole
         chosen[row] = _draw_sorted(scaled[row], float(top_p[row]), u[row : row + 1])
     return list(chosen)
 
@@ -225,7 +233,8 @@ def _draw_sorted(scaled: Tensor, top_p: float, u: Tensor) -> int:
 
 
 def _invert(probs: Tensor, u: Tensor) -> Tensor:
-    """First index whose cumulative probability exceeds u times the total. [R, K], [R] -> [R]."""
+    """Returns the first index whose cumulative probability exceeds u times the total. probs: [R,
+    K]; u: [R]; result: [R]."""
     cumulative = probs.cumsum(-1)
     target = u[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)[:, 0]
@@ -234,16 +243,16 @@ def _invert(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _logprobs(
-    raw: Tensor, token_ids: list[int], wanted: list[int | None]
+    raw: Tensor, token_ids: list[int], num_logprobs: list[int | None]
 ) -> list[TokenLogprobs | None]:
-    """raw: [R, vocab] log-probabilities."""
+    """Returns each row's log-probabilities; raw: [R, vocab] log-probabilities."""
     chosen = raw.gather(1, torch.tensor(token_ids)[:, None])
     ranks = (raw > chosen).sum(-1).add_(1).tolist()
     values = chosen[:, 0].tolist()
-    most = max(count or 0 for count in wanted)
+    most = max(count or 0 for count in num_logprobs)
     top_values, top_ids = torch.topk(raw, most, dim=-1) if most else (None, None)
     result: list[TokenLogprobs | None] = []
-    for i, count in enumerate(wanted):
+    for i, count in enumerate(num_logprobs):
         if count is None:
             result.append(None)
             continue
