@@ -1,8 +1,8 @@
-"""What an engine asks of a node when it attaches: the layers' shapes, pages, and its epoch.
+"""The request with which an engine attaches to a node: the layers' shapes, pages, and its epoch.
 
-The node needs to know nothing of how K/V is dealt to nodes: a slice of the heads is a layer with
-fewer heads, a share of the tokens is a page with fewer tokens. `NodeLayout` then says where
-everything lies, on both sides alike.
+The node does not know how K/V is partitioned: a shard of the heads is a layer with fewer heads, a
+shard of the tokens is a page with fewer tokens. Both sides compute the same addresses with
+`NodeLayout`.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from quant.kv import GROUPS, fitting_group
 
 KV_TYPES = ("int8", "bfloat16", "float32")
 STRIPE_TOKENS = 16
-"""Tokens of a tile of int8 K/V, and of what is dealt to one node in the sequence partition."""
+"""Tokens in a tile of int8 K/V, and in a stripe of partition mode `sequence`."""
 _SYSTEM_PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM = 1024, 4096, 1024
-_MAX_SCALE = 1e30  # of scores; NaN is not within either
+_MAX_SCALE = 1e30  # of scores; the check refuses NaN, too
 _MAX_RANGES = 1 << 20
 _MAX_SLOTS = 1 << 24
 _MAX_PAGES = 1 << 22
 _MAX_ROWS = 1 << 16
-MAX_ADDRESSES = 1 << 46  # bytes that a process can reserve, about
+MAX_ADDRESSES = 1 << 46  # about the bytes that a process can reserve
 _MAX_RANGE_TOKENS = (1 << 31) - 1  # the kernels count in 32 bits
-_MAX_PARTS = 1 << 20  # a range in a layer group
-_MAX_ALL_SLOTS = 1 << 26  # each may take 4 bytes of a node's books
-_FREE_ACCOUNTING_BYTES = 16 << 20  # of each engine
+_MAX_PARTS = 1 << 20  # a part is a range in a layer group
+_MAX_ALL_SLOTS = 1 << 26  # each may take 4 bytes of a node's accounting
+_FREE_ACCOUNTING_BYTES = 16 << 20  # for each engine
 NODE_MAPPINGS = 60_000
-"""Of all engines of a node: Linux allows a process 65,530."""
+"""Mappings for all engines of a node; Linux allows a process 65,530."""
 _SPARE_MAPPINGS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class AttachRequest:
-    """engine, epoch: a later epoch of the same engine puts an earlier one out. groups: of each
-    layer group, the numbers of its layers and the tokens in one page. num_places: of a range, in
-    each group. num_pages: wanted, at least min_pages. max_rows: of one message.
-    is_question: what would be granted is said, and that is all."""
+    """A later epoch of an engine ends the session of an earlier one. group_layers and page_tokens
+    have, for each layer group, the numbers of its layers and the tokens in one page; num_places has
+    the page slots of a range. The engine wants num_pages pages and accepts min_pages. max_rows is
+    the most rows of one message. With is_question the node only answers what it would grant."""
 
     engine: str
     epoch: int
@@ -66,7 +66,7 @@ class AttachRequest:
 
     @classmethod
     def from_json(cls, content: dict[str, object]) -> AttachRequest:
-        """WireError, code SHAPE, that names the field."""
+        """Parses a request. Raises WireError with code SHAPE, which names the field."""
         fields = _Fields(content)
         count = fields.integer("num_ranges", 1, _MAX_RANGES)
         request = cls(
@@ -91,27 +91,31 @@ class AttachRequest:
         return request
 
     def check(self) -> None:
-        """Whether the fields fit each other."""
+        """Raises WireError if the fields do not fit each other."""
         if self.kv_dtype not in KV_TYPES or self.kv_group not in GROUPS:
-            raise _shape(f"kv_dtype {self.kv_dtype!r} with kv_group {self.kv_group}")
+            raise _shape(
+                f"kv_dtype {self.kv_dtype!r} with kv_group {self.kv_group} is not supported"
+            )
         numbers = sorted(number for ids in self.group_layers for number in ids)
         if numbers != list(range(len(self.layers))):
             raise _shape("group_layers must name every layer once")
         if not len(self.group_layers) == len(self.page_tokens) == len(self.num_places):
-            raise _shape("group_layers, page_tokens and num_places: one for each group")
+            raise _shape(
+                "group_layers, page_tokens and num_places must have an item for each group"
+            )
         if any(tokens % STRIPE_TOKENS or not tokens for tokens in self.page_tokens):
             raise _shape(f"page_tokens must be multiples of {STRIPE_TOKENS}")
         if min(self.num_places) < 1 or self.min_pages > self.num_pages:
             raise _shape("num_places and min_pages must be positive, min_pages within num_pages")
         sizes = zip(self.num_places, self.page_tokens, strict=True)
         if any(slots * tokens > _MAX_RANGE_TOKENS for slots, tokens in sizes):
-            raise _shape(f"a range has {_MAX_RANGE_TOKENS} tokens at most")
+            raise _shape(f"a range must have {_MAX_RANGE_TOKENS} tokens at most")
         num_parts = self.num_ranges * len(self.num_places)
         if num_parts > _MAX_PARTS or self.num_ranges * sum(self.num_places) > _MAX_ALL_SLOTS:
-            raise _shape(f"{num_parts} parts of ranges with places {self.num_places}: too many")
+            raise _shape(f"{num_parts} range parts with page slots {self.num_places} are too many")
         for ids in self.group_layers:
             if len({self.layers[number].window for number in ids}) != 1:
-                raise _shape("layers of a group have one window")
+                raise _shape("the layers of a group must have the same window")
         if self.kv_dtype == "int8":
             for layer in self.layers:
                 if fitting_group(layer.head_dim, self.kv_group) is None:
@@ -119,18 +123,18 @@ class AttachRequest:
 
 
 def growth_of(request: AttachRequest, num_pages: int) -> int:
-    """Mappings that may come to those with which an engine begins sequences: each page that they
-    take later may be one, and a range has a gap or two in each group."""
+    """Returns how many mappings running sequences may add later: one for each page, and a gap or
+    two for each range in each group."""
     return num_pages + 2 * min(_num_parts(request), num_pages)
 
 
 def least_mappings(request: AttachRequest, num_pages: int) -> int:
-    """That are promised with so many pages."""
+    """Returns the fewest mappings that a node promises with so many pages."""
     return growth_of(request, num_pages) + num_pages + _SPARE_MAPPINGS
 
 
 def most_pages(request: AttachRequest, num_mappings: int) -> int:
-    """For which least_mappings are no more than that."""
+    """Returns the most pages whose least_mappings do not exceed num_mappings."""
     pages, parts = max(0, num_mappings - _SPARE_MAPPINGS), _num_parts(request)
     return pages // 4 if pages // 4 < parts else (pages - 2 * parts) // 2
 
@@ -140,13 +144,13 @@ def _num_parts(request: AttachRequest) -> int:
 
 
 def accounting_bytes(num_ranges: int, num_places: Sequence[int]) -> int:
-    """What a node needs to know which page is at each place, as far as it counts as K/V."""
+    """Returns the part of a node's page slot tables that counts as K/V memory, in bytes."""
     return max(0, 4 * num_ranges * sum(num_places) - _FREE_ACCOUNTING_BYTES)
 
 
 class NodeLayout:
-    """Where K/V of an AttachRequest lies: pages of one size, a reservation with a part for each
-    range and group, part number = group * num_ranges + range."""
+    """The addresses of an AttachRequest's K/V. Pages have one size. The reservation has a part for
+    each range and group: part = group * num_ranges + range."""
 
     def __init__(self, request: AttachRequest) -> None:
         self.request = request
@@ -166,8 +170,8 @@ class NodeLayout:
             self.group_offsets.append(self.group_offsets[-1] + size_bytes)
 
     def _fitting_page(self) -> int:
-        """Bytes of a page that holds a whole number of tokens of every group, dense or a little
-        padded: K/V of a range then lies at one stride across its pages."""
+        """Returns the bytes of a page that holds a whole number of tokens of every group, slightly
+        padded if necessary, so that a range has the same stride across its pages."""
         unit, least = _SYSTEM_PAGE_BYTES, 0
         for layout, tokens in zip(self.groups, self.request.page_tokens, strict=True):
             unit = lcm(unit, tokens // layout.tile_tokens * _LINE_BYTES)
@@ -176,7 +180,7 @@ class NodeLayout:
 
     @property
     def total_bytes(self) -> int:
-        """Virtual bytes of the reservation."""
+        """The reservation's virtual bytes."""
         return self.group_offsets[-1]
 
     @property
@@ -184,12 +188,12 @@ class NodeLayout:
         return self.total_bytes <= MAX_ADDRESSES
 
     def part_offset(self, part: int) -> int:
-        """Where a part begins, in bytes from the start of the reservation."""
+        """Returns where a part begins, in bytes from the start of the reservation."""
         group, index = divmod(part, self.request.num_ranges)
         return self.group_offsets[group] + index * self.range_bytes(group)
 
     def range_bytes(self, group: int) -> int:
-        """From one range to the next of a group."""
+        """Returns the distance in bytes from one range of a group to the next."""
         return self.request.num_places[group] * self.page_bytes
 
 

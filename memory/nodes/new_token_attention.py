@@ -36,8 +36,8 @@ class NewTokenAttention(Protocol):
     def attend(
         self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attends with q [T, H, D] and k, v [T, Hk, D], all rotated; returns out [T, H, D] fp32 and
-        lse [T, H] fp32."""
+        """Attends with q [T, H, D] and k, v [T, Hk, D]; q and k are rotated. Returns out [T, H, D]
+        and lse [T, H], both fp32."""
 
 
 class _Int8Run(NamedTuple):

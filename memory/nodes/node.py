@@ -1,8 +1,8 @@
-"""A memory node: K/V of engines that live elsewhere, and attention over it (Lamina, 2405.01814).
+"""A memory node: it holds engines' K/V and attends over it (Lamina, arXiv 2405.01814).
 
-Every engine has a connection, a thread and pages of its own; memory is counted and bounded over
-all of them, and what an engine held is free as soon as its connection ends. An engine that comes
-back with a later epoch puts its older self out; one with an older epoch is refused (fencing).
+Every engine has a connection, a thread and pages of its own. The node bounds the memory of all
+engines together, and frees an engine's memory as soon as its connection ends. An engine that
+attaches with a later epoch ends its earlier session; an earlier epoch is refused (fencing).
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ _MAX_ENGINES = 1024  # whose epochs are remembered
 
 @dataclass(frozen=True, slots=True)
 class NodeStats:
-    """bytes_leased of capacity_bytes are granted to num_engines engines. The others count since
-    the start: attached, refused by us (not those that transport refuses), ended by their fault."""
+    """bytes_leased of capacity_bytes are granted to num_engines engines. The others count since the
+    start: engines attached, engines refused (by the node, not by the transport), sessions ended by
+    an engine's protocol error, and queries."""
 
     capacity_bytes: int
     bytes_leased: int
@@ -65,25 +66,25 @@ class _Connection:
     epoch: int = 0
     bytes_leased: int = 0
     bytes_accounting: int = 0
-    num_mappings: int = 0  # promised
+    num_mappings: int = 0  # promised to the engine
     bytes_reserved: int = 0
     session: NodeSession | None = None
     loop: NodeLoop | None = None
-    has_sent_drain: bool = False  # the engine to leave
+    has_sent_drain: bool = False
     has_ended: bool = False
 
 
 class ArrivingEndpoint(Endpoint, Protocol):
-    """One that says when something is to do: a message, or the peer's end."""
+    """An Endpoint that calls on_arrival for each message and when the peer closes."""
 
     on_arrival: Callable[[], object]
 
 
 class MemoryNode:
-    """Serves the engines that a listener accepts. All methods from any thread."""
+    """Serves the engines that a listener accepts. Any thread may call its methods."""
 
     def __init__(self, capacity_bytes: int, backend: Backend) -> None:
-        """capacity_bytes: of K/V, over all engines."""
+        """capacity_bytes bounds the K/V of all engines together."""
         self._capacity = capacity_bytes
         self._backend = backend
         self._lock = threading.Lock()
@@ -109,8 +110,8 @@ class MemoryNode:
             )
 
     def serve(self, listener: Listener) -> None:
-        """Accept engines until `close`; blocks. Once it drains they are refused at once."""
-        atexit.register(self.close)  # a thread that waits in a transport must not see the end
+        """Accepts engines until `close`; blocks. After `drain` it refuses new ones at once."""
+        atexit.register(self.close)  # no thread may wait in a transport when the interpreter ends
         self._serving.acquire()
         try:
             while not self._is_closing:
@@ -134,7 +135,7 @@ class MemoryNode:
             self._connections.add(connection)
         try:
             thread.start()
-        except RuntimeError as error:  # the system has no thread left
+        except RuntimeError as error:  # the system cannot start a thread
             logger.warning("engine at %s: refused: %s", endpoint.peer.address, error)
             with self._lock:
                 self._num_refused += 1
@@ -142,19 +143,19 @@ class MemoryNode:
             self._end(connection)
 
     def adopt(self, endpoint: ArrivingEndpoint) -> None:
-        """Serve an engine in the thread that tells the endpoint of arrivals."""
+        """Serves an engine in the thread that calls the endpoint's on_arrival."""
         connection = _Connection(endpoint)
         with self._lock:
             self._connections.add(connection)
         endpoint.on_arrival = lambda: self._run_once(connection, 0.0)
 
     def drain(self, timeout_s: float) -> bool:
-        """Ask the engines to leave, and wait; whether all did. No new ones are accepted."""
+        """Asks the engines to leave and waits; returns whether all did. New engines are refused."""
         self._is_draining = True
         return self._wait(timeout_s)
 
     def close(self) -> None:
-        """End all connections and give their memory back."""
+        """Ends all connections and frees their memory."""
         self._is_closing = True
         with self._lock:
             connections = list(self._connections)
@@ -164,7 +165,7 @@ class MemoryNode:
             self._serving.release()
 
     def _disconnect(self, connections: Sequence[_Connection]) -> None:
-        """Their threads, where they have some, find out and end."""
+        """Closes connections. Those with a thread end in it, the others at once."""
         for connection in connections:
             connection.endpoint.close()
             if connection.thread is None:
@@ -183,7 +184,7 @@ class MemoryNode:
             pass
 
     def _run_once(self, connection: _Connection, wait_s: float) -> bool:
-        """A message, or work that was put off; False: the connection has ended."""
+        """Handles a message or a deferred write; returns False when the connection has ended."""
         if connection.has_ended:
             return False
         try:
@@ -211,12 +212,14 @@ class MemoryNode:
             self._connections.discard(connection)
 
     def _failed(self, connection: _Connection, error: Exception) -> None:
-        """Why a connection is about to end."""
+        """Logs and reports the error that ends a connection."""
         address = connection.endpoint.peer.address
         if isinstance(error, TransportError):
-            # Who only asks how large the node is leaves without attaching.
+            # An engine that only asks for the node's size leaves without attaching.
             level = logging.INFO if connection.loop is not None else logging.DEBUG
-            logger.log(level, "engine at %s: %s", address, str(error))  # not what its frames hold
+            logger.log(
+                level, "engine at %s: %s", address, str(error)
+            )  # without the traceback, whose frames hold K/V
             return
         if isinstance(error, WireError):
             logger.warning("engine at %s: %s (%s)", address, str(error), error.code.name)
@@ -225,17 +228,17 @@ class MemoryNode:
             self._report_error(connection, error)
             return
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-            logger.warning("engine at %s: no memory is left for it: %s", address, error)
+            logger.warning("engine at %s: out of memory: %s", address, error)
             self._report_error(connection, WireError(ErrorCode.FULL, "no memory is left"))
             return
-        logger.error("the engine at %s met a fault of ours", address, exc_info=error)
+        logger.error("engine at %s: internal error", address, exc_info=error)
         self._report_error(connection, WireError(ErrorCode.FAULT, type(error).__name__))
 
     def _report_error(self, connection: _Connection, error: WireError) -> None:
         try:
             post_error(connection.endpoint, connection.epoch, error)
         except TransportError as failed:
-            logger.info("the engine could not be told: %s", failed)
+            logger.info("the error could not be reported to the engine: %s", failed)
 
     def _work(self, connection: _Connection, loop: NodeLoop, wait_s: float) -> None:
         endpoint = connection.endpoint
@@ -310,13 +313,15 @@ class MemoryNode:
         post_bytes(connection.endpoint, pack_json(Kind.ATTACHED, granted.epoch, content))
 
     def _grant(self, connection: _Connection, request: AttachRequest) -> AttachRequest | None:
-        """The request with the pages it gets; None if it is refused (and told so)."""
+        """Returns the request with the granted pages; reports a refusal and returns None."""
         try:
             if self._is_draining:
-                raise WireError(ErrorCode.FULL, "the node is about to go")
+                raise WireError(ErrorCode.FULL, "the node is shutting down")
             layout = NodeLayout(request)
             if not layout.is_addressable:
-                raise WireError(ErrorCode.SHAPE, f"ranges of {layout.total_bytes} bytes in all")
+                raise WireError(
+                    ErrorCode.SHAPE, f"ranges of {layout.total_bytes} bytes in all are too large"
+                )
             if not request.is_question:
                 self._fence(connection, request)
             with self._lock:
@@ -330,8 +335,8 @@ class MemoryNode:
                 if num_pages < request.min_pages:
                     need = request.min_pages * layout.page_bytes
                     text = (
-                        f"{free} bytes and {left} pages are not held by others, {need} bytes in "
-                        f"{request.min_pages} pages needed"
+                        f"{free} bytes and {left} pages are free, {need} bytes in "
+                        f"{request.min_pages} pages are needed"
                     )
                     raise WireError(ErrorCode.FULL, text)
                 reserved = sum(c.bytes_reserved for c in self._connections)
@@ -355,12 +360,14 @@ class MemoryNode:
         return replace(request, num_pages=num_pages)
 
     def _promised(self, request: AttachRequest, layout: NodeLayout, num_pages: int) -> int:
-        """Mappings: what they take at least, or their share of the node."""
+        """Returns the mappings to promise: the pages' fraction of the node's, or the least that
+        they need."""
         share = NODE_MAPPINGS * num_pages * layout.page_bytes // self._capacity
         return max(share, least_mappings(request, num_pages))
 
     def _mappings_beside(self, connection: _Connection) -> int:
-        """What the others neither have nor were promised. With the lock."""
+        """Returns the mappings that other engines neither use nor were promised. The caller holds
+        the lock."""
         left = NODE_MAPPINGS
         for other in self._connections:
             if other is not connection:
@@ -373,7 +380,7 @@ class MemoryNode:
             return self._mappings_beside(connection)
 
     def _fence(self, connection: _Connection, request: AttachRequest) -> None:
-        """Of one engine only the latest epoch stays."""
+        """Refuses an epoch that is not the engine's latest; ends its earlier sessions."""
         with self._lock:
             latest = self._epochs.get(request.engine, 0)
             if request.epoch <= latest:

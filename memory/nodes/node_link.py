@@ -1,4 +1,5 @@
-"""One memory node, from the engine's side: attach, send plans and rows, take the answers."""
+"""The engine's end of a connection to one memory node: it attaches, sends plans and rows, and
+receives partial results."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ DEFAULT_ANSWER_S = 30.0
 
 
 class NodeError(TransportError):
-    """The node said what is wrong. code: of ErrorCode."""
+    """The node reported an error, or broke the protocol."""
 
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(f"{code.name}: {text}")
@@ -40,7 +41,7 @@ class NodeError(TransportError):
 
 
 class NodeLink:
-    """A connection, and the share of K/V behind it. Used by one thread."""
+    """A connection to a node and the shard of K/V on it. One thread uses it."""
 
     def __init__(
         self,
@@ -50,12 +51,12 @@ class NodeLink:
         clock: Callable[[], float] = time.monotonic,
         answer_s: float = DEFAULT_ANSWER_S,
     ) -> None:
-        """answer_s: a node that is alive and answers nothing for so long counts as lost."""
+        """A node that is alive but does not answer for answer_s counts as lost."""
         self.url = url
         self.shard = shard
         self.endpoint = endpoint
-        self.is_leaving = False  # the node has asked us to go
-        self.num_mappings = 0  # that it promises
+        self.is_leaving = False  # the node has asked the engine to leave
+        self.num_mappings = 0  # that the node promises
         self._clock = clock
         self._answer_s = answer_s
         self._epoch = 0
@@ -69,7 +70,8 @@ class NodeLink:
     def attach(
         self, request: AttachRequest, timeout_s: float, wire: WireType = WireType.FLOAT32
     ) -> int:
-        """Pages that are granted. wire: of the rows to come. NodeError, TransportError."""
+        """Attaches and returns the number of granted pages. wire is the type of later rows. Raises
+        NodeError and TransportError."""
         self._epoch = request.epoch
         most = self.endpoint.max_message_bytes
         if (largest := largest_message(request.layers, request.max_rows, wire)) > most:
@@ -113,12 +115,13 @@ class NodeLink:
         num_rows: int,
         segments: Sequence[Segment],
     ) -> None:
-        """A QUERY or UPDATE of plan `number`."""
+        """Sends a QUERY or UPDATE of plan `number`."""
         header = Header(kind, self._epoch, number, layer, dtype, num_rows)
         self._outgoing.post(self.endpoint, header, list(segments))
 
     def answer(self, number: int, layer: int) -> tuple[Header, Frame]:
-        """The PARTIAL of a QUERY; release the frame. NodeError, TransportError."""
+        """Waits for the PARTIAL of a QUERY; the caller releases the frame. Raises NodeError and
+        TransportError."""
         key = (number, layer)
         deadline = self._clock() + self._answer_s
         while key not in self._arrived:
@@ -141,14 +144,14 @@ class NodeLink:
             self._arrived[key] = header, frame
             return
         if header.kind is Kind.DRAIN:
-            logger.info("memory node %s wants to go", self.url)
+            logger.info("memory node %s is shutting down", self.url)
             self.is_leaving = True
         self.endpoint.release(frame)
         if header.kind not in (Kind.PARTIAL, Kind.DRAIN):
             raise NodeError(ErrorCode.FORM, f"{header.kind.name} from a node")
 
     def _header(self, frame: Frame) -> Header:
-        """WireError; NodeError if that is what the node says."""
+        """Reads a header. Raises WireError, and NodeError for an ERROR message."""
         message = view_of(frame)
         header = read_header(message)
         if header.epoch != self._epoch:
@@ -162,7 +165,8 @@ class NodeLink:
         return header
 
     def look(self) -> None:
-        """Take what has come without being waited for: DRAIN, ERROR, or the end."""
+        """Handles a message that may have arrived unsolicited: DRAIN, ERROR, or the end of the
+        connection."""
         frame = self.endpoint.poll(0.0)
         if frame is not None:
             self._arrive(frame, 0)

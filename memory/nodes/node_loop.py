@@ -1,8 +1,8 @@
-"""What a node does with one engine's messages, one after the other.
+"""Handles one engine's messages on a node, in order.
 
-k and v are put off: the message stays in the window, and they are written when nothing else is
-to do, or when a later plan needs them (the next step). So answers, which the engine waits for,
-come first, and a long prompt's K/V moves in in the gaps. How much is put off is bounded.
+Writes of k and v are deferred: their message stays in the window until the node is idle or the next
+plan arrives, which may read them. So answers, for which the engine waits, come first, and a long
+prompt's K/V is written between them. The number and bytes of deferred messages are bounded.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from transport.base import Endpoint, Frame, Segment
 
 logger = logging.getLogger(__name__)
 
-# Messages that are put off leave no room for others if they fill the window.
+# Deferred messages must leave room in the window.
 _DEFERRED_FRACTION = 0.5
 _MAX_DEFERRED = 24
 
 
 def view_of(frame: Frame) -> memoryview:
-    """The frame's bytes where they lie: valid until it is released."""
+    """Returns a view of the frame's bytes, valid until the frame is released."""
     return memoryview((ctypes.c_char * frame.num_bytes).from_address(frame.address)).cast("B")
 
 
 def segment_of(tensor: Tensor) -> Segment:
-    """All of a dense tensor."""
+    """Returns a dense tensor as one segment."""
     assert tensor.is_contiguous()
     size_bytes = tensor.numel() * tensor.element_size()
     return Segment(tensor.data_ptr(), 1, size_bytes, size_bytes)
 
 
 class Outgoing:
-    """A header's memory, and posting what follows it."""
+    """Posts messages whose headers share one buffer."""
 
     def __init__(self) -> None:
         self._buffer = bytearray(HEADER_BYTES)
@@ -52,14 +52,15 @@ class Outgoing:
 
 
 def post_bytes(endpoint: Endpoint, message: bytes) -> None:
-    """A whole message that is made of bytes."""
+    """Posts a message that consists of bytes."""
     address = ctypes.cast(ctypes.c_char_p(message), ctypes.c_void_p).value
     assert address is not None
     endpoint.post([Segment(address, 1, len(message), len(message))])
 
 
 class NodeLoop:
-    """An attached engine's messages. compute: runs a function when the processors are free."""
+    """Handles an attached engine's messages. compute runs a function when the processors are
+    free."""
 
     def __init__(
         self,
@@ -81,7 +82,8 @@ class NodeLoop:
         return bool(self._deferred)
 
     def take(self, frame: Frame) -> None:
-        """Handle a message. WireError ends the session; OSError: no memory behind a page."""
+        """Handles a message and releases its frame, now or after a deferred write. Raises
+        WireError, which ends the session, and OSError if a page gets no memory."""
         message = view_of(frame)
         header = self._session.header(message)
         kind = header.kind
@@ -108,7 +110,7 @@ class NodeLoop:
             self._endpoint.release(frame)
 
     def run_deferred(self) -> None:
-        """Write the oldest k and v that were put off."""
+        """Writes the oldest deferred k and v."""
         header, frame = self._deferred.popleft()
         self._deferred_bytes -= frame.num_bytes
 
@@ -128,6 +130,6 @@ class NodeLoop:
 
 
 def post_error(endpoint: Endpoint, epoch: int, error: WireError) -> None:
-    """Tell the engine what was wrong, before the connection ends."""
+    """Reports an error to the engine before the connection ends."""
     content: dict[str, object] = {"code": int(error.code), "text": str(error)}
     post_bytes(endpoint, pack_json(Kind.ERROR, epoch, content))

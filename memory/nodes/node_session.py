@@ -1,9 +1,9 @@
-"""One engine on a memory node: its pages, its ranges, and what its messages make of them.
+"""One engine's session on a memory node: its pages, its ranges, and its attention.
 
-Synchronous and without a clock or a socket: it takes messages and says what to answer, so the
-same code serves a connection, the engine's own fallback, and simulations. Nothing that
-arrives is believed: every place, page, length and size is checked against what was granted and
-is mapped before anything is read or written.
+The session is synchronous and has no clock or socket: it takes messages and returns answers, so the
+same code serves connections, the engine's local fallback and simulations. It trusts no message: it
+checks every page slot, page, length and size against what was granted and is mapped, before it
+reads or writes anything.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from memory.pages.layer_groups import READ_BLOCK
 from memory.pages.vmm import VirtualMemory
 from ops.backend import Backend
 
-_MAX_PLANS = 8  # that may be in use at once
-_MAX_VIEWS = 1 << 17  # of layers' K/V in all plans: each is an object or two
-_MAX_EDITED = 1 << 24  # places, in one plan
-_SMALL_COUNT = 64  # places, that a loop has counted before a tensor is made
+_MAX_PLANS = 8  # the newest plans, which may be in use at the same time
+_MAX_VIEWS = 1 << 17  # views of layers' K/V in all plans; each is an object or two
+_MAX_EDITED = 1 << 24  # page slots that one plan edits
+_SMALL_COUNT = 64  # page slots for which a loop is faster than a tensor
 _MAX_ANSWERS = 2  # answers whose memory must stay until the next ones
 
 
 class PageSlots:
-    """Which page is at which place of each range part, as the engine said."""
+    """The page at each page slot of each range part, as the engine's edits map them."""
 
     def __init__(self, layout: NodeLayout, num_pages: int) -> None:
         self._layout = layout
         self._num_pages = num_pages
         self._num_parts = layout.request.num_ranges * len(layout.groups)
-        # Of parts that were ever mapped; 4 bytes a place, as many as attach.py bounds.
+        # By part; 4 bytes a slot, and attach.py bounds the number of slots.
         self._mapped: dict[int, array[int]] = {}
-        self._checked: dict[int, tuple[int, int]] = {}  # places that have been found mapped
+        self._checked: dict[int, tuple[int, int]] = {}  # slots [low, high) that were found mapped
         self.num_mappings = 0
-        """As the system counts: runs of pages in order, and gaps."""
+        """Counted as Linux does: runs of consecutive pages, and the gaps between them."""
 
     def check_edit(self, edit: Edit) -> None:
-        """WireError if it leaves what was granted."""
+        """Raises WireError if the edit exceeds what was granted."""
         kind, part, slot, page, count = edit
         if kind is EditKind.COPY:
             if slot >= self._num_pages or page >= self._num_pages:
@@ -77,7 +77,7 @@ class PageSlots:
             raise WireError(ErrorCode.RANGE, f"page slots {slot} to {slot + count} of {slots}")
 
     def record(self, edit: Edit) -> None:
-        """After it was made: MAP or UNMAP."""
+        """Records a MAP or UNMAP that was applied."""
         _, part, slot, page, count = edit
         is_map = edit.kind is EditKind.MAP
         if not is_map and part not in self._mapped:
@@ -98,11 +98,12 @@ class PageSlots:
             del self._mapped[part]
 
     def mapped(self, part: int) -> Sequence[int]:
-        """Pages at the places of a part from its first one on; UNMAPPED where nothing is mapped."""
+        """Returns the pages at a part's slots, from the first one on; UNMAPPED marks empty
+        slots."""
         return self._mapped.get(part, array("i"))
 
     def require(self, part: int, first: int, end: int) -> None:
-        """WireError unless places first to before end of the part show pages."""
+        """Raises WireError unless all slots of [first, end) of the part are mapped."""
         low, high = self._checked.get(part, (0, 0))
         if first >= end or (low <= first and end <= high):
             return
@@ -117,7 +118,7 @@ class PageSlots:
 
 
 def _num_breaks(mapped: array[int], first: int, end: int) -> int:
-    """Places from `first` to `end` where a mapping, or a gap behind one, begins."""
+    """Returns how many of the slots `first` to `end` begin a mapping, or a gap after one."""
     pages = array("i", [mapped[first - 1] if 0 < first <= len(mapped) else UNMAPPED])
     pages += mapped[first : end + 1]
     if end >= len(mapped):
@@ -132,7 +133,7 @@ def _num_breaks(mapped: array[int], first: int, end: int) -> int:
 
 
 def _continues(before: int, page: int) -> bool:
-    """Whether a page, or no page, belongs to the mapping or gap of the place before."""
+    """Whether a slot continues the mapping or gap of the slot before it."""
     return page == before == UNMAPPED or (page == before + 1 and UNMAPPED not in (before, page))
 
 
@@ -142,17 +143,17 @@ def _unmapped(count: int) -> array[int]:
 
 @dataclass(slots=True)
 class _Plan:
-    queries: list[object]  # of each layer group
+    queries: list[object]  # by layer group
     appends: list[object]
     num_query_rows: int
     num_append_rows: int
     num_views: int
-    queried: set[int] = field(default_factory=set)  # layers that had their turn
+    queried: set[int] = field(default_factory=set)  # layers whose QUERY has arrived
     updated: set[int] = field(default_factory=set)
 
 
 class NodeSession:
-    """K/V of one engine, and attention over it. Used by one thread at a time."""
+    """One engine's K/V, and attention over it. One thread at a time uses it."""
 
     def __init__(
         self,
@@ -162,8 +163,9 @@ class NodeSession:
         num_mappings: int = 1 << 62,
         most_mappings: Callable[[], int] = lambda: 1 << 62,
     ) -> None:
-        """memory: of the layout's page size, with at least request.num_pages pages. num_mappings:
-        that are promised; most_mappings: what is not for others, asked when it has more."""
+        """memory has the layout's page size and at least request.num_pages pages; `close` closes
+        it. The engine was promised num_mappings mappings; beyond those, most_mappings returns its
+        current limit."""
         self.request = request
         self.layout = layout = NodeLayout(request)
         assert memory.page_bytes == layout.page_bytes, f"{memory.page_bytes=}"
@@ -197,13 +199,13 @@ class NodeSession:
         return PlainPrefixAttention(layout, address + start, range_bytes, end - start, backend)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Frees the memory."""
         self._groups.clear()
         self._plans.clear()
         self._memory.close()
 
     def header(self, message: memoryview) -> Header:
-        """WireError unless it is one of ours for this epoch."""
+        """Reads a header. Raises WireError for another version or epoch."""
         header = read_header(message)
         if header.epoch != self.request.epoch:
             raise WireError(ErrorCode.STALE, f"epoch {header.epoch}, not {self.request.epoch}")
@@ -212,8 +214,8 @@ class NodeSession:
     # ---- plans
 
     def plan(self, header: Header, message: memoryview) -> None:
-        """Make the edits and get ready for the queries and updates. All updates of earlier
-        plans have been applied. WireError; OSError when memory cannot be had."""
+        """Applies the edits and prepares the queries and updates. The caller has applied all
+        updates of earlier plans. Raises WireError, and OSError if there is no memory."""
         if header.plan <= self._last_plan:
             raise WireError(ErrorCode.STALE, f"plan {header.plan} after {self._last_plan}")
         self._last_plan = header.plan
@@ -240,14 +242,15 @@ class NodeSession:
         )
 
     def _check_counts(self, plan: NodePlan) -> None:
-        """A range is asked for once, and written once. Nothing takes long."""
+        """Checks that each range is queried and written at most once, and bounds the plan's
+        work."""
         for items in (plan.queries, plan.appends):
             if len({item.range for item in items}) < len(items):
-                raise WireError(ErrorCode.SHAPE, "a range is there twice")
+                raise WireError(ErrorCode.SHAPE, "a range occurs twice")
         if sum([edit.num_pages for edit in plan.edits]) > _MAX_EDITED:
             raise WireError(ErrorCode.RANGE, "edits of too many page slots")
         if len(plan.queries) * len(self._rows) > _MAX_VIEWS:
-            raise WireError(ErrorCode.SHAPE, f"{len(plan.queries)} queries of all layers")
+            raise WireError(ErrorCode.SHAPE, f"{len(plan.queries)} queries are too many")
 
     def _edit(self, edit: Edit) -> None:
         kind, part, slot, page, count = edit
@@ -261,7 +264,7 @@ class NodeSession:
         if kind is EditKind.MAP:
             self._memory.map(offset, page, count)
         else:
-            self._plans.clear()  # they were checked with what is mapped no more
+            self._plans.clear()  # they were checked against mappings that end here
             self._memory.unmap(offset, count)
         self._slots.record(edit)
         if self.num_mappings > self._own_mappings and self.num_mappings > self._most_mappings():
@@ -290,15 +293,16 @@ class NodeSession:
             raise WireError(ErrorCode.RANGE, f"{num_rows} rows of range {index}")
 
     def _num_rows(self, items: Sequence[Query] | Sequence[Append]) -> int:
-        """As cheap as can be: nothing else has been looked at yet."""
+        """Returns the sum of the items' rows, if it is within max_rows. It is cheap, because
+        nothing else has been checked yet."""
         num_rows, most = sum([item.num_rows for item in items]), self.request.max_rows
         if num_rows > most or len(items) > most:
             raise WireError(ErrorCode.SHAPE, f"{num_rows} rows in {len(items)}, {most} at most")
         return num_rows
 
     def _require(self, index: int, first_row: int, end: int, is_append: bool = False) -> None:
-        """Pages for every token that the kernels touch: up to `end`, from where `first_row`
-        reaches back on (or is written)."""
+        """Requires pages for every token that the kernels touch: up to `end`, from the first token
+        that `first_row` sees, or with is_append from `first_row` itself."""
         for number, group in enumerate(self.layout.groups):
             tokens = self.request.page_tokens[number]
             first = (
@@ -319,13 +323,13 @@ class NodeSession:
     def _planned(self, header: Header) -> _Plan:
         plan = self._plans.get(header.plan)
         if plan is None:
-            raise WireError(ErrorCode.STALE, f"plan {header.plan} is not known (any more)")
+            raise WireError(ErrorCode.STALE, f"plan {header.plan} is unknown or over")
         if header.layer >= len(self._rows):
             raise WireError(ErrorCode.RANGE, f"layer {header.layer}")
         return plan
 
     def query(self, header: Header, message: memoryview) -> list[Tensor]:
-        """The parts of the answer behind its header, to be sent before the next call."""
+        """Computes an answer's body; the caller sends it before the next call."""
         plan = self._planned(header)
         if header.rows != plan.num_query_rows or not header.rows:
             raise WireError(ErrorCode.SHAPE, f"{header.rows} rows of q, {plan.num_query_rows} due")
@@ -340,7 +344,8 @@ class NodeSession:
         return parts
 
     def check_update(self, header: Header, message: memoryview) -> None:
-        """Before it is put off: whether `update` will take it."""
+        """Checks an update before it is deferred. Raises WireError if `update` would not accept
+        it."""
         plan = self._planned(header)
         if header.rows != plan.num_append_rows or not header.rows:
             raise WireError(
@@ -350,14 +355,14 @@ class NodeSession:
         _check_first(plan.updated, header)
 
     def update(self, header: Header, message: memoryview) -> None:
-        """Write k and v of a layer."""
+        """Writes k and v of a layer, which `check_update` has accepted."""
         k, v = self._rows[header.layer].read_kv(message[HEADER_BYTES:], header)
         group, index = self._layer_index[header.layer]
         self._groups[group].append(self._plans[header.plan].appends[group], index, k, v)
 
 
 def _check_first(layers: set[int], header: Header) -> None:
-    """A message that comes again, maybe when others own its rows, must not count."""
+    """Refuses a repeated message, because other sequences may own its rows by now."""
     if header.layer in layers:
         raise WireError(ErrorCode.STALE, f"layer {header.layer} of plan {header.plan} once more")
     layers.add(header.layer)

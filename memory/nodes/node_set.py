@@ -1,9 +1,9 @@
-"""The memory nodes of one engine: who holds what, and what happens when one is lost.
+"""The memory nodes of one engine: placement of the K/V, and recovery when a node is lost.
 
-A *member* is a part of the K/V memory with books of its own. With the head and sequence
-partitions there is one, spread over all nodes; with the request partition every node is one. When
-a node is lost its member is placed anew, with a later epoch, on the nodes that are left, or in
-this machine's memory if none is; what it held is computed again.
+A *partition* is a part of the K/V memory with its own accounting. In the modes `head` and
+`sequence` there is one partition, spread over all nodes; in mode `request` each node has its own.
+When a node is lost, its partition is placed anew, with a later epoch, on the remaining nodes, or in
+this machine's memory if no node is left. The lost K/V is computed again.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from transport.base import Endpoint, TransportError
 logger = logging.getLogger(__name__)
 
 _FIRST_ATTACH_S = 5.0
-_ATTACH_S = 1.5  # others wait, or could be asked
+_ATTACH_S = 1.5  # shorter, because sequences wait or another node could be tried
 _CONNECT_GRACE_S = 0.25
-_CONNECT_S = 0.5  # to somebody who was there before, and close by
-_MOST_CONNECT_S = 1.0  # nobody waits longer for one that may be gone
-_SLOWER = 4.0  # than the first time
+_CONNECT_S = 0.5  # to a nearby node that was connected before
+_MOST_CONNECT_S = 1.0  # the longest wait for a node that may be gone
+_SLOWER = 4.0  # how many times longer than the first connect a later one may take
 FIRST_CONNECT_S = 5.0
 
 Connect = Callable[[str, float], Endpoint]
-"""url, timeout in seconds -> an endpoint, or TransportError (or OSError)."""
+"""Connects to (url, timeout in seconds). Raises TransportError or OSError."""
 
 
 class NoNodeError(Exception):
-    """Nobody takes the K/V. The text says why."""
+    """No node takes the K/V. The text says why."""
 
 
 @dataclass(slots=True, eq=False)
 class NodePartition:
-    """urls: of the nodes it may lie on. num_pages: 0 while it is nowhere. max_mappings: with
-    which sequences may begin."""
+    """urls are the nodes that may hold it. num_pages is 0 while it has no memory. Sequences are
+    admitted while there are at most max_mappings mappings."""
 
     urls: list[str]
     edits: EditLog
@@ -72,8 +72,8 @@ def make_kv_managers(
     max_model_len: int,
     max_rows: int,
 ) -> list[KVManager]:
-    """Of members that have their places: ranges of one after those of the other. max_rows: of a
-    sequence in a step."""
+    """Makes the accounting of placed partitions; their ranges follow each other. max_rows is the
+    most rows of a sequence in a step."""
     range_tokens = geometry.range_slots(max_model_len)[0] * geometry.page_tokens[0]
     managers = [
         KVManager(
@@ -94,7 +94,7 @@ def make_kv_managers(
 
 
 class NodeSet:
-    """Members and their links. Used by the thread that computes."""
+    """The partitions and their links. The compute thread uses it, except where noted."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class NodeSet:
         clock: Callable[[], float] = time.monotonic,
         pool: Callable[[int], Executor] = ThreadPoolExecutor,
     ) -> None:
-        """template: what a node that holds everything would be asked for. wire: of q and results.
-        local: attaches this machine's memory. bytes_per_node: asked for at most; None: all that
-        is free. pool: so many connect side by side in it."""
+        """template is the request to a node that would hold everything. wire is the type of q and
+        results. local attaches this machine's memory. bytes_per_node limits the request to each
+        node; None asks for all free memory. pool(n) makes an executor for n parallel connects."""
         self.partitions = list(partitions)
         self._template = template
         self._partition_mode = partition_mode
@@ -123,32 +123,34 @@ class NodeSet:
         self._pool = pool
         self._epoch = template.epoch
         self.min_pages = template.min_pages
-        """Of a member: with less, a sequence may find itself without room."""
+        """The fewest pages of a partition; with fewer, a sequence may not fit."""
         self.connect_s = _CONNECT_S
-        """How long a node may take that was there before."""
+        """The time to connect to a node that was connected before."""
         self.num_lost = 0
-        self._last_refusals: dict[str, str] = {}  # why nodes did not take us, the last time
-        self._leaving: set[str] = set()  # they want to go, and are not asked at once
+        self._last_refusals: dict[str, str] = {}  # by url, so that a repeated reason is logged once
+        self._leaving: set[str] = (
+            set()
+        )  # urls of nodes that shut down; the next placement skips them
 
     @property
     def num_nodes(self) -> int:
-        """That there are, attached or missing."""
+        """The number of nodes, attached or missing."""
         return sum([len(partition.urls) for partition in self.partitions])
 
     @property
     def missing(self) -> list[str]:
-        """Nodes that hold nothing, although they could."""
+        """The configured nodes that hold no K/V."""
         held = {link.url for partition in self.partitions for link in partition.links}
         return [url for partition in self.partitions for url in partition.urls if url not in held]
 
     @property
     def is_leaving(self) -> bool:
-        """A node has asked us to go."""
+        """Whether a node has asked the engine to leave."""
         return any(link.is_leaving for partition in self.partitions for link in partition.links)
 
     def lose(self) -> list[int]:
-        """Numbers of the members that are lost (again), or have to leave a node; they are
-        nowhere from now on."""
+        """Closes the partitions that are lost or have to leave a node, so that they have no memory;
+        returns their indices."""
         numbers = []
         for number, partition in enumerate(self.partitions):
             if partition.is_lost or any(link.is_leaving for link in partition.links):
@@ -161,10 +163,11 @@ class NodeSet:
     def place(
         self, partition: NodePartition, connect_s: float | None = None, *, needs_all: bool = False
     ) -> None:
-        """Attach to every node that answers, else to this machine's memory; where neither has
-        min_pages, to what nodes have. NoNodeError.
+        """Attaches a partition to all of its nodes that answer, else to this machine's memory; if
+        neither has min_pages, to nodes with less.
 
-        needs_all: nobody may be missing."""
+        With needs_all, every node has to attach. Raises NoNodeError.
+        """
         partition.close()
         partition.is_local = False
         connect_s = connect_s or self.connect_s
@@ -172,7 +175,7 @@ class NodeSet:
         if needs_all:
             began_s = self._clock()
             endpoints = self._connect_all(partition.urls, connect_s, reasons)
-            # Far nodes take longer, every time.
+            # Distant nodes always take longer to connect.
             usual_s = _SLOWER * (self._clock() - began_s)
             self.connect_s = min(max(self.connect_s, usual_s), _MOST_CONNECT_S)
             if not reasons:
@@ -182,7 +185,7 @@ class NodeSet:
             self._refuse(reasons)
         leaving = self._leaving & {*partition.urls}
         urls = [url for url in partition.urls if url not in leaving]
-        reasons.update(dict.fromkeys(leaving, "it wants to go"))
+        reasons.update(dict.fromkeys(leaving, "the node is shutting down"))
         self._leaving -= leaving
         if not self._place_on(partition, urls, connect_s, reasons, self.min_pages):
             if self._place_locally(partition, reasons):
@@ -210,7 +213,7 @@ class NodeSet:
             failed = self._attach(partition, endpoints, reasons, least, _ATTACH_S)
             if failed is None:
                 return True
-            # who is left is asked anew: a connection has one session
+            # the others need new connections, because a connection has one session
             left = [url for url in endpoints if url != failed]
             endpoints = self._connect_all(left, connect_s, reasons)
         return False
@@ -227,8 +230,8 @@ class NodeSet:
         return True
 
     def find_returned(self, is_over: Callable[[], bool] = lambda: False) -> list[str]:
-        """Of the nodes that are missing, those that have memory for us, sharing with all that
-        would be there then. From any thread. is_over: nobody wants to know any more."""
+        """Returns the missing nodes that could hold their shard again, if all returned nodes share
+        the K/V with the attached ones. Any thread may call it; is_over stops it early."""
         missing = self.missing
         found = [url for url in missing if not is_over() and self._has_room(url, None)]
         num_there = self.num_nodes - len(missing) + len(found)
@@ -237,7 +240,8 @@ class NodeSet:
         return [url for url in found if not is_over() and self._has_room(url, num_there)]
 
     def _has_room(self, url: str, count: int | None) -> bool:
-        """Whether it is there and has memory for one of `count` shares; None: of all nodes."""
+        """Whether a node answers and has memory for one of `count` shards. None counts all nodes of
+        its partition."""
         try:
             endpoint = self.connect(url, self.connect_s)
         except (TransportError, OSError):
@@ -258,7 +262,7 @@ class NodeSet:
         return True
 
     def look(self) -> bool:
-        """Take what links say without being asked; whether somebody is lost or wants to go."""
+        """Reads unsolicited messages of all nodes; returns whether a node is lost or shuts down."""
         for partition in self.partitions:
             for link in partition.links:
                 try:
@@ -273,7 +277,7 @@ class NodeSet:
     def _connect_all(
         self, urls: Sequence[str], timeout_s: float, reasons: dict[str, str]
     ) -> dict[str, Endpoint]:
-        """Those that answer, in the order of urls."""
+        """Connects to all urls in parallel; returns those that answer, in the order of urls."""
         found: dict[str, Endpoint] = {}
         if not urls:
             return found
@@ -283,7 +287,7 @@ class NodeSet:
         except RuntimeError as error:  # the system has no thread left
             reasons.update({url: str(error) for url in urls})
             return found
-        # Looking up a name takes what it takes: nobody waits for that.
+        # A name look-up has no timeout of its own, so the wait is limited here.
         wait(futures, timeout_s + _CONNECT_GRACE_S)
         pool.shutdown(wait=False)
         for url, future in zip(urls, futures, strict=True):
@@ -305,7 +309,7 @@ class NodeSet:
         least: int,
         timeout_s: float,
     ) -> str | None:
-        """Share the K/V among them; the url of one that does not take part, else None."""
+        """Attaches the partition to these nodes; returns the url of one that refuses, else None."""
         self._epoch += 1
         links = [
             NodeLink(url, endpoint, Shard(self._partition_mode, index, len(endpoints)), self._clock)
@@ -316,7 +320,7 @@ class NodeSet:
             self._wanted(request, link) for request, link in zip(requests, links, strict=True)
         ]
         granted: list[int] = []
-        order = sorted(range(len(links)), key=wanted.__getitem__)  # the smallest says no first
+        order = sorted(range(len(links)), key=wanted.__getitem__)  # the smallest node refuses first
         for link, request in [(links[i], requests[i]) for i in order]:
             try:
                 if min(wanted) < request.min_pages:
@@ -325,7 +329,7 @@ class NodeSet:
                 granted.append(link.attach(request, timeout_s, self._wire))
             except TransportError as error:
                 reasons[link.url] = str(error)
-                if self._last_refusals.get(link.url) != str(error):  # it may be so for long
+                if self._last_refusals.get(link.url) != str(error):  # reasons repeat
                     logger.info("memory node %s: %s", link.url, error)
                 self._last_refusals[link.url] = str(error)
                 for other in links:
@@ -342,7 +346,7 @@ class NodeSet:
         return replace(shard_request(self._template, shard), min_pages=least)
 
     def _wanted(self, request: AttachRequest, link: NodeLink) -> int:
-        """Pages that the node may have room for."""
+        """Returns the pages for which the node may have room."""
         capacity = link.endpoint.peer.info.get("capacity_bytes")
         most = capacity if isinstance(capacity, int) and capacity > 0 else 1 << 62
         if self._bytes_per_node is not None:
@@ -350,7 +354,7 @@ class NodeSet:
         return min(request.num_pages, most // NodeLayout(request).page_bytes)
 
     def interrupt(self) -> None:
-        """From any thread: nobody waits for an answer any more."""
+        """Ends all waits for answers by closing the endpoints. Any thread may call it."""
         for partition in self.partitions:
             for link in list(partition.links):
                 link.endpoint.close()
@@ -361,7 +365,7 @@ class NodeSet:
 
 
 def shard_request(template: AttachRequest, shard: Shard) -> AttachRequest:
-    """What one node is asked for."""
+    """Returns the request to the node of one shard."""
     return replace(
         template,
         layers=[shard.layer(layer) for layer in template.layers],

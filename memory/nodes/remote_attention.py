@@ -1,10 +1,10 @@
-"""The attention seam over memory nodes: q goes out, partial results come back (DESIGN 3.6).
+"""The attention seam over memory nodes: the engine sends q and receives partial results.
 
-`begin` ships q of the rows that have a past. Meanwhile the model projects k and v; `finish`
-ships them (nobody waits for that) and computes what the step's rows see of each other here;
-`wait` takes the nodes' partial results and merges them by their log-sum-exp. So what is waited
-for is attention over the past alone, and a prompt's first chunk waits for nobody. This goes
-further than Lamina (arXiv 2405.01814, section 4.3), whose nodes wait for k and v to answer.
+`begin` sends q of the rows that have a prefix on the nodes. Meanwhile the model projects k and v.
+`finish` sends those, without waiting, and computes the new-token attention locally. `wait` receives
+the nodes' partial results and merges them by their log-sum-exp. So the engine waits only for prefix
+attention, and not at all for a prompt's first chunk. Lamina's nodes (arXiv 2405.01814, section 4.3)
+answer only after they have k and v.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from transport.base import Segment, TransportError
 
 
 class NodesLostError(Exception):
-    """K/V on a memory node cannot be reached: what it held has to be computed again."""
+    """K/V on a memory node cannot be reached and has to be computed again."""
 
 
 class _LayerShard(NamedTuple):
-    """Of a layer, what is on a node: heads and K/V heads from the first one on, and their rows in
-    messages. own: of all heads, None where these are all."""
+    """A layer's heads and K/V heads on a node, and their rows in messages. own selects them among
+    all heads; it is None if the node has all."""
 
     first_head: int
     num_heads: int
@@ -57,8 +57,9 @@ class _LayerShard(NamedTuple):
 
 @dataclass(slots=True)
 class _NodeRows:
-    """parts: by layer. query_runs, append_runs: (first row, how many) of the step's rows that go
-    to this node. rows: the querying ones' numbers, None: all rows of the step."""
+    """The step's rows for one node. parts is indexed by layer. query_runs and append_runs are runs
+    (first row, length) of the step's rows. rows has the indices of the query rows; it is None if
+    all rows query."""
 
     link: NodeLink
     parts: list[_LayerShard]
@@ -85,7 +86,7 @@ class RemoteAttention:
         wire: WireType,
         tail_cache: PromptTailCache | None = None,
     ) -> None:
-        """num_ranges: of each member. tails: keep prompts under way here, too."""
+        """num_ranges is the number of ranges in each partition."""
         self.layers = list(layers)
         self.new_token_attention = new_token_attention
         self.backend = backend
@@ -129,14 +130,15 @@ class RemoteAttention:
         return RemotePlan(self, number, planned, new)
 
     def _extend_tails(self, step: AttentionStep) -> tuple[list[TailSpan | None], list[int]]:
-        """Of each sequence: where its K/V is kept here, and how much of it only the nodes have."""
+        """Updates the prompt tail cache. Returns each sequence's span in it, and the number of
+        tokens before the span, which only the nodes have."""
         spans: list[TailSpan | None] = [None] * len(step.starts)
         pasts = [length - n for length, n in zip(step.kv_lens, step.num_rows, strict=True)]
         tail_cache = self.tail_cache
         if tail_cache is None:
             return spans, pasts
         if any(partition.is_local for partition in self._nodes.partitions):
-            tail_cache.clear()  # the same bytes hold everything now
+            tail_cache.clear()  # the local node uses this memory now
             return spans, pasts
         for i, start in enumerate(step.starts):
             if i < step.num_decodes:
@@ -153,7 +155,7 @@ class RemoteAttention:
     def _plan_rows(
         self, link: NodeLink, step: AttentionStep, partition: int, pasts: Sequence[int]
     ) -> tuple[_NodeRows, NodePlan]:
-        """pasts: tokens of each sequence that its rows attend over on the nodes."""
+        """pasts: the prefix tokens of each sequence over which the nodes attend."""
         shard, row = link.shard, 0
         range_tokens = self._range_tokens
         first_start = partition * self._partition_tokens
@@ -196,7 +198,7 @@ class RemoteAttention:
         return node, NodePlan([], queries, appends)
 
     def _send_edits(self) -> None:
-        """Outside of a step: for memory that shall go back to the system over there."""
+        """Sends edits outside of a step, so that nodes return released memory to the system."""
         if self.tail_cache is not None:
             self.tail_cache.trim()
         number = next(self._numbers)
@@ -206,12 +208,12 @@ class RemoteAttention:
                 try:
                     link.post_plan(number, NodePlan(edits, [], []))
                 except TransportError:
-                    link.close()  # its pages are not what the books say; the next step finds out
+                    link.close()  # the next step fails, because pages differ now
                     break
 
 
 class RemotePlan:
-    """Attention for one step's rows."""
+    """The planned attention of one step."""
 
     def __init__(
         self, parent: RemoteAttention, number: int, nodes: list[_NodeRows], new: object
@@ -263,7 +265,7 @@ class RemotePlan:
             raise lost(node.link, error) from error
 
     def merge(self, layer: int, total: Partial) -> None:
-        """Wait for the nodes' partial results and take them into `total`."""
+        """Waits for the nodes' partial results and merges them into `total`."""
         for node in self._nodes:
             if not node.num_queries:
                 continue
@@ -283,7 +285,7 @@ class RemotePlan:
 
 
 class RemotePending:
-    """A layer's attention, while nodes work on it."""
+    """A layer's attention while nodes compute it."""
 
     def __init__(self, plan: RemotePlan, layer: int, total: Partial, dtype: torch.dtype) -> None:
         self._plan = plan
@@ -297,7 +299,7 @@ class RemotePending:
 
 
 def lost(link: NodeLink, error: Exception) -> NodesLostError:
-    """The link is of no use any more, whatever went wrong on it."""
+    """Closes a link after any error on it; returns the error to raise."""
     link.close()
     return NodesLostError(f"memory node {link.url}: {error}")
 
@@ -319,7 +321,7 @@ def _extend(runs: list[tuple[int, int]], first: int, length: int) -> None:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """[T, H, D] whose heads lie side by side; rows may be apart."""
+    """Returns x [T, H, D] with adjacent heads; rows may be strided."""
     if x.is_contiguous() or x.stride()[1:] == (x.shape[2], 1):
         return x
     return x.contiguous()
@@ -328,7 +330,7 @@ def _dense(x: Tensor) -> Tensor:
 def _pieces(
     x: Tensor, runs: Sequence[tuple[int, int]], first_head: int, num_heads: int
 ) -> list[Segment]:
-    """Of x, [T, H, D] or [T, H], some rows and heads."""
+    """Returns segments for these rows and heads of x, [T, H, D] or [T, H]."""
     size = x.element_size()
     row_stride, head_stride, *_ = x.stride()
     stride, head_bytes = row_stride * size, head_stride * size

@@ -138,7 +138,7 @@ def test_a_node_that_is_full(tmp_path):
     with nodes("inproc", 1, tmp_path, capacity_bytes=4 * MIB) as urls:
         model = str(checkpoint("llama"))
         with LLM(model, memory_nodes=urls, max_model_len=128) as llm:
-            with pytest.raises(ConfigError, match=r"memory_nodes: .*FULL.* not held by others"):
+            with pytest.raises(ConfigError, match=r"memory_nodes: .*FULL.* pages are free"):
                 LLM(model, memory_nodes=urls, max_model_len=128)
             assert llm.generate("hi", use_tqdm=False)[0].outputs[0].token_ids
 
