@@ -360,14 +360,12 @@ class MemoryNode:
         return replace(request, num_pages=num_pages)
 
     def _promised(self, request: AttachRequest, layout: NodeLayout, num_pages: int) -> int:
-        """Returns the mappings to promise: the pages' fraction of the node's, or the least that
-        they need."""
+        """Returns how many mappings to promise: the pages' fraction of all, or the least needed."""
         share = NODE_MAPPINGS * num_pages * layout.page_bytes // self._capacity
         return max(share, least_mappings(request, num_pages))
 
     def _mappings_beside(self, connection: _Connection) -> int:
-        """Returns the mappings that other engines neither use nor were promised. The caller holds
-        the lock."""
+        """Returns how many mappings other engines leave free. The caller holds the lock."""
         left = NODE_MAPPINGS
         for other in self._connections:
             if other is not connection:
