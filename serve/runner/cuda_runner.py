@@ -1,9 +1,9 @@
-"""Computes steps on a CUDA device, launched one ahead of the host.
+"""Computes steps on a CUDA device, and launches each before the host has the last one's tokens.
 
-A step is three things in a row on one stream: what its rows are (two copies from pinned memory),
-the model (a CUDA graph if its size is one that was captured, else kernel by kernel), and the
-choice of tokens, which stay on the device for the next step and are copied to pinned memory for
-the host. Only `PendingStep.wait` waits for the device.
+A step has three parts on one stream: the upload of its rows (two copies from pinned memory), the
+model (a CUDA graph if the step's shape was captured, else kernel by kernel), and the sampling. The
+tokens stay on the device for the next step and are copied to pinned memory for the host. Only
+`PendingStep.wait` waits for the tokens.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from serve.scheduler.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
-_SPREAD_STEPS = 16  # over which growing is spread
-_PLENTY = 4  # free pages for each sequence of a step
-_NUM_SLOTS = 3  # of pinned memory: two steps in flight, and one that is being made
+_SPREAD_STEPS = 16  # the growth of ranges is spread over so many steps
+_PLENTY = 4  # ranges grow early only with so many free pages per sequence of the step
+_NUM_SLOTS = 3  # two for steps in flight, one for the step that is prepared
 
 
 @dataclass(slots=True)
 class _Slot:
-    """Pinned memory of one step. event: behind the last step that used it."""
+    """The pinned memory of one step. event completes after the last step that used it."""
 
     rows: Tensor
     attention: Tensor
@@ -53,12 +53,12 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Step:
-    """A step from its launch on. ranges: those that it may touch; wanted: of prompts' rows."""
+    """A launched step. It may access `ranges`; prompt_rows are those whose results are returned."""
 
     sampled: list[Sequence]
     sampling: SamplingPlan
     ranges: list[Range]
-    wanted: list[PromptRowRequest]
+    prompt_rows: list[PromptRowRequest]
     event: Event | None = None
     fetched: Fetched | None = None
     reader: PromptReader | None = None
@@ -71,8 +71,8 @@ class _Step:
         if not self.sampled:
             return StepResult([], [], None, prompts)
         assert self.fetched is not None
-        found = sampled(self.sampling, self.fetched)
-        result = StepResult(self.sampled, found.token_ids, found.logprobs, prompts)
+        tokens = sampled(self.sampling, self.fetched)
+        result = StepResult(self.sampled, tokens.token_ids, tokens.logprobs, prompts)
         return result.without(self.late) if self.late else result
 
 
@@ -100,7 +100,7 @@ class CudaRunner:
         self._block = torch.zeros(
             block_bytes(shapes.max_rows), dtype=torch.uint8, device=device.device
         )
-        self._chosen = torch.empty(
+        self._sampled_hidden = torch.empty(
             shapes.max_sampled, model.spec.hidden_size, dtype=model.dtype, device=device.device
         )
         self._slots = deque(
@@ -119,8 +119,8 @@ class CudaRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Computes steps of all sizes without a sequence, so that no kernel is compiled while a
-        request waits, and captures the graphs of the sizes that gain by it."""
+        """Computes steps of all shapes without a sequence, so that no kernel is compiled while a
+        request waits, and captures the graphs of the shapes that gain from it."""
         for shape in self._shapes.eager:
             self._prepare_empty(shape)
             self._body(shape)
@@ -129,22 +129,23 @@ class CudaRunner:
             self._prepare_empty(shape)
             self._body(shape)
             can_capture = can_capture and self._capture(shape)
-        nothing = self._sampler.plan([])
-        self._sampler.warm_up_masks(self._model.logits(self._chosen[:1]))
+        empty_plan = self._sampler.plan([])
+        self._sampler.warm_up_masks(self._model.logits(self._sampled_hidden[:1]))
         for count in self._shapes.sampled:
             for kind in Kind:
-                self._sampler.upload(nothing)
-                self._sampler.run(self._model.logits(self._chosen[:count]), kind)
+                self._sampler.upload(empty_plan)
+                self._sampler.run(self._model.logits(self._sampled_hidden[:count]), kind)
                 self._sampler.fetch(kind, count)
         self._device.wait()
         if self._graphs:
             logger.info("%d sizes of steps are captured in CUDA graphs", len(self._graphs))
 
     def _capture(self, shape: StepShape) -> bool:
-        """Without a graph a step is slower, but right."""
+        """Captures a shape; returns whether it succeeded. A step without a graph is slower but
+        correct."""
         try:
             self._graphs[shape] = self._device.capture(partial(self._body, shape))
-        except Exception:  # a fault of the device shows again in the next step
+        except Exception:  # if the device has failed, the next step raises again
             logger.warning("no more CUDA graphs: %s cannot be captured", shape, exc_info=True)
             return False
         return True
@@ -158,7 +159,7 @@ class CudaRunner:
             slot.attention, no_rows, shape.rows, shape.decodes, is_captured=shape.is_captured
         )
         self._upload(slot, shape)
-        self._device.wait()  # the slot is written again at once
+        self._device.wait()  # the caller writes the slot again at once
 
     # -- a step
 
@@ -167,7 +168,7 @@ class CudaRunner:
         return self.launch(plan, launched).wait()
 
     def needs_tokens(self, plan: StepPlan) -> bool:
-        """Masks depend on the tokens, which the host must know to fill them."""
+        """Returns whether the plan has masks, which the host fills from the sequences' tokens."""
         return has_masks(plan)
 
     @torch.inference_mode()
@@ -188,10 +189,11 @@ class CudaRunner:
             shape.decodes,
             is_captured=shape.is_captured,
         )
-        chosen = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
-        slots = [s.kv_range.index for s in chosen if s.kv_range is not None]
-        sampling = self._sampler.plan(rows_of(chosen, slots))
-        step = _Step(chosen, sampling, targets, prompt_row_requests(plan))
+        pairs = zip(plan.sequences, plan.samples, strict=True)
+        sequences = [s for s, samples in pairs if samples]
+        slots = [s.kv_range.index for s in sequences if s.kv_range is not None]
+        sampling = self._sampler.plan(rows_of(sequences, slots))
+        step = _Step(sequences, sampling, targets, prompt_row_requests(plan))
         masks = self._masks.begin(plan)
         try:
             step.event = slot.event = self._submit(
@@ -206,7 +208,7 @@ class CudaRunner:
         return step
 
     def _submit(self, work: Work) -> Event:
-        """Submits work. Work that fails half way has no event, so it is waited for here."""
+        """Submits work. If it fails half way it has no event, so this waits for the device."""
         try:
             return self._device.submit(work)
         except BaseException:
@@ -219,9 +221,9 @@ class CudaRunner:
         self._device.check()
 
     def _grow_early(self, plan: StepPlan) -> None:
-        """Sequences of one length need their next page in one step, and mapping many pages takes
-        longer than a step. So each grows some steps ahead, by its range's number, while memory is
-        plentiful."""
+        """Grows ranges some steps ahead while memory is plentiful. Sequences of one length need
+        their next page in the same step, and mapping many pages takes longer than a step, so
+        each range's index decides how far ahead it grows."""
         if self._kv.num_unpromised < _PLENTY * len(plan.sequences):
             return
         num_left = 1 + plan.num_decodes // _SPREAD_STEPS * 2
@@ -258,12 +260,12 @@ class CudaRunner:
         chunks: abc.Sequence[PrefillChunk],
         masks: FillingMasks,
     ) -> None:
-        """Launches the device's work, in its order. Masks are filled while it runs the model."""
+        """Launches the device's work in order. Masks are filled while the device runs the model."""
         self._upload(slot, shape)
         graph = self._graphs.get(shape)
-        if step.wanted:  # graphs share their memory: what one computed is gone with the next
+        if step.prompt_rows:  # graphs share memory, so the next one overwrites the hidden states
             hidden = self._hidden(shape, chunks)
-            step.reader = PromptReader(self._model, hidden, step.wanted, self._fetch)
+            step.reader = PromptReader(self._model, hidden, step.prompt_rows, self._fetch)
         elif graph is None:
             self._body(shape, chunks)
         else:
@@ -273,12 +275,12 @@ class CudaRunner:
             return
         masks.wait()
         self._sampler.upload(step.sampling)
-        logits = self._model.logits(self._chosen[:num_sampled])
+        logits = self._model.logits(self._sampled_hidden[:num_sampled])
         self._sampler.run(logits, step.sampling.kind)
         step.fetched = self._sampler.fetch(step.sampling.kind, num_sampled)
 
     def _fetch(self, x: Tensor) -> Tensor:
-        """Starts a copy to the host; torch keeps what is pinned until it has ended."""
+        """Starts a copy to the host; torch keeps the pinned memory until the copy has ended."""
         if self._device.device.type == "cpu":
             return x
         copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -294,13 +296,13 @@ class CudaRunner:
         self._hidden(shape, chunks)
 
     def _hidden(self, shape: StepShape, chunks: abc.Sequence[PrefillChunk] = ()) -> Tensor:
-        """Runs `_body` and returns the hidden states of all rows."""
+        """Does what `_body` does, and returns the hidden states of all rows."""
         tokens, positions, slots, sampled = fields(self._block, shape.rows)
         attention = self._attention.view(shape.rows, shape.decodes, shape.has_prompts, chunks)
         ids = self._sampler.input_ids(tokens, slots)
         hidden = self._model.forward(ids, positions, attention)
         count = min(shape.rows, self._shapes.max_sampled)
-        torch.index_select(hidden, 0, sampled[:count], out=self._chosen[:count])
+        torch.index_select(hidden, 0, sampled[:count], out=self._sampled_hidden[:count])
         return hidden
 
     def close(self) -> None:
@@ -311,11 +313,11 @@ class CudaRunner:
             logger.exception("the device cannot be waited for any more")
         self._graphs.clear()
         self._launched.clear()
-        del self._model, self._attention  # views of the reservation go before it does
+        del self._model, self._attention  # views of the reservation must go before it
         if self._memory is not None:
             try:
                 self._memory.close()
-            except OSError as error:  # of a device that is lost
+            except OSError as error:  # the device may be lost
                 logger.error("giving device memory back failed: %s", error)
 
 

@@ -1,7 +1,7 @@
 """Fills a step's token masks in threads of its own while the model computes the step.
 
-A computed step waits for them for STEP_WAIT_S at most. A sequence whose mask is late gets no token
-and is planned again; its mask is completed meanwhile.
+A computed step waits at most STEP_WAIT_S for its masks. A sequence whose mask is late gets no
+token and is planned again; its mask is completed meanwhile.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def has_masks(plan: StepPlan) -> bool:
 
 class _Stage(Enum):
     QUEUED = 0
-    BEGUN = 1
-    MADE = 2
+    STARTED = 1
+    FILLED = 2
 
 
 class _Job:
@@ -45,17 +45,17 @@ class _Job:
         self.num_late = 0
 
     @property
-    def rank(self) -> float:
-        """Orders the queue: cheap masks and those that have been late come first."""
+    def sort_key(self) -> float:
+        """The job's place in the queue: cheap masks and those that have been late come first."""
         assert self.sequence.mask is not None
         return self.sequence.mask.cost_s / (1 + self.num_late)
 
-    def make(self) -> None:
+    def fill(self) -> None:
         assert self.sequence.mask is not None
         try:
             self.sequence.mask.fill(self.sequence.token_ids)
         finally:
-            self.stage = _Stage.MADE
+            self.stage = _Stage.FILLED
 
 
 def _job_of(sequence: Sequence) -> _Job:
@@ -66,8 +66,8 @@ def _job_of(sequence: Sequence) -> _Job:
 
 
 class FillingMasks:
-    """The masks of one step. Their matchers must not be used until wait() has returned; those of
-    late sequences not until a later step has waited for them."""
+    """The masks of one step. Their matchers must not be used until wait() has returned; a late
+    sequence's matcher must not be used until a later step has waited for it."""
 
     def __init__(
         self, filler: MaskFiller | None, jobs: Collection[_Job], num_sequences: int
@@ -83,12 +83,12 @@ class FillingMasks:
         if self._filler is None:
             return NO_SEQUENCES
         if self._late is None:
-            is_everybody = len(self._jobs) == self._num_sequences
-            self._late = self._filler.end(self._jobs, is_everybody=is_everybody)
+            all_masked = len(self._jobs) == self._num_sequences
+            self._late = self._filler.end(self._jobs, all_masked=all_masked)
         return self._late
 
 
-_NOTHING = FillingMasks(None, (), 0)
+_NO_MASKS = FillingMasks(None, (), 0)
 
 
 class MaskFiller:
@@ -106,21 +106,22 @@ class MaskFiller:
         pairs = zip(plan.sequences, plan.samples, strict=True)
         masked = [s for s, samples in pairs if s.mask is not None and samples]
         if not masked:
-            return _NOTHING
+            return _NO_MASKS
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._num_threads, "mergestep-masks")
         jobs = [_job_of(sequence) for sequence in masked]
         queue = [job for job in jobs if job.stage is _Stage.QUEUED]
-        queue.sort(key=lambda job: job.rank)
+        queue.sort(key=lambda job: job.sort_key)
         self._queue = deque(queue)
         for _ in range(min(self._num_threads, len(queue))):
             self._workers.append(self._pool.submit(self._work))
         return FillingMasks(self, jobs, len(plan.sequences))
 
-    def end(self, jobs: Collection[_Job], *, is_everybody: bool) -> frozenset[Sequence]:
-        """Returns the late sequences. is_everybody: the step has no sequence without a mask."""
+    def end(self, jobs: Collection[_Job], *, all_masked: bool) -> frozenset[Sequence]:
+        """Waits for the jobs and returns the late sequences. all_masked: every sequence of the step
+        has a mask, so this waits until at least one is filled."""
         left = wait(self._workers, STEP_WAIT_S).not_done
-        while is_everybody and left and not any(job.stage is _Stage.MADE for job in jobs):
+        while all_masked and left and not any(job.stage is _Stage.FILLED for job in jobs):
             left = wait(left, STEP_WAIT_S).not_done
         with self._lock:
             self._queue.clear()
@@ -131,7 +132,7 @@ class MaskFiller:
         late = []
         for job in jobs:
             assert job.sequence.mask is not None
-            is_late = job.stage is not _Stage.MADE
+            is_late = job.stage is not _Stage.FILLED
             job.sequence.mask.job = job if is_late else None
             if is_late:
                 job.num_late += 1
@@ -144,8 +145,8 @@ class MaskFiller:
                 if not self._queue:
                     return
                 job = self._queue.popleft()
-                job.stage = _Stage.BEGUN
-            job.make()
+                job.stage = _Stage.STARTED
+            job.fill()
 
     def close(self) -> None:
         if self._pool is not None:

@@ -1,7 +1,7 @@
-"""Computes one step on the device, from a plan to sampled tokens. Synchronous.
+"""Computes one step on the device, from a plan to sampled tokens, and waits for it.
 
-It owns the model, the K/V tensors and the attention seam. It decides nothing: the plan says which
-rows run, the KV manager which pages are mapped.
+The runner owns the model, the K/V tensors and the attention seam. The plan decides which rows run,
+and the KV manager which pages are mapped.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from serve.scheduler.prompt_outputs import PromptPart
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
 
-# While sequences decode, pages are mapped ahead for so many steps, once in so many steps: waking
-# the mapping thread costs more than the mapping.
+# While sequences decode, pages are mapped for the next _STEPS_AHEAD steps, every MAP_AHEAD_EVERY
+# steps, because waking the mapping thread costs more than the mapping.
 _STEPS_AHEAD = 12
 MAP_AHEAD_EVERY = 6
 
 
 class ForwardResult(NamedTuple):
-    """hidden: [T, hidden], all rows before the final norm, in any order. sampled: the sequences
-    that get a token, in the plan's order; sample_rows: their last rows; None: all rows, in order.
-    rows_at: each sequence's first row; None: the plan's order."""
+    """The hidden states of a step.
+
+    hidden: [T, hidden], all rows before the final norm, in any order. sampled has the sequences
+    that get a token, in the plan's order, and sample_rows their last rows; None means all rows, in
+    order. rows_at has each sequence's first row; None means the plan's order.
+    """
 
     hidden: torch.Tensor
     sampled: list[Sequence]
@@ -44,8 +47,9 @@ class ForwardResult(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """tokens[i] belongs to sampled[i], in the plan's order. prompts: the results of prompts' own
-    rows. late: sequences that get no token because their mask was not ready."""
+    """The result of a step. tokens[i] belongs to sampled[i], in the plan's order. prompts has the
+    results of prompt rows, and late the sequences that get no token because their mask was not
+    ready."""
 
     sampled: list[Sequence]
     tokens: list[int]
@@ -53,10 +57,10 @@ class StepResult(NamedTuple):
     prompts: abc.Sequence[PromptPart] = ()
     late: frozenset[Sequence] = NO_SEQUENCES
 
-    def without(self, others: abc.Collection[Sequence]) -> StepResult:
-        """Returns the result without the tokens of `others`. Prompt results stay, because several
+    def without(self, removed: abc.Collection[Sequence]) -> StepResult:
+        """Returns the result without the tokens of `removed`. Prompt results stay, because several
         outputs may share them."""
-        kept = [i for i, sequence in enumerate(self.sampled) if sequence not in others]
+        kept = [i for i, sequence in enumerate(self.sampled) if sequence not in removed]
         logprobs = self.logprobs
         return self._replace(
             sampled=[self.sampled[i] for i in kept],
@@ -175,8 +179,8 @@ class ModelRunner:
             else:
                 computed = self._timed(self._microbatches, plan, launched)
             hidden, sampled, sample_rows, rows_at = computed
-            wanted = prompt_row_requests(plan, rows_at)
-            prompts = PromptReader(self._model, hidden, wanted).parts() if wanted else ()
+            requests = prompt_row_requests(plan, rows_at)
+            prompts = PromptReader(self._model, hidden, requests).parts() if requests else ()
             if not sampled:
                 return StepResult([], [], None, prompts)
             logits = self._model.logits(hidden if sample_rows is None else hidden[sample_rows])
@@ -196,10 +200,10 @@ class ModelRunner:
         """Computes the step in the mode that the policy chooses, and reports its time."""
         work = plan.num_decodes, plan.num_total_rows - plan.num_decodes
         is_split = microbatches.splits(*work)
-        began_s = self._clock()
-        found = (self._microbatched if is_split else self._whole)(plan, launched)
-        microbatches.learn(*work, is_split, self._clock() - began_s)
-        return found
+        started_s = self._clock()
+        result = (self._microbatched if is_split else self._whole)(plan, launched)
+        microbatches.learn(*work, is_split, self._clock() - started_s)
+        return result
 
     def _whole(self, plan: StepPlan, launched: abc.Callable[[], None]) -> ForwardResult:
         batch = make_batch(plan)
@@ -227,9 +231,9 @@ class ModelRunner:
         for index in (index for half in halves for index in half):
             rows_at[index] = row
             row += plan.num_rows[index]
-        chosen = [index for index, samples in enumerate(plan.samples) if samples]
-        last_rows = [rows_at[index] + plan.num_rows[index] - 1 for index in chosen]
-        return ForwardResult(hidden, [plan.sequences[p] for p in chosen], last_rows, rows_at)
+        sampled = [index for index, samples in enumerate(plan.samples) if samples]
+        last_rows = [rows_at[index] + plan.num_rows[index] - 1 for index in sampled]
+        return ForwardResult(hidden, [plan.sequences[i] for i in sampled], last_rows, rows_at)
 
     def close(self) -> None:
         self._masks.close()

@@ -1,11 +1,8 @@
-"""A step's rows as numbers for the device: tokens, positions and slots.
+"""Packs a step's rows for the device, in one int64 block of pinned memory that is copied at once.
 
-One block of int64 in pinned memory, copied to the device at once:
-
-    [4, padded rows]: tokens (negative: the last one sampled for the slot), positions, slots,
-    and in the last row the rows that are sampled from, in the plan's order
-
-A slot is the index of a range: the device keeps a sequence's last sampled token there.
+The block is [4, padded rows]: tokens (a negative one stands for the last token that was sampled
+for the slot), positions, slots, and the rows that are sampled, in the plan's order. A slot is the
+index of a range, where the device keeps the sequence's last sampled token.
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ def block_bytes(max_rows: int) -> int:
 
 
 def fill(pinned: Tensor, plan: StepPlan, padded_rows: int) -> None:
-    """Write the plan to the block's first block_bytes(padded_rows) bytes. Rows beyond the plan's
-    repeat token 0 at position 0 of slot 0, which nobody looks at."""
+    """Writes the plan to the block's first block_bytes(padded_rows) bytes. Padding rows have token
+    0 at position 0 of slot 0; their results are not used."""
     size_bytes = block_bytes(padded_rows)
     block: npt.NDArray[np.int64] = pinned[:size_bytes].numpy().view(np.int64)
     tokens, positions, slots, sampled = block.reshape(NUM_FIELDS, padded_rows)
@@ -47,14 +44,14 @@ def fill(pinned: Tensor, plan: StepPlan, padded_rows: int) -> None:
         row += rows
     block.reshape(NUM_FIELDS, padded_rows)[:3, row:] = 0
     last_rows = np.cumsum(plan.num_rows) - 1
-    chosen = last_rows[np.asarray(plan.samples, dtype=bool)]
-    sampled[: len(chosen)] = chosen
-    sampled[len(chosen) :] = 0
+    sample_rows = last_rows[np.asarray(plan.samples, dtype=bool)]
+    sampled[: len(sample_rows)] = sample_rows
+    sampled[len(sample_rows) :] = 0
 
 
 def fields(device_block: Tensor, padded_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """device_block: the block on the device, uint8 -> tokens, positions, slots, sampled rows,
-    [padded_rows] int64 each."""
+    """Returns views of the block on the device (uint8): tokens, positions, slots and sampled rows,
+    each [padded_rows] int64."""
     block = device_block[: block_bytes(padded_rows)].view(torch.int64)
     tokens, positions, slots, sampled = block.view(NUM_FIELDS, padded_rows).unbind(0)
     return tokens, positions, slots, sampled
