@@ -1,4 +1,4 @@
-"""Attention that is remote in one respect: it is only there when somebody waits for it."""
+"""Attention that, like remote attention, exists only after a wait for it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MAX_ROWS = 256
 
 
 class Nodes:
-    """Memory nodes by name, which can be told to be gone."""
+    """Memory nodes by name, which a test can make unreachable."""
 
     def __init__(self, names, capacity_bytes=16 * MIB):
         backend = get_backend("cpu")
@@ -53,7 +53,7 @@ class Nodes:
 
 
 class RemoteRig:
-    """Books, nodes and the seam for some layers."""
+    """K/V accounting, nodes and the attention seam for some layers."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RemoteRig:
         tail_bytes=0,
         capacity_bytes=16 * MIB,
     ):
-        """capacity_bytes: of each node. tail_bytes: for prompts that are kept here, too."""
+        """Each node has capacity_bytes, the prompt tail cache tail_bytes."""
         backend = get_backend("cpu")
         self.layers = layers
         self.max_len = max_len

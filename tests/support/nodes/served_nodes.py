@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @contextmanager
 def nodes(scheme, count, folder, capacity_bytes=16 * MIB, key=None):
-    """Their addresses. Afterwards nobody holds memory on them any more."""
+    """Yields the nodes' addresses; checks afterwards that no memory is leased."""
     made = []
     for number in range(count):
         url = {

@@ -1,5 +1,5 @@
-"""The engine of the fault simulation: its real loop, scheduler, books, links and recovery, driven
-step by step in virtual time."""
+"""The engine of the fault simulation: its real loop, scheduler, K/V accounting, links and recovery,
+driven step by step in virtual time."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class SimCore(EngineCore):
 
 
 class SometimesHalves:
-    """A microbatches that follows the dice."""
+    """A microbatch policy that chooses at random."""
 
     def __init__(self, world: World, share: float) -> None:
         self._world = world
@@ -252,7 +252,7 @@ class SimEngine:
         )
 
     def die(self) -> None:
-        """As SIGKILL has it: nobody is told."""
+        """Dies as by SIGKILL, without notifying the nodes."""
         for partition in self.nodes.partitions:
             for link in partition.links:
                 if isinstance(link.endpoint, SimEndpoint):

@@ -1,11 +1,11 @@
 """Random fault schedules over memory nodes in virtual time: a seed is a schedule.
 
     python -m tests.support.nodes.sim_faults --count 1000          # seeds 0 to 999
-    python -m tests.support.nodes.sim_faults --seed 17 --verbose   # one of them, told
+    python -m tests.support.nodes.sim_faults --seed 17 --verbose   # one of them, with a log
 
 Requests come and go at random while nodes are killed, stopped, cut off, slow, full, on their way
 out, or send and get what no transport would deliver. In the end every client has the tokens of a
-fault-free run, each once; the books are in order; nodes hold nothing any more.
+fault-free run, each once; the K/V accounting is consistent; nodes hold nothing any more.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class Run:
         self.end()
 
     def work(self, is_over: Callable[[], bool]) -> None:
-        """The engine's loop, until then."""
+        """Runs the engine's loop until is_over."""
         core, world = self.engine.core, self.world
         while not is_over():
             assert world.now < _MOST_S, "it takes for ever"
@@ -282,7 +282,7 @@ class Run:
         core.check()
 
     def end(self) -> None:
-        """Close everything, and check that all is as it must be."""
+        """Closes everything and checks the final state."""
         assert not self.problems, self.problems
         self.counts["error"] += sum(client.error is not None for client in self.clients)
         for client in self.clients:
@@ -313,7 +313,7 @@ class Run:
 
 
 def run_schedule(seed: int, tell: Callable[[str], None] = lambda text: None) -> Run:
-    """AssertionError, or whatever the engine raises, with the seed in it."""
+    """Runs a schedule; its errors name the seed."""
     run = Run(seed, tell)
     try:
         run.go()
