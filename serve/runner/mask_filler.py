@@ -102,7 +102,7 @@ class MaskFiller:
         self._workers: list[Future[None]] = []
 
     def begin(self, plan: StepPlan) -> FillingMasks:
-        """Starts the masks of the plan's sampled sequences, whose tokens must all be known."""
+        """Starts the masks of the plan's sampled sequences. Their tokens must be on the host."""
         pairs = zip(plan.sequences, plan.samples, strict=True)
         masked = [s for s, samples in pairs if s.mask is not None and samples]
         if not masked:

@@ -92,7 +92,7 @@ class Runner(Protocol):
     """The device as the engine's loop sees it."""
 
     def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:
-        """Computes the plan's rows and samples. If it raises, nothing of the plan counts.
+        """Computes the plan's rows and samples. If it raises, no row counts as computed.
 
         It calls launched() when the host's part is done and the device is about to compute.
         """
@@ -108,25 +108,25 @@ class PendingStep(Protocol):
 
     def wait(self) -> StepResult:
         """Blocks until the tokens are on the host, without holding the interpreter's lock. It
-        raises what the step raised; then nothing of the step counts. Sequences have changed since
+        raises what the step raised; then no row counts as computed. Sequences have changed since
         the launch, so it uses only what was saved then and the identity of `sampled`."""
 
 
 @runtime_checkable
 class OverlappingRunner(Runner, Protocol):
-    """A runner that queues a step on the device while the one before it is computed.
+    """A runner that queues a step on the device while the previous one is computed.
 
     At most two steps are in flight. `run` must be called only when none is.
     """
 
     def launch(self, plan: StepPlan, launched: abc.Callable[[], None]) -> PendingStep:
-        """Commits the plan's pages and queues its rows and sampling behind the step before.
+        """Commits the plan's pages and queues its rows and sampling behind the previous step.
 
-        A PENDING_TOKEN in token_ids is the token that the step before samples for the sequence;
+        A PENDING_TOKEN in token_ids is the token that the previous step samples for the sequence;
         the device takes it from there. num_computed_tokens and len(token_ids) count it. If the
-        call raises, nothing of the plan counts.
+        call raises, no row counts as computed.
 
-        It calls launched() when the host's part is done. Pages are mapped while the step before
+        It calls launched() when the host's part is done. Pages are mapped while the previous step
         runs, at addresses that it does not touch; a memory back end that must unmap waits for the
         device itself. A page may go to another sequence while a step that uses it is in flight,
         because all writes to pages happen in the order of the steps.
@@ -210,8 +210,10 @@ class ModelRunner:
         attention = self._attention.plan(batch.attention)
         launched()
         hidden = self._model.forward(batch.input_ids, batch.positions, attention)
-        is_all = len(batch.sampled) == hidden.shape[0]
-        return ForwardResult(hidden, batch.sampled, None if is_all else batch.sample_rows, None)
+        samples_all = len(batch.sampled) == hidden.shape[0]
+        return ForwardResult(
+            hidden, batch.sampled, None if samples_all else batch.sample_rows, None
+        )
 
     def _microbatched(self, plan: StepPlan, launched: abc.Callable[[], None]) -> ForwardResult:
         """Computes the same rows, with the same bits, as two micro-batches that alternate."""

@@ -1,4 +1,4 @@
-"""What an overlapping runner needs of a device: order, events, pinned memory, graphs, sizes.
+"""The device as overlapping runners use it: order, events, pinned memory, graphs and sizes.
 
 `CudaStepDevice` is a CUDA stream. `HostStepDevice` runs work when it is submitted; Triton's
 interpreter runs on it.
@@ -22,7 +22,7 @@ class Event(Protocol):
     """A point in the order of the device's work."""
 
     def wait(self) -> None:
-        """Blocks until the device has passed it. Raises an error of the work before it."""
+        """Blocks until the device has passed the event. Raises the error of the work before it."""
 
 
 class StepDevice(Protocol):
@@ -39,7 +39,8 @@ class StepDevice(Protocol):
         """Returns [num_bytes] uint8 of memory that the device copies from and to asynchronously."""
 
     def capture(self, work: Work) -> Work:
-        """Returns a graph of `work`, which has run once: one launch, the same addresses."""
+        """Returns a graph of `work`, which has run once. The graph repeats it at the same addresses
+        with one launch."""
 
     def peak_bytes(self, work: Work) -> int:
         """Runs `work` and returns its peak of device memory beside what is in use, in bytes."""

@@ -94,7 +94,7 @@ class StepBudget:
     def has_room(self) -> bool:
         return not self._is_full and self._rows > self._reserved_rows
 
-    def hold(self, share: float) -> None:
+    def reserve(self, share: float) -> None:
         """Reserves a share of the remaining budget for the long prompts."""
         self._share = share
         self._reserved_rows = int(share * self._rows)
@@ -155,7 +155,7 @@ class StepDraft:
     chunks: list[tuple[Sequence, int]]
 
     def add(self, sequence: Sequence, rows: int) -> None:
-        """Gives the sequence its next rows."""
+        """Adds the sequence's next rows."""
         self.budget.take(rows, sequence.num_computed_tokens)
         if rows == 1:
             self.decodes.append(sequence)
@@ -184,7 +184,7 @@ class ChunkPolicy:
     def __init__(self, max_rows: int, inter_token_slo_s: float | None = None) -> None:
         self.inter_token_slo_s = inter_token_slo_s
         self.model = StepTimeModel(max_rows)
-        self.limit: int | None = None  # prompt rows for which the last step had room
+        self.limit: int | None = None  # the prompt rows for which the last step had room
         self._max_rows = max_rows
         self._now_s = 0.0
         self._owed_s = 0.0
@@ -265,7 +265,7 @@ class ChunkPolicy:
             return False
         if not budget.longs:
             slack = self._slack(sequence, sequence.num_computed_tokens)
-            budget.hold(min(_MOST_SHARE, max(_LEAST_SHARE, _MOST_SHARE - slack)))
+            budget.reserve(min(_MOST_SHARE, max(_LEAST_SHARE, _MOST_SHARE - slack)))
         budget.longs.append(sequence)
         return True
 

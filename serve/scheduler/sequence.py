@@ -66,7 +66,7 @@ class Sequence:
     stop_token: int | None = None
     output: object = None  # state of the output thread; opaque here
     history: object = None  # state of the sampler; opaque here
-    prompt_outputs: PromptOutputs | None = None  # asked of the prompt's own rows
+    prompt_outputs: PromptOutputs | None = None  # computed from the prompt's own rows
     mask: SequenceMask | None = None  # the allowed next tokens; None: all
     error: str | None = None  # with finish_reason ERROR, if the sequence itself is the cause
 
