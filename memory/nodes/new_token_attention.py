@@ -81,8 +81,8 @@ class Int8NewTokenAttention:
         runs: list[_Int8Run] = []
         row = 0
         both = zip(num_rows, spans, strict=True)
-        for is_kept, members in groupby(both, key=lambda pair: pair[1] is not None):
-            sequences = list(members)
+        for is_kept, pairs in groupby(both, key=lambda pair: pair[1] is not None):
+            sequences = list(pairs)
             rows = [n for n, _ in sequences]
             steps = (
                 self._kept([span for _, span in sequences if span is not None], rows)

@@ -1,4 +1,4 @@
-"""The books' edits, written down and made on a node: it shows what the books show."""
+"""The K/V accounting's edits, logged and applied on a node: both map the same pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = [[(i * i * k) % 7 for i in range(MAX_LEN)] for k in (1, 2, 3)]
 
 
 class NodeModel(KVModel):
-    """Sequences whose tokens lie in the pages that the node's places show. The node's session
+    """Sequences whose tokens are in the pages that the node's page slots map. The node's session
     is real, only its memory remembers instead of being there."""
 
     def __init__(self, shard: Shard, windows) -> None:
@@ -109,7 +109,7 @@ class NodeModel(KVModel):
         return [self.memory.content.setdefault(page, {})]
 
     def compare(self) -> None:
-        """Places of the books and of the node."""
+        """Compares the page slots of the accounting and of the node."""
         self.kv.commit()
         self.plan([], [])
         for part in range(NUM_RANGES * len(self.page_tokens)):
@@ -136,7 +136,7 @@ SHARDS = [
 
 
 @pytest.mark.parametrize(("shard", "windows"), SHARDS)
-def test_a_node_shows_what_the_books_show(shard, windows, monkeypatch):
+def test_a_node_maps_what_the_accounting_maps(shard, windows, monkeypatch):
     monkeypatch.setattr("memory.range_mapper._UNMAP_SLOTS", 2)
     rng = random.Random(3)
     model = NodeModel(shard, windows)

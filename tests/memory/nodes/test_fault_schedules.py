@@ -29,13 +29,13 @@ def test_schedules_that_once_failed(seed):
 
 
 def test_a_schedule_is_its_seed():
-    def told(seed):
+    def reported(seed):
         lines = []
         run = run_schedule(seed, lines.append)
         return lines, [client.times for client in run.clients]
 
-    assert told(3) == told(3)
-    assert told(3) != told(4)
+    assert reported(3) == reported(3)
+    assert reported(3) != reported(4)
 
 
 def make(partition="head", num_nodes=2, local=0, node=3, num_tokens=60):

@@ -1,4 +1,4 @@
-"""A memory node and engines that break the rules: the right answer, and nobody else notices."""
+"""A memory node refuses messages that break the protocol; other engines are not affected."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ OFFENCES = {
     "map into part 2^32 - 1": (planned(edits=[(MAP, HUGE, 0, 0, 1)]), RANGE),
     "map behind a range": (planned(edits=[(MAP, 0, 8, 0, 1)]), RANGE),
     "map over the end of a range": (planned(edits=[(MAP, 5, 3, 0, 2)]), RANGE),
-    "map place 2^32 - 1": (planned(edits=[(MAP, 0, HUGE, 0, HUGE)]), RANGE),
+    "map slot 2^32 - 1": (planned(edits=[(MAP, 0, HUGE, 0, HUGE)]), RANGE),
     "map a page that is none": (planned(edits=[(MAP, 0, 0, PAGES, 1)]), RANGE),
     "map pages over the end": (planned(edits=[(MAP, 0, 0, PAGES - 1, 2)]), RANGE),
     "map nothing": (planned(edits=[(MAP, 0, 0, 0, 0)]), RANGE),
@@ -177,7 +177,7 @@ OFFENCES = {
     "q of more rows than planned": (queried(Q2), SHAPE),
     "q of fewer rows": (queried(Q1, queries=((0, 2, 40),)), SHAPE),
     "no q": (queried(Q1[:0], rows=0), SHAPE),
-    "q where nobody queries": (queried(Q1[:0], rows=0, queries=()), SHAPE),
+    "q without queries": (queried(Q1[:0], rows=0, queries=()), SHAPE),
     "rows that are not there": (queried(Q1, queries=((0, 2, 40),), rows=2), SHAPE),
     "more q than rows": (queried(Q2, rows=1), SHAPE),
     "2^32 - 1 rows of q": (queried(Q1, rows=HUGE), SHAPE),
@@ -186,7 +186,7 @@ OFFENCES = {
     "k of no layer": (updated(KV1, KV1, layer=3), RANGE),
     "k without v": (updated(KV1, KV1[:0]), SHAPE),
     "k and v of more rows": (updated(Q2, Q2), SHAPE),
-    "k and v where nobody appends": (updated(KV1, KV1, appends=()), SHAPE),
+    "k and v without appends": (updated(KV1, KV1, appends=()), SHAPE),
     "2^32 - 1 rows of k and v": (updated(KV1, KV1, rows=HUGE), SHAPE),
 }
 

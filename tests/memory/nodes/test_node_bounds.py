@@ -1,5 +1,6 @@
 """What a memory node gives to all engines together is bounded: pages that can become mappings,
-addresses, threads. Who asks for more is told why, and changes nothing for the others."""
+addresses, threads. A request for more is refused with the reason and does not affect other
+engines."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.support.engine.raw_engine import PATIENCE_S, REQUEST, RawEngine, Witn
 from tests.support.transport.transport_rig import KEY, wait_until
 from transport.base import PeerLostError
 
-LINUX_MAPPINGS = 65_530  # vm.max_map_count, unless somebody has changed it
+LINUX_MAPPINGS = 65_530  # vm.max_map_count, the default
 MANY = 30_000
 MIB = 1 << 20
 
@@ -92,7 +93,7 @@ def test_who_asks_for_more_mappings_is_refused_and_the_others_go_on(node, monkey
 
 
 def test_few_pages_shown_often_do_not_use_up_the_mappings_of_others(monkeypatch):
-    """Every second place of many ranges shows the same page."""
+    """Every second page slot of many ranges maps the same page."""
     monkeypatch.setattr("memory.nodes.node.NODE_MAPPINGS", 700)
     node = MemoryNode(1000 * page_bytes(), get_backend("cpu"))
     witness = Witness.beside(node)
@@ -105,7 +106,7 @@ def test_few_pages_shown_often_do_not_use_up_the_mappings_of_others(monkeypatch)
     slots = [(part, slot) for part in range(100) for slot in (1, 3, 5, 7)]
     while session.num_mappings < 700 - others - 10:
         hog.plan([(EditKind.MAP, *slots.pop(), 7, 1)])
-    assert session.num_mappings > own, "what nobody needs may be used"
+    assert session.num_mappings > own, "free mappings may be used"
     assert abs(num_mappings() - before - session.num_mappings) <= 3
     with pytest.raises(NodeError, match="and 0 pages are not held"):
         ask(node, "late")  # nothing is left to promise
@@ -186,8 +187,8 @@ def test_addresses_of_all_engines_are_what_a_process_can_reserve(node, monkeypat
     assert ask(node, "three")[1] == 40
 
 
-def test_books_of_many_places_count_as_memory():
-    """What is at each place takes a node 4 bytes, however little K/V there is."""
+def test_the_accounting_of_many_slots_counts_as_memory():
+    """Each page slot takes a node 4 bytes, however little K/V there is."""
     node = MemoryNode(64 << 20, get_backend("cpu"))
     _, few = ask(node, "few", num_pages=1 << 20)
     assert few == 64 * MIB // page_bytes()

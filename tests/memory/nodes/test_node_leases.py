@@ -102,7 +102,7 @@ def test_engines_share_what_there_is(served):
 
 
 def test_what_an_engine_did_not_get_it_cannot_use(served):
-    """Pages of a lease are numbered by themselves: nobody sees those of another one."""
+    """Each lease numbers its own pages and cannot reach those of another one."""
     one, two = served.engine(engine="one", num_pages=95), served.engine(engine="two", num_pages=9)
     one.attach()
     assert two.attach() == 5

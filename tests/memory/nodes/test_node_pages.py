@@ -49,10 +49,10 @@ def test_nothing_is_touched_but_what_is_required(node, kv_dtype, window, isa):
         for num_rows in (1, 2, 18, 130):
             first = 0 if window is None or num_keys < window else num_keys + 1 - window
             first -= first % READ_BLOCK
-            places = first // 16, -(-num_keys // 16)
+            slots = first // 16, -(-num_keys // 16)
             edits = [(UNMAP, 1, 0, 0, 64)]
-            if places[0] < places[1]:  # with a window of 1, none may be in reach
-                edits.append((MAP, 1, places[0], 0, places[1] - places[0]))
+            if slots[0] < slots[1]:  # with a window of 1, none may be in reach
+                edits.append((MAP, 1, slots[0], 0, slots[1] - slots[0]))
             number = engine.plan(edits, queries=[(1, num_rows, num_keys)])
             engine.query(number, 0, torch.randn(num_rows, 4, 16, generator=generator))
             out, lse = engine.partial(0)
@@ -70,7 +70,7 @@ def test_nothing_is_touched_but_what_is_required(node, kv_dtype, window, isa):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_a_page_less_is_an_error_and_not_a_signal(node, kv_dtype):
-    """The same at the limits: one place less at either end is refused."""
+    """The same at the limits: one page slot less at either end is refused."""
     for window in (None, 40):
         layer = replace(LAYER, window=window)
         request = replace(REQUEST, layers=[layer], group_layers=[[0]], kv_dtype=kv_dtype)

@@ -1,4 +1,4 @@
-"""How K/V is dealt to nodes: every head of every token is in one place, and both sides agree."""
+"""Partitioning over nodes: every head of every token is on one node, and both sides agree."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def heads(num_kv_heads, group=2, window=None):
 
 
 @given(st.integers(0, 10**6), COUNTS)
-def test_dealing_is_even_and_leaves_nothing_out(count, num_shards):
+def test_partitioning_is_even_and_leaves_nothing_out(count, num_shards):
     parts = partition_evenly(count, num_shards)
     assert [low for low, _ in parts] == [0, *(low + n for low, n in parts[:-1])]
     assert sum(n for _, n in parts) == count
@@ -61,7 +61,8 @@ def test_every_head_is_on_one_node_or_on_all(partition, count, num_kv_heads, gro
 
 @given(st.integers(1, 8), TOKENS, TOKENS.map(lambda n: n + 1))
 def test_every_token_is_on_one_node(count, first, length):
-    """`runs` says which tokens; `num_tokens` how many come before: the place of the next one."""
+    """`runs` says which tokens; `num_tokens` how many come before, which is the index of the next
+    one."""
     end = first + length
     found = []
     for shard in shards("sequence", count):
@@ -82,12 +83,12 @@ def test_every_token_is_on_one_node(count, first, length):
 def test_what_is_appended_step_by_step_lies_where_it_is_read(count, steps):
     """A node's tokens have no gaps: each step begins where the last one ended."""
     for shard in shards("sequence", count):
-        place, total = 0, 0
+        index, total = 0, 0
         for rows in steps:
-            assert shard.num_tokens(total) == place
-            place += sum(n for _, n in shard.runs(total, total + rows))
+            assert shard.num_tokens(total) == index
+            index += sum(n for _, n in shard.runs(total, total + rows))
             total += rows
-        assert shard.num_tokens(total) == place
+        assert shard.num_tokens(total) == index
 
 
 @given(st.integers(1, 4), st.integers(1, 40))
@@ -118,7 +119,7 @@ def test_pages_of_books_and_nodes_agree(drawn):
     if partition == "sequence":
         unit *= [1, 2, 6, 12][num_nodes - 1]
     assert all(tokens % unit == 0 for tokens in geometry.page_tokens)
-    # the books' ranges are those that the node lays out
+    # the accounting's ranges are those that the node lays out
     slots = geometry.range_slots(max_len)
     log = EditLog(geometry.page_bytes, 3, slots)
     kv = KVManager(
@@ -141,7 +142,7 @@ def test_pages_of_books_and_nodes_agree(drawn):
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 4), st.sampled_from([16, 64, 80, 128]))
 def test_a_page_has_room_on_every_node(num_kv_heads, num_nodes, num_windows, head_dim):
-    """Whatever the share: the node's page holds its part of the books' page."""
+    """In every shard, the node's page holds its part of the accounting's page."""
     layers = [
         AttentionLayer(num_kv_heads, num_kv_heads, head_dim, 1.0, None if i == 0 else 64 * i)
         for i in range(num_windows)

@@ -237,7 +237,7 @@ def test_prompts_on_other_nodes_go_on_when_own_memory_takes_the_place_of_one():
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_a_prompt_that_cannot_be_kept_is_left_to_the_nodes(kv_dtype, monkeypatch):
-    """Mapping fails at every other place; nobody notices."""
+    """Every second mapping fails, without effect on the results."""
     layers = layers_of()
     rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype, tail_bytes=1 << 22)
     memory, calls = rig.tail_cache._memory, itertools.count()
@@ -256,7 +256,7 @@ def test_a_prompt_that_cannot_be_kept_is_left_to_the_nodes(kv_dtype, monkeypatch
 
 
 def test_the_small_node_is_left_out():
-    """b has come back with too little for its share; a goes on with all of it."""
+    """b has come back with too little for its shard; a goes on with all of it."""
     rig = RemoteRig(layers_of(), ("a", "b"), num_pages=40)
     rig.set.min_pages = 30
     rig.nodes.kill("b")
@@ -266,7 +266,7 @@ def test_the_small_node_is_left_out():
     rig.set.place(partition)
     assert [link.url for link in partition.links] == ["a"]
     assert partition.num_pages >= 30
-    assert rig.set.find_returned() == []  # and nobody asks it to share again
+    assert rig.set.find_returned() == []  # and it is not asked again
     rig.close()
 
 

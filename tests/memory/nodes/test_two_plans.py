@@ -67,9 +67,9 @@ class Remote(RemoteRig):
         return [self.items[number].start for number in lengths]
 
 
-def attend(plan: Attention, layer: int, rows: tuple[torch.Tensor, ...], places: list[int]):
+def attend(plan: Attention, layer: int, rows: tuple[torch.Tensor, ...], indices: list[int]):
     """Everything but the wait, of some of the step's rows."""
-    q, k, v = (x[places].clone() for x in rows)
+    q, k, v = (x[indices].clone() for x in rows)
     return plan.finish(plan.begin(layer, q), k, v, None)
 
 
@@ -87,7 +87,7 @@ def run(rig: Local | Remote, seed: int, *, is_split: bool) -> list[torch.Tensor]
             rows_of.append(list(range(total, total + n)))
             total += n
         halves = [[0, 3], [1, 2]] if is_split else [[0, 1, 2, 3]]
-        plans, places = [], []
+        plans, indices = [], []
         for half in halves:
             counts = [num_rows[i] for i in half]
             step = AttentionStep(
@@ -97,15 +97,15 @@ def run(rig: Local | Remote, seed: int, *, is_split: bool) -> list[torch.Tensor]
                 [lengths[sequences[i]] for i in half],
             )
             plans.append(rig.attention.plan(step))
-            places.append([row for i in half for row in rows_of[i]])
+            indices.append([row for i in half for row in rows_of[i]])
         for layer, shape in enumerate(rig.layers):
             heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
             rows = tuple(torch.randn(total, h, shape.head_dim, generator=generator) for h in heads)
             pending = [
-                attend(plan, layer, rows, own) for plan, own in zip(plans, places, strict=True)
+                attend(plan, layer, rows, own) for plan, own in zip(plans, indices, strict=True)
             ]
             out = torch.empty_like(rows[0])
-            for one, own in zip(pending, places, strict=True):
+            for one, own in zip(pending, indices, strict=True):
                 out[own] = one.wait()
             found.append(out)
     return found

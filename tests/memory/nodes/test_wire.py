@@ -235,17 +235,20 @@ BAD_REQUESTS = {
     "a layer in two groups": {"group_layers": [[0, 1], [1, 2]]},
     "a layer that is not there": {"group_layers": [[0, 1], [3]]},
     "fewer groups": {"page_tokens": [32]},
-    "more places": {"num_places": [16, 8, 8]},
+    "more slots": {"num_places": [16, 8, 8]},
     "no tokens": {"page_tokens": [0, 64]},
     "no whole tiles": {"page_tokens": [32, 65]},
-    "no places": {"num_places": [16, 0]},
-    "negative places": {"num_places": [16, -8]},
+    "no slots": {"num_places": [16, 0]},
+    "negative slots": {"num_places": [16, -8]},
     "tokens that the kernels cannot count": {
         "page_tokens": [1 << 20, 64],
         "num_places": [1 << 11, 8],
     },
-    "more places than books": {"num_places": [1 << 23, 8], "num_ranges": 16},
-    "more parts than books": {"num_ranges": 1 << 20, "group_layers": [[0], [1], [2]]}
+    "more slots than the accounting allows": {"num_places": [1 << 23, 8], "num_ranges": 16},
+    "more parts than the accounting allows": {
+        "num_ranges": 1 << 20,
+        "group_layers": [[0], [1], [2]],
+    }
     | {"page_tokens": [32] * 3, "num_places": [1] * 3},
     "no ranges": {"num_ranges": 0},
     "no pages": {"num_pages": 0},

@@ -38,7 +38,7 @@ class Nodes:
 
     def connect(self, url, timeout_s):
         if url in self.gone:
-            raise PeerLostError("nobody is there")
+            raise PeerLostError("there is no listener")
         engine_end, node_end = direct_pair()
         self.nodes[url].adopt(node_end)
         self.ends[url] = engine_end

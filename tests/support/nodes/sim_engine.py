@@ -87,7 +87,7 @@ class SimCore(EngineCore):
             compute=None,
             **settings,
         )
-        self._output._records = queue.Queue()  # without a bound: nobody takes them meanwhile
+        self._output._records = queue.Queue()  # unbounded, because nothing reads them meanwhile
 
     def _make_recovery(self, nodes):
         recovery = super()._make_recovery(nodes)

@@ -138,7 +138,7 @@ class SimNode:
     def connect(self, timeout_s: float) -> SimEndpoint:
         """As transport.connect does; what it takes is owed to the clock."""
         if self.process is None:
-            raise PeerLostError("nobody listens")
+            raise PeerLostError("there is no listener")
         if self.is_stopped or self.is_cut_to or self.is_cut_from:
             self.world.owed_s = max(self.world.owed_s, timeout_s)
             raise TransportTimeoutError("no answer in time")

@@ -179,9 +179,9 @@ class SimEndpoint:
         checksum = zlib.crc32(message)
         if self.flip:
             self.flip = False
-            place = self._world.random.randrange(len(message) * 8)
+            bit = self._world.random.randrange(len(message) * 8)
             changed = bytearray(message)
-            changed[place // 8] ^= 1 << place % 8
+            changed[bit // 8] ^= 1 << bit % 8
             message = bytes(changed)
         self._bytes_out += len(message)
         self._put_on_wire(message, checksum)

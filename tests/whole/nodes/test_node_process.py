@@ -73,7 +73,7 @@ def ask(url: str, question: str) -> str:
 
 
 def test_nodes_and_a_server_in_processes(tmp_path):
-    """Two nodes, a server over them; one node leaves and nobody notices; all end with 0."""
+    """Two nodes, a server over them; one node leaves without effect; all end with 0."""
     question = "What is the opposite of hot?"
     with LLM(dtype="float32", max_model_len=256) as llm:
         asked = [{"role": "user", "content": question}]

@@ -1,4 +1,4 @@
-"""A memory node that lives and does not answer: an engine that is told to stop does not wait for
+"""A memory node that lives and does not answer: an engine that stops does not wait for
 it, although it would wait for half a minute before it takes such a node for lost."""
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ def test_without_a_thread_nodes_are_asked_later(monkeypatch, caplog):
 
 
 def test_what_was_found_in_an_earlier_search_is_forgotten(monkeypatch):
-    """b was back, and has gone again since: whoever believed it would place the K/V in vain."""
+    """b was back, and has gone again since: placing the K/V on it would fail."""
     monkeypatch.setattr(recovery, "_PROBE_S", 0.01)
     nodes = Missing("b")
     prober = NodeProber(nodes)
@@ -302,7 +302,7 @@ def test_what_was_found_in_an_earlier_search_is_forgotten(monkeypatch):
     wait_until(lambda: prober.is_back("b"))
     first = prober._thread
     nodes.missing = []
-    wait_until(lambda: prober._thread is None)  # nobody is missing: it is at its end
+    wait_until(lambda: prober._thread is None)  # no node is missing, so it has ended
     first.join()
     monkeypatch.setattr(recovery, "_PROBE_S", 60.0)
     nodes.missing = ["b"]

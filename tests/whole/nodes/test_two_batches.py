@@ -26,12 +26,12 @@ from tests.support.nodes.late_attention import LateAttention
 
 
 class Scripted:
-    """Splits by a rule; what it was told."""
+    """Splits by a rule and records the reported times."""
 
     def __init__(self, *ways: bool) -> None:
         self.ways = ways
         self.asked: list[tuple[int, int]] = []
-        self.told: list[tuple[bool, float]] = []
+        self.reported: list[tuple[bool, float]] = []
 
     def splits(self, num_decodes: int, num_prompt_rows: int) -> bool:
         self.asked.append((num_decodes, num_prompt_rows))
@@ -39,7 +39,7 @@ class Scripted:
 
     def learn(self, num_decodes: int, num_prompt_rows: int, is_split: bool, seconds: float) -> None:
         assert self.asked[-1] == (num_decodes, num_prompt_rows)
-        self.told.append((is_split, seconds))
+        self.reported.append((is_split, seconds))
 
 
 def requests(vocab_size: int, count: int) -> list[Sequence]:
@@ -122,11 +122,11 @@ def test_halves_give_the_same_bits(model, settings) -> None:
         for ways in ((True,), (True, True, False)):
             late, microbatches = LateAttention(runtime.attention), Scripted(*ways)
             assert generate(runtime, late, microbatches) == expected
-            num_split = sum(is_split for is_split, _ in microbatches.told)
+            num_split = sum(is_split for is_split, _ in microbatches.reported)
             assert len(late.steps) == num_steps + num_split and num_split > 15
-        # a step of one sequence asks nobody, and times come from the clock
+        # a step of one sequence does not ask the policy, and times come from the clock
         assert all(decodes + rows > 1 for decodes, rows in microbatches.asked)
-        assert {seconds for _, seconds in microbatches.told} == {1.0}
+        assert {seconds for _, seconds in microbatches.reported} == {1.0}
 
 
 @contextmanager
