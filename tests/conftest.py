@@ -38,6 +38,19 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "150")
 
 
+@pytest.fixture(autouse=True)
+def own_log_handlers() -> Iterator[None]:
+    """A command that a test runs here sets up logging to a stream that is closed with the test;
+    every later log line of this process would then print a traceback."""
+    root = logging.getLogger()
+    level = root.level
+    before = set(root.handlers)
+    yield
+    for handler in [handler for handler in root.handlers if handler not in before]:
+        root.removeHandler(handler)
+    root.setLevel(level)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks property-based tests, which the thorough profile runs again with more examples, and
     skips what a GPU's page size rules out: where there is a GPU the engine's tests run on it."""

@@ -183,7 +183,7 @@ def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Cons
             dollars(choice.machine.dollars_per_h),
             f"{'' if is_full else tilde}{serving.batch:,}",
             f"{tilde}{serving.tokens_per_s:,.0f}",
-            f"{tilde}{serving.requests_per_s:,.2f}",
+            f"{tilde}{_rate(serving.requests_per_s)}",
             *(f"{tilde}{time}" for time in times),
             NONE if choice.dollars_per_m is None else tilde + dollars(choice.dollars_per_m),
             serving.binds,
@@ -250,6 +250,10 @@ def _tilde(is_assumed: bool) -> str:
 def _names(header: str) -> Column:
     """Returns a column of whole names, which a user types next; other columns are wrapped."""
     return Column(header, no_wrap=True)
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.2f}"
 
 
 def _gb(num_bytes: float) -> str:

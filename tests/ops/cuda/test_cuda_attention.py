@@ -90,10 +90,10 @@ def test_a_step_without_sequences():
 @pytest.mark.parametrize(
     ("name", "step"),
     [
-        ("max_rows 65, it is 64", ([0], [60], [60], 0, 65, 0)),
-        ("max_seqs 9, it is 8", ([0] * 9, [1] * 9, [1] * 9, 0, 9, 0)),
-        ("max_seqs 9, it is 8", ([0], [1], [1], 1, 9, 9)),
-        ("max_len 4097, it is 4096", ([0], [1], [4097], 1, 1, 1)),
+        ("max_rows 65; the limit is 64", ([0], [60], [60], 0, 65, 0)),
+        ("max_seqs 9; the limit is 8", ([0] * 9, [1] * 9, [1] * 9, 0, 9, 0)),
+        ("max_seqs 9; the limit is 8", ([0], [1], [1], 1, 9, 9)),
+        ("max_len 4097; the limit is 4096", ([0], [1], [4097], 1, 1, 1)),
     ],
 )
 def test_limits_are_named(name, step):
