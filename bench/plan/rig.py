@@ -6,8 +6,8 @@ values.
 
 from __future__ import annotations
 
+import collections.abc as abc
 import time
-from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -42,7 +42,7 @@ class StepRig:
         self.runtime.kv.close_all()
         self.runtime.memory.close()
 
-    def open(self, contexts: SequenceOf[int], chunks: SequenceOf[tuple[int, int]]) -> StepPlan:
+    def open(self, contexts: abc.Sequence[int], chunks: abc.Sequence[tuple[int, int]]) -> StepPlan:
         """Returns a step with a decode row after each context, and chunks of (rows, context).
         `close` gives its pages back."""
         decodes = [self._sequence(context, 1) for context in contexts]

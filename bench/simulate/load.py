@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import collections.abc as abc
 import gc
 import math
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 
 from bench.load.client.record import Outcome, Progress, Record, RunResult
@@ -25,8 +25,8 @@ OnProgress = Callable[[Progress], None]
 
 
 def simulate(
-    calls: SequenceOf[Call],
-    arrivals_s: SequenceOf[float],
+    calls: abc.Sequence[Call],
+    arrivals_s: abc.Sequence[float],
     cost: StepCost,
     settings: SimulationSettings,
     *,
@@ -69,8 +69,8 @@ class LoadSimulation:
 
     def __init__(
         self,
-        calls: SequenceOf[Call],
-        arrivals_s: SequenceOf[float],
+        calls: abc.Sequence[Call],
+        arrivals_s: abc.Sequence[float],
         cost: StepCost,
         settings: SimulationSettings,
     ) -> None:

@@ -114,7 +114,7 @@ def test_a_serial_core_does_everything_in_the_loops_thread(core):
         assert names == {"mergestep-compute"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.timing
 @pytest.mark.skipif(not native.is_available(), reason="needs int8 products")
 def test_ablation_of_the_embedded_model(tmp_path, capsys):
     """Every optimisation off in turn; the same tokens wherever the arithmetic is the same."""

@@ -87,7 +87,7 @@ def test_logits_are_loaded_sixteen_bytes_at_a_time(compiled, name):
     assert "ld.global.v4.b32" in compiled[f"{name}_90"].ptx
 
 
-@pytest.mark.parametrize("name", ["sums", "draw"])
+@pytest.mark.parametrize("name", ["sums", "sample"])
 def test_scaled_logits_are_rounded_as_on_the_cpu(compiled, name):
     ptx = compiled[f"{name}_90"].ptx
     assert "div.rn.f32" in ptx
