@@ -2,7 +2,7 @@
 
 A *range* is contiguous virtual memory for max_model_len tokens. It is divided into *page slots*,
 and physical pages are mapped into its slots as its sequence grows. So the K/V of position p lies at
-range start + p, and there is no block table.
+range start + p (start is counted in tokens), and there is no block table.
 
 `open` gives a sequence a range, `grow` gives the range pages, `close` releases them. These three
 only change the accounting; `commit` edits the address space at the step boundary, before a kernel
@@ -14,10 +14,11 @@ A range has a part for each group of layers (layer_groups.py); most models have 
 behind a group's sliding window are released while the sequence runs.
 
 +--------------------------------------------------------------------------------------+
-| Invariants. A page is free, or it has one reference for each range that holds it, one  |
-| if the prefix cache has it, one while a copy of it is due, and one while the page store|
-| reads or writes it. After a commit, the slots of an open range map its pages. A        |
-| sequence writes only to pages that neither another range nor the prefix cache holds.   |
+| Invariants. A page is free, or it has one reference for each range that holds it,    |
+| one if the prefix cache has it, one while it is still to be copied, and one while    |
+| the page store reads or writes it. After a commit, the slots of an open range map    |
+| its pages. A sequence writes only to pages that neither another range nor the prefix |
+| cache holds.                                                                         |
 +--------------------------------------------------------------------------------------+
 """
 
@@ -61,13 +62,15 @@ class KVManager:
         max_mappings: int = MAX_MAPPINGS,
         most_mappings: int = MAX_MAPPINGS,
     ) -> None:
-        """Lays out the ranges; `total_bytes` must then be reserved in `memory`.
+        """Lays out the ranges; the caller must then reserve `total_bytes` in `memory`.
 
-        groups: the layer groups; by default one without a window, of token_bytes and tile_tokens.
+        groups: the layer groups; default: one group without a window, made from token_bytes and
+            tile_tokens.
         max_rows: the most tokens of a sequence that one step computes.
         in_background: a thread maps pages ahead of need.
-        first_start: where the first range begins, in tokens; partitions lie one after the other.
-        max_mappings: the mappings up to which ranges may be opened.
+        first_start: where the first range begins, in tokens; partitions follow one another in the
+            token numbering.
+        max_mappings: no range is opened beyond this many mappings.
         most_mappings: the mappings that the system allows, an upper limit for max_mappings.
         """
         groups = groups or (LayerGroup(token_bytes, tile_tokens),)
@@ -152,7 +155,8 @@ class KVManager:
 
     @property
     def num_unpromised(self) -> int:
-        """Free pages, beyond those promised to open ranges."""
+        """Free pages minus those promised to open ranges; may be negative, because promises also
+        count on evictable pages."""
         return self.allocator.num_free - self._promised
 
     @property
@@ -181,7 +185,8 @@ class KVManager:
     def can_fit(self, num_tokens: int, spare_pages: int = 0, hit: PrefixHit | None = None) -> bool:
         need = self.pages_for(num_tokens)
         if hit is not None:
-            # A page to copy that only the cache holds cannot be evicted before it is copied.
+            # A page that must be copied and that only the cache holds cannot be evicted until it is
+            # copied.
             references = self.allocator.num_references
             need -= self.num_shared_pages(hit)
             for part in hit.parts:
@@ -222,7 +227,7 @@ class KVManager:
 
     def _insert_hit(self, target: Range, hit: PrefixHit) -> None:
         """Puts the hit's pages into the first slots of a new range. All of them are held before a
-        free page is taken, so that none of them is evicted for it."""
+        free page is taken, so that taking it evicts none of them."""
         for part, found in zip(target.parts, hit.parts, strict=True):
             for page in (*found.shared, *found.copied):
                 self.prefixes.hold(page)
@@ -283,7 +288,7 @@ class KVManager:
         part.num_released = max(part.num_released, first)
 
     def close(self, target: Range) -> None:
-        # The slots stay mapped to the pages until others are mapped there.
+        # The slots stay mapped to the pages until other pages are mapped there.
         assert target.is_open, f"range {target.index} is not open"
         self.on_close(target)
         target.is_open = False

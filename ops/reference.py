@@ -1,4 +1,6 @@
-"""Slow, obvious torch versions of every operator; tests compare the other back ends with them.
+"""Slow, obvious torch versions of the operators; tests compare the other back ends with them.
+
+Quantized products are not here: the tests of their kernels have the exact versions (tests/ops).
 
 They compute in fp32 (fp64 for fp64 inputs) without fused calls, one sequence and one formula at a
 time. Results have the dtype of the inputs.

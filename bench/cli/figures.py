@@ -104,7 +104,8 @@ ROWS = (
     ),
     Row("int8 linear layers by rows, over the machine's ceiling", "bench ops", _linear),
     Row(
-        "16 mixed requests, the 1B shape in bf16, over the faster of two ways of Transformers",
+        "16 mixed requests, the 1B shape in bf16, over Transformers (the faster of one padded batch"
+        " and one request after the other)",
         f"bench throughput {LLAMA} --requests 16 --output-len 256 --dtype bfloat16"
         " --peer transformers --repeats 1",
         _throughput,
@@ -123,13 +124,13 @@ ROWS = (
         _prefix,
     ),
     Row(
-        "sequences at once with 256 MiB of K/V here; with two memory nodes",
+        "concurrent sequences: 256 MiB of local K/V; with two memory nodes",
         "bench nodes capacity",
         _capacity,
     ),
     Row(
-        "the engine's own machinery at 256 sequences on a device that takes no time;"
-        " what a 5 ms device waits between two steps",
+        "scheduler and engine alone at 256 sequences, with a device that takes no time;"
+        " how long a 5 ms device waits between two steps",
         "bench engine",
         _engine,
     ),
@@ -141,7 +142,7 @@ ROWS = (
     ),
     Row("the same with the built-in model", "bench http", _http),
     Row(
-        "`serve run` to the first 200 of `/ready`, built-in model: warm, with cold files",
+        "`serve run` to the first HTTP 200 from `/ready`, built-in model: warm, with cold files",
         "bench startup",
         _startup,
     ),

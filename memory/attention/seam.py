@@ -1,4 +1,4 @@
-"""The attention seam: the protocol through which models use K/V (DESIGN 3.6).
+"""The attention seam: the protocol through which models use K/V.
 
 Attention is planned once per step (or part of a step) and called once per layer: `begin` as soon
 as q exists, `finish` with k and v, and `wait` where the result is needed. Locally `begin` costs

@@ -6,8 +6,8 @@ of the reservation every page has a slot of its own, to access it whatever range
 (`page_address`). Only `torch_view` needs torch.
 
 +--------------------------------------------------------------------------------------+
-| Invariants: a page has at most one handle, and has one while it is mapped anywhere.    |
-| `_mapped` is what the driver has mapped, one cuMemMap for each entry.                  |
+| Invariants: a page has at most one handle, and has one while it is mapped anywhere.  |
+| `_mapped` is what the driver has mapped, one cuMemMap for each entry.                |
 +--------------------------------------------------------------------------------------+
 """
 

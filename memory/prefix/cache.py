@@ -8,8 +8,8 @@ page that was not written waits for its next turn, and after some failures in a 
 pause.
 
 +--------------------------------------------------------------------------------------+
-| Invariant: num_evictable pages are cached and have one reference, the cache's. A page   |
-| that is being written or loaded has one more.                                           |
+| Invariant: num_evictable pages are cached and have one reference, the cache's. A     |
+| page that is being written or loaded has one more.                                   |
 +--------------------------------------------------------------------------------------+
 """
 

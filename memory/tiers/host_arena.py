@@ -5,8 +5,9 @@ in the order of their last use, when the store below has them. So pages are evic
 their last use, except for the time that writing takes.
 
 +--------------------------------------------------------------------------------------+
-| Invariant: a slot is free, or has one entry. An entry with users is neither young nor |
-| ready, and its slot is not given to another entry, even if the entry was dropped.    |
+| Invariant: a slot is free, or has one entry. An entry with users is neither young    |
+| nor ready, and its slot is not given to another entry, even if the entry was         |
+| dropped.                                                                             |
 +--------------------------------------------------------------------------------------+
 """
 

@@ -8,9 +8,9 @@
 
 A request goes from pool 1 to the loop as a message: a callable in the loop's inbox, which runs
 between two steps. A step's tokens go from the loop to pool 3 as a StepRecord, while the next step
-is on the device. So the loop's state needs no lock, and nothing but the loop's own work lies
-between two steps. The asyncio interface (engine.py) and the offline one (llm.py) use this class;
-it knows neither of them.
+is on the device. So the loop's state needs no lock, and between two steps the compute thread does
+only the loop's own work. The asyncio interface (engine.py) and the offline one (llm.py) use
+EngineCore; EngineCore knows neither.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_TRIM_S = 0.5  # an idle engine gives unused pages back to the system after this time
 _WRITE_WAIT_S = 0.05  # between batches of pages that an idle engine writes to the disk
-_NO_MEMORY_WAIT_S = 0.02  # between two looks for memory nodes while there is no memory
+_NO_MEMORY_WAIT_S = 0.02  # between two checks for memory nodes while none is available
 _STEP_END_S = 2.0  # a stopping engine waits this long for the last step before it interrupts it
 _FETCH_WAIT_S = 0.02  # longest wait for fetched pages before the inbox is looked at again
 # How long a thread may hold the interpreter while another waits for it. With the default of
@@ -80,10 +80,10 @@ class EngineCore:
     ) -> None:
         """compute: pool 2; the loop will run in it. nodes: the memory nodes that hold the K/V, if
         there are any. tokenize: replaces the threads of pool 1. make_output: makes pool 3. seed:
-        seeds of requests that bring none derive from it."""
+        requests without a seed derive theirs from it."""
         self._runner = runner
         self._scheduler = scheduler
-        self.kv = kv  # outside the loop only its sizes may be read
+        self.kv = kv  # other threads may read only its sizes
         self._detokenizers = DetokenizerFactory(tokenizer)
         self._eos = eos_token_ids
         self._clock = clock
@@ -140,8 +140,8 @@ class EngineCore:
         client: str | None = None,
         arrived_s: float | None = None,
     ) -> RequestState:
-        """Queues a request for pool 1; its sink gets everything that follows. `prompt` may be a
-        function that pool 1 calls for the token ids. Raises OverloadedError, EngineStoppedError,
+        """Queues a request for pool 1; its sink receives all results and errors. `prompt` may be
+        a function that pool 1 calls for the token ids. Raises OverloadedError, EngineStoppedError,
         or RequestError for an id that is in use."""
         now_s = self._clock() if arrived_s is None else arrived_s
         state = self._preprocessor.make_state(prompt, params, sink, now_s, request_id, client)
@@ -217,8 +217,8 @@ class EngineCore:
             self._close_memory()
 
     def _handle_messages(self) -> bool:
-        """Runs the messages of the inbox. With nothing to compute it waits for one and does the
-        work of idle moments meanwhile. Returns False when the engine is to stop."""
+        """Runs the messages of the inbox. If there is nothing to compute, it waits for a message
+        and does idle work in the meantime. Returns False when the engine is to stop."""
         timeout_s: float | None = _IDLE_TRIM_S
         while True:
             is_idle = not self._scheduler.has_work()
@@ -261,13 +261,13 @@ class EngineCore:
         self.watchdog.begin(0 if plan is None else plan.num_total_rows)
         if plan is not None:
             self._executor.run(plan, now_s)
-        elif not self._executor.drain():  # a step in flight may have held the memory
+        elif not self._executor.drain():  # completing the step in flight may have freed memory
             self._wait_for_room()
 
     def _wait_for_room(self) -> None:
         """Waits because no sequence can be scheduled and no step is in flight."""
         if self.kv.prefixes.is_transferring:
-            # The first sequence waits for its pages, or pages that it needs are being written.
+            # The next waiting sequence waits for pages being loaded, or for pages being written.
             self._executor.pause()
             self.kv.prefixes.wait(_FETCH_WAIT_S)
         elif not self._scheduler.running:
@@ -318,12 +318,12 @@ class EngineCore:
     def _end_sequence(
         self, sequence: Sequence, reason: FinishReason, error: str | None = None
     ) -> None:
-        """Ends a sequence outside a step's result; does nothing if it has ended."""
+        """Ends a sequence early (abort, stop string, error); does nothing if it has ended."""
         if self._scheduler.finish(sequence, reason):
             self._deliver_end([sequence], error)
 
     def _deliver_end(self, sequences: list[Sequence], error: str | None = None) -> None:
-        """Sends sequences that ended outside a step's result to pool 3."""
+        """Sends pool 3 the sequences that ended for another reason than a step's result."""
         self._output.add(StepRecord([], [], None, sequences, self._clock(), error))
         self._remove_ended(sequences)
 
@@ -351,7 +351,7 @@ class EngineCore:
         self._output.flush()
 
     def _fail_until_shutdown(self) -> None:
-        """After the loop has failed: ends all requests, also those still on their way here."""
+        """After the loop has failed: ends all requests, including those still in pool 1."""
         self._end_all(FinishReason.ERROR, "the engine failed")
         while (message := self._inbox.get()) is not None:
             message()
@@ -391,7 +391,7 @@ class EngineCore:
             self._compute.stop()
 
     def _wait_for_loop(self, loop: Future[None]) -> None:
-        """Waits for the loop's end, but not for a memory node that lives and does not answer."""
+        """Waits for the loop's end, but not for a memory node that is alive but does not answer."""
         try:
             loop.result(_STEP_END_S)
         except TimeoutError:

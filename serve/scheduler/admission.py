@@ -61,7 +61,7 @@ class MemoryPolicy:
         """Notes a running sequence that freed its pages: finished or preempted, by its status."""
 
     def preempted_by_priority(self, sequence: Sequence) -> None:
-        """Notes a sequence preempted for a higher level, not because memory ran out."""
+        """Notes a sequence preempted for a more urgent one, not because memory ran out."""
         self.stopped(sequence)
 
     def ended(self, sequence: Sequence) -> None:

@@ -200,9 +200,9 @@ class ChunkPolicy:
         """Begins a step with `rows` left beside the decodes.
 
         prompts are (priority level, sequence) of the running sequences whose prompt is not
-        computed yet. Lower levels come first; slack decides within a level. `level` is the one
-        whose requests may be admitted. Only long prompts of this level make room for other
-        prompts, and prompts of higher levels come after them."""
+        computed yet. The lowest level is the most urgent and comes first; slack decides within
+        a level. `level` is the one whose requests may be admitted. Only long prompts of this
+        level make room for other prompts, and less urgent prompts come after them."""
         budget = StepBudget(self.model, decodes, rows, self._limit_s, self._owed_s, level)
         self.limit = budget.rows_for_one
         self._now_s = now_s

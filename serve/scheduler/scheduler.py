@@ -5,10 +5,11 @@ what is left of the step's row budget) rows: running sequences first, then waiti
 order of the queue policy (serve/scheduler/waiting_queue.py). The chunk policy
 (serve/scheduler/chunking.py) decides how many prompt rows a step has and how prompts share them.
 
-When K/V memory runs out, a running sequence is preempted: its pages are freed, it waits again and
-is recomputed later, except for the tokens that are still in the prefix cache. A queue policy with
-priority levels also preempts a running sequence for a waiting one of a higher level that cannot
-run otherwise. Integers and floats only: the clock is passed in; no torch, no asyncio.
+When K/V memory runs out, a running sequence is preempted: its pages are freed and it returns to the
+queue. Its K/V is recomputed later, except for tokens still in the prefix cache. A queue policy with
+priority levels also preempts a running sequence for a more urgent waiting one that cannot run
+otherwise; the lowest level is the most urgent. Integers and floats only; no torch, no asyncio, and
+the clock is passed in.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from serve.scheduler.step_plan import SchedulerLimits, StepPlan, make_plan
 from serve.scheduler.step_time import StepWork
 from serve.scheduler.waiting_queue import WaitingQueue
 
-# A waiting sequence whose prefix another sequence is computing is passed over, but at most so many.
+# At most this many waiting sequences are skipped because another one is computing their prefix.
 _MAX_PREFIX_WAITS = 16
-# Waiting sequences that one search for the next candidate looks at.
+# How many waiting sequences one search for a candidate examines.
 _MAX_SCANNED = 256
-# Steps in a row for which higher levels may take all rows of a running prompt.
+# After this many consecutive steps without rows, a running prompt goes first.
 _MAX_STARVED_STEPS = 16
-# A sequence that did not fit is checked again after so many steps, even if no memory was freed.
+# A sequence that did not fit is rechecked at every 16th step, even if no memory was freed.
 _RECHECK_STEPS = 16
 
 
@@ -66,12 +67,12 @@ class Scheduler:
         self.prefixes = PrefixLookup(kv, hasher, prefill_seconds)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self.num_priority_preemptions = 0  # the part of them that memory did not force
+        self.num_priority_preemptions = 0  # those made for priority, not for lack of memory
         self.num_finished = 0
         self.num_steps = 0
         self.num_page_steps = 0  # pages in use, summed over all steps
         self._num_preempted_pages = 0  # pages that waiting preempted sequences need
-        self._starved_steps: dict[Sequence, int] = {}  # steps that running prompts had no rows
+        self._starved_steps: dict[Sequence, int] = {}  # consecutive steps of a prompt without rows
         self._is_short = False  # memory ran out while this step was made
         self.chunks_in_flight: list[Sequence] = []  # have prompt rows in the last launched step
         # the sequence that did not fit last, and the available pages at that time
@@ -89,8 +90,8 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def schedule(self, now_s: float) -> StepPlan | None:
-        """Returns the plan of the next step, or None if nothing can run. It records the growth of
-        pages, which the runner maps (commit)."""
+        """Returns the plan of the next step, or None if nothing can run. It allocates pages in the
+        accounting; the runner maps them (KVMemory.commit)."""
         self.waiting.tick(now_s)
         self.kv.prefixes.poll()
         rows = self.limits.max_num_batched_tokens
@@ -115,7 +116,8 @@ class Scheduler:
         return make_plan(decodes, chunks, num_certain)
 
     def _fill(self, draft: StepDraft, now_s: float) -> None:
-        """Gives a step's rows to short prompts, then new ones, then long ones, then the rest."""
+        """Gives a step's rows to short prompts, then to newly admitted ones, then to long ones,
+        then to prompts of less urgent levels."""
         budget = draft.budget
         for sequence in budget.shorts:
             self._add_chunk(sequence, draft)
@@ -147,7 +149,7 @@ class Scheduler:
         while not self.kv.grow(sequence.kv_range, num_tokens, num_computed):
             self._is_short = True
             if sequence.rows_in_flight:
-                return False  # that step may free enough
+                return False  # completing that step may free enough pages
             victim = self.waiting.victim(self._memory_sharers(sequence.kv_range))
             self._preempt(victim)
             self.policy.stopped(victim)
@@ -198,7 +200,7 @@ class Scheduler:
                 break
             hit = self.prefixes.match(sequence) if has_slot and not is_refused else None
             if not self.running and not self.kv.can_fit(sequence.num_tokens, hit=hit):
-                hit = None  # alone it always fits, but perhaps not beside pages that a hit copies
+                hit = None  # alone it always fits, but perhaps not with pages that a hit must copy
             if not (has_slot and not is_refused and self._fits(sequence, hit)):
                 if has_slot and not is_refused:
                     self._refused = sequence, self.kv.num_available
@@ -223,7 +225,7 @@ class Scheduler:
             self._add_chunk(sequence, draft)
 
     def _is_refused(self, sequence: Sequence) -> bool:
-        """Returns whether it did not fit and no memory was freed since, to save the long check."""
+        """Returns whether the sequence did not fit and no memory has been freed since then."""
         if not self.running:
             return False
         if self.policy.still_refuses(sequence, self.num_steps):
@@ -245,8 +247,8 @@ class Scheduler:
         return min([level for level, _ in prompts])
 
     def _take_rows_for(self, sequence: Sequence, draft: StepDraft, paused: list[Sequence]) -> None:
-        """Takes the rows of a running prompt for a waiting one of a higher level. The prompts in
-        `paused` get what is left at the end."""
+        """Takes the rows of a running prompt for a more urgent waiting one. The prompts in `paused`
+        get what is left at the end."""
         prompts = [s for s, _ in draft.chunks if not self._is_starved(s)]
         victims = self.waiting.victims_for(sequence, prompts)
         if victims:
@@ -254,9 +256,9 @@ class Scheduler:
             draft.remove(victims[-1])
 
     def _next_candidate(self, draft: StepDraft) -> Sequence | None:
-        """Returns the waiting sequence to admit next, or None. It skips long prompts beyond their
-        limit, in favour of sequences of their own level only, and sequences whose missing prefix
-        another one is computing: waiting for it costs less than computing it twice."""
+        """Returns the waiting sequence to admit next, or None. Long prompts over the limit per step
+        are skipped, but only for sequences of the same level. Sequences whose missing prefix
+        another one is computing are also skipped, since computing it twice costs more."""
         budget = draft.budget
         prompts = [s for s, _ in draft.chunks] + budget.longs
         prompts += [s for s in self.chunks_in_flight if s.rows_in_flight]
@@ -286,8 +288,7 @@ class Scheduler:
         return not self.running or self.policy.admits(sequence, self.running, self.num_steps, hit)
 
     def _victim_for(self, sequence: Sequence) -> Sequence | None:
-        """Returns the running sequence to preempt first so that a waiting one of a higher level
-        can run, or None if no preemption makes room for it."""
+        """Returns the sequence to preempt first for this more urgent one; None if none helps."""
         victims = self.waiting.victims_for(sequence, self.running)
         if victims and not self._can_keep_preempted(sequence):
             victims = [s for s in victims if self.waiting.is_worth_preempting(s)]
@@ -299,8 +300,8 @@ class Scheduler:
         return victims[-1] if victims and leaving is not None else None
 
     def _can_keep_preempted(self, sequence: Sequence) -> bool:
-        """Returns whether the K/V of preempted sequences survives if this one is admitted: in
-        the prefix cache beside it, or in a page store."""
+        """Returns whether the K/V of preempted sequences would be kept in the prefix cache or a
+        page store if this one is admitted."""
         if not self.prefixes.is_on or self.kv.prefixes.has_store:
             return self.prefixes.is_on
         need = self.kv.pages_for(sequence.num_tokens) - self._preempted_pages(sequence)
@@ -320,18 +321,17 @@ class Scheduler:
         self.policy.started(sequence, self.num_steps)
 
     def observe(self, plan: StepPlan, seconds: float, work: StepWork | None = None) -> None:
-        """Learns from a step that took `seconds`. Call it before update(). work: of the plan."""
+        """Learns, before update(), from a step that took `seconds`. work: StepWork, if known."""
         self.chunks.observe(plan, seconds, self.num_steps, work)
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
         """Applies a step's result and returns the sequences that ended; their pages are free.
-        tokens[j] belongs to the j-th sampled sequence. For steps that do not overlap; it takes a
-        third of the time of apply_launch and apply_result (serve/scheduler/in_flight.py)."""
+        tokens[j] belongs to the j-th sampled sequence. For steps that do not overlap; it is
+        three times as fast as apply_launch and apply_result (serve/scheduler/in_flight.py)."""
         finished: list[Sequence] = []
         next_token = iter(tokens)
-        is_usual = all(
-            plan.samples[: plan.num_decodes]
-        )  # otherwise one of them is a prompt with one row
+        # False if a one-row sequence is an unfinished or prompt-only prompt.
+        is_usual = all(plan.samples[: plan.num_decodes])
         num_decodes = plan.num_decodes if is_usual else 0
         for sequence, token in zip(plan.sequences[:num_decodes], next_token, strict=False):
             sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
@@ -352,12 +352,13 @@ class Scheduler:
         return finished
 
     def _apply_progress(self, sequence: Sequence, token: int, finished: list[Sequence]) -> None:
-        """Caches complete pages, and ends a sequence that is over. token: PENDING_TOKEN if none."""
+        """Caches complete pages and finishes a sequence that has reached its end. token is
+        PENDING_TOKEN if none was sampled."""
         if sequence.num_computed_tokens >= sequence.next_cacheable_at:
             self.prefixes.insert(sequence, sequence.num_computed_tokens)
         if token != PENDING_TOKEN:
             reason = finish_reason_after(sequence, token)
-        else:  # a sequence that only computes its prompt ends with it
+        else:  # a prompt-only sequence ends when its prompt is computed
             is_over = sequence.num_computed_tokens >= sequence.max_tokens_total
             reason = FinishReason.LENGTH if is_over else None
         if reason is not None:
@@ -377,12 +378,12 @@ class Scheduler:
         return True
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Removes the tokens after the first num_tokens, whose step failed."""
-        is_aside = sequence.status is SequenceStatus.WAITING
-        self._num_preempted_pages -= self._preempted_pages(sequence) if is_aside else 0
+        """Keeps the first num_tokens tokens; the step that produced the others failed."""
+        is_waiting = sequence.status is SequenceStatus.WAITING
+        self._num_preempted_pages -= self._preempted_pages(sequence) if is_waiting else 0
         del sequence.token_ids[num_tokens:]
         sequence.recheck_at = 0
-        self._num_preempted_pages += self._preempted_pages(sequence) if is_aside else 0
+        self._num_preempted_pages += self._preempted_pages(sequence) if is_waiting else 0
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.status = SequenceStatus.FINISHED

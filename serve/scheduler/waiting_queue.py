@@ -29,13 +29,13 @@ QueueEntry = tuple[int, int, Sequence]
 class WaitingQueue:
     """First come, first served, and the base of the other policies: by level, then by arrival.
 
-    Iteration yields the waiting sequences, the next one first. preempts: a waiting sequence may
-    have a higher level than a running one. Only `seconds_before` and `num_before` may be called
-    from another thread.
+    The lowest level is the most urgent. Iteration yields the waiting sequences, the next one
+    first. preempts: a waiting sequence may be more urgent than a running one. Only
+    `seconds_before` and `num_before` may be called from another thread.
     """
 
     preempts = False
-    margin = 0  # a victim is lower by more than so many levels
+    margin = 0  # a victim's level is less urgent by more than this many
 
     def __init__(self) -> None:
         # seconds to compute num_tokens of which num_cached are cached; the scheduler sets it
@@ -46,7 +46,8 @@ class WaitingQueue:
         self._num_arrived = 0
 
     def level(self, sequence: Sequence) -> int:
-        """Returns the priority level, constant while the sequence waits; the lowest is next."""
+        """Returns the priority level, constant while the sequence waits; the lowest is the
+        most urgent and is next."""
         return 0
 
     def level_of_arrival(self, request: Request, num_rows: int) -> int:

@@ -1,5 +1,5 @@
 """torch's own attention on the ranges, as it is: no block table, no copy, shared pages in two
-ranges at once (DESIGN 3.2)."""
+ranges at once."""
 
 from __future__ import annotations
 
