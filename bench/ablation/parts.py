@@ -13,7 +13,7 @@ from typing import Any
 
 from serve.engine.core import EngineCore
 from serve.engine.output_processor import OutputProcessor
-from serve.engine.threads import OutputThread
+from serve.engine.pools import OutputThread
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan

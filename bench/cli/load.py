@@ -24,7 +24,7 @@ from bench.load.results.search import ENDINGS, SearchResult, ending, find_max_qp
 from bench.load.results.slo import Slo, parse_slo
 from bench.load.workload.arrivals import DEFAULT_REQUESTS
 from bench.load.workload.datasets import DatasetSettings
-from bench.load.workload.load_options import OnlineOptions
+from bench.load.workload.online_options import OnlineOptions
 from bench.load.workload.schedule import ArrivalSettings, make_schedule, make_warm_up
 from serve.cli.client_key import read_client_key
 from serve.cli.model_files import find_model

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from bench.cli.measurements import measurements
 from bench.cli.plan import plan
 from bench.common.cli_options import ENGINE, ENGINE_SETTINGS, LOAD_OPTIONS
-from bench.load.workload.load_options import OnlineOptions
+from bench.load.workload.online_options import OnlineOptions
 from serve.cli import examples, options
 from serve.cli.reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL, EngineConfig

@@ -1,6 +1,6 @@
 """The panel and help of each option of `serve bench`.
 
-Names, types and defaults are those of `OnlineOptions` (bench/load/workload/load_options.py).
+Names, types and defaults are those of `OnlineOptions` (bench/load/workload/online_options.py).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from memory.kv_manager import KVManager
 from memory.pages.vmm import LinuxMemory
 from serve.config import EngineConfig
 from serve.engine.loader import LoadedEngine, Parts
+from serve.engine.pools import ComputeThread
 from serve.engine.request_limits import RequestLimits
-from serve.engine.threads import ComputeThread
 from serve.models import ModelSpec, read_spec
 from serve.runner.batch import make_batch
 from serve.runner.runner import Runner, StepResult

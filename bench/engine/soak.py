@@ -36,7 +36,7 @@ from bench.load.client.record import Record
 from bench.load.client.run import offer
 from bench.load.client.targets import ServerSettings, ServerTarget
 from bench.load.workload.datasets import DatasetSettings
-from bench.load.workload.options import LoadOptions
+from bench.load.workload.offered_load import LoadOptions
 from bench.load.workload.schedule import ArrivalSettings, make_schedule
 
 SAMPLE_S = 5.0

@@ -94,7 +94,7 @@ def _append(heads: Heads, count: int, kind: str) -> Figures:
 
 def make_sampler(kind: str, batch: int, vocab: int) -> tuple[Any, Any]:
     """Returns a DeviceSampler with its sampling parameters, and the step's plan."""
-    from ops.cuda.sampling import DeviceSampler, DeviceSamplingInputs, Row
+    from ops.cuda.device_sampler import DeviceSampler, DeviceSamplingInputs, Row
 
     options: dict[str, Any] = {"temperature": float(kind != "greedy")}  # 1: logits stay
     if kind.startswith("top-p"):

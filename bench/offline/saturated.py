@@ -11,7 +11,7 @@ from typing import Any, Self
 from bench.load.client import run
 from bench.load.client.record import Outcome, Record
 from bench.load.client.targets import EngineTarget, OnChunk, TakeSteps
-from bench.load.workload.options import LoadOptions
+from bench.load.workload.offered_load import LoadOptions
 from bench.load.workload.work import Schedule, Work
 from serve import Engine, FinishReason
 from serve.engine.step_trace import TracedStep

@@ -36,7 +36,7 @@ from bench.load.client.record import Record, RunResult, StepRow
 from bench.load.client.run import offer
 from bench.load.client.targets import EngineTarget
 from bench.load.workload.datasets import DatasetSettings
-from bench.load.workload.options import LoadOptions
+from bench.load.workload.offered_load import LoadOptions
 from bench.load.workload.schedule import ArrivalSettings, make_schedule
 from bench.load.workload.work import Call, Work
 from bench.plan.calibrate import FittedCost, fit_times

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench.load.client.record import OfferOnce, RunResult
 from bench.load.report.live import LiveView
-from bench.load.workload.load_options import OnlineOptions
+from bench.load.workload.online_options import OnlineOptions
 from bench.load.workload.schedule import ArrivalSettings, make_calls
 from bench.load.workload.work import Call
 from bench.simulate.load import OnProgress, simulate

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from memory.attention.seam import AttentionStep
 from serve.config import EngineConfig
-from serve.engine.threads import ComputeThread
+from serve.engine.pools import ComputeThread
 from serve.errors import ConfigError
 from serve.loading.precision import resolve_precision
 from serve.loading.runtime import Runtime, load_runtime

@@ -30,11 +30,11 @@ from serve.engine.early_rejection import EarlyRejection
 from serve.engine.node_recovery import NodeRecovery
 from serve.engine.output_processor import OutputProcessor, Sink, StepRecord
 from serve.engine.overlapped_executor import make_executor
+from serve.engine.pools import ComputeThread, OutputThread, PromptPool
 from serve.engine.preprocessor import Encode, PreparedRequest, Preprocessor, prepare_sequences
 from serve.engine.request_limits import RequestLimits
 from serve.engine.request_table import RequestState, RequestTable
 from serve.engine.stats import EngineStats, engine_stats
-from serve.engine.threads import ComputeThread, OutputThread, PromptPool
 from serve.engine.watchdog import Watchdog
 from serve.errors import EngineStoppedError, GenerationError
 from serve.pooling import PoolingParams

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from serve.engine.counters import PoolCounters, RequestCounters
+from serve.engine.pools import OutputThread
 from serve.engine.step_executor import StepExecutor
-from serve.engine.threads import OutputThread
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.structured.masks import MaskMaker

@@ -1,7 +1,7 @@
 """Counters of the pools: plain integers and floats, each with one writer and without a lock.
 
 Any thread may read them; a value may be one token old. They are not objects of a metrics library:
-those are made when the metrics are requested (serve/http/monitoring/metrics.py).
+those are made when the metrics are requested (serve/http/monitoring/exposition.py).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from memory.kv_memory import KVMemory
 from memory.prefix.index import PrefixHasher
 from serve.config import EngineConfig
 from serve.engine.core import EngineCore
+from serve.engine.pools import ComputeThread
 from serve.engine.request_limits import RequestLimits
-from serve.engine.threads import ComputeThread
 from serve.errors import ModelLoadError, RequestError
 from serve.loading.precision import Precision, choose_backend
 from serve.loading.runtime import load_runtime

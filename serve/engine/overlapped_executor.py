@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from memory.nodes.remote_attention import NodesLostError
+from serve.engine.pools import OutputThread
 from serve.engine.step_executor import EndSequence, StepExecutor
-from serve.engine.threads import OutputThread
 from serve.runner.runner import OverlappingRunner, PendingStep, Runner, StepResult
 from serve.scheduler.in_flight import apply_launch, apply_result, roll_back
 from serve.scheduler.scheduler import Scheduler

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from memory.nodes.remote_attention import NodesLostError
 from serve.engine.output_processor import StepRecord
+from serve.engine.pools import OutputThread
 from serve.engine.stats import StepCounters
 from serve.engine.step_trace import StepTraces
-from serve.engine.threads import OutputThread
 from serve.request import FinishReason
 from serve.runner.runner import Runner, StepResult
 from serve.scheduler.scheduler import Scheduler

@@ -16,7 +16,7 @@ from serve.http.edge.errors import (
     to_api_error,
 )
 from serve.http.edge.settings import HttpSettings
-from serve.http.monitoring.metrics import CONTENT_TYPE, Exposition
+from serve.http.monitoring.exposition import CONTENT_TYPE, Exposition
 
 HOST = "127.0.0.1"
 

@@ -23,8 +23,8 @@ from memory.pages.layer_groups import LayerGroup
 from memory.pages.vmm import LinuxMemory
 from memory.tiers.cuda_copy import CudaCopier
 from memory.tiers.host_tier import HostTier
+from ops.cuda.device_sampler import DeviceSampler
 from ops.cuda.prefill import LibraryPrefill, installed
-from ops.cuda.sampling import DeviceSampler
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.cuda_tuning import tune_products

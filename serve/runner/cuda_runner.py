@@ -23,13 +23,13 @@ from memory.attention.seam import AttentionStep
 from memory.kv_manager import KVManager
 from memory.pages.kv_range import Range
 from ops.cuda.attention import PrefillChunk
-from ops.cuda.sampling import DeviceSampler, Fetched, Kind, SamplingPlan
+from ops.cuda.device_sampler import DeviceSampler, Fetched, Kind, SamplingPlan
 from serve.models import Decoder
-from serve.runner.device_sampler import rows_of, sampled
 from serve.runner.graph_shapes import StepShape, StepShapes
 from serve.runner.mask_filler import NO_SEQUENCES, FillingMasks, MaskFiller, has_masks
 from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
 from serve.runner.runner import MAP_AHEAD_EVERY, Closable, StepResult, upcoming_tokens
+from serve.runner.sampling_rows import rows_of, sampled
 from serve.runner.step_device import Event, StepDevice, Work
 from serve.runner.step_inputs import block_bytes, fields, fill
 from serve.scheduler.sequence import Sequence

@@ -25,7 +25,7 @@ from serve.scheduler.length_predictor import (
     GuardedPredictor,
     HistoryPredictor,
 )
-from serve.scheduler.peak_memory import ForecastEntry, MemoryForecast
+from serve.scheduler.memory_forecast import ForecastEntry, MemoryForecast
 from serve.scheduler.sequence import Sequence
 
 _NUM_FORECASTS = 4

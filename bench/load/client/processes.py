@@ -18,7 +18,7 @@ import orjson
 
 from bench.load.client.record import Outcome, ProcessHealth, Progress, Record
 from bench.load.client.targets import ServerSettings, ServerTarget, Target
-from bench.load.workload.options import Item, LoadOptions
+from bench.load.workload.offered_load import Item, LoadOptions
 from bench.load.workload.work import Schedule
 from serve.errors import ConfigError, MergestepError
 

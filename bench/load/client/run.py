@@ -32,7 +32,7 @@ from bench.load.client.record import (
 from bench.load.client.redact import printable
 from bench.load.client.sender import Sender
 from bench.load.client.targets import ServerTarget, Target
-from bench.load.workload.options import Item, LoadOptions, items_of
+from bench.load.workload.offered_load import Item, LoadOptions, items_of
 from bench.load.workload.work import Schedule
 from serve.errors import ConfigError, message_of
 

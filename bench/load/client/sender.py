@@ -12,7 +12,7 @@ from bench.load.client.answer import CallError
 from bench.load.client.record import Outcome, Progress, Record
 from bench.load.client.targets import Target
 from bench.load.client.timer import Sleeper
-from bench.load.workload.options import Item
+from bench.load.workload.offered_load import Item
 from serve.errors import MergestepError, message_of
 
 MAX_ERROR_CHARS = 200

@@ -13,7 +13,7 @@ from bench.load.client.health import Watch, raise_file_limit
 from bench.load.client.processes import read_frame, write_frame
 from bench.load.client.sender import Sender
 from bench.load.client.targets import ServerSettings, ServerTarget
-from bench.load.workload.options import Item
+from bench.load.workload.offered_load import Item
 from bench.load.workload.work import Work
 
 PROGRESS_S = 0.2

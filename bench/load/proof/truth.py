@@ -36,7 +36,7 @@ from bench.load.proof.fake_script import Fault, Profile, after_stall, prompt_of,
 from bench.load.results.metrics import LABELS
 from bench.load.results.summary import RunSummary, summarize
 from bench.load.workload.arrivals import arrival_times
-from bench.load.workload.options import LoadOptions
+from bench.load.workload.offered_load import LoadOptions
 from bench.load.workload.work import Schedule, Work
 
 PERCENTILES = (50, 90, 99)

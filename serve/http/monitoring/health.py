@@ -6,7 +6,7 @@ from aiohttp import web
 
 from serve.http.calls.context import ApiContext, Call, Route
 from serve.http.edge.errors import common_headers, engine_stuck, json_response, no_memory
-from serve.http.monitoring.metrics import CONTENT_TYPE, Exposition
+from serve.http.monitoring.exposition import CONTENT_TYPE, Exposition
 from serve.http.openai.answer_schemas import STATUS_ANSWER
 from serve.http.schema.describe import Operation
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from bench.cli.measurements import measurements
 from bench.common.cli_options import LOAD_OPTIONS
-from bench.load.workload.load_options import OnlineOptions
+from bench.load.workload.online_options import OnlineOptions
 from serve.cli.main import app
 from tests.support.http.fakes_http import FakeEngine, ServerThread
 

@@ -12,7 +12,7 @@ from bench.cli import load as command
 from bench.cli.load import run
 from bench.load.proof.fake_script import Profile
 from bench.load.proof.truth import scripted_server
-from bench.load.workload.load_options import OnlineOptions
+from bench.load.workload.online_options import OnlineOptions
 from serve.errors import ConfigError, MergestepError
 from tests.support.engine.load_runs import queue_run
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from bench.load.client.record import Outcome
-from bench.load.workload.load_options import OnlineOptions
+from bench.load.workload.online_options import OnlineOptions
 from bench.load.workload.work import Call
 from bench.plan.calibrate import FittedCost
 from bench.simulate.check import calibrate, calibrate_without, compare, compare_rate

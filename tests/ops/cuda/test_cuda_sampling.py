@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from ops.cpu import sampling
-from ops.cuda import sampling as device_sampling
-from ops.cuda.sampling import Kind, described
+from ops.cuda import device_sampler as device_sampling
+from ops.cuda.device_sampler import Kind, described
 from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
 from ops.triton_kernels import logits as logits_kernels
 from ops.triton_kernels import sample_token

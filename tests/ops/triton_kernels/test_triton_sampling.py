@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from ops.cuda.sampling import Kind
+from ops.cuda.device_sampler import Kind
 from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
 from ops.triton_kernels.sample_token import uniform
 from ops.triton_kernels.sampling import weigh

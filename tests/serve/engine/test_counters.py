@@ -13,9 +13,9 @@ import pytest
 from serve import Engine, SamplingParams
 from serve.engine.counters import Histogram, PoolCounters, RequestCounters
 from serve.engine.output_processor import OutputProcessor, OutputState, RequestTimes, StepRecord
+from serve.engine.pools import MAX_COMPILING, PromptPool
 from serve.engine.stats import StepCounters
 from serve.engine.step_trace import StepTraces
-from serve.engine.threads import MAX_COMPILING, PromptPool
 from serve.errors import OverloadedError
 from serve.http.edge.counters import LAG_POLL_S, MAX_REASONS, HttpCounters
 from serve.request import FinishReason, Request

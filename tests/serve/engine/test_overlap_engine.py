@@ -14,7 +14,7 @@ from bench.common.instant import load_instant
 from serve import Engine, SamplingParams
 from serve.engine.core import EngineCore
 from serve.engine.overlapped_executor import OverlappedExecutor
-from serve.engine.threads import ComputeThread
+from serve.engine.pools import ComputeThread
 from serve.errors import EngineStoppedError
 from serve.request import FinishReason
 from serve.text.tokenizer import Tokenizer

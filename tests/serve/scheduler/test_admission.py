@@ -17,7 +17,7 @@ from serve.scheduler.admission import (
     WorstCase,
     make_policy,
 )
-from serve.scheduler.peak_memory import MemoryForecast
+from serve.scheduler.memory_forecast import MemoryForecast
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import SequenceStatus
 from serve.scheduler.step_plan import SchedulerLimits

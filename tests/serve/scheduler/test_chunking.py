@@ -10,7 +10,7 @@ import pytest
 
 from serve.engine.core import EngineCore
 from serve.engine.early_rejection import predicted_ttft_s
-from serve.engine.threads import ComputeThread
+from serve.engine.pools import ComputeThread
 from serve.request import FinishReason, Request
 from serve.sampling_params import SamplingParams
 from serve.scheduler.scheduler import Scheduler

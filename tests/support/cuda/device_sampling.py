@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ops.cuda.sampling import DeviceSampler
+from ops.cuda.device_sampler import DeviceSampler
 from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
 from ops.triton_kernels.sampling import Config
 

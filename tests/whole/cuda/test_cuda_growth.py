@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from memory.attention.cuda import CudaAttention, CudaKVLayout, step_arrays
 from memory.attention.seam import AttentionLayer
-from ops.cuda.sampling import DeviceSampler
+from ops.cuda.device_sampler import DeviceSampler
 from serve.runner.cuda_runner import CudaRunner
 from serve.runner.graph_shapes import StepShapes
 from serve.runner.step_device import CompletedEvent, Event, HostStepDevice

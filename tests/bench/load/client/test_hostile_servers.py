@@ -23,8 +23,8 @@ from bench.load.client.run import offer
 from bench.load.client.server_metrics import read_metrics
 from bench.load.client.sse import MAX_EVENT, EventStream, EventTooLongError
 from bench.load.client.targets import EngineTarget, ServerTarget
-from bench.load.workload.load_options import OnlineOptions
-from bench.load.workload.options import LoadOptions
+from bench.load.workload.offered_load import LoadOptions
+from bench.load.workload.online_options import OnlineOptions
 from bench.load.workload.work import Schedule, Work
 from serve.engine.step_trace import StepTrace, TracedStep
 from serve.errors import ConfigError

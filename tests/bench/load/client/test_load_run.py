@@ -28,7 +28,7 @@ from bench.load.client.timer import Sleeper
 from bench.load.proof.fake_script import Fault, Profile, prompt_of, script_of
 from bench.load.proof.fake_server import FakeServer
 from bench.load.proof.truth import scripted_server
-from bench.load.workload.options import LoadOptions, items_of
+from bench.load.workload.offered_load import LoadOptions, items_of
 from bench.load.workload.work import Schedule, Work
 from serve.engine.step_trace import StepTrace
 from serve.errors import ConfigError

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve import Engine
 from serve.http import HttpServer, HttpSettings
 from serve.http.app import ServerState
-from serve.http.monitoring.metric_names import SECTIONS
+from serve.http.monitoring.metric_table import SECTIONS
 from tests.support.engine.checkpoints import checkpoint
 
 NAME = 'a "name"'

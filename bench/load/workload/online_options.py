@@ -14,7 +14,7 @@ from serve.errors import ConfigError
 
 if TYPE_CHECKING:
     from bench.load.workload.datasets import DatasetSettings
-    from bench.load.workload.options import LoadOptions
+    from bench.load.workload.offered_load import LoadOptions
 
 DEFAULT_CANCEL_CHUNKS = 3
 
@@ -119,7 +119,7 @@ class OnlineOptions:
         )
 
     def load_options(self, seed: int) -> LoadOptions:
-        from bench.load.workload.options import LoadOptions
+        from bench.load.workload.offered_load import LoadOptions
 
         chunks = self.cancel_after_chunks
         if self.cancel_rate and chunks is None and self.cancel_after_s is None:

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from serve.runner.device_sampler import rows_of, sampled
 from serve.runner.sampler import sample
+from serve.runner.sampling_rows import rows_of, sampled
 from serve.scheduler.sequence import PENDING_TOKEN
 from serve.structured.token_mask import SequenceMask, bits_of
 from tests.support.cuda.device_sampling import make_sampler, step

@@ -1,4 +1,4 @@
-"""Converts sequences to rows for sampling on the device (ops/cuda/sampling.py), and its results.
+"""Converts sequences to rows for sampling on the device, and its results back.
 
 Every parameter means what it means in serve/runner/sampler.py. A sequence's newest token may
 still be PENDING_TOKEN; the device has it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections.abc as abc
 
-from ops.cuda.sampling import Fetched, SamplingPlan, described
+from ops.cuda.device_sampler import Fetched, SamplingPlan, described
 from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
 from serve.request import TokenLogprobs
 from serve.runner.sampler import Sampled, sampling_settings
