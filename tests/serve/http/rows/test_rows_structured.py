@@ -258,6 +258,7 @@ BOMBS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.timing
 @pytest.mark.row("G10")
 def test_others_go_on_while_bombs_are_compiled(url: str) -> None:
     """Each is refused or answered in a few seconds, and plain requests are answered meanwhile."""
