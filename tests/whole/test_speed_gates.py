@@ -3,8 +3,8 @@
 Each is taken beside a reading of the machine in the same run, so it says the same on a slow day:
 the engine's rows beside a fixed single-threaded loop, HTTP beside the same load in this process,
 kernels beside the bandwidth and the multiply-adds that the machine reaches. Noise only lowers a
-figure, so the best of several tries counts. TYPICAL is what the development machine (2 vCPUs, Zen 5)
-reaches; a gate is at two thirds of it.
+figure, so the best of several tries counts. TYPICAL is what the development machine (2 vCPUs, Zen
+5) reaches; a gate is at two thirds of it.
 """
 
 from __future__ import annotations
