@@ -32,7 +32,7 @@ from memory.pages.address_space import AddressSpace, check_ranges
 from memory.pages.allocator import PageAllocator, runs_of
 from memory.pages.kv_range import UNMAPPED, PrefixHit, Range, RangePart
 from memory.pages.layer_groups import LayerGroup, PageLayout
-from memory.pages.vmm import VirtualMemory
+from memory.pages.virtual_memory import VirtualMemory
 from memory.prefix.cache import PrefixCache
 from memory.prefix.finder import PrefixFinder
 from memory.range_mapper import RangeMapper

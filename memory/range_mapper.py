@@ -11,7 +11,7 @@ from memory.idle_ranges import IdleRanges
 from memory.pages.address_space import AddressSpace
 from memory.pages.allocator import PageAllocator
 from memory.pages.kv_range import PrefixHit, Range, RangePart
-from memory.pages.vmm import VirtualMemory
+from memory.pages.virtual_memory import VirtualMemory
 from memory.prefix.cache import PrefixCache
 
 _EAGER_TOKENS = 256  # mapped ahead in an idle range for the next sequence: a first chunk

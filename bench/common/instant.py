@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from memory.kv_manager import KVManager
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from serve.config import EngineConfig
 from serve.engine.loader import LoadedEngine, Parts
 from serve.engine.pools import ComputeThread

@@ -124,7 +124,7 @@ class StepClock:
     def watch(self) -> None:
         """From now on. Before an engine is made; for the life of the process."""
         from memory.pages.cuda_vmm import CudaMemory
-        from memory.pages.vmm import LinuxMemory
+        from memory.pages.linux_vmm import LinuxMemory
         from serve.runner.step_device import CudaStepDevice, HostStepDevice
 
         for kind in (CudaStepDevice, HostStepDevice):

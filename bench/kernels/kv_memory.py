@@ -22,7 +22,7 @@ from rich.table import Table
 from bench.load.results.metrics import percentile
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from ops.cpu.native import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat
 from serve.config import EngineConfig

@@ -31,7 +31,7 @@ from memory.nodes.attach import (
 from memory.nodes.node_loop import NodeLoop, post_bytes, post_error, view_of
 from memory.nodes.node_session import NodeSession
 from memory.nodes.wire import ErrorCode, Kind, WireError, pack_json, read_header, read_json
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from ops.backend import Backend
 from transport.base import Endpoint, Listener, TransportError
 

@@ -36,7 +36,7 @@ from memory.nodes.wire import (
 from memory.nodes.wire_rows import WireRows
 from memory.pages.kv_range import UNMAPPED
 from memory.pages.layer_groups import READ_BLOCK
-from memory.pages.vmm import VirtualMemory
+from memory.pages.virtual_memory import VirtualMemory
 from ops.backend import Backend
 
 _MAX_PLANS = 8  # the newest plans, which may be in use at the same time

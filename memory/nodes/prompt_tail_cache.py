@@ -22,7 +22,7 @@ from memory.nodes.attach import STRIPE_TOKENS, AttachRequest, NodeLayout
 from memory.nodes.placement import page_geometry
 from memory.pages.kv_range import Range
 from memory.pages.layer_groups import LayerGroup
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 
 logger = logging.getLogger(__name__)
 

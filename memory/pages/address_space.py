@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from memory.pages.allocator import runs_of
 from memory.pages.kv_range import UNMAPPED, Range, RangePart
 from memory.pages.map_worker import MapJob, MapWorker
-from memory.pages.vmm import VirtualMemory
+from memory.pages.virtual_memory import VirtualMemory
 
 logger = logging.getLogger(__name__)
 

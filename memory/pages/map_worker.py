@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from memory.pages.vmm import VirtualMemory
+from memory.pages.virtual_memory import VirtualMemory
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from memory.kv_manager import KVManager
 from memory.pages.cuda_device import CudaUnavailableError
 from memory.pages.cuda_vmm import CudaMemory
 from memory.pages.layer_groups import LayerGroup
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from memory.tiers.cuda_copy import CudaCopier
 from memory.tiers.host_tier import HostTier
 from ops.cuda.device_sampler import DeviceSampler

@@ -21,7 +21,7 @@ from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.nodes.node_set import NodeSet
 from memory.pages.layer_groups import LayerGroup
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from ops import Backend, get_backend
 from ops.cpu import native
 from ops.cpu.heap import keep_freed_memory

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from memory.attention.kv_layout import KVCache, KVLayout
 from memory.attention.seam import AttentionLayer
 from memory.kv_manager import KVManager
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from memory.prefix.index import PrefixHasher
 
 PAGE = 4096

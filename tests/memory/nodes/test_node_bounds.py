@@ -19,7 +19,7 @@ from memory.nodes.node_link import NodeError, NodeLink
 from memory.nodes.node_session import NodeSession
 from memory.nodes.placement import Shard
 from memory.nodes.wire import Edit, EditKind, ErrorCode, NodePlan, pack_plan
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from ops import get_backend
 from tests.support.engine.raw_engine import PATIENCE_S, REQUEST, RawEngine, Witness, page_bytes
 from tests.support.transport.transport_rig import KEY, wait_until

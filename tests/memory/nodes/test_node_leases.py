@@ -308,7 +308,7 @@ def test_memory_that_cannot_be_had_ends_one_session(served, monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("memory.pages.vmm.LinuxMemory.map", fails)
+        patch.setattr("memory.pages.linux_vmm.LinuxMemory.map", fails)
         engine.map_ranges()
         assert engine.error() is ErrorCode.FULL
     served.wait(lambda stats: stats.num_engines == 1)

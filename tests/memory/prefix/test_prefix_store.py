@@ -10,7 +10,7 @@ import time
 import pytest
 
 from memory.pages.layer_groups import LayerGroup
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from memory.prefix.index import PrefixHasher
 from tests.support.engine.fakes import make_kv
 from tests.support.memory.kv_model import KVModel

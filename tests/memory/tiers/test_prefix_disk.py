@@ -7,7 +7,7 @@ import time
 import pytest
 
 from memory.kv_manager import KVManager
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from memory.prefix.index import PrefixHasher
 from memory.tiers.disk_tier import DiskTier
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from memory.kv_manager import KVManager
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from memory.prefix.index import PrefixHasher
 from tests.support.engine.fakes import make_kv
 from tests.support.memory.disk_pages import open_store

@@ -175,7 +175,7 @@ def test_a_mixed_step(dtype, group, window):
 
 HOLES = """
 import torch
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from tests.support.cuda.cuda_kv import Tiles, random_kv, random_q
 from ops.cuda.attention import CudaAttentionLayer
 from ops.triton_kernels.kv import gather

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from memory.tiers.host_tier import HostTier
 from memory.tiers.page_copy import MemoryCopier
 from tests.support.memory.late_store import content

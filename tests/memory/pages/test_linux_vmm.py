@@ -19,7 +19,7 @@ import pytest
 from memory.kv_manager import KVManager
 from memory.pages.allocator import PageAllocator
 from memory.pages.cuda_vmm import CudaMemory
-from memory.pages.vmm import LinuxMemory
+from memory.pages.linux_vmm import LinuxMemory
 from tests.support.cuda.fakes_cuda import FakeDriver
 
 PAGE = 64 << 10
@@ -209,7 +209,7 @@ def test_a_tebibyte_can_be_reserved(space):
 def test_a_hole_is_a_fault_and_not_garbage():
     """In a child process: the fault is a SIGSEGV."""
     code = (
-        "import ctypes; from memory.pages.vmm import LinuxMemory\n"
+        "import ctypes; from memory.pages.linux_vmm import LinuxMemory\n"
         f"m = LinuxMemory({PAGE}, 2); a = m.reserve(4 * {PAGE}); m.map(0, 0, 1)\n"
         f"ctypes.c_uint8.from_address(a + {PAGE} - 1).value = 1; print('mapped', flush=True)\n"
         f"ctypes.c_uint8.from_address(a + {PAGE}).value\n"
