@@ -18,7 +18,7 @@ from schemathesis.generation import GenerationMode
 from serve import Engine
 from serve.http import HttpSettings
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.http.fakes_http import ServerThread
+from tests.support.http.running_server import ServerThread
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 KEY = "key-of-the-fuzzer"

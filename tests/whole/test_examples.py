@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.http.fakes_http import FakeEngine, ServerThread
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import ServerThread
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

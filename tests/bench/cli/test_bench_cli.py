@@ -16,7 +16,8 @@ from bench.cli.measurements import measurements
 from bench.common.cli_options import LOAD_OPTIONS
 from bench.load.workload.online_options import OnlineOptions
 from serve.cli.main import app
-from tests.support.http.fakes_http import FakeEngine, ServerThread
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import ServerThread
 
 SIMULATED = ("bench", "llama-3.1-8b", "--simulate", "--max-model-len", "4096")
 

@@ -19,7 +19,8 @@ from serve.cli.chat_speakers import Message, Piece, ServerSpeaker
 from serve.cli.main import app
 from serve.errors import ConfigError
 from serve.http.client import ApiCallError
-from tests.support.http.fakes_http import FakeEngine, ServerThread
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import ServerThread
 
 
 class Scripted:

@@ -27,7 +27,8 @@ from serve.cli.chat_speakers import Piece, ServerSpeaker
 from serve.cli.config_file import parse_size
 from serve.cli.main import app
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.http.fakes_http import FakeEngine, ServerThread
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import ServerThread
 
 ROOT = Path(__file__).parents[3]
 

@@ -17,7 +17,8 @@ from serve.errors import ModelLoadError
 from serve.models import read_spec
 from serve.models.checkpoint import Checkpoint
 from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint
-from tests.support.http.fakes_http import FakeEngine, ServerThread
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import ServerThread
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ from serve.http import HttpServer, HttpSettings
 from serve.http.app import ServerState
 from serve.http.server import serve_until_signal
 from tests.support.engine.engine_rig import Rig
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import RAW_BODY, request
+from tests.support.http.running_server import Served, run_with_server
 
 pytestmark = pytest.mark.timing
 

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from serve.http import HttpServer, HttpSettings
-from tests.support.http.fakes_http import FakeEngine
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import request
 
 WATCHED = ("open", "os.", "socket.connect", "socket.getaddrinfo", "subprocess.", "urllib.", "glob.")

@@ -14,7 +14,7 @@ from typing import Any
 import uvloop
 
 from serve.http import HttpServer, HttpSettings
-from tests.support.http.fakes_http import FakeEngine
+from tests.support.http.fake_engine import FakeEngine
 
 NUM_FILES = 120
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anthropic
 import openai
 
-from tests.support.http.fakes_http import ServerThread
+from tests.support.http.running_server import ServerThread
 
 
 def openai_client(server: ServerThread) -> openai.OpenAI:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from tests.support.http.fakes_http import Served
+from tests.support.http.running_server import Served
 
 CHAT = "/v1/chat/completions"
 

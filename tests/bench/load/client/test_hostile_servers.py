@@ -29,7 +29,7 @@ from bench.load.workload.work import Schedule, Work
 from serve.engine.step_trace import StepTrace, TracedStep
 from serve.errors import ConfigError
 from serve.scheduler.step_time import StepWork
-from tests.support.http.fakes_http import FakeEngine
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.fakes_raw_http import (
     CHUNKED,
     CLOSE,

@@ -32,7 +32,7 @@ from bench.load.workload.offered_load import LoadOptions, items_of
 from bench.load.workload.work import Schedule, Work
 from serve.engine.step_trace import StepTrace
 from serve.errors import ConfigError
-from tests.support.http.fakes_http import FakeEngine
+from tests.support.http.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.timing
 

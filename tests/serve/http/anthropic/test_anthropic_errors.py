@@ -13,8 +13,9 @@ import pytest
 from serve.errors import GenerationError
 from serve.http import HttpSettings
 from serve.text.chat_parser.parts import Part, Text
-from tests.support.http.fakes_http import FakeEngine, ServerThread
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.official_clients import anthropic_client
+from tests.support.http.running_server import ServerThread
 from tests.support.http.scripted_chat import script_answers
 
 USER: Any = [{"role": "user", "content": "hello"}]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from serve.http.anthropic.blocks import chat_messages
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import Served, run_with_server
 
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 CALL = {"type": "tool_use", "id": "c", "name": "f", "input": {}}

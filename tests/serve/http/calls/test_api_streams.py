@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import Served, run_with_server
 
 USER = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {

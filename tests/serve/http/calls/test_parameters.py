@@ -1,7 +1,7 @@
 """Parameters out of their range, on a real server: exact status, type, parameter and code.
 
 The numbers are those of the catalogue of bad inputs (P1 to P27); what the parser alone decides is
-in test_serve_http_refused.py, combinations are in test_serve_http_pairs.py.
+in openai/test_refused.py, combinations are in schema/test_pairs.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import requests
 from serve import Engine
 from serve.models import read_spec
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.http.fakes_http import ServerThread
+from tests.support.http.running_server import ServerThread
 
 USER = {"role": "user", "content": "hi"}
 COMPLETION = ("/v1/completions", {"model": "m", "prompt": "hi", "max_tokens": 2})

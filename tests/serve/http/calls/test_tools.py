@@ -12,7 +12,8 @@ import pytest
 
 from serve.text.chat_parser import ChatFormat
 from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
-from tests.support.http.fakes_http import FakeEngine, FakeStream, ServerThread
+from tests.support.http.fake_engine import FakeEngine, FakeStream
+from tests.support.http.running_server import ServerThread
 
 USER: Any = [{"role": "user", "content": "hello"}]
 CITY = {

@@ -16,7 +16,7 @@ import pytest
 
 from serve import Engine
 from serve.config import default_model_path
-from tests.support.http.fakes_http import ServerThread
+from tests.support.http.running_server import ServerThread
 
 USER: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER: dict[str, Any] = {

@@ -12,7 +12,8 @@ import pytest
 
 from serve.http.calls.tools import MAX_SCHEMA_BYTES, parse_parameters
 from serve.http.schema.fields import Unknown
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import Served, run_with_server
 
 USER = {"role": "user", "content": "hi"}
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from serve.http import HttpSettings
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
+from tests.support.http.running_server import Served, run_with_server
 
 pytestmark = [
     pytest.mark.timing,

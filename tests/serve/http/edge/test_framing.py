@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import (
     BODY,
     CHAT,
@@ -18,6 +18,7 @@ from tests.support.http.raw_requests import (
     is_closed_after,
     request,
 )
+from tests.support.http.running_server import Served, run_with_server
 
 pytestmark = pytest.mark.usefixtures("nothing_in_the_log")
 

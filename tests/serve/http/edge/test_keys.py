@@ -23,8 +23,9 @@ from serve.http import HttpServer, HttpSettings
 from serve.http.calls.key_policy import salt_of
 from serve.http.edge.keys import ApiKey, KeyLimits, KeyRing, load_keys
 from serve.http.server import serve_until_signal
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server, send_raw
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
+from tests.support.http.running_server import Served, run_with_server, send_raw
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdefgh"
 KEYS = (f"alice:{ALICE}", f"bob:{BOB}")

@@ -19,13 +19,8 @@ from serve.http.edge.large_json import PIECE, drained, json_list, large_response
 from serve.http.responses import endpoint as responses
 from serve.http.responses.listing import kept_items
 from serve.sampling_params import SamplingParams
-from tests.support.http.fakes_http import (
-    FakeEngine,
-    FakeStream,
-    FakeTokenizer,
-    Served,
-    run_with_server,
-)
+from tests.support.http.fake_engine import FakeEngine, FakeStream, FakeTokenizer
+from tests.support.http.running_server import Served, run_with_server
 
 PROMPTS = 200
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from serve.http.edge.connection import _foreign_address
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
+from tests.support.http.running_server import Served, run_with_server
 
 GET_HEALTH = request(b"", first="GET /health HTTP/1.1", kind=None, length=None)
 GET_MODELS = request(b"", first="GET /v1/models HTTP/1.1", kind=None, length=None)
@@ -157,7 +158,7 @@ def test_connections_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
 FEW_FILES = """
 import asyncio, resource, sys
 sys.path[:0] = [".", "tests"]
-from tests.support.http.fakes_http import FakeEngine
+from tests.support.http.fake_engine import FakeEngine
 from serve.http import HttpServer, HttpSettings
 import uvloop
 

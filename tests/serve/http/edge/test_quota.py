@@ -11,8 +11,9 @@ import pytest
 from serve.http.edge.errors import ApiError
 from serve.http.edge.keys import ApiKey, KeyLimits
 from serve.http.edge.quota import Quotas
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
+from tests.support.http.running_server import Served, run_with_server
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdefgh"
 

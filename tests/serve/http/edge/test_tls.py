@@ -17,8 +17,9 @@ import uvloop
 from serve.errors import ConfigError
 from serve.http import HttpServer, HttpSettings
 from serve.http.client import ApiCallError, ApiClient
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
+from tests.support.http.running_server import Served, run_with_server
 
 Files = dict[str, str]
 

@@ -16,8 +16,9 @@ import pytest
 
 from serve.cli.log_format import JsonFormatter, TextFormatter, use_format
 from serve.http.edge.connection import LOG_INTERVAL_S, LimitedLog
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
+from tests.support.http.running_server import Served, run_with_server
 
 KEY = "alice-0123456789abcdef"
 CANARY = "CANARY7f3a"

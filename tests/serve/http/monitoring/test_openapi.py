@@ -13,7 +13,8 @@ import pytest
 from serve.http.app import HttpApp
 from serve.http.edge.settings import HttpSettings
 from tests.fuzz.described import KEY, described_server, send_examples
-from tests.support.http.fakes_http import FakeEngine, ServerThread
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import ServerThread
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ from serve.http.app import ServerState
 from serve.http.monitoring import live
 from serve.http.monitoring.live import Snapshots
 from serve.http.monitoring.page_files import DIRECTORY, read_page
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import Served, run_with_server
 
 KEY = "page-0123456789abcdef"
 SECRET = "zebra-quartz"

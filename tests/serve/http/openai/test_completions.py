@@ -10,7 +10,8 @@ import pytest
 
 from serve import Engine
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.http.fakes_http import FakeEngine, Served, ServerThread, run_with_server
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import Served, ServerThread, run_with_server
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "fake", "prompt": "abc", "max_tokens": 3}

@@ -11,7 +11,7 @@ import pytest
 
 from serve import Engine
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.http.fakes_http import ServerThread
+from tests.support.http.running_server import ServerThread
 
 TEXTS = ["the quick brown fox", "a page is mapped", "naïve 👍🏽"]
 

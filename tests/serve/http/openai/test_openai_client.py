@@ -12,7 +12,8 @@ import pytest
 from serve import Engine
 from serve.config import default_model_path
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.http.fakes_http import FakeEngine, ServerThread
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import ServerThread
 
 TEXT = "naïve\n\ndata: 👍🏽 done"
 USER: Any = [{"role": "user", "content": "hello"}]

@@ -16,7 +16,7 @@ from serve import Engine, __version__
 from serve.http import HttpServer, HttpSettings
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.http.fakes_http import ServerThread
+from tests.support.http.running_server import ServerThread
 
 TEXT = "the quick brown fox, naïve 👍🏽 日本語"
 MESSAGES = [{"role": "user", "content": "hello"}]

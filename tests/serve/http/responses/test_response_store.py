@@ -10,7 +10,8 @@ import uvloop
 
 from serve.http import HttpServer, HttpSettings
 from serve.http.responses.store import ENTRY_BYTES, ResponseStore, StoredResponse
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import Served, run_with_server
 
 
 def stored(owner: str = "", size: int = 100, item_id: str = "") -> StoredResponse:

@@ -12,8 +12,9 @@ from openai.types.responses import Response
 from serve.errors import GenerationError
 from serve.text.chat_parser import choose_format
 from serve.text.chat_parser.parts import Part, Reasoning, Text
-from tests.support.http.fakes_http import FakeEngine, ServerThread
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.official_clients import openai_client
+from tests.support.http.running_server import ServerThread
 from tests.support.http.scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, SCRIPT, script_answers
 
 TEXT = "naïve\n\nevent: 👍🏽 done"

@@ -11,8 +11,8 @@ import pydantic
 import pytest
 
 from serve import Engine
-from tests.support.http.fakes_http import ServerThread
 from tests.support.http.official_clients import openai_client
+from tests.support.http.running_server import ServerThread
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import Served, run_with_server
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}

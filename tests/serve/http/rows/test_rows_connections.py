@@ -19,8 +19,9 @@ from typing import IO
 import pytest
 
 from serve.http.edge.connection import Connection
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, request
+from tests.support.http.running_server import Served, run_with_server
 
 pytestmark = [
     pytest.mark.timing,

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import CHUNKED, RAW_BODY, request
+from tests.support.http.running_server import Served, run_with_server
 
 pytestmark = pytest.mark.usefixtures("nothing_in_the_log")
 

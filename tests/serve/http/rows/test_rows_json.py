@@ -15,8 +15,9 @@ from serve.http.openai.requests import CHAT as CHAT_BODY
 from serve.http.openai.requests import COMPLETION as COMPLETION_BODY
 from serve.http.schema.fields import FieldType, Integer, Number
 from tests.serve.http.edge.test_json_body import REFUSED
-from tests.support.http.fakes_http import FakeEngine, RawAnswer, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, request
+from tests.support.http.running_server import RawAnswer, Served, run_with_server
 
 pytestmark = pytest.mark.usefixtures("nothing_in_the_log")
 

@@ -18,8 +18,9 @@ from serve.text.tokenizer import Tokenizer
 from tests.support.engine.checkpoints import checkpoint, edit_json
 from tests.support.engine.child import last_json, output_of
 from tests.support.engine.tokenizer_files import make_directory
-from tests.support.http.fakes_http import FakeEngine, Served, ServerThread, run_with_server
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT
+from tests.support.http.running_server import Served, ServerThread, run_with_server
 
 COMPLETIONS = "/v1/completions"
 CONTEXT = 64

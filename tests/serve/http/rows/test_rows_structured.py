@@ -19,7 +19,7 @@ from serve.structured.compiler import MAX_CACHE_BYTES, MAX_GRAMMARS, GrammarCach
 from serve.structured_output import StructuredOutput
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.http.fakes_http import ServerThread
+from tests.support.http.running_server import ServerThread
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -8,7 +8,8 @@ import pytest
 
 from serve.errors import ConfigError
 from serve.http import HttpSettings
-from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.running_server import Served, run_with_server
 
 BODY = {"model": "fake", "prompt": "hi"}
 STRANGE = {"zap": 1, "bad\r\nx-evil: 1": 2, "k" * 9000: 3, "naïve": 4, "none": None}
