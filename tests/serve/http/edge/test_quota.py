@@ -11,24 +11,16 @@ import pytest
 from serve.http.edge.errors import ApiError
 from serve.http.edge.keys import ApiKey, KeyLimits
 from serve.http.edge.quota import Quotas
+from tests.support.http.api_keys import ALICE, BOB, bearer, write_keys
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
 from tests.support.http.running_server import Served, run_with_server
 
-ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdefgh"
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
 
 def key_file(tmp_path: Path, **limits: int) -> str:
-    """alice has the limits, bob has none."""
-    path = tmp_path / "keys.json"
+    """Writes a file in which alice has the limits and bob has none."""
     keys = [{"name": "alice", "key": ALICE, **limits}, {"name": "bob", "key": BOB}]
-    path.write_text(json.dumps({"keys": keys}))
-    path.chmod(0o600)
-    return str(path)
+    return write_keys(tmp_path / "keys.json", json.dumps({"keys": keys}))
 
 
 class Clock:
