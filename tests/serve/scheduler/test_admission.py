@@ -1,4 +1,4 @@
-"""The future-peak formula against futures played step by step, and every policy in a scheduler."""
+"""The peak forecast equals a step-by-step simulation; every memory policy serves its requests."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.support.engine.fakes import make_kv, make_seq
 EOS = 1
 
 
-def played(kv, sequences, step):
-    """Pages of the fullest step: each (end, start) holds start + t tokens until t = end."""
+def simulated_peak(kv, sequences, step):
+    """Returns the pages of the fullest step: (end, start) holds start + t tokens until t = end."""
     last = max(end for end, _ in sequences)
     return max(
         sum(kv.layout.pages_at(start + t) for end, start in sequences if end >= t)
@@ -35,35 +35,35 @@ def played(kv, sequences, step):
     )
 
 
-def futures(rng, step):
+def random_loads(rng, step):
     for _ in range(200):
         yield [
             (step + rng.randint(0, 60), rng.randint(1, 40) - step) for _ in range(rng.randint(1, 9))
         ]
 
 
-def filled(sequences):
-    future = MemoryForecast()
+def forecast_of(sequences):
+    forecast = MemoryForecast()
     for key, (end, start) in enumerate(sequences):
-        future.add((end, start, key))
-    return future
+        forecast.add((end, start, key))
+    return forecast
 
 
-def test_the_peak_is_that_of_the_future_played_out():
-    """With a token to a page nothing is rounded, and the formula is exact."""
+def test_the_peak_equals_the_simulated_peak():
+    """The formula is exact with one token per page, since nothing is rounded."""
     kv, _ = make_kv(tokens_per_page=1)
-    for sequences in futures(random.Random(0), step=1000):
-        assert filled(sequences).peak_pages(kv, 100) == played(kv, sequences, 1000)
+    for sequences in random_loads(random.Random(0), step=1000):
+        assert forecast_of(sequences).peak_pages(kv, 100) == simulated_peak(kv, sequences, 1000)
 
 
-def test_with_rounding_the_peak_is_off_by_less_than_half_a_page_each():
+def test_with_rounding_the_peak_is_off_by_less_than_half_a_page_per_sequence():
     kv, _ = make_kv(tokens_per_page=4)
-    for sequences in futures(random.Random(1), step=77):
-        real = played(kv, sequences, 77)
-        found = filled(sequences).peak_pages(kv, real)
-        assert real - len(sequences) / 2 <= found <= real
-        rough = filled(sequences).peak_pages(kv, 10**6)
-        assert abs(rough - real) <= len(sequences)
+    for sequences in random_loads(random.Random(1), step=77):
+        actual = simulated_peak(kv, sequences, 77)
+        near_capacity = forecast_of(sequences).peak_pages(kv, actual)
+        assert actual - len(sequences) / 2 <= near_capacity <= actual
+        far_from_capacity = forecast_of(sequences).peak_pages(kv, 10**6)
+        assert abs(far_from_capacity - actual) <= len(sequences)
 
 
 WINDOWS = [
@@ -80,35 +80,35 @@ WINDOWS = [
 @pytest.mark.parametrize("groups", WINDOWS)
 @pytest.mark.parametrize("tokens_per_page", [1, 4])
 def test_windows_bound_the_peak(groups, tokens_per_page):
-    """Off by less than half a page for each group of each sequence, exact near the capacity."""
+    """The forecast is off by at most a page per group and sequence, near the capacity by half."""
     kv, _ = make_kv(tokens_per_page=tokens_per_page, groups=groups)
     without = tuple(replace(group, window=None) for group in groups)
     kv_without, _ = make_kv(tokens_per_page=tokens_per_page, groups=without)
     bounded = 0
-    for sequences in futures(random.Random(2), step=50):
-        real = played(kv, sequences, 50)
+    for sequences in random_loads(random.Random(2), step=50):
+        actual = simulated_peak(kv, sequences, 50)
         allowed = len(sequences) * len(groups)
-        assert real - allowed / 2 <= filled(sequences).peak_pages(kv, real) <= real
-        assert abs(filled(sequences).peak_pages(kv, 10**6) - real) <= allowed
-        bounded += real < played(kv_without, sequences, 50)
+        assert actual - allowed / 2 <= forecast_of(sequences).peak_pages(kv, actual) <= actual
+        assert abs(forecast_of(sequences).peak_pages(kv, 10**6) - actual) <= allowed
+        bounded += actual < simulated_peak(kv_without, sequences, 50)
     assert bounded > 100
 
 
-def test_who_has_left_a_future_needs_nothing():
+def test_a_removed_sequence_needs_no_pages():
     kv, _ = make_kv(tokens_per_page=1)
-    future = filled([(10, 5), (10, 5), (20, 1)])
-    assert future.peak_pages(kv, 100) == 15 + 15 + 11
-    future.remove((10, 5, 1))
-    assert future.peak_pages(kv, 100) == 15 + 11
-    assert future.overdue(10) == []
-    assert future.overdue(11) == [(10, 5, 0)]
-    future.remove((10, 5, 0))
-    future.remove((20, 1, 2))
-    assert future.peak_pages(kv, 100) == 0
+    forecast = forecast_of([(10, 5), (10, 5), (20, 1)])
+    assert forecast.peak_pages(kv, 100) == 15 + 15 + 11
+    forecast.remove((10, 5, 1))
+    assert forecast.peak_pages(kv, 100) == 15 + 11
+    assert forecast.overdue(10) == []
+    assert forecast.overdue(11) == [(10, 5, 0)]
+    forecast.remove((10, 5, 0))
+    forecast.remove((20, 1, 2))
+    assert forecast.peak_pages(kv, 100) == 0
 
 
 class Rig:
-    """A scheduler whose sequences end at the lengths it is told."""
+    """A scheduler whose sequences end at given lengths."""
 
     def __init__(self, policy, num_pages=64, tokens_per_page=4, seqs=12, rows=64):
         self.kv, _ = make_kv(num_pages, num_ranges=seqs, tokens_per_page=tokens_per_page)
@@ -152,7 +152,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("policy", [*MEMORY_POLICIES, "oracle"])
-def test_every_policy_serves_a_crowd_to_its_end(policy):
+def test_every_policy_finishes_all_requests(policy):
     rng = random.Random(3)
     rig = Rig(policy)
     for _ in range(150):
@@ -165,20 +165,20 @@ def test_every_policy_serves_a_crowd_to_its_end(policy):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_oracle_is_hardly_ever_wrong(seed):
-    """With a token to a page its peaks are exact; when a prompt will be done is an estimate."""
+def test_the_oracle_rarely_preempts(seed):
+    """Its peaks are exact with one token per page, but the end of a prefill is an estimate."""
     rng = random.Random(seed)
     rig = Rig("oracle", num_pages=256, tokens_per_page=1)
     for _ in range(150):
         rig.add(rng.randint(1, 60), min(60, 1 + int(rng.expovariate(1 / 15))))
     rig.run()
     assert rig.scheduler.num_preemptions <= 2
-    assert rig.most_running > 4, "more than the worst case lets in"
+    assert rig.most_running > 4, "more than the worst case admits"
 
 
 @pytest.mark.parametrize("policy", [*MEMORY_POLICIES, "oracle"])
-def test_who_fits_alone_is_served_whatever_is_predicted(policy):
-    """32 pages of 4 tokens hold exactly one sequence of the whole context."""
+def test_a_sequence_of_full_context_is_served_under_every_policy(policy):
+    """The 32 pages of 4 tokens hold exactly one sequence of the full context."""
     rig = Rig(policy, num_pages=32)
     for _ in range(6):
         rig.add(68, 60, max_tokens=60)
@@ -197,8 +197,8 @@ def test_worst_case_counts_max_tokens():
     assert rig.most_running == 2
 
 
-def test_the_oracle_admits_what_will_fit_and_no_more():
-    """Two that end after 20 tokens, then a third for which there is room only afterwards."""
+def test_the_oracle_admits_exactly_what_fits():
+    """Two sequences of 20 tokens are admitted; the third fits only after they end."""
     rig = Rig("oracle", num_pages=60, tokens_per_page=1)
     for length in (20, 20, 20):
         rig.add(10, length)
@@ -238,8 +238,8 @@ def test_predicted_is_nearer_to_the_oracle_than_the_worst_case():
     assert steps["predicted"] < 1.15 * steps["oracle"]
 
 
-class Longer:
-    """A predictor that is always too short by one token, and counts."""
+class NextTokenPredictor:
+    """Predicts that every answer ends at the next token, and records what it observes."""
 
     def __init__(self):
         self.num_asked = 0
@@ -256,8 +256,8 @@ class Longer:
         self.cut.append(num_output)
 
 
-def test_a_predictor_of_ones_own_is_asked_again_when_it_was_wrong():
-    predictor = Longer()
+def test_a_custom_predictor_is_asked_again_after_a_wrong_prediction():
+    predictor = NextTokenPredictor()
     rig = Rig(lambda kv, rows: PredictedPeak(kv, rows, predictor), num_pages=24)
     for _ in range(5):
         rig.add(20, 30)
@@ -271,7 +271,7 @@ def test_a_predictor_of_ones_own_is_asked_again_when_it_was_wrong():
     assert rig.policy.reserve > 0.05, "preemptions raise the reserve"
 
 
-def test_asking_again_is_not_trying_ones_luck_again():
+def test_a_waiting_sequence_keeps_its_predicted_length():
     draws = []
 
     def draw(sequence, k):
@@ -287,7 +287,7 @@ def test_asking_again_is_not_trying_ones_luck_again():
     assert draws == [draws[0], second]
 
 
-def test_the_reserve_falls_while_nobody_is_preempted():
+def test_the_reserve_falls_without_preemptions():
     rig = Rig("predicted")
     for _ in range(300):
         rig.add(4, 2)
@@ -296,7 +296,7 @@ def test_the_reserve_falls_while_nobody_is_preempted():
 
 
 @pytest.mark.parametrize("policy", MEMORY_POLICIES)
-def test_books_are_empty_after_random_arrivals_and_aborts(policy):
+def test_accounting_is_empty_after_random_arrivals_and_aborts(policy):
     rng = random.Random(11)
     rig = Rig(policy, num_pages=48)
     live = []
@@ -314,5 +314,5 @@ def test_books_are_empty_after_random_arrivals_and_aborts(policy):
         assert rig.policy._reserved == 0
     if isinstance(rig.policy, PredictedPeak):
         assert not rig.policy._members and not rig.policy._keys and not rig.policy._arrivals
-        assert all(not future.entries for future in rig.policy._forecasts)
+        assert all(not forecast.entries for forecast in rig.policy._forecasts)
         assert rig.policy._asked is rig.policy._refused is None

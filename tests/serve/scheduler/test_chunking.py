@@ -1,4 +1,4 @@
-"""Prompts by time and by slack: the real scheduler on a clock that a known law moves."""
+"""Chunks are sized by predicted step time and prompts ordered by slack, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.engine.step_simulation import SLO_S, Simulation
 
 @pytest.mark.parametrize("slo_s", [0.08, 0.1, 0.2])
 def test_streams_keep_the_slo_beside_a_long_prompt(slo_s):
-    """From a model that has never seen prompt and streams together."""
+    """The step-time model has seen prompts and streams only separately before."""
     simulation = Simulation(slo_s, noise=0.03)
     simulation.warm_up()
     simulation.start_streams(8)
@@ -35,13 +35,13 @@ def test_streams_keep_the_slo_beside_a_long_prompt(slo_s):
     times = sorted(seconds for seconds, _ in simulation.steps)
     assert times[int(0.99 * len(times))] <= slo_s
     mixed = [seconds for seconds, names in simulation.steps[20:-1] if names]
-    assert sum(mixed) / len(mixed) > 0.6 * slo_s, "and the time there is, is used"
+    assert sum(mixed) / len(mixed) > 0.6 * slo_s, "most of the allowed time is used"
     assert simulation.scheduler.chunks.model.median_error() < 0.05
     rows = [names["long"] for _, names in simulation.steps if "long" in names]
     assert rows[10] >= rows[-2], "a chunk becomes smaller as the context grows"
 
 
-def test_nobody_to_wait_means_the_whole_budget():
+def test_a_prompt_without_streams_gets_the_whole_budget():
     simulation = Simulation(0.001)
     simulation.warm_up()
     simulation.add("alone", 1000)
@@ -49,7 +49,7 @@ def test_nobody_to_wait_means_the_whole_budget():
     assert [names["alone"] for _, names in simulation.steps] == [256, 256, 256, 232]
 
 
-def test_no_slo_means_the_whole_budget():
+def test_a_prompt_without_an_slo_gets_the_whole_budget():
     simulation = Simulation(None)
     simulation.start_streams(4)
     simulation.add("prompt", 1000)
@@ -58,8 +58,8 @@ def test_no_slo_means_the_whole_budget():
     assert simulation.scheduler.chunks.limit == 252
 
 
-def test_an_slo_that_cannot_be_kept_stops_nobody():
-    """Both prompts advance by at least 16 rows a step, although decoding alone takes longer."""
+def test_an_slo_that_cannot_be_kept_stops_no_prompt():
+    """Both prompts advance by at least 16 rows a step, although decoding alone exceeds the SLO."""
     simulation = Simulation(0.01)
     simulation.start_streams(4)
     simulation.add("long", 4000)
@@ -73,7 +73,7 @@ def test_an_slo_that_cannot_be_kept_stops_nobody():
 
 @pytest.mark.parametrize("slo_s", [SLO_S, None])
 def test_a_short_prompt_beside_a_long_one(slo_s):
-    """At most twice its time without the long one, and one step."""
+    """Its time to first token is at most twice that without the long prompt, plus a step."""
 
     def ttft(with_long):
         simulation = Simulation(slo_s)
@@ -95,8 +95,8 @@ def test_a_short_prompt_beside_a_long_one(slo_s):
 
 
 @pytest.mark.parametrize("slo_s", [SLO_S, None])
-def test_a_crowd_of_short_prompts_beside_a_long_one(slo_s):
-    """More of them than the machine can serve: the long prompt still has its share."""
+def test_many_short_prompts_beside_a_long_one(slo_s):
+    """The long prompt keeps its share when more short prompts arrive than can be served."""
     simulation = Simulation(slo_s)
     simulation.warm_up()
     simulation.start_streams(4)
@@ -113,7 +113,7 @@ def test_a_crowd_of_short_prompts_beside_a_long_one(slo_s):
     assert longest_pause <= 3
     short_rows = sum(sum(names.values()) for _, names in simulation.steps) - sum(rows)
     assert 0.3 < sum(rows) / short_rows < 2.0
-    assert len(simulation.ttft_s) > 40, "and the short ones are served beside it"
+    assert len(simulation.ttft_s) > 40, "short prompts are served beside the long one"
 
 
 @pytest.mark.parametrize("slo_s", [SLO_S, None])
@@ -129,7 +129,7 @@ def test_equal_prompts_are_first_come_first_served(slo_s, length):
     assert [name for name in simulation.ttft_s if len(name) == 1] == list("012345")
 
 
-def test_a_second_long_prompt_keeps_no_short_one_waiting():
+def test_a_second_long_prompt_does_not_delay_a_short_one():
     simulation = Simulation()
     simulation.warm_up()
     simulation.start_streams(4)
@@ -144,8 +144,8 @@ def test_a_second_long_prompt_keeps_no_short_one_waiting():
     assert simulation.ttft_s["long 0"] < simulation.ttft_s["long 1"]
 
 
-def test_long_prompts_are_let_in_up_to_a_number():
-    """Four hold memory; a short one behind them does not wait, a fifth long one does."""
+def test_at_most_four_long_prompts_are_admitted():
+    """A fifth long prompt waits for one of the four, a short prompt does not."""
     simulation = Simulation()
     simulation.warm_up()
     simulation.start_streams(4)
@@ -162,25 +162,27 @@ def test_long_prompts_are_let_in_up_to_a_number():
     assert simulation.ttft_s["behind the fifth"] < 3 * SLO_S
     assert fifth.kv_range is None and medium.kv_range is not None
     simulation.run_until(lambda: "medium" in simulation.ttft_s)
-    assert simulation.ttft_s["medium"] < simulation.now_s / 3, "longer than four steps, but not so"
+    assert simulation.ttft_s["medium"] < simulation.now_s / 3, (
+        "less than a quarter of those that run"
+    )
     simulation.run_until(lambda: "long 4" in simulation.ttft_s)
 
 
 def test_equal_long_prompts_are_computed_once():
-    """The second one waits although the first has no rows yet when it is looked at."""
+    """The second prompt waits although the first has no rows yet when it is examined."""
     simulation = Simulation(cache=True)
     simulation.warm_up()
     simulation.start_streams(4)
     first, second = (simulation.add(name, 6000) for name in ("long 0", "long 1"))
     simulation.run_until(lambda: "long 1" in simulation.ttft_s)
-    assert first.num_cached_tokens < 2000, "of the warm-up"
+    assert first.num_cached_tokens < 2000, "only what the warm-up has cached"
     assert second.num_cached_tokens > 5900
 
 
-@pytest.mark.parametrize("order", ["fcfs", "priority", "mlfq", "fair"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "mlfq", "fair"])
 @pytest.mark.parametrize("slo_s", [SLO_S, None])
-def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_rank(order, slo_s):
-    simulation = Simulation(slo_s, order=make_queue(order))
+def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_priority(policy, slo_s):
+    simulation = Simulation(slo_s, order=make_queue(policy))
     simulation.warm_up()
     simulation.start_streams(4)
     simulation.add("long", 20_000)
@@ -192,8 +194,8 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_rank(order, slo_s):
     simulation.run_until(lambda: "long" in simulation.ttft_s)
 
 
-def test_who_is_behind_in_rank_comes_after_a_long_prompt():
-    """Two of rank 0, one long; the one of rank 1 has what they leave, which is nothing."""
+def test_a_lower_priority_comes_after_a_long_prompt():
+    """Two prompts of priority 0, one of them long, leave no rows for the one of priority 1."""
     simulation = Simulation(None, order=make_queue("priority"))
     simulation.warm_up()
     simulation.start_streams(2)
@@ -211,10 +213,10 @@ def test_who_is_behind_in_rank_comes_after_a_long_prompt():
     assert simulation.ttft_s["behind"] > simulation.ttft_s["long"]
 
 
-@pytest.mark.parametrize("order", ["priority", "mlfq", "fair"])
-def test_other_orders_keep_the_slo_too(order):
-    """Also where a prompt gives its rows to another: priority and levels."""
-    simulation = Simulation(order=make_queue(order))
+@pytest.mark.parametrize("policy", ["priority", "mlfq", "fair"])
+def test_other_queue_policies_keep_the_slo(policy):
+    """This holds where a prompt gives its rows to another, as under priority and mlfq."""
+    simulation = Simulation(order=make_queue(policy))
     simulation.warm_up()
     simulation.start_streams(8)
     simulation.add("late", 4000, priority=1)
@@ -230,12 +232,12 @@ def test_other_orders_keep_the_slo_too(order):
     simulation.run_until(lambda: "late" in simulation.ttft_s)
 
 
-def test_rows_that_are_given_back_can_be_had_again():
+def test_returned_rows_can_be_taken_again():
     simulation = Simulation()
     simulation.warm_up()
     simulation.start_streams(8)
-    policy, decodes = simulation.scheduler.chunks, simulation.scheduler.running
-    budget = policy.begin([], decodes, 200, simulation.now_s)
+    chunks, decodes = simulation.scheduler.chunks, simulation.scheduler.running
+    budget = chunks.begin([], decodes, 200, simulation.now_s)
     rows = budget.rows_for(0, 200)
     assert 16 < rows < 200
     budget.take(rows, 0)
@@ -247,11 +249,11 @@ def test_rows_that_are_given_back_can_be_had_again():
     deep = budget.rows_for(9000, 200)
     budget.take(deep, 9000)
     budget.give_back(deep, 9000)
-    assert budget.rows_for(0, 200) == rows, "nothing is left of the deep one"
+    assert budget.rows_for(0, 200) == rows, "the deep prompt leaves no trace"
 
 
-def test_who_comes_first_has_rows_although_another_gave_them_back():
-    """An SLO that cannot be kept gives 16 rows to the first; that is whoever is left."""
+def test_the_minimum_of_rows_can_be_returned_and_taken_again():
+    """An SLO that cannot be kept gives 16 rows to the first prompt, whichever is left."""
     simulation = Simulation(0.001)
     simulation.start_streams(4)
     budget = simulation.scheduler.chunks.begin([], simulation.scheduler.running, 200, 0.0)
@@ -264,37 +266,37 @@ def test_who_comes_first_has_rows_although_another_gave_them_back():
 
 def test_prompts_take_longer_beside_streams():
     simulation = Simulation()
-    assert simulation.scheduler.chunks.slowdown([]) == 1.0, "nothing is known"
+    assert simulation.scheduler.chunks.slowdown([]) == 1.0, "nothing has been measured"
     simulation.warm_up()
     assert simulation.scheduler.chunks.slowdown([]) == pytest.approx(1.0, abs=0.1)
     simulation.start_streams(8)
     scheduler = simulation.scheduler
     slowdown = scheduler.chunks.slowdown(scheduler.running)
-    asking = SimpleNamespace(prompt_token_ids=range(2000))
-    predicted_s = predicted_ttft_s(scheduler, asking, 2000, 0.0, 0)
+    request = SimpleNamespace(prompt_token_ids=range(2000))
+    predicted_s = predicted_ttft_s(scheduler, request, 2000, 0.0, 0)
     simulation.add("prompt", 2000)
     simulation.run_until(lambda: "prompt" in simulation.ttft_s)
     assert slowdown > 1.2
     assert simulation.ttft_s["prompt"] == pytest.approx(predicted_s, rel=0.2)
 
 
-def test_who_is_late_comes_first():
-    """A prompt of 900 tokens has waited for its time; one of 800 has just come."""
+def test_the_prompt_with_the_least_slack_comes_first():
+    """A prompt of 900 tokens has waited for its own prefill time; one of 800 has just arrived."""
     simulation = Simulation(slo_s=None, budget=256)
     simulation.warm_up()
-    policy = simulation.scheduler.chunks
+    chunks = simulation.scheduler.chunks
     late = simulation.add("late", 900)
     simulation.now_s += 5.0
     fresh = simulation.add("fresh", 800)
-    budget = policy.begin([(0, fresh), (0, late)], [], 256, simulation.now_s)
+    budget = chunks.begin([(0, fresh), (0, late)], [], 256, simulation.now_s)
     assert budget.shorts == [late, fresh]
-    small = simulation.add("small", 10)  # much time to spare, for its size
-    budget = policy.begin([(0, small), (0, fresh), (0, late)], [], 256, simulation.now_s)
+    small = simulation.add("small", 10)  # has much slack for its size
+    budget = chunks.begin([(0, small), (0, fresh), (0, late)], [], 256, simulation.now_s)
     assert budget.shorts == [late, fresh, small]
 
 
 class Bench:
-    """A core whose loop a test turns by hand; the clock ticks a second at every look."""
+    """A core that a test steps by hand; each reading of the clock advances it by a second."""
 
     def __init__(self):
         kv, _ = make_kv()
@@ -327,8 +329,8 @@ class Bench:
             self.scheduler.add(make_sequences(request, frozenset())[0])
 
 
-def test_a_failed_step_teaches_nothing():
-    """Nor do the parts of it that run again."""
+def test_the_model_does_not_learn_from_a_failed_step():
+    """It does not learn from the parts that run again either."""
     with Bench() as bench:
         bench.add("a", "b")
         core, model = bench.core, bench.model
@@ -337,9 +339,9 @@ def test_a_failed_step_teaches_nothing():
         bench.bad.append(bench.scheduler.running[0])
         core._step()
         assert model.median_error() is None and len(bench.scheduler.running) == 1
-        assert core.stats().num_steps == 2, "the innocent one ran"
+        assert core.stats().num_steps == 2, "the other sequence ran"
         core._step()
-        # from the end of the last part that ran through; others read the clock twice
+        # from the end of the last part that succeeded; other steps read the clock twice
         assert model.predict(make_work(1, 4)) == pytest.approx(3.0)
         core._step()
         assert core.stats().step_time_error is not None
@@ -351,7 +353,7 @@ def test_idle_time_belongs_to_no_step():
         bench.add("a")
         bench.core._step()
         bench.core._step()
-        assert bench.model.last_step_s == 2.0, "from the end of the one before"
+        assert bench.model.last_step_s == 2.0, "from the end of the previous step"
         bench.scheduler.finish(bench.scheduler.running[0], FinishReason.ABORT)
         bench.core._inbox.put(None)
         assert not bench.core._handle_messages()
@@ -362,23 +364,23 @@ def test_idle_time_belongs_to_no_step():
         assert bench.model.last_step_s == 1.0
 
 
-def test_steps_that_only_decode_teach_less_often_when_they_have_taught_enough():
+def test_the_model_learns_less_often_from_decode_steps_once_it_knows_them():
     simulation = Simulation()
     simulation.start_streams(4, num_tokens=1000)
-    model, taught = simulation.scheduler.chunks.model, []
-    model.learn = lambda work, seconds: taught.append(work.num_chunks)
+    model, learned = simulation.scheduler.chunks.model, []
+    model.learn = lambda work, seconds: learned.append(work.num_chunks)
     assert not model.knows_decoding
     for _ in range(8):
         simulation.step()
-    assert taught == [0] * 8
+    assert learned == [0] * 8
     del model.learn
     for _ in range(64):
         simulation.step()
     assert model.knows_decoding
-    model.learn = lambda work, seconds: taught.append(work.num_chunks)
-    taught.clear()
+    model.learn = lambda work, seconds: learned.append(work.num_chunks)
+    learned.clear()
     for _ in range(8):
         simulation.step()
     simulation.add("prompt", 64)
     simulation.step()
-    assert taught == [0, 0, 1]
+    assert learned == [0, 0, 1]

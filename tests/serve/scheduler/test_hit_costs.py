@@ -1,4 +1,4 @@
-"""What a prefix hit costs against computing: loading, mapping, and memory that is shared."""
+"""A prefix hit is used only where loading and mapping it is cheaper than computing it."""
 
 from __future__ import annotations
 
@@ -27,35 +27,37 @@ class Clock:
         return self.now_s
 
 
-def test_load_times_are_of_batches_and_seen_when_they_end():
+def test_load_times_are_measured_by_batch_at_its_end():
     clock = Clock()
     times = LoadTimes(clock)
     assert times.seconds(100) == 0.0
 
-    def batch(num_pages, seconds, looked_at_after_s):
+    def batch(num_pages, seconds, observed_after_s):
         futures = [Future() for _ in range(num_pages)]
         times.begin(futures)
         clock.now_s += seconds
         for future in futures:
             future.set_result(True)
-        clock.now_s += looked_at_after_s
+        clock.now_s += observed_after_s
         times.end()
 
-    batch(10, 0.1, looked_at_after_s=5.0)
+    batch(10, 0.1, observed_after_s=5.0)
     assert times.seconds(100) == pytest.approx(1.0)
-    batch(4, 0.08, looked_at_after_s=0.0)
+    batch(4, 0.08, observed_after_s=0.0)
     assert times.seconds(1) == pytest.approx(0.8 * 0.01 + 0.2 * 0.02)
     times.end()
-    assert times.seconds(1) == pytest.approx(0.012), "nothing was under way"
-    batch(1, 20.0, looked_at_after_s=0.0)
-    assert times.seconds(1) == pytest.approx(0.012 * (0.8 + 0.2 * 4)), "it hung once"
+    assert times.seconds(1) == pytest.approx(0.012), "no load was in progress"
+    batch(1, 20.0, observed_after_s=0.0)
+    assert times.seconds(1) == pytest.approx(0.012 * (0.8 + 0.2 * 4)), (
+        "an outlier counts four times at most"
+    )
     times.begin([Future()])
     times.end()
-    assert times.seconds(1) == pytest.approx(0.0192), "whose end was not noted yet"
+    assert times.seconds(1) == pytest.approx(0.0192), "its end has not been noted yet"
 
 
 class Rig:
-    """A scheduler whose prompts are known to memory or to the store. A row takes row_s."""
+    """A scheduler with a prefix cache in memory and, on request, a page store."""
 
     def __init__(self, num_pages=64, with_store=False, policy=None, budget=256):
         self.kv, self.memory = make_kv(num_pages, 4, 128)
@@ -67,7 +69,7 @@ class Rig:
         if with_store:
             self.kv.prefixes.use_store(self.store, lambda page: page, lambda: None)
 
-    def teach(self, row_s):
+    def learn_row_time(self, row_s):
         self.scheduler.chunks.model.learn(StepWork(num_rows=100, num_chunks=1), 100 * row_s)
 
     def add(self, name, prompt=PROMPT, **params):
@@ -87,28 +89,28 @@ class Rig:
         while self.scheduler.has_work():
             self.step()
 
-    def forget_memory(self):
-        """Only the store knows the pages now."""
+    def evict_all(self):
+        """Evicts all cached pages, so that only the store has them."""
         while self.kv.prefixes.write_unwritten():
             pass
         while self.kv.num_cached:
             self.kv.prefixes.evict()
 
 
-def test_what_is_computed_sooner_than_loaded_is_computed():
+def test_a_prefix_that_is_faster_to_compute_than_to_load_is_computed():
     rig = Rig(with_store=True)
     rig.add("first", num_tokens=2)
     rig.run()
-    rig.forget_memory()
+    rig.evict_all()
     times = rig.kv.prefixes.load_times
     times._page_s = 1e-3  # 15 pages: 15 ms
-    rig.teach(row_s=2e-4)  # 59 rows: 12 ms
+    rig.learn_row_time(row_s=2e-4)  # 59 rows: 12 ms
     slow = rig.add("slow disk", num_tokens=2)
     rig.run()
     stats = rig.kv.prefixes.stats
     assert (slow.num_cached_tokens, stats.num_loaded, stats.num_declined) == (0, 0, 1)
-    assert times.seconds(1) == pytest.approx(0.95e-3), "it will be tried again"
-    rig.forget_memory()
+    assert times.seconds(1) == pytest.approx(0.95e-3), "loading is tried again"
+    rig.evict_all()
     times._page_s = 1e-5
     quick = rig.add("quick disk", num_tokens=2)
     rig.run()
@@ -117,27 +119,27 @@ def test_what_is_computed_sooner_than_loaded_is_computed():
     rig.kv.check_integrity()
 
 
-def test_nothing_known_means_loading():
+def test_a_prefix_is_loaded_while_row_times_are_unknown():
     rig = Rig(with_store=True)
     rig.add("first", num_tokens=2)
     rig.run()
-    rig.forget_memory()
+    rig.evict_all()
     rig.kv.prefixes.load_times._page_s = 1.0
     assert rig.add("second", num_tokens=2)
     rig.run()
     assert rig.kv.prefixes.stats.num_loaded == 15
 
 
-def test_what_is_computed_sooner_than_mapped_is_computed():
+def test_a_prefix_that_is_faster_to_compute_than_to_map_is_computed():
     rig = Rig()
     rig.add("first", num_tokens=2)
     rig.run()
-    rig.teach(row_s=1e-6)
+    rig.learn_row_time(row_s=1e-6)
     mapping = rig.kv.space.stats
     mapping.num_calls, mapping.seconds = 10, 1.0
-    dear = rig.add("dear", num_tokens=2)
+    expensive = rig.add("expensive", num_tokens=2)
     rig.run()
-    assert dear.num_cached_tokens == 0
+    assert expensive.num_cached_tokens == 0
     mapping.num_calls, mapping.seconds = 10, 1e-6
     cheap = rig.add("cheap", num_tokens=2)
     rig.run()
@@ -152,9 +154,9 @@ def test_what_is_computed_sooner_than_mapped_is_computed():
         lambda kv: Oracle(kv, lambda sequence: sequence.request.params.max_tokens, 256),
     ],
 )
-def test_pages_that_several_share_count_once(policy):
-    """24 pages: one sequence needs 17. Three that begin alike need 17 + 3 + 3; three others
-    do not fit together."""
+def test_shared_pages_count_once(policy):
+    """A sequence needs 17 of the 24 pages; three with a common prefix need 17 + 3 + 3, and
+    without one they do not fit together."""
     rig = Rig(num_pages=24, policy=policy)
     rig.add("a", num_tokens=8, ignore_eos=True)
     rig.step()

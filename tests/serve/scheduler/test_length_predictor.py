@@ -1,4 +1,4 @@
-"""Predicted lengths: against a law computed the slow way, and against known distributions."""
+"""Predicted lengths match a naive computation and known distributions."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def prior(length):
 
 
 def slow_quantile(levels, num_output, level, longest):
-    """levels: lists of lengths, the most specific first."""
+    """Computes the quantile naively; levels: lists of lengths, the most specific first."""
 
     def survival(length):
-        found, left = 0.0, 1.0
+        total, left = 0.0, 1.0
         for lengths in levels:
             if lengths:
                 own = len(lengths) / (len(lengths) + SHRINK)
-                found += left * own * sum(n > length for n in lengths) / len(lengths)
+                total += left * own * sum(n > length for n in lengths) / len(lengths)
                 left *= 1 - own
-        return found + left * prior(length)
+        return total + left * prior(length)
 
     allowed = (1 - level) * survival(num_output)
     for length in range(num_output + 1, longest):
@@ -65,15 +65,15 @@ def test_quantiles_are_those_of_the_mixture():
         assert found == expected, (client, num_prompt, num_output, level)
 
 
-def test_before_any_answer_stands_a_prior():
+def test_the_prior_predicts_before_any_answer():
     predictor = HistoryPredictor()
     assert predictor.quantile(request(), 0, 0.5) == 128
     assert predictor.quantile(request(), 0, 0.9) == 554
     assert predictor.quantile(request(max_tokens=100), 0, 0.9) == 100
 
 
-def test_a_level_with_few_answers_leans_on_the_one_above():
-    """30 answers of length 10 weigh half; of a million others the median is 1,000."""
+def test_a_level_with_few_answers_uses_the_level_above():
+    """A client's n answers weigh n / (n + 30) beside all others, whose median is 1,000."""
     predictor = HistoryPredictor(window=1000)
     for _ in range(1000):
         predictor.observe(request("other"), 1000)
@@ -87,7 +87,7 @@ def test_a_level_with_few_answers_leans_on_the_one_above():
         assert fresh.quantile(request("new"), 0, level) == expected, (count, level)
 
 
-def test_a_growing_answer_moves_along_the_tail():
+def test_a_growing_answer_is_predicted_by_the_tail():
     predictor = HistoryPredictor()
     for length in range(1, 201):
         predictor.observe(request(), length)
@@ -95,7 +95,7 @@ def test_a_growing_answer_moves_along_the_tail():
     assert medians == sorted(medians)
     assert [round(m, -1) for m in medians[:3]] == [100, 130, 150]
     beyond = predictor.quantile(request(), 300, 0.5)
-    assert 400 < beyond < 700, "longer than all: it goes on for about as long again"
+    assert 400 < beyond < 700, "an answer longer than all others is expected to double"
 
 
 def test_the_request_sets_the_bounds():
@@ -109,17 +109,17 @@ def test_the_request_sets_the_bounds():
     assert predictor.quantile(request(ignore_eos=True, stop="x", max_tokens=700), 0, 0.1) < 60
 
 
-def test_lengths_that_were_asked_for_teach_nothing():
+def test_lengths_fixed_by_the_request_are_not_learned():
     predictor = HistoryPredictor()
-    wished = request(ignore_eos=True, max_tokens=700)
+    fixed = request(ignore_eos=True, max_tokens=700)
     for _ in range(100):
-        predictor.observe(wished, 700)
-        predictor.observe_cut(wished, 700)
+        predictor.observe(fixed, 700)
+        predictor.observe_cut(fixed, 700)
     assert len(predictor) == 0
     assert predictor.quantile(request(), 0, 0.5) == 128
 
 
-def test_memory_is_bounded_and_the_old_is_forgotten():
+def test_memory_is_bounded_and_old_lengths_are_dropped():
     predictor = HistoryPredictor(window=20, max_keys=6)
     for i in range(50):
         predictor.observe(request(f"client-{i}"), 10)
@@ -131,8 +131,8 @@ def test_memory_is_bounded_and_the_old_is_forgotten():
 
 
 @pytest.mark.parametrize("cut_at", [100, 150])
-def test_cut_answers_are_longer_than_they_look(cut_at):
-    """Two in three clients hang up early; the third shows how long answers really are."""
+def test_cut_answers_count_as_lower_bounds(cut_at):
+    """Two thirds of the clients disconnect early; the others show the true distribution."""
     rng = random.Random(1)
     predictor, naive = HistoryPredictor(window=1000), HistoryPredictor(window=1000)
     lengths = []
@@ -152,7 +152,7 @@ def test_cut_answers_are_longer_than_they_look(cut_at):
     assert naive.quantile(request(), 0, 0.9) < 0.85 * real
 
 
-def test_a_client_that_always_cuts_does_not_run_away():
+def test_predictions_stay_bounded_for_a_client_that_always_cuts():
     predictor = HistoryPredictor()
     for _ in range(3000):
         predictor.observe_cut(request(max_tokens=64), 64)
@@ -160,7 +160,7 @@ def test_a_client_that_always_cuts_does_not_run_away():
 
 
 def test_calibration_on_known_distributions():
-    """Two clients whose answers differ tenfold: predicted before each answer, then observed."""
+    """Two clients have answers that differ tenfold; each answer is predicted, then observed."""
     rng = random.Random(2)
     predictor = HistoryPredictor()
     within = {0.5: 0, 0.9: 0}
@@ -175,17 +175,17 @@ def test_calibration_on_known_distributions():
     assert 0.88 < within[0.9] / 2700 < 0.92
 
 
-class Mine:
-    """A user's predictor that says what it is told to."""
+class CustomPredictor:
+    """A user's predictor that returns or raises a given value."""
 
-    def __init__(self, says=7):
-        self.says = says
+    def __init__(self, value=7):
+        self.value = value
         self.observed = []
 
     def quantile(self, request, num_output, level):
-        if isinstance(self.says, Exception):
-            raise self.says
-        return self.says
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
 
     def observe(self, request, num_output):
         self.observed.append(num_output)
@@ -194,45 +194,50 @@ class Mine:
         raise RuntimeError("no")
 
 
-def test_a_users_predictor_is_asked_and_told():
-    mine = Mine(1_000_000)
+def test_a_users_predictor_is_used_and_observes():
+    custom = CustomPredictor(1_000_000)
     with LLM(
-        str(checkpoint("llama")), length_predictor=mine, kv_cache_bytes=4 << 20, max_num_seqs=2
+        str(checkpoint("llama")), length_predictor=custom, kv_cache_bytes=4 << 20, max_num_seqs=2
     ) as llm:
         llm.generate(
             [{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4), use_tqdm=False
         )
         policy = llm._loaded.core._scheduler.policy
         assert isinstance(policy.predictor, GuardedPredictor)
-        assert len(mine.observed) <= 1
+        assert len(custom.observed) <= 1
 
 
-@pytest.mark.parametrize(("says", "expected"), [(7, 7), (1e9, 50), (-3, 6), (5.9, 6)])
-def test_what_a_predictor_says_is_kept_in_bounds(says, expected):
-    asking = make_request(num_tokens=50)
-    assert GuardedPredictor(Mine(says)).quantile(asking, 5, 0.5) == expected
+@pytest.mark.parametrize(("value", "expected"), [(7, 7), (1e9, 50), (-3, 6), (5.9, 6)])
+def test_predictions_are_clamped(value, expected):
+    request_of_50 = make_request(num_tokens=50)
+    assert GuardedPredictor(CustomPredictor(value)).quantile(request_of_50, 5, 0.5) == expected
 
 
-@pytest.mark.parametrize("says", [ValueError("bad"), None, float("nan"), float("inf")])
-def test_past_answers_predict_where_a_predictor_fails(says, caplog):
-    mine = Mine(says)
-    if says is None:
-        mine.says = "nothing"
-    guarded, history = GuardedPredictor(mine), HistoryPredictor()
-    asking = make_request(num_tokens=50)
+@pytest.mark.parametrize("value", [ValueError("bad"), None, float("nan"), float("inf")])
+def test_history_predicts_where_a_custom_predictor_fails(value, caplog):
+    custom = CustomPredictor(value)
+    if value is None:
+        custom.value = "nothing"
+    guarded, history = GuardedPredictor(custom), HistoryPredictor()
+    request_of_50 = make_request(num_tokens=50)
     for predictor in (guarded, history):
-        predictor.observe(asking, 9)
-        predictor.observe_cut(asking, 9)
+        predictor.observe(request_of_50, 9)
+        predictor.observe_cut(request_of_50, 9)
     for level in (0.1, 0.5, 0.9):
-        assert guarded.quantile(asking, 5, level) == history.quantile(asking, 5, level)
+        assert guarded.quantile(request_of_50, 5, level) == history.quantile(
+            request_of_50, 5, level
+        )
     assert caplog.text.count("length_predictor failed") == 1
-    assert mine.observed == [9]
+    assert custom.observed == [9]
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"length_predictor": object()}, {"length_predictor": Mine(), "memory_policy": "worst_case"}],
+    [
+        {"length_predictor": object()},
+        {"length_predictor": CustomPredictor(), "memory_policy": "worst_case"},
+    ],
 )
-def test_a_predictor_that_cannot_be_used(settings):
+def test_an_unusable_predictor_is_refused(settings):
     with pytest.raises(ConfigError, match="length_predictor"):
         EngineConfig(**settings)

@@ -1,4 +1,4 @@
-"""What the orders promise: nobody starves, fair shares, short requests first."""
+"""Queue policies prevent starvation, share fairly and serve short requests first."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.engine.order_rig import Rig
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("order", QUEUE_POLICIES)
-def test_everybody_finishes_in_a_random_walk(order, seed):
-    """Arrivals, aborts and too little memory; nobody is lost and all pages come back."""
+@pytest.mark.parametrize("policy", QUEUE_POLICIES)
+def test_every_sequence_finishes_in_a_random_walk(policy, seed):
+    """No sequence or page is lost under arrivals, aborts and a shortage of memory."""
     rng = random.Random(seed)
-    rig = Rig(order, num_pages=40, max_num_seqs=rng.choice([3, 8]), budget=24)
+    rig = Rig(policy, num_pages=40, max_num_seqs=rng.choice([3, 8]), budget=24)
     live, total = [], 0
     for number in range(1200):
         if rng.random() < 0.3 and len(live) < 30:
@@ -38,7 +38,7 @@ def test_everybody_finishes_in_a_random_walk(order, seed):
             assert rig.step() is not None
         live = [s for s in live if not s.is_finished]
         queued = {id(s) for s in rig.scheduler.waiting} | {id(s) for s in rig.scheduler.running}
-        assert queued == {id(s) for s in live}, "one was lost"
+        assert queued == {id(s) for s in live}, "a sequence was lost"
         assert len(rig.scheduler.waiting) == len(list(rig.scheduler.waiting))
     assert rig.scheduler.num_preemptions > 0
     rig.run()
@@ -51,9 +51,9 @@ def test_everybody_finishes_in_a_random_walk(order, seed):
     rig.kv.check_integrity()
 
 
-def stream_of_short_ones(order):
-    """A long request, and short urgent ones that leave no slot for it for 20 seconds."""
-    rig = Rig(order, max_num_seqs=1)
+def run_beside_short_requests(policy):
+    """Runs a long request for 20 s beside short urgent ones that could take every slot."""
+    rig = Rig(policy, max_num_seqs=1)
     long = rig.add("long", num_prompt=100, num_tokens=20, priority=1, client="x")
     number = 0
     while rig.now_s < 20.0:
@@ -65,14 +65,14 @@ def stream_of_short_ones(order):
 
 
 @pytest.mark.parametrize(
-    ("order", "is_finished"), [("fcfs", True), ("mlfq", True), ("fair", True), ("priority", False)]
+    ("policy", "is_finished"), [("fcfs", True), ("mlfq", True), ("fair", True), ("priority", False)]
 )
-def test_only_priority_lets_somebody_starve(order, is_finished):
-    assert stream_of_short_ones(order).is_finished == is_finished
+def test_a_request_starves_only_under_priority(policy, is_finished):
+    assert run_beside_short_requests(policy).is_finished == is_finished
 
 
 def served(sequences):
-    """Tokens by client as the counters weigh them."""
+    """Returns the tokens of each client, weighted as the counters weigh them."""
     totals = {}
     for s in sequences:
         if s.first_scheduled_s is not None:
@@ -81,11 +81,11 @@ def served(sequences):
     return totals
 
 
-def backlog(order):
-    """Client x sends ten requests for each of y's. The served tokens after each step while both
-    have something waiting, and the most that a prompt or a full batch weighs."""
+def backlog(policy):
+    """Serves ten requests of client x for each of y's. Returns the served tokens after each step
+    while both have requests waiting, and the most that a prompt or a full batch weighs."""
     rng = random.Random(5)
-    rig = Rig(order, num_pages=200, max_num_seqs=4, budget=32)
+    rig = Rig(policy, num_pages=200, max_num_seqs=4, budget=32)
     sequences = []
     for number in range(440):
         client = "y" if number % 11 == 10 else "x"
@@ -99,8 +99,8 @@ def backlog(order):
 
 
 def test_the_fairness_bound_of_the_token_counters():
-    """Theorem of the paper: between backlogged clients at most twice the larger of a prompt's
-    and a batch's weight, however long it takes and however unequal the demand."""
+    """The paper's theorem bounds the difference between backlogged clients by twice the larger of
+    a prompt's and a batch's weight, for any time and any demand."""
     history, most = backlog("fair")
     differences = [abs(totals.get("x", 0) - totals.get("y", 0)) for totals in history]
     assert max(differences) <= 2 * most
@@ -111,28 +111,28 @@ def test_the_fairness_bound_of_the_token_counters():
     assert 7 < final["x"] / final["y"] < 14
 
 
-def latencies(order):
-    """Twelve long requests and 60 short ones that come while those run: seconds from arrival to
-    end of the short ones and of all, and when the last one ended."""
+def latencies(policy):
+    """Serves twelve long requests and 60 short ones that arrive while those run. Returns the
+    seconds from arrival to end of the short ones and of all, and when the last one ended."""
     rng = random.Random(3)
-    rig = Rig(order, num_pages=700, max_num_seqs=4, budget=32)
+    rig = Rig(policy, num_pages=700, max_num_seqs=4, budget=32)
     arrivals = [(rng.uniform(0, 3.0), f"s{number}") for number in range(60)]
     arrivals = sorted([*arrivals, *((0.0, f"l{number}") for number in range(12))])
-    came = {}
+    arrived = {}
     while arrivals or rig.scheduler.has_work():
         while arrivals and arrivals[0][0] <= rig.now_s:
             came_s, name = arrivals.pop(0)
-            came[name] = came_s
+            arrived[name] = came_s
             rig.add(name, *((90, 100) if name[0] == "l" else (8, 6)))
         if rig.step() is None:
             rig.now_s = arrivals[0][0]
-    took = {name: rig.finished_s[name] - came_s for name, came_s in came.items()}
-    return [t for n, t in took.items() if n[0] == "s"], list(took.values()), rig.now_s
+    latency_s = {name: rig.finished_s[name] - came_s for name, came_s in arrived.items()}
+    return [t for n, t in latency_s.items() if n[0] == "s"], list(latency_s.values()), rig.now_s
 
 
 def test_short_requests_do_not_wait_behind_long_ones_in_mlfq():
-    short, everybody, end_s = latencies("mlfq")
-    short_before, everybody_before, end_before_s = latencies("fcfs")
+    short, all_s, end_s = latencies("mlfq")
+    short_before, all_before, end_before_s = latencies("fcfs")
     assert fmean(short) < 0.2 * fmean(short_before)
-    assert fmean(everybody) < 0.6 * fmean(everybody_before)
-    assert end_s < 1.05 * end_before_s, "little is computed twice"
+    assert fmean(all_s) < 0.6 * fmean(all_before)
+    assert end_s < 1.05 * end_before_s, "little is recomputed"

@@ -1,4 +1,4 @@
-"""Orders in the scheduler: who gives way, and prefixes that several need."""
+"""Queue policies in the scheduler: preemption by priority, and shared prefixes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.serve.scheduler.test_scheduler import rows
 from tests.support.engine.order_rig import Rig, at_rate, names
 
 
-def test_a_lower_priority_gives_way_when_slots_are_few():
+def test_a_lower_priority_is_preempted_when_slots_are_few():
     rig = Rig("priority", max_num_seqs=2)
     low, lower = rig.add("a", priority=1), rig.add("b", priority=2)
     rig.step()
@@ -24,7 +24,7 @@ def test_a_lower_priority_gives_way_when_slots_are_few():
     assert list(rig.finished_s) == ["a", "d", "c", "b"]
 
 
-def test_nobody_gives_way_who_is_not_in_the_way():
+def test_no_sequence_is_preempted_without_need():
     rig = Rig("priority", max_num_seqs=3)
     rig.add("a", priority=1)
     rig.add("b", priority=1)
@@ -36,8 +36,8 @@ def test_nobody_gives_way_who_is_not_in_the_way():
     assert rig.run().scheduler.num_preemptions == 0
 
 
-def test_nobody_gives_way_when_it_does_not_help():
-    """c has priority over b, but a's memory is what it needs."""
+def test_no_sequence_is_preempted_when_that_frees_too_little():
+    """Sequence c has priority over b, but needs the memory of a."""
     rig = Rig("priority", num_pages=66, max_num_seqs=3, budget=256)
     rig.add("a", num_prompt=150, num_tokens=5, priority=0)
     rig.add("b", num_prompt=20, num_tokens=30, priority=2)
@@ -52,14 +52,14 @@ def test_nobody_gives_way_when_it_does_not_help():
     rig.run()
 
 
-def test_only_who_is_in_the_same_memory_gives_way():
-    """c fits into neither of two memories, although both together have room for two of it."""
+def test_only_a_sequence_in_the_same_partition_is_preempted():
+    """Sequence c fits into neither partition, although both together have room for two of it."""
     rig = Rig("priority", num_pages=64, budget=512, num_memories=2)
     first, second = (rig.add(name, num_prompt=100, num_tokens=5, priority=0) for name in "ab")
     third = rig.add("x", num_prompt=20, num_tokens=30, priority=2)
     rig.step()
-    homes = [rig.kv.partition_of(s.kv_range) for s in (first, second, third)]
-    assert homes[0] != homes[1]
+    partitions = [rig.kv.partition_of(s.kv_range) for s in (first, second, third)]
+    assert partitions[0] != partitions[1]
     rig.add("c", num_prompt=240, num_tokens=5, priority=1)
     for _ in range(3):
         rig.step()
@@ -69,22 +69,22 @@ def test_only_who_is_in_the_same_memory_gives_way():
     assert set(rig.finished_s) == {*"abxc"}
 
 
-def test_a_long_prompt_gives_its_rows_to_a_request_of_a_higher_rank():
-    """It goes on in the same step with what is left, and computes nothing again."""
-    for order in ("priority", "mlfq"):
-        rig = Rig(order, budget=16)
+def test_a_long_prompt_gives_its_rows_to_a_request_of_higher_priority():
+    """It continues in the same step with the remaining rows, and recomputes nothing."""
+    for policy in ("priority", "mlfq"):
+        rig = Rig(policy, budget=16)
         at_rate(rig.order, 1000)
         long = rig.add("l", num_prompt=200, priority=1)
         for _ in range(3):
             rig.step()
         rig.add("s", num_prompt=6, priority=0)
-        assert rows(rig.step()) == [("s", 6), ("l", 10)], order
+        assert rows(rig.step()) == [("s", 6), ("l", 10)], policy
         assert long.num_computed_tokens == 3 * 16 + 10
         assert rig.run().scheduler.num_preemptions == 0
         assert rig.num_rows == 200 + 3 + 6 + 3
 
 
-def test_a_decode_row_that_is_taken_back_is_had_by_another():
+def test_a_withdrawn_decode_row_goes_to_another_sequence():
     rig = Rig("priority", max_num_seqs=4, budget=4)
     for name in "abcd":
         rig.add(name, num_prompt=4, num_tokens=20, priority=1)
@@ -95,8 +95,8 @@ def test_a_decode_row_that_is_taken_back_is_had_by_another():
     assert rows(rig.step()) == [("a", 1), ("b", 1), ("c", 1), ("u", 1)]
 
 
-def test_who_gave_way_goes_on_with_what_it_had():
-    """Only the page that was not complete is computed again."""
+def test_a_preempted_sequence_resumes_from_its_cached_pages():
+    """Only the incomplete page is computed again."""
     rig = Rig("priority", max_num_seqs=1)
     low = rig.add("a", num_prompt=61, num_tokens=20, priority=1)
     for _ in range(10):
@@ -109,8 +109,8 @@ def test_who_gave_way_goes_on_with_what_it_had():
     assert rig.num_rows == 61 + 19 + computed % 4 + 9 + 2
 
 
-def test_rows_are_not_taken_for_ever():
-    """Every seventeenth step at least is the prompt's own."""
+def test_a_long_prompt_does_not_starve():
+    """At least every seventeenth step computes its rows."""
     rig = Rig("priority", num_pages=1000, max_num_seqs=64, budget=16)
     long = rig.add("l", num_prompt=200, priority=1)
     rig.step()
@@ -125,7 +125,7 @@ def test_rows_are_not_taken_for_ever():
     assert rig.run().scheduler.num_preemptions == 0
 
 
-def test_the_order_chooses_the_victim_when_memory_runs_out():
+def test_the_queue_policy_chooses_the_victim_when_memory_runs_out():
     rig = Rig("priority", num_pages=20, max_num_seqs=3, budget=64)
     for name, priority in (("a", 1), ("b", 0), ("c", 0)):
         rig.add(name, num_prompt=16, num_tokens=20, priority=priority)
@@ -134,7 +134,7 @@ def test_the_order_chooses_the_victim_when_memory_runs_out():
     assert list(rig.finished_s)[-1] == "a"
 
 
-def test_giving_way_does_not_count_as_a_wrong_prediction():
+def test_a_preemption_by_priority_is_not_a_wrong_prediction():
     from serve.scheduler.admission import PredictedPeak
 
     rig = Rig("priority", max_num_seqs=1)
@@ -149,9 +149,9 @@ def test_giving_way_does_not_count_as_a_wrong_prediction():
     assert not policy._members
 
 
-@pytest.mark.parametrize("order", QUEUE_POLICIES)
-def test_samples_of_one_prompt_compute_it_once(order):
-    rig = Rig(order, num_pages=200, max_num_seqs=8, budget=32)
+@pytest.mark.parametrize("policy", QUEUE_POLICIES)
+def test_samples_of_one_prompt_compute_it_once(policy):
+    rig = Rig(policy, num_pages=200, max_num_seqs=8, budget=32)
     rig.add("a", num_prompt=121, num_tokens=5, n=8)
     rig.step()
     assert len(rig.scheduler.running) == 1
@@ -161,7 +161,7 @@ def test_samples_of_one_prompt_compute_it_once(order):
     assert rig.kv.prefixes.stats.num_hit_tokens == 7 * 120
 
 
-def test_who_waits_for_a_prefix_is_passed_by_others():
+def test_a_sequence_that_waits_for_a_prefix_is_overtaken():
     rig = Rig("fcfs", max_num_seqs=8, budget=24, chunk=16)
     prompt = tuple(range(100, 160))
     rig.add("a", num_prompt=60, tokens=prompt)
@@ -173,14 +173,14 @@ def test_who_waits_for_a_prefix_is_passed_by_others():
     assert rig.num_rows <= 60 + 4 + 30 + 3 * 3
 
 
-def test_unlike_prompts_do_not_wait_for_each_other():
+def test_different_prompts_do_not_wait_for_each_other():
     rig = Rig("fcfs", budget=64)
     for name in "abc":
         rig.add(name, num_prompt=20)
     assert rows(rig.step()) == [("a", 20), ("b", 20), ("c", 20)]
 
 
-def test_only_so_many_are_looked_at():
+def test_only_the_first_sixteen_waiting_sequences_are_examined():
     rig = Rig("fcfs", max_num_seqs=32, budget=64, chunk=16)
     rig.add("a", num_prompt=60, n=17)
     rig.add("b", num_prompt=20)
@@ -193,7 +193,7 @@ def test_only_so_many_are_looked_at():
     assert names(rig.scheduler.running) == "ab"
 
 
-def test_the_wait_ends_when_the_one_that_computes_goes():
+def test_the_wait_for_a_prefix_ends_when_its_computation_is_aborted():
     rig = Rig("fcfs", budget=16)
     first = rig.add("a", num_prompt=60, n=2)
     rig.step()

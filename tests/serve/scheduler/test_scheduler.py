@@ -1,4 +1,4 @@
-"""The scheduler by table, then 10,000 random steps with the invariants checked at each."""
+"""Single cases of the scheduler, then 10,000 random steps that keep the invariants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.engine.fakes import check_mapping, make_kv, make_scheduler, m
 
 
 def step(scheduler, token=7):
-    """schedule -> run (by hand) -> update; returns the plan and what finished."""
+    """Schedules and updates a step; returns the plan and the finished sequences."""
     plan = scheduler.schedule(0.0)
     if plan is None:
         return None, []
@@ -73,7 +73,7 @@ def test_first_come_first_served_and_max_num_seqs():
     assert rows(plan) == [("c", 2)]
 
 
-def test_a_request_that_does_not_fit_waits_and_nobody_overtakes():
+def test_a_request_that_does_not_fit_waits_and_is_not_overtaken():
     kv, _ = make_kv(num_pages=10, num_ranges=4)
     scheduler = make_scheduler(kv, budget=64)
     scheduler.add(make_seq(30, request_id="a", num_tokens=2))
@@ -202,7 +202,7 @@ def test_ten_thousand_random_steps(seed):
             live.remove(sequence)
             ended += 1
             last_progress = number
-        assert number - last_progress < 600 or not live, "nobody ends: no progress"
+        assert number - last_progress < 600 or not live, "no sequence ends"
     while scheduler.has_work():
         plan = scheduler.schedule(0.0)
         check_invariants(scheduler, plan, budget, chunk)

@@ -1,4 +1,4 @@
-"""Random settings and random arrivals: everybody ends, limits are kept, memory returns to zero."""
+"""Sequences end, limits hold and memory is freed under random settings and arrivals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPS = [
 
 
 class Walk:
-    def __init__(self, seed, order, num_memories=1):
+    def __init__(self, seed, policy, num_memories=1):
         self.rng = rng = random.Random(seed)
         budget = rng.choice([2, 7, 16, 64, 200])
         slo_s = rng.choice([None, 1e-6, 0.01, 0.05, 1e9])
@@ -49,7 +49,7 @@ class Walk:
             self.kv,
             make_policy(self.policy, self.kv, budget),
             PrefixHasher(self.kv.page_end) if rng.random() < 0.6 else None,
-            make_queue(order),
+            make_queue(policy),
         )
         self.prefixes = [[rng.randrange(10, 1000) for _ in range(200)] for _ in range(3)]
         self.alive = []
@@ -78,13 +78,13 @@ class Walk:
     def step(self):
         scheduler, rng = self.scheduler, self.rng
         plan = scheduler.schedule(self.now_s)
-        assert plan is not None, "there is work, and nothing is on its way"
+        assert plan is not None, "there is work and no step in flight"
         check_invariants(
             scheduler, plan, self.limits.max_num_batched_tokens, self.limits.max_chunk_tokens
         )
         self.kv.commit()
         seconds = 0.002 + 0.001 * plan.num_total_rows
-        if rng.random() < 0.02:  # a stall, or a clock that jumps
+        if rng.random() < 0.02:  # a stall or a jump of the clock
             seconds *= rng.choice([0.01, 50])
         self.now_s += seconds
         scheduler.observe(plan, seconds)
@@ -107,21 +107,23 @@ class Walk:
                 self.step()
             elif num_arrived == num_requests:
                 return
-        raise AssertionError("somebody never ends")
+        raise AssertionError("a sequence never ends")
 
 
-@pytest.mark.parametrize("order", QUEUE_POLICIES)
+@pytest.mark.parametrize("policy", QUEUE_POLICIES)
 @pytest.mark.parametrize(
     ("seed", "num_memories"), [(seed, 1 if seed < 12 else 2 + seed % 2) for seed in range(20)]
 )
-def test_everybody_ends_and_nothing_is_left(order, seed, num_memories):
-    """Also where sequences are on one of several memories (the request partition)."""
-    walk = Walk(seed, order, num_memories)
+def test_every_sequence_ends_and_all_memory_is_freed(policy, seed, num_memories):
+    """Sequences have several partitions to choose from in some of the cases."""
+    walk = Walk(seed, policy, num_memories)
     walk.run(40)
     scheduler = walk.scheduler
     assert walk.kv.num_in_use == 0 and scheduler._num_preempted_pages == 0
     walk.kv.check_integrity()
-    if walk.policy == "worst_case" and num_memories == 1:  # it reckons with all memory as one
-        assert scheduler.num_preemptions == scheduler.num_priority_preemptions, "for want of memory"
+    if walk.policy == "worst_case" and num_memories == 1:  # it counts all partitions as one memory
+        assert scheduler.num_preemptions == scheduler.num_priority_preemptions, (
+            "preempted for lack of memory"
+        )
     if walk.policy == "predicted":
         assert not scheduler.policy.steps_left(0) and not scheduler.policy._prefilling
