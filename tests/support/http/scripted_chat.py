@@ -18,16 +18,19 @@ CACHED_TOKENS = 8
 
 
 class ScriptedRun:
-    """steps: one token each. An exception in it is raised there. asked: what came last."""
+    """A run that answers with `script`, one token per step, and raises an exception in the script.
+
+    request: the last request of an endpoint.
+    """
 
     script: list[list[Part] | Exception]
     finish_reason = "stop"
     stop_reason: str | int | None = None
-    asked: ChatRequest
+    request: ChatRequest
 
-    def __init__(self, call: Any, asked: ChatRequest) -> None:
-        type(self).asked = asked
-        self.generation = Generation([], asked.params.n)
+    def __init__(self, call: Any, request: ChatRequest) -> None:
+        type(self).request = request
+        self.generation = Generation([], request.params.n)
         self.prompt_tokens = PROMPT_TOKENS
         self.cached_tokens = CACHED_TOKENS
         self.reasoning_tokens = 0
@@ -54,7 +57,7 @@ class ScriptedRun:
             self.reasoning_tokens += any(isinstance(part, Reasoning) for part in parts)
             reason = self.finish_reason if position == last else None
             logprobs = None
-            if self.asked.params.logprobs is not None:
+            if self.request.params.logprobs is not None:
                 logprobs = [TokenLogprobs(65 + position, -0.5, ((66, -1.0),))]
             delta = TokenDelta(0, "", [65 + position], logprobs, None, self.stop_reason)
             yield ChatStep(0, delta, parts, reason)
@@ -66,7 +69,7 @@ def script_answers(
     finish_reason: str = "stop",
     stop_reason: str | int | None = None,
 ) -> type[ScriptedRun]:
-    """From now on the endpoints of responses and messages answer with these parts."""
+    """Makes the endpoints of responses and messages answer with these steps."""
     fields = {"script": steps, "finish_reason": finish_reason, "stop_reason": stop_reason}
     run = type("Run", (ScriptedRun,), fields)
     for api in ("anthropic", "responses"):
@@ -74,7 +77,7 @@ def script_answers(
     return run
 
 
-# Thought, text, and two calls of tools, in pieces.
+# Reasoning, text and two tool calls, in pieces.
 SCRIPT: list[list[Part] | Exception] = [
     [Reasoning("Which ")],
     [Reasoning("city?")],

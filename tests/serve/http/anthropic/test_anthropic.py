@@ -1,4 +1,4 @@
-"""Anthropic's official client against the server."""
+"""/v1/messages by Anthropic's official client, over the scripted engine."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_message(fake: anthropic.Anthropic, fake_engine: FakeEngine) -> None:
     assert params.stop_strings == ("zzz",)
 
 
-def test_a_stream_says_what_the_whole_says(fake: anthropic.Anthropic) -> None:
+def test_a_stream_equals_the_whole_message(fake: anthropic.Anthropic) -> None:
     whole = fake.messages.create(model="m", max_tokens=7, messages=USER)
     assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 7)
     with fake.messages.stream(model="m", max_tokens=7, messages=USER) as stream:
@@ -132,8 +132,8 @@ def test_thinking_text_and_calls(
         details = message.usage.output_tokens_details
         assert details is not None
         assert details.thinking_tokens == 2
-    asked = run.asked
-    assert asked.tools == [
+    request = run.request
+    assert request.tools == [
         {
             "type": "function",
             "function": {
@@ -143,8 +143,8 @@ def test_thinking_text_and_calls(
             },
         }
     ]
-    assert (asked.tool_choice, asked.parallel_tool_calls) == ("required", False)
-    assert asked.template_kwargs == {"enable_thinking": True}
+    assert (request.tool_choice, request.parallel_tool_calls) == ("required", False)
+    assert request.template_kwargs == {"enable_thinking": True}
 
 
 def test_the_answer_can_be_sent_back_with_results(
@@ -165,23 +165,25 @@ def test_the_answer_can_be_sent_back_with_results(
     ]
     messages: Any = [*USER, first.to_param(), {"role": "user", "content": results}]
     fake.messages.create(model="m", max_tokens=99, messages=messages, tools=TOOLS)
-    roles = [message["role"] for message in run.asked.messages]
+    roles = [message["role"] for message in run.request.messages]
     assert roles == ["user", "assistant", "tool", "tool", "user"]
-    _, said, rain, failed, user = run.asked.messages
-    assert (said["content"], said["reasoning_content"]) == ("Let me look.", "Which city?")
-    assert [call["id"] for call in said["tool_calls"]] == ["call_1", "call_2"]
-    assert said["tool_calls"][0]["function"]["name"] == "weather"
+    _, assistant, rain, failed, user = run.request.messages
+    assert (assistant["content"], assistant["reasoning_content"]) == ("Let me look.", "Which city?")
+    assert [call["id"] for call in assistant["tool_calls"]] == ["call_1", "call_2"]
+    assert assistant["tool_calls"][0]["function"]["name"] == "weather"
     assert (rain["tool_call_id"], rain["name"], rain["content"]) == ("call_1", "weather", "rain")
     assert failed["content"] == "Error: no city"
     assert user["content"] == "Well?"
 
 
-def test_what_a_model_writes_is_read() -> None:
-    """Thinking and calls in the model's own text, by its template's format."""
+def test_markup_of_the_model_is_parsed() -> None:
+    """The server parses thinking and calls in the model's text in the format of its template."""
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
-    style = choose_format("tools <tool_call> </think>", "auto", "auto")
+    chat_format = choose_format("tools <tool_call> </think>", "auto", "auto")
     engine = FakeEngine(
-        reply=f"<think>Which city?</think>Let me look.{call}", model_name="m", chat_format=style
+        reply=f"<think>Which city?</think>Let me look.{call}",
+        model_name="m",
+        chat_format=chat_format,
     )
     options: Any = {"model": "m", "max_tokens": 999, "messages": USER, "tools": TOOLS}
     with ServerThread(engine) as server, anthropic_client(server) as client:
@@ -189,16 +191,16 @@ def test_what_a_model_writes_is_read() -> None:
         with client.messages.stream(**options) as stream:
             streamed = stream.get_final_message()
     for message in (whole, streamed):
-        thought, text, use = (block.to_dict() for block in message.content)
+        thought, text, tool_use = (block.to_dict() for block in message.content)
         assert [thought, text] == BLOCKS[:2]
-        assert (use["name"], use["input"]) == ("weather", {"city": "Ulm"})
+        assert (tool_use["name"], tool_use["input"]) == ("weather", {"city": "Ulm"})
         assert message.stop_reason == "tool_use"
     assert engine.chats[-1]["tools"][0]["function"]["name"] == "weather"
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_clients_own_loop_over_tools(stream: bool) -> None:
-    """The client tries a server-side conversation and continues without one."""
+    """The client first tries a conversation that the server keeps, then continues without one."""
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
     engine = FakeEngine(reply=call, model_name="m")
 
@@ -231,14 +233,14 @@ def test_tool_choices(
     fake: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, choice: Any, expected: Any
 ) -> None:
     run = script_answers(monkeypatch, [[Text("ok")]])
-    more: Any = {} if choice is None else {"tool_choice": choice}
-    fake.messages.create(model="m", max_tokens=9, messages=USER, tools=TOOLS, **more)
-    assert run.asked.tool_choice == expected
-    assert run.asked.parallel_tool_calls
+    extra: Any = {} if choice is None else {"tool_choice": choice}
+    fake.messages.create(model="m", max_tokens=9, messages=USER, tools=TOOLS, **extra)
+    assert run.request.tool_choice == expected
+    assert run.request.parallel_tool_calls
 
 
 @pytest.mark.parametrize(
-    ("more", "kwargs"),
+    ("extra", "kwargs"),
     [
         ({"thinking": {"type": "adaptive"}}, {"enable_thinking": True}),
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
@@ -246,15 +248,15 @@ def test_tool_choices(
         ({}, {}),
     ],
 )
-def test_thinking_is_told_to_the_template(
-    fake: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, more: Any, kwargs: Any
+def test_the_template_gets_the_thinking_options(
+    fake: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, extra: Any, kwargs: Any
 ) -> None:
     run = script_answers(monkeypatch, [[Reasoning("hm")], [Text("ok")]])
-    fake.messages.create(model="m", max_tokens=9, messages=USER, **more)
-    assert run.asked.template_kwargs == kwargs
+    fake.messages.create(model="m", max_tokens=9, messages=USER, **extra)
+    assert run.request.template_kwargs == kwargs
 
 
-def test_thinking_that_is_not_shown(
+def test_omitted_thinking_is_empty(
     fake: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script_answers(monkeypatch, [[Reasoning("hm")], [Text("ok")]])
@@ -279,7 +281,7 @@ def test_thinking_that_is_not_shown(
         ("length", None, 9, ("model_context_window_exceeded", None)),
     ],
 )
-def test_why_it_stopped(
+def test_stop_reasons(
     fake: anthropic.Anthropic,
     monkeypatch: pytest.MonkeyPatch,
     finish: str,
@@ -310,21 +312,21 @@ def test_arguments_that_were_cut_off_are_empty(
     assert message.stop_reason == "max_tokens"
 
 
-def test_a_prefilled_answer_goes_on(
+def test_a_prefilled_answer_is_continued(
     fake: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = script_answers(monkeypatch, [[Text("ok")]])
     prefilled: Any = [*USER, {"role": "assistant", "content": "The answer is"}]
     fake.messages.create(model="m", max_tokens=9, messages=prefilled)
-    assert run.asked.messages[-1] == {"role": "assistant", "content": "The answer is"}
-    assert (run.asked.continue_final_message, run.asked.add_generation_prompt) == (True, False)
+    assert run.request.messages[-1] == {"role": "assistant", "content": "The answer is"}
+    assert (run.request.continue_final_message, run.request.add_generation_prompt) == (True, False)
     prefilled[-1]["content"] = ""
     fake.messages.create(model="m", max_tokens=9, messages=prefilled)
-    assert run.asked.messages == USER
-    assert (run.asked.continue_final_message, run.asked.add_generation_prompt) == (False, True)
+    assert run.request.messages == USER
+    assert (run.request.continue_final_message, run.request.add_generation_prompt) == (False, True)
 
 
-def test_tokens_are_counted_and_nothing_runs(
+def test_tokens_are_counted_without_a_generation(
     fake: anthropic.Anthropic, fake_engine: FakeEngine
 ) -> None:
     count = fake.messages.count_tokens(model="m", system="abc", messages=USER)

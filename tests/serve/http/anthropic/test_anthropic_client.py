@@ -34,18 +34,18 @@ def test_real_answers(real: anthropic.Anthropic) -> None:
     ]
     assert 0 < whole.usage.output_tokens <= 24
     count = real.messages.count_tokens(model="m", messages=USER)
-    told = whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
-    assert count.input_tokens == told > 3
+    num_input = whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+    assert count.input_tokens == num_input > 3
 
 
-def test_a_real_prefilled_answer_goes_on(real: anthropic.Anthropic) -> None:
+def test_a_real_prefilled_answer_is_continued(real: anthropic.Anthropic) -> None:
     """The model continues its own first words."""
     options: Any = {"model": "m", "max_tokens": 24, "extra_body": {"temperature": 0}}
     text = real.messages.create(messages=USER, **options).content[0].to_dict()["text"]
-    begun = " ".join(str(text).split(" ")[:3])
-    prefilled: Any = [*USER, {"role": "assistant", "content": begun}]
+    beginning = " ".join(str(text).split(" ")[:3])
+    prefilled: Any = [*USER, {"role": "assistant", "content": beginning}]
     rest = real.messages.create(messages=prefilled, **options).content[0].to_dict()["text"]
-    assert f"{begun}{rest}" == text
+    assert f"{beginning}{rest}" == text
     whole = real.messages.count_tokens(model="m", messages=USER).input_tokens
     assert real.messages.count_tokens(model="m", messages=prefilled).input_tokens > whole
 
@@ -55,21 +55,21 @@ class City(pydantic.BaseModel):
     is_large: bool
 
 
-def test_real_answers_have_the_form_that_was_asked_for(real: anthropic.Anthropic) -> None:
+def test_real_answers_follow_the_requested_schema(real: anthropic.Anthropic) -> None:
     options: Any = {"model": "m", "max_tokens": 200, "messages": USER}
     options["extra_body"] = {"temperature": 0}
     parsed = real.messages.parse(output_format=City, **options)
     assert isinstance(parsed.parsed_output, City)
     with real.messages.stream(output_format=City, **options) as stream:
         assert isinstance(stream.get_final_message().parsed_output, City)
-    broken: Any = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
-    form: Any = {"format": {"type": "json_schema", "schema": broken}}
+    bad_schema: Any = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    output_config: Any = {"format": {"type": "json_schema", "schema": bad_schema}}
     with pytest.raises(anthropic.BadRequestError) as caught:
-        real.messages.create(output_config=form, **options)
+        real.messages.create(output_config=output_config, **options)
     assert "output_config.format.schema" in str(caught.value.api_message)
 
 
-def test_a_real_call_that_must_come(real: anthropic.Anthropic) -> None:
+def test_a_real_forced_call(real: anthropic.Anthropic) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Ulm", "Rom"]}},
@@ -84,13 +84,13 @@ def test_a_real_call_that_must_come(real: anthropic.Anthropic) -> None:
     with real.messages.stream(**options) as stream:
         streamed = stream.get_final_message()
     for message in (whole, streamed):
-        (used,) = (block for block in message.content if block.type == "tool_use")
-        assert used.name == "weather"
-        assert used.input["city"] in ("Ulm", "Rom")
+        (tool_use,) = (block for block in message.content if block.type == "tool_use")
+        assert tool_use.name == "weather"
+        assert tool_use.input["city"] in ("Ulm", "Rom")
         assert message.stop_reason == "tool_use"
 
 
-def test_real_refusals_are_in_the_apis_words(real: anthropic.Anthropic) -> None:
+def test_real_refusals_name_the_fields_of_the_api(real: anthropic.Anthropic) -> None:
     messages: Any = [{"role": "user", "content": "word " * 50_000}]
     with pytest.raises(anthropic.BadRequestError) as caught:
         real.messages.create(model="m", max_tokens=9, messages=messages)

@@ -61,8 +61,8 @@ def test_a_full_queue_is_overloaded() -> None:
 
 
 def test_keys_and_their_limits(tmp_path: Path) -> None:
-    good, path = "k" * 20, tmp_path / "keys.json"
-    keys = [{"name": "alice", "key": good, "requests_per_minute": 2, "max_tokens": 500}]
+    secret, path = "k" * 20, tmp_path / "keys.json"
+    keys = [{"name": "alice", "key": secret, "requests_per_minute": 2, "max_tokens": 500}]
     path.write_text(json.dumps({"keys": keys}))
     path.chmod(0o600)
     options: Any = {"model": "m", "max_tokens": 99, "messages": USER}
@@ -75,7 +75,7 @@ def test_keys_and_their_limits(tmp_path: Path) -> None:
             client.messages.create(**options)
         assert denied.value.type == "authentication_error"
         assert denied.value.request_id is not None
-        with anthropic_client(server).with_options(api_key=good) as client:
+        with anthropic_client(server).with_options(api_key=secret) as client:
             with pytest.raises(anthropic.BadRequestError, match="max_tokens is above 500"):
                 client.messages.create(**{**options, "max_tokens": 501})
             assert client.messages.create(**options).stop_reason == "end_turn"
@@ -85,29 +85,29 @@ def test_keys_and_their_limits(tmp_path: Path) -> None:
     assert int(limited.value.response.headers["retry-after"]) >= 1
 
 
-def test_the_time_is_over() -> None:
+def test_a_request_that_times_out() -> None:
     engine = FakeEngine(model_name="m", step_s=0.02, repeat=100)
     options: Any = {"model": "m", "max_tokens": 999, "messages": USER}
     options["extra_headers"] = {"X-Request-Timeout": "0.2"}
     with ServerThread(engine) as server, anthropic_client(server) as client:
-        with pytest.raises(anthropic.APIStatusError) as late:
+        with pytest.raises(anthropic.APIStatusError) as timed_out:
             client.messages.create(**options)
-        assert (late.value.status_code, late.value.type) == (504, "timeout_error")
+        assert (timed_out.value.status_code, timed_out.value.type) == (504, "timeout_error")
         with (
-            pytest.raises(anthropic.APIStatusError) as broken,
+            pytest.raises(anthropic.APIStatusError) as in_stream,
             client.messages.stream(**options) as stream,
         ):
             stream.until_done()
-        assert (broken.value.status_code, broken.value.type) == (200, "timeout_error")
+        assert (in_stream.value.status_code, in_stream.value.type) == (200, "timeout_error")
 
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_an_error_of_the_engine(
     fake: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, is_early: bool
 ) -> None:
-    """Before the first token it is the answer; after it, the last event."""
-    begun: list[list[Part] | Exception] = [] if is_early else [[Text("o")]]
-    script_answers(monkeypatch, [*begun, GenerationError("a bad step")])
+    """The error is the whole answer before the first token, and the last event after it."""
+    parts: list[list[Part] | Exception] = [] if is_early else [[Text("o")]]
+    script_answers(monkeypatch, [*parts, GenerationError("a bad step")])
     texts: list[str] = []
     with (
         pytest.raises(anthropic.APIStatusError) as caught,

@@ -1,4 +1,4 @@
-"""Bad bodies for /v1/messages: the exact status and error, and nothing is queued."""
+"""Bad bodies for /v1/messages get the exact status and error, and no request is queued."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def thinking(**fields: Any) -> dict[str, Any]:
 
 
 TEXT = {"type": "text", "text": "hi"}
-# Changes to a valid body, and the whole error message.
+# Each row is a change to a valid body and the whole error message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (user(), "messages has nothing to answer"),
     (assistant({"type": "text", "text": ""}), "messages has nothing to answer"),
@@ -210,12 +210,12 @@ def test_refused_bodies(path: str) -> None:
             status, body = await served.post(path, {**good, **change})
             assert (status, body["error"]["message"]) == (400, message), change
             kind: dict[str, Any] = {"type": "invalid_request_error", "message": message}
-            if "thread" in change:  # at which clients go on without
+            if "thread" in change:  # clients continue without a thread after this code
                 kind["details"] = {"error_code": "thread_unsupported_request"}
             request_id = body["request_id"]
             assert body == {"type": "error", "error": kind, "request_id": request_id}
         assert not served.engine.running
-        # only what had to be rendered before it could be measured was submitted
+        # one body is refused only after its conversation was rendered and measured
         assert len(served.engine.submitted) == 1
 
     run_with_server(FakeEngine(), check)
@@ -246,8 +246,8 @@ def test_errors_before_the_body_is_understood() -> None:
     run_with_server(FakeEngine(), check, max_body_bytes=1500)
 
 
-def test_bytes_that_are_no_request_are_answered_as_everywhere() -> None:
-    """The API is not known before the path."""
+def test_malformed_requests_get_errors_of_the_common_shape() -> None:
+    """The server knows the API only after it has parsed the path."""
 
     async def check(served: Served) -> None:
         answer = await served.raw(b"POST /v1/messages HTTP/1.1\r\nBad Header\r\n\r\n")
@@ -260,7 +260,7 @@ def test_bytes_that_are_no_request_are_answered_as_everywhere() -> None:
 
 
 def test_the_context_cuts_an_answer_short_without_an_error() -> None:
-    """max_tokens above the context is common: clients do not know the model."""
+    """Clients do not know the context, so a larger max_tokens is no error."""
 
     async def check(served: Served) -> None:
         body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
@@ -282,23 +282,25 @@ def test_a_server_that_warns_answers_unknown_names() -> None:
         }
         async with served.session.post("/v1/messages", json=body) as answer:
             assert answer.status == 200
-            told = answer.headers["x-mergestep-warning"]
-            assert '"x"' in told
-            assert '"messages[0].content[0].y"' in told
+            warning = answer.headers["x-mergestep-warning"]
+            assert '"x"' in warning
+            assert '"messages[0].content[0].y"' in warning
 
     run_with_server(FakeEngine(), check, unknown_fields="warn")
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize("kind", ["messages", "blocks"])
-def test_thousands_of_pieces_are_joined_in_no_time(kind: str) -> None:
+def test_thousands_of_pieces_are_joined_quickly(kind: str) -> None:
     """A body of 8 MB may hold thousands of pieces that become one message."""
-    text, num = "a" * 1000, 8000
-    pieces: Any = [{"type": "text", "text": text}] * num
+    text, num_pieces = "a" * 1000, 8000
+    pieces: Any = [{"type": "text", "text": text}] * num_pieces
     messages: Any = [{"role": "user", "content": pieces}]
     if kind == "messages":
-        messages = [{"role": "user", "content": text}] * num
+        messages = [{"role": "user", "content": text}] * num_pieces
     start_s = time.process_time()
     (joined,) = chat_messages(None, messages)
-    assert time.process_time() - start_s < 1  # many, if each piece copied what came before
-    assert len(joined["content"]) == num * 1001 - 1
+    assert (
+        time.process_time() - start_s < 1
+    )  # copying all earlier pieces for each one takes many seconds
+    assert len(joined["content"]) == num_pieces * 1001 - 1

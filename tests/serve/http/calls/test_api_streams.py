@@ -1,4 +1,4 @@
-"""Streams of /v1/responses and /v1/messages: clients that leave or stall, and streams that fail."""
+"""Streams of /v1/responses and /v1/messages with clients that leave or stall, and failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def request_bytes(path: str, **fields: Any) -> bytes:
 
 
 async def events_of(served: Served, path: str) -> list[tuple[str, dict[str, Any]]]:
-    """Name and data of each event of a stream, until the server closes or ends it."""
+    """Returns the name and data of each event until the server ends the stream."""
     async with served.session.post(path, json={**BODIES[path], "stream": True}) as response:
         assert response.status == 200, await response.text()
         assert response.content_type == "text/event-stream"
@@ -43,7 +43,7 @@ async def events_of(served: Served, path: str) -> list[tuple[str, dict[str, Any]
 
 @both
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_ends_the_request(path: str, stream: bool) -> None:
+def test_a_client_that_leaves_ends_its_request(path: str, stream: bool) -> None:
     async def check(served: Served) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request_bytes(path, stream=stream))
@@ -56,7 +56,7 @@ def test_who_leaves_ends_the_request(path: str, stream: bool) -> None:
 
 
 @both
-def test_a_stalled_reader_is_given_up(path: str) -> None:
+def test_the_request_of_a_stalled_reader_is_aborted(path: str) -> None:
     async def check(served: Served) -> None:
         loop = asyncio.get_running_loop()
         stalled = socket.socket()
@@ -83,10 +83,10 @@ def test_an_error_is_the_last_event_of_a_message() -> None:
             *["content_block_delta"] * 3,
             "error",
         ]
-        told = events[-1][1]
-        assert told["error"]["type"] == "api_error"
-        assert told["request_id"].startswith("req_")
-        assert "bad step" not in told["error"]["message"]
+        last_event = events[-1][1]
+        assert last_event["error"]["type"] == "api_error"
+        assert last_event["request_id"].startswith("req_")
+        assert "bad step" not in last_event["error"]["message"]
 
     run_with_server(FakeEngine(fail_at=3), check)
 
@@ -118,7 +118,7 @@ def test_an_error_before_the_first_token_has_a_status(path: str) -> None:
 
 
 @both
-def test_a_server_that_stops_says_so(path: str) -> None:
+def test_a_stream_ends_with_an_error_when_the_server_stops(path: str) -> None:
     async def check(served: Served) -> None:
         task = asyncio.create_task(events_of(served, path))
         await served.until(lambda: len(served.engine.running) == 1)
@@ -135,8 +135,8 @@ def test_a_server_that_stops_says_so(path: str) -> None:
 def test_a_server_that_loads_or_stops_is_not_ready(path: str) -> None:
     async def check(served: Served) -> None:
         await served.server.drain()
-        for tried in (path, path + ("/count_tokens" if "messages" in path else "/input_tokens")):
-            async with served.session.post(tried, json=BODIES[path]) as response:
+        for endpoint in (path, path + ("/count_tokens" if "messages" in path else "/input_tokens")):
+            async with served.session.post(endpoint, json=BODIES[path]) as response:
                 assert response.status == 503
                 assert response.headers["Retry-After"] == "5"
 

@@ -1,5 +1,5 @@
-"""Conversations with tools to token ids: in the template's words or in ours, and never a special
-token from what a client wrote."""
+"""Conversations with tools are encoded in the template's format or in ours, and text of a client
+never becomes a special token."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(checkpoint("llama"))
 
 
-_TEMPLATES: dict[str, ChatTemplate] = {}  # each is a process
+_TEMPLATES: dict[str, ChatTemplate] = {}  # each template runs in a process of its own
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,23 +62,23 @@ def _ended_templates() -> Iterator[None]:
         template.close()
 
 
-def made(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+def make_template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
     if source not in _TEMPLATES:
         _TEMPLATES[source] = ChatTemplate(source, special_tokens=tokenizer.named_tokens)
     return _TEMPLATES[source]
 
 
-def rendered(
+def render(
     source: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, **options: Any
 ) -> str:
-    style = choose_format(source, "auto", "auto")
-    template = made(source, tokenizer)
-    ids = encode_chat(template, tokenizer, messages, LIMITS, style=style, **options)
+    chat_format = choose_format(source, "auto", "auto")
+    template = make_template(source, tokenizer)
+    ids = encode_chat(template, tokenizer, messages, LIMITS, style=chat_format, **options)
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def conversation(text: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The text wherever a client can write."""
+    """Returns messages and options with the text in every field that a client can write."""
     function = {"name": text, "arguments": {text: [{text: text}], "x": text}}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": text}], "name": text},
@@ -105,14 +105,19 @@ def conversation(text: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 def test_no_special_id_comes_from_a_client(source: str, seed: int, tokenizer: Tokenizer) -> None:
     specials = tokenizer.special_token_strings
     rng = random.Random(seed)
-    pieces = [*specials, *(item[:2] for item in specials), *(item[2:] for item in specials), " "]
-    hostile = "".join(rng.choices(pieces, k=30))
-    style = choose_format(source, "auto", "auto")
+    fragments = [
+        *specials,
+        *(special[:2] for special in specials),
+        *(special[2:] for special in specials),
+        " ",
+    ]
+    hostile = "".join(rng.choices(fragments, k=30))
+    chat_format = choose_format(source, "auto", "auto")
     counts = []
-    template = made(source, tokenizer)
+    template = make_template(source, tokenizer)
     for text in ("harmless", hostile):
         messages, options = conversation(text)
-        ids = encode_chat(template, tokenizer, messages, LIMITS, style=style, **options)
+        ids = encode_chat(template, tokenizer, messages, LIMITS, style=chat_format, **options)
         counts.append([token for token in ids if token in tokenizer.special_ids])
     assert counts[0]
     assert counts[0] == counts[1]
@@ -123,37 +128,37 @@ def test_no_special_id_comes_from_a_client(source: str, seed: int, tokenizer: To
 def test_template_code_from_a_client_is_text(text: str, tokenizer: Tokenizer) -> None:
     for source in (NATIVE, NATIVE.replace("tools", "other")):
         messages, options = conversation(text)
-        assert rendered(source, messages, tokenizer, **options).count(text) >= 8
+        assert render(source, messages, tokenizer, **options).count(text) >= 8
 
 
-def test_tools_in_the_templates_words(tokenizer: Tokenizer) -> None:
-    text = rendered(NATIVE, RESULTS, tokenizer, tools=[TOOL], template_kwargs={"mood": "calm"})
+def test_tools_in_the_format_of_the_template(tokenizer: Tokenizer) -> None:
+    text = render(NATIVE, RESULTS, tokenizer, tools=[TOOL], template_kwargs={"mood": "calm"})
     assert '{"type": "function", "function": {"name": "f", "description": "does"' in text
     assert '<tool_call>f{"x": "ü"}<tool_call>g{}' in text
     assert "calm[user]hi" in text
 
 
-def test_tools_for_a_template_that_knows_none() -> None:
+def test_tools_for_a_template_without_tools() -> None:
     tokenizer = Tokenizer.load(default_model_path())
     source = tokenizer.chat_template
     assert source is not None
-    style = make_chat_format(tokenizer, EngineConfig())
-    assert style.tools is not None
-    assert (style.tools.name, style.has_native_tools) == ("hermes", False)
-    text = rendered(source, RESULTS, tokenizer, tools=[TOOL])
+    chat_format = make_chat_format(tokenizer, EngineConfig())
+    assert chat_format.tools is not None
+    assert (chat_format.tools.name, chat_format.has_native_tools) == ("hermes", False)
+    text = render(source, RESULTS, tokenizer, tools=[TOOL])
     assert text.startswith("<|bos|><|system|>You may use these functions")
     assert '\n{"name": "f", "description": "does", "parameters": {}}\n' in text
-    said = (
+    dialog = (
         "<|user|>hi<|end|><|assistant|>I look.\n"
         '<tool_call>\n{"name": "f", "arguments": {"x": "ü"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call><|end|>'
         "<|user|><tool_response>\n1\n</tool_response>\n"
         "<tool_response>\n2\n</tool_response><|end|><|assistant|>"
     )
-    assert text.endswith(said)
-    assert rendered(source, RESULTS, tokenizer) == f"<|bos|>{said}"
+    assert text.endswith(dialog)
+    assert render(source, RESULTS, tokenizer) == f"<|bos|>{dialog}"
     system = [{"role": "system", "content": "Be kind."}, USER]
-    text = rendered(source, system, tokenizer, tools=[TOOL])
+    text = render(source, system, tokenizer, tools=[TOOL])
     assert text.startswith("<|bos|><|system|>Be kind.\n\nYou may use these functions")
 
 
@@ -163,7 +168,7 @@ def test_a_template_without_a_system_role(tokenizer: Tokenizer) -> None:
         "{{ raise_exception('System role not supported') }}{% endif %}[{{ m.role }}]{{ m.content }}"
         "{% endfor %}"
     )
-    text = rendered(source, [USER], tokenizer, tools=[TOOL])
+    text = render(source, [USER], tokenizer, tools=[TOOL])
     assert text.startswith("[user]You may use")
     assert text.endswith("\n\nhi")
 
@@ -172,7 +177,7 @@ def test_a_template_without_a_system_role(tokenizer: Tokenizer) -> None:
 def test_the_last_message_is_continued(trim: str, tokenizer: Tokenizer) -> None:
     source = NATIVE.replace("m.content", f"m.content{trim}")
     messages = [USER, {"role": "assistant", "content": "It is "}]
-    text = rendered(
+    text = render(
         source, messages, tokenizer, add_generation_prompt=False, continue_final_message=True
     )
     assert text.endswith("[assistant]It is ")
@@ -182,21 +187,21 @@ def test_a_template_that_hides_the_last_message(tokenizer: Tokenizer) -> None:
     messages = [USER, {"role": "assistant", "content": "It is"}]
     source = "{{ messages[0].content }}"
     with pytest.raises(RequestError) as caught:
-        rendered(source, messages, tokenizer, continue_final_message=True)
+        render(source, messages, tokenizer, continue_final_message=True)
     assert caught.value.param == "continue_final_message"
 
 
 @pytest.mark.row("T10")
-def test_what_a_template_refuses_is_the_clients_mistake(tokenizer: Tokenizer) -> None:
+def test_an_exception_of_a_template_is_a_request_error(tokenizer: Tokenizer) -> None:
     source = "{{ tools }}<tool_call>{{ raise_exception('roles must take turns') }}"
     with pytest.raises(RequestError) as caught:
-        rendered(source, RESULTS, tokenizer, tools=[TOOL])
+        render(source, RESULTS, tokenizer, tools=[TOOL])
     assert caught.value.param == "messages"
     assert "roles must take turns" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("last", "opens"),
+    ("ending", "opens"),
     [
         ("{% if add_generation_prompt %}<think>\\n{% endif %}", True),
         ("{% if add_generation_prompt %}x{% endif %}</think>", False),
@@ -208,12 +213,12 @@ def test_what_a_template_refuses_is_the_clients_mistake(tokenizer: Tokenizer) ->
         ("{% if add_generation_prompt %}<think>\\n\\n</think>{% endif %}", False),
     ],
 )
-def test_templates_that_begin_the_reasoning(last: str, opens: bool) -> None:
-    source = f"{{% for m in messages %}}<think>{{{{ m }}}}</think>{{% endfor %}}{last}"
+def test_templates_that_open_the_reasoning(ending: str, opens: bool) -> None:
+    source = f"{{% for m in messages %}}<think>{{{{ m }}}}</think>{{% endfor %}}{ending}"
     assert choose_format(source, "auto", "auto").opens_reasoning is opens
 
 
-def test_markers_that_are_special_tokens_are_known(tmp_path: Path) -> None:
+def test_markers_that_are_special_tokens_have_ids(tmp_path: Path) -> None:
     shutil.copytree(default_model_path(), tmp_path / "model")
     file = tmp_path / "model" / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -222,14 +227,13 @@ def test_markers_that_are_special_tokens_are_known(tmp_path: Path) -> None:
         content["added_tokens"].append(token)
     file.write_text(json.dumps(content))
     tokenizer = Tokenizer.load(tmp_path / "model")
-    style = make_chat_format(tokenizer, EngineConfig(reasoning_parser="deepseek_r1"))
-    assert style.special_ids == {"<tool_call>": 4096, "</think>": 4097}
-    assert style.reasoning_end_id == 4097
+    chat_format = make_chat_format(tokenizer, EngineConfig(reasoning_parser="deepseek_r1"))
+    assert chat_format.special_ids == {"<tool_call>": 4096, "</think>": 4097}
+    assert chat_format.reasoning_end_id == 4097
 
 
-def test_no_format_no_change(tokenizer: Tokenizer) -> None:
-    """Rendering messages alone gives the template's text."""
-    template = made(NATIVE, tokenizer)
+def test_the_default_format_changes_nothing(tokenizer: Tokenizer) -> None:
+    template = make_template(NATIVE, tokenizer)
     plain = encode_chat(template, tokenizer, [USER], LIMITS)
-    same = encode_chat(template, tokenizer, [USER], LIMITS, style=ChatFormat())
-    assert plain == same
+    with_default_format = encode_chat(template, tokenizer, [USER], LIMITS, style=ChatFormat())
+    assert plain == with_default_format

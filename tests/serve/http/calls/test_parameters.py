@@ -1,7 +1,7 @@
-"""Parameters out of their range, on a real server: exact status, type, parameter and code.
+"""Parameters outside their range, on a real engine, get the exact status, type, parameter and code.
 
-The numbers are those of the catalogue of bad inputs (P1 to P27); what the parser alone decides is
-in openai/test_refused.py, combinations are in schema/test_pairs.py.
+The numbers are those of the catalogue of bad inputs (P1 to P27). Errors that the parser alone finds
+are tested in openai/test_refused.py, combinations in schema/test_pairs.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BAD_SCHEMA = {"name": "a", "schema": {"type": "strnig"}}
 NO_TYPE = {"response_format": {"type": "json_schema", "json_schema": BAD_SCHEMA}}
 BIG_METADATA = {"metadata": dict.fromkeys(map(str, range(17)), "x")}
 
-# row of the catalogue, which endpoints, change, status, param, code
+# Each row holds its number in the catalogue, endpoints, change, status, param and code.
 ROWS: list[tuple[str, Any, dict[str, Any], int, str, str]] = [
     ("P1", (COMPLETION, CHAT), {"model": None}, 400, "model", MISSING),
     ("P1", (COMPLETION, CHAT), {"model": ""}, 400, "model", MISSING),
@@ -159,7 +159,7 @@ ROWS: list[tuple[str, Any, dict[str, Any], int, str, str]] = [
     ("J19", (COMPLETION, CHAT), {"constructor": {}}, 400, "constructor", "unknown_parameter"),
     ("J20", (COMPLETION, CHAT), {"k" * 10**6: 1}, 400, "k" * 512, "unknown_parameter"),
 ]
-TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
+ACCEPTED: list[tuple[str, Any, dict[str, Any]]] = [
     ("P10", (COMPLETION,), {"max_tokens": 0}),
     ("P12", (COMPLETION,), {"best_of": 1, "stream": True}),
     ("P17", (COMPLETION, CHAT), {"seed": -(2**63)}),
@@ -172,8 +172,8 @@ TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
     ("P15", (COMPLETION, CHAT), {"allowed_token_ids": [VOCAB - 1], "bad_words": ["x"]}),
     ("P27", (COMPLETION, CHAT), {"functions": None, "function_call": None}),
     ("T1", (COMPLETION,), {"prompt": ""}),  # this model has a BOS
-    ("P7", (COMPLETION, CHAT), {"top_k": 10**9}),  # more than there are: it cuts off nothing
-    ("P15", (COMPLETION, CHAT), {"stop_token_ids": [], "bad_words": []}),  # none, not a mistake
+    ("P7", (COMPLETION, CHAT), {"top_k": 10**9}),  # above the vocabulary, so no token is cut off
+    ("P15", (COMPLETION, CHAT), {"stop_token_ids": [], "bad_words": []}),  # empty lists are valid
     ("T3", (COMPLETION,), {"prompt": [VOCAB - 1]}),
 ]
 
@@ -211,23 +211,23 @@ def test_refused(url: str, path: str, body: Any, status: int, param: str, code: 
     assert len(error["message"]) < 1000 and answer.headers["x-request-id"]
 
 
-@pytest.mark.parametrize(("path", "body"), _cases(TAKEN))
+@pytest.mark.parametrize(("path", "body"), _cases(ACCEPTED))
 @pytest.mark.row("P7", "P10", "P12", "P15", "P17", "P21", "P23", "P26", "P27", "T1", "T3")
-def test_taken(url: str, path: str, body: Any) -> None:
+def test_accepted(url: str, path: str, body: Any) -> None:
     answer = requests.post(url + path, json=body, timeout=20)
     assert answer.status_code == 200, answer.text
     assert '"error"' not in answer.text
 
 
-@pytest.mark.parametrize(("test", "rows"), [(test_refused, ROWS), (test_taken, TAKEN)])
-def test_the_marks_are_those_of_the_tables(test: Any, rows: list[Any]) -> None:
+@pytest.mark.parametrize(("test", "rows"), [(test_refused, ROWS), (test_accepted, ACCEPTED)])
+def test_the_marks_equal_the_rows_of_the_tables(test: Any, rows: list[Any]) -> None:
     marked = [name for mark in test.pytestmark if mark.name == "row" for name in mark.args]
     assert sorted(marked) == sorted({row for row, *_ in rows})
 
 
 @pytest.mark.row("J21")
 def test_every_optional_field_may_be_null(url: str) -> None:
-    """J21, by the description's own list of fields."""
+    """The fields are those of the OpenAPI description."""
     paths = requests.get(f"{url}/openapi.json", timeout=20).json()["paths"]
     for path, body in (COMPLETION, CHAT):
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -1,4 +1,4 @@
-"""No special token comes from a user's text."""
+"""Text of a user never becomes a special token."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ LIMITS = RequestLimits(max_model_len=4096, vocab_size=320, max_num_waiting=1, ma
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.row("T6")
-def test_no_special_id_comes_from_what_a_user_writes(seed: int) -> None:
-    """Yields every special token, whole, cut and nested, for the tokenizers of checkpoints."""
+def test_no_special_id_comes_from_user_text(seed: int) -> None:
+    """The text holds every special token of the tokenizer, whole, cut and nested."""
     tokenizer = Tokenizer.load(checkpoint("llama"))
     specials = tokenizer.special_token_strings
     assert specials
     rng = random.Random(seed)
-    pieces = [*specials, *(text[:2] for text in specials), *(text[2:] for text in specials), " x"]
-    content = "".join(rng.choices(pieces, k=200))
+    fragments = [
+        *specials,
+        *(text[:2] for text in specials),
+        *(text[2:] for text in specials),
+        " x",
+    ]
+    content = "".join(rng.choices(fragments, k=200))
     source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     template = ChatTemplate(source, special_tokens=tokenizer.named_tokens)
     try:

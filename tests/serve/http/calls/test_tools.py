@@ -1,4 +1,4 @@
-"""Chat completions with tools and reasoning, by the official client, over the scripted engine."""
+"""Tools and reasoning in chat completions, by the official client, over the scripted engine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ import pytest
 from serve.text.chat_parser import ChatFormat
 from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.support.http.fake_engine import FakeEngine, FakeStream
+from tests.support.http.official_clients import openai_client
 from tests.support.http.running_server import ServerThread
 
 USER: Any = [{"role": "user", "content": "hello"}]
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "now", "description": "The time."}},
@@ -33,14 +30,14 @@ JSON_OBJECT: Any = {"type": "json_object"}
 THINKS = ChatFormat(reasoning=REASONING_FORMATS["deepseek_r1"])
 
 
-def said(text: str) -> Any:
+def assistant(text: str) -> Any:
     return {"role": "assistant", "content": text}
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[FakeEngine, openai.OpenAI]]:
     engine = FakeEngine(model_name="m")
-    with ServerThread(engine) as server, client_of(server) as client:
+    with ServerThread(engine) as server, openai_client(server) as client:
         yield engine, client
 
 
@@ -56,12 +53,8 @@ def client(served: tuple[FakeEngine, openai.OpenAI]) -> openai.OpenAI:
     return served[1]
 
 
-def client_of(server: ServerThread) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
 def streamed(client: openai.OpenAI, **options: Any) -> list[dict[str, Any]]:
-    """The choices of a stream, its deltas added up as a client does."""
+    """Returns the choices of a stream, with the deltas of each added up."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in client.chat.completions.create(model="m", stream=True, **options):
         for choice in chunk.choices:
@@ -123,7 +116,7 @@ def test_arguments_come_in_pieces(engine: FakeEngine, client: openai.OpenAI) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_call_where_several_are_not_wanted(
+def test_one_call_without_parallel_tool_calls(
     engine: FakeEngine, client: openai.OpenAI, stream: bool
 ) -> None:
     engine.reply = f"{NOW}{WEATHER}"
@@ -136,8 +129,8 @@ def test_one_call_where_several_are_not_wanted(
     assert len(message.tool_calls or ()) == 1
 
 
-def test_no_tools_no_calls(engine: FakeEngine, client: openai.OpenAI) -> None:
-    """Without tools, or with none to choose, markup is text and the prompt has no tools."""
+def test_markup_is_text_without_tools(engine: FakeEngine, client: openai.OpenAI) -> None:
+    """Without tools, or with tool_choice "none", markup is text and the prompt has no tools."""
     engine.reply = f"{NOW}\n"
     for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         answer = client.chat.completions.create(model="m", messages=USER, **options)  # type: ignore[call-overload]
@@ -146,7 +139,7 @@ def test_no_tools_no_calls(engine: FakeEngine, client: openai.OpenAI) -> None:
         assert engine.chats[-1]["tools"] is None
 
 
-def test_a_call_that_is_cut(engine: FakeEngine, client: openai.OpenAI) -> None:
+def test_a_call_that_is_cut_off(engine: FakeEngine, client: openai.OpenAI) -> None:
     engine.reply = WEATHER
     answer = client.chat.completions.create(
         model="m", messages=USER, tools=TOOLS, max_tokens=len(WEATHER) - 30
@@ -180,7 +173,7 @@ def test_logprobs_come_once(engine: FakeEngine, client: openai.OpenAI) -> None:
 
 
 def test_a_second_turn(engine: FakeEngine, client: openai.OpenAI) -> None:
-    """What was answered is sent back with the results, as clients do."""
+    """The client sends the answer back with the results of its calls."""
     engine.reply = f"{WEATHER}{NOW}"
     first = client.chat.completions.create(model="m", messages=USER, tools=TOOLS)
     message = first.choices[0].message
@@ -217,18 +210,18 @@ def test_reasoning(engine: FakeEngine, client: openai.OpenAI, is_open: bool) -> 
     assert (message.reasoning_content, message.content) == ("well", "Yes")
     assert answer.choices[0].finish_reason == "tool_calls"
     assert answer.usage is not None and answer.usage.completion_tokens_details is not None
-    marked = len(thought) + (0 if is_open else len("<think>"))
+    num_thought = len(thought) + (0 if is_open else len("<think>"))
     reasoning_tokens = answer.usage.completion_tokens_details.reasoning_tokens or 0
-    assert marked - len("<think>") <= reasoning_tokens <= marked
+    assert num_thought - len("<think>") <= reasoning_tokens <= num_thought
     (choice,) = streamed(client, messages=USER, tools=TOOLS)
     assert (choice["reasoning"], choice["content"]) == ("well", "Yes")
     assert [call[1:] for call in choice["calls"]] == [["now", "{}"]]
 
 
-def test_reasoning_that_comes_at_once(
+def test_reasoning_in_one_delta(
     engine: FakeEngine, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All tokens in one delta, as when the event loop was busy: the counts are the same."""
+    """A delta that holds all tokens, as after a busy event loop, changes no count."""
     monkeypatch.setattr(FakeStream, "deltas_at_once", True)
     engine.chat_format = THINKS
     for thought in ("<think>\nwell\n</think>", "<think></think>", ""):
@@ -249,7 +242,7 @@ def test_reasoning_can_be_left_out(engine: FakeEngine, client: openai.OpenAI) ->
     engine.reply = f"<think>secret</think>{NOW}"
     chunks = client.chat.completions.create(model="m", stream=True, tools=TOOLS, **options)
     first = next(iter(chunks)).choices[0].delta
-    assert (first.role, first.content) == ("assistant", ""), "it begins before a call is known"
+    assert (first.role, first.content) == ("assistant", ""), "the role comes before the first call"
 
 
 def test_reasoning_alone_has_no_content(engine: FakeEngine, client: openai.OpenAI) -> None:
@@ -258,8 +251,8 @@ def test_reasoning_alone_has_no_content(engine: FakeEngine, client: openai.OpenA
     answer = client.chat.completions.create(model="m", messages=USER)
     message: Any = answer.choices[0].message
     assert (message.content, message.reasoning_content) == (None, "long")
-    again: Any = [*USER, {**message.to_dict()}, *USER]
-    client.chat.completions.create(model="m", messages=again)
+    dialog: Any = [*USER, {**message.to_dict()}, *USER]
+    client.chat.completions.create(model="m", messages=dialog)
     assert engine.chats[-1]["messages"][1] == {
         "role": "assistant",
         "content": "",
@@ -279,7 +272,7 @@ def test_only_special_markers_are_shown(engine: FakeEngine, client: openai.OpenA
     assert engine.submitted[-1][1].shown_special_tokens == ("</think>",)
 
 
-def test_the_template_gets_what_is_asked(engine: FakeEngine, client: openai.OpenAI) -> None:
+def test_the_template_gets_its_variables(engine: FakeEngine, client: openai.OpenAI) -> None:
     client.chat.completions.create(
         model="m",
         messages=[*USER, {"role": "assistant", "content": "I say"}],
@@ -289,28 +282,22 @@ def test_the_template_gets_what_is_asked(engine: FakeEngine, client: openai.Open
             "continue_final_message": True,
         },
     )
-    asked = engine.chats[-1]
-    assert asked["template_kwargs"] == {
-        "enable_thinking": False,
-        "style": "dry",
-        "reasoning_effort": "low",
-    }
-    assert (asked["add_generation_prompt"], asked["continue_final_message"]) == (False, True)
+    chat = engine.chats[-1]
+    variables = {"enable_thinking": False, "style": "dry", "reasoning_effort": "low"}
+    assert chat["template_kwargs"] == variables
+    assert (chat["add_generation_prompt"], chat["continue_final_message"]) == (False, True)
 
 
 def test_allowed_tools(engine: FakeEngine, client: openai.OpenAI) -> None:
     choice: Any = {
         "type": "allowed_tools",
-        "allowed_tools": {
-            "mode": "auto",
-            "tools": [{"type": "function", "function": {"name": "now"}}],
-        },
+        "allowed_tools": {"mode": "auto", "tools": [NOW_CHOICE]},
     }
     client.chat.completions.create(model="m", messages=USER, tools=TOOLS, tool_choice=choice)
     assert engine.chats[-1]["tools"] == TOOLS[1:]
 
 
-def test_a_server_that_reads_no_calls(engine: FakeEngine, client: openai.OpenAI) -> None:
+def test_a_server_without_a_tool_parser(engine: FakeEngine, client: openai.OpenAI) -> None:
     engine.chat_format = ChatFormat(tools=None)
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="m", messages=USER, tools=TOOLS)
@@ -349,7 +336,7 @@ def test_token_ids_and_running_usage(engine: FakeEngine, client: openai.OpenAI) 
         ({"response_format": JSON_OBJECT}, ["weather", "now", "content"], []),
     ],
 )
-def test_what_must_come_is_a_grammar(
+def test_forced_calls_make_a_grammar(
     engine: FakeEngine,
     client: openai.OpenAI,
     options: dict[str, Any],
@@ -364,9 +351,8 @@ def test_what_must_come_is_a_grammar(
     assert not any(word in structured.source for word in unnamed)
 
 
-def test_a_form_of_the_content_alone(engine: FakeEngine, client: openai.OpenAI) -> None:
-    """The answer has the requested form, after the reasoning if the model reasons; a grammar
-    describes the whole answer."""
+def test_a_response_format_without_tools(engine: FakeEngine, client: openai.OpenAI) -> None:
+    """A response format applies after the reasoning; a grammar describes the whole answer."""
     options: Any = {"model": "m", "messages": USER}
     client.chat.completions.create(**options, response_format=JSON_OBJECT)
     assert engine.submitted[-1][1].structured.kind == "json_object"
@@ -389,11 +375,11 @@ def test_a_form_of_the_content_alone(engine: FakeEngine, client: openai.OpenAI) 
         ({"chat_template_kwargs": {"enable_thinking": False}}, False),
         ({"reasoning_effort": "none"}, False),
         ({"add_generation_prompt": False}, False),
-        ({"continue_final_message": True, "messages": [*USER, said("I")]}, False),
-        ({"continue_final_message": True, "messages": [*USER, said("<think>I")]}, True),
+        ({"continue_final_message": True, "messages": [*USER, assistant("I")]}, False),
+        ({"continue_final_message": True, "messages": [*USER, assistant("<think>I")]}, True),
     ],
 )
-def test_where_a_prompt_ends_decides_what_may_come(
+def test_the_grammar_starts_where_the_prompt_ends(
     engine: FakeEngine, client: openai.OpenAI, change: dict[str, Any], is_open: bool
 ) -> None:
     engine.chat_format = dataclasses.replace(THINKS, opens_reasoning=True)

@@ -1,5 +1,4 @@
-"""Calls that must come, by the official client, from the embedded model: its tokens are guesses,
-its calls are valid all the same."""
+"""Forced tool calls of the embedded model, by the official client. The grammar makes them valid."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ TURNS = (
 
 
 def marked_model(path: Path) -> Path:
-    """The embedded model with the markers as special tokens, in place of its last four, and a
-    chat template that minds the order of roles."""
+    """Writes the embedded model with the markers as special tokens instead of its last four tokens,
+    and a chat template that checks that roles alternate. Returns its path."""
     shutil.copytree(default_model_path(), path)
     file = path / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -89,8 +88,8 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(params=["plain", "marked"])
 def client(request: pytest.FixtureRequest) -> openai.OpenAI:
-    made: openai.OpenAI = request.getfixturevalue(request.param)
-    return made
+    chosen: openai.OpenAI = request.getfixturevalue(request.param)
+    return chosen
 
 
 def check(calls: Any) -> None:
@@ -104,7 +103,7 @@ def check(calls: Any) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_calls_that_must_come(client: openai.OpenAI, choice: Any) -> None:
+def test_forced_calls(client: openai.OpenAI, choice: Any) -> None:
     answer = client.chat.completions.create(
         model="m",
         messages=USER,
@@ -122,7 +121,7 @@ def test_calls_that_must_come(client: openai.OpenAI, choice: Any) -> None:
             assert [c.function.name for c in item.message.tool_calls or ()] == ["weather"]  # type: ignore[union-attr]
 
 
-def test_streamed_calls_are_the_same(client: openai.OpenAI) -> None:
+def test_streamed_calls_equal_whole_ones(client: openai.OpenAI) -> None:
     options: Any = {"messages": USER, "tools": TOOLS, "tool_choice": "required"}
     options |= {"temperature": 0, "max_tokens": 400, "parallel_tool_calls": False}
     options["logit_bias"] = NO_THOUGHT
@@ -148,8 +147,8 @@ def test_a_result_is_answered(client: openai.OpenAI) -> None:
     message = first.choices[0].message
     assert message.tool_calls is not None
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "18 C, rain"}
-    again: Any = [*USER, message, result]
-    second = client.chat.completions.create(model="m", messages=again, tools=TOOLS, max_tokens=20)
+    dialog: Any = [*USER, message, result]
+    second = client.chat.completions.create(model="m", messages=dialog, tools=TOOLS, max_tokens=20)
     assert second.choices[0].finish_reason in ("stop", "length", "tool_calls")
     assert second.usage is not None and first.usage is not None
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
@@ -177,7 +176,7 @@ def test_strict_tools_leave_the_choice_to_the_model(client: openai.OpenAI) -> No
 
 
 def test_arguments_of_strict_tools_fit(marked: openai.OpenAI) -> None:
-    """Nothing but a bias makes the model call; then it can write nothing else."""
+    """A bias makes the model begin a call, and the grammar makes its arguments valid."""
     strict: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
     answer = marked.chat.completions.create(
         model="m",
@@ -195,8 +194,8 @@ def test_arguments_of_strict_tools_fit(marked: openai.OpenAI) -> None:
 
 @pytest.mark.row("G9")
 def test_a_schema_that_cannot_be_compiled(client: openai.OpenAI) -> None:
-    bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?<=a)b"}}}
-    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": bad}}]
+    bad_schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?<=a)b"}}}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": bad_schema}}]
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
             model="m", messages=USER, tools=tools, tool_choice="required"
@@ -205,7 +204,7 @@ def test_a_schema_that_cannot_be_compiled(client: openai.OpenAI) -> None:
 
 
 def test_a_thought_before_a_call(marked: openai.OpenAI) -> None:
-    """The markers are special tokens; the grammar lets them through and the parser sees them."""
+    """The grammar allows the markers, which are special tokens, and the parser sees them."""
     answer = marked.chat.completions.create(
         model="m",
         messages=USER,
@@ -222,7 +221,7 @@ def test_a_thought_before_a_call(marked: openai.OpenAI) -> None:
 
 
 @pytest.mark.row("T10")
-def test_an_order_of_roles_that_the_template_refuses(marked: openai.OpenAI) -> None:
+def test_roles_that_the_template_refuses(marked: openai.OpenAI) -> None:
     system: Any = {"role": "system", "content": "x"}
     for messages in ([system, system, *USER], [*USER, {"role": "assistant", "content": "x"}]):
         with pytest.raises(openai.BadRequestError) as caught:

@@ -1,4 +1,4 @@
-"""Tools, calls, results and template variables that are refused: status, param and code."""
+"""Bad tools, calls, results and template variables are refused with a status, param and code."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def call(**changes: Any) -> dict[str, Any]:
     return {**CALL, "function": {**CALL["function"], **changes}}  # type: ignore[dict-item]
 
 
-def said(*calls: Any) -> dict[str, Any]:
+def with_calls(*calls: Any) -> dict[str, Any]:
     return {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": list(calls)}]}
 
 
-def answered(**changes: Any) -> dict[str, Any]:
+def with_result(**changes: Any) -> dict[str, Any]:
     result = {"role": "tool", "tool_call_id": "c1", "content": "x", **changes}
-    return {"messages": [*said(CALL)["messages"], result]}
+    return {"messages": [*with_calls(CALL)["messages"], result]}
 
 
 PARAMETERS = "tools[0].function.parameters"
@@ -79,7 +79,7 @@ TOOLS: Refusals = [
     ({"tools": [tool(strict="yes")]}, "tools[0].function.strict", "invalid_type"),
     ({"tools": [tool(extra=1)]}, "tools[0].function.extra", "unknown_parameter"),
 ]
-# and what of G1 to G6 costs nothing to tell
+# also those errors of G1 to G6 that are found without compiling
 SCHEMAS: Refusals = [
     (schema({"type": "strnig"}), PARAMETERS, "invalid_schema"),
     (schema({"type": ["object", 5]}), PARAMETERS, "invalid_schema"),
@@ -131,22 +131,22 @@ DEPRECATED: Refusals = [
     ({"function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
 ]
 CALLS: Refusals = [
-    (answered(tool_call_id="c2"), "messages[2].tool_call_id", "invalid_value"),
-    (answered(tool_call_id=None), "messages[2].tool_call_id", "missing_required_parameter"),
-    (answered(tool_call_id=5), "messages[2].tool_call_id", "invalid_type"),
-    (answered(content=None), "messages[2].content", "missing_required_parameter"),
-    (said(call(arguments="{oops")), ARGUMENTS, "invalid_value"),
-    (said(call(arguments="[1]")), ARGUMENTS, "invalid_value"),
-    (said(call(arguments='{"a": NaN}')), ARGUMENTS, "invalid_value"),
-    (said(call(arguments='{"a": 1e999}')), ARGUMENTS, "invalid_value"),
-    (said(call(arguments='{"a": ' + "[" * 80 + "]" * 80 + "}")), ARGUMENTS, "invalid_value"),
-    (said(call(arguments="[" * 100_000)), ARGUMENTS, "invalid_value"),
-    (said(call(arguments={})), ARGUMENTS, "invalid_type"),
-    (said(call(name="a b")), "messages[1].tool_calls[0].function.name", "invalid_value"),
-    (said({**CALL, "id": ""}), "messages[1].tool_calls[0].id", "invalid_value"),
-    (said({**CALL, "type": "x"}), "messages[1].tool_calls[0].type", "invalid_value"),
-    (said(*[CALL] * 129), "messages[1].tool_calls", "array_above_max_length"),
-    (said(), "messages[1].content", "missing_required_parameter"),
+    (with_result(tool_call_id="c2"), "messages[2].tool_call_id", "invalid_value"),
+    (with_result(tool_call_id=None), "messages[2].tool_call_id", "missing_required_parameter"),
+    (with_result(tool_call_id=5), "messages[2].tool_call_id", "invalid_type"),
+    (with_result(content=None), "messages[2].content", "missing_required_parameter"),
+    (with_calls(call(arguments="{oops")), ARGUMENTS, "invalid_value"),
+    (with_calls(call(arguments="[1]")), ARGUMENTS, "invalid_value"),
+    (with_calls(call(arguments='{"a": NaN}')), ARGUMENTS, "invalid_value"),
+    (with_calls(call(arguments='{"a": 1e999}')), ARGUMENTS, "invalid_value"),
+    (with_calls(call(arguments='{"a": ' + "[" * 80 + "]" * 80 + "}")), ARGUMENTS, "invalid_value"),
+    (with_calls(call(arguments="[" * 100_000)), ARGUMENTS, "invalid_value"),
+    (with_calls(call(arguments={})), ARGUMENTS, "invalid_type"),
+    (with_calls(call(name="a b")), "messages[1].tool_calls[0].function.name", "invalid_value"),
+    (with_calls({**CALL, "id": ""}), "messages[1].tool_calls[0].id", "invalid_value"),
+    (with_calls({**CALL, "type": "x"}), "messages[1].tool_calls[0].type", "invalid_value"),
+    (with_calls(*[CALL] * 129), "messages[1].tool_calls", "array_above_max_length"),
+    (with_calls(), "messages[1].content", "missing_required_parameter"),
     ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0].tool_calls", "unsupported"),
     (
         {"messages": [USER, {"role": "assistant", "content": "x", "function_call": {}}]},
@@ -262,10 +262,10 @@ def test_refused(refusals: Refusals) -> None:
         schema(True),
         schema(nested(20)),
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        said(call(arguments="")),
-        said({**CALL, "index": 0}),
-        answered(),
-        answered(content=""),
+        with_calls(call(arguments="")),
+        with_calls({**CALL, "index": 0}),
+        with_result(),
+        with_result(content=""),
         {"messages": [USER, {"role": "assistant", "content": None, "refusal": "no"}]},
         {
             "messages": [
@@ -285,11 +285,11 @@ def test_accepted(change: dict[str, Any]) -> None:
     run_with_server(FakeEngine(), check)
 
 
-def test_no_pattern_is_refused_that_python_takes() -> None:
-    """It is looked at without compiling it."""
+def test_patterns_that_python_compiles_are_accepted() -> None:
+    """The check reads a pattern without compiling it."""
     rng = random.Random(1)
     parts = ["a", "(", ")", "[", "]", "*", "+", "?", "|", "\\", "^", "(?:", "-", "{1,2}", "(?<=a)"]
-    taken = 0
+    num_valid = 0
     with warnings.catch_warnings(action="ignore"):
         for _ in range(5000):
             pattern = "".join(rng.choices(parts, k=rng.randint(1, 8)))
@@ -297,7 +297,7 @@ def test_no_pattern_is_refused_that_python_takes() -> None:
                 re.compile(pattern)
             except re.error:
                 continue
-            taken += 1
+            num_valid += 1
             schema = {"type": "object", "properties": {"a": {"pattern": pattern}}}
             assert parse_parameters(schema, "parameters", Unknown()) == schema
-    assert taken > 500
+    assert num_valid > 500

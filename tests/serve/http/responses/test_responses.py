@@ -153,7 +153,7 @@ def test_reasoning_text_and_calls(fake: openai.OpenAI, monkeypatch: pytest.Monke
     assert whole.usage.input_tokens == PROMPT_TOKENS
     assert whole.usage.input_tokens_details.cached_tokens == CACHED_TOKENS
     assert whole.usage.output_tokens_details.reasoning_tokens == 2
-    asked = run.asked
+    asked = run.request
     function = {name: TOOLS[0][name] for name in ("name", "description", "parameters", "strict")}
     assert asked.tools == [{"type": "function", "function": function}]
     assert (asked.tool_choice, asked.parallel_tool_calls) == ("required", False)
@@ -201,13 +201,13 @@ def test_the_conversation_goes_on(fake: openai.OpenAI, monkeypatch: pytest.Monke
     ]
     options: Any = {"model": "m", "tools": TOOLS}
     second = fake.responses.create(input=outputs, previous_response_id=first.id, **options)
-    by_id = run.asked.messages
+    by_id = run.request.messages
     assert second.previous_response_id == first.id
     echoed = [item.to_dict() for item in first.output]
     fake.responses.create(
         input=[{"role": "user", "content": "hello"}, *echoed, *outputs], **options
     )
-    assert run.asked.messages == by_id
+    assert run.request.messages == by_id
     roles = [message["role"] for message in by_id]
     assert roles == ["user", "assistant", "tool", "tool", "user"]
     _, said, rain, failed, _ = by_id
@@ -218,9 +218,9 @@ def test_the_conversation_goes_on(fake: openai.OpenAI, monkeypatch: pytest.Monke
     named: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
     hello: Any = {"role": "user", "content": "hello"}
     fake.responses.create(input=[hello, *named, *outputs], **options)
-    assert run.asked.messages == by_id
+    assert run.request.messages == by_id
     third = fake.responses.create(input="more", previous_response_id=second.id, **options)
-    assert len(run.asked.messages) == 7
+    assert len(run.request.messages) == 7
     items = fake.responses.input_items.list(third.id, order="asc").data
     assert [item.type for item in items][:3] == ["message", "reasoning", "message"]
     assert len(items) == 1 + 4 + 3 + 1 + 1
@@ -253,8 +253,8 @@ def test_tool_choices(
     run = script_answers(monkeypatch, [[Text("ok")]])
     tools: Any = [*TOOLS, {"type": "function", "name": "time", "parameters": {}, "strict": None}]
     response = fake.responses.create(model="m", input="hello", tools=tools, tool_choice=choice)
-    assert run.asked.tool_choice == expected
-    assert [tool["function"]["name"] for tool in run.asked.tools] == names
+    assert run.request.tool_choice == expected
+    assert [tool["function"]["name"] for tool in run.request.tools] == names
     assert response.to_dict()["tool_choice"] == choice
 
 
@@ -275,7 +275,7 @@ def test_forms_of_text(
 ) -> None:
     run = script_answers(monkeypatch, [[Text("{}")]])
     response = fake.responses.create(model="m", input="hello", text={"format": form})
-    structured = run.asked.params.structured
+    structured = run.request.params.structured
     assert (structured.kind if structured else None) == kind
     assert (structured.source if structured else None) == source
     assert response.text is not None
