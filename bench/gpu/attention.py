@@ -6,6 +6,7 @@ its K/V from memory. Operations: 4 x head_dim for each query head and key that i
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,7 +131,8 @@ def make_step(
     arrays.upload(host)
     q = torch.randn(total, heads.query, heads.dim, device=device(), dtype=torch.bfloat16)
     calls: list[Callable[[], Tensor]] = []
-    k = v = tiles = None
+    k = v = q
+    tiles: Any = None
     for number in range(layers):
         k, v = (
             torch.randn(num_tokens, heads.kv, heads.dim, device=device(), dtype=torch.bfloat16)
@@ -205,7 +207,7 @@ def _prefill_operations(heads: Heads, length: int) -> float:
 
 def _contiguous(heads: Heads, batch: int, length: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """q: [B, H, rows, D]; k, v: [B, Hk, length, D]."""
-    kind = {"device": device(), "dtype": torch.bfloat16}
+    kind: dict[str, Any] = {"device": device(), "dtype": torch.bfloat16}
     q = torch.randn(batch, heads.query, rows, heads.dim, **kind)
     k, v = (torch.randn(batch, heads.kv, length, heads.dim, **kind) for _ in range(2))
     return q, k, v
@@ -252,7 +254,7 @@ def _time_sdpa(backend: str | None, q: Tensor, k: Tensor, v: Tensor, **options: 
 
 def _dense_prefill(attend: Callable[..., Tensor], heads: Heads, length: int) -> Figures:
     """On contiguous bf16 K/V, [L, Hk, D]."""
-    kind = {"device": device(), "dtype": torch.bfloat16}
+    kind: dict[str, Any] = {"device": device(), "dtype": torch.bfloat16}
     q = torch.randn(length, heads.query, heads.dim, **kind)
     k, v = (torch.randn(length, heads.kv, heads.dim, **kind) for _ in range(2))
     timing = time_works([partial(attend, q, k, v, heads.dim**-0.5, None)])
@@ -261,8 +263,7 @@ def _dense_prefill(attend: Callable[..., Tensor], heads: Heads, length: int) -> 
 
 
 def _flashinfer_decode(tensor_cores: bool, heads: Heads, batch: int, context: int) -> Figures:
-    import flashinfer
-
+    flashinfer: Any = importlib.import_module("flashinfer")
     page = 16
     pages = batch * context // page
     shape = pages, page, heads.kv, heads.dim
@@ -272,7 +273,7 @@ def _flashinfer_decode(tensor_cores: bool, heads: Heads, batch: int, context: in
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         workspace, "NHD", use_tensor_cores=tensor_cores
     )
-    counts = {"dtype": torch.int32, "device": device()}
+    counts: dict[str, Any] = {"dtype": torch.int32, "device": device()}
     wrapper.plan(
         torch.arange(0, pages + 1, context // page, **counts),
         torch.arange(pages, **counts),

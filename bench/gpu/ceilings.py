@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bench.gpu.record import Figures, Record
-from bench.gpu.timing import device, time_works
+from bench.gpu.timing import device, make_events, time_works
 
 _QUERIED = "clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw,power.limit,pstate"
 READ_BLOCK = 8192  # values that a program reads at once
@@ -238,7 +238,7 @@ def _launches() -> Figures:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x.add_(1.0)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = make_events(2)
     for count in (100, 2000):  # the first warms up
         begin.record()
         for _ in range(count):

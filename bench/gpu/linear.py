@@ -62,7 +62,8 @@ TINY_SQUARE = Layer("64x64", 64, 64, adds=True)
 
 
 def run(record: Record) -> None:
-    layers, square, rows = LAYERS, SQUARE, 8192
+    layers: tuple[Layer, ...] = LAYERS
+    square, rows = SQUARE, 8192
     counts: tuple[int, ...] = (64, 16, 4, 1, 2048)
     if record.is_dry:
         layers, square, rows, counts = TINY, TINY_SQUARE, 20, (3,)
@@ -215,7 +216,8 @@ def warm(record: Record) -> None:
 def _warm(record: Record) -> Figures:
     pairs = list(_jobs((*LAYERS, SQUARE))) if not record.is_dry else [(TINY_SQUARE, 3)]
     ends_s = time.time() + record.left_s() - 10
-    done, failed = 0, {}
+    done = 0
+    failed: dict[str, str] = {}
     workers = 1 if record.is_dry else min(_WORKERS, max(1, (os.cpu_count() or 2) - 4))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:

@@ -53,17 +53,11 @@ def _load(models: list[Any], shape: str) -> Figures:
     """Returns a model with random weights that are made on the device."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(
-        **SHAPES[shape],
-        rope_theta=500000.0,
-        rms_norm_eps=1e-5,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    settings = SHAPES[shape] | {"rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+    config = LlamaConfig(**settings, bos_token_id=None, eos_token_id=None, pad_token_id=0)
     began = time.perf_counter()
     with torch.device(device()):
-        model = AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
     models.append(model.to(device()).eval())
@@ -105,7 +99,7 @@ def _generate(model: Any, ids: torch.Tensor, options: dict[str, Any], answer: in
 def _generate_batch(model: Any, ids: torch.Tensor, answer: int) -> int:
     from transformers import GenerationConfig
 
-    config = GenerationConfig(
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     found = model.generate_batch(ids.tolist(), generation_config=config)

@@ -15,8 +15,9 @@ from ops.backend import Norm
 
 
 def run(record: Record) -> None:
-    counts, width, inner, vocab = (8192, 64, 1), 4096, 14336, 128256
-    heads, batches = EIGHT_B, (64, 1)
+    counts: tuple[int, ...] = (8192, 64, 1)
+    batches: tuple[int, ...] = (64, 1)
+    width, inner, vocab, heads = 4096, 14336, 128256, EIGHT_B
     if record.is_dry:
         counts, width, inner, vocab, heads, batches = (3,), 64, 128, 1000, TINY, (2,)
     for count in counts:
@@ -94,7 +95,8 @@ def _append(heads: Heads, count: int, kind: str) -> Figures:
 
 def make_sampler(kind: str, batch: int, vocab: int) -> tuple[Any, Any]:
     """Returns a DeviceSampler with its sampling parameters, and the step's plan."""
-    from ops.cuda.device_sampler import DeviceSampler, DeviceSamplingInputs, Row
+    from ops.cuda.device_sampler import DeviceSampler
+    from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
 
     options: dict[str, Any] = {"temperature": float(kind != "greedy")}  # 1: logits stay
     if kind.startswith("top-p"):

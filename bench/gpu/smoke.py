@@ -177,7 +177,8 @@ def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> T
     keys, values = (
         x.double().repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for x in (k, v)
     )
-    scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * dim**-0.5
+    scale: float = dim**-0.5
+    scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * scale
     position = torch.arange(length - rows, length, device=q.device)[:, None]
     key = torch.arange(length, device=q.device)[None, :]
     seen = key <= position

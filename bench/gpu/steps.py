@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from bench.gpu.timing import make_events
+
 LATE = 1.03
 _WINDOW = 15  # steps around one that say what is usual: contexts grow, slowly
 
@@ -137,7 +139,7 @@ class StepClock:
             begin = _mark(device)
             found = submit(device, work)
             before = self._marks[-1][2] if self._marks else None
-            was_late = isinstance(before, torch.cuda.Event) and before.query()
+            was_late = isinstance(before, torch.cuda.Event) and bool(before.query())  # type: ignore[no-untyped-call]
             self._marks.append((time.perf_counter(), begin, _mark(device), was_late))
             return found
 
@@ -177,6 +179,6 @@ def _mark(device: Any) -> Any:
     """An event in the device's stream, or the host's clock."""
     if device.device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    (event,) = make_events(1)
     event.record(torch.cuda.current_stream(device.device))
     return event

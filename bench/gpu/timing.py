@@ -71,13 +71,13 @@ def _elapsed_s(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(begin.elapsed_time(end)) * 1e-3
 
 
-def _events(count: int) -> list[torch.cuda.Event]:
-    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+def make_events(count: int) -> list[torch.cuda.Event]:
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]
 
 
 def _estimate_s(works: Sequence[Work]) -> float:
     calls = max(4, len(works))
-    begin, end = _events(2)
+    begin, end = make_events(2)
     begin.record()
     for i in range(calls):
         works[i % len(works)]()
@@ -88,7 +88,7 @@ def _estimate_s(works: Sequence[Work]) -> float:
 
 def _time_by_events(works: Sequence[Work], estimate: float, target_s: float) -> Timing:
     count = int(min(200, max(5, target_s / estimate)))
-    marks = _events(count + 1)
+    marks = make_events(count + 1)
     marks[0].record()
     for i in range(count):
         works[i % len(works)]()
@@ -112,7 +112,7 @@ def _time_in_graph(works: Sequence[Work], estimate: float, target_s: float) -> T
         return None
     graph.replay()
     count = int(min(100, max(5, target_s / (calls * estimate))))
-    marks = _events(count + 1)
+    marks = make_events(count + 1)
     marks[0].record()
     for i in range(count):
         graph.replay()

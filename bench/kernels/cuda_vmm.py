@@ -56,7 +56,8 @@ class Probe:
         self._driver = driver
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        error, *values = getattr(self._driver, name)(*arguments)
+        result: tuple[Any, ...] = getattr(self._driver, name)(*arguments)
+        error, *values = result
         if error != self._driver.CUresult.CUDA_SUCCESS:
             raise CudaError(errno.EIO, f"{name}: {error.name}")
         return values

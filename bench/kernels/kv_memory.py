@@ -67,9 +67,10 @@ class Arm:
         self.num_calls = self.num_waits = 0
 
     def _manager(self) -> KVManager:
-        old = self._runtime.kv
+        old, memory = self._runtime.kv, self._runtime.memory
+        assert isinstance(memory, LinuxMemory)
         return KVManager(
-            self._runtime.memory,
+            memory,
             num_pages=old.num_pages,
             num_ranges=self._limits.max_num_seqs,
             max_model_len=old.max_model_len,
@@ -120,11 +121,13 @@ def step_table(rounds: int, tokens: int) -> Table:
             arm.run()
             if number == 0:  # warm-up
                 arm.forget()
+    percentiles = (partial(percentile, percent=p) for p in (50, 99, 99.9))
+    statistics_of_steps: list[Callable[[list[float]], float]] = [statistics.mean, *percentiles]
     base = arms[0].steps_s
     for arm in arms:
         figures = [
-            f"{1e3 * of(arm.steps_s):.2f} ({of(arm.steps_s) / of(base):.3f})"
-            for of in (statistics.mean, *(partial(percentile, percent=p) for p in (50, 99, 99.9)))
+            f"{1e3 * statistic(arm.steps_s):.2f} ({statistic(arm.steps_s) / statistic(base):.3f})"
+            for statistic in statistics_of_steps
         ]
         calls, waits = str(arm.num_calls), str(arm.num_waits)
         table.add_row(arm.name, str(len(arm.steps_s)), *figures, calls, waits)

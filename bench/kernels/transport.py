@@ -77,8 +77,8 @@ def measure(urls: list[str], rounds: int, quick: bool) -> Readings:
                         readings[name, f"{size} B one way"].append(rate)
         for size in MESSAGES:
             readings["copy", f"{size} B one way"].append(copies(size, budget_s))
-        if not quick and (rate := iperf()) is not None:
-            readings["iperf3", "stream"].append(rate)
+        if not quick and (reference := iperf()) is not None:
+            readings["iperf3", "stream"].append(reference)
     return readings
 
 
@@ -136,7 +136,7 @@ def take(endpoint: Endpoint) -> None:
 def round_trips(endpoint: Endpoint, size: int, budget_s: float) -> list[float]:
     """Microseconds of each; the first ones warm up and do not count."""
     _data, segments = message(size, _ECHO)
-    times = []
+    times: list[float] = []
     end = time.perf_counter() + budget_s
     while (began := time.perf_counter()) < end or len(times) < 20:
         endpoint.post(segments)

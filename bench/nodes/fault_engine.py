@@ -23,6 +23,7 @@ import torch
 
 from serve import Engine, SamplingParams
 from serve.engine import node_recovery as recovery
+from serve.request import FinishReason
 
 NUM_PROMPTS = 12
 _TOKENS = 120
@@ -54,7 +55,7 @@ async def _ask(engine: Engine, number: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, ignore_eos=True)
     tokens: list[int] = []
     times: list[float] = []
-    reason: str | None = None
+    reason: FinishReason | str | None = None
     error: str | None = None
     began = time.monotonic()
     try:

@@ -226,6 +226,9 @@ class EngineProcess:
             else:
                 self.events.append(event)
 
+    def has_answered(self) -> bool:
+        return self.pages > 0 and bool(self.of("request"))
+
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in list(self.events) if event["kind"] == kind]
 

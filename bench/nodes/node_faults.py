@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from bench.nodes.fault_engine import NUM_PROMPTS
 from bench.nodes.fault_rig import START_S, EngineProcess, Node, Proxy, Site, can_have_namespaces
@@ -68,7 +69,7 @@ class Run:
         self.random = random.Random(seed)
         self.folder = folder
         self.faults: list[Fault] = []
-        self.requests: list[dict[str, object]] = []  # of engines that are gone
+        self.requests: list[dict[str, Any]] = []  # of engines that are gone
         self.num_unanswered_leases = 0
         self.is_over_tcp = sites
         self._key_file = folder / "key"
@@ -102,7 +103,7 @@ class Run:
         while True:  # nodes may not listen yet
             engine = EngineProcess(settings, self.folder / "engine.log")
             try:
-                engine.wait_for(lambda e=engine: e.pages and len(e.of("request")) >= 1, 60, "start")
+                engine.wait_for(engine.has_answered, 60, "start")
             except RuntimeError:
                 engine.close()
                 if time.monotonic() > deadline:
@@ -227,8 +228,7 @@ class Run:
         wrong = failed = 0
         for request in self.requests:
             tokens = request["tokens"]
-            assert isinstance(tokens, list)
-            expected = self.expected[int(str(request["prompt"]))]
+            expected = self.expected[request["prompt"]]
             if request["error"] is not None:
                 failed += 1
                 wrong += tokens != expected[: len(tokens)]
@@ -242,9 +242,7 @@ class Run:
         """From token to token of a client, until everything was as before."""
         longest = 0.0
         for request in self.requests:
-            times = request["times"]
-            assert isinstance(times, list)
-            for earlier, later in pairwise(times):
+            for earlier, later in pairwise(request["times"]):
                 if later >= fault.at and earlier <= fault.over:
                     longest = max(longest, later - earlier)
         return longest
@@ -300,7 +298,7 @@ def main() -> int:
         finally:
             run.close()
     wrong, failed = run.check()
-    num_tokens = sum([len(request["tokens"]) for request in run.requests])  # type: ignore[arg-type]
+    num_tokens = sum(len(request["tokens"]) for request in run.requests)
     print(table(run.faults))
     result = {
         "faults": len(run.faults),
