@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,6 +35,15 @@ OutputLen = Annotated[int | None, typer.Option(help="Tokens of each answer.")]
 Seed = Annotated[int, typer.Option(help="Seed of the requests.")]
 
 
+def _measure(target: str, settings: Mapping[str, Any]) -> None:
+    """Imports target ("module:function") and calls it with the settings."""
+    module, _, name = target.partition(":")
+    measure = getattr(import_module(module), name)
+    set_up_logging("warning")
+    with reported():
+        measure(**settings)
+
+
 @measurements.command()
 def throughput(
     model: Model = None,
@@ -53,12 +64,7 @@ def throughput(
     quick: options.Quick = False,
 ) -> None:
     """Send all requests at once and report tokens per second, and their share of the bound."""
-    settings = dict(locals())
-    from bench.offline.throughput import throughput as measure
-
-    set_up_logging("warning")
-    with reported():
-        measure(**settings)
+    _measure("bench.offline.throughput:throughput", locals())
 
 
 @measurements.command()
@@ -87,24 +93,12 @@ def latency(
     quick: options.Quick = False,
 ) -> None:
     """Measure steps of a model: decode by batch, prefill by length, and the machine's bound."""
-    from bench.cli.latency import latency as measure
-
-    set_up_logging("warning")
+    settings = dict(locals())
+    del settings["batch"], settings["prefill"], settings["peer"]
     with reported():
-        measure(
-            model,
-            batches=whole_numbers("batch", batch),
-            context=context,
-            steps=steps,
-            prefills=whole_numbers("prefill", prefill),
-            rounds=rounds,
-            peers=peer or (),
-            dtype=dtype,
-            compute_threads=compute_threads,
-            backend=backend,
-            json_file=json_file,
-            quick=quick,
-        )
+        settings["batches"] = whole_numbers("batch", batch)
+        settings["prefills"] = whole_numbers("prefill", prefill)
+    _measure("bench.cli.latency:latency", {**settings, "peers": peer or ()})
 
 
 @measurements.command()
@@ -121,12 +115,7 @@ def startup(
     quick: options.Quick = False,
 ) -> None:
     """Measure `serve run` from its start to the first token, and where the time goes."""
-    settings = dict(locals())
-    from bench.cli.startup import startup as measure
-
-    set_up_logging("warning")
-    with reported():
-        measure(**settings)
+    _measure("bench.cli.startup:startup", locals())
 
 
 @measurements.command()
@@ -194,12 +183,8 @@ def ablation(
 ) -> None:
     """Measure the same requests with each optimisation off in turn, in one interleaved run."""
     settings = dict(locals())
-    from bench.cli.ablation import ablation as measure
-
-    set_up_logging("warning")
-    with reported():
-        names = variants.split(",") if variants is not None else None
-        measure(**{**settings, "variants": names})
+    settings["variants"] = variants.split(",") if variants is not None else None
+    _measure("bench.cli.ablation:ablation", settings)
 
 
 @measurements.command()
@@ -250,16 +235,10 @@ def engine(
 ) -> None:
     """Measure the engine's own work, with a device that takes no time."""
     settings = dict(locals())
-    is_long_prompt = settings.pop("long_prompt")
-    from bench.engine.engine_overhead import engine as measure
-    from bench.engine.long_prompt import long_prompt as measure_long_prompt
-
-    set_up_logging("warning")
-    with reported():
-        if is_long_prompt:
-            measure_long_prompt(json_file=json_file, quick=quick)
-        else:
-            measure(**settings)
+    if settings.pop("long_prompt"):
+        _measure("bench.engine.long_prompt:long_prompt", {"json_file": json_file, "quick": quick})
+    else:
+        _measure("bench.engine.engine_overhead:engine", settings)
 
 
 @measurements.command()
@@ -274,12 +253,7 @@ def http(
     quick: options.Quick = False,
 ) -> None:
     """Measure the cost of HTTP: the same streams through a server and in process, in turn."""
-    settings = dict(locals())
-    from bench.engine.http_overhead import http as measure
-
-    set_up_logging("warning")
-    with reported():
-        measure(**settings)
+    _measure("bench.engine.http_overhead:http", locals())
 
 
 @measurements.command("prefix-cache")
@@ -296,12 +270,7 @@ def prefix_cache(
     quick: options.Quick = False,
 ) -> None:
     """Measure the first token with a prefix that is computed, in memory and on disk."""
-    settings = dict(locals())
-    from bench.engine.prefix_cache import prefix_cache as measure
-
-    set_up_logging("warning")
-    with reported():
-        measure(**settings)
+    _measure("bench.engine.prefix_cache:prefix_cache", locals())
 
 
 @measurements.command()
@@ -314,8 +283,4 @@ def nodes(
     quick: options.Quick = False,
 ) -> None:
     """Measure K/V and attention on memory nodes of this machine."""
-    from bench.nodes.memory_nodes import nodes as measure
-
-    set_up_logging("warning")
-    with reported():
-        measure(what or (), json_file=json_file, quick=quick)
+    _measure("bench.nodes.memory_nodes:nodes", {**locals(), "what": what or ()})

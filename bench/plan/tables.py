@@ -19,9 +19,10 @@ from bench.plan.serving import MAX_ROWS, Load, decode_work, prefill_s
 
 NONE = "–"
 MARKS = {"cuda": " †", "none": " ‡"}  # by back end, behind a machine's name
+ASSUMED = "~"  # before a figure
 _MEANINGS = {
-    "~": "assumed, not measured: the device's peaks are those of its data sheet, and the shares of"
-    " them that kernels reach are guesses on a GPU and those of two Zen 5 cores on a processor",
+    ASSUMED: "assumed, not measured: the device's peaks are those of its data sheet, and the shares"
+    " of them that kernels reach are guesses on a GPU and those of two Zen 5 cores on a processor",
     MARKS["cuda"]: "not driven yet: the CUDA back end has never run on a GPU",
     MARKS["none"]: "not driven: this software has no back end for it",
 }
@@ -237,14 +238,18 @@ def marked(device: Device, name: str) -> str:
 
 def print_meanings(devices: Iterable[Device], is_assumed: bool, console: Console) -> None:
     """Prints what the marks mean that a table of these devices has."""
+    for mark, meaning in meanings(devices, is_assumed).items():
+        console.print(f"{mark.strip()}: {meaning}", highlight=False, style="dim")
+
+
+def meanings(devices: Iterable[Device], is_assumed: bool) -> dict[str, str]:
+    """Returns, by mark, what the marks of these devices and of their figures mean."""
     used = {MARKS.get(device.backend, "") for device in devices} | {_tilde(is_assumed)}
-    for mark, meaning in _MEANINGS.items():
-        if mark in used:
-            console.print(f"{mark.strip()}: {meaning}", highlight=False, style="dim")
+    return {mark: meaning for mark, meaning in _MEANINGS.items() if mark in used}
 
 
 def _tilde(is_assumed: bool) -> str:
-    return "~" if is_assumed else ""
+    return ASSUMED if is_assumed else ""
 
 
 def _names(header: str) -> Column:

@@ -77,7 +77,7 @@ def simulate_load(
     on_progress: OnProgress | None = None,
 ) -> RunResult:
     """Simulates calls at their times (at_s). Where the model would decide the length of an answer,
-    it is the smaller of max_tokens and ASSUMED_OUTPUT."""
+    it is the smaller of max_tokens and ASSUMED_OUTPUT. The result's notes say what is assumed."""
     known = [
         call
         if call.num_output is not None
@@ -94,6 +94,7 @@ def simulate_load(
         warmup_s=warmup_s,
         on_progress=on_progress,
     )
+    result.notes.extend(machine.notes)
     num_assumed = sum(call.num_output is None for call in calls)
     if num_assumed:
         result.notes.append(

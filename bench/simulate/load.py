@@ -224,8 +224,8 @@ class LoadSimulation:
         keeper, scheduler = self._keeper, self.scheduler
         notes = [
             f"simulated: {keeper.num_steps} steps in {self._engine.now_s:.1f} s of virtual time,"
-            f" {scheduler.num_preemptions} preemptions"
-            f" of which {scheduler.num_priority_preemptions} gave way to others"
+            f" {scheduler.num_preemptions} preemptions,"
+            f" {scheduler.num_priority_preemptions} of them for a higher priority"
         ]
         if len(keeper.rows) < keeper.num_steps:
             notes.append(f"of {keeper.num_steps} steps every {keeper.stride}th is kept")

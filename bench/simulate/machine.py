@@ -14,6 +14,7 @@ from bench.plan.efficiency import expected
 from bench.plan.hardware import load_devices
 from bench.plan.run import find_machine, find_precision, require_divisible
 from bench.plan.shapes import Precision, Shape, load_shape
+from bench.plan.tables import ASSUMED, meanings
 from bench.simulate.settings import SimulationSettings
 from memory.pages.layer_groups import LayerGroup
 from serve.config import EngineConfig
@@ -29,11 +30,13 @@ _DTYPES = {"auto": "int8"}
 
 
 class SimulatedMachine(NamedTuple):
-    """A machine and the engine's settings on it. name: the machine's, for reports."""
+    """A machine and the engine's settings on it. name: the machine's, for reports. notes: what a
+    report must say of the machine, such as that its step times are not measured."""
 
     name: str
     cost: StepCost
     settings: SimulationSettings
+    notes: tuple[str, ...] = ()
 
 
 def simulated_machine(
@@ -51,6 +54,7 @@ def simulated_machine(
     precision = find_precision(dtype, config.kv_dtype, shape)
     name = machine or DEFAULT_MACHINE
     cost: StepCost
+    notes: tuple[str, ...] = ()
     if name.endswith(".json"):
         cost, kind, room = FittedCost.load(Path(name)), "cpu", None
     else:
@@ -61,12 +65,16 @@ def simulated_machine(
         room = int(kv_bytes(made))
         if room <= 0:
             raise ConfigError(f"machine {name}: no room for the weights of {shape.name}")
+        notes = tuple(
+            f"{'step times of' if mark == ASSUMED else 'machine'} {name}: {meaning}"
+            for mark, meaning in meanings([device.device], made.is_assumed).items()
+        )
     config = _sized(config, shape, precision, kind, room)
     groups = tuple(
         LayerGroup(int(layers * shape.kv_layer_bytes(precision)), TILE_TOKENS, window)
         for window, layers in shape.layers_by_window().items()
     )
-    return SimulatedMachine(name, cost, SimulationSettings(config, groups))
+    return SimulatedMachine(name, cost, SimulationSettings(config, groups), notes)
 
 
 def _sized(

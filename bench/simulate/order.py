@@ -221,7 +221,7 @@ def _show(name: str, results: dict[str, Result]) -> None:
     print(f"\nmixed, {name} memory")
     print(
         f"  {'order':9} {'short TTFT p50':>14} {'p99':>8} {'long TTFT p99':>14}"
-        f" {'latency p99':>12} {'tokens/s':>9} {'gave way':>9} {'preempted':>9}"
+        f" {'latency p99':>12} {'tokens/s':>9} {'priority':>9} {'preempted':>9}"
         f" {'recomputed':>10} {'fairness':>8}"
     )
     for order, r in results.items():

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from bench.cli.load import run as run_load
 from bench.load.client.record import Outcome
 from bench.load.workload.online_options import OnlineOptions
 from bench.load.workload.work import Call
@@ -46,6 +47,23 @@ def test_a_run_of_the_command():
     assert again == result
     slower = simulated(options(dataset="azure-conv", engine=engine, machine="l4"))(20.0, 3)
     assert slower.window[1] > 1.5 * result.window[1]
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        ("h100-sxm", ["assumed, not measured", "never run on a GPU"]),
+        ("mi300x", ["assumed, not measured", "no back end for it"]),
+        ("epyc-9755", ["assumed, not measured"]),
+        ("zen5-2vcpu", []),
+    ],
+)
+def test_the_report_says_which_step_times_are_assumed(machine, expected, capsys):
+    assert run_load(options(dataset="azure-conv", machine=machine, warmup_s=0.0))
+    starts = (f"note: step times of {machine}: ", f"note: machine {machine}: ")
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith(starts)]
+    assert len(notes) == len(expected)
+    assert all(words in note for words, note in zip(expected, notes, strict=True))
 
 
 def test_how_many_requests_can_be_said_for_each_rate():
