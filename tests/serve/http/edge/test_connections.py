@@ -1,4 +1,4 @@
-"""Sockets: slow and leaving clients, stalled readers, damaged requests."""
+"""Slow clients, clients that leave, stalled readers and damaged requests, on sockets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_large_body_is_parsed_off_the_loop() -> None:
 
 
 @pytest.mark.row("C1", "C2", "C3", "C8")
-def test_deadlines_are_short_without_any_setting() -> None:
+def test_default_deadlines() -> None:
     settings = HttpSettings()
     assert (settings.first_request_timeout_s, settings.head_timeout_s) == (15, 10)
     assert (settings.body_timeout_s, settings.body_min_rate) == (30, 1024)
@@ -63,14 +63,14 @@ def test_a_silent_connection_is_closed() -> None:
     run_with_server(FakeEngine(), check, first_request_timeout_s=0.2)
 
 
-@pytest.mark.parametrize("after_one", [False, True])
+@pytest.mark.parametrize("is_second", [False, True])
 @pytest.mark.row("C2")
-def test_a_slow_head_is_408(after_one: bool) -> None:
-    """A line now and then does not help, be it of the first request or of a later one."""
+def test_a_slow_head_is_408(is_second: bool) -> None:
+    """Header lines that arrive slowly extend no deadline, in the first request or a later one."""
 
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        if after_one:
+        if is_second:
             writer.write(request(b"", first="GET /health HTTP/1.1", kind=None, length=None))
             head = await reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length: ")[2].split()[0])
@@ -125,7 +125,7 @@ def test_idle_connections_are_closed_and_busy_ones_are_not() -> None:
 
 @pytest.mark.row("C3")
 def test_a_body_must_keep_a_minimum_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trickle is refused long before the body's deadline; one that is fast enough is not."""
+    """A body below the minimum rate is refused long before the deadline of the body."""
     monkeypatch.setattr("serve.http.edge.limits.BODY_GRACE_S", 0.2)
 
     async def send(served: Served, pause_s: float) -> int:
@@ -150,8 +150,7 @@ def test_a_body_must_keep_a_minimum_rate(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.row("C4")
-def test_half_a_body_and_goodbye() -> None:
-    """No answer, nothing submitted."""
+def test_an_incomplete_body_submits_no_request() -> None:
 
     async def check(served: Served) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -165,14 +164,14 @@ def test_half_a_body_and_goodbye() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+@pytest.mark.parametrize("action", ["close", "reset", "half-close"])
 @pytest.mark.row("C5", "C6")
-def test_leaving_while_generating_aborts(stream: bool, how: str) -> None:
+def test_leaving_while_generating_aborts(stream: bool, action: str) -> None:
     async def check(served: Served) -> None:
         writer = await _start(served, stream)
         await served.until(lambda: len(served.engine.running) == 1)
         await asyncio.sleep(0.05)
-        _leave(writer, how)
+        _disconnect(writer, action)
         assert await served.until(lambda: not served.engine.running) < 0.2
         assert len(served.engine.aborted) == 1
         await served.until(lambda: served.server.app.num_calls == 0)
@@ -183,16 +182,16 @@ def test_leaving_while_generating_aborts(stream: bool, how: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.row("C7")
-def test_leaving_while_queued_is_seen_at_once(stream: bool) -> None:
+def test_leaving_while_queued_removes_the_request(stream: bool) -> None:
     async def check(served: Served) -> None:
         first = await _start(served, True)
         await served.until(lambda: len(served.engine.running) == 1)
         second = await _start(served, stream)
         await served.until(lambda: len(served.engine.waiting) == 1)
-        _leave(second, "close")
+        _disconnect(second, "close")
         assert await served.until(lambda: not served.engine.waiting) < 0.2
         assert len(served.engine.running) == 1
-        _leave(first, "close")
+        _disconnect(first, "close")
         await served.until(lambda: not served.engine.running)
 
     run_with_server(FakeEngine(slots=1, step_s=0.01, repeat=1000), check)
@@ -205,7 +204,7 @@ def test_leaving_ends_all_prompts_of_a_call() -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(data)
         await served.until(lambda: len(served.engine.running) == 3)
-        _leave(writer, "close")
+        _disconnect(writer, "close")
         await served.until(lambda: not served.engine.running)
         assert len(served.engine.aborted) == 3
 
@@ -213,14 +212,14 @@ def test_leaving_ends_all_prompts_of_a_call() -> None:
 
 
 @pytest.fixture
-def no_help_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel, too, ends connections of stalled readers; in this test only the server does."""
+def no_kernel_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disables the kernel's timeout, so that only the server ends stalled connections."""
     monkeypatch.setattr("serve.http.server.notice_dead_peers", lambda *_: None)
 
 
 @pytest.mark.row("C8")
-@pytest.mark.usefixtures("no_help_of_the_kernel")
-def test_a_stalled_reader_is_aborted_and_disturbs_nobody() -> None:
+@pytest.mark.usefixtures("no_kernel_timeout")
+def test_a_stalled_reader_is_aborted_without_delaying_other_requests() -> None:
     async def check(served: Served) -> None:
         stalled = socket.socket()
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -229,8 +228,8 @@ def test_a_stalled_reader_is_aborted_and_disturbs_nobody() -> None:
         body = json.dumps({**BODY, "stream": True}).encode()
         await asyncio.get_running_loop().sock_sendall(stalled, request(body))
         await served.until(lambda: len(served.engine.running) == 1)
-        other = await served.events(CHAT, {**BODY, "max_tokens": 50})
-        assert other[-1] == "[DONE]"
+        other_events = await served.events(CHAT, {**BODY, "max_tokens": 50})
+        assert other_events[-1] == "[DONE]"
         await served.until(lambda: not served.engine.running, timeout_s=10)
         assert len(served.engine.aborted) == 1
         stalled.close()
@@ -238,9 +237,9 @@ def test_a_stalled_reader_is_aborted_and_disturbs_nobody() -> None:
     run_with_server(FakeEngine(repeat=100_000), check, write_timeout_s=0.3)
 
 
-@pytest.mark.usefixtures("no_help_of_the_kernel")
-def test_a_reader_that_takes_a_few_bytes_now_and_then_is_aborted() -> None:
-    """Taking something is not enough: what is buffered must go."""
+@pytest.mark.usefixtures("no_kernel_timeout")
+def test_a_reader_of_a_few_bytes_at_a_time_is_aborted() -> None:
+    """A reader must drain the buffer within the write timeout; a few bytes do not extend it."""
 
     async def check(served: Served) -> None:
         loop = asyncio.get_running_loop()
@@ -263,7 +262,7 @@ def test_a_reader_that_takes_a_few_bytes_now_and_then_is_aborted() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_damaged_requests_never_cause_a_500(seed: int) -> None:
-    """Bytes flipped, cut, doubled and inserted: a 4xx, a 200 or a closed connection."""
+    """Flipped, cut, doubled and inserted bytes lead to a 4xx, a 200 or a closed connection."""
 
     async def check(served: Served) -> None:
         rng = random.Random(seed)
@@ -280,17 +279,17 @@ def test_damaged_requests_never_cause_a_500(seed: int) -> None:
 
 
 def _damage(data: bytearray, rng: random.Random) -> None:
-    at = rng.randrange(len(data))
+    start = rng.randrange(len(data))
     kind = rng.randrange(4)
     if kind == 0:
-        data[at] ^= 1 << rng.randrange(8)
+        data[start] ^= 1 << rng.randrange(8)
     elif kind == 1:
-        del data[at : at + rng.randint(1, 20)]
+        del data[start : start + rng.randint(1, 20)]
         data += b"\r\n" if not data else b""
     elif kind == 2:
-        data[at:at] = data[at : at + rng.randint(1, 40)]
+        data[start:start] = data[start : start + rng.randint(1, 40)]
     else:
-        data[at:at] = rng.choice([b"\r\n", b"\0", b"\xff", b'"', b"{", b":", b" ", b"9" * 20])
+        data[start:start] = rng.choice([b"\r\n", b"\0", b"\xff", b'"', b"{", b":", b" ", b"9" * 20])
 
 
 async def _status_of(served: Served, data: bytes) -> int | None:
@@ -307,8 +306,8 @@ async def _status_of(served: Served, data: bytes) -> int | None:
 
 
 @pytest.mark.row("C8")
-@pytest.mark.usefixtures("no_help_of_the_kernel")
-def test_a_large_answer_to_a_stalled_reader_is_given_up() -> None:
+@pytest.mark.usefixtures("no_kernel_timeout")
+def test_a_large_answer_to_a_stalled_reader_is_aborted() -> None:
     async def check(served: Served) -> None:
         body = {"model": "fake", "prompt": ["a"] * 64, "n": 16, "max_tokens": 4000}
         data = request(json.dumps(body).encode(), first="POST /v1/completions HTTP/1.1")
@@ -335,7 +334,7 @@ def test_a_large_answer_to_a_stalled_reader_is_given_up() -> None:
 
 
 def test_a_large_answer_to_a_slow_reader_arrives() -> None:
-    """It takes longer than a reader may make no progress, but it does make some."""
+    """The answer takes longer than the write timeout, but the reader always makes progress."""
     bytes_per_s = 8 << 20
 
     async def check(served: Served) -> None:
@@ -347,21 +346,21 @@ def test_a_large_answer_to_a_slow_reader_arrives() -> None:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(slow, ("127.0.0.1", served.port))
         await loop.sock_sendall(slow, data)
-        got = b""
-        while b"\r\n\r\n" not in got:
-            got += await loop.sock_recv(slow, 1 << 16)
-        head, _, rest = got.partition(b"\r\n\r\n")
-        found = re.search(rb"(?i)content-length: (\d+)", head)
-        assert found is not None
-        size = int(found[1])
-        num_left, began_s = size - len(rest), loop.time()
-        while num_left:
-            if size - num_left > (loop.time() - began_s) * bytes_per_s:
+        received = b""
+        while b"\r\n\r\n" not in received:
+            received += await loop.sock_recv(slow, 1 << 16)
+        head, _, rest = received.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)content-length: (\d+)", head)
+        assert length is not None
+        size = int(length[1])
+        num_remaining, began_s = size - len(rest), loop.time()
+        while num_remaining:
+            if size - num_remaining > (loop.time() - began_s) * bytes_per_s:
                 await asyncio.sleep(0.005)
                 continue
             piece = await loop.sock_recv(slow, 1 << 16)
             assert piece, "the answer was cut"
-            num_left -= len(piece)
+            num_remaining -= len(piece)
         assert loop.time() - began_s > 1.5
         slow.close()
 
@@ -370,7 +369,7 @@ def test_a_large_answer_to_a_slow_reader_arrives() -> None:
 
 
 class _WholeReply(FakeEngine):
-    """Says everything in one delta per sequence."""
+    """An engine whose sequences have one delta each, with the whole text."""
 
     def _submit(self, *arguments: Any) -> Any:
         stream = super()._submit(*arguments)
@@ -384,10 +383,10 @@ async def _start(served: Served, stream: bool) -> asyncio.StreamWriter:
     return writer
 
 
-def _leave(writer: asyncio.StreamWriter, how: str) -> None:
-    if how == "half-close":
+def _disconnect(writer: asyncio.StreamWriter, action: str) -> None:
+    if action == "half-close":
         writer.write_eof()
-    elif how == "reset":
+    elif action == "reset":
         writer.transport.abort()
     else:
         writer.close()

@@ -1,4 +1,4 @@
-"""Bytes of a request: framing that is good, bad or meant to smuggle."""
+"""Valid framing of requests, invalid framing, and framing that would smuggle a second request."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(RAW_BODY), RAW_BODY)
 
 
 def chunks(data: bytes) -> bytes:
-    """Returns a chunked request with this chunk and the last one."""
+    """Returns a chunked request with this data and the final chunk."""
     return request(
         data + b"\r\n0\r\n\r\n", "Transfer-Encoding: chunked", length=None, kind=JSON_TYPE
     )
 
 
-# name -> (bytes, statuses allowed, must the connection close)
+# name -> (bytes, allowed statuses, whether the connection must close)
 FRAMING: dict[str, tuple[bytes, set[int], bool]] = {
     "length and chunked": (request(RAW_BODY, "Transfer-Encoding: chunked"), {400}, True),
     "two lengths": (request(RAW_BODY, "Content-Length: 3"), {400}, True),
@@ -201,8 +201,8 @@ CODES = {
     "F30",
 )
 def test_framing(name: str) -> None:
-    """Each gets an error in OpenAI's shape that quotes nothing, and the server keeps working."""
-    data, statuses, closes = FRAMING[name]
+    """Bad framing gets an error in OpenAI's shape that quotes no input; the server goes on."""
+    data, statuses, must_close = FRAMING[name]
 
     async def check(served: Served) -> None:
         answer = await served.raw(data)
@@ -214,7 +214,7 @@ def test_framing(name: str) -> None:
         assert "yyyy" not in error["message"]
         assert answer.headers["server"] == "mergestep"
         assert answer.headers["x-request-id"]
-        if closes:
+        if must_close:
             assert await is_closed_after(served, data)
         assert not served.engine.submitted
         assert (await served.post(CHAT, BODY))[0] == 200
@@ -240,7 +240,7 @@ def test_good_framing(name: str, data: bytes) -> None:
 
 
 @pytest.mark.row("F18")
-def test_expect_continue_only_for_what_will_be_read() -> None:
+def test_100_continue_only_before_a_body_that_is_read() -> None:
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request(b"", "Expect: 100-continue", length=str(len(RAW_BODY))))
@@ -257,9 +257,9 @@ def test_expect_continue_only_for_what_will_be_read() -> None:
 @pytest.mark.row("F21")
 def test_a_refused_body_is_never_read_as_a_request() -> None:
     async def check(served: Served) -> None:
-        inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        smuggled = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(request(inner, kind="Content-Type: text/plain"))
+        writer.write(request(smuggled, kind="Content-Type: text/plain"))
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         answers = await reader.read()
         assert answers.count(b"HTTP/1.1 ") == 2
@@ -299,7 +299,7 @@ def test_one_byte_at_a_time(name: str) -> None:
 
 
 @pytest.mark.row("F16")
-def test_h2c_is_not_taken_up() -> None:
+def test_an_upgrade_to_h2c_is_ignored() -> None:
     async def check(served: Served) -> None:
         answer = await served.raw(
             request(

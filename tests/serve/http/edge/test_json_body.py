@@ -1,4 +1,4 @@
-"""Strict JSON: what is refused, and what must not be."""
+"""Strict JSON refuses invalid bodies and accepts every valid one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_accepted(value: dict[str, object], ascii_only: bool) -> None:
     assert parse_object(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
-def test_as_deep_as_allowed() -> None:
+def test_the_maximum_depth() -> None:
     depth = JSON_DEPTH - 1
     assert parse_object(b'{"a":' + b"[" * depth + b"]" * depth + b"}")
 
@@ -92,22 +92,22 @@ def test_many_small_objects_take_linear_time() -> None:
 
 @pytest.mark.timing
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         (b'{"a":[' + b"1," * 1_000_001 + b"1]}", "more than 1000000 values"),
         (b'{"a":[' + b"{}," * 131_072 + b"{}]}", "more than 131072 objects and lists"),
         (b"[" * 140_000, "more than 131072 objects and lists"),
-        (b'{"a":"' + b'\\"' * 100_000 + b"[" * 100_000, "valid JSON"),  # a string without an end
+        (b'{"a":"' + b'\\"' * 100_000 + b"[" * 100_000, "valid JSON"),  # the string has no end
     ],
 )
-def test_too_many_values_are_refused_before_they_are_made(body: bytes, told: str) -> None:
+def test_too_many_values_are_refused_before_parsing(body: bytes, message: str) -> None:
     began_s = time.monotonic()
-    with pytest.raises(ApiError, match=told) as caught:
+    with pytest.raises(ApiError, match=message) as caught:
         parse_object(body)
     assert caught.value.code == "invalid_json"
     assert time.monotonic() - began_s < 2
 
 
-def test_what_is_in_strings_does_not_count() -> None:
+def test_brackets_in_strings_do_not_count() -> None:
     text = '[{,:\\"' * 300_000
     assert len(parse_object(b'{"a":"' + text.encode() + b'"}')["a"]) == 5 * 300_000

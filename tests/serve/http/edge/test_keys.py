@@ -23,7 +23,7 @@ PUBLIC = {"/", "/health", "/ready", "/health/live", "/health/ready", "/ping"}
 COMPLETIONS = "/v1/completions"
 
 
-# ---- the front door
+# ---- authentication
 
 REFUSED: dict[str, list[str]] = {
     "none": [],
@@ -70,7 +70,7 @@ def test_refused(name: str) -> None:
         f"X-API-KEY: {BOB}",
     ],
 )
-def test_let_in(line: str) -> None:
+def test_accepted(line: str) -> None:
     async def check(served: Served) -> None:
         assert (await served.raw(request(RAW_BODY, line))).status == 200
 
@@ -78,7 +78,7 @@ def test_let_in(line: str) -> None:
 
 
 @pytest.mark.row("A6")
-def test_a_key_in_the_query_is_none_and_two_are_one_too_many() -> None:
+def test_a_key_in_the_query_and_two_keys_are_refused() -> None:
     async def check(served: Served) -> None:
         for name in ("key", "api_key", "api-key", "access_token"):
             answer = await served.raw(request(first=f"POST {CHAT}?{name}={ALICE} HTTP/1.1"))
@@ -91,8 +91,8 @@ def test_a_key_in_the_query_is_none_and_two_are_one_too_many() -> None:
 
 
 @pytest.mark.row("A3")
-def test_every_route_asks_for_a_key() -> None:
-    """The test lists the public routes; a new one must be added."""
+def test_every_route_but_public_ones_needs_a_key() -> None:
+    """Only the public routes that PUBLIC lists are answered without a key."""
 
     async def check(served: Served) -> None:
         routes = served.server.app.routes
@@ -157,7 +157,7 @@ def test_a_bad_key_gets_no_100_continue() -> None:
     run_with_server(FakeEngine(), check, api_keys=KEYS)
 
 
-def test_health_needs_no_key_and_loading_is_not_told_without_one() -> None:
+def test_health_needs_no_key_and_calls_do_while_draining() -> None:
     async def check(served: Served) -> None:
         for path in ("/health", "/ready"):
             async with served.session.get(path) as response:
@@ -169,13 +169,13 @@ def test_health_needs_no_key_and_loading_is_not_told_without_one() -> None:
     run_with_server(FakeEngine(), check, api_keys=KEYS)
 
 
-# ---- what a key may do
+# ---- limits of a key
 
 
 @pytest.mark.row("A15")
 def test_each_key_has_its_own_prefixes() -> None:
-    """The salt of a key is its own, whatever salt the client adds; without keys it is the
-    client's alone."""
+    """Keys never share a cache salt, whatever salt a client adds. Without keys, the salt is that of
+    the client."""
     salts: dict[str | None, list[Any]] = {}
 
     async def ask(served: Served, key: str | None) -> None:
@@ -192,19 +192,19 @@ def test_each_key_has_its_own_prefixes() -> None:
         await ask(served, ALICE)
         await ask(served, BOB)
 
-    async def without(served: Served) -> None:
+    async def without_keys(served: Served) -> None:
         await ask(served, None)
 
     run_with_server(FakeEngine(), with_keys, api_keys=KEYS)
-    assert salts[ALICE][0] == salts[ALICE][3]  # chat and completions share
+    assert salts[ALICE][0] == salts[ALICE][3]  # chat and completions share prefixes
     assert not set(salts[ALICE]) & set(salts[BOB])
     assert len(set(salts[ALICE])) == 3
     assert None not in salts[ALICE]
-    run_with_server(FakeEngine(), without)
+    run_with_server(FakeEngine(), without_keys)
     assert salts[None] == [None, "s", salt_of("alice", None), None]
 
 
-def test_an_operator_may_let_all_share() -> None:
+def test_share_prefixes_lets_all_keys_share() -> None:
     async def check(served: Served) -> None:
         for key in (ALICE, BOB):
             assert (await served.post(CHAT, BODY, headers=bearer(key)))[0] == 200
@@ -213,8 +213,8 @@ def test_an_operator_may_let_all_share() -> None:
     run_with_server(FakeEngine(), check, api_keys=KEYS, share_prefixes=True)
 
 
-def test_no_endpoint_goes_around_the_key() -> None:
-    """Each request that goes to the engine carries the policy of its call."""
+def test_every_endpoint_applies_the_policy_of_the_key() -> None:
+    """Each submission to the engine carries the policy of its call."""
     for path in Path("serve/http").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -225,13 +225,13 @@ def test_no_endpoint_goes_around_the_key() -> None:
                     assert "policy" in [keyword.arg for keyword in node.keywords], path
 
 
-def limited(tmp_path: Path, **limits: int) -> str:
+def limited_key(tmp_path: Path, **limits: int) -> str:
     lines = "".join(f"{name} = {value}\n" for name, value in limits.items())
     return write_keys(tmp_path / "k.toml", f'[[keys]]\nname = "alice"\nkey = "{ALICE}"\n{lines}')
 
 
 def test_a_limit_on_tokens_and_priority(tmp_path: Path) -> None:
-    path = limited(tmp_path, max_tokens=5, min_priority=3)
+    path = limited_key(tmp_path, max_tokens=5, min_priority=3)
 
     async def check(served: Served) -> None:
         async def ask(**extra: Any) -> tuple[int, dict[str, Any]]:
@@ -250,10 +250,10 @@ def test_a_limit_on_tokens_and_priority(tmp_path: Path) -> None:
     run_with_server(FakeEngine(), check, api_key_file=path)
 
 
-# ---- the operator
+# ---- addresses and hosts
 
 
-def test_another_machine_may_not_reach_it_without_keys() -> None:
+def test_a_public_host_needs_keys_or_allow_no_key() -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "a.example"):
         with pytest.raises(ConfigError, match=r"--api-key-file .* --allow-no-key"):
             HttpSettings(host=host)

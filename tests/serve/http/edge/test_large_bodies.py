@@ -1,4 +1,4 @@
-"""One call, however large, does not keep the event loop: work goes in slices, and in threads."""
+"""A large call does not block the event loop: slices and threads do the work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = 200
 
 
 class SlicedEngine(FakeEngine):
-    """most_at_once: requests that came between two turns of the event loop."""
+    """most_at_once: the largest number of submissions in one turn of the event loop."""
 
     at_once = most_at_once = 0
 
@@ -41,7 +41,7 @@ class SlicedEngine(FakeEngine):
 
 
 class WatchedTokenizer(FakeTokenizer):
-    """threads: which have asked for a token's text."""
+    """threads: the threads that called token_text."""
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
@@ -67,7 +67,7 @@ def test_many_prompts_are_submitted_in_slices() -> None:
     assert engine.most_at_once <= SUBMITTED_AT_ONCE
 
 
-def test_a_call_that_is_cancelled_between_slices_aborts_what_it_has_submitted() -> None:
+def test_a_call_that_is_cancelled_between_slices_aborts_its_requests() -> None:
     async def main() -> None:
         engine = FakeEngine(slots=0)
 
@@ -88,7 +88,7 @@ def test_a_call_that_is_cancelled_between_slices_aborts_what_it_has_submitted() 
     asyncio.run(main())
 
 
-def test_one_that_is_refused_takes_the_others_back() -> None:
+def test_a_refused_prompt_aborts_the_earlier_ones() -> None:
     async def main() -> None:
         engine = FakeEngine(slots=0, max_waiting=SUBMITTED_AT_ONCE + 3)
 
@@ -118,8 +118,8 @@ def test_the_prompts_of_a_call_are_not_validated_one_by_one(
 
     asyncio.run(main())
     assert checks == []
-    given = {id(params) for _, params in inner.submitted}
-    assert len(given) == 1  # under the key's salt, made once
+    params_ids = {id(params) for _, params in inner.submitted}
+    assert len(params_ids) == 1  # all prompts share one copy that has the salt of the key
     assert inner.submitted[0][1].cache_salt is not None
 
 
@@ -149,12 +149,12 @@ def test_prompts_times_allowed_ids_are_bounded() -> None:
         ("/v1/completions", {"prompt": "hi", "logprobs": 2}),
     ],
 )
-def test_many_logprobs_are_put_into_words_in_a_thread(path: str, body: dict[str, Any]) -> None:
+def test_a_thread_converts_many_logprobs(path: str, body: dict[str, Any]) -> None:
     tokenizer = WatchedTokenizer()
 
     async def check(served: Served) -> None:
-        asked = {"model": "fake", "n": 8, "max_tokens": 400, **body}
-        status, answer = await served.post(path, asked)
+        call = {"model": "fake", "n": 8, "max_tokens": 400, **body}
+        status, answer = await served.post(path, call)
         assert status == 200
         assert tokenizer.threads
         assert threading.get_ident() not in tokenizer.threads
@@ -163,8 +163,9 @@ def test_many_logprobs_are_put_into_words_in_a_thread(path: str, body: dict[str,
         for score in scores:
             assert len(score.get("content") or score["tokens"]) == 400
         tokenizer.threads.clear()
-        await served.post(path, {**asked, "n": 1, "max_tokens": 2})
-        assert tokenizer.threads == {threading.get_ident()}  # no thread for a little
+        await served.post(path, {**call, "n": 1, "max_tokens": 2})
+        # the event loop converts short answers itself
+        assert tokenizer.threads == {threading.get_ident()}
 
     run_with_server(FakeEngine(tokenizer=tokenizer, repeat=40), check)
 
@@ -181,19 +182,17 @@ def test_many_logprobs_are_put_into_words_in_a_thread(path: str, body: dict[str,
         ("/v1/completions", {"prompt": "hi", "best_of": 20}, "best_of"),
     ],
 )
-def test_more_logprobs_than_anyone_can_want_are_refused(
-    path: str, body: dict[str, Any], param: str
-) -> None:
+def test_too_many_logprobs_are_refused(path: str, body: dict[str, Any], param: str) -> None:
     engine = FakeEngine(max_model_len=1 << 20)
 
     async def check(served: Served) -> None:
         n = {} if "best_of" in body else {"n": 20}
-        asked = {"model": "fake", "max_tokens": 200_000, **n, **body}
-        status, answer = await served.post(path, asked)
+        call = {"model": "fake", "max_tokens": 200_000, **n, **body}
+        status, answer = await served.post(path, call)
         assert (status, answer["error"]["param"]) == (400, param)
         assert len(engine.aborted) == len(engine.submitted) == 1
         if param != "best_of":
-            status, _ = await served.post(path, {**asked, "n": 1, "max_tokens": 20_000})
+            status, _ = await served.post(path, {**call, "n": 1, "max_tokens": 20_000})
             assert status == 200
 
     run_with_server(engine, check)
@@ -208,12 +207,12 @@ def test_large_json_is_made_in_a_thread_and_in_pieces(monkeypatch: pytest.Monkey
         threads.add(threading.get_ident())
         return orjson.dumps(value, option=option)
 
-    class Watched:
+    class WatchedJson:
         OPT_SERIALIZE_NUMPY = orjson.OPT_SERIALIZE_NUMPY
         Fragment = orjson.Fragment
 
-    Watched.dumps = staticmethod(dumps)  # type: ignore[attr-defined]
-    monkeypatch.setattr(large_json, "orjson", Watched)
+    WatchedJson.dumps = staticmethod(dumps)  # type: ignore[attr-defined]
+    monkeypatch.setattr(large_json, "orjson", WatchedJson)
     items = [{"number": number} for number in range(1000)]
 
     async def main() -> bytes:
@@ -229,10 +228,10 @@ def test_large_json_is_made_in_a_thread_and_in_pieces(monkeypatch: pytest.Monkey
     assert threading.get_ident() not in threads
 
 
-def test_a_list_is_let_go_as_it_is_read() -> None:
+def test_a_drained_list_releases_its_items() -> None:
     items = list(range(5))
-    left = [(item, len(items)) for item in drained(items)]
-    assert left == [(0, 4), (1, 3), (2, 2), (3, 1), (4, 0)]
+    remaining = [(item, len(items)) for item in drained(items)]
+    assert remaining == [(0, 4), (1, 3), (2, 2), (3, 1), (4, 0)]
 
 
 @pytest.mark.parametrize("num_items", [0, 1, PIECE, PIECE + 1, 3 * PIECE])
@@ -244,13 +243,13 @@ def test_a_list_in_pieces_is_the_list(num_items: int) -> None:
 # ---- conversations
 
 
-def test_what_costs_no_token_is_not_kept() -> None:
+def test_kept_items_hold_only_what_becomes_tokens() -> None:
     texts = [{"type": "summary_text", "text": text} for text in ("", "a", "")]
-    said = {"type": "output_text", "text": "x", "annotations": [{}], "logprobs": [{"a": 1}]}
+    output = {"type": "output_text", "text": "x", "annotations": [{}], "logprobs": [{"a": 1}]}
     items = [
         {"type": "reasoning", "id": "1", "encrypted_content": "x" * 99, "summary": texts},
         {"type": "reasoning", "id": "2", "content": texts, "summary": texts},
-        {"type": "message", "id": "3", "content": [said, {"type": "input_text", "text": ""}]},
+        {"type": "message", "id": "3", "content": [output, {"type": "input_text", "text": ""}]},
     ]
     assert list(kept_items(items)) == [
         {"type": "reasoning", "id": "1", "summary": [texts[1]]},
@@ -282,15 +281,15 @@ def test_a_long_conversation_is_continued_in_a_thread(monkeypatch: pytest.Monkey
             assert status == 200, answer
             return answer
 
-        here = threading.get_ident()
+        loop_thread = threading.get_ident()
         short = await create(input="hi")
         await create(input="you", previous_response_id=short["id"])
-        assert threads == [here, here]
+        assert threads == [loop_thread, loop_thread]
         long = await create(input=[{"role": "user", "content": "hello"}] * 200)
-        next_one = await create(input="you", previous_response_id=long["id"])
-        reference = {"type": "item_reference", "id": next_one["output"][0]["id"]}
+        next_response = await create(input="you", previous_response_id=long["id"])
+        reference = {"type": "item_reference", "id": next_response["output"][0]["id"]}
         await create(input=[reference])
-        assert here not in threads[2:]
+        assert loop_thread not in threads[2:]
         assert len(threads) == 5
 
     run_with_server(FakeEngine(max_model_len=1 << 20), check, parse_inline_bytes=4096)
@@ -298,12 +297,12 @@ def test_a_long_conversation_is_continued_in_a_thread(monkeypatch: pytest.Monkey
 
 def test_the_items_of_a_conversation_are_bounded() -> None:
     async def check(served: Served) -> None:
-        nothing = [{"type": "reasoning", "summary": []}] * (MAX_MESSAGES - 1)
-        first = {"model": "fake", "input": [*nothing, {"role": "user", "content": "a"}]}
+        empty = [{"type": "reasoning", "summary": []}] * (MAX_MESSAGES - 1)
+        first = {"model": "fake", "input": [*empty, {"role": "user", "content": "a"}]}
         status, answer = await served.post("/v1/responses", first)
         assert status == 200
-        more = {"model": "fake", "input": "b", "previous_response_id": answer["id"]}
-        status, answer = await served.post("/v1/responses", more)
+        second = {"model": "fake", "input": "b", "previous_response_id": answer["id"]}
+        status, answer = await served.post("/v1/responses", second)
         error = answer["error"]
         assert (status, error["param"]) == (400, "input")
         assert error["code"] == "array_above_max_length"
@@ -311,7 +310,7 @@ def test_the_items_of_a_conversation_are_bounded() -> None:
     run_with_server(FakeEngine(), check)
 
 
-def test_an_item_is_referred_to_once() -> None:
+def test_a_second_reference_to_an_item_is_refused() -> None:
     async def check(served: Served) -> None:
         _, answer = await served.post("/v1/responses", {"model": "fake", "input": "hi"})
         item = {"type": "item_reference", "id": answer["output"][0]["id"]}

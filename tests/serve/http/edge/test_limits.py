@@ -1,4 +1,4 @@
-"""Limits on connections, calls, bodies and time, and the errors beyond them."""
+"""Limits on connections, calls, bodies and time, and the errors beyond these limits."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ GET_MODELS = request(b"", first="GET /v1/models HTTP/1.1", kind=None, length=Non
 
 @pytest.mark.timing
 @pytest.mark.row("A13")
-def test_refusals_are_quick_and_nothing_is_queued() -> None:
-    """Of ten times as many calls as fit, the others are refused within 50 ms."""
+def test_refusals_are_quick_and_queue_no_request() -> None:
+    """Calls beyond a full queue are refused within 50 ms."""
 
     async def check(served: Served) -> None:
-        holders = [await start(served) for _ in range(2)]
+        writers = [await start(served) for _ in range(2)]
         await served.until(lambda: len(served.engine.waiting) == 1)
 
         async def ask() -> float:
-            began_s = time.monotonic()
+            start_s = time.monotonic()
             answer = await served.raw(request())
             assert answer.status == 429
             assert answer.error()["code"] == "queue_full"
             assert int(answer.headers["retry-after"]) >= 1
-            return time.monotonic() - began_s
+            return time.monotonic() - start_s
 
         for _ in range(5):
             await asyncio.gather(*(ask() for _ in range(4)))
         seconds = [await ask() for _ in range(40)]
-        assert statistics.quantiles(seconds, n=10)[7] < 0.05  # what is slower is the machine
+        assert statistics.quantiles(seconds, n=10)[7] < 0.05  # slower ones are noise of the machine
         assert len(served.engine.submitted) == 2
-        for writer in holders:
+        for writer in writers:
             writer.close()
 
     run_with_server(FakeEngine(slots=1, max_waiting=1, step_s=0.02, repeat=1000), check)
@@ -96,8 +96,8 @@ async def start(served: Served) -> asyncio.StreamWriter:
 
 @pytest.mark.row("C13")
 def test_one_connection_too_many() -> None:
-    """A connection above the limit gets an error and is closed; health is answered. Connections
-    above the spare ones get nothing."""
+    """A connection above the limit gets health or an error and is closed, and connections above the
+    spare ones get no answer."""
 
     async def check(served: Served) -> None:
         idle = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
@@ -132,13 +132,13 @@ def test_one_connection_too_many() -> None:
     ],
 )
 @pytest.mark.row("A8")
-def test_only_addresses_of_others_are_counted(peer: Any, address: str | None) -> None:
+def test_only_addresses_of_other_machines_are_counted(peer: Any, address: str | None) -> None:
     assert _foreign_address(peer) == address
 
 
 @pytest.mark.row("C14", "A8")
 def test_connections_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Headers that a proxy would set change nothing."""
+    """Headers of proxies do not change the address of a connection."""
     monkeypatch.setattr("serve.http.edge.connection._foreign_address", lambda peer: "192.0.2.7")
 
     async def check(served: Served) -> None:
@@ -173,8 +173,8 @@ uvloop.run(main())
 
 
 @pytest.mark.process
-def test_without_files_health_is_answered_and_all_is_well_again_afterwards() -> None:
-    """The process may open 96 files, and 200 connections come."""
+def test_health_without_free_files_and_recovery() -> None:
+    """A process with 96 files gets 200 connections."""
     command = [sys.executable, "-c", FEW_FILES]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
@@ -182,7 +182,7 @@ def test_without_files_health_is_answered_and_all_is_well_again_afterwards() -> 
     flood = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
     time.sleep(1.3)
     assert process.poll() is None
-    for connection in flood[100:]:  # those that got no place
+    for connection in flood[100:]:  # the server has accepted none of these
         connection.close()
     time.sleep(0.1)
     assert answer_of(port, GET_HEALTH).startswith(b"HTTP/1.1 200 ")
@@ -206,15 +206,15 @@ def answer_of(port: int, data: bytes) -> bytes:
 @pytest.mark.timing
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_before_the_first_token_is_504(stream: bool) -> None:
-    """The timeout ends waiting requests, too; then nothing is left of the request."""
+    """The timeout also ends requests in the queue."""
 
     async def check(served: Served) -> None:
         first = await start(served)
         await served.until(lambda: len(served.engine.running) == 1)
         body = json.dumps({**BODY, "stream": stream}).encode()
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         answer = await served.raw(request(body, "X-Request-Timeout: 0.2"))
-        assert 0.15 < time.monotonic() - began_s < 1
+        assert 0.15 < time.monotonic() - start_s < 1
         assert answer.status == 504
         assert answer.error() == {
             "message": "the answer was not complete within 0.2 s",
@@ -244,7 +244,7 @@ def test_a_deadline_in_a_stream_is_its_last_event() -> None:
     run_with_server(FakeEngine(step_s=0.02, repeat=1000), check)
 
 
-def test_a_whole_answer_and_the_setting() -> None:
+def test_the_deadline_of_the_setting() -> None:
     async def check(served: Served) -> None:
         for headers in ({}, {"X-Request-Timeout": "999999999"}):
             status, answer = await served.post(CHAT, BODY, headers=headers)
@@ -256,7 +256,7 @@ def test_a_whole_answer_and_the_setting() -> None:
 
 @pytest.mark.parametrize("text", ["0", "-1", "0.0000", "1e3", "inf", "nan", "", "x", "1" * 20])
 @pytest.mark.row("P28")
-def test_a_deadline_that_is_none(text: str) -> None:
+def test_bad_deadlines(text: str) -> None:
     async def check(served: Served) -> None:
         answer = await served.raw(request(RAW_BODY, f"X-Request-Timeout: {text}"))
         assert answer.status == 400
@@ -290,7 +290,7 @@ def get(path: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("client_id", "echoed"),
     [
         ("a.B_c-9", "a.B_c-9"),
         ("x" * 64, "x" * 64),
@@ -302,15 +302,15 @@ def get(path: str) -> bytes:
     ],
 )
 @pytest.mark.row("A7")
-def test_request_ids(given: str, told: str | None) -> None:
-    """Ours is always another one, and the engine knows ours alone."""
+def test_request_ids(client_id: str, echoed: str | None) -> None:
+    """A valid id of the client is echoed beside the id of the server."""
 
     async def check(served: Served) -> None:
         for path in (CHAT, "/nowhere"):
             answer = await served.raw(
-                request(RAW_BODY, f"X-Request-Id: {given}", first=f"POST {path} HTTP/1.1")
+                request(RAW_BODY, f"X-Request-Id: {client_id}", first=f"POST {path} HTTP/1.1")
             )
-            assert answer.headers.get("x-client-request-id") == told
+            assert answer.headers.get("x-client-request-id") == echoed
             assert answer.headers["x-request-id"].startswith("req_")
         assert len(served.engine.submitted) == 1
 

@@ -1,4 +1,4 @@
-"""The list of limits: the page shows it, the settings agree with it, and no limit is missing."""
+"""The table of limits is complete, agrees with the settings and is in the documentation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from serve.http.edge import limits
 from tests.support.http.limits_table import PAGE, TABLE, Limit, default_of, with_table
 
 ALL = [limit for section in TABLE.values() for limit in section]
-# Limits on what the operator writes or the server does, not on what clients send.
-OURS = {
+# These limit the operator's files or the server's own output, not the input of clients.
+NOT_OF_CLIENTS = {
     "serve.http.calls.context:MAX_LOGGED_NAMES",
     "serve.http.edge.cors:MAX_AGE_S",
     "serve.http.edge.errors:MAX_QUOTED",
@@ -27,7 +27,7 @@ OURS = {
     "serve.http.edge.connection:MAX_LOG_TEXTS",
     "serve.http.edge.counters:MAX_REASONS",
 }
-# imported under the names of other modules
+# limits of serve.sampling_params, which other modules list under their own names
 ALIASED = ("LOGPROBS", "BAD_WORDS", "BAD_WORD_LENGTH", "ALLOWED_TOKEN_IDS")
 
 
@@ -37,14 +37,14 @@ def test_the_page_has_the_table() -> None:
 
 
 @pytest.mark.parametrize("limit", ALL, ids=lambda limit: limit.constant)
-def test_a_limit_is_there_and_its_setting_begins_with_it(limit: Limit) -> None:
+def test_a_limit_is_positive_and_the_default_of_its_setting(limit: Limit) -> None:
     assert limit.value > 0
     assert default_of(limit) in (None, limit.value)
 
 
 def test_no_constant_is_missing() -> None:
-    """Each MAX_ of a module that reads requests, and each of limits.py, has a row."""
-    listed = {limit.constant for limit in ALL} | OURS
+    """Each MAX_ constant of a module that reads requests, and each of limits.py, has a row."""
+    listed = {limit.constant for limit in ALL} | NOT_OF_CLIENTS
     found = set()
     for path in [*Path("serve/http").rglob("*.py"), Path("serve/sampling_params.py")]:
         module = ".".join(path.with_suffix("").parts)
@@ -54,9 +54,9 @@ def test_no_constant_is_missing() -> None:
             found |= {f"{module}:{name}" for name in names if name.startswith("MAX_")}
     aliases = {f"serve.sampling_params:MAX_{name}" for name in ALIASED}
     assert found - listed - aliases == set()
-    own = {f"serve.http.edge.limits:{name}" for name in vars(limits) if name.isupper()}
-    assert own - listed == {"serve.http.edge.limits:KIB", "serve.http.edge.limits:MIB"}
+    constants = {f"serve.http.edge.limits:{name}" for name in vars(limits) if name.isupper()}
+    assert constants - listed == {"serve.http.edge.limits:KIB", "serve.http.edge.limits:MIB"}
 
 
-def test_pipelining_is_aiohttps() -> None:
+def test_the_pipelining_limit_is_that_of_aiohttp() -> None:
     assert web_protocol.MAX_MSG_QUEUE_SIZE == limits.PIPELINED

@@ -1,4 +1,4 @@
-"""Quotas of the clients of a key, and Retry-After."""
+"""Quotas of API keys, and Retry-After."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refused(quotas: Quotas, key: ApiKey) -> dict[str, str] | None:
     return refusal.headers
 
 
-def test_requests_come_back_at_a_steady_rate() -> None:
+def test_the_request_quota_refills_steadily() -> None:
     clock = Clock()
     quotas = Quotas(clock)
     key = ApiKey("a", b"", KeyLimits(requests_per_minute=30))
@@ -54,12 +54,12 @@ def test_requests_come_back_at_a_steady_rate() -> None:
     clock.now_s += 0.2
     assert refused(quotas, key) is None
     assert refused(quotas, key)
-    clock.now_s += 3600  # no more than a minute's worth
+    clock.now_s += 3600  # the quota holds at most one minute's requests
     assert [refused(quotas, key) for _ in range(31)].count(None) == 30
     assert refused(quotas, ApiKey("b", b"", KeyLimits(requests_per_minute=30))) is None
 
 
-def test_tokens_are_paid_afterwards() -> None:
+def test_tokens_are_charged_after_the_answer() -> None:
     clock = Clock()
     quotas = Quotas(clock)
     key = ApiKey("a", b"", KeyLimits(tokens_per_minute=600))
@@ -72,9 +72,9 @@ def test_tokens_are_paid_afterwards() -> None:
     assert quotas.clients["a"].num_tokens == 1200
 
 
-def test_keys_of_one_name_share_and_new_limits_hold_at_once() -> None:
+def test_keys_of_one_name_share_a_quota_and_new_limits_apply_at_once() -> None:
     quotas = Quotas(Clock())
-    first, second = (ApiKey("a", d, KeyLimits(max_concurrent=1)) for d in (b"1", b"2"))
+    first, second = (ApiKey("a", digest, KeyLimits(max_concurrent=1)) for digest in (b"1", b"2"))
     assert refused(quotas, first) is None
     assert refused(quotas, second)
     assert refused(quotas, ApiKey("a", b"1", KeyLimits(max_concurrent=2))) is None
@@ -84,7 +84,7 @@ def test_keys_of_one_name_share_and_new_limits_hold_at_once() -> None:
 
 
 @pytest.mark.row("A12")
-def test_a_key_over_its_limit_does_not_disturb_others(tmp_path: Path) -> None:
+def test_a_key_over_its_limit_does_not_affect_other_keys(tmp_path: Path) -> None:
     async def check(served: Served) -> None:
         async def ask(key: str) -> int:
             return (await served.post(CHAT, BODY, headers=bearer(key)))[0]
@@ -94,7 +94,7 @@ def test_a_key_over_its_limit_does_not_disturb_others(tmp_path: Path) -> None:
             assert await ask(ALICE) == 429
             assert await ask(BOB) == 200
         async with served.session.get("/v1/models", headers=bearer(ALICE)) as response:
-            assert response.status == 200  # looking costs nothing
+            assert response.status == 200  # listing models counts as no request
         async with served.session.post(CHAT, json=BODY, headers=bearer(ALICE)) as response:
             assert 1 <= int(response.headers["Retry-After"]) <= 45
             error = (await response.json())["error"]
@@ -109,7 +109,7 @@ def test_a_key_over_its_limit_does_not_disturb_others(tmp_path: Path) -> None:
     run_with_server(FakeEngine(), check, api_key_file=path)
 
 
-def test_calls_at_once_and_tokens(tmp_path: Path) -> None:
+def test_concurrent_calls_and_tokens(tmp_path: Path) -> None:
     async def check(served: Served) -> None:
         async def ask() -> int:
             return (await served.post(CHAT, BODY, headers=bearer(ALICE)))[0]
@@ -119,7 +119,7 @@ def test_calls_at_once_and_tokens(tmp_path: Path) -> None:
         assert await ask() == 429
         assert await first == 200
         assert await ask() == 200
-        assert await ask() == 429  # 2 prompt tokens and 11 more, twice
+        assert await ask() == 429  # two requests had 2 prompt and 11 output tokens each
         clients = served.server.app.quotas.clients
         assert (clients["alice"].num_tokens, clients["alice"].num_running) == (26, 0)
 
@@ -127,7 +127,7 @@ def test_calls_at_once_and_tokens(tmp_path: Path) -> None:
     run_with_server(FakeEngine(step_s=0.02), check, api_key_file=path)
 
 
-def test_a_client_that_leaves_gives_its_place_back(tmp_path: Path) -> None:
+def test_a_client_that_leaves_stops_counting_as_concurrent(tmp_path: Path) -> None:
     async def check(served: Served) -> None:
         for _ in range(5):
             _, writer = await asyncio.open_connection("127.0.0.1", served.port)

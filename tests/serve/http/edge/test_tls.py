@@ -1,4 +1,4 @@
-"""HTTPS with certificates made by the test, and pages of other origins."""
+"""HTTPS with certificates that the tests make, and requests of pages of other origins."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import uvloop
 from serve.errors import ConfigError
 from serve.http import HttpServer, HttpSettings
 from serve.http.client import ApiCallError, ApiClient
+from tests.support.http.api_keys import ALICE
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
 from tests.support.http.running_server import Served, run_with_server
@@ -68,7 +69,7 @@ def test_https(authority: trustme.CA, files: Files) -> None:
     with_tls(check, **files)
 
 
-def test_our_own_client_says_that_a_certificate_is_not_trusted(files: Files) -> None:
+def test_the_client_reports_an_untrusted_certificate(files: Files) -> None:
     async def check(url: str, port: int) -> None:
         async with ApiClient(url) as client:
             with pytest.raises(ApiCallError, match="its certificate is not trusted"):
@@ -109,9 +110,9 @@ def test_old_protocols_and_plain_text_are_refused(authority: trustme.CA, files: 
             answer = await reader.read()
         assert b"HTTP/1.1 200" not in answer
         writer.close()
-        new = await asyncio.open_connection("127.0.0.1", port, ssl=trusting(authority))
-        assert new[1].get_extra_info("ssl_object").version() in ("TLSv1.2", "TLSv1.3")
-        new[1].close()
+        connection = await asyncio.open_connection("127.0.0.1", port, ssl=trusting(authority))
+        assert connection[1].get_extra_info("ssl_object").version() in ("TLSv1.2", "TLSv1.3")
+        connection[1].close()
 
     with_tls(check, **files)
 
@@ -143,23 +144,23 @@ def test_clients_with_certificates(authority: trustme.CA, files: Files, tmp_path
     async def check(url: str, port: int) -> None:
         with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
             await status(url, trusting(authority))
-        stranger = trusting(authority)
-        trustme.CA().issue_cert("somebody").configure_cert(stranger)
+        unknown_client = trusting(authority)
+        trustme.CA().issue_cert("somebody").configure_cert(unknown_client)
         with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
-            await status(url, stranger)
-        known = trusting(authority)
-        authority.issue_cert("somebody").configure_cert(known)
-        assert await status(url, known) == 200
+            await status(url, unknown_client)
+        known_client = trusting(authority)
+        authority.issue_cert("somebody").configure_cert(known_client)
+        assert await status(url, known_client) == 200
 
     with_tls(check, tls_client_ca=str(tmp_path / "ca.pem"), **files)
 
 
-def test_files_that_do_not_work(files: Files, tmp_path: Path) -> None:
+def test_bad_files(files: Files, tmp_path: Path) -> None:
     broken = tmp_path / "broken.pem"
     broken.write_text("no certificate")
     other = trustme.CA().issue_cert("x").private_key_pem
     other.write_to_path(tmp_path / "other.pem")
-    for settings, told in (
+    for settings, message in (
         ({"tls_cert": files["tls_cert"]}, "are needed together"),
         ({"tls_client_ca": files["tls_cert"]}, "needs tls_cert"),
         ({**files, "tls_cert": "/nowhere.pem"}, "tls_cert /nowhere.pem is not a file"),
@@ -168,9 +169,9 @@ def test_files_that_do_not_work(files: Files, tmp_path: Path) -> None:
         ({**files, "tls_client_ca": str(broken)}, "has no certificate"),
     ):
 
-        async def main(settings: Files = settings, told: str = told) -> None:
+        async def main(settings: Files = settings, message: str = message) -> None:
             server = HttpServer(FakeEngine(), HttpSettings(port=0, **settings))  # type: ignore[arg-type]
-            with pytest.raises(ConfigError, match=told):
+            with pytest.raises(ConfigError, match=message):
                 await server.start()
 
         uvloop.run(main())
@@ -178,7 +179,6 @@ def test_files_that_do_not_work(files: Files, tmp_path: Path) -> None:
 
 # ---- other origins
 
-KEY = "alice-0123456789abcdef"
 GOOD, BAD = "https://a.example", "https://evil.example"
 
 
@@ -198,14 +198,14 @@ async def preflight(served: Served, origin: str) -> tuple[int, dict[str, str]]:
 
 
 @pytest.mark.row("A9")
-def test_no_origin_is_let_in_unless_it_is_listed() -> None:
+def test_unlisted_origins_are_refused() -> None:
     async def check(served: Served) -> None:
         for origin in (GOOD, BAD, "null"):
             status, headers = await preflight(served, origin)
             assert status == 401
             assert not [name for name in headers if name.startswith("access-control")]
 
-    run_with_server(FakeEngine(), check, api_keys=(KEY,))
+    run_with_server(FakeEngine(), check, api_keys=(ALICE,))
 
 
 def test_listed_origins() -> None:
@@ -220,7 +220,7 @@ def test_listed_origins() -> None:
             assert status == 401
             assert "access-control-allow-origin" not in headers
         stream = RAW_BODY.replace(b"{", b'{"stream": true, ', 1)
-        for lines, status in (([f"x-api-key: {KEY}"], 200), ([], 401)):
+        for lines, status in (([f"x-api-key: {ALICE}"], 200), ([], 401)):
             for body in (RAW_BODY, stream):
                 data = request(body, f"Origin: {GOOD}", *lines)
                 reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -231,11 +231,11 @@ def test_listed_origins() -> None:
                 assert "vary: origin\r\n" in head
                 assert "x-request-id" in head.partition("access-control-expose-headers: ")[2]
                 writer.close()
-        answer = await served.raw(request(RAW_BODY, f"Origin: {BAD}", f"x-api-key: {KEY}"))
-        assert answer.status == 200  # the browser keeps it from the page
+        answer = await served.raw(request(RAW_BODY, f"Origin: {BAD}", f"x-api-key: {ALICE}"))
+        assert answer.status == 200  # the browser hides the answer from the page
         assert "access-control-allow-origin" not in answer.headers
 
-    run_with_server(FakeEngine(), check, api_keys=(KEY,), cors_origins=(GOOD,))
+    run_with_server(FakeEngine(), check, api_keys=(ALICE,), cors_origins=(GOOD,))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The access log has each request's key, route and result, and no text of clients or models."""
+"""The access log has the key, route and result of a request, and no text of clients or models."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serve.cli.log_format import JsonFormatter, TextFormatter, use_format
+from serve.errors import ConfigError
 from serve.http.edge.connection import LOG_INTERVAL_S, LimitedLog
+from serve.http.edge.keys import load_keys
+from tests.support.http.api_keys import ALICE
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
 from tests.support.http.running_server import Served, run_with_server
 
-KEY = "alice-0123456789abcdef"
 CANARY = "CANARY7f3a"
 
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    """All that is logged, at every level."""
+    """Collects what is logged at every level."""
     text = io.StringIO()
     handler = logging.StreamHandler(text)
     root = logging.getLogger()
@@ -38,7 +39,7 @@ def lines() -> Iterator[io.StringIO]:
     root.setLevel(level)
 
 
-def formatted(lines: io.StringIO, formatter: logging.Formatter) -> None:
+def set_formatter(lines: io.StringIO, formatter: logging.Formatter) -> None:
     handler = next(
         handler
         for handler in logging.getLogger().handlers
@@ -54,21 +55,23 @@ def access_lines(lines: io.StringIO) -> list[dict[str, Any]]:
 
 @pytest.mark.row("A6")
 def test_a_line_for_each_request(lines: io.StringIO) -> None:
-    formatted(lines, JsonFormatter())
+    set_formatter(lines, JsonFormatter())
 
     async def check(served: Served) -> None:
-        await served.raw(request(RAW_BODY, f"x-api-key: {KEY}", "X-Request-Id: mine"))
-        headers = {"x-api-key": KEY}
-        async with served.session.post(CHAT, json={**BODY, "stream": True}, headers=headers) as r:
-            await r.read()
-        await served.raw(request(b"{", f"x-api-key: {KEY}"))
+        await served.raw(request(RAW_BODY, f"x-api-key: {ALICE}", "X-Request-Id: mine"))
+        headers = {"x-api-key": ALICE}
+        async with served.session.post(
+            CHAT, json={**BODY, "stream": True}, headers=headers
+        ) as response:
+            await response.read()
+        await served.raw(request(b"{", f"x-api-key: {ALICE}"))
         await served.raw(request())
         await served.raw(request(first="POST /secret/path?with=query HTTP/1.1"))
         await served.raw(request(b"", first="GET /health HTTP/1.1", kind=None, length=None))
 
-    run_with_server(FakeEngine(), check, api_keys=(f"alice:{KEY}",))
-    told = access_lines(lines)
-    whole, stream, bad, without, _, health = told
+    run_with_server(FakeEngine(), check, api_keys=(f"alice:{ALICE}",))
+    logged = access_lines(lines)
+    whole, stream, bad, no_key, _, health = logged
     assert re.fullmatch("req_[0-9a-f]{24}", whole.pop("id"))
     assert whole.pop("time").endswith("Z")
     assert 0 < whole.pop("ttft") <= whole.pop("seconds") < 5
@@ -88,15 +91,15 @@ def test_a_line_for_each_request(lines: io.StringIO) -> None:
     assert (stream["status"], stream["completion_tokens"]) == (200, 11)
     assert stream["bytes"] > 1000
     assert (bad["status"], bad["error"], bad["key"]) == (400, "invalid_json", "alice")
-    assert (without["status"], without["error"], without["key"]) == (401, "invalid_api_key", None)
-    assert told[4]["route"] is None
+    assert (no_key["status"], no_key["error"], no_key["key"]) == (401, "invalid_api_key", None)
+    assert logged[4]["route"] is None
     assert (health["route"], health["status"], health["key"]) == ("/health", 200, None)
     assert "secret" not in lines.getvalue()
 
 
 @pytest.mark.row("C4")
-def test_a_client_that_leaves_is_told_as_499(lines: io.StringIO) -> None:
-    formatted(lines, JsonFormatter())
+def test_a_client_that_leaves_is_logged_as_499(lines: io.StringIO) -> None:
+    set_formatter(lines, JsonFormatter())
 
     async def check(served: Served) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -105,21 +108,21 @@ def test_a_client_that_leaves_is_told_as_499(lines: io.StringIO) -> None:
         await asyncio.sleep(0.1)
         writer.close()
         await served.until(lambda: not served.engine.running)
-        _, half = await asyncio.open_connection("127.0.0.1", served.port)
-        half.write(request(RAW_BODY[:9], length="100"))
+        _, incomplete = await asyncio.open_connection("127.0.0.1", served.port)
+        incomplete.write(request(RAW_BODY[:9], length="100"))
         await asyncio.sleep(0.05)
-        half.close()
+        incomplete.close()
         await served.until(lambda: len(access_lines(lines)) == 2)
 
     run_with_server(FakeEngine(step_s=0.02, repeat=1000), check)
-    left, half = access_lines(lines)
-    assert (left["status"], left["finish"]) == (499, "abort")
-    assert left["completion_tokens"] > 0
-    assert half["status"] == 499
+    disconnected, incomplete = access_lines(lines)
+    assert (disconnected["status"], disconnected["finish"]) == (499, "abort")
+    assert disconnected["completion_tokens"] > 0
+    assert incomplete["status"] == 499
     assert "Traceback" not in lines.getvalue()
 
 
-def test_access_lines_can_be_left_out(lines: io.StringIO) -> None:
+def test_the_access_log_can_be_off(lines: io.StringIO) -> None:
     async def check(served: Served) -> None:
         await served.post(CHAT, BODY)
 
@@ -132,8 +135,8 @@ def test_access_lines_can_be_left_out(lines: io.StringIO) -> None:
 def test_nothing_that_a_client_says_is_logged(
     lines: io.StringIO, formatter: logging.Formatter, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Keys, prompts, tools, headers, paths, names of fields: at every level, whatever happens."""
-    formatted(lines, formatter)
+    """No level logs keys, prompts, tools, headers, paths or names of fields, even on errors."""
+    set_formatter(lines, formatter)
     tool = {"type": "function", "function": {"name": CANARY, "parameters": {"title": CANARY}}}
     bodies: list[dict[str, Any]] = [
         BODY,
@@ -150,38 +153,38 @@ def test_nothing_that_a_client_says_is_logged(
     head = [f"X-{CANARY}: {CANARY}", f"User-Agent: {CANARY}", f"X-Forwarded-For: {CANARY}"]
 
     async def check(served: Served) -> None:
-        for key in (KEY, CANARY * 3):
+        for key in (ALICE, CANARY * 3):
             for body in bodies:
                 data = json.dumps(body).encode()
                 await served.raw(request(data, *head, f"Authorization: Bearer {key}"))
         for first in (f"GET /{CANARY} HTTP/1.1", f"{CANARY} / HTTP/1.1", f"POST {CHAT}?a={CANARY}"):
-            await served.raw(request(b"", *head, f"x-api-key: {KEY}", first=first))
+            await served.raw(request(b"", *head, f"x-api-key: {ALICE}", first=first))
         for data in (f"{CANARY}\r\n\r\n".encode(), f"GET / HTTP/1.1\r\n{CANARY}\r\n\r\n".encode()):
             await served.raw(data)
         served.engine.fail_at = 0
-        await served.raw(request(RAW_BODY, *head, f"x-api-key: {KEY}"))
-        served.engine.submit_chat = None  # type: ignore[assignment]  # a fault of our own
+        await served.raw(request(RAW_BODY, *head, f"x-api-key: {ALICE}"))
+        served.engine.submit_chat = None  # type: ignore[assignment]  # a bug of the server
         data = json.dumps(bodies[2]).encode()
-        assert (await served.raw(request(data, f"x-api-key: {KEY}"))).status == 500
+        assert (await served.raw(request(data, f"x-api-key: {ALICE}"))).status == 500
 
-    run_with_server(FakeEngine(reply=CANARY), check, api_keys=(f"alice:{KEY}",))
+    run_with_server(FakeEngine(reply=CANARY), check, api_keys=(f"alice:{ALICE}",))
     out, err = capfd.readouterr()
     text = lines.getvalue() + out + err
     assert "alice" in text
     assert "Traceback" in text
     assert CANARY not in text
-    assert KEY not in text
+    assert ALICE not in text
 
 
 @pytest.mark.row("A16")
 def test_one_record_is_one_line() -> None:
-    nasty = "a\nb\r\x1b[31mred\x00\u2028\u202eend"
-    record = logging.LogRecord("n", logging.INFO, "f", 1, "%s", (nasty,), None)
+    message = "a\nb\r\x1b[31mred\x00\u2028\u202eend"
+    record = logging.LogRecord("n", logging.INFO, "f", 1, "%s", (message,), None)
     text = TextFormatter().format(record)
     assert text.endswith("a\\x0ab\\x0d\\x1b[31mred\\x00\\u2028\\u202eend")
     assert len(text.splitlines()) == 1
     line = JsonFormatter().format(record)
-    assert json.loads(line)["message"] == nasty
+    assert json.loads(line)["message"] == message
     assert line.isascii() and len(line.splitlines()) == 1
 
 
@@ -205,7 +208,7 @@ def test_use_format(lines: io.StringIO) -> None:
         use_format("text")
 
 
-def test_warnings_are_not_repeated_without_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_warnings_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     now_s = [0.0]
     log = LimitedLog(logging.getLogger("x"), lambda: now_s[0])
     for _ in range(1000):
@@ -220,10 +223,6 @@ def test_warnings_are_not_repeated_without_end(caplog: pytest.LogCaptureFixture)
     ]
 
 
-def test_a_traceback_names_no_path_of_a_client(tmp_path: Path) -> None:
-    """The name of a key cannot break a line either: it is checked when it is read."""
-    from serve.errors import ConfigError
-    from serve.http.edge.keys import load_keys
-
+def test_the_name_of_a_key_has_no_line_break() -> None:
     with pytest.raises(ConfigError):
-        load_keys(None, (f"a\nb:{KEY}",))
+        load_keys(None, (f"a\nb:{ALICE}",))

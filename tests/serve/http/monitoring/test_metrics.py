@@ -1,4 +1,4 @@
-"""/metrics on a real engine: every name, what it counts, and what reads it."""
+"""/metrics on a real engine: its values, its documentation and the dashboard that reads it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_server(check: Check, **settings: Any) -> None:
     uvloop.run(main())
 
 
-async def text_of(session: aiohttp.ClientSession, url: str = "/metrics") -> str:
+async def get_text(session: aiohttp.ClientSession, url: str = "/metrics") -> str:
     async with session.get(url) as response:
         assert response.status == 200
         assert response.headers["Content-Type"].startswith("text/plain")
@@ -48,18 +48,18 @@ async def text_of(session: aiohttp.ClientSession, url: str = "/metrics") -> str:
         return await response.text()
 
 
-async def figures(session: aiohttp.ClientSession) -> dict[Any, float]:
-    """By name and the values of the labels that are not of all."""
-    found = {}
-    for family in text_string_to_metric_families(await text_of(session)):
+async def read_metrics(session: aiohttp.ClientSession) -> dict[Any, float]:
+    """Returns each value by its name and labels, without the labels that all metrics have."""
+    numbers = {}
+    for family in text_string_to_metric_families(await get_text(session)):
         for sample in family.samples:
             labels = dict(sample.labels)
             if sample.name.startswith(("vllm:", "mergestep:")):
                 assert labels.pop("model_name") == NAME
             if sample.name.startswith("vllm:"):
                 assert labels.pop("engine") == "0"
-            found[sample.name, *labels.values()] = sample.value
-    return found
+            numbers[sample.name, *labels.values()] = sample.value
+    return numbers
 
 
 async def complete(session: aiohttp.ClientSession, **changes: Any) -> dict[str, Any]:
@@ -69,13 +69,13 @@ async def complete(session: aiohttp.ClientSession, **changes: Any) -> dict[str, 
         return answer
 
 
-def test_figures_follow_the_engine() -> None:
+def test_metrics_follow_the_engine() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
-        before = await figures(session)
+        before = await read_metrics(session)
         assert before["mergestep:step_rows_total", "decode"] == 0
         assert before["vllm:num_requests_running",] == 0
         await complete(session)
-        after = await figures(session)
+        after = await read_metrics(session)
         assert after["mergestep:step_rows_total", "prefill"] == 3
         assert after["mergestep:step_rows_total", "decode"] == 8
         assert after["mergestep:steps_total",] == 9 and after["mergestep:mixed_steps_total",] == 0
@@ -101,22 +101,22 @@ def test_figures_follow_the_engine() -> None:
     with_server(check)
 
 
-def test_who_runs_and_who_waits() -> None:
-    """The engine runs four sequences at once."""
+def test_running_and_waiting_requests() -> None:
+    """The engine runs four sequences at once, so three of seven requests wait."""
 
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
-        core, go_on = server.app.context.engine.loaded.core, threading.Event()
+        core, resume = server.app.context.engine.loaded.core, threading.Event()
         calls = [asyncio.create_task(complete(session, max_tokens=200)) for _ in range(7)]
-        # the same number may wait before all have come
-        while ((now := core.stats()).num_running, now.num_waiting) != (4, 3):
+        # only both numbers together show that all requests have arrived
+        while ((stats := core.stats()).num_running, stats.num_waiting) != (4, 3):
             await asyncio.sleep(0)
-        core.run_in_loop(go_on.wait)  # between two steps
+        core.run_in_loop(resume.wait)  # stops the engine between two steps
         try:
-            told = await figures(session)
+            values = await read_metrics(session)
         finally:
-            go_on.set()
-        found = told["vllm:num_requests_running",], told["vllm:num_requests_waiting",]
-        assert found == (4, 3)
+            resume.set()
+        numbers = values["vllm:num_requests_running",], values["vllm:num_requests_waiting",]
+        assert numbers == (4, 3)
         await asyncio.gather(*calls)
 
     with_server(check)
@@ -136,9 +136,11 @@ def test_times_of_a_request_add_up() -> None:
         writer.write(body[9:])
         assert await reader.readexactly(12) == b"HTTP/1.1 200"
         writer.close()
-        seen = {key[0]: value for key, value in (await figures(session)).items() if len(key) == 1}
+        values = {
+            key[0]: value for key, value in (await read_metrics(session)).items() if len(key) == 1
+        }
         seconds = {
-            name: seen[f"vllm:{name}_seconds_sum"]
+            name: values[f"vllm:{name}_seconds_sum"]
             for name in (
                 "time_to_first_token",
                 "e2e_request_latency",
@@ -150,7 +152,7 @@ def test_times_of_a_request_add_up() -> None:
                 "request_time_per_output_token",
             )
         }
-        assert seconds["time_to_first_token"] > 0.12, "it begins when the head has come"
+        assert seconds["time_to_first_token"] > 0.12, "the time starts with the head of the request"
         parts = [seconds[f"request_{part}_time"] for part in ("queue", "prefill", "decode")]
         assert sum(parts) == pytest.approx(seconds["e2e_request_latency"])
         assert sum(parts[1:]) == pytest.approx(seconds["request_inference_time"])
@@ -161,20 +163,24 @@ def test_times_of_a_request_add_up() -> None:
     with_server(check)
 
 
-def test_answers_count_one_by_one_and_a_prompt_once() -> None:
+def test_a_prompt_counts_once_and_each_answer_counts() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         usage = []
         for changes in ({"n": 3}, {"prompt": [[5, 6], [7, 8, 9]]}, {"stop": "e", "max_tokens": 90}):
             usage.append((await complete(session, **changes))["usage"])
-        seen = await figures(session)
-        assert seen["vllm:prompt_tokens_total",] == sum(u["prompt_tokens"] for u in usage)
-        assert seen["vllm:generation_tokens_total",] == sum(u["completion_tokens"] for u in usage)
-        tokens = seen["vllm:request_generation_tokens_sum",]
-        assert tokens == sum(u["completion_tokens"] for u in usage)
-        assert seen["vllm:e2e_request_latency_seconds_count",] == 6
-        assert seen["vllm:request_params_n_sum",] == 3 + 1 + 1 + 1
-        ended = [v for key, v in seen.items() if key[0] == "vllm:request_success_total"]
-        assert sum(ended) == 6 and seen["vllm:request_success_total", "abort"] == 0
+        values = await read_metrics(session)
+        assert values["vllm:prompt_tokens_total",] == sum(item["prompt_tokens"] for item in usage)
+        assert values["vllm:generation_tokens_total",] == sum(
+            item["completion_tokens"] for item in usage
+        )
+        tokens = values["vllm:request_generation_tokens_sum",]
+        assert tokens == sum(item["completion_tokens"] for item in usage)
+        assert values["vllm:e2e_request_latency_seconds_count",] == 6
+        assert values["vllm:request_params_n_sum",] == 3 + 1 + 1 + 1
+        num_finished = [
+            value for key, value in values.items() if key[0] == "vllm:request_success_total"
+        ]
+        assert sum(num_finished) == 6 and values["vllm:request_success_total", "abort"] == 0
 
     with_server(check)
 
@@ -186,21 +192,21 @@ def test_refusals_and_aborts_are_counted() -> None:
                 assert response.status == 404
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(complete(session, max_tokens=200, n=4), 0.03)
-        while True:  # a reading may fall between the end of one sequence and the next
-            seen = await figures(session)
-            ended = seen["vllm:request_success_total", "abort"]
-            if ended and not seen["vllm:num_requests_running",]:
+        while True:  # one scrape may show only some of the sequences as aborted
+            values = await read_metrics(session)
+            num_finished = values["vllm:request_success_total", "abort"]
+            if num_finished and not values["vllm:num_requests_running",]:
                 break
             await asyncio.sleep(0.01)
-        assert seen["mergestep:requests_refused_total", "model_not_found"] == 1
-        assert seen["mergestep:requests_refused_total", "unknown_url"] == 1
-        assert seen["http_requests_total", "/v1/completions", "POST", "4xx"] == 2
-        assert seen["http_requests_total", "", "POST", "4xx"] == 1
-        assert seen["mergestep:kv_pages", "in_use"] == 0
-        assert seen["mergestep:pool_queue_length", "tokenize"] == 0
+        assert values["mergestep:requests_refused_total", "model_not_found"] == 1
+        assert values["mergestep:requests_refused_total", "unknown_url"] == 1
+        assert values["http_requests_total", "/v1/completions", "POST", "4xx"] == 2
+        assert values["http_requests_total", "", "POST", "4xx"] == 1
+        assert values["mergestep:kv_pages", "in_use"] == 0
+        assert values["mergestep:pool_queue_length", "tokenize"] == 0
         for pool in ("tokenize", "compute", "output"):
-            assert 0 < seen["mergestep:pool_busy_seconds_total", pool] < 10
-        while not (await figures(session))["mergestep:event_loop_lag_seconds_count",]:
+            assert 0 < values["mergestep:pool_busy_seconds_total", pool] < 10
+        while not (await read_metrics(session))["mergestep:event_loop_lag_seconds_count",]:
             await asyncio.sleep(0.02)
 
     with_server(check)
@@ -211,18 +217,18 @@ def test_grammars_are_compiled_once() -> None:
         for words in (["fox", "owl"], ["fox", "owl"], ["bee"], ["fox", "owl"]):
             answer = await complete(session, guided_choice=words, ignore_eos=False, max_tokens=50)
             assert answer["choices"][0]["text"] in words
-        seen = await figures(session)
-        assert seen["mergestep:structured_output_requests_total", "miss"] == 2
-        assert seen["mergestep:structured_output_requests_total", "hit"] == 2
-        assert seen["mergestep:structured_output_cached_grammars",] == 2
-        assert seen["mergestep:structured_output_cache_bytes",] > 1000
+        values = await read_metrics(session)
+        assert values["mergestep:structured_output_requests_total", "miss"] == 2
+        assert values["mergestep:structured_output_requests_total", "hit"] == 2
+        assert values["mergestep:structured_output_cached_grammars",] == 2
+        assert values["mergestep:structured_output_cache_bytes",] > 1000
 
     with_server(check)
 
 
-def test_vllm_names_can_be_left_out() -> None:
+def test_the_vllm_names_can_be_off() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
-        text = await text_of(session)
+        text = await get_text(session)
         assert "mergestep:time_to_first_token_seconds_bucket" in text
         assert "vllm:" not in text and "\nhttp_requests_total" not in text
 
@@ -230,20 +236,20 @@ def test_vllm_names_can_be_left_out() -> None:
 
 
 @pytest.mark.row("A11")
-def test_a_port_of_its_own() -> None:
+def test_a_separate_port() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         async with session.get("/metrics") as response:
             assert response.status == 404
         assert server.metrics is not None
         url = f"http://127.0.0.1:{server.metrics.port}"
-        assert "vllm:num_requests_running" in await text_of(session, f"{url}/metrics?x=1")
+        assert "vllm:num_requests_running" in await get_text(session, f"{url}/metrics?x=1")
         async with session.get(f"{url}/v1/models") as response:
             assert response.status == 404
             assert (await response.json())["error"]["code"] == "unknown_url"
         async with session.post(f"{url}/metrics") as response:
             assert response.status == 405 and response.headers["Allow"] == "GET"
         async with session.get(f"{url}/metrics", headers={"Host": "evil.example"}) as response:
-            assert response.status == 400, "a page of somebody else must not read it"
+            assert response.status == 400, "pages of other hosts must not read metrics"
         server.app.state = ServerState.LOADING
         async with session.get(f"{url}/metrics") as response:
             assert response.status == 503 and response.headers["Retry-After"]
@@ -251,19 +257,19 @@ def test_a_port_of_its_own() -> None:
     with_server(check, metrics_port=0)
 
 
-def test_readings_at_once_are_one() -> None:
+def test_concurrent_scrapes_share_one_reading() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
-        texts = await asyncio.gather(*[text_of(session) for _ in range(20)])
+        texts = await asyncio.gather(*[get_text(session) for _ in range(20)])
         assert len(set(texts)) < 20
 
     with_server(check)
 
 
-# ---- what is written about the names
+# ---- the documentation and the dashboard
 
 
 def names_of(text: str) -> set[str]:
-    """Returns the names of families as Prometheus writes them: a counter with _total."""
+    """Returns the names of metric families; counters have the suffix _total."""
     return {
         family.name + ("_total" if family.type == "counter" else "")
         for family in text_string_to_metric_families(text)
@@ -272,31 +278,31 @@ def names_of(text: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def exposition() -> str:
-    found = []
+    texts = []
 
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         await complete(session)
         async with session.get("/nowhere"):
             pass
-        found.append(await text_of(session))
+        texts.append(await get_text(session))
 
     with_server(check)
-    return found[0]
+    return texts[0]
 
 
-def test_the_docs_name_every_figure(exposition: str) -> None:
+def test_the_documentation_has_every_metric(exposition: str) -> None:
     page = (DOCS / "metrics.md").read_text(encoding="utf-8")
-    written = set(re.findall(r"^\| `([\w:]+)`", page, flags=re.M))
+    documented = set(re.findall(r"^\| `([\w:]+)`", page, flags=re.M))
     aliases = set(re.findall(r"^\| `[\w:]+` \| `([\w:]+)` \|", page, flags=re.M))
-    ours = {name for name in names_of(exposition) if not name.startswith("process_")}
-    assert written | aliases == ours
-    for figures_of in SECTIONS.values():
-        for figure in figures_of:
-            assert figure.about.replace("|", "&#124;") in page, figure.name
+    exposed = {name for name in names_of(exposition) if not name.startswith("process_")}
+    assert documented | aliases == exposed
+    for metrics in SECTIONS.values():
+        for metric in metrics:
+            assert metric.about.replace("|", "&#124;") in page, metric.name
 
 
-def test_the_dashboard_asks_only_for_what_is_there(exposition: str) -> None:
-    board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
+def test_the_dashboard_queries_existing_metrics(exposition: str) -> None:
+    dashboard = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
     samples = {
         (sample.name, *sorted(sample.labels))
         for family in text_string_to_metric_families(exposition)
@@ -306,8 +312,8 @@ def test_the_dashboard_asks_only_for_what_is_there(exposition: str) -> None:
     for name, *labels in samples:
         labels_of.setdefault(name, set()).update(labels)
     families = names_of(exposition)
-    used = set()
-    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    queried = set()
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     assert len(panels) >= 20
     for panel in panels:
         assert panel["targets"], panel["title"]
@@ -317,11 +323,11 @@ def test_the_dashboard_asks_only_for_what_is_there(exposition: str) -> None:
             ):
                 family = re.sub(r"_(bucket|sum|count)$", "", name)
                 assert name in families or family in families, (panel["title"], name)
-                used.add(family if name not in families else name)
+                queried.add(family if name not in families else name)
                 if name in labels_of:
-                    asked = set(re.findall(r"(\w+)\s*=", matchers))
-                    assert asked <= labels_of[name], (panel["title"], name)
-    assert {name.partition(":")[0] for name in used} >= {"vllm", "mergestep"}
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    kinds = {variable["type"] for variable in board["templating"]["list"]}
-    assert "datasource" in kinds
+                    matched = set(re.findall(r"(\w+)\s*=", matchers))
+                    assert matched <= labels_of[name], (panel["title"], name)
+    assert {name.partition(":")[0] for name in queried} >= {"vllm", "mergestep"}
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    types = {variable["type"] for variable in dashboard["templating"]["list"]}
+    assert "datasource" in types

@@ -1,4 +1,4 @@
-"""The server's description of itself: complete, valid, and kept by the server."""
+"""The OpenAPI description is complete and valid, and the server conforms to it."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def test_every_route_is_described(document: Any) -> None:
             assert document["paths"][route.path][method.lower()]["summary"]
 
 
-def test_what_every_operation_says(document: Any) -> None:
+def test_every_operation_is_complete(document: Any) -> None:
     for path, methods in document["paths"].items():
-        for method, said in methods.items():
+        for method, operation in methods.items():
             if method == "parameters":
                 continue
-            for status, answer in said["responses"].items():
+            for status, answer in operation["responses"].items():
                 assert answer["description"] and answer["headers"]["x-request-id"]["required"]
                 for kind, content in answer.get("content", {}).items():
                     jsonschema.Draft202012Validator.check_schema(content["schema"])
                     assert status == "200" or kind == "application/json", (path, status)
-            assert {"200", "400", "431", "500", "503"} <= set(said["responses"])
-            if said["security"]:
-                assert "401" in said["responses"]
-            if "requestBody" in said:
-                schema = said["requestBody"]["content"]["application/json"]["schema"]
+            assert {"200", "400", "431", "500", "503"} <= set(operation["responses"])
+            if operation["security"]:
+                assert "401" in operation["responses"]
+            if "requestBody" in operation:
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
                 jsonschema.Draft202012Validator.check_schema(schema)
-                assert {"408", "413", "415", "417"} <= set(said["responses"])
+                assert {"408", "413", "415", "417"} <= set(operation["responses"])
 
 
-def test_the_models_name_is_in_it(document: Any) -> None:
+def test_the_description_has_the_name_of_the_model(document: Any) -> None:
     chat = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]
     properties = chat["application/json"]["schema"]["properties"]
     assert properties["model"] == {"type": "string", "enum": ["m"]}
@@ -66,6 +66,6 @@ def test_the_models_name_is_in_it(document: Any) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_server_keeps_it(server: ServerThread) -> None:
-    """No 5xx, no answer that is not described, no forbidden request that is taken."""
+def test_the_server_conforms(server: ServerThread) -> None:
+    """Generated requests get no 5xx and only described answers, and invalid ones are refused."""
     assert send_examples(server.url, valid=4, invalid=1) > 60

@@ -1,4 +1,4 @@
-"""The page's files and headers, and the snapshots of /live."""
+"""The files and headers of the page, and the snapshots of /live."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from tests.support.http.running_server import Served, run_with_server
 KEY = "page-0123456789abcdef"
 SECRET = "zebra-quartz"
 BODY = {"prompt": f"Once {SECRET}", "max_tokens": 400, "ignore_eos": True, "user": "client-name"}
-BAD = (
+FORBIDDEN = (
     *("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "new Function"),
     *("localStorage", "javascript:", 'setAttribute("style'),
 )
 Check = Callable[[HttpServer, aiohttp.ClientSession], Awaitable[None]]
 
 
-def engine_of(device_s: float = 0.002, num_pages: int = 4096, **settings: Any) -> Engine:
-    def make(kv: Any) -> InstantRunner:
+def make_engine(device_s: float = 0.002, num_pages: int = 4096, **settings: Any) -> Engine:
+    def make_runner(kv: Any) -> InstantRunner:
         runner = InstantRunner(kv, lambda s: 97 + len(s.token_ids) % 26)
         runner.reset(device_s)
         return runner
 
-    load = functools.partial(load_instant, make_runner=make, num_pages=num_pages)
+    load = functools.partial(load_instant, make_runner=make_runner, num_pages=num_pages)
     return Engine(load=load, served_model_name="m", **({"max_num_seqs": 8} | settings))
 
 
 def with_live(check: Check, **settings: Any) -> None:
     async def main() -> None:
         async with (
-            HttpServer(engine_of(), HttpSettings(port=0, **settings)) as server,
+            HttpServer(make_engine(), HttpSettings(port=0, **settings)) as server,
             aiohttp.ClientSession(server.url) as session,
             asyncio.timeout(20),
         ):
@@ -58,16 +58,16 @@ def with_live(check: Check, **settings: Any) -> None:
 
 
 async def snapshots(session: aiohttp.ClientSession, count: int, **options: Any) -> list[Any]:
-    found = []
+    frames = []
     async with session.get("/live", **options) as response:
         assert response.status == 200, await response.text()
         assert response.content_type == "text/event-stream"
         async for line in response.content:
             if line.startswith(b"data: "):
-                found.append(json.loads(line[6:]))
-                if len(found) == count:
-                    return found
-    return found
+                frames.append(json.loads(line[6:]))
+                if len(frames) == count:
+                    return frames
+    return frames
 
 
 # ---- files
@@ -89,8 +89,8 @@ def test_files_are_public_and_strict() -> None:
             assert headers["X-Frame-Options"] == "DENY"
             assert headers["X-Content-Type-Options"] == "nosniff"
             assert headers["Cache-Control"] == "no-cache"
-            again = {"If-None-Match": f'"other", W/{headers["ETag"]}'}
-            async with served.session.get(path, headers=again) as response:
+            cached = {"If-None-Match": f'"other", W/{headers["ETag"]}'}
+            async with served.session.get(path, headers=cached) as response:
                 assert response.status == 304 and await response.read() == b""
             async with served.session.get(path, headers={"If-None-Match": '"x"'}) as response:
                 assert response.status == 200
@@ -104,7 +104,7 @@ def test_files_are_public_and_strict() -> None:
     "path",
     ["/page/", "/page/x.js", "/page/../sse.py", "/page/%2e%2e/sse.py", "/page/index.html", "//"],
 )
-def test_no_other_file_has_an_address(path: str) -> None:
+def test_other_files_are_not_served(path: str) -> None:
     async def check(served: Served) -> None:
         answer = await served.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert answer.status == 404 and answer.error()["code"] == "unknown_url"
@@ -112,11 +112,11 @@ def test_no_other_file_has_an_address(path: str) -> None:
     run_with_server(FakeEngine(), check)
 
 
-def test_files_have_nothing_that_the_policy_would_have_to_stop() -> None:
+def test_files_conform_to_the_content_security_policy() -> None:
     for path in sorted(DIRECTORY.iterdir()):
         text = path.read_text(encoding="utf-8")
-        for bad in BAD:
-            assert bad not in text, (path.name, bad)
+        for word in FORBIDDEN:
+            assert word not in text, (path.name, word)
         assert not re.search(r"\son\w+=|\sstyle=", text), path.name
         assert re.findall(r"https?://[^\s\"']+", text) in ([], ["http://www.w3.org/2000/svg"])
         assert len(text.splitlines()) <= 400, path.name
@@ -133,8 +133,8 @@ def test_snapshots_follow_the_engine() -> None:
         body = {**BODY, "model": "m"}
         calls = [asyncio.create_task(session.post("/v1/completions", json=body)) for _ in "ab"]
         await asyncio.sleep(0.2)
-        found = await snapshots(session, 3)
-        last = found[-1]
+        frames = await snapshots(session, 3)
+        last = frames[-1]
         assert last["running"] == 2 and last["waiting"] == 0
         assert last["num_steps"] > 10 and last["per_s"]["generated"] > 20
         assert 0 < len(last["steps"]) <= live.MAX_STEPS
@@ -144,12 +144,14 @@ def test_snapshots_follow_the_engine() -> None:
         assert 0.3 < last["busy"]["compute"] <= 1
         pages = last["pages"]
         numbers = [sequence[0] for sequence in last["sequences"]]
-        assert numbers == [s[0] for s in found[1]["sequences"]] and len(set(numbers)) == 2
+        assert numbers == [s[0] for s in frames[1]["sequences"]] and len(set(numbers)) == 2
         assert sum(s[1] for s in last["sequences"]) == pages["in_use"] > 0
         for _, num_pages, tokens, prompt, computed in last["sequences"]:
             assert prompt < computed <= tokens
-            assert (num_pages + 1) * pages["tokens"] >= computed, "the loop went on meanwhile"
-        text = json.dumps(found)
+            assert (num_pages + 1) * pages["tokens"] >= computed, (
+                "the engine continues while a snapshot is taken"
+            )
+        text = json.dumps(frames)
         for private in (SECRET, "client-name", "req_", "Once"):
             assert private not in text
         for call in calls:
@@ -159,7 +161,7 @@ def test_snapshots_follow_the_engine() -> None:
     with_live(check)
 
 
-def test_nobody_looks_and_nothing_is_traced() -> None:
+def test_steps_are_traced_only_while_a_client_watches() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         context, view = server.app.context, server.app.context.engine.loaded.core.view
         assert view.traces.open == ()
@@ -172,12 +174,12 @@ def test_nobody_looks_and_nothing_is_traced() -> None:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)
         assert view.traces.open == (trace,)
-        assert len(await snapshots(session, 2)) == 2, "and it begins again"
+        assert len(await snapshots(session, 2)) == 2, "a later watcher gets snapshots again"
 
     with_live(check)
 
 
-def test_a_key_is_asked_for() -> None:
+def test_the_view_needs_a_key() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         async with session.get("/live") as response:
             assert response.status == 401
@@ -186,9 +188,9 @@ def test_a_key_is_asked_for() -> None:
     with_live(check, api_keys=(f"a:{KEY}",))
 
 
-def test_a_head_of_the_view_is_only_that() -> None:
+def test_head_requests_of_the_view_start_no_watcher() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
-        for _ in "ab":  # on one connection
+        for _ in range(2):  # both on one connection
             async with session.head("/live") as response:
                 assert response.status == 200 and response.content_type == "text/event-stream"
         assert server.app.context.counters.num_watchers == 0
@@ -214,7 +216,7 @@ def test_watchers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with_live(check)
 
 
-def test_who_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_watcher_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "PERIOD_S", 0.005)
 
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
@@ -226,23 +228,23 @@ def test_who_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
             await loop.sock_connect(sock, ("127.0.0.1", port))
             await loop.sock_sendall(sock, b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             async with session.get("/live") as healthy:
-                meter = server.app.context.counters
-                while meter.num_watchers != 2:
+                counters = server.app.context.counters
+                while counters.num_watchers != 2:
                     assert await healthy.content.readline()
-                while meter.num_watchers == 2:
+                while counters.num_watchers == 2:
                     assert await healthy.content.readline()
-                assert meter.num_watchers == 1 and await healthy.content.readline()
+                assert counters.num_watchers == 1 and await healthy.content.readline()
 
     with_live(check, send_buffer_bytes=4096)
 
 
-def test_a_server_that_drains_ends_the_view() -> None:
+def test_draining_ends_the_view() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
-        watching = asyncio.create_task(snapshots(session, 10_000))
+        watcher = asyncio.create_task(snapshots(session, 10_000))
         await asyncio.sleep(0.1)
-        assert not server.app.is_computing, "nobody waits for it"
+        assert not server.app.is_computing, "a watcher does not delay the drain"
         server.app.state = ServerState.DRAINING
-        assert len(await asyncio.wait_for(watching, 2)) >= 1
+        assert len(await asyncio.wait_for(watcher, 2)) >= 1
         async with session.get("/live") as response:
             assert response.status == 503
 
@@ -252,35 +254,35 @@ def test_a_server_that_drains_ends_the_view() -> None:
 @pytest.mark.timing
 def test_a_snapshot_takes_less_than_two_milliseconds() -> None:
     async def main() -> tuple[float, dict[str, Any]]:
-        async with engine_of(0.005, 1 << 15, max_num_seqs=200) as engine:
+        async with make_engine(0.005, 1 << 15, max_num_seqs=200) as engine:
             params = SamplingParams(max_tokens=900, ignore_eos=True)
             streams = [engine.submit([number, 2, 3], params) for number in range(200)]
             while engine.stats().num_running < 200:
                 await asyncio.sleep(0.01)
-            feed = Snapshots(engine)
+            source = Snapshots(engine)
             times = []
             for _ in range(9):
                 await asyncio.sleep(0.02)
-                began = time.perf_counter()
-                found = feed.take()
-                times.append(time.perf_counter() - began)
-            feed.close()
+                start_s = time.perf_counter()
+                frame = source.take()
+                times.append(time.perf_counter() - start_s)
+            source.close()
             for stream in streams:
                 stream.abort()
-            return min(times), found
+            return min(times), frame
 
-    took_s, found = asyncio.run(main())
+    took_s, frame = asyncio.run(main())
     assert took_s < 2e-3, f"{1e3 * took_s:.2f} ms"
-    assert len(found["sequences"]) == live.MAX_SEQUENCES and found["running"] == 200
+    assert len(frame["sequences"]) == live.MAX_SEQUENCES and frame["running"] == 200
 
 
-def test_whoever_looks_and_leaves_has_made_no_mistake() -> None:
+def test_a_watcher_that_leaves_counts_as_a_success() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         async with aiohttp.ClientSession(server.url) as visitor:
             await snapshots(visitor, 1)
-        meter = server.app.context.counters
-        while not meter.answers:
+        counters = server.app.context.counters
+        while not counters.answers:
             await asyncio.sleep(0.01)
-        assert dict(meter.answers) == {("/live", "GET", "2xx"): 1}
+        assert dict(counters.answers) == {("/live", "GET", "2xx"): 1}
 
     with_live(check)

@@ -1,4 +1,4 @@
-"""Spans of requests: their attributes, their parents, and no import when they are off."""
+"""Attributes and parents of request spans, and their export."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from serve.errors import ConfigError
 from serve.http import HttpServer, HttpSettings
 from serve.http.monitoring.tracing import RequestTracer, make_tracer
+from tests.support.http.api_keys import ALICE
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
 from tests.support.http.running_server import Served, run_with_server
 
-KEY = "alice-0123456789abcdef"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-GOOD = f"00-{TRACE}-{PARENT}-01"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 
 
 def spans_of(*lines: str, body: bytes = RAW_BODY, **options: Any) -> list[ReadableSpan]:
@@ -36,12 +36,12 @@ def spans_of(*lines: str, body: bytes = RAW_BODY, **options: Any) -> list[Readab
         served.server.app._tracer = RequestTracer(SimpleSpanProcessor(exporter))
         await served.raw(request(body, *lines, **options))
 
-    run_with_server(FakeEngine(), check, api_keys=(f"alice:{KEY}",))
+    run_with_server(FakeEngine(), check, api_keys=(f"alice:{ALICE}",))
     return list(exporter.get_finished_spans())
 
 
-def test_what_a_span_says() -> None:
-    (span,) = spans_of(f"x-api-key: {KEY}")
+def test_the_attributes_of_a_span() -> None:
+    (span,) = spans_of(f"x-api-key: {ALICE}")
     assert span.name == "chat fake"
     assert span.parent is None
     assert span.start_time is not None and span.end_time is not None
@@ -66,20 +66,20 @@ def test_what_a_span_says() -> None:
 
 
 def test_an_error() -> None:
-    (span,) = spans_of(f"x-api-key: {KEY}", body=b"{")
+    (span,) = spans_of(f"x-api-key: {ALICE}", body=b"{")
     attributes = dict(span.attributes or {})
     assert attributes["error.type"] == "invalid_json"
     assert attributes["http.response.status_code"] == 400
     assert not span.status.is_ok
 
 
-def test_public_and_unknown_routes_have_none() -> None:
+def test_public_and_unknown_routes_have_no_span() -> None:
     for first in ("GET /health HTTP/1.1", "GET /nowhere HTTP/1.1"):
-        assert spans_of(f"x-api-key: {KEY}", body=b"", first=first) == []
+        assert spans_of(f"x-api-key: {ALICE}", body=b"", first=first) == []
 
 
 def test_the_parent_is_the_callers_span() -> None:
-    (span,) = spans_of(f"x-api-key: {KEY}", f"traceparent: {GOOD}")
+    (span,) = spans_of(f"x-api-key: {ALICE}", f"traceparent: {TRACEPARENT}")
     assert span.parent is not None and span.context is not None
     assert f"{span.parent.span_id:016x}" == PARENT
     assert f"{span.context.trace_id:032x}" == TRACE
@@ -90,26 +90,26 @@ def test_the_parent_is_the_callers_span() -> None:
     [
         "",
         "x",
-        GOOD.upper(),
-        GOOD + "-00",
-        GOOD[:-1],
-        "01" + GOOD[2:],
-        GOOD.replace(TRACE, "0" * 32),
-        GOOD.replace(PARENT, "0" * 16),
+        TRACEPARENT.upper(),
+        TRACEPARENT + "-00",
+        TRACEPARENT[:-1],
+        "01" + TRACEPARENT[2:],
+        TRACEPARENT.replace(TRACE, "0" * 32),
+        TRACEPARENT.replace(PARENT, "0" * 16),
         "00-" + "a" * 5000,
     ],
 )
-def test_a_parent_that_is_none(value: str) -> None:
-    (span,) = spans_of(f"x-api-key: {KEY}", f"traceparent: {value}")
+def test_an_invalid_parent_is_ignored(value: str) -> None:
+    (span,) = spans_of(f"x-api-key: {ALICE}", f"traceparent: {value}")
     assert span.parent is None
 
 
-def test_a_parent_that_was_not_sampled() -> None:
-    assert spans_of(f"x-api-key: {KEY}", f"traceparent: {GOOD[:-2]}00") == []
+def test_no_span_under_an_unsampled_parent() -> None:
+    assert spans_of(f"x-api-key: {ALICE}", f"traceparent: {TRACEPARENT[:-2]}00") == []
 
 
 def test_spans_reach_a_collector() -> None:
-    """Over HTTP, by OpenTelemetry's protocol, when the server stops at the latest."""
+    """Spans are sent over HTTP by OpenTelemetry's protocol before the server stops."""
     received: list[bytes] = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -140,7 +140,7 @@ def test_spans_reach_a_collector() -> None:
 
 
 @pytest.mark.timing
-def test_a_collector_that_is_not_there_disturbs_nobody() -> None:
+def test_a_missing_collector_delays_no_request() -> None:
     async def check(served: Served) -> None:
         for _ in range(3):
             assert (await served.post(CHAT, BODY))[0] == 200
@@ -159,7 +159,7 @@ def test_without_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.process
-def test_off_it_is_not_even_imported() -> None:
+def test_opentelemetry_is_not_imported_without_tracing() -> None:
     code = (
         "import sys, serve.http.app; from serve.http.monitoring.tracing import make_tracer;"
         "assert make_tracer(None) is None;"
