@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ops.backend import INT4_GROUPS, NO_FUSION, Fusion, LinearOp, QuantizedLinears
-from ops.cpu.native_linears import NATIVE
+from ops.cpu.native_quantized_linear import NATIVE
 from quant.int4 import Int4Weight
 
 Config = Mapping[str, Any]

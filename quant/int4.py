@@ -13,7 +13,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ops.backend import NF4_VALUES, NO_FUSION, Fusion, LinearOp, QuantizedLinears
-from ops.cpu.native_linears import NATIVE
+from ops.cpu.native_quantized_linear import NATIVE
 from ops.linear import split_scales
 
 GROUP = 64

@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
 
 from memory.nodes.node import MemoryNode
 from ops import get_backend
-from ops.cpu import native
+from ops.cpu import native_library
 from tests.support.engine.raw_engine import NODE_BYTES
 
 HAS_GPU = torch.cuda.is_available()
@@ -62,13 +62,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.property)
 
 
-@pytest.fixture(params=native.library().instruction_sets() if native.is_available() else [])
+@pytest.fixture(
+    params=native_library.library().instruction_sets() if native_library.is_available() else []
+)
 def isa(request):
     """Each set of native kernels that runs on this machine, in turn."""
-    before = native.instruction_set()
-    assert native.library().choose_instruction_set(request.param)
+    before = native_library.instruction_set()
+    assert native_library.library().choose_instruction_set(request.param)
     yield request.param
-    assert native.library().choose_instruction_set(before)
+    assert native_library.library().choose_instruction_set(before)
 
 
 @pytest.fixture

@@ -148,9 +148,9 @@ def io(
 
 
 def _need_kernels(what: str) -> None:
-    from ops.cpu import native
+    from ops.cpu import native_library
 
-    if not native.is_available():
+    if not native_library.is_available():
         raise MergestepError(f"`serve bench {what}` needs the native kernels, which are not built")
 
 

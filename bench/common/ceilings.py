@@ -14,8 +14,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from ops.cpu import native
-from ops.cpu.native import Ceilings
+from ops.cpu import native_library
+from ops.cpu.native_ceilings import Ceilings
 from serve.config import EngineConfig
 from serve.engine.step_trace import TracedStep
 from serve.loading.precision import choose_backend, resolve_precision
@@ -67,7 +67,7 @@ class Probe:
 
     def __init__(self, backend: str) -> None:
         """backend: the name in ops.BACKENDS on which the model runs."""
-        can_read = native.is_available() and backend == "cpu"
+        can_read = native_library.is_available() and backend == "cpu"
         self._buffer = torch.ones(_READ, dtype=torch.uint8) if can_read else None
 
     def __call__(self) -> Ceiling:

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ops.cpu import native
+from ops.cpu import native_ceilings, native_library
 from serve.cli.eval import check_writable
 from serve.machine import usable_processors
 
@@ -44,7 +44,7 @@ class Head:
 
     @classmethod
     def now(cls, what: str) -> Head:
-        kernels = native.instruction_set() if native.is_available() else "not built"
+        kernels = native_library.instruction_set() if native_library.is_available() else "not built"
         return cls(
             what,
             _machine(),
@@ -167,4 +167,4 @@ def spread(values: Sequence[float], form: Callable[[float], str] = number) -> st
 
 def has_bf16_product() -> bool:
     """Returns whether this processor's kernels have an instruction for bf16 products."""
-    return native.is_available() and native.Ceilings.multiply_bf16(1) > 0
+    return native_library.is_available() and native_ceilings.Ceilings.multiply_bf16(1) > 0

@@ -34,7 +34,7 @@ from bench.kernels.io_paths import DiskAccess, Fio, Pattern, Pread, Ring, Sample
 from memory.tiers.block_file import ThreadFile
 from memory.tiers.direct_io import address_of, choose_io, open_direct, wait_for
 from memory.tiers.disk_tier import DiskTier
-from ops.cpu import native
+from ops.cpu import native_library
 from serve.errors import ConfigError, message_of
 
 PATTERNS = (
@@ -237,7 +237,7 @@ def checksum_rate() -> float:
     """Returns the GB/s of checksums over more memory than the caches hold."""
     with mmap.mmap(-1, 64 * _MIB) as memory:
         memory.write(bytes(64 * _MIB))
-        base, checksum = address_of(memory), native.library().checksum
+        base, checksum = address_of(memory), native_library.library().checksum
         start = time.perf_counter()
         for i in range(128):
             checksum(base + i % 64 * _MIB, _MIB)

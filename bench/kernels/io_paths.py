@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from memory.tiers.block_file import ThreadFile, Transfer
 from memory.tiers.direct_io import address_of, open_direct
-from ops.cpu import native
+from ops.cpu import native_library
 
 _SEED = 7
 
@@ -98,7 +98,7 @@ class Ring:
             with mmap.mmap(-1, depth * pattern.block) as memory:
                 memory.write(os.urandom(4096) * (len(memory) // 4096))
                 base = address_of(memory)
-                ring = native.library().IoRing(fd, depth, self._sqpoll, False)
+                ring = native_library.library().IoRing(fd, depth, self._sqpoll, False)
                 if self._fixed:
                     ring.register_buffers([(base, len(memory))])
                 return self._loop(ring, base, pattern, depth, seconds)

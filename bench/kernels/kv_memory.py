@@ -23,7 +23,7 @@ from bench.load.results.metrics import percentile
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
-from ops.cpu.native import Int8Attention, Int8AttentionStep
+from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat
 from serve.config import EngineConfig
 from serve.loading.runtime import Runtime, load_runtime

@@ -26,9 +26,9 @@ from rich.table import Table
 from bench.common import tables
 from bench.kernels.ops_cases import cases
 from bench.kernels.ops_linear import Case, Run, Timed
-from ops.cpu import native
+from ops.cpu import native_library
 from ops.cpu.heap import keep_freed_memory
-from ops.cpu.native import Ceilings
+from ops.cpu.native_ceilings import Ceilings
 
 _READ = 256 << 20
 _ROUNDS = 300_000
@@ -89,7 +89,7 @@ def _net_seconds(timed: Timed) -> float:
 
 def _peer_seconds(run: Run) -> float:
     """With as many threads as ours has, which are asleep again afterwards."""
-    torch.set_num_threads(native.num_threads())
+    torch.set_num_threads(native_library.num_threads())
     seconds = _seconds(run)
     torch.set_num_threads(1)
     time.sleep(_SETTLE_S)
@@ -149,8 +149,8 @@ def run_and_report(*, quick: bool, only: str = "", json_file: Path | None = None
     torch.set_num_threads(1)  # the other team of threads stays out of the way
     console = tables.console()
     head = {
-        "isa": native.instruction_set(),
-        "threads": native.num_threads(),
+        "isa": native_library.instruction_set(),
+        "threads": native_library.num_threads(),
         "machine": platform.machine(),
         "torch": torch.__version__,
     }
@@ -173,10 +173,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels.ops", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few small shapes")
     parser.add_argument("--only", default="", help="kernels whose name holds this")
-    sets = native.library().instruction_sets()
+    sets = native_library.library().instruction_sets()
     parser.add_argument("--isa", choices=sets, default=sets[0], help="instruction set")
     args = parser.parse_args()
-    native.library().choose_instruction_set(args.isa)
+    native_library.library().choose_instruction_set(args.isa)
     run_and_report(quick=args.quick, only=args.only)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from bench.kernels.ops_linear import FAR, Case, Timed
 from ops.backend import KeyValues
-from ops.cpu.native import Int8Attention, Int8AttentionStep
-from ops.cpu.native_attention import decode_attention, prefill_attention
+from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
+from ops.cpu.native_plain_attention import decode_attention, prefill_attention
 from quant.kv import TILE_TOKENS, Int8KVFormat
 
 HEADS, KV_HEADS = 32, 8

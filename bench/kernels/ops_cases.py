@@ -38,8 +38,11 @@ from bench.kernels.ops_linear import (
 )
 from ops import Fusion, Norm
 from ops.cpu import sampling
-from ops.cpu.native import Ceilings, Int8AttentionStep, Int8Linear, rotate_
+from ops.cpu.native_ceilings import Ceilings
+from ops.cpu.native_int8_attention import Int8AttentionStep
 from ops.cpu.native_partials import merge_into
+from ops.cpu.native_quantized_linear import Int8Linear
+from ops.cpu.native_rotation import rotate_
 from quant.kv import TILE_TOKENS, Int8KVFormat
 from serve.request import Request
 from serve.runner.sampler import sample

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ops import Fusion, LinearOp, Norm
-from ops.cpu.native import Int4Linear, Int8Linear
-from ops.cpu.native_plain import PlainLinear
+from ops.cpu.native_plain_linear import PlainLinear
+from ops.cpu.native_quantized_linear import Int4Linear, Int8Linear
 
 LINEAR_SHAPE = (2048, 8192)
 INT4_KINDS = ("int4", "int4 zeros", "nf4")

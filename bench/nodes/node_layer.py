@@ -33,7 +33,7 @@ from memory.nodes.placement import page_geometry
 from memory.nodes.remote_attention import RemoteAttention
 from memory.nodes.wire import WireType
 from ops import get_backend
-from ops.cpu import native
+from ops.cpu import native_library
 from transport import connect, listen
 
 _LAYERS, _ROWS, _PAST = 16, 16, 32
@@ -43,7 +43,7 @@ _WINDOW_BYTES = 32 << 20
 
 def measure_layers(folder: Path, num_steps: int) -> tuple[Table, dict[str, Any]]:
     """Returns medians by transport, and their table."""
-    native.set_num_threads(1)
+    native_library.set_num_threads(1)
     table = Table("transport", "message path µs", "of it copies", "answer µs", "layer µs")
     table.title = f"{_ROWS} rows, {_LAYER.num_heads}/{_LAYER.num_kv_heads} heads of 64, one node"
     table.caption = "medians of layers; the goal for the message path is 60"

@@ -149,9 +149,9 @@ def measure_here() -> Device:
     import torch
 
     from bench.common.ceilings import Ceiling
-    from ops.cpu import native
+    from ops.cpu import native_library
 
-    if not native.is_available():
+    if not native_library.is_available():
         raise ConfigError("machine here: the native kernels are not built")
     return device_of(Ceiling.now(torch.ones(READ_BYTES, dtype=torch.uint8)))
 

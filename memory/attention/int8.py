@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
-from ops.cpu.native import Int8Attention, Int8AttentionStep
+from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
 
 

@@ -20,7 +20,7 @@ from memory.attention.kv_layout import KVCache, KVLayout
 from memory.attention.seam import AttentionLayer
 from memory.nodes.prompt_tail_cache import PromptTailCache, TailSpan
 from ops.backend import Backend, KeyValues
-from ops.cpu.native import Int8Attention, Int8AttentionStep
+from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS
 
 

@@ -20,7 +20,7 @@ from memory.attention.seam import AttentionLayer
 from memory.nodes.wire import Append, Query
 from memory.pages.layer_groups import READ_BLOCK
 from ops.backend import Backend, KeyValues
-from ops.cpu.native import Int8AttentionStep
+from ops.cpu.native_int8_attention import Int8AttentionStep
 
 
 class PrefixAttention(Protocol):

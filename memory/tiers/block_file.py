@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ops.cpu import native
+from ops.cpu import native_library
 
 logger = logging.getLogger(__name__)
 
@@ -164,9 +164,9 @@ class RingFile(_File):
         super().__init__(fd, is_direct=is_direct)
         self.io = io
         if ring is None:
-            if not native.is_available():
+            if not native_library.is_available():
                 raise OSError(errno.ENOSYS, "the native library is not built")
-            ring = native.library().IoRing(fd, depth, io == "sqpoll", io == "iopoll")
+            ring = native_library.library().IoRing(fd, depth, io == "sqpoll", io == "iopoll")
         self._ring = ring
         self._depth = depth
         self._change = threading.Condition()

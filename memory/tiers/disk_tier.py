@@ -28,7 +28,7 @@ from memory.tiers.disk_health import DiskHealth
 from memory.tiers.disk_index import MAX_KEY_BYTES, IndexLog, StoredPage
 from memory.tiers.disk_slots import DiskEntry, SlotTable
 from memory.tiers.disk_writer import DiskWriter
-from ops.cpu import native
+from ops.cpu import native_library
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class DiskTier:
         self._requests = 0
         self._health = DiskHealth(str(directory), clock)
         self._is_closed = False
-        self._checksum: Callable[[int, int], int] = native.library().checksum
+        self._checksum: Callable[[int, int], int] = native_library.library().checksum
 
         path, self._claim = claim_directory(directory)
         log = IndexLog(path, page_bytes, identity) if persistent else None

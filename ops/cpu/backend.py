@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.backend import NO_FUSION, Fusion, KeyValues, LinearOp, Partial, QuantizedLinears
-from ops.cpu import native, native_attention, native_partials, native_plain
-from ops.cpu.native_linears import NATIVE
+from ops.cpu import native_library, native_partials, native_plain_attention
+from ops.cpu.native_plain_linear import PlainLinear as NativePlainLinear
+from ops.cpu.native_quantized_linear import NATIVE
+from ops.cpu.native_rotation import rotate_
 from ops.linear import PlainLinear
 from ops.reference import ReferenceBackend
 
@@ -45,17 +47,17 @@ class CpuBackend:
     def __init__(self) -> None:
         self._reference = ReferenceBackend()
         self._packed_types = _types_that_pass("oneDNN packed linear", _check_packed_linear)
-        self._has_native = native.is_available()
+        self._has_native = native_library.is_available()
         self.quantized: QuantizedLinears | None = NATIVE if self._has_native else None
         # without vector instructions torch's prefill attention is faster
-        self._has_vectors = self._has_native and native.instruction_set() != "portable"
+        self._has_vectors = self._has_native and native_library.instruction_set() != "portable"
         self._flash_types = _types_that_pass("CPU flash attention", _check_flash)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = NO_FUSION
     ) -> LinearOp:
-        if self._has_native and weight.dtype in native.TYPES:
-            return native_plain.PlainLinear(weight, bias, fusion)
+        if self._has_native and weight.dtype in native_library.TYPES:
+            return NativePlainLinear(weight, bias, fusion)
         return PlainLinear(self, self._product(weight, bias), fusion)
 
     def _product(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -76,7 +78,7 @@ class CpuBackend:
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         is_dense = x.stride()[1:] == (x.shape[2], 1) and cos.is_contiguous() and sin.is_contiguous()
         if x.dtype == torch.float32 and is_dense and self._has_native:
-            return native.rotate_(x, cos, sin)
+            return rotate_(x, cos, sin)
         half = cos.shape[-1]
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         first, second = x[..., :half], x[..., half : 2 * half]
@@ -98,8 +100,10 @@ class CpuBackend:
         cache.index_put_((rows,), torch.stack((k, v), dim=1))
 
     def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
-        if self._has_native and all(native_attention.can_attend(q, cache) for cache in caches):
-            return native_attention.decode_attention(q, caches, scale)
+        if self._has_native and all(
+            native_plain_attention.can_attend(q, cache) for cache in caches
+        ):
+            return native_plain_attention.decode_attention(q, caches, scale)
         if q.dtype not in self._flash_types or any(cache.k.shape[2] == 0 for cache in caches):
             return self._reference.decode_attention(q, caches, scale)
         num_rows, num_heads, head_dim = q.shape
@@ -120,8 +124,8 @@ class CpuBackend:
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
     ) -> Partial:
         can_run = self._has_native and self._has_vectors
-        if can_run and native_attention.can_attend(q, cache):
-            return native_attention.prefill_attention(q, cache, scale, window)
+        if can_run and native_plain_attention.can_attend(q, cache):
+            return native_plain_attention.prefill_attention(q, cache, scale, window)
         n, length = q.shape[0], cache.k.shape[2]
         if window is not None and length > n + window - 1:  # no row sees earlier keys
             first = length - n - window + 1
@@ -144,8 +148,8 @@ class CpuBackend:
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
     ) -> Partial:
         can_run = self._has_native and self._has_vectors
-        if can_run and native_attention.can_attend(q, cache):
-            return native_attention.past_attention(q, cache, scale, window)
+        if can_run and native_plain_attention.can_attend(q, cache):
+            return native_plain_attention.past_attention(q, cache, scale, window)
         if q.dtype not in self._flash_types:
             return self._reference.past_attention(q, cache, scale, window)
         n, length = q.shape[0], cache.k.shape[2]

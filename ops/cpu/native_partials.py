@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ops.backend import Partial
-from ops.cpu.native import TYPES, address, library
+from ops.cpu.native_library import TYPES, address, library
 
 
 def can_merge(total: Partial, part: Partial) -> bool:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ops.cpu import native
+from ops.cpu import native_library
 
 # kernels.h: struct Draw and struct Drawn
 _DRAW = struct.Struct("=QQdQQQQQfffffiiiiii4x")
@@ -38,7 +38,7 @@ SampledRows = npt.NDArray[np.void]
 
 
 def is_available() -> bool:
-    return native.is_available()
+    return native_library.is_available()
 
 
 def takes(logits: Tensor) -> bool:
@@ -156,7 +156,7 @@ def argmax(logits: Tensor) -> list[int]:
     rows, size = logits.shape
     chosen: list[int] = []
     if rows:
-        chosen = native.library().argmax(logits.data_ptr(), logits.stride(0), rows, size)
+        chosen = native_library.library().argmax(logits.data_ptr(), logits.stride(0), rows, size)
     return chosen
 
 
@@ -170,7 +170,7 @@ def sample(logits: Tensor, packed: bytearray) -> SampledRows:
     assert len(packed) == rows * _DRAW.size, f"{len(packed)} bytes for {rows} rows"
     out = np.zeros(rows, dtype=SAMPLED_ROW)
     if rows:
-        library = native.library()
+        library = native_library.library()
         assert (_DRAW.size, SAMPLED_ROW.itemsize) == (library.DRAW_BYTES, library.DRAWN_BYTES)
         plan = np.frombuffer(packed, dtype=np.uint8)
         stride, to = logits.stride(0), out.ctypes.data
@@ -191,7 +191,7 @@ def describe(logits: Tensor, tokens: npt.NDArray[np.int32], num_top: int) -> Sam
     tokens = np.ascontiguousarray(tokens)
     out = np.zeros(rows, dtype=SAMPLED_ROW)
     if rows:
-        library = native.library()
+        library = native_library.library()
         assert SAMPLED_ROW.itemsize == library.DRAWN_BYTES
         given, to = tokens.ctypes.data, out.ctypes.data
         stride = logits.stride(0)

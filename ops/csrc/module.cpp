@@ -1,5 +1,5 @@
 // Python's view of the kernels: addresses, sizes and strides come in as integers (elements, not
-// bytes), the interpreter is released while they run. ops/cpu/native.py checks what it passes.
+// bytes), the interpreter is released while they run. ops/cpu/native_*.py check what it passes.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

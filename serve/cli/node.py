@@ -13,7 +13,7 @@ from rich.console import Console
 
 from memory.nodes.node import MemoryNode
 from ops import get_backend
-from ops.cpu import native
+from ops.cpu import native_library
 from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
 from serve.loading.remote_memory import error_with_url, read_key
@@ -51,8 +51,8 @@ def serve_node(
     capacity = capacity_bytes or int(available_memory() * _SHARE_OF_FREE_MEMORY)
     count = min(threads or usable_processors(), usable_processors())
     torch.set_num_threads(1)
-    if native.is_available():
-        native.set_num_threads(count)
+    if native_library.is_available():
+        native_library.set_num_threads(count)
     node = MemoryNode(capacity, get_backend("cpu"))
     try:
         listener = listen(

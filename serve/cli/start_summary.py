@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memory.kv_memory import KVMemory
-from ops.cpu import native
+from ops.cpu import native_library
 from serve.engine.loader import LoadedEngine
 from serve.loading.precision import Precision
 from serve.machine import process_bytes
@@ -75,10 +75,10 @@ def _device(precision: Precision) -> str:
     if precision.backend == "cuda":
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no device"
         return f"on the GPU: {name}"
-    if not native.is_available():
+    if not native_library.is_available():
         return f"on the CPU with torch, {torch.get_num_threads()} threads"
-    kernels = f"{native.instruction_set()} kernels"
-    return f"on the CPU: {kernels}, {native.num_threads()} threads"
+    kernels = f"{native_library.instruction_set()} kernels"
+    return f"on the CPU: {kernels}, {native_library.num_threads()} threads"
 
 
 def _memory(engine: Engine, kv: KVMemory) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from memory.pages.layer_groups import LayerGroup
 from memory.tiers.disk_directory import DiskDirectoryError, check_parent, is_private
 from memory.tiers.disk_tier import DiskTier
-from ops.cpu import native
+from ops.cpu import native_library
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
 from serve.loading.precision import Precision
@@ -47,7 +47,7 @@ def open_kv_store(
     kv_cache_dir.
     """
     assert config.kv_cache_dir is not None, "only with a directory"
-    isa = native.instruction_set() if native.is_available() else "torch"
+    isa = native_library.instruction_set() if native_library.is_available() else "torch"
     pages = f"{' '.join(map(str, groups))} {page_bytes}"
     layout = f"{precision} {backend} {isa} {config.weight_group} {config.kv_group} {pages}"
     identity = hashlib.sha256(

@@ -17,7 +17,7 @@ import torch
 
 from memory.attention.int8 import Int8KVLayout
 from ops import best_backend
-from ops.cpu import native
+from ops.cpu import native_library
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.machine import available_memory
@@ -158,7 +158,7 @@ def _best_dtype(backend: str, spec: ModelSpec) -> tuple[str, str]:
     unpacked = f"; its {spec.packed.method} weights are unpacked" if spec.packed else ""
     if backend not in ("cpu", "cuda"):
         return plain, f"the {backend} back end has no int8 products{unpacked}"
-    if backend == "cpu" and not native.is_available():
+    if backend == "cpu" and not native_library.is_available():
         return plain, f"the native kernels are not built{unpacked}"
     if not spec.tolerates_int8:
         return plain, f"{spec.model_type} is known to lose accuracy in int8{unpacked}"
@@ -166,9 +166,9 @@ def _best_dtype(backend: str, spec: ModelSpec) -> tuple[str, str]:
         return "int8", f"the checkpoint is quantized ({spec.packed.method})"
     if backend == "cuda":
         return "int8", f"{spec.torch_dtype} checkpoint, int8 tensor cores"
-    if native.instruction_set() == "portable":
+    if native_library.instruction_set() == "portable":
         return plain, "no int8 instructions that the kernels know"
-    return "int8", f"{spec.torch_dtype} checkpoint, {native.instruction_set()} kernels"
+    return "int8", f"{spec.torch_dtype} checkpoint, {native_library.instruction_set()} kernels"
 
 
 def _require(backend: str, setting: str, value: str) -> None:
@@ -183,7 +183,7 @@ def _require(backend: str, setting: str, value: str) -> None:
         return
     if backend not in ("cpu", "cuda"):
         raise ConfigError(f"{setting} {value} needs the cpu or cuda back end, not {backend}")
-    if backend == "cpu" and not native.is_available():
+    if backend == "cpu" and not native_library.is_available():
         raise ConfigError(f"{setting} {value} needs the native kernels, which are not built")
 
 

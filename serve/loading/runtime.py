@@ -23,7 +23,7 @@ from memory.nodes.node_set import NodeSet
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
 from ops import Backend, get_backend
-from ops.cpu import native
+from ops.cpu import native_library
 from ops.cpu.heap import keep_freed_memory
 from quant.int4 import int4_linear, nf4_linear
 from serve.config import EngineConfig
@@ -187,11 +187,15 @@ def _set_threads(config: EngineConfig) -> None:
     processors = usable_processors()
     count = min(config.compute_threads or processors, processors)
     torch.set_num_threads(count)
-    if not native.is_available():
+    if not native_library.is_available():
         return
     # one thread team serves all engines of the process; only an explicit setting reduces it
-    native.set_num_threads(count)
-    logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
+    native_library.set_num_threads(count)
+    logger.info(
+        "native kernels: %s, %d threads",
+        native_library.instruction_set(),
+        native_library.num_threads(),
+    )
 
 
 def _has_idle_core(config: EngineConfig) -> bool:
@@ -209,9 +213,9 @@ def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -
 
     Two thread teams on the same cores would wait for each other.
     """
-    if not native.is_available() or precision.compute == torch.float16:
+    if not native_library.is_available() or precision.compute == torch.float16:
         return
-    has_attention = native.instruction_set() != "portable" and layers[0].head_dim % 16 == 0
+    has_attention = native_library.instruction_set() != "portable" and layers[0].head_dim % 16 == 0
     if precision.kv == "int8" or has_attention:
         torch.set_num_threads(1)
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ops.cpu import native
+from ops.cpu import native_library
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.child import last_json, output_of
 
@@ -80,7 +80,7 @@ def test_long_prompt_quick(tmp_path):
 @pytest.mark.parametrize("name", ["avx2", "portable"])
 def test_ops_without_a_bf16_product(name):
     """Once a division by zero: there is no such ceiling, and so no share."""
-    if name not in native.library().instruction_sets():
+    if name not in native_library.library().instruction_sets():
         pytest.skip(f"no {name} here")
     readings = ops_readings("bench.kernels.ops", "--isa", name)
     bf16 = [reading for reading in readings if reading["ceiling"] == "bf16"]
@@ -122,7 +122,7 @@ def printed(module: str, tmp_path) -> str:
     return output_of("-m", module, "--quick", **environment)
 
 
-@pytest.mark.skipif(not native.is_available(), reason="needs the compiled library")
+@pytest.mark.skipif(not native_library.is_available(), reason="needs the compiled library")
 def test_kv_memory_quick(tmp_path):
     text = printed("bench.kernels.kv_memory", tmp_path)
     for row in ("ahead, in the thread", "reserving 1 TiB", "pages of all layers, shuffled"):

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops import Fusion, LinearOp, get_backend
 from ops.backend import INT4_GROUPS
-from ops.cpu import native
-from ops.cpu.native_linears import NATIVE
+from ops.cpu import native_library
+from ops.cpu.native_quantized_linear import NATIVE
 from ops.reference import ReferenceBackend
 from quant.int4 import quantize_int4, quantize_nf4
 from serve import LLM, SamplingParams
@@ -36,7 +36,9 @@ from tests.support.engine.quantized import (
     write,
 )
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
+pytestmark = pytest.mark.skipif(
+    not native_library.is_available(), reason="native kernels not built"
+)
 
 
 def rounding_linear(weight: Tensor, bias: Tensor | None, fusion: Fusion) -> LinearOp:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ops import get_backend
-from ops.cpu import native
+from ops.cpu import native_library
 from serve.errors import ModelLoadError
 from serve.models import load_model, read_spec
 from tests.support.engine.checkpoints import checkpoint, edit_json
@@ -28,7 +28,9 @@ from tests.support.engine.quantized import (
     write,
 )
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
+pytestmark = pytest.mark.skipif(
+    not native_library.is_available(), reason="native kernels not built"
+)
 
 
 def _with(config: Json, key: str, value: object) -> Json:

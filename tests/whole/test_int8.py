@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ops.cpu import native, sampling
+from ops.cpu import native_library, sampling
 from quant.kv import MAX_HEAD_DIM, TILE_TOKENS
 from serve import LLM, SamplingParams
 from serve.cli.eval import parse_precision
@@ -22,7 +22,9 @@ from serve.models import read_spec
 from serve.sampling_params import MAX_LOGPROBS
 from tests.support.engine.checkpoints import checkpoint
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
+pytestmark = pytest.mark.skipif(
+    not native_library.is_available(), reason="native kernels not built"
+)
 HELDOUT = Path(__file__).parents[2] / "bench" / "data" / "heldout.txt"
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "opt", "gpt2"]
 
@@ -142,7 +144,7 @@ def test_int8_keeps_the_perplexity_of_the_default_model():
 
 
 def test_the_default_model_runs_in_int8_by_itself(caplog):
-    if native.instruction_set() == "portable":
+    if native_library.instruction_set() == "portable":
         pytest.skip("auto takes int8 only where there are instructions for it")
     with caplog.at_level("INFO"), LLM() as llm:
         (reply,) = llm.chat([{"role": "user", "content": "What is 7 + 8?"}])
@@ -154,15 +156,15 @@ def test_a_second_engine_leaves_the_threads_alone():
     """The first one lowered torch's count, and the second took that for the machine's."""
     count = usable_processors()
     with LLM(dtype="int8") as first, LLM(dtype="int8") as second:
-        assert native.num_threads() == count
+        assert native_library.num_threads() == count
         assert first.generate(["a"], use_tqdm=False) and second.generate(["b"], use_tqdm=False)
     with LLM(dtype="bfloat16"):
-        assert native.num_threads() == count
+        assert native_library.num_threads() == count
 
 
 def test_numbers_that_are_written_down_twice_agree():
     """Callers that must not import the library have copies of its limits."""
-    library = native.library()
+    library = native_library.library()
     assert library.TILE == TILE_TOKENS
     assert library.MAX_HEAD_DIM == MAX_HEAD_DIM
     assert library.MAX_TOP == sampling.MAX_TOP == MAX_LOGPROBS == MAX_TOP_LOGPROBS

@@ -14,7 +14,7 @@ from bench.ablation.variants import OURS, SHORT, all_variants, chosen
 from bench.cli import ablation as command
 from bench.cli.ablation import ablation
 from bench.common.plot_style import require_matplotlib
-from ops.cpu import native
+from ops.cpu import native_library
 from serve import Engine, FinishReason, SamplingParams
 from serve.engine.core import EngineCore
 from serve.engine.loader import Parts, load_engine
@@ -115,7 +115,7 @@ def test_a_serial_core_does_everything_in_the_loops_thread(core):
 
 
 @pytest.mark.timing
-@pytest.mark.skipif(not native.is_available(), reason="needs int8 products")
+@pytest.mark.skipif(not native_library.is_available(), reason="needs int8 products")
 def test_ablation_of_the_embedded_model(tmp_path, capsys):
     """Every optimisation off in turn; the same tokens wherever the arithmetic is the same."""
     file, png = tmp_path / "ablation.json", tmp_path / "ablation.png"

@@ -6,10 +6,12 @@ import pytest
 
 from bench.nodes.injected import Costs, VirtualClock
 from bench.nodes.overlap import EARLY_Q, TWO_BATCHES, measure_injected
-from ops.cpu import native
+from ops.cpu import native_library
 from tests.support.engine.child import last_json, output_of
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
+pytestmark = pytest.mark.skipif(
+    not native_library.is_available(), reason="native kernels not built"
+)
 
 
 def test_early_q_saves_what_the_formula_says() -> None:

@@ -18,7 +18,7 @@ from bench.offline.latency import Tally
 from bench.offline.peers import parse_peers
 from bench.offline.requests import fixed_requests
 from bench.offline.throughput import throughput
-from ops.cpu import native
+from ops.cpu import native_library
 from serve.engine.step_trace import TracedStep
 from serve.errors import ConfigError, MergestepError
 from serve.models import read_spec
@@ -33,7 +33,9 @@ mixed = json.load(open(file))
 print("loading")
 print(json.dumps({"prefill_64": 1.0, "decode_1": 2.0, "mixed_16": len(mixed)}))
 """
-needs_kernels = pytest.mark.skipif(not native.is_available(), reason="ceilings need the kernels")
+needs_kernels = pytest.mark.skipif(
+    not native_library.is_available(), reason="ceilings need the kernels"
+)
 
 
 @pytest.fixture

@@ -14,12 +14,14 @@ from bench.plan.check import QUICK, Case, check, report, run_and_report
 from bench.plan.hardware import device_of, measure_here
 from bench.plan.rig import StepRig, rig_config
 from bench.plan.run import run
-from ops.cpu import native
+from ops.cpu import native_library
 from serve.errors import ConfigError
 from serve.machine import available_memory
 from serve.scheduler.step_time import StepWork
 
-needs_kernels = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
+needs_kernels = pytest.mark.skipif(
+    not native_library.is_available(), reason="needs the native kernels"
+)
 
 
 def test_ceilings_are_a_device() -> None:
@@ -42,7 +44,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "is_available", lambda: False)
+    monkeypatch.setattr(native_library, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="machine here: the native kernels are not built"):
         measure_here()
 

@@ -13,12 +13,12 @@ from memory.attention.kv_layout import KVCache, KVLayout
 from memory.attention.local import LocalAttention
 from memory.attention.seam import Attention, AttentionLayer, AttentionStep, PlannedAttention
 from ops import get_backend
-from ops.cpu import native
+from ops.cpu import native_library
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
 
 pytestmark = [
     pytest.mark.usefixtures("seeded"),
-    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
 ]
 MAX_LEN = 256
 # (sequences, rows of each): decode rows first; lengths grow from step to step

@@ -16,7 +16,7 @@ from memory.attention.seam import AttentionLayer, AttentionStep
 from memory.pages.layer_groups import GroupPages, LayerGroup
 from memory.prefix.index import PrefixHasher
 from ops import get_backend
-from ops.cpu import native
+from ops.cpu import native_library
 from tests.support.engine.fakes import check_mapping, make_kv
 
 FULL, WINDOW = LayerGroup(64), LayerGroup(32, window=16, read_block=8)
@@ -281,7 +281,7 @@ class Sequence:
 
 
 KINDS = ["cpu/float32", "cpu/bfloat16", "reference/float32"]
-KINDS += ["cpu/int8"] if native.is_available() else []
+KINDS += ["cpu/int8"] if native_library.is_available() else []
 
 
 @pytest.mark.usefixtures("seeded")
@@ -308,7 +308,7 @@ def test_no_kernel_uses_what_is_behind_the_window(kind, window):
 @pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("cpu")])
 def test_a_row_has_the_same_bits_in_any_chunk(kind):
-    if native.instruction_set() == "portable":
+    if native_library.instruction_set() == "portable":
         pytest.skip("torch's prefill attention has other sums")
     kept = Sequence(kind, 40)
     whole = kept.compute(0, LENGTH)

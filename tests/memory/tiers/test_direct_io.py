@@ -15,7 +15,7 @@ import pytest
 from memory.tiers import direct_io
 from memory.tiers.block_file import ALIGNMENT, RingFile, ThreadFile, Transfer
 from memory.tiers.direct_io import IO_CHOICES, choose_io, open_block_file, open_direct, wait_for
-from ops.cpu import native
+from ops.cpu import native_library
 from tests.support.memory.faulty_storage import Pages
 
 BLOCK = 4 * ALIGNMENT
@@ -187,7 +187,7 @@ class FaultyRing:
 
 def ring_with(path, plan, depth=4):
     fd, is_direct = open_direct(path, os.O_RDWR | os.O_CREAT)
-    ring = FaultyRing(native.library().IoRing(fd, depth, False, False), plan)
+    ring = FaultyRing(native_library.library().IoRing(fd, depth, False, False), plan)
     return RingFile(fd, is_direct=is_direct, depth=depth, ring=ring)
 
 
@@ -282,13 +282,13 @@ def test_a_kernel_without_io_uring(tmp_path, monkeypatch, caplog):
         def IoRing(*_):
             raise PermissionError(errno.EPERM, "io_uring_setup: not permitted")
 
-    monkeypatch.setattr(native, "_native", Forbidden)
+    monkeypatch.setattr(native_library, "_native", Forbidden)
     assert choose_io(tmp_path, "auto") == "threads"
     assert "io_uring refused" in caplog.text
     for forced in ("io_uring", "sqpoll"):
         with pytest.raises(PermissionError):
             choose_io(tmp_path, forced)
-    monkeypatch.setattr(native, "_native", None)
+    monkeypatch.setattr(native_library, "_native", None)
     assert choose_io(tmp_path, "auto") == "threads"
 
 
@@ -329,7 +329,7 @@ def test_no_o_direct(tmp_path, monkeypatch, caplog, pages):
 @pytest.mark.parametrize("kind", ["best", "portable"])
 def test_checksum_is_xxh3(kind):
     """Known answers of the reference implementation (xxhash 3.x, xxh3_64)."""
-    library = native.library()
+    library = native_library.library()
     before = library.instruction_set()
     if kind == "portable":
         library.choose_instruction_set("portable")

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from ops.backend import KeyValues, Partial
-from ops.cpu import native
-from ops.cpu.native_attention import decode_attention, past_attention, prefill_attention
+from ops.cpu import native_library
 from ops.cpu.native_partials import merge_into
+from ops.cpu.native_plain_attention import decode_attention, past_attention, prefill_attention
 from quant.kv import TILE_TOKENS
 from tests.support.memory.int8_kv import Cache, attention64, out_error, rounded_kv, score_error
 from tests.support.memory.plain_kv import REFERENCE, TYPES, Range, exact
 
 pytestmark = [
-    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
     pytest.mark.usefixtures("seeded"),
 ]
 NOTHING = float("-inf")
@@ -114,10 +114,10 @@ def test_int8_rows_of_a_past_have_the_same_bits_in_any_step(isa):
     lse = torch.empty(q.shape[:2])
     step = cache.step(range(len(lengths)), rows, lengths, past_only=True)
     out = cache.op.attend(step, q, lse)
-    threads = native.num_threads()
-    native.set_num_threads(1)
+    threads = native_library.num_threads()
+    native_library.set_num_threads(1)
     alone = cache.op.attend(step, q)
-    native.set_num_threads(threads)
+    native_library.set_num_threads(threads)
     assert torch.equal(alone, out)
 
     for first, last in ((0, 1), (1, 3), (2, 3)):  # K/V heads
@@ -211,10 +211,10 @@ def test_plain_rows_of_a_past_have_the_same_bits_in_any_call(isa, dtype):
     kv, q = Range(3, 96, 333, dtype), torch.randn(70, 12, 96).to(dtype)
     k, v = kv.view()
     whole = past_attention(q, kv.view(), 0.1, None)
-    threads = native.num_threads()
-    native.set_num_threads(1)
+    threads = native_library.num_threads()
+    native_library.set_num_threads(1)
     alone = past_attention(q, kv.view(), 0.1, None)
-    native.set_num_threads(threads)
+    native_library.set_num_threads(threads)
     assert torch.equal(alone.out, whole.out)
     assert torch.equal(alone.lse, whole.lse)
     decoded = decode_attention(q[:5], [kv.view()] * 5, 0.1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ops.cpu import native, sampling
+from ops.cpu import native_library, sampling
 from serve.runner.sampler import uniform
 
 pytestmark = pytest.mark.skipif(not sampling.is_available(), reason="not built")
@@ -22,9 +22,9 @@ MARGIN = 1e-9
 
 @pytest.fixture
 def threads():
-    before = native.num_threads()
-    yield native.set_num_threads
-    native.set_num_threads(before)
+    before = native_library.num_threads()
+    yield native_library.set_num_threads
+    native_library.set_num_threads(before)
 
 
 class Expected(NamedTuple):

@@ -138,8 +138,8 @@ def assert_one_line(result: Any, exit_code: int, said: str) -> None:
 
 
 def test_measuring_kernels_that_are_not_built_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ops.cpu.native._native", None)
-    monkeypatch.setattr("ops.cpu.native._why", "no such module", raising=False)
+    monkeypatch.setattr("ops.cpu.native_library._native", None)
+    monkeypatch.setattr("ops.cpu.native_library._why", "no such module", raising=False)
     result = invoke("bench", "ops", "--quick")
     assert result.exit_code == 1
     assert "needs the native kernels" in result.output

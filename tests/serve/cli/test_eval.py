@@ -48,7 +48,7 @@ def test_mistakes_are_found_before_the_first_precision_runs(arguments, said):
 
 @pytest.mark.usefixtures("nothing_is_loaded")
 def test_a_precision_that_cannot_be_had_here_is_found_first(monkeypatch):
-    monkeypatch.setattr("ops.cpu.native.is_available", lambda: False)
+    monkeypatch.setattr("ops.cpu.native_library.is_available", lambda: False)
     with pytest.raises(ConfigError, match="dtype int8 needs the native kernels"):
         evaluation.evaluate(
             str(checkpoint("llama")), "some text", [("float32", "auto"), ("int8", "auto")]

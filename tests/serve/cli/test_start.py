@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ops.cpu import native
+from ops.cpu import native_library
 from serve import machine
 from serve.cli import start_summary
 from serve.cli.main import app
@@ -46,8 +46,8 @@ def test_the_summary_of_the_embedded_model() -> None:
     page_tokens = stats.kv_page_bytes // stats.kv_bytes_per_token
     users = stats.pages_total // -(-1024 // page_tokens)
     assert lines["memory"].endswith(f" {users:,} users with 1,024 each")
-    if native.is_available():
-        assert native.instruction_set() in lines["computes"]
+    if native_library.is_available():
+        assert native_library.instruction_set() in lines["computes"]
         assert re.fullmatch(r"int8 \(bfloat16 checkpoint, \w+ kernels\)", lines["weights"])
     assert lines["prefixes"] == "shared"
     assert lines["API"] == f"{url}/v1"

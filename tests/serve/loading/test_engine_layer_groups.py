@@ -10,7 +10,7 @@ import pytest
 
 import memory.range_mapper
 from memory.pages.layer_groups import GroupPages
-from ops.cpu import native
+from ops.cpu import native_library
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.loading.runtime import load_runtime
@@ -20,7 +20,7 @@ from tests.support.engine.checkpoints import LONG_VARIANTS, checkpoint, referenc
 pytestmark = pytest.mark.small_pages
 SETTINGS = {"kv_page_bytes": 4096, "max_model_len": 480, "max_num_seqs": 8}
 ROOMY = {"kv_cache_bytes": 16 << 20}
-DTYPES = ["float32", "bfloat16", *(["int8"] if native.is_available() else [])]
+DTYPES = ["float32", "bfloat16", *(["int8"] if native_library.is_available() else [])]
 PREFIX = [(7 * i) % 90 + 3 for i in range(300)]
 
 
@@ -86,7 +86,7 @@ def reference(path: str, prompt: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
 def test_what_is_given_back_changes_no_bit(variant, dtype, chunk):
-    if native.instruction_set() == "portable" and dtype != "int8":
+    if native_library.instruction_set() == "portable" and dtype != "int8":
         pytest.skip("torch's prefill attention has other sums")
     path = path_of(variant)
     with LLM(path, dtype=dtype, max_chunk_tokens=chunk, **SETTINGS, **ROOMY) as llm:
@@ -123,7 +123,7 @@ def least_pages(path: str, dtype: str) -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
 def test_a_prefix_hit_changes_no_bit(variant, dtype):
-    if native.instruction_set() == "portable" and dtype != "int8":
+    if native_library.instruction_set() == "portable" and dtype != "int8":
         pytest.skip("torch's prefill attention has other sums")
     path = path_of(variant)
     asked = [{"prompt_token_ids": [*PREFIX, *tail]} for tail in ([], [5], [5, 6, 7], range(10, 50))]

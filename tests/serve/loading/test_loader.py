@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memory.pages.layer_groups import LayerGroup
-from ops.cpu import native
+from ops.cpu import native_library
 from serve import LLM
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
@@ -114,17 +114,17 @@ def test_dtype_follows_the_checkpoint(spec):
 
 def test_auto_takes_int8_for_16_bit_checkpoints_that_bear_it(spec, monkeypatch):
     half = replace(spec, torch_dtype="bfloat16")
-    monkeypatch.setattr("ops.cpu.native.instruction_set", lambda: "avx2")
+    monkeypatch.setattr("ops.cpu.native_library.instruction_set", lambda: "avx2")
     assert _precision(half) == ("int8", "int8")
     assert _precision(replace(half, tolerates_int8=False))[0] != "int8"
     assert _precision(replace(half, head_dim=20)) == ("int8", "bfloat16")
-    monkeypatch.setattr("ops.cpu.native.instruction_set", lambda: "portable")
+    monkeypatch.setattr("ops.cpu.native_library.instruction_set", lambda: "portable")
     assert _precision(half)[0] != "int8"
 
 
 def test_heads_that_int8_kv_does_not_fit_generate(caplog):
     """K/V was fp32, twice the bytes of bfloat16."""
-    if not native.is_available():
+    if not native_library.is_available():
         pytest.skip("native kernels not built")
     path = str(checkpoint("llama", "head-dim"))
     with caplog.at_level("INFO"), LLM(path, dtype="int8", max_model_len=64) as llm:
@@ -136,7 +136,7 @@ def test_heads_that_int8_kv_does_not_fit_generate(caplog):
 def test_int8_that_cannot_be_had_is_refused(spec, monkeypatch):
     with pytest.raises(ConfigError, match="head_dim"):
         _precision(replace(spec, head_dim=20), kv_dtype="int8")
-    monkeypatch.setattr("ops.cpu.native.is_available", lambda: False)
+    monkeypatch.setattr("ops.cpu.native_library.is_available", lambda: False)
     with pytest.raises(ConfigError, match="native kernels"):
         _precision(spec, dtype="int8")
     assert _precision(replace(spec, torch_dtype="bfloat16"))[0] != "int8"
@@ -174,10 +174,10 @@ def test_the_team_is_no_larger_than_the_quota(wanted, taken, monkeypatch):
     team: list[int] = []
     monkeypatch.setattr("serve.loading.runtime.usable_processors", lambda: 2)
     monkeypatch.setattr("torch.set_num_threads", team.append)
-    monkeypatch.setattr("ops.cpu.native.is_available", lambda: True)
-    monkeypatch.setattr("ops.cpu.native.set_num_threads", team.append)
-    monkeypatch.setattr("ops.cpu.native.num_threads", lambda: 64)
-    monkeypatch.setattr("ops.cpu.native.instruction_set", lambda: "avx2")
+    monkeypatch.setattr("ops.cpu.native_library.is_available", lambda: True)
+    monkeypatch.setattr("ops.cpu.native_library.set_num_threads", team.append)
+    monkeypatch.setattr("ops.cpu.native_library.num_threads", lambda: 64)
+    monkeypatch.setattr("ops.cpu.native_library.instruction_set", lambda: "avx2")
     _set_threads(EngineConfig(compute_threads=wanted))
     assert team == [taken, taken]
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ops.cpu.native import Int8Attention, Int8AttentionStep
+from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ops.cpu import native
+from ops.cpu import native_library
 
 
 def check_rows_alone(layer: Callable[[Tensor], Tensor], num_inputs: int) -> None:
@@ -16,9 +16,9 @@ def check_rows_alone(layer: Callable[[Tensor], Tensor], num_inputs: int) -> None
     alone = torch.cat([layer(x[i : i + 1]) for i in range(300)])
     for m in (2, 3, 5, 8, 12, 13, 24, 31, 64, 129, 300):
         assert torch.equal(layer(x[:m]), alone[:m]), f"{m} rows"
-    threads = native.num_threads()
-    native.set_num_threads(1)
+    threads = native_library.num_threads()
+    native_library.set_num_threads(1)
     try:
         assert torch.equal(layer(x), alone)
     finally:
-        native.set_num_threads(threads)
+        native_library.set_num_threads(threads)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ops import get_backend
-from ops.cpu import native
-from ops.cpu.native_linears import NATIVE
+from ops.cpu import native_library
+from ops.cpu.native_quantized_linear import NATIVE
 from quant.int4 import int4_linear
 from serve.models import load_model
 from serve.models.weights import joining
@@ -21,7 +21,7 @@ from tests.support.engine.quantized import CASES, write
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
 ]
 CHUNKS = [17, 1, 1, 6]
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -10,13 +10,13 @@ import math
 import pytest
 import torch
 
-from ops.cpu import native
+from ops.cpu import native_library
 from ops.reference import ReferenceBackend
 from quant.kv import GROUPS
 from tests.support.memory.int8_kv import Cache, attention64, out_error, rounded_kv, score_error
 
 pytestmark = [
-    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
     pytest.mark.usefixtures("seeded"),
 ]
 REFERENCE = ReferenceBackend()
@@ -91,10 +91,10 @@ def test_rows_of_other_sequences_change_nothing(isa):
     rows = [1, 1, 1, 1, 40, 2, 700]
     q = torch.randn(sum(rows), 4, 32)
     together = cache.op.attend(cache.step(range(len(lengths)), rows, lengths), q)
-    threads = native.num_threads()
-    native.set_num_threads(1)
+    threads = native_library.num_threads()
+    native_library.set_num_threads(1)
     assert torch.equal(cache.op.attend(cache.step(range(len(lengths)), rows, lengths), q), together)
-    native.set_num_threads(threads)
+    native_library.set_num_threads(threads)
     first = 0
     for i, (n, length) in enumerate(zip(rows, lengths, strict=True)):
         part = slice(first, first + n)

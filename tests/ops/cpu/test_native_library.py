@@ -11,38 +11,38 @@ import torch
 
 from ops import Fusion, Norm
 from ops.backend import MAX_INT8_INPUTS
-from ops.cpu import native
-from ops.cpu.native import Int8Linear
+from ops.cpu import native_library
+from ops.cpu.native_quantized_linear import Int8Linear
 from tests.support.engine.child import output_of
 
 pytestmark = [
-    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
     pytest.mark.usefixtures("seeded"),
 ]
 
 
 def test_threads_are_limited_to_the_processors():
-    before = native.num_threads()
-    native.set_num_threads(10_000)
-    assert native.num_threads() <= len(os.sched_getaffinity(0))
-    native.set_num_threads(1)
-    assert native.num_threads() == 1
+    before = native_library.num_threads()
+    native_library.set_num_threads(10_000)
+    assert native_library.num_threads() <= len(os.sched_getaffinity(0))
+    native_library.set_num_threads(1)
+    assert native_library.num_threads() == 1
     assert Int8Linear(torch.randn(64, 64), None)(torch.randn(3, 64)).shape == (3, 64)
-    native.set_num_threads(before)
-    assert native.num_threads() == before
+    native_library.set_num_threads(before)
+    assert native_library.num_threads() == before
 
 
 FORKED = """
 import os, sys, time, torch
-from ops.cpu import native
-from ops.cpu.native import Int8Linear
+from ops.cpu import native_library
+from ops.cpu.native_quantized_linear import Int8Linear
 torch.set_num_threads(1)  # libgomp does not survive a fork; our team has to
 layer, x = Int8Linear(torch.ones(4096, 64), None), torch.ones(64, 64)
 expected = layer(x)
 time.sleep(0.05)  # the helpers sleep
 child = os.fork()
 if child == 0:
-    native.set_num_threads(2)
+    native_library.set_num_threads(2)
     for _ in range(3):
         assert torch.equal(layer(x), expected)
         time.sleep(0.01)
@@ -115,4 +115,4 @@ def test_python_goes_on_while_a_kernel_runs():
 
 
 def test_unknown_instruction_sets_are_refused():
-    assert not native.library().choose_instruction_set("mmx")
+    assert not native_library.library().choose_instruction_set("mmx")

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ops import Fusion, Norm
-from ops.cpu import native
+from ops.cpu import native_library
 from ops.cpu.backend import CpuBackend
-from ops.cpu.native_plain import PlainLinear
+from ops.cpu.native_plain_linear import PlainLinear
 from ops.linear import PlainLinear as SeparateCalls
 from ops.reference import ReferenceBackend
 
 pytestmark = [
-    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
     pytest.mark.usefixtures("seeded"),
 ]
 REFERENCE = ReferenceBackend()
@@ -81,10 +81,10 @@ def test_a_row_does_not_depend_on_the_others(isa, dtype, fusion):
     for m in (2, 5, 12, 13, 24, 31, 64, 129, 300):
         assert torch.equal(layer(x[:m]), alone[:m]), f"{m} rows"
         assert torch.equal(layer(x[-m:]), alone[-m:]), f"the last {m} rows"
-    threads = native.num_threads()
-    native.set_num_threads(1)
+    threads = native_library.num_threads()
+    native_library.set_num_threads(1)
     assert torch.equal(layer(x), alone)
-    native.set_num_threads(threads)
+    native_library.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from ops import Fusion, Norm
 from ops.backend import INT4_GROUPS, NF4_VALUES
-from ops.cpu import native
-from ops.cpu.native import Int8Linear
+from ops.cpu import native_library
+from ops.cpu.native_quantized_linear import Int8Linear
 from ops.linear import split_scales
 from ops.reference import ReferenceBackend
 from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
 from tests.support.memory.native_rows import check_rows_alone
 
 pytestmark = [
-    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
     pytest.mark.usefixtures("seeded"),
 ]
 REFERENCE = ReferenceBackend()

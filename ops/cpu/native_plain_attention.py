@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.backend import KeyValues, Partial
-from ops.cpu.native import TYPES, library
+from ops.cpu.native_library import TYPES, library
 
 
 def can_attend(q: Tensor, cache: KeyValues) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ops.backend import NO_FUSION, Fusion
-from ops.cpu.native import ACTIVATIONS, TYPES, address, checked_bias, library, set_norm, sizes
+from ops.cpu.native_fusion import ACTIVATIONS, checked_bias, set_norm, sizes
+from ops.cpu.native_library import TYPES, address, library
 
 
 class PlainLinear:

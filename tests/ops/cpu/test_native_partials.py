@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ops.backend import Partial
-from ops.cpu import native
+from ops.cpu import native_library
 from ops.cpu.native_partials import can_merge, dequantize_heads, merge_into, quantize_heads
 from ops.reference import ReferenceBackend
 
 pytestmark = [
-    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
     pytest.mark.usefixtures("seeded"),
 ]
 REFERENCE = ReferenceBackend()

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ops.backend import KeyValues
-from ops.cpu import native
-from ops.cpu.native_attention import can_attend, prefill_attention
+from ops.cpu import native_library
+from ops.cpu.native_plain_attention import can_attend, prefill_attention
 from tests.support.memory.plain_kv import REFERENCE, TYPES, Range, exact
 
 pytestmark = [
-    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
     pytest.mark.usefixtures("seeded"),
 ]
 
@@ -88,11 +88,11 @@ def test_a_row_has_the_same_bits_however_the_prompt_is_cut(isa, dtype, window):
 def test_the_number_of_threads_changes_nothing(isa, dtype):
     kv = Range(2, 64, 400, dtype)
     q = torch.randn(400, 8, 64).to(dtype)
-    before = native.num_threads()
+    before = native_library.num_threads()
     whole = prefill_attention(q, kv.view(), 0.125, None)
-    native.set_num_threads(1)
+    native_library.set_num_threads(1)
     alone = prefill_attention(q, kv.view(), 0.125, None)
-    native.set_num_threads(before)
+    native_library.set_num_threads(before)
     assert torch.equal(whole.out, alone.out)
     assert torch.equal(whole.lse, alone.lse)
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ops import Fusion, Norm
-from ops.cpu import native
-from ops.cpu.native import Int8Linear
+from ops.cpu import native_library
+from ops.cpu.native_quantized_linear import Int8Linear
 from ops.reference import ReferenceBackend
 from tests.support.memory.native_rows import check_rows_alone
 
 pytestmark = [
-    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
     pytest.mark.usefixtures("seeded"),
 ]
 REFERENCE = ReferenceBackend()

@@ -1,0 +1,113 @@
+"""Attention over int8 K/V on the native kernels (ops/csrc/attention*.inl)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.cpu.native_library import library
+from ops.cpu.native_rotation import check_rotation
+
+
+class Int8AttentionStep:
+    """The sequences of one step over int8 K/V, shared by all layers."""
+
+    def __init__(
+        self,
+        address: int,
+        tile_bytes: int,
+        starts: Sequence[int],
+        num_rows: Sequence[int],
+        kv_lens: Sequence[int],
+        *,
+        past_only: bool = False,
+    ) -> None:
+        """starts: byte offset of each range from address; num_rows, kv_lens: as in the seam.
+
+        With past_only, kv_lens (perhaps 0) count the keys before the step. The rows attend to these
+        keys only, and append writes after them.
+        """
+        assert len(starts) == len(num_rows) == len(kv_lens), "one of each for every sequence"
+        counts = zip(num_rows, kv_lens, strict=True)
+        assert all(n > 0 and length >= (0 if past_only else n) for n, length in counts)
+        self.num_rows = sum(num_rows)
+        self.plan: Any = library().StepPlan(
+            address, tile_bytes, starts, num_rows, kv_lens, past_only
+        )
+
+
+class Int8Attention:
+    """One layer over int8 K/V. append rotates, quantizes and stores; attend computes attention.
+
+    window: keys a row sees, itself included; soft_cap: cap * tanh(score / cap); slopes: ALiBi, one
+    per head; sinks: a logit per head that is added to the denominator only. A past_only step leaves
+    sinks out, because they belong to the part with the row's own key.
+    """
+
+    def __init__(
+        self,
+        *,
+        offset_bytes: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        group: int,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float = 0.0,
+        slopes: Sequence[float] = (),
+        sinks: Sequence[float] = (),
+    ) -> None:
+        assert head_dim % 16 == 0 and head_dim <= library().MAX_HEAD_DIM, f"{head_dim=}"
+        assert group == 8 or group % 16 == 0, f"{group=}"
+        assert head_dim % group == 0, f"{head_dim=} {group=}"
+        assert num_heads % num_kv_heads == 0, f"{num_heads=} {num_kv_heads=}"
+        assert len(slopes) in (0, num_heads) and len(sinks) in (0, num_heads), "one for each head"
+        self._shape = (num_heads, num_kv_heads, head_dim)
+        self._op: Any = library().Int8Attention(
+            offset_bytes,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            group,
+            scale,
+            window or 0,
+            soft_cap,
+            list(slopes),
+            list(sinks),
+        )
+
+    def append(
+        self, step: Int8AttentionStep, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Stores k, v: [T, Hk, D] fp32 with dense heads and equal strides."""
+        assert k.dtype == v.dtype == torch.float32
+        assert k.shape == v.shape == (step.num_rows, *self._shape[1:]), f"{k.shape} {v.shape}"
+        if k.stride() != v.stride() or k.stride()[1:] != (k.shape[2], 1):
+            k, v = k.contiguous(), v.contiguous()
+        cos = sin = half = 0
+        if rotation is not None:
+            check_rotation(rotation, step.num_rows, self._shape[2])
+            cos, sin, half = rotation[0].data_ptr(), rotation[1].data_ptr(), rotation[0].shape[1]
+        self._op.append(step.plan, k.data_ptr(), v.data_ptr(), k.stride(0), cos, sin, half)
+
+    def attend(self, step: Int8AttentionStep, q: Tensor, lse: Tensor | None = None) -> Tensor:
+        """Returns attention [T, H, D] for q: [T, H, D] fp32; writes lse: [T, H] fp32, natural log.
+
+        A row that sees no key gets 0 and an lse of -inf. The bits of a row and head depend neither
+        on other rows nor on other K/V heads.
+        """
+        heads, _, dim = self._shape
+        assert q.dtype == torch.float32 and q.shape == (step.num_rows, heads, dim)
+        if q.stride()[1:] != (dim, 1):
+            q = q.contiguous()
+        if lse is not None:
+            assert lse.shape == q.shape[:2] and lse.dtype == torch.float32 and lse.is_contiguous()
+        out = torch.empty(q.shape, dtype=torch.float32)
+        to_lse = 0 if lse is None else lse.data_ptr()
+        width = heads * dim
+        self._op.attend(step.plan, q.data_ptr(), q.stride(0), out.data_ptr(), width, to_lse)
+        return out

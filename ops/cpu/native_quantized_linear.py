@@ -1,0 +1,161 @@
+"""Linear layers with int8 and 4-bit weights on the native kernels, for `Backend.quantized`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.backend import INT4_GROUPS, MAX_INT8_INPUTS, NO_FUSION, Fusion, LinearOp
+from ops.cpu.native_fusion import ACTIVATIONS, checked_bias, set_norm, sizes
+from ops.cpu.native_library import TYPES, address, library
+from ops.linear import split_scales
+
+
+class NativeLinear:
+    """A LinearOp that fuses norm, int8 quantization, product, bias, activation and residual.
+
+    Rows are fp32 or bf16 and are rounded to int8 with a scale per row. The result is fp32, or bf16
+    after an activation, because the next layer quantizes it. A row's bits do not depend on other
+    rows.
+    """
+
+    def __init__(self, op: Any, num_in: int, num_out: int, fusion: Fusion) -> None:
+        """op: the library's packed product. num_out: number of outputs after gating."""
+        self._op, self.num_in, self.num_out = op, num_in, num_out
+        self._out_dtype = torch.float32 if fusion.activation is None else torch.bfloat16
+        self._is_gated = fusion.is_gated
+        self._norm = set_norm(op, fusion.norm, num_in)
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self._op.bytes)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rows = x.shape[0]
+        if residual is None:
+            out = torch.empty(rows, self.num_out, dtype=self._out_dtype)
+        else:
+            out = residual
+            assert out.shape == (rows, self.num_out) and out.dtype == torch.float32
+            assert out.stride(1) == 1 and not self._is_gated, "a dense residual, no gates"
+        assert x.shape[1] == self.num_in, f"{x.shape} times [{self.num_out}, {self.num_in}]"
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if rows:
+            self._op.run(
+                x.data_ptr(),
+                x.stride(0),
+                TYPES[x.dtype],
+                rows,
+                out.data_ptr(),
+                out.stride(0),
+                TYPES[out.dtype],
+                residual is not None,
+            )
+        return out
+
+    def only_quantize(self, x: Tensor) -> None:
+        """Runs norm and quantization without the product, for benchmarks."""
+        self._op.only_quantize(x.data_ptr(), x.stride(0), TYPES[x.dtype], x.shape[0])
+
+
+class Int8Linear(NativeLinear):
+    """int8 x int8 with symmetric weights and a scale per output channel: QuantizedLinears.int8."""
+
+    def __init__(
+        self,
+        weight: Tensor | Sequence[Tensor],
+        bias: Tensor | None,
+        fusion: Fusion = NO_FUSION,
+        *,
+        scales: Tensor | None = None,
+        is_head: bool = False,
+    ) -> None:
+        """Packs a copy of weight: [out, in], or of parts to be concatenated along the output.
+
+        is_head has no effect: results are fp32.
+        """
+        parts = [weight] if isinstance(weight, Tensor) else list(weight)
+        num_out, num_in = sizes(sum(len(part) for part in parts), parts[0].shape[1], fusion)
+        if num_in > MAX_INT8_INPUTS:
+            raise ValueError(f"{num_in:,} inputs: int8 products sum at most {MAX_INT8_INPUTS:,}")
+        bias, kind = checked_bias(bias, num_out, fusion), ACTIVATIONS[fusion.activation]
+        args: tuple[object, ...]
+        if scales is not None:
+            whole, scales = torch.cat(parts).contiguous(), scales.float().contiguous()
+            assert whole.dtype == torch.int8 and scales.shape == whole.shape[:1]
+            args = (whole.data_ptr(), scales.data_ptr())
+        else:
+            parts = _packable(parts)
+            flat = [x for part in parts for x in (part.data_ptr(), part.stride(0), len(part))]
+            args = (flat, TYPES[parts[0].dtype])
+        op = library().Int8Linear(num_in, num_out, *args, address(bias), kind, fusion.is_gated)
+        super().__init__(op, num_in, num_out, fusion)
+
+
+def _packable(parts: list[Tensor]) -> list[Tensor]:
+    """Returns at most MAX_PARTS parts of one type that the kernel supports, with dense rows."""
+    if len(parts) > library().MAX_PARTS or any(part.dtype != parts[0].dtype for part in parts):
+        parts = [torch.cat(parts)]
+    if parts[0].dtype not in TYPES:
+        parts = [part.float() for part in parts]
+    return [part if part.stride(1) == 1 else part.contiguous() for part in parts]
+
+
+class Int4Linear(NativeLinear):
+    """4-bit weights with a scale and perhaps a zero point per group: QuantizedLinears.int4."""
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        fusion: Fusion = NO_FUSION,
+        *,
+        group: int,
+        is_nf4: bool = False,
+    ) -> None:
+        num_out, num_in = sizes(codes.shape[0], codes.shape[1], fusion)
+        shape = (codes.shape[0], -(-num_in // group))
+        assert group in INT4_GROUPS and codes.dtype == torch.uint8
+        assert not (is_nf4 and zeros is not None)
+        assert scales.shape == shape and (zeros is None or zeros.shape == shape), f"{scales.shape}"
+        codes, bias = codes.contiguous(), checked_bias(bias, num_out, fusion)
+        assert int(codes.max()) < 16, "codes of 4 bits"
+        halves, channels = split_scales(scales)
+        if is_nf4:  # the kernel's values are multiples of 1/127
+            channels = channels / 127
+        if zeros is not None:
+            zeros = zeros.to(torch.uint8).contiguous()
+        op = library().Int4Linear(
+            num_in,
+            num_out,
+            codes.data_ptr(),
+            halves.data_ptr(),
+            address(zeros),
+            channels.data_ptr(),
+            group,
+            is_nf4,
+            address(bias),
+            ACTIVATIONS[fusion.activation],
+            fusion.is_gated,
+        )
+        super().__init__(op, num_in, num_out, fusion)
+
+
+class NativeLinears:
+    """`QuantizedLinears` of the native kernels. RuntimeError if they are not built."""
+
+    int8 = Int8Linear
+    int4 = Int4Linear
+
+    @staticmethod
+    def fp8(parts: Sequence[Tensor], bias: Tensor | None, fusion: Fusion = NO_FUSION) -> LinearOp:
+        raise ValueError("this processor has no fp8 products")
+
+
+NATIVE = NativeLinears()
