@@ -1,4 +1,4 @@
-"""What completions can beside plain text: echo, the best of several, token ids, running counts."""
+"""Completions with echo, best_of, log-probabilities, token ids and continuous usage."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import pytest
 from serve import Engine
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.official_clients import openai_client
 from tests.support.http.running_server import Served, ServerThread, run_with_server
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "fake", "prompt": "abc", "max_tokens": 3}
 
 
-def _merged(events: list[Any]) -> dict[int, dict[str, Any]]:
-    """The choices of a stream, put together."""
+def _joined(events: list[Any]) -> dict[int, dict[str, Any]]:
+    """Returns the choices of a stream, with the chunks of each joined."""
     assert events.pop() == "[DONE]"
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -46,7 +47,7 @@ def test_echo(prompt: Any, n: int) -> None:
         expected = ["abcHel"] * n + (["dHel"] * n if len(prompt) == 2 else [])
         assert texts == expected
         assert all(choice["logprobs"] is None for choice in answer["choices"])
-        streamed = _merged(await served.events(COMPLETIONS, body))
+        streamed = _joined(await served.events(COMPLETIONS, body))
         assert [streamed[i]["text"] for i in range(len(expected))] == expected
 
     run_with_server(FakeEngine(), check)
@@ -64,26 +65,26 @@ def test_echo_with_logprobs_begins_with_the_prompts() -> None:
             "text_offset": [0, 1, 2, 3, 4],
         }
         assert served.engine.submitted[0][1].prompt_logprobs == 1
-        streamed = _merged(await served.events(COMPLETIONS, body))[0]
+        streamed = _joined(await served.events(COMPLETIONS, body))[0]
         for name in ("tokens", "token_logprobs", "text_offset"):
             assert streamed[name] == logprobs[name]
 
     run_with_server(FakeEngine(), check)
 
 
-def test_only_the_prompt_comes_back_of_no_tokens() -> None:
+def test_echo_of_zero_tokens_is_the_prompt() -> None:
     async def check(served: Served) -> None:
         body = {**BODY, "max_tokens": 0, "echo": True, "logprobs": 0}
         _, answer = await served.post(COMPLETIONS, body)
         (choice,) = answer["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
         assert choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.5]
-        assert _merged(await served.events(COMPLETIONS, body))[0]["text"] == "abc"
+        assert _joined(await served.events(COMPLETIONS, body))[0]["text"] == "abc"
 
     run_with_server(FakeEngine(), check)
 
 
-def test_special_tokens_that_are_not_shown_have_no_width() -> None:
+def test_skipped_special_tokens_have_no_width() -> None:
     engine = FakeEngine()
     engine.tokenizer.special_ids = frozenset({ord("b")})
 
@@ -111,7 +112,7 @@ def test_prompt_logprobs_in_vllms_shape() -> None:
     run_with_server(FakeEngine(), check)
 
 
-def test_what_comes_back_of_prompts_has_a_bound() -> None:
+def test_echoed_prompts_are_bounded() -> None:
     async def check(served: Served) -> None:
         body = {**BODY, "prompt": ["x" * 1900] * 40, "prompt_logprobs": 20}
         status, answer = await served.post(COMPLETIONS, body)
@@ -136,7 +137,7 @@ def test_token_ids(prompt: Any) -> None:
         for choice in answer["choices"]:
             assert choice["token_ids"] == [72, 101, 108]
             assert choice["prompt_token_ids"] == [97, 98, 99]
-        for choice in _merged(await served.events(COMPLETIONS, body)).values():
+        for choice in _joined(await served.events(COMPLETIONS, body)).values():
             assert (choice["ids"], choice["prompt_ids"]) == ([72, 101, 108], [97, 98, 99])
 
     run_with_server(FakeEngine(), check)
@@ -159,25 +160,23 @@ def test_continuous_usage() -> None:
 @pytest.fixture(scope="module")
 def real() -> Iterator[openai.OpenAI]:
     engine = Engine(str(checkpoint("llama")), served_model_name="m", max_num_seqs=32)
-    with ServerThread(engine) as server:
-        url = f"{server.url}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-            yield client
+    with ServerThread(engine) as server, openai_client(server) as client:
+        yield client
 
 
-def test_best_of_takes_the_likeliest(real: openai.OpenAI) -> None:
+def test_best_of_returns_the_likeliest(real: openai.OpenAI) -> None:
     options: Any = {"model": "m", "prompt": ["The quick", "A page"], "max_tokens": 8, "seed": 3}
-    every = real.completions.create(**options, n=6, logprobs=0)
+    candidates = real.completions.create(**options, n=6, logprobs=0)
     best = real.completions.create(**options, n=2, best_of=6)
     for position in range(2):
-        of_prompt = every.choices[position * 6 : position * 6 + 6]
-        ranked = sorted(of_prompt, key=lambda choice: -_mean_logprob(choice))
+        of_one_prompt = candidates.choices[position * 6 : position * 6 + 6]
+        ranked = sorted(of_one_prompt, key=lambda choice: -_mean_logprob(choice))
         chosen = best.choices[position * 2 : position * 2 + 2]
         assert [choice.text for choice in chosen] == [choice.text for choice in ranked[:2]]
     assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
     assert all(choice.logprobs is None for choice in best.choices)
-    assert best.usage is not None and every.usage is not None
-    assert best.usage.completion_tokens == every.usage.completion_tokens
+    assert best.usage is not None and candidates.usage is not None
+    assert best.usage.completion_tokens == candidates.usage.completion_tokens
 
 
 def _mean_logprob(choice: Any) -> float:
@@ -188,12 +187,13 @@ def _mean_logprob(choice: Any) -> float:
 def test_truncated_prompts(real: openai.OpenAI) -> None:
     text = "the quick brown fox jumps over the lazy dog"
     options: Any = {"model": "m", "prompt": text, "max_tokens": 6, "temperature": 0}
-    extra: dict[str, Any] = {"return_token_ids": True}
 
-    def ids(**more: Any) -> list[int]:
-        answer = real.completions.create(**options, extra_body={**extra, **more})
-        found: list[int] = answer.choices[0].model_extra["prompt_token_ids"]  # type: ignore[index]
-        return found
+    def ids(**changes: Any) -> list[int]:
+        answer = real.completions.create(
+            **options, extra_body={"return_token_ids": True, **changes}
+        )
+        token_ids: list[int] = answer.choices[0].model_extra["prompt_token_ids"]  # type: ignore[index]
+        return token_ids
 
     whole = ids()
     assert len(whole) > 8
@@ -201,12 +201,12 @@ def test_truncated_prompts(real: openai.OpenAI) -> None:
     assert ids(truncate_prompt_tokens=5, truncation_side="right") == whole[:5]
     assert ids(truncate_prompt_tokens=10_000) == whole
     assert ids(prompt=whole, truncate_prompt_tokens=5) == whole[-5:]
-    bare = ids(add_special_tokens=False)
-    assert bare == whole[len(whole) - len(bare) :]
-    cut = {"truncate_prompt_tokens": 3}
-    echoed = real.completions.create(**options, echo=True, extra_body=cut).choices[0].text
-    kept = next(size for size in range(len(text), 0, -1) if text.endswith(echoed[:size]))
-    assert 3 <= kept < len(text)
+    no_specials = ids(add_special_tokens=False)
+    assert no_specials == whole[len(whole) - len(no_specials) :]
+    truncation = {"truncate_prompt_tokens": 3}
+    echoed = real.completions.create(**options, echo=True, extra_body=truncation).choices[0].text
+    num_kept = next(size for size in range(len(text), 0, -1) if text.endswith(echoed[:size]))
+    assert 3 <= num_kept < len(text)
 
 
 def test_echo_of_tokens_is_their_text(real: openai.OpenAI) -> None:
@@ -219,8 +219,8 @@ def test_echo_of_tokens_is_their_text(real: openai.OpenAI) -> None:
     assert of_text.choices[0].text.startswith(text)
 
 
-def test_prompts_that_are_echoed_are_scored(real: openai.OpenAI) -> None:
-    """Without generating: the sum over a text is what evaluations compare answers by."""
+def test_echoed_prompts_have_logprobs(real: openai.OpenAI) -> None:
+    """Evaluations score a text by its log-probabilities, without generating."""
     text = "the server merges every step"
     options: Any = {"model": "m", "max_tokens": 0, "echo": True, "logprobs": 2}
     (choice,) = real.completions.create(prompt=text, **options).choices
@@ -238,18 +238,18 @@ def test_prompts_that_are_echoed_are_scored(real: openai.OpenAI) -> None:
         assert top is not None and len(top) <= 2 and score <= max(top.values()) + 1e-6, token
 
 
-def test_echoed_scores_are_those_of_generation(real: openai.OpenAI) -> None:
+def test_echoed_logprobs_equal_those_of_generation(real: openai.OpenAI) -> None:
     options: Any = {"model": "m", "temperature": 0, "logprobs": 3}
-    made = real.completions.create(
+    generated = real.completions.create(
         prompt="a page is", max_tokens=6, **options, extra_body={"return_token_ids": True}
     ).choices[0]
-    more: Any = made.model_extra
-    ids = [*more["prompt_token_ids"], *more["token_ids"]]
+    extra: Any = generated.model_extra
+    ids = [*extra["prompt_token_ids"], *extra["token_ids"]]
     scored = real.completions.create(prompt=ids, max_tokens=0, echo=True, **options).choices[0]
-    assert made.logprobs is not None and scored.logprobs is not None
-    made_scores, scores = made.logprobs.token_logprobs, scored.logprobs.token_logprobs
-    assert made_scores and scores
-    assert scores[-len(made_scores) :] == pytest.approx(made_scores, abs=1e-3)
+    assert generated.logprobs is not None and scored.logprobs is not None
+    generated_scores, scores = generated.logprobs.token_logprobs, scored.logprobs.token_logprobs
+    assert generated_scores and scores
+    assert scores[-len(generated_scores) :] == pytest.approx(generated_scores, abs=1e-3)
 
 
 def test_prompt_logprobs_of_a_real_model(real: openai.OpenAI) -> None:
@@ -266,7 +266,7 @@ def test_prompt_logprobs_of_a_real_model(real: openai.OpenAI) -> None:
         assert all(item["logprob"] <= best["logprob"] for item in candidates.values())
 
 
-EVERYTHING: dict[str, Any] = {
+OPENAI_PARAMETERS: dict[str, Any] = {
     "best_of": 2,
     "echo": True,
     "frequency_penalty": 0.5,
@@ -282,7 +282,7 @@ EVERYTHING: dict[str, Any] = {
     "top_p": 0.9,
     "user": "ann",
 }
-OF_VLLM: dict[str, Any] = {
+VLLM_PARAMETERS: dict[str, Any] = {
     "top_k": 50,
     "min_p": 0.01,
     "repetition_penalty": 1.1,
@@ -306,8 +306,9 @@ OF_VLLM: dict[str, Any] = {
 
 @pytest.mark.parametrize("prompt", ["the lazy dog", ["a page", "my box"], [5, 6, 7], [[5], [6, 7]]])
 def test_every_parameter_at_once(real: openai.OpenAI, prompt: Any) -> None:
-    """The official client's, and vLLM's beside them; a stream of them says the same."""
-    options: Any = {"model": "m", "prompt": prompt, **EVERYTHING, "extra_body": OF_VLLM}
+    """All parameters of OpenAI and vLLM together give the same answer whole and streamed."""
+    options: Any = {"model": "m", "prompt": prompt, **OPENAI_PARAMETERS}
+    options["extra_body"] = VLLM_PARAMETERS
     whole = real.completions.create(**options)
     num_prompts = 1 if isinstance(prompt[0], int) or isinstance(prompt, str) else len(prompt)
     assert [choice.index for choice in whole.choices] == list(range(2 * num_prompts))

@@ -11,6 +11,7 @@ import pytest
 
 from serve import Engine
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.http.official_clients import openai_client
 from tests.support.http.running_server import ServerThread
 
 TEXTS = ["the quick brown fox", "a page is mapped", "naïve 👍🏽"]
@@ -19,10 +20,8 @@ TEXTS = ["the quick brown fox", "a page is mapped", "naïve 👍🏽"]
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
     engine = Engine(str(checkpoint("llama")), served_model_name="m", max_num_seqs=8)
-    with ServerThread(engine) as server:
-        url = f"{server.url}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-            yield client
+    with ServerThread(engine) as server, openai_client(server) as client:
+        yield client
 
 
 def _vectors(client: openai.OpenAI, texts: Any = TEXTS, **options: Any) -> Any:
@@ -32,7 +31,7 @@ def _vectors(client: openai.OpenAI, texts: Any = TEXTS, **options: Any) -> Any:
     return np.array([item.embedding for item in answer.data])
 
 
-def test_both_encodings_say_the_same(client: openai.OpenAI) -> None:
+def test_both_encodings_are_equal(client: openai.OpenAI) -> None:
     """The client requests base64 by default and decodes it."""
     vectors = _vectors(client)
     assert vectors.shape[0] == 3
@@ -44,14 +43,14 @@ def test_both_encodings_say_the_same(client: openai.OpenAI) -> None:
 
 
 def test_all_forms_of_input(client: openai.OpenAI) -> None:
-    one = _vectors(client, TEXTS[0])
-    np.testing.assert_allclose(one[0], _vectors(client)[0], atol=1e-5)
+    single = _vectors(client, TEXTS[0])
+    np.testing.assert_allclose(single[0], _vectors(client)[0], atol=1e-5)
     answer = client.completions.create(
         model="m", prompt=TEXTS[0], max_tokens=1, extra_body={"return_token_ids": True}
     )
     ids: Any = answer.choices[0].model_extra["prompt_token_ids"]  # type: ignore[index]
-    np.testing.assert_allclose(_vectors(client, ids), one, atol=1e-5)
-    np.testing.assert_allclose(_vectors(client, [ids, [5, 6]])[:1], one, atol=1e-5)
+    np.testing.assert_allclose(_vectors(client, ids), single, atol=1e-5)
+    np.testing.assert_allclose(_vectors(client, [ids, [5, 6]])[:1], single, atol=1e-5)
     cut = client.embeddings.create(
         model="m", input=TEXTS[0], extra_body={"truncate_prompt_tokens": 3}
     )
@@ -95,7 +94,7 @@ def test_refused(client: openai.OpenAI, change: dict[str, Any], param: str, code
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/embeddings", cast_to=object, body=body)
     assert (caught.value.param, caught.value.code) == (param, code)
-    _vectors(client, "it goes on")
+    _vectors(client, "still serving")
 
 
 def test_another_model(client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Bodies that are refused: each names its parameter and OpenAI's code."""
+"""Errors of refused bodies name the parameter and OpenAI's code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.http.http_bodies import CHAT, COMPLETION, USER
 SPACES = ("spaces_between_special_tokens", "unsupported_parameter")
 DEEP: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x": 2**70}}}
 
-# changes to a good body -> (param, code)
+# Each row is a change to a valid body, and the param and code of the error.
 BOTH_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"model": None}, "model", "missing_required_parameter"),
     ({"model": ""}, "model", "missing_required_parameter"),
@@ -160,7 +160,7 @@ BOTH_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 2**63}, "max_tokens", "invalid_value"),
 ]
 
-FORM_REFUSED: list[tuple[dict[str, Any], str, str]] = [
+FORMAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": "json"}, "response_format", "invalid_type"),
     ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
     ({"response_format": {"type": "strnig"}}, "response_format.type", "invalid_value"),
@@ -339,7 +339,7 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x"}, "prompt", "unknown_parameter"),
 ]
 
-BOTH_REFUSED += FORM_REFUSED
+BOTH_REFUSED += FORMAT_REFUSED
 
 
 def _ids(rows: list[tuple[dict[str, Any], str, str]]) -> list[str]:

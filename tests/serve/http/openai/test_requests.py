@@ -1,4 +1,4 @@
-"""Bodies to SamplingParams: what arrives, defaults and shapes."""
+"""Bodies are parsed to SamplingParams, prompts and messages, with defaults."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_chat_defaults() -> None:
     assert (params.max_tokens, params.temperature, params.top_p) == (None, 1.0, 1.0)
 
 
-def test_server_defaults_fill_what_is_left_out() -> None:
+def test_server_defaults_replace_missing_fields() -> None:
     defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_ids": (2,)}
     params = parse_chat({**CHAT, "temperature": 0, "top_k": None}, defaults).params
     assert (params.temperature, params.top_p, params.top_k) == (0, 0.9, 20)
 
 
-def test_every_parameter_arrives() -> None:
+def test_every_parameter_is_parsed() -> None:
     values: dict[str, Any] = {
         "n": 2,
         "max_tokens": 7,
@@ -103,7 +103,7 @@ def test_chat_max_tokens(body: dict[str, Any]) -> None:
     assert parse_chat({**CHAT, **body}, {}).params.max_tokens == 9
 
 
-def test_messages_come_out_in_one_shape() -> None:
+def test_messages_are_normalized() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     echoed = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "audio": None}
     messages = [
@@ -168,9 +168,9 @@ JSON = st.recursive(
     )
 )
 def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
-    for parse, good in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
+    for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
         with contextlib.suppress(RequestError):
-            parse({**good, **change}, {})
+            parse({**body, **change}, {})
 
 
 @pytest.mark.parametrize(
@@ -182,12 +182,12 @@ def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
         ({"user": "u", "prompt_cache_key": "k", "safety_identifier": ""}, "k"),
     ],
 )
-def test_who_the_client_is(names, client):
+def test_the_client_of_a_request(names: dict[str, str], client: str | None) -> None:
     assert parse_chat(CHAT | names, {}).chat.client == client
     assert parse_completion(COMPLETION | names, {}).client == client
 
 
-def test_every_name_of_the_client_is_checked():
+def test_every_name_of_the_client_is_checked() -> None:
     with pytest.raises(RequestError) as error:
         parse_chat(CHAT | {"prompt_cache_key": "k", "user": 5}, {})
     assert error.value.param == "user"

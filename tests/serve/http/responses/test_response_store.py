@@ -1,4 +1,4 @@
-"""Kept responses: bounded in number and bytes, the least recently used go first, one owner each."""
+"""Stored responses have bounds in number and bytes, LRU eviction and owners."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.running_server import Served, run_with_server
 
 
-def stored(owner: str = "", size: int = 100, item_id: str = "") -> StoredResponse:
+def make_response(owner: str = "", size: int = 100, item_id: str = "") -> StoredResponse:
     body = orjson.dumps({"output": [{"id": item_id}] if item_id else []})
     item_ids = (item_id,) if item_id else ()
     return StoredResponse(owner, body, (b" " * (size - 15) + b"[]",), item_ids)
 
 
-def test_the_least_recently_used_go_first() -> None:
+def test_the_least_recently_used_is_evicted() -> None:
     store = ResponseStore(max_entries=2, max_bytes=1 << 20)
-    store.put("a", stored())
-    store.put("b", stored())
+    store.put("a", make_response())
+    store.put("b", make_response())
     assert store.get("a", "") is not None
-    store.put("c", stored())
+    store.put("c", make_response())
     assert store.get("b", "") is None
     assert store.get("a", "") is not None
     assert len(store) == 2
 
 
-def test_what_is_too_large_is_not_kept() -> None:
+def test_too_large_responses_are_not_stored() -> None:
     store = ResponseStore(max_entries=9, max_bytes=2 * (ENTRY_BYTES + 200))
-    store.put("a", stored(size=200))
-    store.put("b", stored(size=5000))
+    store.put("a", make_response(size=200))
+    store.put("b", make_response(size=5000))
     assert store.get("b", "") is None
     assert store.get("a", "") is not None
     for settings in ((0, 1 << 20), (9, 0)):
-        none = ResponseStore(*settings)
-        none.put("a", stored())
-        assert (len(none), none.size_bytes) == (0, 0)
+        empty_store = ResponseStore(*settings)
+        empty_store.put("a", make_response())
+        assert (len(empty_store), empty_store.size_bytes) == (0, 0)
 
 
-def test_only_its_owner_sees_one() -> None:
+def test_only_the_owner_sees_a_response() -> None:
     store = ResponseStore(max_entries=9, max_bytes=1 << 20)
-    store.put("a", stored("alice"))
+    store.put("a", make_response("alice"))
     assert store.get("a", "bob") is None
     assert store.get("a", "") is None
     assert not store.delete("a", "bob")
@@ -53,29 +53,29 @@ def test_only_its_owner_sees_one() -> None:
     assert store.size_bytes == 0
 
 
-def test_who_keeps_much_pushes_out_nobody_else() -> None:
-    """By number, and by bytes."""
+def test_an_owner_of_many_responses_evicts_only_its_own() -> None:
+    """Only responses of the owner with the most responses or bytes are evicted."""
     store = ResponseStore(max_entries=4, max_bytes=1 << 20)
-    store.put("mine", stored("alice"))
-    for name in "abcdefgh":
-        store.put(name, stored("bob"))
+    store.put("mine", make_response("alice"))
+    for response_id in "abcdefgh":
+        store.put(response_id, make_response("bob"))
     assert store.get("mine", "alice") is not None
-    assert [name for name in "abcdefgh" if store.get(name, "bob")] == ["f", "g", "h"]
+    assert "".join(name for name in "abcdefgh" if store.get(name, "bob")) == "fgh"
     store = ResponseStore(max_entries=99, max_bytes=10 * (ENTRY_BYTES + 100))
-    store.put("mine", stored("alice"))
+    store.put("mine", make_response("alice"))
     for number in range(20):
-        store.put(f"large-{number}", stored("bob", size=3000))
+        store.put(f"large-{number}", make_response("bob", size=3000))
     assert store.get("mine", "alice") is not None
     assert store.size_bytes <= 10 * (ENTRY_BYTES + 100)
 
 
-def test_items_are_found_while_their_response_is_kept() -> None:
+def test_items_are_found_while_their_response_is_stored() -> None:
     store = ResponseStore(max_entries=2, max_bytes=1 << 20)
-    for name in "abc":
-        store.put(name, stored("alice", item_id=f"msg_{name}"))
-    found = store.of_item("msg_b", "alice")
-    assert found is not None
-    assert found.output() == [{"id": "msg_b"}]
+    for response_id in "abc":
+        store.put(response_id, make_response("alice", item_id=f"msg_{response_id}"))
+    response = store.of_item("msg_b", "alice")
+    assert response is not None
+    assert response.output() == [{"id": "msg_b"}]
     assert store.of_item("msg_a", "alice") is None
     assert store.of_item("msg_b", "bob") is None
     assert store.of_item("msg_x", "alice") is None
@@ -83,51 +83,51 @@ def test_items_are_found_while_their_response_is_kept() -> None:
     assert store.of_item("msg_b", "alice") is None
 
 
-def test_the_bounds_hold_whatever_happens() -> None:
+def test_the_bounds_hold_under_random_operations() -> None:
     rng = random.Random(3)
     store = ResponseStore(max_entries=20, max_bytes=20_000)
     sizes: dict[str, int] = {}
     for step in range(2000):
-        name = f"r{rng.randrange(40)}"
+        response_id = f"r{rng.randrange(40)}"
         action = rng.random()
         if action < 0.5:
-            name = f"r{step}"
-            entry = stored(size=rng.choice((20, 300, 4000)))
-            sizes[name] = entry.size_bytes
-            store.put(name, entry)
+            response_id = f"r{step}"
+            entry = make_response(size=rng.choice((20, 300, 4000)))
+            sizes[response_id] = entry.size_bytes
+            store.put(response_id, entry)
         elif action < 0.8:
-            store.get(name, "")
+            store.get(response_id, "")
         else:
-            store.delete(rng.choice(list(sizes) or [name]), "")
+            store.delete(rng.choice(list(sizes) or [response_id]), "")
         assert len(store) <= 20
         assert store.size_bytes <= 20_000
-        held = [size for name, size in sizes.items() if store.get(name, "") is not None]
-        assert (len(held), sum(held)) == (len(store), store.size_bytes)
+        kept_sizes = [size for name, size in sizes.items() if store.get(name, "") is not None]
+        assert (len(kept_sizes), sum(kept_sizes)) == (len(store), store.size_bytes)
 
 
-def test_what_follows_shares_what_came_before() -> None:
+def test_a_continuation_shares_the_history() -> None:
     first = StoredResponse("", orjson.dumps({"output": [{"a": 1}]}), (b"[0]",))
     before = first.continued()
     assert before == (b"[0]", b'[{"a":1}]')
     assert before[0] is first.history[0]
 
 
-def test_the_settings_bound_what_is_kept() -> None:
+def test_the_settings_bound_the_store() -> None:
     async def check(served: Served) -> None:
-        names = []
+        response_ids = []
         for _ in range(3):
             _, answer = await served.post("/v1/responses", {"model": "fake", "input": "hi"})
-            names.append(answer["id"])
+            response_ids.append(answer["id"])
         statuses = []
-        for name in names:
-            async with served.session.get(f"/v1/responses/{name}") as response:
+        for response_id in response_ids:
+            async with served.session.get(f"/v1/responses/{response_id}") as response:
                 statuses.append(response.status)
         assert statuses == [404, 200, 200]
 
     run_with_server(FakeEngine(), check, max_responses=2)
 
 
-def test_a_key_sees_only_its_own() -> None:
+def test_a_key_sees_only_its_own_responses() -> None:
     keys = ("alice:" + "a" * 20, "bob:" + "b" * 20)
 
     async def main() -> None:
@@ -140,20 +140,20 @@ def test_a_key_sees_only_its_own() -> None:
             alice, bob = ({"Authorization": f"Bearer {letter * 20}"} for letter in "ab")
             body = {"model": "fake", "input": "hi"}
             async with session.post("/v1/responses", json=body, headers=alice) as response:
-                name = (await response.json())["id"]
+                response_id = (await response.json())["id"]
             for method, path in (
                 ("GET", ""),
                 ("DELETE", ""),
                 ("GET", "/input_items"),
                 ("POST", "/cancel"),
             ):
-                url = f"/v1/responses/{name}{path}"
+                url = f"/v1/responses/{response_id}{path}"
                 async with session.request(method, url, headers=bob) as response:
                     assert response.status == 404
-            more = {**body, "previous_response_id": name}
-            async with session.post("/v1/responses", json=more, headers=bob) as response:
+            continuation = {**body, "previous_response_id": response_id}
+            async with session.post("/v1/responses", json=continuation, headers=bob) as response:
                 assert response.status == 400
-            async with session.get(f"/v1/responses/{name}", headers=alice) as response:
+            async with session.get(f"/v1/responses/{response_id}", headers=alice) as response:
                 assert response.status == 200
 
     uvloop.run(main())

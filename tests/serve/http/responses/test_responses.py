@@ -1,4 +1,4 @@
-"""OpenAI's official client against /v1/responses."""
+"""/v1/responses by OpenAI's official client, over the scripted engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fake(fake_engine: FakeEngine) -> Iterator[openai.OpenAI]:
 
 
 def without_names(response: Response) -> dict[str, Any]:
-    """What two responses to the same request have in common."""
+    """Returns the fields that are equal in two responses to the same request."""
     fields = response.to_dict(mode="json")
     output: Any = fields["output"]
     for item in output:
@@ -82,7 +82,7 @@ def test_a_response(fake: openai.OpenAI, fake_engine: FakeEngine) -> None:
     assert (params.seed, params.top_k, params.max_tokens) == (3, 4, 99)
 
 
-def test_a_stream_says_what_the_whole_says(fake: openai.OpenAI) -> None:
+def test_a_stream_equals_the_whole_response(fake: openai.OpenAI) -> None:
     whole = fake.responses.create(model="m", input="hello")
     with fake.responses.stream(model="m", input="hello") as stream:
         events = list(stream)
@@ -107,7 +107,7 @@ def test_a_stream_says_what_the_whole_says(fake: openai.OpenAI) -> None:
     assert without_names(final) == without_names(whole)
 
 
-def test_an_answer_that_was_cut(fake: openai.OpenAI) -> None:
+def test_an_answer_that_is_cut_off(fake: openai.OpenAI) -> None:
     whole = fake.responses.create(model="m", input="hello", max_output_tokens=3)
     stream = fake.responses.create(model="m", input="hello", max_output_tokens=3, stream=True)
     last = list(stream)[-1]
@@ -136,9 +136,11 @@ def test_reasoning_text_and_calls(fake: openai.OpenAI, monkeypatch: pytest.Monke
         events = list(stream)
         streamed = stream.get_final_response()
     assert without_names(streamed) == without_names(whole)
-    thoughts = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
+    thoughts = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
     assert thoughts == ["Which ", "city?"]
-    arguments = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    arguments = [
+        event.delta for event in events if event.type == "response.function_call_arguments.delta"
+    ]
     assert arguments == ['{"city":', ' "Ulm"}', "{}"]
     reasoning, message, first, second = whole.output
     assert reasoning.type == "reasoning"
@@ -153,19 +155,21 @@ def test_reasoning_text_and_calls(fake: openai.OpenAI, monkeypatch: pytest.Monke
     assert whole.usage.input_tokens == PROMPT_TOKENS
     assert whole.usage.input_tokens_details.cached_tokens == CACHED_TOKENS
     assert whole.usage.output_tokens_details.reasoning_tokens == 2
-    asked = run.request
+    request = run.request
     function = {name: TOOLS[0][name] for name in ("name", "description", "parameters", "strict")}
-    assert asked.tools == [{"type": "function", "function": function}]
-    assert (asked.tool_choice, asked.parallel_tool_calls) == ("required", False)
-    assert asked.template_kwargs == {"reasoning_effort": "low"}
+    assert request.tools == [{"type": "function", "function": function}]
+    assert (request.tool_choice, request.parallel_tool_calls) == ("required", False)
+    assert request.template_kwargs == {"reasoning_effort": "low"}
 
 
-def test_what_a_model_writes_is_read() -> None:
-    """Reasoning and calls in the model's own text, by its template's format."""
+def test_markup_of_the_model_is_parsed() -> None:
+    """The server parses reasoning and calls in the model's text in the format of its template."""
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
-    style = choose_format("tools <tool_call> </think>", "auto", "auto")
+    chat_format = choose_format("tools <tool_call> </think>", "auto", "auto")
     engine = FakeEngine(
-        reply=f"<think>Which city?</think>Let me look.{call}", model_name="m", chat_format=style
+        reply=f"<think>Which city?</think>Let me look.{call}",
+        model_name="m",
+        chat_format=chat_format,
     )
     options: Any = {"model": "m", "input": "hello", "tools": TOOLS}
     with ServerThread(engine) as server, openai_client(server) as client:
@@ -173,20 +177,20 @@ def test_what_a_model_writes_is_read() -> None:
         with client.responses.stream(**options) as stream:
             streamed = stream.get_final_response()
     for response in (whole, streamed):
-        reasoning, _, used = response.output
+        reasoning, _, tool_call = response.output
         assert reasoning.type == "reasoning"
         assert reasoning.content is not None
         assert reasoning.content[0].text == "Which city?"
         assert response.output_text == "Let me look."
-        assert used.type == "function_call"
-        assert (used.name, used.arguments) == ("weather", '{"city": "Ulm"}')
+        assert tool_call.type == "function_call"
+        assert (tool_call.name, tool_call.arguments) == ("weather", '{"city": "Ulm"}')
         assert response.usage is not None
         assert response.usage.output_tokens_details.reasoning_tokens > len("Which city?")
     assert engine.chats[-1]["tools"][0]["function"]["name"] == "weather"
 
 
-def test_the_conversation_goes_on(fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its id, or by all of its items: the same messages, but for the instructions."""
+def test_conversations_are_continued(fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A previous id, all items and item references give the model the same messages."""
     script_answers(monkeypatch, SCRIPT, "tool_calls")
     first = fake.responses.create(model="m", input="hello", instructions="Hm.", tools=TOOLS)
     run = script_answers(monkeypatch, [[Text("ok")]])
@@ -210,14 +214,14 @@ def test_the_conversation_goes_on(fake: openai.OpenAI, monkeypatch: pytest.Monke
     assert run.request.messages == by_id
     roles = [message["role"] for message in by_id]
     assert roles == ["user", "assistant", "tool", "tool", "user"]
-    _, said, rain, failed, _ = by_id
-    assert (said["content"], said["reasoning_content"]) == ("Let me look.", "Which city?")
-    assert [call["id"] for call in said["tool_calls"]] == ["call_1", "call_2"]
+    _, assistant, rain, failed, _ = by_id
+    assert (assistant["content"], assistant["reasoning_content"]) == ("Let me look.", "Which city?")
+    assert [call["id"] for call in assistant["tool_calls"]] == ["call_1", "call_2"]
     assert (rain["tool_call_id"], rain["name"], rain["content"]) == ("call_1", "weather", "rain")
     assert failed["content"] == "no city"
-    named: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    references: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
     hello: Any = {"role": "user", "content": "hello"}
-    fake.responses.create(input=[hello, *named, *outputs], **options)
+    fake.responses.create(input=[hello, *references, *outputs], **options)
     assert run.request.messages == by_id
     third = fake.responses.create(input="more", previous_response_id=second.id, **options)
     assert len(run.request.messages) == 7
@@ -259,7 +263,7 @@ def test_tool_choices(
 
 
 @pytest.mark.parametrize(
-    ("form", "kind", "source"),
+    ("text_format", "kind", "source"),
     [
         ({"type": "text"}, None, None),
         ({"type": "json_object"}, "json_object", ""),
@@ -270,21 +274,21 @@ def test_tool_choices(
         ),
     ],
 )
-def test_forms_of_text(
-    fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, form: Any, kind: str, source: str
+def test_text_formats(
+    fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, text_format: Any, kind: str, source: str
 ) -> None:
     run = script_answers(monkeypatch, [[Text("{}")]])
-    response = fake.responses.create(model="m", input="hello", text={"format": form})
+    response = fake.responses.create(model="m", input="hello", text={"format": text_format})
     structured = run.request.params.structured
     assert (structured.kind if structured else None) == kind
     assert (structured.source if structured else None) == source
     assert response.text is not None
     assert response.text.format is not None
-    assert response.text.format.to_dict().items() >= form.items()
+    assert response.text.format.to_dict().items() >= text_format.items()
 
 
 def test_log_probabilities(fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities are those of the text's tokens; the message has none of the reasoning's."""
+    """The message has the log-probabilities of its text, and none of the reasoning."""
     script_answers(monkeypatch, [[Reasoning("hm")], [Text("a")], [], [Text("b")], []])
     options: Any = {"model": "m", "input": "hello", "include": ["message.output_text.logprobs"]}
     whole = fake.responses.create(**options, top_logprobs=1)
@@ -303,7 +307,7 @@ def test_log_probabilities(fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch)
     assert [[item.token for item in logprobs] for logprobs in deltas] == [["B"], ["C", "D"]]
 
 
-def test_an_answer_of_nothing_has_an_empty_message(
+def test_an_empty_answer_has_an_empty_message(
     fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script_answers(monkeypatch, [[]])
@@ -323,9 +327,9 @@ def test_kept_responses(fake: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         fake.responses.cancel(response.id)
     fake.responses.delete(response.id)
-    for gone in (fake.responses.retrieve, fake.responses.delete, fake.responses.cancel):
+    for method in (fake.responses.retrieve, fake.responses.delete, fake.responses.cancel):
         with pytest.raises(openai.NotFoundError):
-            gone(response.id)
+            method(response.id)
     with pytest.raises(openai.NotFoundError):
         fake.responses.input_items.list(response.id)
     with pytest.raises(openai.BadRequestError) as caught:
@@ -352,7 +356,8 @@ def test_pages_of_input_items(fake: openai.OpenAI) -> None:
     page = fake.responses.input_items.list(response.id, limit=2, order="asc")
     assert [item.id for item in page.data] == ["msg_0", "msg_1"]
     assert page.has_more
-    assert [item.id for item in page] == [f"msg_{text}" for text in texts]  # fetches the others
+    # the client fetches the other pages
+    assert [item.id for item in page] == [f"msg_{text}" for text in texts]
     newest = fake.responses.input_items.list(response.id, limit=1)
     assert [item.id for item in newest.data] == ["msg_4"]
 
@@ -367,10 +372,10 @@ def test_tokens_are_counted(fake: openai.OpenAI, fake_engine: FakeEngine) -> Non
 def test_an_error_of_the_engine(
     fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, is_early: bool
 ) -> None:
-    """Before the first token it is the answer; after it, the response fails and the client
-    raises."""
-    begun: list[list[Part] | Exception] = [] if is_early else [[Text("o")]]
-    script_answers(monkeypatch, [*begun, GenerationError("a bad step")])
+    """The error is the whole answer before the first token; after it, the response fails and the
+    client raises."""
+    parts: list[list[Part] | Exception] = [] if is_early else [[Text("o")]]
+    script_answers(monkeypatch, [*parts, GenerationError("a bad step")])
     events: list[Any] = []
     with pytest.raises(openai.APIError) as caught:
         events.extend(fake.responses.create(model="m", input="hello", stream=True))

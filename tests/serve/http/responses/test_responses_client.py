@@ -42,7 +42,7 @@ class City(pydantic.BaseModel):
     is_large: bool
 
 
-def test_real_answers_have_the_form_that_was_asked_for(real: openai.OpenAI) -> None:
+def test_real_answers_follow_the_requested_schema(real: openai.OpenAI) -> None:
     options: Any = {"model": "m", "input": "hello", "max_output_tokens": 200, "temperature": 0}
     parsed = real.responses.parse(text_format=City, **options)
     assert isinstance(parsed.output_parsed, City)
@@ -52,14 +52,14 @@ def test_real_answers_have_the_form_that_was_asked_for(real: openai.OpenAI) -> N
     whole = real.responses.create(text=json_object, **options)
     if whole.status == "completed":
         assert isinstance(json.loads(whole.output_text), dict)
-    broken: Any = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
-    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": broken}}
+    bad_schema: Any = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    text_format: Any = {"format": {"type": "json_schema", "name": "n", "schema": bad_schema}}
     with pytest.raises(openai.BadRequestError) as caught:
-        real.responses.create(text=form, **options)
+        real.responses.create(text=text_format, **options)
     assert (caught.value.param, caught.value.code) == ("text.format.schema", "invalid_schema")
 
 
-def test_a_real_call_that_must_come(real: openai.OpenAI) -> None:
+def test_a_real_forced_call(real: openai.OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Ulm", "Rom"]}},
@@ -73,13 +73,13 @@ def test_a_real_call_that_must_come(real: openai.OpenAI) -> None:
     with real.responses.stream(**options) as stream:
         streamed = stream.get_final_response()
     for response in (whole, streamed):
-        (used,) = (item for item in response.output if item.type == "function_call")
-        assert used.name == "weather"
-        assert json.loads(used.arguments)["city"] in ("Ulm", "Rom")
+        (call,) = (item for item in response.output if item.type == "function_call")
+        assert call.name == "weather"
+        assert json.loads(call.arguments)["city"] in ("Ulm", "Rom")
 
 
-def test_real_conversations_go_on(real: openai.OpenAI) -> None:
-    """By its id, the model sees what it sees when all is sent again."""
+def test_real_conversations_are_continued(real: openai.OpenAI) -> None:
+    """A previous id gives the model the same prompt as the whole conversation."""
     options: Any = {"model": "m", "max_output_tokens": 16, "temperature": 0}
     first = real.responses.create(input="hello", **options)
     by_id = real.responses.create(input="and you?", previous_response_id=first.id, **options)
@@ -88,14 +88,14 @@ def test_real_conversations_go_on(real: openai.OpenAI) -> None:
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "and you?"},
     ]
-    again = real.responses.create(input=whole, **options)
-    assert by_id.output_text == again.output_text
+    resent = real.responses.create(input=whole, **options)
+    assert by_id.output_text == resent.output_text
     assert by_id.usage is not None
-    assert again.usage is not None
-    assert by_id.usage.input_tokens == again.usage.input_tokens
+    assert resent.usage is not None
+    assert by_id.usage.input_tokens == resent.usage.input_tokens
 
 
-def test_real_refusals_are_in_the_apis_words(real: openai.OpenAI) -> None:
+def test_real_refusals_name_the_fields_of_the_api(real: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         real.responses.create(model="m", input="hello", max_output_tokens=10**6)
     assert (caught.value.param, caught.value.code) == (

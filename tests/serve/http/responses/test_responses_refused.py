@@ -1,4 +1,4 @@
-"""Bad bodies and paths of /v1/responses: the exact status, parameter and code."""
+"""Bad bodies and paths of /v1/responses get the exact status, parameter and code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def part(*parts: Any) -> dict[str, Any]:
 UNKNOWN, TYPE, VALUE = "unknown_parameter", "invalid_type", "invalid_value"
 MISSING, UNSUPPORTED = "missing_required_parameter", "unsupported_parameter"
 TOO_MANY, TOO_LONG = "array_above_max_length", "string_above_max_length"
-# What changes in a good body, and the error's param and code.
+# Each row is a change to a valid body, and the param and code of the error.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"foo": 1}, "foo", UNKNOWN),
     ({"messages": []}, "messages", UNKNOWN),
@@ -164,7 +164,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"input": "a" * 2001}, "input", "context_length_exceeded"),
 ]
-OF_PROMPTS = {"model", "input", "instructions", "tools", "tool_choice", "reasoning", "text"}
+PROMPT_FIELDS = {"model", "input", "instructions", "tools", "tool_choice", "reasoning", "text"}
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
@@ -174,7 +174,7 @@ def test_refused_bodies(path: str) -> None:
     async def check(served: Served) -> None:
         num_refused = 0
         for change, param, code in REFUSED:
-            if counts and set(change) - OF_PROMPTS:
+            if counts and set(change) - PROMPT_FIELDS:
                 continue
             body = {"model": "fake", "input": "hi", **change}
             status, answer = await served.post(path, body)
@@ -188,7 +188,7 @@ def test_refused_bodies(path: str) -> None:
             num_refused += 1
         assert num_refused > 30
         assert not served.engine.running
-        # only what had to be rendered before it could be measured was submitted
+        # these bodies are refused only after the conversation was rendered and measured
         assert len(served.engine.submitted) == (1 if counts else 2)
 
     run_with_server(FakeEngine(), check)
@@ -196,10 +196,10 @@ def test_refused_bodies(path: str) -> None:
 
 def test_paths_and_queries() -> None:
     async def check(served: Served) -> None:
-        _, kept = await served.post("/v1/responses", {"model": "fake", "input": "hi"})
-        path = f"/v1/responses/{kept['id']}"
+        _, stored = await served.post("/v1/responses", {"model": "fake", "input": "hi"})
+        path = f"/v1/responses/{stored['id']}"
         missing = (404, "response_id", "response_not_found")
-        for method, tried, expected in (
+        for method, url, expected in (
             ("GET", "/v1/responses/resp_x", missing),
             ("DELETE", "/v1/responses/resp_x", missing),
             ("GET", "/v1/responses/resp_x/input_items", missing),
@@ -218,23 +218,23 @@ def test_paths_and_queries() -> None:
             ("POST", path, (405, None, "method_not_allowed")),
             ("GET", f"{path}/cancel", (405, None, "method_not_allowed")),
         ):
-            async with served.session.request(method, tried) as answer:
+            async with served.session.request(method, url) as answer:
                 error = (await answer.json())["error"]
-                assert (answer.status, error["param"], error["code"]) == expected, tried
+                assert (answer.status, error["param"], error["code"]) == expected, url
         async with served.session.get(path) as answer:
-            assert await answer.json() == kept
+            assert await answer.json() == stored
 
     run_with_server(FakeEngine(), check)
 
 
-def test_large_inputs_are_looked_at_beside_the_loop() -> None:
-    """The same answers and refusals as for small ones."""
+def test_large_inputs_are_parsed_in_a_thread() -> None:
+    """A thread parses large inputs with the same answers and refusals."""
 
     async def check(served: Served) -> None:
         body: dict[str, Any] = {"model": "fake", "input": "hi"}
         status, first = await served.post("/v1/responses", body)
-        more = {**body, "previous_response_id": first["id"]}
-        status, answer = await served.post("/v1/responses", more)
+        continuation = {**body, "previous_response_id": first["id"]}
+        status, answer = await served.post("/v1/responses", continuation)
         assert status == 200
         assert answer["usage"]["input_tokens"] == len("hi" + "Hello there" + "hi")
         status, answer = await served.post("/v1/responses", {**body, "input": [OUTPUT]})
