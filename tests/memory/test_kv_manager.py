@@ -1,4 +1,4 @@
-"""The KV manager's promises, by table and by a random walk (hypothesis)."""
+"""The KV manager keeps its promises in examples and under random operations (hypothesis)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.memory.kv_model import KVModel
 from tests.support.profile import examples
 
 PROMPTS = [[(i * i * k) % 3 for i in range(40)] for k in (1, 2)]
-# tiles within pages, across pages, tokens across pages; the last one maps in a thread
+# tiles within pages, tiles across pages, tokens across pages; the last one maps in a thread
 LAYOUTS = [
     {"tokens_per_page": 4},
     {"tile_tokens": 4, "page_bytes": 64 * 6},
@@ -84,14 +84,14 @@ def test_a_closed_range_is_used_again_without_a_call():
     kv.close(first)
     assert (kv.num_in_use, kv.num_mapped, kv.num_available) == (0, 10, 10)
     again = kv.open(8)
-    assert again is first, "best fit takes the range that shows pages"
+    assert again is first, "best fit takes the range with mapped pages"
     assert kv.grow(again, 8)
     kv.commit()
     assert memory.num_calls == calls, "nothing had to be mapped"
     assert (kv.num_in_use, kv.num_available) == (2, 8)
 
 
-def test_pages_that_a_range_only_shows_can_be_had():
+def test_stale_pages_of_a_range_are_available():
     kv, memory = make_kv(num_pages=10, num_ranges=2)
     first = kv.open(40)
     kv.grow(first, 40)
@@ -110,7 +110,7 @@ def test_pages_that_a_range_only_shows_can_be_had():
     kv.check_integrity()
 
 
-def test_pages_that_moved_elsewhere_are_replaced():
+def test_stale_pages_that_moved_are_replaced():
     kv, memory = make_kv(num_pages=6, num_ranges=2)
     first = kv.open(24)
     kv.grow(first, 24)
@@ -119,7 +119,7 @@ def test_pages_that_moved_elsewhere_are_replaced():
     again, other = kv.open(4), kv.open(16)
     assert again is first
     assert kv.grow(again, 4)
-    assert kv.grow(other, 16)  # takes what `again` still shows
+    assert kv.grow(other, 16)  # takes pages that `again` still maps
     kv.commit([other])
     kv.close(other)
     assert kv.grow(again, 20)
@@ -135,12 +135,12 @@ def test_growth_prefers_used_pages_to_fresh_ones():
             kv.grow(item, 8)
             kv.commit()
             kv.close(item)
-    assert kv.num_mapped == 2, "the pages of the first sequence served all others"
+    assert kv.num_mapped == 2, "the pages of the first sequence serve all later ones"
 
 
-def test_promised_pages_are_not_given_to_the_next():
+def test_promised_pages_are_not_available():
     kv, _ = make_kv(num_pages=10)
-    first = kv.open(32)  # 8 pages promised, none mapped yet
+    first = kv.open(32)  # 8 pages are promised, none is mapped yet
     assert kv.num_in_use == 0
     assert not kv.can_fit(12)
     assert kv.can_fit(8)
@@ -151,7 +151,7 @@ def test_promised_pages_are_not_given_to_the_next():
     kv.check_integrity()
 
 
-def test_grow_says_no_and_changes_nothing():
+def test_a_refused_grow_changes_nothing():
     kv, _ = make_kv(num_pages=4)
     first, second = kv.open(8), kv.open(8)
     assert kv.grow(first, 12)
@@ -171,7 +171,7 @@ def test_a_failed_map_is_tried_again():
     check_mapping(kv, memory)
 
 
-def test_one_range_that_cannot_be_mapped_stops_no_other():
+def test_a_range_that_cannot_be_mapped_does_not_stop_the_others():
     kv, memory = make_kv(num_ranges=4)
     items = [kv.open(8) for _ in range(4)]
     for item in items:
@@ -226,19 +226,19 @@ def test_mapping_ahead_leaves_nothing_to_do_at_the_step():
     assert kv.grow(item, 6)
     kv.commit()
     assert (memory.num_calls, kv.space.stats.num_calls) == (calls, at_steps)
-    eager = kv.open(8)
-    assert kv.grow(eager, 8)
+    next_item = kv.open(8)
+    assert kv.grow(next_item, 8)
     kv.commit()
-    assert kv.space.stats.num_calls == at_steps, "the next arrival finds its pages"
+    assert kv.space.stats.num_calls == at_steps, "the next sequence finds its pages mapped"
     check_mapping(kv, memory)
     kv.close(item)
-    kv.close(eager)
+    kv.close(next_item)
     kv.close_all()
     assert not memory.mapped
 
 
 @pytest.mark.parametrize(("fails", "beside_kernels"), [("map", True), ("prepare", False)])
-def test_what_cannot_be_mapped_ahead_is_mapped_at_the_step(fails, beside_kernels, caplog):
+def test_a_failed_mapping_ahead_is_made_at_the_step(fails, beside_kernels, caplog):
     kv, memory = make_kv(in_background=True, num_ranges=1)
     memory.maps_during_kernels = beside_kernels
     item = kv.open(4)
@@ -260,7 +260,7 @@ def test_what_cannot_be_mapped_ahead_is_mapped_at_the_step(fails, beside_kernels
 
 @pytest.mark.parametrize("beside_kernels", [True, False])
 def test_a_bug_in_mapping_ahead_does_not_stop_the_thread(beside_kernels, monkeypatch, caplog):
-    """Whoever waits for it would wait for ever."""
+    """A step that waits for the thread would hang."""
     kv, memory = make_kv(in_background=True, num_ranges=1)
     memory.maps_during_kernels = beside_kernels
     item = kv.open(4)
@@ -277,7 +277,7 @@ def test_a_bug_in_mapping_ahead_does_not_stop_the_thread(beside_kernels, monkeyp
     kv.close_all()
 
 
-def test_too_many_mappings_make_idle_ranges_give_theirs_up():
+def test_too_many_mappings_unmap_idle_ranges():
     kv, memory = make_kv(num_pages=64, num_ranges=4, max_model_len=64)
     kv.space.max_mappings = 12
     scattered = [kv.open(4) for _ in range(2)]
@@ -300,10 +300,10 @@ def test_too_many_mappings_make_idle_ranges_give_theirs_up():
 
 
 class KVMachine(RuleBasedStateMachine):
-    """Share, append, free, evict, trim and failures in any order; contents are checked.
+    """Sequences share, append, close, evict, trim and fail in any order, and contents are checked.
 
-    Without the thread that maps ahead: how far it has come decides which pages are taken next, so
-    an example could not be repeated. The random operations below have it.
+    The thread that maps ahead is off, since its progress decides which pages are taken next and
+    examples could not be repeated. The random operations below have it.
     """
 
     def __init__(self) -> None:
@@ -336,7 +336,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(fail=st.sampled_from(["map", "copy_page"]))
     def commit_with_a_failure(self, fail: str) -> None:
-        """Whatever fails stays due: the next commit puts everything right."""
+        """Edits that fail stay due, and the next commit makes all of them."""
         self.model.memory.fail_next = fail
         with contextlib.suppress(OSError):
             self.model.kv.commit()
@@ -359,13 +359,13 @@ class KVMachine(RuleBasedStateMachine):
 
 
 TestKVMachine = KVMachine.TestCase
-# 40,000 operations at most
+# at most 40,000 operations
 TestKVMachine.settings = examples(400, steps=100)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS + GROUPS)
 def test_25_000_random_operations(layout, monkeypatch):
-    """Many more than hypothesis has time for; hits and evictions must really happen."""
+    """More operations than hypothesis has time for produce prefix hits and evictions."""
     monkeypatch.setattr(memory.range_mapper, "_UNMAP_SLOTS", 3)
     rng = random.Random(5)
     model = KVModel(**layout)

@@ -1,4 +1,4 @@
-"""Mapping ahead of need, when something it needs is not to be had."""
+"""Mapping ahead of need keeps the accounting right when a thread or a call fails."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_without_a_thread_nothing_is_mapped_ahead(monkeypatch, caplog):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    shown = [list(kv.space.mapped(i)) for i in range(2)]
+    mapped = [list(kv.space.mapped(i)) for i in range(2)]
     for _ in range(2):
         kv.map_ahead([(item, 12)])
         kv.check_integrity()
         check_mapping(kv, memory)
-    assert [list(kv.space.mapped(i)) for i in range(2)] == shown
+    assert [list(kv.space.mapped(i)) for i in range(2)] == mapped
     assert caplog.text.count("mapped ahead") == 1
     assert kv.grow(item, 12)
     kv.commit()
@@ -36,7 +36,7 @@ def test_without_a_thread_nothing_is_mapped_ahead(monkeypatch, caplog):
     kv.close_all()
 
 
-def test_pages_for_mapping_ahead_are_given_back_whatever_happens(monkeypatch):
+def test_pages_for_mapping_ahead_are_returned_after_an_error(monkeypatch):
     kv, _ = make_kv(in_background=True)
     item = kv.open(4)
     assert kv.grow(item, 4)
@@ -51,4 +51,4 @@ def test_pages_for_mapping_ahead_are_given_back_whatever_happens(monkeypatch):
     monkeypatch.setattr(kv.prefixes, "close", lambda timeout_s: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         kv.close_all()
-    assert kv.space._worker is None, "the thread has ended: the memory may go"
+    assert kv.space._worker is None, "the thread ends before the memory is freed"

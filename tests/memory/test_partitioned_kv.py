@@ -1,4 +1,5 @@
-"""Several K/V memories as one: every sequence is whole in one of them, and sums are sums."""
+"""Partitioned K/V memory keeps each sequence whole in one partition and sums the partitions'
+counts."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ LAYOUTS = [
 NUM_PAGES, NUM_RANGES = 20, 3
 
 
-class SplitModel(KVModel):
-    """What every page must hold, in the memory of each sequence's home."""
+class PartitionedModel(KVModel):
+    """Knows what every page must hold, in the memory of each sequence's partition."""
 
-    def __init__(self, num_members: int, **layout) -> None:
+    def __init__(self, num_partitions: int, **layout) -> None:
         self.kv, self.memories = make_partitioned_kv(
-            num_members, NUM_PAGES, NUM_RANGES, 40, **layout
+            num_partitions, NUM_PAGES, NUM_RANGES, 40, **layout
         )
         self.hasher = PrefixHasher(self.kv.page_end, b"secret")
         self.running: list[ModelSequence] = []
@@ -47,9 +48,9 @@ class SplitModel(KVModel):
         hit = self.kv.match(keys, len(tokens) - 1)
         found = [
             found.num_tokens
-            for member in self.kv.partitions
-            if (found := member.match(keys, len(tokens) - 1)) is not None
-            and member.can_fit(len(tokens), 0, found)
+            for partition in self.kv.partitions
+            if (found := partition.match(keys, len(tokens) - 1)) is not None
+            and partition.can_fit(len(tokens), 0, found)
         ]
         has_opened = super().open(tokens, salt)
         if has_opened and hit is not None:
@@ -60,38 +61,41 @@ class SplitModel(KVModel):
 
     @property
     def memory(self):
-        """Of the sequence that is looked at."""
-        return self.memories[self._home]
+        """Returns the memory of the sequence that is being checked."""
+        return self.memories[self._partition]
 
     def _pages(self, sequence, number, position):
-        self._home = self.kv.partition_of(sequence.kv_range)
+        self._partition = self.kv.partition_of(sequence.kv_range)
         return super()._pages(sequence, number, position)
 
     def check(self) -> None:
         super().check()
-        kv, members = self.kv, self.kv.partitions
+        kv, partitions = self.kv, self.kv.partitions
         for name in ("num_pages", "num_available", "num_cached", "num_in_use", "num_mapped"):
-            assert getattr(kv, name) == sum(getattr(member, name) for member in members), name
+            total = sum(getattr(partition, name) for partition in partitions)
+            assert getattr(kv, name) == total, name
         assert kv.num_in_use + kv.num_available == kv.num_pages
         for sequence in self.running:
-            home = members[kv.partition_of(sequence.kv_range)]
-            assert any(sequence.kv_range is item for item in home.ranges)
+            partition = partitions[kv.partition_of(sequence.kv_range)]
+            assert any(sequence.kv_range is item for item in partition.ranges)
             for other in self.running:
                 is_one = kv.partition_of(other.kv_range) == kv.partition_of(sequence.kv_range)
                 assert kv.shares_memory(sequence.kv_range, other.kv_range) == is_one
-        num_live = sum(member.num_pages > 0 for member in members)
+        num_live = sum(partition.num_pages > 0 for partition in partitions)
         for spare in (0, 3):
-            fits = [m.can_fit(20, -(-spare // max(1, num_live))) for m in members]
+            fits = [m.can_fit(20, -(-spare // max(1, num_live))) for m in partitions]
             assert kv.can_fit(20, spare) == any(fits)
 
-    def lose(self, home: int, num_pages: int) -> None:
-        """A member is placed anew: other pages, and nothing that it held."""
-        for sequence in [s for s in self.running if self.kv.partition_of(s.kv_range) == home]:
+    def lose(self, number: int, num_pages: int) -> None:
+        """Resets a partition: it gets another number of pages and loses all that it held."""
+        for sequence in [s for s in self.running if self.kv.partition_of(s.kv_range) == number]:
             self.close(sequence)
-        self.kv.partitions[home].reset(num_pages)
-        self.memories[home].mapped.clear()
-        self.memories[home].content.clear()
-        assert self.kv.max_sequence_pages == max(member.num_pages for member in self.kv.partitions)
+        self.kv.partitions[number].reset(num_pages)
+        self.memories[number].mapped.clear()
+        self.memories[number].content.clear()
+        assert self.kv.max_sequence_pages == max(
+            partition.num_pages for partition in self.kv.partitions
+        )
 
     def finish(self) -> None:
         for sequence in list(self.running):
@@ -99,33 +103,33 @@ class SplitModel(KVModel):
         self.check()
         assert self.kv.num_in_use == 0
         self.kv.close_all()
-        for member, memory in zip(self.kv.partitions, self.memories, strict=True):
-            check_mapping(member, memory)
+        for partition, memory in zip(self.kv.partitions, self.memories, strict=True):
+            check_mapping(partition, memory)
             assert not memory.mapped
         assert self.kv.num_mapped == 0
 
 
-def test_ranges_lie_one_after_the_other():
+def test_ranges_of_the_partitions_are_consecutive():
     kv, _ = make_partitioned_kv(3, NUM_PAGES, NUM_RANGES, 40)
     starts = [item.start for item in kv.ranges]
     assert starts == [i * kv.range_tokens for i in range(9)]
     assert [kv.partition_of(item) for item in kv.ranges] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_a_sequence_goes_where_most_is_free():
+def test_a_sequence_opens_in_the_partition_with_the_most_free_pages():
     kv, _ = make_partitioned_kv(2, NUM_PAGES, NUM_RANGES, 40)
-    homes = []
+    chosen = []
     for _ in range(6):
         assert kv.can_fit(8)
         item = kv.open(8)
         assert kv.grow(item, 8)
-        homes.append(kv.partition_of(item))
-    assert sorted(homes) == [0, 0, 0, 1, 1, 1] and homes[0] != homes[1]
+        chosen.append(kv.partition_of(item))
+    assert sorted(chosen) == [0, 0, 0, 1, 1, 1] and chosen[0] != chosen[1]
     assert not kv.can_fit(8), "no range is idle"
 
 
-def test_a_sequence_is_never_in_two_memories():
-    """Although both together would have room."""
+def test_a_sequence_never_spans_two_partitions():
+    """Both partitions together would have room."""
     kv, _ = make_partitioned_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
     for _ in range(2):
         assert kv.grow(kv.open(12), 12)
@@ -134,7 +138,7 @@ def test_a_sequence_is_never_in_two_memories():
 
 
 def open_computed(kv, tokens):
-    """A sequence whose tokens are computed and known to the prefix cache; its keys."""
+    """Returns a sequence whose tokens are computed and in the prefix cache, and its page keys."""
     keys: list[bytes] = []
     PrefixHasher(kv.page_end, b"secret").extend(keys, tokens, "")
     item = kv.open(len(tokens), kv.match(keys, len(tokens) - 1))
@@ -144,37 +148,43 @@ def open_computed(kv, tokens):
     return item, keys
 
 
-def test_a_full_memory_that_knows_a_prompt_keeps_it_from_no_other():
+def test_a_full_partition_with_a_prefix_hit_does_not_block_the_other():
     kv, _ = make_partitioned_kv(2, 12, NUM_RANGES, 40, tokens_per_page=4)
     tokens = list(range(16))
     first, keys = open_computed(kv, tokens)
-    home = kv.partition_of(first)
+    number = kv.partition_of(first)
     hit = kv.match(keys, 15)
-    assert isinstance(hit, PartitionHit) and hit.partition == home
-    while kv.partitions[home].can_fit(16, 0, kv.partitions[home].match(keys, 15)):
-        kv.partitions[home].open(40)
+    assert isinstance(hit, PartitionHit) and hit.partition == number
+    while kv.partitions[number].can_fit(16, 0, kv.partitions[number].match(keys, 15)):
+        kv.partitions[number].open(40)
     assert kv.match(keys, 15) is None and kv.can_fit(16), "there is room elsewhere"
-    assert kv.partition_of(kv.open(16, None)) != home
+    assert kv.partition_of(kv.open(16, None)) != number
     while kv.can_fit(1):
         kv.open(1)
-    assert kv.match(keys, 15) is not None, "it waits for the one that knows it"
+    assert kv.match(keys, 15) is not None, "it waits for the partition with the prefix"
 
 
-def test_only_ranges_of_one_memory_make_room():
+def test_only_ranges_of_one_partition_make_room():
     kv, _ = make_partitioned_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
     ranges = []
-    for num_tokens in (8, 8, 12, 12):  # two memories of 6 pages: 5 are in use in each
+    for num_tokens in (8, 8, 12, 12):  # two partitions of 6 pages, of which 5 are in use in each
         ranges.append(kv.open(num_tokens))
         assert kv.grow(ranges[-1], num_tokens)
-    by_home = [[item for item in ranges if kv.partition_of(item) == home] for home in (0, 1)]
-    assert [sum(len(item.pages) for item in items) for items in by_home] == [5, 5]
-    assert kv.ranges_to_close(24, [by_home[0][0], by_home[1][0]]) is None, "no memory has 6"
-    assert kv.ranges_to_close(24, [*by_home[1], *by_home[0]]) == by_home[0], "of the last one"
-    assert kv.ranges_to_close(24, [*by_home[1], by_home[0][0]]) == by_home[1]
+    by_partition = [
+        [item for item in ranges if kv.partition_of(item) == number] for number in (0, 1)
+    ]
+    assert [sum(len(item.pages) for item in items) for items in by_partition] == [5, 5]
+    assert kv.ranges_to_close(24, [by_partition[0][0], by_partition[1][0]]) is None, (
+        "no partition has 6 pages"
+    )
+    assert kv.ranges_to_close(24, [*by_partition[1], *by_partition[0]]) == by_partition[0], (
+        "the last one is in this partition"
+    )
+    assert kv.ranges_to_close(24, [*by_partition[1], by_partition[0][0]]) == by_partition[1]
     assert kv.ranges_to_close(4, []) == []
 
 
-def test_pages_that_are_promised_make_no_room():
+def test_promised_pages_make_no_room():
     kv, _ = make_partitioned_kv(2, 20, NUM_RANGES, 80, tokens_per_page=4)
     assert kv.open(72).promised_pages == 18
     running, *leaving = ranges = [kv.partitions[1].open(num_tokens) for num_tokens in (48, 8, 8)]
@@ -185,21 +195,21 @@ def test_pages_that_are_promised_make_no_room():
     assert kv.ranges_to_close(32, leaving) == leaving
 
 
-def test_what_is_to_stay_free_is_asked_of_those_that_have_memory():
+def test_only_partitions_with_pages_share_the_spare_pages():
     kv, _ = make_partitioned_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
     assert kv.can_fit(16, 4)
     kv.partitions[0].reset(0)
     assert kv.can_fit(16, 2) and not kv.can_fit(16, 4)
 
 
-class SplitMachine(RuleBasedStateMachine):
+class PartitionedMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.model: SplitModel | None = None
+        self.model: PartitionedModel | None = None
 
-    @initialize(num_members=st.integers(1, 3), layout=st.sampled_from(LAYOUTS))
-    def start(self, num_members, layout) -> None:
-        self.model = SplitModel(num_members, **layout)
+    @initialize(num_partitions=st.integers(1, 3), layout=st.sampled_from(LAYOUTS))
+    def start(self, num_partitions, layout) -> None:
+        self.model = PartitionedModel(num_partitions, **layout)
 
     @rule(prompt=st.sampled_from(PROMPTS), length=st.integers(1, 40), salt=st.sampled_from("ab"))
     def open(self, prompt, length, salt) -> None:
@@ -217,8 +227,8 @@ class SplitMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_pages=st.sampled_from([0, 12, NUM_PAGES]))
     def lose(self, data, num_pages) -> None:
-        home = data.draw(st.integers(0, len(self.model.kv.partitions) - 1))
-        self.model.lose(home, num_pages)
+        number = data.draw(st.integers(0, len(self.model.kv.partitions) - 1))
+        self.model.lose(number, num_pages)
 
     @rule()
     def trim(self) -> None:
@@ -234,15 +244,15 @@ class SplitMachine(RuleBasedStateMachine):
             self.model.finish()
 
 
-TestSplitMachine = SplitMachine.TestCase
-TestSplitMachine.settings = examples(60, steps=40)
+TestPartitionedMachine = PartitionedMachine.TestCase
+TestPartitionedMachine.settings = examples(60, steps=40)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_members", [2, 3])
-def test_3_000_random_operations(layout, num_members):
+@pytest.mark.parametrize("num_partitions", [2, 3])
+def test_3_000_random_operations(layout, num_partitions):
     rng = random.Random(7)
-    model = SplitModel(num_members, **layout)
+    model = PartitionedModel(num_partitions, **layout)
     for number in range(3000):
         operation = rng.random()
         if operation < 0.2:
@@ -253,7 +263,7 @@ def test_3_000_random_operations(layout, num_members):
         elif operation < 0.92 and model.running:
             model.close(rng.choice(model.running))
         elif operation < 0.925:
-            model.lose(rng.randrange(num_members), rng.choice([0, 12, NUM_PAGES, NUM_PAGES]))
+            model.lose(rng.randrange(num_partitions), rng.choice([0, 12, NUM_PAGES, NUM_PAGES]))
         elif operation < 0.93:
             model.kv.trim()
         if number % 10 == 0:

@@ -1,4 +1,4 @@
-"""Which back end "auto" is."""
+"""Back ends are found by name, and "auto" chooses one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.engine.checkpoints import checkpoint
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A device of a certain capability, and packages that can be imported."""
+    """Returns a function that simulates a device of some capability and importable packages."""
 
     def make(capability=(9, 0), missing=(), triton=(3, 6)):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -43,7 +43,7 @@ def test_a_gpu_is_taken(gpu):
         ({"triton": (3, 2)}, "not 3.5 or later"),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_named_and_not_in_the_way(gpu, caplog, kwargs, why):
+def test_an_unusable_gpu_is_named_and_the_cpu_is_used(gpu, caplog, kwargs, why):
     gpu(**kwargs)
     with caplog.at_level(logging.WARNING):
         assert ops.best_backend() == "cpu"
@@ -56,7 +56,7 @@ def test_the_interpreter_is_only_taken_when_asked_for(gpu, monkeypatch):
     assert ops.best_backend() == "cpu"
 
 
-def test_auto_is_what_can_do_what_is_asked_for(gpu, caplog):
+def test_auto_chooses_a_back_end_with_the_required_features(gpu, caplog):
     gpu()
     spec = read_spec(checkpoint("llama", "base"))
     assert choose_backend(EngineConfig(), spec) == "cuda"
@@ -67,7 +67,7 @@ def test_auto_is_what_can_do_what_is_asked_for(gpu, caplog):
     assert "memory nodes are used" in caplog.text
 
 
-def test_what_is_missing_is_said(monkeypatch):
+def test_missing_packages_are_named(monkeypatch):
     def no_triton(name):
         raise ImportError("No module named 'triton'")
 

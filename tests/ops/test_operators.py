@@ -1,4 +1,4 @@
-"""Every operator of the CPU back end against the reference in higher precision."""
+"""Every operator of the CPU back end agrees with the reference in higher precision."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def close(actual, expected, dtype):
 
 
 def cache_of(length, kv_heads, dim, dtype, layers=3):
-    """K/V as they lie in a range: all layers of a token side by side."""
+    """Returns K/V as they lie in a range, with all layers of a token side by side."""
     flat = torch.randn(length, layers, 2, kv_heads, dim).to(dtype)
     k, v = (flat[:, 1, i].permute(1, 0, 2)[None] for i in (0, 1))
     return KeyValues(k, v)
@@ -138,7 +138,7 @@ def test_past_attention(cpu, dtype, window, n, past):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [32, 20])
 def test_past_and_own_keys_merge_to_the_whole(cpu, dtype, dim):
-    """The rows with a past are some of the step's."""
+    """Only some of the step's rows have a prefix."""
     q, cache = torch.randn(12, 8, dim).to(dtype), cache_of(40, 2, dim, dtype)
     whole = cpu.prefill_attention(q, cache, 0.2, 20)
     own = KeyValues(cache.k[:, :, 28:], cache.v[:, :, 28:])

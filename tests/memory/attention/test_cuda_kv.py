@@ -1,4 +1,4 @@
-"""A KV manager on device memory, in any order of operations, with a driver that fails at times."""
+"""A KV manager on device memory stays consistent under random operations and driver failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE = 4096
 
 
 class DeviceKVMachine(RuleBasedStateMachine):
-    """No sequence ever loses a token, and nothing is left at the end."""
+    """No sequence loses a token, and nothing is allocated at the end."""
 
     TOKEN = 1024
     WINDOW: int | None = None
@@ -40,7 +40,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
             in_background=self.IN_BACKGROUND,
         )
         self.base = self.memory.reserve(self.kv.total_bytes)
-        self.written: dict[int, bytes] = {}  # one byte for each token, by range
+        self.written: dict[int, bytes] = {}  # one byte for each token, by range index
         self.next_byte = 0
 
     def address(self, item: Range, position: int) -> int:
@@ -53,7 +53,8 @@ class DeviceKVMachine(RuleBasedStateMachine):
 
     @property
     def num_in_ranges(self) -> int:
-        """Mappings, without the pages' own places behind the reservation's end."""
+        """Returns the number of mappings without the pages' own addresses behind the
+        reservation's end."""
         end = self.base + self.memory.size_bytes
         return sum(address < end for address in self.driver.mappings)
 
@@ -77,7 +78,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
 
     @rule(num_tokens=st.integers(1, 12), fails=st.booleans())
     def map_ahead(self, num_tokens: int, fails: bool) -> None:
-        """To its end, so that failures come at places that can be repeated."""
+        """Waits until the thread has finished, so that failures are reproducible."""
         if fails:
             self.driver.fail("cuMemCreate", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
         ranges = [self.kv.ranges[index] for index in self.written]
@@ -95,7 +96,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
 
     @rule()
     def commit(self) -> None:
-        """Everything granted can be written, by a kernel that runs late."""
+        """Every granted position can be written by a kernel that runs late."""
         self.kv.commit()
         for index, written in self.written.items():
             item = self.kv.ranges[index]
@@ -123,20 +124,20 @@ class DeviceKVMachine(RuleBasedStateMachine):
         call=st.sampled_from(["", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"]),
         after=st.integers(0, 4),
     )
-    def look_by_its_own_address(self, data: st.DataObject, call: str, after: int) -> None:
+    def read_by_page_address(self, data: st.DataObject, call: str, after: int) -> None:
         item = data.draw(st.sampled_from(self.visible))
         part = item.parts[0]
-        place = data.draw(st.integers(part.num_released, part.num_mapped - 1))
+        slot = data.draw(st.integers(part.num_released, part.num_mapped - 1))
         if call:
             self.driver.fail(call, CUresult.CUDA_ERROR_UNKNOWN, after)
         address = 0
         with contextlib.suppress(CudaError):
-            address = self.memory.page_address(part.pages[place])
+            address = self.memory.page_address(part.pages[slot])
         self.driver.fail_no_more()
         if address:
             self.driver.cuCtxSynchronize()
-            shown = self.address(item, place * PAGE // self.TOKEN)
-            assert self.driver.read(address, PAGE) == self.driver.read(shown, PAGE)
+            mapped = self.address(item, slot * PAGE // self.TOKEN)
+            assert self.driver.read(address, PAGE) == self.driver.read(mapped, PAGE)
 
     @rule()
     def trim(self) -> None:
@@ -172,13 +173,13 @@ class DeviceKVMachine(RuleBasedStateMachine):
 
 
 class WindowMachine(DeviceKVMachine):
-    """And pages behind the window are given back."""
+    """Pages behind a sliding window are released too."""
 
     WINDOW = 6
 
 
 class AheadMachine(DeviceKVMachine):
-    """With the thread that prepares pages ahead of need."""
+    """A thread prepares pages ahead of need."""
 
     IN_BACKGROUND = True
 
@@ -192,9 +193,10 @@ TestAheadMachine.settings = examples(60, steps=40)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_preparing_ahead_changes_no_place(fails, caplog):
-    """A range still shows pages of the sequence before, and the next one is to get others there:
-    until the step boundary they stay, whether the preparation works or not."""
+def test_preparing_ahead_changes_no_mapping(fails, caplog):
+    """A range still maps pages of its previous sequence that belong to another one by now.
+    Preparing its next pages leaves these mappings until the step boundary, whether it succeeds
+    or not."""
     driver = FakeDriver(granularity=PAGE)
     memory = CudaMemory(PAGE, 8, driver=driver)
     kv = KVManager(memory, num_pages=8, num_ranges=2, max_model_len=32, token_bytes=1024)
@@ -206,8 +208,10 @@ def test_preparing_ahead_changes_no_place(fails, caplog):
     again, other = kv.open(4), kv.open(12)
     assert again is first and kv.grow(again, 4) and kv.grow(other, 12)
     kv.commit()
-    shown = list(kv.space.mapped(again.index))
-    assert len(shown) == 4 and set(shown) & set(other.pages), "stale pages, others' by now"
+    mapped = list(kv.space.mapped(again.index))
+    assert len(mapped) == 4 and set(mapped) & set(other.pages), (
+        "stale pages belong to another sequence"
+    )
     if fails:
         driver.fail("cuMemCreate", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
     num_created = driver.calls["cuMemCreate"]
@@ -217,10 +221,10 @@ def test_preparing_ahead_changes_no_place(fails, caplog):
     kv.space.collect()
     assert driver.calls["cuMemCreate"] > num_created
     assert ("mapping ahead failed" in caplog.text) == fails
-    assert kv.space.mapped(again.index) == shown and len(driver.mappings) == 4 + 3
+    assert kv.space.mapped(again.index) == mapped and len(driver.mappings) == 4 + 3
     driver.fail_no_more()
     kv.trim()
-    assert len(driver.mappings) == 1 + 3, "what no sequence needs is found and unmapped"
+    assert len(driver.mappings) == 1 + 3, "mappings that no sequence needs are unmapped"
     assert len(driver.handles) == kv.num_in_use == 4
     kv.close_all()
     memory.close()

@@ -1,5 +1,5 @@
-"""torch's own attention on the ranges, as it is: no block table, no copy, shared pages in two
-ranges at once."""
+"""torch's own attention runs unmodified on ranges: it needs no block table and no copy, and
+pages can be shared by two ranges."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = list(range(70))
 
 
 def expected(q, k, v, is_causal: bool):
-    """softmax(q k^T / sqrt D) v in float64, one head after the other; [H, T, D]."""
+    """Returns softmax(q k^T / sqrt D) v in float64, computed head by head; [H, T, D]."""
     q, k, v = q.double(), k.double(), v.double()
     heads = []
     for head in range(HEADS):
@@ -36,7 +36,7 @@ def expected(q, k, v, is_causal: bool):
 
 
 class Sequence:
-    """A range, and what its K and V must be: [layers, 2, Hk, tokens, D]."""
+    """A range and the K and V that it must hold: [layers, 2, Hk, tokens, D]."""
 
     def __init__(self, kv, cache, hasher, tokens, shared=None):
         self.kv, self.cache = kv, cache
@@ -87,12 +87,14 @@ def test_an_unmodified_kernel_runs_on_ranges_that_share_pages(dtype, tolerance):
     pages = [set(sequence.item.pages) for sequence in (first, second, third)]
     assert len(pages[0] & pages[1]) >= 2 and len(pages[0] & pages[2]) >= 2
     assert second.num_hit >= 64 and third.num_hit == 63
-    assert (second.num_copied, third.num_copied) == (0, 1), "its last token is written anew"
+    assert (second.num_copied, third.num_copied) == (0, 1), (
+        "the last page is copied, since its last token is written again"
+    )
     starts = [sequence.views(1)[0].k.data_ptr() for sequence in (first, second, third)]
-    assert len(set(starts)) == 3, "one page, three addresses"
+    assert len(set(starts)) == 3, "one page is at three addresses"
     for sequence in (first, second, third):
-        sequence.check(1, tolerance)  # as in decoding
-        sequence.check(sequence.values.shape[3], tolerance)  # as in a prefill
+        sequence.check(1, tolerance)  # one row, as in decode
+        sequence.check(sequence.values.shape[3], tolerance)  # all rows, as in prefill
     del cache
     kv.close_all()
     memory.close()

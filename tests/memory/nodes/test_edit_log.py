@@ -1,4 +1,4 @@
-"""The K/V accounting's edits, logged and applied on a node: both map the same pages."""
+"""The K/V accounting's edits, applied on a node, make both map the same pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = [[(i * i * k) % 7 for i in range(MAX_LEN)] for k in (1, 2, 3)]
 
 class NodeModel(KVModel):
     """Sequences whose tokens are in the pages that the node's page slots map. The node's session
-    is real, only its memory remembers instead of being there."""
+    is real, and only its memory is a dictionary."""
 
     def __init__(self, shard: Shard, windows) -> None:
         layers = [AttentionLayer(8, 8, 64, 0.125, window) for window in windows]
@@ -68,12 +68,12 @@ class NodeModel(KVModel):
         self.attach()
 
     def attach(self) -> None:
-        """A node that holds nothing yet."""
+        """Attaches to a node that holds no K/V."""
         self.memory = FakeMemory(NodeLayout(self.request).page_bytes)
         self.session = NodeSession(self.request, self.memory, get_backend("cpu"))
 
     def plan(self, queries, appends) -> None:
-        """As the engine sends it; the node refuses nothing."""
+        """Sends a plan as the engine does; the node refuses nothing."""
         self.num_plans += 1
         edits = self.log.take()
         for edit in edits:
@@ -89,7 +89,7 @@ class NodeModel(KVModel):
         return super().advance(sequence, num_tokens)
 
     def check_reads(self, sequence) -> None:
-        """Called between the commit and the writing: the step's plan."""
+        """Runs between the commit and the writes, as the step's plan does."""
         self.kv.commit()
         index, shard = sequence.kv_range.index, self.shard
         past = sequence.num_computed
@@ -145,7 +145,7 @@ def test_a_node_maps_what_the_accounting_maps(shard, windows, monkeypatch):
         operation = rng.random()
         if operation < 0.2:
             prompt = rng.choice(PROMPTS)[: rng.randint(1, 300)]
-            if rng.random() < 0.4:  # whole pages once more: the last one is copied
+            if rng.random() < 0.4:  # repeats whole pages, so that the last one is copied
                 prompt = prompt[: max(1, len(prompt) // 96) * 96]
             else:
                 prompt = [*prompt[:-1], rng.randrange(3)]
@@ -170,7 +170,7 @@ def test_a_node_maps_what_the_accounting_maps(shard, windows, monkeypatch):
     assert not model.memory.mapped
 
 
-def test_places_behind_the_last_range_are_a_bug():
+def test_page_slots_behind_the_last_range_are_a_bug():
     log = EditLog(4096, 2, [3, 5])
     log.map(4096 * (2 * 3 + 5 + 4), 7, 1)
     log.unmap(0, 2)

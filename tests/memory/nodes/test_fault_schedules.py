@@ -1,4 +1,4 @@
-"""Nodes fail in virtual time; clients get the tokens of a fault-free run
+"""Nodes fail in virtual time, and clients get the tokens of a fault-free run
 (tests/support/nodes/sim_faults.py)."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_schedules_that_once_failed(seed):
     run_schedule(seed)
 
 
-def test_a_schedule_is_its_seed():
+def test_a_seed_determines_its_schedule():
     def reported(seed):
         lines = []
         run = run_schedule(seed, lines.append)
@@ -39,7 +39,7 @@ def test_a_schedule_is_its_seed():
 
 
 def make(partition="head", num_nodes=2, local=0, node=3, num_tokens=60):
-    """A run whose one request is under way."""
+    """Returns a run whose one request is running."""
     run = Run(5, partition=partition, num_nodes=num_nodes, local_factor=local, node_factor=node)
     run.clients = [Client([run._token() for _ in range(80)], num_tokens)]
     run._begin(run.clients[0], 0)
@@ -48,7 +48,7 @@ def make(partition="head", num_nodes=2, local=0, node=3, num_tokens=60):
 
 
 def finish(run):
-    """The client's longest gap."""
+    """Runs to the end and returns the client's longest gap in seconds."""
     run.work(lambda: all(client.reason is not None for client in run.clients))
     run.end()
     return run.longest_gap_s
@@ -68,7 +68,7 @@ def test_a_killed_node_is_a_short_pause(partition):
 
 
 @pytest.mark.parametrize("partition", _PARTITIONS)
-def test_a_stopped_node_is_left_in_time(partition):
+def test_a_stopped_node_is_abandoned_in_time(partition):
     run = make(partition)
     [sequence] = run.clients[0].state.sequences
     node = run.nodes[run.engine.kv.partition_of(sequence.kv_range) if partition == "request" else 0]
@@ -77,10 +77,10 @@ def test_a_stopped_node_is_left_in_time(partition):
     assert 1.25 < finish(run) < 3.0
 
 
-@pytest.mark.parametrize("way", [(True, False), (False, True), (True, True)])
-def test_a_short_partition_is_not_noticed(way):
+@pytest.mark.parametrize("directions", [(True, False), (False, True), (True, True)])
+def test_a_short_partition_is_not_noticed(directions):
     run = make()
-    run.nodes[1].cut(*way)
+    run.nodes[1].cut(*directions)
     run.world.after(0.4, run.nodes[1].heal)
     assert finish(run) < 0.5
     assert run.engine.nodes.num_lost == 0
@@ -101,10 +101,10 @@ def test_without_memory_requests_end_within_bounds():
     finish(run)
     assert run.clients[0].reason is FinishReason.ERROR
     assert run.clients[0].error == NODES_LOST
-    assert 5.0 <= run.world.now - began - 65.0 < 6.0  # `end` lets 65 s pass
+    assert 5.0 <= run.world.now - began - 65.0 < 6.0  # `end` runs for 65 s of virtual time
 
 
-def test_whether_there_is_memory_can_be_asked():
+def test_the_accounting_has_no_pages_without_nodes():
     run = make(num_nodes=2)
     core = run.engine.core
     assert core.kv.num_pages
@@ -155,7 +155,7 @@ def test_a_full_node_is_not_waited_for():
     run.nodes[0].fill(run.engine.template, 4096)
     go_on(run, 30.0)
     assert run.engine.nodes.num_lost == 1
-    assert run.nodes[0].process.stats().num_refused > 3  # asked, beside the work
+    assert run.nodes[0].process.stats().num_refused > 3  # it was asked beside the work
     run.nodes[0].empty()
     go_on(run, 3.0)
     assert run.nodes[0].bytes_leased
@@ -164,7 +164,7 @@ def test_a_full_node_is_not_waited_for():
 
 @pytest.mark.parametrize("kind", ["truncated", "twice", "older_epoch", "garbage"])
 @pytest.mark.parametrize("from_node", [False, True])
-def test_messages_that_cannot_be_are_refused(kind, from_node):
+def test_malformed_messages_are_refused(kind, from_node):
     run = make()
     end = run.nodes[0].newest()[from_node]
     end.mutate = getattr(Recorder(run.random), kind)
@@ -182,8 +182,8 @@ def test_late_messages_of_an_older_connection_change_nothing():
     assert old[1].is_closed
 
 
-def test_the_model_sees_what_a_checksum_would_have(monkeypatch):
-    """The simulation can fail: bits that change unseen give wrong tokens."""
+def test_undetected_bit_flips_give_wrong_tokens(monkeypatch):
+    """Without checksums, a flipped bit gives wrong tokens, so the simulation can fail."""
     monkeypatch.setattr(sim_world.zlib, "crc32", lambda message: 0)
     num_wrong = 0
     for _ in range(4):
@@ -198,7 +198,7 @@ def test_the_model_sees_what_a_checksum_would_have(monkeypatch):
     assert num_wrong
 
 
-def test_memory_that_is_too_small_for_one_ends_that_one():
+def test_memory_too_small_for_a_request_ends_that_request():
     run = make(num_nodes=2, node=0.7, num_tokens=79)
     short = Client([run._token() for _ in range(8)], 20)
     run.nodes[0].kill()
@@ -212,7 +212,7 @@ def test_memory_that_is_too_small_for_one_ends_that_one():
     assert short.reason is FinishReason.LENGTH
 
 
-def test_a_node_that_is_back_in_time_helps_the_long_one():
+def test_a_node_that_returns_in_time_saves_a_long_request():
     run = make(num_nodes=2, node=0.7, num_tokens=79)
     run.nodes[0].kill()
     run.world.after(2.0, run.nodes[0].start)
@@ -220,7 +220,7 @@ def test_a_node_that_is_back_in_time_helps_the_long_one():
     assert run.clients[0].reason is FinishReason.LENGTH
 
 
-def test_a_node_without_sequences_can_go_beside_the_work():
+def test_a_node_without_sequences_can_leave_during_the_work():
     run = make("request", num_nodes=2, num_tokens=79)
     [sequence] = run.clients[0].state.sequences
     other = run.nodes[1 - run.engine.kv.partition_of(sequence.kv_range)]

@@ -1,4 +1,4 @@
-"""A memory node refuses messages that break the protocol; other engines are not affected."""
+"""A memory node refuses messages that break the protocol, and other engines are not affected."""
 
 from __future__ import annotations
 
@@ -50,14 +50,15 @@ def updated(k, v, layer=0, appends=((0, 1, 40),), **more):
 
 
 def after_unmapping(is_update):
-    """What was checked when it was planned is not there any more when it comes."""
+    """Sends rows whose pages were mapped when they were planned and are unmapped when they
+    arrive."""
 
     def act(engine):
         first = engine.plan(queries=[(0, 1, 40)], appends=[(0, 1, 40)])
         engine.plan([(UNMAP, 0, 0, 0, 2)])
         if is_update:
             engine.update(first, 0, KV1, KV1)
-            engine.plan()  # now it would be written
+            engine.plan()  # the rows would be written now
         else:
             engine.query(first, 0, Q1)
 
@@ -152,7 +153,7 @@ OFFENCES = {
         planned(edits=[(MAP, 0, 2, 30, 1), (MAP, 0, 9, 0, 1)]),
         RANGE,
     ),
-    # who queries, who appends
+    # queries and appends of the same rows
     "query no range": (planned(queries=[(3, 1, 40)]), RANGE),
     "query range 2^32 - 1": (planned(queries=[(HUGE, 1, 40)]), RANGE),
     "query no rows": (planned(queries=[(0, 0, 40)]), RANGE),
@@ -193,7 +194,7 @@ OFFENCES = {
 
 @pytest.mark.parametrize(("act", "code"), OFFENCES.values(), ids=OFFENCES)
 @pytest.mark.row("M5")
-def test_who_breaks_the_rules_is_out_and_nobody_else_notices(node, act, code):
+def test_a_protocol_error_disconnects_only_its_engine(node, act, code):
     witness = Witness.beside(node)
     leased = node.stats().bytes_leased
     engine = RawEngine.beside(node)
@@ -219,7 +220,7 @@ BEFORE_ATTACHING = {
 
 
 @pytest.mark.parametrize(("message", "code"), BEFORE_ATTACHING.values(), ids=BEFORE_ATTACHING)
-def test_who_does_not_attach_is_out(node, message, code):
+def test_an_engine_that_does_not_attach_is_disconnected(node, message, code):
     engine = RawEngine.beside(node)
     engine.send(message)
     assert engine.error() is code
@@ -227,7 +228,7 @@ def test_who_does_not_attach_is_out(node, message, code):
 
 
 def test_absurd_requests_take_no_memory(node):
-    """What a node sets up is bounded by what it grants, however large the numbers are."""
+    """Large numbers in a request reserve no more memory than the node grants."""
     before = resident_bytes()
     tall = replace(LAYER, num_heads=4096, num_kv_heads=4096, head_dim=512)
     wide = {"num_places": [2000, 2000], "page_tokens": [1 << 20, 1 << 20]}

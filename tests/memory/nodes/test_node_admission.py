@@ -1,4 +1,4 @@
-"""Who is let in: what is due at the next commit counts, in mappings and pages."""
+"""Admission counts the mappings and pages that are due at the next commit."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.support.engine.fakes import check_mapping, make_kv
 
 
 def side_by_side(kv, num_tokens: int) -> list[bytes]:
-    """Two sequences grow beside each other, so that no two pages of one are neighbours; the keys
-    of the first."""
+    """Two sequences grow in turn, so that no two pages of either are neighbours. Returns the
+    page keys of the first."""
     items = [kv.open(num_tokens) for _ in range(2)]
     for length in range(4, num_tokens + 1, 4):
         for item in items:
@@ -25,48 +25,48 @@ def side_by_side(kv, num_tokens: int) -> list[bytes]:
 
 
 def admit(kv, keys: list[bytes], num_tokens: int):
-    """Opened with a hit that ends with a page, or None."""
+    """Opens a sequence with a prefix hit that ends at a page boundary, or returns None."""
     hit = kv.match(keys, num_tokens)
     assert hit.num_tokens == num_tokens
     return kv.open(num_tokens + 1, hit) if kv.can_fit(num_tokens + 1, hit=hit) else None
 
 
-def test_mappings_of_all_that_are_admitted_in_one_step_count():
+def test_mappings_of_all_sequences_admitted_in_one_step_count():
     kv, memory = make_kv(num_pages=400, num_ranges=20, max_model_len=400)
     keys = side_by_side(kv, 200)
     kv.space.max_mappings = 220
     items = []
     while (item := admit(kv, keys, 200)) is not None:
         items.append(item)
-    assert len(items) == 3, "50 mappings each, and those that were there"
+    assert len(items) == 3, "each needs 50 mappings beside the existing ones"
     kv.commit()
     while (item := admit(kv, keys, 200)) is not None:
         items.append(item)
         kv.commit()
     assert len(items) == 4 and kv.space.num_mappings == 200
     kv.close(items.pop())
-    assert admit(kv, keys, 200) is not None, "those of a closed one can be had"
+    assert admit(kv, keys, 200) is not None, "mappings of a closed sequence are free"
     kv.commit()
     check_mapping(kv, memory)
     kv.check_integrity()
 
 
-def test_stale_mappings_go_before_others_come(monkeypatch):
+def test_stale_mappings_are_removed_before_new_ones_are_made(monkeypatch):
     kv, memory = make_kv(num_pages=400, num_ranges=20, max_model_len=400)
-    smooth = [kv.open(204) for _ in range(2)]
-    for item in smooth:
+    contiguous = [kv.open(204) for _ in range(2)]
+    for item in contiguous:
         assert kv.grow(item, 204)
     kv.commit()
     keys = side_by_side(kv, 400)
-    for item in smooth:
+    for item in contiguous:
         kv.close(item)
     assert kv.space.num_mappings == 202
     kv.space.max_mappings = 260
     counts = []
-    show = kv.space.map
+    map_pages = kv.space.map
 
     def counting(*args):
-        show(*args)
+        map_pages(*args)
         counts.append(kv.space.num_mappings)
 
     monkeypatch.setattr(kv.space, "map", counting)
@@ -80,7 +80,7 @@ def test_stale_mappings_go_before_others_come(monkeypatch):
 
 @pytest.mark.parametrize("num_pages", [6, 7])
 def test_a_promised_prompt_whose_last_page_is_copied_can_grow(num_pages):
-    """Until the copy is made its source is needed too: seven pages for a prompt of six."""
+    """The source of the copy is needed until it is made, so a prompt of six pages needs seven."""
     kv, memory = make_kv(num_pages=num_pages, num_ranges=4, max_model_len=24)
     keys: list[bytes] = []
     PrefixHasher(kv.page_end, b"secret").extend(keys, list(range(16)))

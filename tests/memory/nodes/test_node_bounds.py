@@ -1,6 +1,5 @@
-"""What a memory node gives to all engines together is bounded: pages that can become mappings,
-addresses, threads. A request for more is refused with the reason and does not affect other
-engines."""
+"""A memory node bounds what all engines together get: pages that can become mappings, addresses
+and threads. A request for more is refused with the reason and does not affect other engines."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from tests.support.engine.raw_engine import PATIENCE_S, REQUEST, RawEngine, Witn
 from tests.support.transport.transport_rig import KEY, wait_until
 from transport.base import PeerLostError
 
-LINUX_MAPPINGS = 65_530  # vm.max_map_count, the default
+LINUX_MAPPINGS = 65_530  # default of vm.max_map_count
 MANY = 30_000
 MIB = 1 << 20
 
@@ -39,7 +38,8 @@ def node():
 
 
 def ask(node, engine, **changed) -> tuple[NodeLink, int]:
-    """A link that has attached, and its pages; NodeError if the node refuses."""
+    """Attaches and returns the link and the granted number of pages; raises NodeError when
+    refused."""
     ours, theirs = direct_pair()
     node.adopt(theirs)
     link = NodeLink("node", ours, Shard("head", 0, 1))
@@ -52,7 +52,7 @@ def num_mappings() -> int:
 
 
 def test_pages_of_all_engines_can_be_mappings_of_one_process():
-    """The node has memory for many more: what is short is what the system maps in a process."""
+    """The node has memory for many more pages; the mappings of a process are the limit."""
     node = MemoryNode(4 * LINUX_MAPPINGS * page_bytes(), get_backend("cpu"))
     granted = []
     while True:
@@ -61,21 +61,21 @@ def test_pages_of_all_engines_can_be_mappings_of_one_process():
         except NodeError:
             break
     assert len(granted) == 1 and granted[0] > MANY * 0.99
-    # each may become a mapping twice; the rest of the process has some, too
+    # each page may become two mappings, and the rest of the process has some
     assert 29_500 < sum(granted) <= NODE_MAPPINGS // 2 < (LINUX_MAPPINGS - 5000) // 2
     node.close()
     assert node.stats().bytes_leased == 0
 
 
-def test_who_asks_for_more_mappings_is_refused_and_the_others_go_on(node, monkeypatch):
+def test_an_engine_that_asks_for_more_mappings_is_refused(node, monkeypatch):
     most = least_mappings(REQUEST, 40) * 2 + least_mappings(REQUEST, 20)
     monkeypatch.setattr("memory.nodes.node.NODE_MAPPINGS", most)
-    witness = Witness.beside(node)  # has 40 pages
+    witness = Witness.beside(node)  # it has 40 pages
     one, num_pages = ask(node, "one")
     assert num_pages == 40
     before = node.stats()
     mappings = num_mappings()
-    for number in range(30):  # nothing adds up
+    for number in range(30):  # refusals do not accumulate
         with pytest.raises(
             NodeError, match=r"and 20 pages are free, .* 21 pages are needed"
         ) as error:
@@ -84,7 +84,7 @@ def test_who_asks_for_more_mappings_is_refused_and_the_others_go_on(node, monkey
     assert node.stats() == replace(before, num_refused=before.num_refused + 30)
     assert num_mappings() <= mappings + 5
     witness.check()
-    assert ask(node, "two", min_pages=20)[1] == 20, "what is left"
+    assert ask(node, "two", min_pages=20)[1] == 20, "20 pages are left"
     with pytest.raises(NodeError, match="and 0 pages are free"):
         ask(node, "refused")
     one.close()
@@ -94,7 +94,7 @@ def test_who_asks_for_more_mappings_is_refused_and_the_others_go_on(node, monkey
     witness.close()
 
 
-def test_few_pages_shown_often_do_not_use_up_the_mappings_of_others(monkeypatch):
+def test_pages_mapped_many_times_leave_mappings_for_other_engines(monkeypatch):
     """Every second page slot of many ranges maps the same page."""
     monkeypatch.setattr("memory.nodes.node.NODE_MAPPINGS", 700)
     node = MemoryNode(1000 * page_bytes(), get_backend("cpu"))
@@ -111,7 +111,7 @@ def test_few_pages_shown_often_do_not_use_up_the_mappings_of_others(monkeypatch)
     assert session.num_mappings > own, "free mappings may be used"
     assert abs(num_mappings() - before - session.num_mappings) <= 3
     with pytest.raises(NodeError, match="and 0 pages are free"):
-        ask(node, "late")  # nothing is left to promise
+        ask(node, "late")  # no mapping is left to grant
     hog.plan([(EditKind.MAP, *slots.pop(), 7, 1) for _ in range(10)])
     assert hog.error() is ErrorCode.FULL
     assert num_mappings() <= before + 3
@@ -121,9 +121,9 @@ def test_few_pages_shown_often_do_not_use_up_the_mappings_of_others(monkeypatch)
     node.close()
 
 
-@pytest.mark.parametrize("few", [1, 64])
-def test_mappings_are_counted_as_the_system_counts_them(few, monkeypatch):
-    monkeypatch.setattr("memory.nodes.node_session._SMALL_COUNT", few)
+@pytest.mark.parametrize("limit", [1, 64])
+def test_mappings_are_counted_as_the_system_counts_them(limit, monkeypatch):
+    monkeypatch.setattr("memory.nodes.node_session._SMALL_COUNT", limit)
     rng = random.Random(3)
     request = replace(REQUEST, num_ranges=4)
     memory = LinuxMemory(page_bytes(), request.num_pages)
@@ -139,7 +139,7 @@ def test_mappings_are_counted_as_the_system_counts_them(few, monkeypatch):
         plan = NodePlan([Edit(kind, part, slot, page, count)], [], [])
         message = memoryview(pack_plan(request.epoch, number, plan))
         session.plan(session.header(message), message)
-        # gaps at the ends of neighbouring parts are one
+        # gaps at the ends of neighbouring parts merge
         assert session.num_mappings - 8 <= num_mappings() - began <= session.num_mappings + 2
     assert session.num_mappings > 5
     session.close()
@@ -152,10 +152,10 @@ def test_pages_and_mappings():
             fit = most_pages(request, num_mappings)
             least = least_mappings(request, fit)
             assert least <= num_mappings < least_mappings(request, fit + 1)
-            assert least - growth_of(request, fit) >= fit, "each page may be one at the start"
+            assert least - growth_of(request, fit) >= fit, "each page may be a mapping of its own"
 
 
-def test_a_part_of_a_node_has_that_part_of_its_mappings():
+def test_a_share_of_a_node_has_that_share_of_its_mappings():
     node = MemoryNode(1000 * page_bytes(), get_backend("cpu"))
     for name, num_pages, num_mappings in (("a", 250, 15_000), ("b", 500, 30_000)):
         link, granted = ask(node, name, num_pages=num_pages)
@@ -163,7 +163,7 @@ def test_a_part_of_a_node_has_that_part_of_its_mappings():
     node.close()
 
 
-def test_who_only_asks_is_told_what_there_is_and_puts_nobody_out(node, monkeypatch):
+def test_a_probe_reports_the_free_memory_and_replaces_no_engine(node, monkeypatch):
     most = least_mappings(REQUEST, 40) + least_mappings(REQUEST, 10)
     monkeypatch.setattr("memory.nodes.node.NODE_MAPPINGS", most)
     one, _ = ask(node, "one")
@@ -172,12 +172,12 @@ def test_who_only_asks_is_told_what_there_is_and_puts_nobody_out(node, monkeypat
     with pytest.raises(NodeError, match="FULL"):
         ask(node, "one", epoch=2, is_question=True, min_pages=11)
     assert not one.is_lost
-    assert ask(node, "one", epoch=2, min_pages=40)[1] == 40, "epoch 2 was only asked for"
+    assert ask(node, "one", epoch=2, min_pages=40)[1] == 40, "the question did not attach epoch 2"
     assert one.is_lost
 
 
-def test_addresses_of_all_engines_are_what_a_process_can_reserve(node, monkeypatch):
-    """Ranges are reserved in full, however few pages there are."""
+def test_addresses_of_all_engines_are_bounded_by_the_process(node, monkeypatch):
+    """Ranges are reserved in full, however few pages they have."""
     monkeypatch.setattr("memory.nodes.node.MAX_ADDRESSES", NodeLayout(REQUEST).total_bytes * 5 // 2)
     link, _ = ask(node, "one")
     ask(node, "two")
@@ -190,13 +190,13 @@ def test_addresses_of_all_engines_are_what_a_process_can_reserve(node, monkeypat
 
 
 def test_the_accounting_of_many_slots_counts_as_memory():
-    """Each page slot takes a node 4 bytes, however little K/V there is."""
+    """Each page slot takes 4 bytes of the node, however little K/V there is."""
     node = MemoryNode(64 << 20, get_backend("cpu"))
-    _, few = ask(node, "few", num_pages=1 << 20)
-    assert few == 64 * MIB // page_bytes()
+    _, granted = ask(node, "few", num_pages=1 << 20)
+    assert granted == 64 * MIB // page_bytes()
     node.close()
     node = MemoryNode(64 << 20, get_backend("cpu"))
-    slots = [1 << 20, 1 << 20]  # of three ranges: 24 MiB, of which 16 are free
+    slots = [1 << 20, 1 << 20]  # page slots of three ranges: 24 MiB, of which 16 are free
     _, many = ask(node, "many", num_pages=1 << 20, num_places=slots)
     assert many == 56 * MIB // page_bytes()
     with pytest.raises(NodeError, match="FULL"):
@@ -206,7 +206,7 @@ def test_the_accounting_of_many_slots_counts_as_memory():
         ask(MemoryNode(4 << 20, get_backend("cpu")), "large", num_places=slots)
 
 
-def test_edits_of_a_plan_do_not_take_for_ever(node, monkeypatch):
+def test_edits_of_a_plan_are_bounded_in_time(node, monkeypatch):
     monkeypatch.setattr("memory.nodes.node_session._MAX_EDITED", 20)
     engine = RawEngine.beside(node)
     engine.attach()
@@ -219,9 +219,9 @@ def test_edits_of_a_plan_do_not_take_for_ever(node, monkeypatch):
     assert engine.error() is ErrorCode.RANGE
 
 
-def test_plans_that_are_kept_are_few_objects(node, monkeypatch):
-    """A plan's queries are views of each layer: older plans make room for it."""
-    monkeypatch.setattr("memory.nodes.node_session._MAX_VIEWS", 9)  # of three layers
+def test_kept_plans_are_bounded_in_views(node, monkeypatch):
+    """A plan's queries are views into each layer, and older plans are dropped for newer ones."""
+    monkeypatch.setattr("memory.nodes.node_session._MAX_VIEWS", 9)  # for three layers
     engine = RawEngine.beside(node)
     engine.attach()
     engine.map_ranges()

@@ -1,4 +1,4 @@
-"""Random messages to a memory node: an answer or an error, never a signal."""
+"""Random messages to a memory node get an answer or an error and never end the process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ KV_DTYPES = ["float32", "bfloat16", "int8"]
 
 
 class Fuzzer:
-    """Messages that are mostly right, and then not."""
+    """Sends messages that are mostly valid and sometimes not."""
 
     def __init__(self, seed, node, kv_dtype):
         self.rng = random.Random(seed)
         request = replace(REQUEST, engine=f"fuzz {seed} {kv_dtype}", kv_dtype=kv_dtype)
         self.engine = RawEngine.beside(node, request)
         self.engine.attach()
-        self.plans = []  # number, rows of q, rows of k
+        self.plans = []  # (number, rows of q, rows of k)
         self.sent = set()
         self.engine.map_ranges(4)
 
     def number(self, usual, most):
-        """Mostly below `usual`, sometimes on an edge."""
+        """Draws a number that is mostly below `usual` and sometimes at a limit."""
         if self.rng.random() < 0.995:
             return self.rng.randrange(max(1, usual))
         return self.rng.choice([most, most + 1, 2 * most, 2**31, 2**32 - 3])
@@ -71,7 +71,7 @@ class Fuzzer:
         self.plans.append((number, sum(q[1] for q in queries), sum(a[1] for a in appends)))
 
     def mostly_once(self, items):
-        """Each range; a node takes no range twice."""
+        """Returns each range mostly once, since a node refuses a range twice in a plan."""
         return (
             list({item[0]: item for item in items}.values()) if self.rng.random() < 0.99 else items
         )
@@ -94,7 +94,7 @@ class Fuzzer:
                 self.engine.update(number, layer, *torch.randn(2, count, 2, 16))
 
     def is_first(self, *message):
-        """Or one that comes again, which is an offence."""
+        """Whether the message is new; a repeated one, sometimes sent, is an offence."""
         is_new = message not in self.sent
         self.sent.add(message)
         return is_new or self.rng.random() < 0.005
@@ -108,7 +108,7 @@ class Fuzzer:
         self.engine.send(bytes(data[: rng.randrange(len(data) + 1)]))
 
     def run(self, num_messages):
-        """How the node answered: kinds of its messages."""
+        """Sends messages and returns the kinds of the node's answers."""
         self.plan()
         for _ in range(num_messages):
             draw = self.rng.random()

@@ -1,4 +1,4 @@
-"""A memory node's engines over a transport: shares of its memory, epochs, comings and goings."""
+"""A memory node leases its memory to engines over a transport: leases, epochs, and how they end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WINDOW_BYTES = 256 << 10
 
 
 class Served:
-    """A node behind a listener."""
+    """A memory node that serves a listener."""
 
     def __init__(self, url):
         self.node = MemoryNode(CAPACITY, get_backend("cpu"))
@@ -82,10 +82,10 @@ def is_lost(engine) -> bool:
     return engine.endpoint.is_lost
 
 
-# ---- shares
+# ---- leases
 
 
-def test_engines_share_what_there_is(served):
+def test_engines_share_the_memory_of_a_node(served):
     one, two = served.engine(engine="one", num_pages=70), served.engine(engine="two", num_pages=70)
     assert one.attach() == 70
     assert two.attach() == 30
@@ -101,8 +101,8 @@ def test_engines_share_what_there_is(served):
     assert served.node.stats().num_attached == 3
 
 
-def test_what_an_engine_did_not_get_it_cannot_use(served):
-    """Each lease numbers its own pages and cannot reach those of another one."""
+def test_an_engine_cannot_use_pages_that_it_was_not_granted(served):
+    """Each lease numbers its own pages and cannot reach those of another lease."""
     one, two = served.engine(engine="one", num_pages=95), served.engine(engine="two", num_pages=9)
     one.attach()
     assert two.attach() == 5
@@ -113,7 +113,7 @@ def test_what_an_engine_did_not_get_it_cannot_use(served):
 
 @pytest.mark.row("M5")
 def test_engines_do_not_see_each_other(served):
-    """Both write the same pages of the same ranges, in turn."""
+    """Two engines write the same pages of the same ranges in turn."""
     engines = [served.engine(engine=name) for name in ("one", "two")]
     for value, engine in enumerate(engines):
         engine.attach()
@@ -126,7 +126,7 @@ def test_engines_do_not_see_each_other(served):
         assert torch.equal(engine.partial(0)[0], torch.full((1, 4, 16), 1.0 + value))
 
 
-def test_memory_is_free_as_soon_as_its_engine_broke_the_rules(served):
+def test_memory_is_free_after_a_protocol_error(served):
     witness = Witness(served.connect())
     engine = served.engine()
     engine.attach()
@@ -141,25 +141,26 @@ def test_memory_is_free_as_soon_as_its_engine_broke_the_rules(served):
 # ---- epochs
 
 
-def test_a_later_epoch_puts_the_earlier_one_out(served):
+def test_a_later_epoch_replaces_the_earlier_one(served):
     witness = Witness(served.connect())
     one = served.engine(epoch=3, num_pages=60, min_pages=60)
     one.attach()
     one.map_ranges()
     two = served.engine(epoch=4, num_pages=60, min_pages=60)
-    assert two.attach() == 60, "the older one's memory is free before the newer one asks"
+    assert two.attach() == 60, "the older lease ends before the new one is granted"
     assert is_lost(one)
     assert served.node.stats().num_engines == 2
     two.map_ranges()
     two.query(two.plan(queries=[(0, 1, 1)]), 0, torch.ones(1, 4, 16))
-    assert not bool(two.partial(0)[0].any()), "pages of the older one"
+    assert not bool(two.partial(0)[0].any()), "pages of the older lease are zero"
     witness.check()
 
 
 @pytest.mark.parametrize("epoch", [1, 3])
 @pytest.mark.row("M11")
 def test_an_epoch_that_is_over_is_refused(served, epoch):
-    """A zombie behind a partition that heals must not come back, alive or not who came later."""
+    """An engine that returns after a network partition must not attach with an old epoch,
+    whether its successor is alive or not."""
     one = served.engine(epoch=3)
     one.attach()
     assert refused(served.engine(epoch=epoch)) is ErrorCode.STALE
@@ -179,8 +180,8 @@ def test_messages_of_the_epoch_before_are_refused(served):
     assert engine.error() is ErrorCode.STALE
 
 
-def test_an_engine_that_is_put_out_while_it_computes(served):
-    """Its successor waits for the kernel that reads the memory, then gets all of it."""
+def test_an_engine_is_replaced_while_its_query_is_computed(served):
+    """The new epoch's engine waits for the kernel that reads the memory and then gets all of it."""
     one = served.engine(epoch=1, num_pages=100, num_ranges=1, num_places=[50, 25])
     one.attach()
     one.plan([(EditKind.MAP, 0, 0, 0, 50), (EditKind.MAP, 1, 0, 50, 25)])
@@ -203,7 +204,7 @@ def test_drain_asks_engines_to_leave_and_waits_for_them(served):
     waiting.start()
     for engine in engines:
         assert engine.receive()[0].kind is Kind.DRAIN
-        engine.map_ranges()  # it is served until it leaves
+        engine.map_ranges()  # the node serves it until it leaves
         engine.query(engine.plan(queries=[(0, 1, 1)]), 0, torch.ones(1, 4, 16))
         engine.partial(0)
     assert not done
@@ -224,10 +225,10 @@ def test_drain_does_not_wait_for_ever(served):
     began = time.monotonic()
     assert not served.node.drain(0.1)
     assert time.monotonic() - began < 2
-    assert not engine.endpoint.is_lost, "close puts it out, drain only asks"
+    assert not engine.endpoint.is_lost, "drain only asks; close disconnects"
 
 
-def test_an_engine_learns_that_its_node_wants_to_go(served):
+def test_an_engine_learns_that_its_node_is_draining(served):
     link = NodeLink("node", served.connect(), Shard("head", 0, 1))
     assert link.attach(REQUEST, PATIENCE_S) == 40
     assert not served.node.drain(0.01)
@@ -241,7 +242,8 @@ def test_an_engine_learns_that_its_node_wants_to_go(served):
 
 @pytest.mark.parametrize("num_engines", [1, 3])
 def test_close_while_engines_are_served(served, num_engines):
-    """Kernels read windows and pages at that moment; nothing of them goes away under them."""
+    """Kernels read windows and pages when `close` is called, and both stay valid until they have
+    ended."""
     engines = [served.engine(engine=str(i), num_pages=30) for i in range(num_engines)]
     for engine in engines:
         engine.attach()
@@ -273,7 +275,7 @@ def test_close_while_engines_are_served(served, num_engines):
         assert not thread.is_alive()
 
 
-def test_an_engine_that_never_attaches_is_out(served, monkeypatch):
+def test_an_engine_that_never_attaches_is_disconnected(served, monkeypatch):
     monkeypatch.setattr("memory.nodes.node._ATTACH_S", 0.05)
     endpoint = served.connect()
     with pytest.raises(PeerLostError):
@@ -281,8 +283,8 @@ def test_an_engine_that_never_attaches_is_out(served, monkeypatch):
     served.wait(lambda stats: stats.num_attached == 0)
 
 
-def test_updates_are_written_when_nothing_else_is_to_do(served):
-    """No plan follows them, and still the messages do not stay in the window."""
+def test_updates_are_written_while_the_node_is_idle(served):
+    """No plan follows the updates, and the messages still leave the window."""
     engine = served.engine()
     engine.attach()
     engine.map_ranges()
@@ -298,8 +300,8 @@ def test_updates_are_written_when_nothing_else_is_to_do(served):
     engine.close()
 
 
-def test_memory_that_cannot_be_had_ends_one_session(served, monkeypatch):
-    """As when the system has no more mappings: FULL, and the others go on."""
+def test_a_failed_mapping_ends_one_session(served, monkeypatch):
+    """An engine gets FULL when the system has no more mappings, and the other one is served."""
     witness = Witness(served.connect())
     engine = served.engine()
     engine.attach()
@@ -327,11 +329,11 @@ def test_a_fault_of_the_node_ends_one_session(served, monkeypatch):
     assert served.node.stats().num_offences == 0
 
 
-# ---- comings and goings
+# ---- many engines one after another
 
 
 def in_use() -> tuple[int, int, int, int]:
-    """Descriptors, threads, mappings, resident bytes."""
+    """Returns the numbers of descriptors, threads, mappings and resident bytes."""
     gc.collect()
     with open("/proc/self/maps") as maps:
         num_mappings = sum(1 for _ in maps)
@@ -341,7 +343,7 @@ def in_use() -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
-def test_200_engines_come_and_go(scheme, tmp_path):
+def test_200_engines_attach_and_leave(scheme, tmp_path):
     url = {
         "inproc": f"inproc://{tmp_path.name}",
         "shm": f"shm://{tmp_path}/node",
@@ -349,8 +351,8 @@ def test_200_engines_come_and_go(scheme, tmp_path):
     }[scheme]
     served = Served(url)
 
-    def come_and_go(number):
-        served.wait(lambda stats: stats.num_engines < 2)  # there is memory for a few at once
+    def attach_and_leave(number):
+        served.wait(lambda stats: stats.num_engines < 2)  # there is memory for two engines at once
         engine = served.engine(engine=str(number))
         engine.attach()
         engine.map_ranges(4)
@@ -361,17 +363,17 @@ def test_200_engines_come_and_go(scheme, tmp_path):
         if number % 3 == 1:
             engine.plan([(EditKind.MAP, 99, 0, 0, 1)])
             engine.error()
-        if number % 3 == 2:  # with messages under way
+        if number % 3 == 2:  # with messages in flight
             for _ in range(10):
                 engine.update(engine.num_plans, 0, k[:0], k[:0])
         engine.close()
 
     for number in range(20):
-        come_and_go(number)
+        attach_and_leave(number)
     served.wait(lambda stats: stats.num_engines == 0)
     before = in_use()
     for number in range(20, 220):
-        come_and_go(number)
+        attach_and_leave(number)
     served.wait(lambda stats: stats.num_engines == 0)
     deadline = time.monotonic() + PATIENCE_S
     while (after := in_use())[:2] > before[:2] and time.monotonic() < deadline:
@@ -383,7 +385,7 @@ def test_200_engines_come_and_go(scheme, tmp_path):
     served.close()
 
 
-def test_epochs_of_many_engines_do_not_pile_up(served):
+def test_epochs_of_many_engines_do_not_accumulate(served):
     for number in range(1100):
         served.node._fence(_Fake(), replace(REQUEST, engine=str(number)))
     assert len(served.node._epochs) == 1024
@@ -393,7 +395,7 @@ class _Fake:
     engine = ""
 
 
-def test_layers_that_int8_kernels_lack_are_no_fault_of_the_node(served):
+def test_layers_without_int8_kernels_are_refused(served):
     layers = [replace(LAYER, head_dim=20)] * 2 + [replace(LAYER, head_dim=20, window=40)]
     engine = served.engine(kv_dtype="int8", layers=layers)
     assert refused(engine) is ErrorCode.SHAPE

@@ -1,4 +1,4 @@
-"""What an engine takes from a node: answers to what it asked, and nothing else."""
+"""An engine takes answers to its own requests from a memory node, and no other message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EMPTY = NodePlan([], [], [])
 
 
 class Script:
-    """A link, and a node that says what a test wants it to say."""
+    """A link to a scripted node."""
 
     def __init__(self, *messages: bytes):
         engine_end, self.node_end = direct_pair()
@@ -45,18 +45,18 @@ def partial(plan, layer=0, epoch=1, kind=Kind.PARTIAL) -> bytes:
     return Header(kind, epoch, plan, layer, WireType.FLOAT32, 1).packed() + bytes(4 * 17 * 4)
 
 
-def test_who_talks_and_does_not_answer_is_not_waited_for():
-    """Ten seconds pass with every look at the clock; 30 are given."""
+def test_a_node_that_sends_but_never_answers_times_out():
+    """The clock advances ten seconds at each reading, and the limit is 30."""
     script = Script(attached(), *[pack_json(Kind.DRAIN, 1, {})] * 9)
     script.attach()
     with pytest.raises(TransportTimeoutError, match="no answer for 30 s"):
         script.link.answer(1, 0)
     assert script.link.is_leaving
-    assert script.link.endpoint.poll() is not None, "not all of it was heard"
+    assert script.link.endpoint.poll() is not None, "some messages were not read"
 
 
 @pytest.mark.parametrize("kind", [Kind.ATTACH, Kind.ATTACHED, Kind.QUERY, Kind.UPDATE, Kind.PLAN])
-def test_what_no_node_says_ends_the_connection(kind):
+def test_a_message_kind_of_an_engine_ends_the_connection(kind):
     script = Script(attached(), partial(1, kind=kind))
     script.attach()
     with pytest.raises(NodeError, match=f"{kind.name} from a node"):
@@ -88,17 +88,17 @@ def test_pages_that_are_granted(num_pages):
         (pack_json(Kind.ERROR, 1, {"code": 3, "text": "x" * 9999}), "STALE: x{500}$"),
     ],
 )
-def test_what_is_no_grant_is_an_error(message, said):
+def test_an_invalid_grant_is_an_error(message, said):
     with pytest.raises(NodeError, match=said):
         Script(message).attach()
 
 
-def test_a_node_that_says_nothing():
+def test_a_silent_node_times_out():
     with pytest.raises(TransportTimeoutError):
         Script().attach()
 
 
-def test_a_window_that_is_too_small_is_found_before_anything_is_sent():
+def test_a_window_that_is_too_small_is_refused_before_sending():
     script = Script()
     script.link.endpoint.max_message_bytes = 64 * 4 * 16 * 4
     with pytest.raises(NodeError, match="steps of 64 rows take messages of") as caught:
@@ -123,19 +123,19 @@ def test_answers_are_found_in_any_order():
         script.link.endpoint.release(frame)
 
 
-def test_answers_to_plans_that_are_over_are_dropped():
-    """A step that failed half way leaves them behind."""
+def test_answers_to_finished_plans_are_dropped():
+    """A step that failed midway leaves such answers behind."""
     script = with_answers(*(partial(plan) for plan in range(1, 40)))
-    script.link._clock = lambda: 0.0  # they all come at once
+    script.link._clock = lambda: 0.0  # all answers arrive at once
     assert script.link.answer(39, 0)[0].plan == 39
     assert len(script.link._arrived) <= 9
     for number in range(40, 60):
         script.link.post_plan(number, _EMPTY)
     assert not script.link._arrived
-    assert len(script.link.endpoint._held) == 1, "all but the one that was taken"
+    assert len(script.link.endpoint._held) == 1, "all answers but the taken one are held"
 
 
-def test_drain_is_heard_between_answers():
+def test_drain_is_received_between_answers():
     script = with_answers(pack_json(Kind.DRAIN, 1, {}), partial(1))
     script.link.answer(1, 0)
     assert script.link.is_leaving
@@ -151,7 +151,7 @@ def test_drain_is_heard_between_answers():
         Header(Kind.ERROR, 1).packed() + b"{",
     ],
 )
-def test_what_is_no_answer_is_an_error(message):
+def test_a_message_that_is_no_answer_is_an_error(message):
     script = with_answers(message, partial(1))
     with pytest.raises(NodeError):
         script.link.answer(1, 0)
@@ -163,15 +163,15 @@ def test_two_answers_to_one_question_are_an_error():
         script.link.answer(1, 0)
 
 
-def test_a_node_that_lives_and_does_not_answer_is_lost():
+def test_a_live_node_that_does_not_answer_is_lost():
     with pytest.raises(TransportTimeoutError, match="no answer for 30 s"):
         with_answers().link.answer(1, 0)
 
 
-def test_a_node_that_is_gone():
+def test_a_node_that_has_closed_is_lost():
     script = with_answers(partial(1))
     script.node_end.close()
-    script.link.answer(1, 0)  # what came before counts
+    script.link.answer(1, 0)  # a message from before the end counts
     with pytest.raises(PeerLostError):
         script.link.answer(1, 1)
     with pytest.raises(TransportError):
@@ -197,8 +197,8 @@ EVIL = {
 
 
 @pytest.mark.parametrize("change", EVIL.values(), ids=EVIL)
-def test_an_answer_of_another_form_makes_the_node_a_lost_one(change, monkeypatch):
-    """Nothing of it is merged, and nothing is written where it does not belong."""
+def test_an_answer_of_the_wrong_shape_loses_the_node(change, monkeypatch):
+    """The answer is not merged and writes no memory."""
     layers = layers_of(1)
     rig = RemoteRig(layers, ("a", "b"))
     item = rig.kv.open(100)

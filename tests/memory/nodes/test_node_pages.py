@@ -1,4 +1,4 @@
-"""What a memory node reads and writes: pages that were asked for and are there, and no others."""
+"""A memory node reads and writes only the pages that a plan needs and that are mapped."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def engine(node):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 17, 40, 128, 200])
-def test_nothing_is_touched_but_what_is_required(node, kv_dtype, window, isa):
-    """Only the pages that a node asks for are mapped: reading one byte beside them is the end
-    of this process."""
+def test_only_required_pages_are_touched(node, kv_dtype, window, isa):
+    """Only the pages that a plan must have are mapped, so reading one byte beside them is a
+    SIGSEGV."""
     layer = replace(LAYER, window=window)
     request = replace(
         REQUEST,
@@ -51,7 +51,7 @@ def test_nothing_is_touched_but_what_is_required(node, kv_dtype, window, isa):
             first -= first % READ_BLOCK
             slots = first // 16, -(-num_keys // 16)
             edits = [(UNMAP, 1, 0, 0, 64)]
-            if slots[0] < slots[1]:  # with a window of 1, none may be in reach
+            if slots[0] < slots[1]:  # with a window of 1, no page may be needed
                 edits.append((MAP, 1, slots[0], 0, slots[1] - slots[0]))
             number = engine.plan(edits, queries=[(1, num_rows, num_keys)])
             engine.query(number, 0, torch.randn(num_rows, 4, 16, generator=generator))
@@ -69,8 +69,8 @@ def test_nothing_is_touched_but_what_is_required(node, kv_dtype, window, isa):
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_a_page_less_is_an_error_and_not_a_signal(node, kv_dtype):
-    """The same at the limits: one page slot less at either end is refused."""
+def test_one_missing_page_is_an_error_and_not_a_signal(node, kv_dtype):
+    """One page slot less at either end is refused with RANGE."""
     for window in (None, 40):
         layer = replace(LAYER, window=window)
         request = replace(REQUEST, layers=[layer], group_layers=[[0]], kv_dtype=kv_dtype)
@@ -89,8 +89,8 @@ def test_a_page_less_is_an_error_and_not_a_signal(node, kv_dtype):
             engine.close()
 
 
-def test_a_hole_in_the_middle_is_found_again_after_an_edit(engine):
-    """What was found mapped once is looked at anew when something was unmapped."""
+def test_an_unmapped_page_slot_in_the_middle_is_found_after_an_edit(engine):
+    """The node caches that page slots are mapped and checks them again after an unmap."""
     engine.plan([(MAP, 0, 2, 30, 6)])
     engine.query(engine.plan(queries=[(0, 1, 256)], edits=[(MAP, 3, 0, 20, 4)]), 0, Q1)
     engine.partial(0)
@@ -123,8 +123,8 @@ def test_a_copied_page_has_the_same_content(engine):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_was_in_a_page_before_is_not_seen(node, kv_dtype, bad, isa):
-    """A sequence whose numbers went wrong gives its pages back, and the next one's are well."""
+def test_earlier_content_of_a_page_is_not_seen(node, kv_dtype, bad, isa):
+    """NaN and infinity in released pages do not reach the next sequence that gets them."""
     engine = RawEngine.beside(node, replace(REQUEST, kv_dtype=kv_dtype))
     engine.attach()
     engine.map_ranges()

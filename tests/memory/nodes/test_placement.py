@@ -1,4 +1,4 @@
-"""Partitioning over nodes: every head of every token is on one node, and both sides agree."""
+"""Partitioning puts every head of every token on one node, and both sides agree on it."""
 
 from __future__ import annotations
 
@@ -47,32 +47,32 @@ def test_partitioning_is_even_and_leaves_nothing_out(count, num_shards):
 @given(st.sampled_from(["head", "request", "sequence"]), st.integers(1, 6), COUNTS, COUNTS)
 def test_every_head_is_on_one_node_or_on_all(partition, count, num_kv_heads, group):
     layer = heads(max(num_kv_heads, count), group)
-    found = []
+    covered = []
     for shard in shards(partition, count):
         first, num_heads = shard.heads(layer)
         part = shard.layer(layer)
         assert (part.num_kv_heads, part.num_heads) == (num_heads, num_heads * group)
         assert (part.head_dim, part.scale, part.window) == (64, 0.125, None)
-        found += range(first, first + num_heads)
+        covered += range(first, first + num_heads)
         assert num_heads > 0
     times = 1 if partition == "head" else count
-    assert sorted(found) == sorted([*range(layer.num_kv_heads)] * times)
+    assert sorted(covered) == sorted([*range(layer.num_kv_heads)] * times)
 
 
 @given(st.integers(1, 8), TOKENS, TOKENS.map(lambda n: n + 1))
 def test_every_token_is_on_one_node(count, first, length):
-    """`runs` says which tokens; `num_tokens` how many come before, which is the index of the next
-    one."""
+    """`runs` names the tokens of a shard; `num_tokens` counts those before a position, which is
+    the index of the next one."""
     end = first + length
-    found = []
+    covered = []
     for shard in shards("sequence", count):
         own = [i for low, n in shard.runs(first, end) for i in range(low, low + n)]
         assert own == sorted(own) and all(first <= i < end for i in own)
         assert len(own) == shard.num_tokens(end) - shard.num_tokens(first)
         assert all(n > 0 for _, n in shard.runs(first, end))
         assert all(i // 16 % count == shard.index for i in own)
-        found += own
-    assert sorted(found) == [*range(first, end)]
+        covered += own
+    assert sorted(covered) == [*range(first, end)]
     for partition in ("head", "request"):
         for shard in shards(partition, count):
             assert shard.runs(first, end) == [(first, length)]
@@ -80,8 +80,8 @@ def test_every_token_is_on_one_node(count, first, length):
 
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 90), min_size=1, max_size=12))
-def test_what_is_appended_step_by_step_lies_where_it_is_read(count, steps):
-    """A node's tokens have no gaps: each step begins where the last one ended."""
+def test_rows_appended_step_by_step_are_read_from_where_they_are(count, steps):
+    """A node's tokens have no gaps, since each step begins where the last one ended."""
     for shard in shards("sequence", count):
         index, total = 0, 0
         for rows in steps:
@@ -92,8 +92,9 @@ def test_what_is_appended_step_by_step_lies_where_it_is_read(count, steps):
 
 
 @given(st.integers(1, 4), st.integers(1, 40))
-def test_a_page_is_dealt_whole(count, units):
-    """A node's page has its share of the tokens, so pages begin together everywhere."""
+def test_pages_begin_together_on_all_nodes(count, units):
+    """Pages begin at the same token on every node, and each node's page holds its share of the
+    tokens."""
     tokens = 16 * count * units
     for shard in shards("sequence", count):
         assert shard.page_tokens(tokens) == 16 * units
@@ -111,7 +112,7 @@ GEOMETRIES = st.tuples(
 
 
 @given(GEOMETRIES)
-def test_pages_of_books_and_nodes_agree(drawn):
+def test_pages_of_the_accounting_and_of_nodes_agree(drawn):
     token_bytes, partition, num_nodes, node_bytes, max_len = drawn
     windows = [None, *[4096] * (len(token_bytes) - 1)]
     geometry = page_geometry(token_bytes, windows, partition, num_nodes, node_bytes)
@@ -188,7 +189,7 @@ def test_a_page_has_room_on_every_node(num_kv_heads, num_nodes, num_windows, hea
         ("sequence", 1, None, 4, "sequence"),
     ],
 )
-def test_the_partition_that_is_taken(name, kv_heads, window, num_nodes, due):
+def test_the_chosen_partition(name, kv_heads, window, num_nodes, due):
     layers = [heads(4), heads(kv_heads, window=window)]
     assert resolve_partition(name, layers, num_nodes) == due
 
@@ -202,7 +203,7 @@ def test_the_partition_that_is_taken(name, kv_heads, window, num_nodes, due):
         ("auto", 4, None, 5, "supports 4 nodes at most, not 5"),
     ],
 )
-def test_a_partition_that_cannot_be_names_the_setting(name, kv_heads, window, num_nodes, said):
+def test_an_impossible_partition_names_the_setting(name, kv_heads, window, num_nodes, said):
     with pytest.raises(PlacementError, match=said) as caught:
         resolve_partition(name, [heads(kv_heads, window=window)], num_nodes)
     assert str(caught.value).startswith("memory_partition")

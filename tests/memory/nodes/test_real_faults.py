@@ -1,4 +1,5 @@
-"""Some real faults of node processes (bench/nodes/node_faults.py has them all, and the figures)."""
+"""Some real faults of node processes; bench/nodes/node_faults.py has all of them and the
+figures."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def expected(tmp_path_factory):
     return reference(tmp_path_factory.mktemp("reference"))
 
 
-def suffer(run, kinds):
+def run_with_faults(run, kinds):
     try:
         for kind in kinds:
             run.inflict(kind)
@@ -31,12 +32,12 @@ def suffer(run, kinds):
 @pytest.mark.skipif(REASON is not None, reason=f"no network namespaces: {REASON}")
 def test_faults_of_the_network(expected, tmp_path):
     run = Run(expected, tmp_path, num_nodes=2)
-    faults = suffer(run, ["cut_from", "reset", "corrupt"])
+    faults = run_with_faults(run, ["cut_from", "reset", "corrupt"])
     assert 1.0 < faults["cut_from"].noticed_s < 3.0
     assert faults["reset"].noticed_s < 1.5
 
 
 def test_a_process_that_dies_behind_shared_memory(expected, tmp_path):
     run = Run(expected, tmp_path, num_nodes=2, partition="request", sites=False)
-    faults = suffer(run, ["kill"])
+    faults = run_with_faults(run, ["kill"])
     assert faults["kill"].noticed_s < 1.5

@@ -1,4 +1,4 @@
-"""Attention over memory nodes against plain attention in higher precision."""
+"""Attention over memory nodes agrees with plain attention in higher precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
 
 
 class Histories:
-    """What each sequence's q, k, v were, layer by layer."""
+    """Holds each sequence's q, k and v, layer by layer."""
 
     def __init__(self, layers, seed=0):
         self.layers = layers
@@ -32,7 +32,8 @@ class Histories:
         self.values = {}
 
     def rows(self, sequences):
-        """(name, number of rows) -> inputs of each layer, and what must come out."""
+        """Takes (name, number of rows) and returns the inputs of each layer and the expected
+        results."""
         inputs, expected = [], []
         for number, layer in enumerate(self.layers):
             qs, ks, vs, outs = [], [], [], []
@@ -56,7 +57,7 @@ class Histories:
 
 
 def run_mixed(rig, layers, kv_dtype, wire=WireType.FLOAT32):
-    """Prompts in chunks beside sequences that decode, over several steps."""
+    """Runs prompt chunks beside decode rows over several steps."""
     histories = Histories(layers)
     lengths = dict.fromkeys("xyz", 0)
     items = {name: rig.kv.open(600) for name in lengths}
@@ -119,7 +120,7 @@ def test_fewer_bits_on_the_wire(wire):
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 @pytest.mark.parametrize("partition", ["head", "sequence"])
-def test_prompts_are_kept_here_until_they_are_read(kv_dtype, partition):
+def test_prompt_tails_are_cached_until_they_are_read(kv_dtype, partition):
     layers = layers_of()
     rig = RemoteRig(layers, ("a", "b"), partition, kv_dtype, tail_bytes=1 << 22)
     run_mixed(rig, layers, kv_dtype)
@@ -128,7 +129,7 @@ def test_prompts_are_kept_here_until_they_are_read(kv_dtype, partition):
 
 
 @pytest.mark.parametrize(("tail_bytes", "num_queries"), [(1 << 22, 0), (0, 2 * 2 * 2)])
-def test_nodes_are_not_asked_about_a_prompt_that_is_kept(tail_bytes, num_queries):
+def test_a_cached_prompt_tail_needs_no_queries_to_nodes(tail_bytes, num_queries):
     layers = layers_of()
     rig = RemoteRig(layers, ("a", "b"), tail_bytes=tail_bytes)
     histories, item = Histories(layers), rig.kv.open(150)
@@ -148,7 +149,7 @@ def test_little_memory_for_prompts_changes_nothing(kv_dtype):
     rig.close()
 
 
-def test_windows_and_prompts_that_are_kept():
+def test_sliding_windows_with_cached_prompt_tails():
     layers = layers_of(3, windows=(None, 40, 40))
     rig = RemoteRig(layers, ("a", "b"), "head", "int8", tail_bytes=1 << 22)
     run_mixed(rig, layers, "int8")
@@ -156,7 +157,8 @@ def test_windows_and_prompts_that_are_kept():
 
 
 class OwnMemory:
-    """This machine's, for when no node is left; the same bytes keep prompts until then."""
+    """The engine's own memory, for when no node is left; until then its bytes hold the prompt
+    tail cache."""
 
     def __init__(self, rig, num_bytes):
         self.node = MemoryNode(num_bytes, get_backend("cpu"))
@@ -174,12 +176,12 @@ class OwnMemory:
 
     @property
     def keeps_prompts(self):
-        """Whether the system has given memory for them."""
+        """Whether the system has granted memory for the prompt tail cache."""
         return self._tail_cache._kv.num_mapped > 0
 
 
 def chunks_of_a_prompt(rig, histories, name):
-    """Two of them, with the right results; the range."""
+    """Runs two chunks of a prompt, checks their results and returns the range."""
     item = rig.kv.open(200)
     for num_rows, length in ((60, 60), (50, 110)):
         inputs, expected = histories.rows([(name, num_rows)])
@@ -188,8 +190,9 @@ def chunks_of_a_prompt(rig, histories, name):
     return item
 
 
-def place_anew(rig, item):
-    """As when all that the nodes held is lost, and `item` was the only range."""
+def place_again(rig, item):
+    """Places the partition again after its nodes have lost everything; `item` was the only
+    range."""
     [partition] = rig.set.partitions
     rig.kv.close(item)
     rig.set.place(partition)
@@ -198,7 +201,7 @@ def place_anew(rig, item):
     return partition.is_local
 
 
-def test_own_memory_holds_prompts_or_everything_but_not_both():
+def test_own_memory_holds_prompt_tails_or_all_of_the_kv():
     layers = layers_of()
     rig = RemoteRig(layers, tail_bytes=MIB)
     own, histories = OwnMemory(rig, MIB), Histories(layers)
@@ -206,19 +209,19 @@ def test_own_memory_holds_prompts_or_everything_but_not_both():
     assert own.keeps_prompts and not own.is_leased
     rig.nodes.kill("a")
     rig.nodes.kill("b")
-    assert place_anew(rig, item)
+    assert place_again(rig, item)
     assert own.is_leased
     item = chunks_of_a_prompt(rig, histories, "y")
-    assert not own.keeps_prompts, "K/V is twice in this machine's memory"
+    assert not own.keeps_prompts, "this machine's memory holds K/V twice"
     rig.nodes.gone.clear()
-    assert not place_anew(rig, item)
+    assert not place_again(rig, item)
     assert not own.is_leased
     chunks_of_a_prompt(rig, histories, "z")
     assert own.keeps_prompts
     rig.close()
 
 
-def test_prompts_on_other_nodes_go_on_when_own_memory_takes_the_place_of_one():
+def test_prompts_on_other_nodes_continue_when_own_memory_replaces_a_node():
     layers = layers_of()
     rig = RemoteRig(layers, ("a", "b"), "request", tail_bytes=MIB)
     own, histories = OwnMemory(rig, MIB), Histories(layers)
@@ -236,8 +239,8 @@ def test_prompts_on_other_nodes_go_on_when_own_memory_takes_the_place_of_one():
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
-def test_a_prompt_that_cannot_be_kept_is_left_to_the_nodes(kv_dtype, monkeypatch):
-    """Every second mapping fails, without effect on the results."""
+def test_a_prompt_that_cannot_be_cached_is_left_to_the_nodes(kv_dtype, monkeypatch):
+    """Every second mapping fails, and the results stay the same."""
     layers = layers_of()
     rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype, tail_bytes=1 << 22)
     memory, calls = rig.tail_cache._memory, itertools.count()
@@ -255,8 +258,8 @@ def test_a_prompt_that_cannot_be_kept_is_left_to_the_nodes(kv_dtype, monkeypatch
     rig.close()
 
 
-def test_the_small_node_is_left_out():
-    """b has come back with too little for its shard; a goes on with all of it."""
+def test_a_node_that_is_too_small_is_left_out():
+    """Node b returns with too little memory for its shard, and a takes all of it."""
     rig = RemoteRig(layers_of(), ("a", "b"), num_pages=40)
     rig.set.min_pages = 30
     rig.nodes.kill("b")
@@ -266,11 +269,11 @@ def test_the_small_node_is_left_out():
     rig.set.place(partition)
     assert [link.url for link in partition.links] == ["a"]
     assert partition.num_pages >= 30
-    assert rig.set.find_returned() == []  # and it is not asked again
+    assert rig.set.find_returned() == []  # the small node is not asked again
     rig.close()
 
 
-def test_without_a_thread_nodes_are_looked_for_later():
+def test_without_a_thread_nodes_are_found_later():
     def no_pool(count):
         raise RuntimeError("can't start new thread")
 
@@ -283,7 +286,7 @@ def test_without_a_thread_nodes_are_looked_for_later():
     rig.close()
 
 
-def test_nobody_waits_for_a_name_that_is_looked_up_slowly():
+def test_a_slow_name_lookup_blocks_nothing():
     rig = RemoteRig(layers_of())
     connect, slow = rig.nodes.connect, threading.Event()
 
@@ -302,22 +305,22 @@ def test_nobody_waits_for_a_name_that_is_looked_up_slowly():
 
 
 def test_nodes_far_away_are_found_again():
-    """Connecting takes 0.6 s, which is longer than a node nearby is given."""
+    """Connecting takes 0.6 s, which is longer than the time limit for a nearby node."""
     rig = RemoteRig(layers_of())
     connect, now = rig.nodes.connect, [0.0]
 
     def connect_far(url, timeout_s):
         if timeout_s < 0.6:
             raise TransportTimeoutError(f"{url}: no answer in time")
-        now[0] += 0.6  # one after the other, for a clock of our own
+        now[0] += 0.6  # for connections made in turn, on the test's own clock
         return connect(url, timeout_s)
 
     rig.set.connect, rig.set._clock = connect_far, lambda: now[0]
     [partition] = rig.set.partitions
     with pytest.raises(NoNodeError):
         rig.set.place(partition)
-    rig.set.place(partition, 5.0, needs_all=True)  # as at the start
-    assert rig.set.connect_s == 1.0, "four times as long would be too long to wait"
+    rig.set.place(partition, 5.0, needs_all=True)  # as at start-up
+    assert rig.set.connect_s == 1.0, "a fourfold time limit would be too long"
     rig.set.place(partition)
     assert [link.url for link in partition.links] == ["a", "b"]
     rig.nodes.kill("b")
@@ -327,8 +330,8 @@ def test_nodes_far_away_are_found_again():
     rig.close()
 
 
-def test_a_prompt_with_windows_is_kept_whole_or_not_at_all():
-    """Its beginning came from the prefix cache: nothing is opened for the rest, step after step."""
+def test_a_prompt_with_windows_is_cached_whole_or_not_at_all():
+    """The prompt's beginning came from the prefix cache, so no step opens a tail for the rest."""
     layers = layers_of(2, windows=(None, 40))
     rig = RemoteRig(layers, ("a", "b"), "head", "int8", tail_bytes=1 << 22)
     assert rig.tail_cache.extend(0, 30, 20) is None
@@ -339,7 +342,7 @@ def test_a_prompt_with_windows_is_kept_whole_or_not_at_all():
     rig.close()
     whole = RemoteRig(layers_of(), ("a", "b"), "head", "int8", tail_bytes=1 << 22)
     assert whole.tail_cache.extend(0, 30, 20) is not None, (
-        "without windows the end is worth keeping"
+        "without windows the end of the prompt is cached"
     )
     whole.tail_cache.drop(0)
     whole.close()

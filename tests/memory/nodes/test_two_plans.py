@@ -1,4 +1,4 @@
-"""Two plans at once: layers of two batches in turn give the bits of one after the other."""
+"""Two plans in flight give the same bits as one: layers of two micro-batches run in turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
 ]
 MAX_LEN = 256
-# (sequences, rows of each): decode rows first; lengths grow from step to step
+# (sequences, rows of each), decode rows first; lengths grow from step to step
 STEPS = [([0, 1, 2, 3], [30, 45, 17, 64]), ([0, 2, 1, 3], [1, 1, 1, 20]), ([3, 1, 0, 2], [1] * 4)]
 
 
@@ -51,7 +51,7 @@ class Local:
         return [number * MAX_LEN for number in lengths]
 
     def close(self) -> None:
-        """Nothing is held elsewhere."""
+        """Has nothing to release."""
 
 
 class Remote(RemoteRig):
@@ -68,16 +68,16 @@ class Remote(RemoteRig):
 
 
 def attend(plan: Attention, layer: int, rows: tuple[torch.Tensor, ...], indices: list[int]):
-    """Everything but the wait, of some of the step's rows."""
+    """Attends with some of the step's rows and returns the pending result."""
     q, k, v = (x[indices].clone() for x in rows)
     return plan.finish(plan.begin(layer, q), k, v, None)
 
 
 def run(rig: Local | Remote, seed: int, *, is_split: bool) -> list[torch.Tensor]:
-    """Each layer's result in each step, rows in the step's order."""
+    """Returns each layer's result in each step, with rows in the step's order."""
     generator = torch.Generator().manual_seed(seed)
     past = dict.fromkeys(range(4), 0)
-    found = []
+    results = []
     for sequences, num_rows in STEPS:
         lengths = {s: past[s] + n for s, n in zip(sequences, num_rows, strict=True)}
         starts = rig.starts(lengths, past)
@@ -86,18 +86,18 @@ def run(rig: Local | Remote, seed: int, *, is_split: bool) -> list[torch.Tensor]
         for n in num_rows:
             rows_of.append(list(range(total, total + n)))
             total += n
-        halves = [[0, 3], [1, 2]] if is_split else [[0, 1, 2, 3]]
+        micro_batches = [[0, 3], [1, 2]] if is_split else [[0, 1, 2, 3]]
         plans, indices = [], []
-        for half in halves:
-            counts = [num_rows[i] for i in half]
+        for group in micro_batches:
+            counts = [num_rows[i] for i in group]
             step = AttentionStep(
                 counts.count(1),
-                [starts[i] for i in half],
+                [starts[i] for i in group],
                 counts,
-                [lengths[sequences[i]] for i in half],
+                [lengths[sequences[i]] for i in group],
             )
             plans.append(rig.attention.plan(step))
-            indices.append([row for i in half for row in rows_of[i]])
+            indices.append([row for i in group for row in rows_of[i]])
         for layer, shape in enumerate(rig.layers):
             heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
             rows = tuple(torch.randn(total, h, shape.head_dim, generator=generator) for h in heads)
@@ -107,8 +107,8 @@ def run(rig: Local | Remote, seed: int, *, is_split: bool) -> list[torch.Tensor]
             out = torch.empty_like(rows[0])
             for one, own in zip(pending, indices, strict=True):
                 out[own] = one.wait()
-            found.append(out)
-    return found
+            results.append(out)
+    return results
 
 
 KINDS = ["plain", "int8", "grouped"]
@@ -120,7 +120,7 @@ KINDS += [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_of_two_batches_in_turn(kind: str) -> None:
+def test_layers_of_two_micro_batches_in_turn(kind: str) -> None:
     results = []
     for is_split in (False, True):
         rig = Remote(kind) if kind.startswith("remote") else Local(kind)
@@ -131,6 +131,6 @@ def test_layers_of_two_batches_in_turn(kind: str) -> None:
         assert torch.equal(whole, split)
 
 
-def test_local_attention_says_that_it_is() -> None:
+def test_is_remote_is_false_for_local_attention() -> None:
     assert not any(Local(kind).attention.is_remote for kind in ("plain", "int8", "grouped"))
     assert RemoteRig(layers_of()).attention.is_remote

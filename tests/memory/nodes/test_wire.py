@@ -1,4 +1,4 @@
-"""Messages of memory nodes: they come back as they went, and nothing else is taken for one."""
+"""Messages of memory nodes survive packing and unpacking, and malformed ones are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def view(data: bytes) -> memoryview:
 
 
 def code_of(read, *arguments) -> ErrorCode | None:
-    """Of the WireError that comes; None if none does. Anything else is a failure."""
+    """Returns the code of the WireError that is raised, or None; any other exception is a
+    failure."""
     try:
         read(*arguments)
     except WireError as error:
@@ -59,13 +60,13 @@ def code_of(read, *arguments) -> ErrorCode | None:
 
 
 @given(HEADERS)
-def test_headers_come_back(header):
+def test_headers_round_trip(header):
     assert len(header.packed()) == HEADER_BYTES
     assert read_header(view(header.packed() + b"what follows")) == header
 
 
 @given(U32, U64, PLANS)
-def test_plans_come_back(epoch, number, plan):
+def test_plans_round_trip(epoch, number, plan):
     message = view(pack_plan(epoch, number, plan))
     assert read_header(message) == Header(Kind.PLAN, epoch, number)
     assert read_plan(message) == plan
@@ -85,7 +86,7 @@ JSON_VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=5), JSON_VALUES.filter(lambda x: x == x), max_size=5))
-def test_json_comes_back(content):
+def test_json_round_trips(content):
     message = view(pack_json(Kind.ATTACH, 7, content))
     assert read_header(message) == Header(Kind.ATTACH, 7)
     assert read_json(message) == orjson.loads(orjson.dumps(content))
@@ -97,7 +98,7 @@ def test_json_comes_back(content):
 @example(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40))
 @example(b"\x80\x04\x95\x0f\x00\x00\x00\x00\x00\x00\x00\x8c\x02os" + bytes(40))
 def test_random_bytes_are_refused(data):
-    """HTTP, TLS and pickle bytes among them."""
+    """HTTP, TLS and pickle bytes are among them."""
     assert code_of(read_header, view(data)) in (ErrorCode.FORM, None)
     for read in (read_plan, read_json):
         assert code_of(read, view(bytes(HEADER_BYTES) + data)) in (ErrorCode.FORM, None)
@@ -116,7 +117,7 @@ def test_random_bytes_are_refused(data):
         (31, b"\x01", "not a message"),
     ],
 )
-def test_every_field_of_a_header_is_looked_at(offset, value, said):
+def test_every_field_of_a_header_is_checked(offset, value, said):
     data = bytearray(Header(Kind.QUERY, 1, 2, 3, WireType.INT8, 4).packed())
     read_header(memoryview(data))
     data[offset : offset + 1] = value
@@ -126,7 +127,7 @@ def test_every_field_of_a_header_is_looked_at(offset, value, said):
 
 
 @given(PLANS, st.data())
-def test_a_plan_that_was_cut_or_grew_is_refused(plan, data):
+def test_a_plan_of_the_wrong_length_is_refused(plan, data):
     whole = pack_plan(1, 1, plan)
     cut = data.draw(st.integers(HEADER_BYTES, len(whole) - 1))
     assert code_of(read_plan, view(whole[:cut])) is ErrorCode.FORM
@@ -135,7 +136,7 @@ def test_a_plan_that_was_cut_or_grew_is_refused(plan, data):
 
 @pytest.mark.parametrize("counts", [(2**32 - 1,) * 3, (2**31, 0, 0), (1, 0, 0), (0, 0, 2**32 - 1)])
 @pytest.mark.row("M4")
-def test_huge_counts_are_refused_before_anything_is_made_of_them(counts):
+def test_huge_counts_are_refused_before_memory_is_allocated(counts):
     body = struct.pack("<III", *counts)
     assert code_of(read_plan, view(bytes(HEADER_BYTES) + body)) is ErrorCode.FORM
 
@@ -163,7 +164,7 @@ def test_a_mutated_plan_is_a_plan_or_refused(plan, data):
         b'{"a":"' + b"x" * MAX_JSON_BYTES + b'"}',
     ],
 )
-def test_what_is_no_json_object_is_refused(body):
+def test_a_body_that_is_no_json_object_is_refused(body):
     message = view(Header(Kind.ATTACH, 1).packed() + body)
     assert code_of(read_json, message) is ErrorCode.FORM
 
@@ -192,7 +193,7 @@ def as_sent(request: AttachRequest) -> dict:
 
 
 @pytest.mark.parametrize("kv_dtype", KV_TYPES)
-def test_a_request_comes_back(kv_dtype):
+def test_an_attach_request_round_trips(kv_dtype):
     request = replace(REQUEST, kv_dtype=kv_dtype)
     read = AttachRequest.from_json(as_sent(request))
     assert read == request
@@ -285,7 +286,7 @@ def test_int8_needs_heads_that_its_kernels_have(head_dim, is_fine):
 
 @given(st.data())
 def test_requests_with_random_values_are_refused_or_have_a_layout(data):
-    """Whatever passes the checks has pages and a reservation that are within bounds."""
+    """A request that passes the checks has pages and a reservation within bounds."""
     content = as_sent(REQUEST)
     for name in data.draw(st.lists(st.sampled_from(sorted(content)), max_size=3)):
         numbers = st.integers(0, 2**34) | st.sampled_from([16, 2**12, 2**20, 2**24])
@@ -320,7 +321,7 @@ def bytes_of(parts):
 
 @pytest.mark.parametrize("dtype", WireType)
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
-def test_rows_come_back(dtype, num_rows):
+def test_rows_round_trip(dtype, num_rows):
     generator = torch.Generator().manual_seed(num_rows)
     rows = WireRows(8, 4, 32)
     q = torch.randn(num_rows, 8, 32, generator=generator)
@@ -367,7 +368,7 @@ def test_rows_of_another_size_are_refused(dtype, change):
         assert code_of(read, view(bytes(due)), huge) is ErrorCode.SHAPE
 
 
-def test_heads_that_do_not_go_in_8_bits_are_refused():
+def test_heads_without_an_8_bit_form_are_refused():
     rows = WireRows(4, 2, 20)
     header = Header(Kind.QUERY, 1, 1, 0, WireType.INT8, 3)
     body = view(bytes(rows.q_bytes(3, WireType.INT8)))

@@ -1,4 +1,4 @@
-"""Device memory that several threads, or libraries, use at once, on a fake driver."""
+"""Several threads and another library use device memory at once, on a fake driver."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_another_library_may_use_the_context_too(driver):
 
 
 def test_a_page_is_created_once(driver, memory):
-    """By as many threads as want it; `map` takes the handle that another is creating."""
+    """Several threads prepare it; `map` uses the handle that another thread is creating."""
     memory.reserve(16 * PAGE)
     barrier = threading.Barrier(8)
 
@@ -64,7 +64,7 @@ def test_a_page_is_created_once(driver, memory):
     assert driver.calls["cuMemCreate"] == 16
 
 
-def test_a_failed_create_wakes_who_waited_for_it(driver, memory, monkeypatch):
+def test_a_failed_create_wakes_the_waiting_thread(driver, memory, monkeypatch):
     """The second thread waits for the first one's page and then creates it itself."""
     memory.reserve(PAGE)
     begun, may_end = threading.Event(), threading.Event()

@@ -1,4 +1,5 @@
-"""Device memory on a fake driver that is as strict as the real one: what each call does."""
+"""Checks what each call does to device memory, on a fake driver that is as strict as the real
+one."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_one_map_for_each_page_and_one_access_for_all(driver, memory):
     assert driver.num_live == (8, 0, 1, 1)
 
 
-def test_a_hole_is_no_memory(driver, memory):
+def test_an_unmapped_page_is_no_memory(driver, memory):
     base = memory.reserve(4 * PAGE)
     memory.map(PAGE, 0, 1)
     driver.write(base + PAGE, bytes(PAGE))
@@ -49,7 +50,7 @@ def test_a_hole_is_no_memory(driver, memory):
         ("cuMemMap", UNKNOWN, errno.EIO),
     ],
 )
-def test_a_partial_mapping_is_unwound(driver, memory, call, error, number):
+def test_a_partial_mapping_is_undone(driver, memory, call, error, number):
     base = memory.reserve(16 * PAGE)
     memory.map(0, 8, 1)
     driver.fail(call, error, after=2)
@@ -61,8 +62,8 @@ def test_a_partial_mapping_is_unwound(driver, memory, call, error, number):
     driver.write(base, bytes(5 * PAGE))
 
 
-def test_no_access_no_mapping(driver, memory):
-    """The driver says this once a context has about 520,000 mappings."""
+def test_a_mapping_without_access_is_undone(driver, memory):
+    """The driver fails so once a context has about 520,000 mappings."""
     memory.reserve(16 * PAGE)
     driver.fail("cuMemSetAccess", NO_MEMORY)
     with pytest.raises(OSError, match="cuMemSetAccess: CUDA_ERROR_OUT_OF_MEMORY"):
@@ -70,7 +71,7 @@ def test_no_access_no_mapping(driver, memory):
     assert not driver.mappings
 
 
-def test_what_could_not_be_unwound_is_replaced(driver, memory):
+def test_a_mapping_that_could_not_be_undone_is_replaced(driver, memory):
     base = memory.reserve(16 * PAGE)
     driver.fail("cuMemMap", NO_MEMORY, after=2)
     driver.fail("cuMemUnmap", UNKNOWN)
@@ -118,13 +119,13 @@ def test_nothing_is_unmapped_if_waiting_fails(driver, memory):
     assert len(driver.mappings) == 2
 
 
-def test_the_engine_can_wait_in_its_own_way(driver):
+def test_the_synchronize_argument_replaces_the_drivers_wait(driver):
     waits = []
     memory = CudaMemory(PAGE, 4, driver=driver, synchronize=lambda: waits.append(1))
     memory.reserve(4 * PAGE)
     memory.map(0, 0, 2)
     memory.unmap(2 * PAGE, 2)
-    assert not waits, "nothing is mapped there"
+    assert not waits, "no page is mapped there"
     memory.unmap(0, 2)
     memory.close()
     assert len(waits) == 2
@@ -149,10 +150,10 @@ def test_release_gives_memory_back(driver, memory):
     assert driver.used_bytes == 0
 
 
-def test_pages_get_their_own_places_in_runs(driver, memory):
+def test_pages_get_consecutive_addresses_of_their_own(driver, memory):
     memory.reserve(16 * PAGE)
     memory.prepare(2, 6)
-    assert driver.calls["cuMemMap"] == 0, "beside kernels only handles are made"
+    assert driver.calls["cuMemMap"] == 0, "while kernels run, only handles are created"
     first = memory.page_address(4)
     assert (driver.calls["cuMemMap"], driver.calls["cuMemSetAccess"]) == (6, 1)
     assert [memory.page_address(page) - first for page in range(2, 8)] == [
@@ -164,7 +165,7 @@ def test_pages_get_their_own_places_in_runs(driver, memory):
     assert (driver.calls["cuMemMap"], driver.calls["cuMemSetAccess"]) == (7, 2)
 
 
-def test_a_page_keeps_its_own_place_until_its_release(driver, memory):
+def test_a_page_keeps_its_own_address_until_its_release(driver, memory):
     memory.reserve(16 * PAGE)
     memory.map(0, 0, 4)
     address = memory.page_address(1)
@@ -174,8 +175,8 @@ def test_a_page_keeps_its_own_place_until_its_release(driver, memory):
     memory.map(0, 1, 1)
     with pytest.raises(CudaError, match=r"pages \[1\] are mapped"):
         memory.release(0, 4)
-    assert driver.read(address, 4) == b"kept", "a page in use keeps it"
-    driver.launch(address, b"late")  # it ends before the address goes
+    assert driver.read(address, 4) == b"kept", "a page in use keeps its address"
+    driver.launch(address, b"late")  # the kernel ends before the address goes
     memory.unmap(0, 1)
     memory.release(1, 1)
     assert not driver.mappings
@@ -185,14 +186,15 @@ def test_a_page_keeps_its_own_place_until_its_release(driver, memory):
 
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
-@pytest.mark.parametrize("is_unwound", [True, False])
-def test_an_address_that_cannot_be_given(driver, memory, call, is_unwound):
-    """Also where not even the unwinding works: what is mapped without access is no address."""
+@pytest.mark.parametrize("is_undone", [True, False])
+def test_an_address_that_cannot_be_mapped(driver, memory, call, is_undone):
+    """The state stays valid even where the cleanup fails: a mapping without access is no
+    address."""
     memory.reserve(16 * PAGE)
     memory.prepare(0, 3)
     page = 3 if call == "cuMemCreate" else 1
     driver.fail(call, NO_MEMORY, after=0 if call != "cuMemMap" else 2)
-    if not is_unwound:
+    if not is_undone:
         driver.fail("cuMemUnmap", UNKNOWN)
     with pytest.raises(CudaError, match=call) as caught:
         memory.page_address(page)
@@ -204,8 +206,8 @@ def test_an_address_that_cannot_be_given(driver, memory, call, is_unwound):
     assert driver.used_bytes == 0
 
 
-def test_a_copy_comes_between_the_kernels_before_and_after(driver):
-    """In their stream, so that nobody waits."""
+def test_a_copy_runs_between_earlier_and_later_kernels(driver):
+    """The copy runs in the kernels' stream, so that the host does not wait."""
     probe = CudaMemory(PAGE, 1, driver=driver)  # a stream needs a context
     stream = driver.cuStreamCreate(1)[1]
     memory = CudaMemory(PAGE, 4, driver=driver, compute_stream=stream)
@@ -225,14 +227,14 @@ def test_a_copy_comes_between_the_kernels_before_and_after(driver):
     probe.close()
 
 
-def test_unmapping_waits_only_for_those_who_may_look_there(driver):
+def test_unmapping_waits_only_for_users_of_the_range(driver):
     settled = []
     memory = CudaMemory(
         PAGE, 8, driver=driver, settle=lambda first, end: settled.append((first, end))
     )
     memory.reserve(16 * PAGE)
     memory.map(2 * PAGE, 0, 4)
-    assert settled == [], "nothing was there"
+    assert settled == [], "no page was mapped"
     memory.map(3 * PAGE, 4, 2)
     assert settled == [(3 * PAGE, 5 * PAGE)]
     memory.unmap(2 * PAGE, 4)
@@ -240,7 +242,9 @@ def test_unmapping_waits_only_for_those_who_may_look_there(driver):
     assert not driver.calls["cuCtxSynchronize"]
     memory.page_address(0)
     memory.release(0, 1)
-    assert driver.calls["cuCtxSynchronize"] == 1, "copies may be under way at a page's own place"
+    assert driver.calls["cuCtxSynchronize"] == 1, (
+        "copies through the page's own address may be in flight"
+    )
     memory.close()
 
 
@@ -313,7 +317,7 @@ def test_no_package_and_no_driver(driver, monkeypatch):
 
 @pytest.mark.parametrize("mapped", [[], [0], [3]])
 def test_torch_sees_the_reservation(driver, memory, monkeypatch, mapped):
-    """torch asks the driver about the first address, which may be a hole."""
+    """torch asks the driver about the first address, which may be unmapped."""
     base = memory.reserve(4 * PAGE)
     for slot in mapped:
         memory.map(slot * PAGE, slot, 1)
@@ -331,7 +335,7 @@ def test_torch_sees_the_reservation(driver, memory, monkeypatch, mapped):
 
 
 def test_the_fake_driver_is_strict():
-    """Each of these is refused by a real driver, or undefined."""
+    """A real driver refuses each of these calls or leaves it undefined."""
     driver = FakeDriver(granularity=PAGE)
     invalid, no_context = (CUresult.CUDA_ERROR_INVALID_VALUE,), CUresult.CUDA_ERROR_INVALID_CONTEXT
     assert driver.cuMemAddressReserve(PAGE, 0, 0, 0)[0] == CUresult.CUDA_ERROR_NOT_INITIALIZED
@@ -345,16 +349,18 @@ def test_the_fake_driver_is_strict():
     assert driver.cuMemMap(base + PAGE, PAGE, 0, handle, 0) == invalid, "overlaps"
     assert driver.cuMemMap(base + 5 * PAGE - 1, PAGE, 0, handle, 0) == invalid, "not aligned"
     assert driver.cuMemMap(base - PAGE, 2 * PAGE, 0, handle, 0) == invalid, "outside"
-    assert driver.cuMemMap(base + 4 * PAGE, 3 * PAGE, 0, handle, 0) == invalid, "no such bytes"
-    assert driver.cuMemUnmap(base, PAGE) == invalid, "half a mapping"
-    assert driver.cuMemUnmap(base + PAGE, 3 * PAGE) == invalid, "half a mapping"
-    assert driver.cuMemUnmap(base, 6 * PAGE) == invalid, "a hole"
-    assert driver.cuMemAddressFree(base, 8 * PAGE) == invalid, "something is mapped"
+    assert driver.cuMemMap(base + 4 * PAGE, 3 * PAGE, 0, handle, 0) == invalid, (
+        "beyond the handle's size"
+    )
+    assert driver.cuMemUnmap(base, PAGE) == invalid, "part of a mapping"
+    assert driver.cuMemUnmap(base + PAGE, 3 * PAGE) == invalid, "part of a mapping"
+    assert driver.cuMemUnmap(base, 6 * PAGE) == invalid, "an unmapped page between"
+    assert driver.cuMemAddressFree(base, 8 * PAGE) == invalid, "pages are mapped"
     assert driver.cuMemMap(base + 4 * PAGE, 2 * PAGE, 0, handle, 0) == (CUresult.CUDA_SUCCESS,)
     with pytest.raises(IllegalAddress):
-        driver.read(base + 4 * PAGE, 1)  # no access yet
+        driver.read(base + 4 * PAGE, 1)  # no access rights yet
     driver.cuMemRelease(handle)
-    assert driver.used_bytes == 4 * PAGE, "mapped memory lives on"
+    assert driver.used_bytes == 4 * PAGE, "mapped memory stays allocated"
     driver.read(base, 1)
     with pytest.raises(AssertionError, match="undefined"):
         driver.cuMemMap(base + 6 * PAGE, 2 * PAGE, 0, handle, 0)
@@ -362,4 +368,6 @@ def test_the_fake_driver_is_strict():
     assert driver.used_bytes == 2 * PAGE
     driver.launch(base, b"x")
     assert driver.cuCtxSynchronize() == (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
-    assert driver.cuMemUnmap(base, PAGE) == (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,), "it is dead"
+    assert driver.cuMemUnmap(base, PAGE) == (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,), (
+        "the context is dead"
+    )

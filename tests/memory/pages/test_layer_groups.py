@@ -1,4 +1,5 @@
-"""Groups of layers: what windows give back, what hits need, and that kernels stay out of there."""
+"""Layer groups with windows release pages, limit what prefix hits need, and keep kernels out of
+the released pages."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ FULL, WINDOW = LayerGroup(64), LayerGroup(32, window=16, read_block=8)
 
 
 def make_groups(*groups: LayerGroup, num_pages: int = 400, **settings):
-    """Pages of 256 bytes: 4 tokens of FULL, 8 of WINDOW."""
+    """Returns make_kv's pair with pages of 256 bytes: 4 tokens of FULL, 8 of WINDOW."""
     defaults = {"max_model_len": 600, "max_rows": 8, "num_ranges": 4}
     return make_kv(num_pages, groups=groups, **(defaults | settings))
 
 
 def run(kv, item, start: int, end: int, rows: int = 1) -> list[tuple[int, ...]]:
-    """Grow step by step; pages of each part after each step."""
+    """Grows step by step and returns the number of pages of each part after each step."""
     held = []
     for position in range(start, end, rows):
         assert kv.grow(item, min(end, position + rows), position)
@@ -38,16 +39,16 @@ def run(kv, item, start: int, end: int, rows: int = 1) -> list[tuple[int, ...]]:
     return held
 
 
-def test_pages_of_a_window_stay_bounded_and_all_come_back():
+def test_pages_of_a_window_stay_bounded_and_are_all_released():
     kv, memory = make_groups(FULL, WINDOW)
     item = kv.open(1)
     held = run(kv, item, 0, 600)
     assert held[-1][0] == 150
-    assert max(count for _, count in held) == 3, "16 tokens and a block of 8"
+    assert max(count for _, count in held) == 3, "16 tokens and a read block of 8"
     assert kv.num_in_use == len(item.pages)
     check_mapping(kv, memory)
     kv.check_integrity()
-    assert kv.space.num_mappings < 150 + 3 + 64 + 1, "places that were passed are unmapped"
+    assert kv.space.num_mappings < 150 + 3 + 64 + 1, "released page slots are unmapped"
     kv.trim()
     assert len(memory.mapped) == len(item.pages)
     check_mapping(kv, memory)
@@ -56,7 +57,7 @@ def test_pages_of_a_window_stay_bounded_and_all_come_back():
     assert (kv.num_in_use, kv.num_mapped, len(memory.mapped)) == (0, 0, 0)
 
 
-def test_what_cannot_be_unmapped_behind_a_window_is_tried_again():
+def test_a_failed_unmap_behind_a_window_is_tried_again():
     kv, memory = make_groups(WINDOW)
     item = kv.open(1)
     run(kv, item, 0, 200)
@@ -84,7 +85,7 @@ def test_pages_for_is_never_less_than_what_is_held(groups, rows):
 
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,)])
-def test_alone_a_sequence_grows_to_the_end_in_the_pages_it_was_promised(groups):
+def test_a_sequence_alone_needs_only_its_promised_pages(groups):
     roomy, _ = make_groups(*groups)
     kv, _ = make_groups(*groups, num_pages=roomy.pages_for(600))
     assert kv.can_fit(600)
@@ -94,8 +95,8 @@ def test_alone_a_sequence_grows_to_the_end_in_the_pages_it_was_promised(groups):
     kv.check_integrity()
 
 
-def test_more_sequences_fit():
-    def most(*groups: LayerGroup) -> int:
+def test_windows_let_more_sequences_fit():
+    def max_sequences(*groups: LayerGroup) -> int:
         kv, _ = make_groups(*groups, num_pages=300, num_ranges=64)
         count = 0
         while kv.can_fit(512):
@@ -104,10 +105,10 @@ def test_more_sequences_fit():
             count += 1
         return count
 
-    # of 6 layers 5 have a window
-    assert most(LayerGroup(96)) == 1
-    assert most(LayerGroup(16), LayerGroup(80, window=32, read_block=8)) == 6
-    assert most(LayerGroup(96, window=32, read_block=8)) == 19
+    # 5 of 6 layers have a window
+    assert max_sequences(LayerGroup(96)) == 1
+    assert max_sequences(LayerGroup(16), LayerGroup(80, window=32, read_block=8)) == 6
+    assert max_sequences(LayerGroup(96, window=32, read_block=8)) == 19
 
 
 def test_another_sequence_gets_the_pages_behind_the_window():
@@ -116,11 +117,13 @@ def test_another_sequence_gets_the_pages_behind_the_window():
     run(kv, gone_soon, 0, 8)
     for position in range(0, 96, 8):
         if position == 32:
-            kv.close(gone_soon)  # its page goes round among the others
+            kv.close(gone_soon)  # its page is used by the others in turn
         run(kv, first, position, position + 8)
         run(kv, second, position, position + 8)
-    gone = {page for page in kv.space.mapped(first.parts[0].index) if page >= 0}
-    assert gone & set(second.pages), "shown behind the window of one, written by the other"
+    stale = {page for page in kv.space.mapped(first.parts[0].index) if page >= 0}
+    assert stale & set(second.pages), (
+        "the first maps pages behind its window that the second writes"
+    )
     assert not set(first.pages) & set(second.pages)
     check_mapping(kv, memory)
     kv.check_integrity()
@@ -136,7 +139,7 @@ def keys_of(kv, tokens: list[int]) -> list[bytes]:
 
 
 def filled(kv, num_tokens: int, close: bool = True) -> list[bytes]:
-    """A sequence came and left its pages; its keys."""
+    """Computes a sequence, closes it unless told otherwise, and returns its page keys."""
     keys = keys_of(kv, list(range(num_tokens)))
     item = kv.open(num_tokens)
     for position in range(0, num_tokens, 8):
@@ -158,7 +161,7 @@ def test_every_page_of_every_group_has_a_key_of_its_own():
     assert len(set(pages)) == len(pages)
 
 
-def test_a_hit_takes_of_a_window_only_what_it_reaches():
+def test_a_hit_needs_only_the_pages_within_the_window():
     kv, _ = make_groups(FULL, WINDOW)
     keys = filled(kv, 96)
     hit = kv.match(keys, 95)
@@ -172,23 +175,23 @@ def test_a_hit_takes_of_a_window_only_what_it_reaches():
     kv.check_integrity()
 
 
-def test_pages_behind_the_window_are_forgotten_first_and_not_missed():
+def test_pages_behind_the_window_are_evicted_first_and_not_needed():
     kv, _ = make_groups(FULL, WINDOW, num_pages=40)
-    keys = filled(kv, 96, close=False)  # 24 and 12 pages, of which the first 9 were given back
+    keys = filled(kv, 96, close=False)  # 24 and 12 pages, of which the first 9 were released
     assert kv.num_cached == 9
     other = kv.open(32)
     for position in range(0, 32, 8):
         assert kv.grow(other, position + 8, position)
         kv.commit()
-    assert kv.prefixes.stats.num_evicted == 7  # 12 places, 4 pages were free, 1 was its own
+    assert kv.prefixes.stats.num_evicted == 7  # 12 page slots; 4 pages were free and 1 was its own
     kv.check_integrity()
     assert kv.match(keys, 95).num_tokens == 95
-    assert kv.match(keys, 40) is None, "what its window needs is gone"
+    assert kv.match(keys, 40) is None, "a page that its window needs is evicted"
 
 
 @pytest.mark.parametrize("is_hit", [False, True])
-def test_the_end_of_what_a_window_reaches_is_forgotten_before_its_beginning(is_hit):
-    """A prompt within the window needs its first page whatever is left of the others."""
+def test_the_end_of_a_window_is_evicted_before_its_beginning(is_hit):
+    """A prompt within the window needs its first page, whatever is cached of the others."""
     wide = LayerGroup(32, window=400, read_block=8)
     kv, _ = make_groups(wide, num_pages=20)
     keys = filled(kv, 96)
@@ -201,29 +204,30 @@ def test_the_end_of_what_a_window_reaches_is_forgotten_before_its_beginning(is_h
 
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,)])
-def test_a_missing_page_makes_a_hit_shorter_never_wrong(groups):
-    """Any pages at all may be missing: compared with the longest that is fully there."""
+def test_a_missing_page_shortens_a_hit(groups):
+    """Any pages may be missing; the hit is the longest one whose pages are all cached."""
     rng = random.Random(1)
     kv, _ = make_groups(*groups, num_pages=60)
     keys = keys_of(kv, list(range(96)))
     shorter = 0
     for _ in range(300):
-        there = {key for key in keys if rng.random() < 0.9}
-        found = kv._finder.num_tokens(keys, 95, there.__contains__)
-        assert found == max(n for n in range(96) if is_there(kv, keys, n, there))
-        shorter += 0 < found < 95
+        cached = {key for key in keys if rng.random() < 0.9}
+        num_hit = kv._finder.num_tokens(keys, 95, cached.__contains__)
+        assert num_hit == max(n for n in range(96) if is_cached(kv, keys, n, cached))
+        shorter += 0 < num_hit < 95
     assert shorter > 40
 
 
-def is_there(kv, keys, num_tokens: int, there: set[bytes]) -> bool:
-    """By position: whether each token that a row from num_tokens on reads is in a known page."""
+def is_cached(kv, keys, num_tokens: int, cached: set[bytes]) -> bool:
+    """Whether all tokens that a row from num_tokens on reads are in cached pages, checked by
+    position."""
     for group in kv.layout.groups:
         chain = group.keys_of(keys)
         window = num_tokens + 1 if group.window is None else group.window
         first = max(0, num_tokens + 1 - window) // group.read_block * group.read_block
         for position in range(first, num_tokens):
-            place = position * group.token_bytes // kv.page_bytes
-            if place >= len(chain) or chain[place] not in there:
+            slot = position * group.token_bytes // kv.page_bytes
+            if slot >= len(chain) or chain[slot] not in cached:
                 return False
     return True
 
@@ -274,10 +278,10 @@ class Sequence:
         return plan.finish(ticket, self.k[start:end], self.v[start:end], None).wait()
 
     def spoil(self, num_computed: int) -> int:
-        """Fill the places that would be given back; their number."""
-        place = self.pages.first_slot(num_computed)
-        ctypes.memset(self._address, 0xFF, place * self.pages.page_bytes)
-        return place
+        """Fills the page slots that would be released and returns their number."""
+        slot = self.pages.first_slot(num_computed)
+        ctypes.memset(self._address, 0xFF, slot * self.pages.page_bytes)
+        return slot
 
 
 KINDS = ["cpu/float32", "cpu/bfloat16", "reference/float32"]
@@ -287,22 +291,23 @@ KINDS += ["cpu/int8"] if native_library.is_available() else []
 @pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [1, 40, 128, 200])
-def test_no_kernel_uses_what_is_behind_the_window(kind, window):
-    """All that is given back is NaN (int8: the largest scales) before the next row: same bits."""
+def test_no_kernel_reads_behind_the_window(kind, window):
+    """Before each row, released K/V becomes NaN (int8: the largest scales), and the bits stay
+    the same."""
     kept, spoiled = Sequence(kind, window), Sequence(kind, window)
     spoiled.q, spoiled.k, spoiled.v = kept.q, kept.k, kept.v
-    places, position = 0, 0
+    num_spoiled, position = 0, 0
     rng = random.Random(window)
     while position < LENGTH:
         rows = rng.choice([1, 1, 7, 64, 150])
         end = min(LENGTH, position + rows)
         is_decode = end == position + 1 and rng.random() < 0.7
-        places = max(places, spoiled.spoil(position))
+        num_spoiled = max(num_spoiled, spoiled.spoil(position))
         expected = kept.compute(position, end, is_decode)
         assert torch.isfinite(expected).all()
         assert torch.equal(spoiled.compute(position, end, is_decode), expected), position
         position = end
-    assert places >= (LENGTH - 150 - window - 128) // 16
+    assert num_spoiled >= (LENGTH - 150 - window - 128) // 16
 
 
 @pytest.mark.usefixtures("seeded")

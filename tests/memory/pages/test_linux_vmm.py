@@ -1,6 +1,6 @@
-"""What both kinds of memory promise: bytes written in a page are seen wherever it is mapped.
+"""Both kinds of memory show bytes written in a page wherever the page is mapped.
 
-On Linux these are real edits of the address space, on CUDA calls of a driver that is not there.
+On Linux these are real edits of the address space, on CUDA calls of a fake driver.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE = 64 << 10
 
 @dataclass
 class Space:
-    """Memory, and how whoever computes there reads and writes a byte."""
+    """Memory, and functions that read and write a byte as its kernels do."""
 
     memory: LinuxMemory | CudaMemory
     peek: Callable[[int], int]
@@ -82,7 +82,7 @@ def test_a_page_is_copied_wherever_it_is(space):
     space.memory.copy_page(3, 4)
     assert space.peek(base + 2 * PAGE + 5) == 77
     space.poke(base + 2 * PAGE + 5, 78)
-    space.memory.copy_page(4, 6)  # one that has never been mapped
+    space.memory.copy_page(4, 6)  # page 4 has never been mapped
     space.memory.map(0, 3, 1)
     space.memory.map(PAGE, 6, 1)
     assert (space.peek(base + 5), space.peek(base + PAGE + 5)) == (77, 78)
@@ -97,7 +97,7 @@ def test_a_page_has_an_address_wherever_it_is(space):
     assert space.peek(address + 5) == 77
     space.memory.unmap(0, 1)
     space.poke(address + 5, 78)
-    space.poke(space.memory.page_address(5) + 5, 79)  # one that has never been mapped
+    space.poke(space.memory.page_address(5) + 5, 79)  # page 5 has never been mapped
     assert space.memory.page_address(3) == address
     space.memory.map(4 * PAGE, 3, 1)
     space.memory.map(8 * PAGE, 5, 1)
@@ -112,8 +112,8 @@ def test_one_page_at_two_addresses(space):
     assert space.peek(base + 9 * PAGE) == 5
 
 
-def test_mapping_replaces_what_is_there(space):
-    """A manager that could not unmap relies on it."""
+def test_mapping_replaces_an_earlier_mapping(space):
+    """A manager whose unmap has failed relies on this."""
     base = space.memory.reserve(8 * PAGE)
     space.memory.map(0, 0, 4)
     for i in range(4):
@@ -122,7 +122,7 @@ def test_mapping_replaces_what_is_there(space):
     assert [space.peek(base + i * PAGE) for i in range(4)] == [10, 12, 12, 13]
 
 
-def test_holes_can_be_unmapped(space):
+def test_partly_mapped_ranges_can_be_unmapped(space):
     base = space.memory.reserve(8 * PAGE)
     space.memory.map(PAGE, 0, 1)
     space.memory.map(3 * PAGE, 1, 2)
@@ -147,7 +147,7 @@ def test_preparing_keeps_content(space):
 
 
 def test_preparing_beside_mapping(space):
-    """Threads prepare any pages while one maps, unmaps and releases."""
+    """Threads prepare random pages while one thread maps, unmaps and releases."""
     base = space.memory.reserve(16 * PAGE)
     stop = threading.Event()
     errors: list[BaseException] = []
@@ -191,7 +191,7 @@ def test_released_memory_is_zero(memory):
 
 
 def test_prepared_memory_is_present_and_counted(memory):
-    """Else the first touch pays for it; releasing gives prepared pages back as well."""
+    """Otherwise the first touch would allocate. Releasing frees prepared pages as well."""
     used = os.fstat(memory._fd).st_blocks
     memory.prepare(2, 3)
     assert (os.fstat(memory._fd).st_blocks - used) * 512 == 3 * PAGE
@@ -206,8 +206,8 @@ def test_a_tebibyte_can_be_reserved(space):
     assert space.peek(base + (1 << 40) - 1) == 1
 
 
-def test_a_hole_is_a_fault_and_not_garbage():
-    """In a child process: the fault is a SIGSEGV."""
+def test_an_unmapped_page_is_a_fault_and_not_garbage():
+    """The fault is a SIGSEGV, so it happens in a child process."""
     code = (
         "import ctypes; from memory.pages.linux_vmm import LinuxMemory\n"
         f"m = LinuxMemory({PAGE}, 2); a = m.reserve(4 * {PAGE}); m.map(0, 0, 1)\n"
@@ -226,7 +226,7 @@ def test_map_outside_the_reservation_is_our_bug(space):
 
 
 def test_kv_manager_on_memory(space):
-    """Data of a live range survives while idle ranges are taken apart around it."""
+    """Data of a live range survives while idle ranges around it are unmapped."""
     kv = KVManager(space.memory, num_pages=8, num_ranges=4, max_model_len=64, token_bytes=8192)
     base, range_bytes = space.memory.reserve(kv.total_bytes), kv.range_tokens * 8192
     first = kv.open(16)

@@ -1,4 +1,4 @@
-"""Several sequences have pages of their own for the same tokens; the cache knows one of them."""
+"""Several sequences hold copies of the same page, of which the prefix cache indexes one."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ class Copies:
         hit = self.kv.match(self.keys, 79)
         return hit.num_tokens if hit else 0
 
-    def forget(self) -> None:
+    def evict_all(self) -> None:
         while self.prefixes.num_evictable:
             self.prefixes.evict()
             self.kv.check_integrity()
 
 
-def test_a_copied_page_takes_the_place_of_its_source():
-    """An exact repeat of a prompt that ends with a page."""
+def test_a_copied_page_replaces_its_source():
+    """A prompt is repeated exactly and ends at a page boundary."""
     rig = Copies()
     rig.kv.close(rig.open(16))
     item = rig.kv.open(80, rig.kv.match(rig.keys[:4], 15))
     rig.kv.commit()
     rig.compute(item, 40)
     assert len(rig.prefixes.index) == 10 and rig.kv.num_in_use == 10
-    assert rig.prefixes.num_evictable == 0, "nothing is left that nobody uses"
+    assert rig.prefixes.num_evictable == 0, "every cached page is in use"
     rig.compute(item, 80)
     rig.kv.close(item)
     assert rig.num_hit() == 79
 
 
-def test_pages_of_one_that_has_ended_are_replaced():
-    """Two have computed the same beginning at once; the one whose pages are known ends."""
+def test_pages_of_a_closed_sequence_are_replaced():
+    """Two sequences compute the same beginning at once, and the one with the cached pages ends."""
     rig = Copies()
     first, second = rig.open(16), rig.open(16)
     assert [rig.prefixes.index.page_of(key) for key in rig.keys[:4]] == first.pages
@@ -72,15 +72,15 @@ def test_pages_of_one_that_has_ended_are_replaced():
     assert rig.num_hit() == 40
 
 
-def test_a_running_sequence_is_known_again_after_it_was_forgotten():
+def test_pages_of_a_running_sequence_are_inserted_again_after_eviction():
     rig = Copies()
     first, second = rig.open(16), rig.open(16)
     rig.compute(second, 40)
     rig.kv.close(first)
-    rig.forget()
+    rig.evict_all()
     assert len(rig.prefixes.index) == 0 and len(second.pages) == 10
     rig.compute(second, 43)
-    assert len(rig.prefixes.index) == 0, "only with the next page"
+    assert len(rig.prefixes.index) == 0, "pages are inserted with the next full page"
     rig.compute(second, 80)
     rig.kv.close(second)
     assert rig.num_hit() == 79
@@ -90,7 +90,7 @@ def test_a_running_sequence_is_known_again_after_it_was_forgotten():
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_page_that_is_being_written_is_replaced_too(works):
+def test_a_page_that_is_being_written_is_replaced(works):
     rig = Copies(lambda kind, key: "hold" if kind == "store" else None)
     first, second = rig.open(16), rig.open(16)
     rig.kv.close(first)
@@ -106,11 +106,11 @@ def test_a_page_that_is_being_written_is_replaced_too(works):
             future.set_result(False)
     rig.prefixes.poll()
     rig.kv.check_integrity()
-    assert rig.kv.num_in_use == 5, "the pages that were written are free"
+    assert rig.kv.num_in_use == 5, "the pages of the writes are free"
     assert len(rig.prefixes._unwritten) == (1 if works else 5)
 
 
-def test_what_has_no_parent_is_not_remembered():
+def test_a_page_without_a_cached_parent_is_not_inserted():
     rig = Copies()
     item = rig.kv.open(4)
     assert rig.kv.grow(item, 4)
@@ -121,30 +121,29 @@ def test_what_has_no_parent_is_not_remembered():
     assert rig.kv.allocator.num_free == 40
 
 
-def test_copies_in_any_order():
-    """Whatever comes and goes, one that ends under pressure leaves what it had since its last
-    complete page."""
+def test_copies_under_random_operations():
+    """A sequence that ends leaves all its full pages in the prefix cache."""
     rng = random.Random(3)
     rig = Copies()
     running: list[list] = []
     for _ in range(3000):
-        turn = rng.random()
-        if turn < 0.3 and len(running) < 3:
+        operation = rng.random()
+        if operation < 0.3 and len(running) < 3:
             hit = rig.kv.match(rig.keys[: rng.randint(0, 10)], rng.randint(0, 40))
             if rig.kv.can_fit(80, hit=hit):
                 item = rig.kv.open(80, hit)
                 rig.kv.commit()
                 running.append([item, hit.num_tokens if hit else 0])
-        elif turn < 0.8 and running:
+        elif operation < 0.8 and running:
             entry = rng.choice(running)
             num_tokens = min(80, entry[1] + rng.randint(1, 12))
             if rig.kv.grow(entry[0], num_tokens):
                 rig.compute(entry[0], num_tokens)
                 if num_tokens // 4 > entry[1] // 4:
-                    known = rig.prefixes.index.match(rig.keys[: num_tokens // 4])
-                    assert len(known) == num_tokens // 4
+                    cached = rig.prefixes.index.match(rig.keys[: num_tokens // 4])
+                    assert len(cached) == num_tokens // 4
                 entry[1] = num_tokens
-        elif turn < 0.9 and running:
+        elif operation < 0.9 and running:
             rig.kv.close(running.pop(rng.randrange(len(running)))[0])
         elif rig.prefixes.num_evictable:
             rig.prefixes.evict()

@@ -1,4 +1,4 @@
-"""What is forgotten first, and what that takes along."""
+"""The prefix index evicts the least recently used leaf first, and a tree as a whole."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ def chain(index: PrefixIndex, name: str, pages: list[int]) -> list[bytes]:
     return keys
 
 
-def forgotten(index: PrefixIndex, keep: tuple[int, ...] = ()) -> list[int]:
+def evicted(index: PrefixIndex, keep: tuple[int, ...] = ()) -> list[int]:
     pages = []
-    while (found := index.evict_oldest(lambda page: page not in keep)) is not None:
-        pages.append(found[1])
+    while (keys_out := index.evict_oldest(lambda page: page not in keep)) is not None:
+        pages.append(keys_out[1])
         index.check_integrity()
     return pages
 
 
-def test_the_end_of_the_oldest_chain_goes_first():
+def test_the_end_of_the_oldest_chain_is_evicted_first():
     index = PrefixIndex()
     a, _ = chain(index, "a", [1, 2, 3]), chain(index, "b", [4, 5])
     assert index.match([*a, b"x"]) == [1, 2, 3]
     index.touch(a[2])
-    assert forgotten(index) == [5, 4, 3, 2, 1]
+    assert evicted(index) == [5, 4, 3, 2, 1]
 
 
-def test_a_shared_beginning_stays_as_long_as_it_is_used():
-    """Its use is remembered although it is no leaf at that time."""
+def test_a_shared_prefix_stays_while_it_is_used():
+    """A node's use counts even when it is no leaf at that time."""
     index = PrefixIndex()
     system = chain(index, "s", [1, 2])
     index.insert(b"turn", system[1], 3)
     cold = chain(index, "c", [4, 5])
-    index.touch(system[1])  # a hit that ends there
+    index.touch(system[1])  # a prefix hit that ends there
     assert index.match(cold) == [4, 5]
-    assert forgotten(index) == [3, 5, 4, 2, 1]
+    assert evicted(index) == [3, 5, 4, 2, 1]
 
 
-def test_what_is_in_use_is_left_and_counts_as_used():
+def test_a_page_in_use_is_skipped_and_counts_as_recent():
     index = PrefixIndex()
     chain(index, "a", [1])
     chain(index, "b", [2])
-    assert forgotten(index, keep=(1,)) == [2]
-    assert forgotten(index) == [1]
+    assert evicted(index, keep=(1,)) == [2]
+    assert evicted(index) == [1]
     assert len(index) == 0
 
 
-def test_a_tree_goes_as_a_whole():
+def test_a_tree_is_evicted_as_a_whole():
     index = PrefixIndex()
     a = chain(index, "a", [1, 2])
     index.insert(b"x", a[0], 3)
@@ -60,7 +60,7 @@ def test_a_tree_goes_as_a_whole():
     index.check_integrity()
 
 
-def test_touching_for_ever_takes_no_memory():
+def test_touching_many_times_takes_no_memory():
     index = PrefixIndex()
     (key,) = chain(index, "a", [1])
     for _ in range(1000):
@@ -71,11 +71,11 @@ def test_touching_for_ever_takes_no_memory():
 
 def test_keys_depend_on_every_token_the_salt_and_the_secret():
     def keys(tokens: list[int], salt: str | None = None, secret: bytes = b"s") -> list[bytes]:
-        found: list[bytes] = []
+        keys_out: list[bytes] = []
         hasher = PrefixHasher(lambda page: 4 * (page + 1), secret)
-        hasher.extend(found, tokens[:5], salt)
-        hasher.extend(found, tokens, salt)
-        return found
+        hasher.extend(keys_out, tokens[:5], salt)
+        hasher.extend(keys_out, tokens, salt)
+        return keys_out
 
     base = keys(list(range(13)))
     assert len(base) == 3

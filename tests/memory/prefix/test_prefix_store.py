@@ -1,39 +1,28 @@
-"""The prefix cache's way to its store and back, whatever the store does."""
+"""The prefix cache writes pages to its store and loads them, whatever the store does."""
 
 from __future__ import annotations
 
 import ctypes
-import random
 import threading
 import time
 
 import pytest
 
-from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
 from memory.prefix.index import PrefixHasher
 from tests.support.engine.fakes import make_kv
-from tests.support.memory.kv_model import KVModel
-from tests.support.memory.page_store import FakeStore
+from tests.support.memory.page_store import Clock, FakeStore
 
 TOKENS = list(range(100, 140))  # ten pages
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def chain(keys: list[bytes]) -> list[tuple[bytes, bytes | None]]:
-    """Each with its parent."""
+    """Returns each key with its parent."""
     return list(zip(keys, [None, *keys[:-1]], strict=True))
 
 
 class Rig:
-    """A KV manager with a store, and sequences that compute and end at once."""
+    """A KV manager with a store, and sequences that are computed and closed at once."""
 
     def __init__(self, num_pages: int = 32, plan=lambda kind, key: None) -> None:
         self.kv, self.memory = make_kv(num_pages=num_pages, max_model_len=64)
@@ -56,7 +45,8 @@ class Rig:
         return keys
 
     def compute(self, tokens: list[int] = TOKENS) -> list[bytes]:
-        """The sequence's pages are known to the cache, and nobody else's any more."""
+        """Computes and closes a sequence, so that only the prefix cache has its pages. Returns
+        its page keys."""
         keys = self.keys(tokens)
         item = self.kv.open(len(tokens))
         assert self.kv.grow(item, len(tokens))
@@ -67,12 +57,12 @@ class Rig:
         self.kv.close(item)
         return keys
 
-    def forget(self) -> None:
+    def evict_all(self) -> None:
         while self.prefixes.num_evictable:
             self.prefixes.evict()
 
     def fetch(self, keys: list[bytes], num_spare: int = 1000) -> int:
-        """Pages of the chain that are in memory then."""
+        """Fetches a chain and returns how many of its pages are in memory."""
         self.prefixes.fetch(chain(keys), num_spare)
         for _ in range(100):
             self.store.release()
@@ -105,7 +95,7 @@ def test_pages_that_could_not_be_written_are_written_later():
     assert rig.prefixes.stats.num_failed >= 3
 
 
-def test_one_bad_page_does_not_keep_the_others():
+def test_one_bad_page_does_not_stop_the_others():
     bad = Rig().keys(TOKENS)[0]
     rig = Rig(plan=lambda kind, key: "fail" if (kind, key) == ("store", bad) else None)
     rig.compute()
@@ -115,21 +105,21 @@ def test_one_bad_page_does_not_keep_the_others():
     assert len(rig.store.pages) == 9 and bad not in rig.store.pages
 
 
-def test_idle_moments_leave_a_dead_disk_alone():
+def test_idle_steps_stop_writing_to_a_dead_disk():
     rig = Rig(plan=lambda kind, key: "fail" if kind == "store" else None)
     rig.compute()
-    for asked in range(10_000):  # noqa: B007
+    for attempt in range(10_000):  # noqa: B007
         rig.clock.now_s += 0.05
         if not rig.prefixes.write_unwritten():
             break
     assert rig.clock.now_s < 120 and rig.prefixes.stats.num_failed < 200
-    assert asked > 100, "but not at the first error"
+    assert attempt > 100, "the first error does not stop it"
 
 
-def test_a_page_forgotten_meanwhile_is_not_written_again():
+def test_a_page_evicted_meanwhile_is_not_written_again():
     rig = Rig(plan=lambda kind, key: "hold" if kind == "store" else None)
     keys = rig.compute()
-    rig.prefixes.write_unwritten()  # the first four: an eighth of 32 pages
+    rig.prefixes.write_unwritten()  # the first four pages, which are an eighth of 32
     assert rig.store.num_held == 4
     tree = rig.prefixes.index.evict_tree(rig.prefixes.index.match(keys)[0])
     rig.prefixes._drop(tree)
@@ -173,7 +163,7 @@ def test_a_store_that_raises_when_reading(kind):
     assert rig.fetch(keys) == 10
 
 
-def test_futures_may_raise_too():
+def test_futures_that_raise_count_as_failures():
     rig = Rig(plan=lambda kind, key: "hold")
     rig.compute()
     rig.prefixes.write_unwritten()
@@ -187,7 +177,7 @@ def test_futures_may_raise_too():
     rig.kv.check_integrity()
 
 
-def test_a_batch_is_as_large_as_the_store_takes():
+def test_batches_fit_the_room_of_the_store():
     rig = Rig()
     keys = rig.compute()
     rig.prefixes.close()
@@ -198,20 +188,20 @@ def test_a_batch_is_as_large_as_the_store_takes():
     assert (stats.num_loaded, stats.num_lost, rig.store.largest_batch) == (10, 0, 3)
 
 
-def test_a_fetch_leaves_room_for_others():
+def test_a_fetch_leaves_pages_for_sequences():
     rig = Rig()
     keys = rig.compute()
     rig.prefixes.close()
     rig.use_store()
     rig.store.plan = lambda kind, key: "hold"
     rig.prefixes.fetch(chain(keys), 1000)
-    assert rig.store.num_held == 8, "a quarter of the pages at once, should the disk hang"
+    assert rig.store.num_held == 8, "a quarter of the pages at once, in case the disk hangs"
     assert rig.fetch(keys) == 10
-    rig.forget()
-    assert rig.fetch(keys, num_spare=5) == 5, "and no more than there are to spare"
+    rig.evict_all()
+    assert rig.fetch(keys, num_spare=5) == 5, "no more pages than the spare ones"
 
 
-def test_what_was_computed_meanwhile_is_not_lost():
+def test_pages_computed_during_a_fetch_are_kept():
     rig = Rig()
     keys = rig.compute()
     rig.prefixes.close()
@@ -226,12 +216,12 @@ def test_what_was_computed_meanwhile_is_not_lost():
     rig.prefixes.poll()
     rig.prefixes.poll()
     rig.kv.check_integrity()
-    assert len(rig.prefixes.index.match(keys)) == 10, "the rest has followed"
+    assert len(rig.prefixes.index.match(keys)) == 10, "the rest is loaded too"
     assert (rig.prefixes.stats.num_loaded, rig.prefixes.stats.num_lost) == (2, 0)
 
 
-def test_what_a_fetch_continues_is_forgotten_last():
-    """Else what comes back could not be used: nobody would know what it continues."""
+def test_the_parent_of_a_fetch_is_evicted_last():
+    """A loaded page is of use only while its parent is in the prefix cache."""
     rig = Rig()
     keys = rig.compute()
     rig.prefixes.close()
@@ -247,13 +237,13 @@ def test_what_a_fetch_continues_is_forgotten_last():
     assert rig.prefixes.stats.num_loaded == 4 and rig.prefixes.stats.num_lost == 0
 
 
-def test_a_hung_write_is_given_up_and_the_rest_goes_on():
+def test_a_hung_write_is_abandoned_and_the_others_complete():
     rig = Rig(plan=lambda kind, key: "hold")
     rig.compute()
     rig.prefixes.write_unwritten()
     assert rig.kv.num_in_use == 4
     *_, future, _ = rig.store._held.pop()
-    future.set_result(True)  # not the first one
+    future.set_result(True)  # the last write ends before the first
     began_s = time.monotonic()
     rig.prefixes.poll()
     rig.prefixes.wait(0.1)
@@ -263,16 +253,16 @@ def test_a_hung_write_is_given_up_and_the_rest_goes_on():
     rig.store.plan = lambda kind, key: "fail"
     rig.prefixes.poll()
     assert rig.kv.num_in_use == 0
-    for page in range(32):  # somebody else's now
+    for page in range(32):  # another sequence's content
         rig.memory.content[page] = {5: 5}
     rig.store.release()
-    assert not rig.store.pages, "what such a write writes is found by nobody"
+    assert not rig.store.pages, "a late write is not indexed"
     rig.kv.check_integrity()
 
 
 @pytest.mark.timing
-def test_a_hung_disk_does_not_hold_up_the_end(caplog):
-    """Real time: the futures never end."""
+def test_a_hung_disk_does_not_delay_the_close(caplog):
+    """The futures never end, in real time."""
     rig = Rig(plan=lambda kind, key: "hold" if kind in ("store", "load") else None)
     rig.prefixes.use_store(rig.store, lambda page: page, rig.keep)
     rig.compute()
@@ -282,12 +272,12 @@ def test_a_hung_disk_does_not_hold_up_the_end(caplog):
     assert 0.3 < took_s < 1.0 and rig.store.close_s > 0.1
     assert "10 pages were not written" in caplog.text
     assert rig.num_kept == 1, "the disk may still write there"
-    assert rig.kv.num_in_use == 4, "nobody gets these pages any more"
+    assert rig.kv.num_in_use == 4, "these pages are never used again"
     rig.kv.check_integrity()
 
 
 @pytest.mark.timing
-def test_a_slow_disk_gets_its_time_and_no_more(caplog):
+def test_closing_waits_for_a_slow_disk_up_to_the_time_limit(caplog):
     rig = Rig(plan=lambda kind, key: "hold")
     rig.prefixes.use_store(rig.store, lambda page: page, rig.keep)
     rig.compute()
@@ -316,7 +306,7 @@ def test_a_broken_store_can_be_closed(fate):
     rig.kv.close_all()
     assert time.monotonic() - began_s < 1.0
     assert rig.kv.num_in_use == 0 and rig.kv.num_mapped == 0
-    assert rig.num_kept == (fate == "raise"), "who knows what it is still doing"
+    assert rig.num_kept == (fate == "raise"), "a store that raises may still write"
     assert rig.prefixes.store_stats().entries == 0
 
 
@@ -328,76 +318,6 @@ def test_pages_of_a_hung_disk_stay_mapped():
     ctypes.memset(address, 7, 4096)
     memory.keep_pages()
     memory.close()
-    ctypes.memset(address + 1, 9, 4095)  # what the disk might do; else this is a SIGSEGV
+    # The disk may still write; without the mapping this would be a SIGSEGV.
+    ctypes.memset(address + 1, 9, 4095)
     assert ctypes.string_at(address, 3) == b"\x07\x09\x09"
-
-
-class StoreModel(KVModel):
-    """Sequences whose pages come and go by a store that fails, raises, is slow and hangs."""
-
-    def __init__(self, rng: random.Random, **settings) -> None:
-        super().__init__(**settings)
-        self.store = FakeStore(self.memory, lambda kind, key: self.fate(kind))
-        self.clock = Clock()
-        self.rng = rng
-        self.fates: list[str | None] = [None]
-        self.kv.prefixes.use_store(self.store, lambda page: page, lambda: None, self.clock)
-
-    def fate(self, kind: str) -> str | None:
-        return None if kind == "close" else self.rng.choice(self.fates)
-
-    def fetch(self, tokens: list[int], salt: str) -> None:
-        keys: list[bytes] = []
-        self.hasher.extend(keys, tokens, salt)
-        self.kv.fetch(keys)
-        self.kv.prefixes.poll()
-
-    def turn(self) -> None:
-        operation = self.rng.random()
-        if operation < 0.25:
-            prompt = [(i * i * self.rng.randint(1, 3)) % 3 for i in range(self.rng.randint(4, 40))]
-            salt = self.rng.choice("ab")
-            self.fetch(prompt, salt)
-            self.open(prompt, salt)
-        elif operation < 0.7 and self.running:
-            self.advance(self.rng.choice(self.running), self.rng.choice([1, 2, 8, 40]))
-        elif operation < 0.85 and self.running:
-            self.close(self.rng.choice(self.running))
-        elif operation < 0.9:
-            self.store.release(self.rng.randint(1, 5))
-        elif operation < 0.95:
-            self.kv.prefixes.write_unwritten()
-        else:
-            self.clock.now_s += self.rng.choice([0.1, 1.0, 12.0])
-        self.kv.prefixes.poll()
-
-
-WINDOW = LayerGroup(32, window=6, read_block=2)
-LAYOUTS = [
-    {"num_pages": 16},
-    {"num_pages": 16, "tile_tokens": 4, "page_bytes": 64 * 6},
-    {"num_pages": 30, "max_rows": 8, "groups": (LayerGroup(64), WINDOW)},
-    {"num_pages": 16, "max_rows": 8, "groups": (WINDOW,)},
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_10_000_random_operations(layout):
-    rng = random.Random(11)
-    model = StoreModel(rng, **layout)
-    for number in range(10_000):
-        if number % 50 == 0:
-            usual = [None] * 6
-            model.fates = [*usual, *rng.choice([["hold"] * 3, ["fail"], ["raise"], [], ["hold"]])]
-        model.turn()
-        if number % 10 == 0:
-            model.check()
-    stats = model.kv.prefixes.stats
-    assert stats.num_loaded > 300 and stats.num_stored > 300
-    assert stats.num_lost > 10 and stats.num_failed > 10
-    model.fates = [None]
-    while model.kv.prefixes.is_transferring:
-        model.store.release()
-        model.kv.prefixes.poll()
-    model.finish()
-    assert model.kv.allocator.num_free == layout["num_pages"]

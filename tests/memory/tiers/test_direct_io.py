@@ -1,5 +1,5 @@
-"""Blocks arrive as they were written, whatever the kernel grants: both ways of I/O, their
-continuations and errors, the choice between them, and the checksum of a page."""
+"""Block I/O delivers blocks as they were written, whatever the kernel grants. Covers io_uring
+and threads, continuations, errors, the choice between them, and the checksum of a page."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def open_at(path, io="threads", depth=8):
 
 @pytest.mark.parametrize("is_registered", [False, True])
 def test_many_blocks_in_one_batch(tmp_path, io, pages, is_registered):
-    """More than the queue holds, half of them from registered memory."""
+    """A batch is larger than the queue, and half of it is in registered memory."""
     file = open_at(tmp_path / "f", io)
     if is_registered and not file.register([(pages.at(64), 64 * BLOCK)]):
-        assert io == "threads" or os.geteuid() != 0  # a limit of locked memory
+        assert io == "threads" or os.geteuid() != 0  # a limit on locked memory
     for i in range(128):
         pages.fill(i, b"block %d;" % i)
     wait_for(file.write, [(pages.at(i), BLOCK, i * BLOCK) for i in range(128)])
@@ -84,8 +84,9 @@ def test_reads_and_writes_from_several_threads(tmp_path, io, pages):
     assert not failures
 
 
-def test_errors_have_their_number(tmp_path, io, pages):
-    """Beyond the end EIO, a file that is not open for writing EBADF, and so is a closed one."""
+def test_errors_carry_their_errno(tmp_path, io, pages):
+    """Reading beyond the end gives EIO, a file not open for writing EBADF, and so does a closed
+    one."""
     path = tmp_path / "f"
     path.write_bytes(b"x" * BLOCK)
     fd, is_direct = open_direct(path, os.O_RDONLY)
@@ -103,7 +104,7 @@ def test_errors_have_their_number(tmp_path, io, pages):
         wait_for(file.read, [(pages.at(0), BLOCK, 0)])
 
 
-def test_a_callback_that_raises_stops_nobody(tmp_path, io, pages, caplog):
+def test_a_callback_that_raises_stops_no_other_transfer(tmp_path, io, pages, caplog):
     file = open_at(tmp_path / "f", io)
     file.write([Transfer(pages.at(0), BLOCK, 0, lambda error: 1 / 0)])
     wait_for(file.write, [(pages.at(1), BLOCK, BLOCK)])
@@ -112,7 +113,7 @@ def test_a_callback_that_raises_stops_nobody(tmp_path, io, pages, caplog):
 
 
 class HungRing:
-    """Takes everything; what it was given ends when `release` is set."""
+    """Accepts every transfer and completes them when `release` is set."""
 
     def __init__(self):
         self.release, self._tags = threading.Event(), []
@@ -130,8 +131,8 @@ class HungRing:
 
 @pytest.mark.timing
 @pytest.mark.parametrize("kind", ["ring", "threads"])
-def test_a_close_in_time_tells_what_it_leaves(tmp_path, pages, kind):
-    """One transfer hangs, one waits behind it: that one never touches its memory any more."""
+def test_a_timed_out_close_reports_transfers_in_flight(tmp_path, pages, kind):
+    """One transfer hangs and another waits behind it; the waiting one never touches its memory."""
     fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     hung = HungRing()
     if kind == "ring":
@@ -159,7 +160,7 @@ def test_a_close_in_time_tells_what_it_leaves(tmp_path, pages, kind):
 
 
 class FaultyRing:
-    """Gives the kernel less than was asked for, or says EAGAIN, as `plan` tells by number."""
+    """Shortens transfers for the kernel or returns EAGAIN, as `plan` says by transfer number."""
 
     def __init__(self, ring, plan):
         self._ring, self._plan, self._again, self._number = ring, plan, [], 0
@@ -231,7 +232,7 @@ def test_short_and_interrupted_transfers_are_continued(tmp_path, pages, make, fa
     ("fault", "number"),
     [(errno.EAGAIN, errno.EIO), (errno.ENOSPC, errno.ENOSPC), (errno.EIO, errno.EIO)],
 )
-def test_what_does_not_go_away_is_an_error(tmp_path, pages, make, fault, number):
+def test_a_persistent_fault_is_an_error(tmp_path, pages, make, fault, number):
     if make is ring_with and not has_ring(tmp_path):
         pytest.skip("no io_uring here")
     file = make(tmp_path / "f", lambda _: fault)
@@ -241,8 +242,8 @@ def test_what_does_not_go_away_is_an_error(tmp_path, pages, make, fault, number)
     file.close()
 
 
-def test_an_odd_number_of_bytes_is_done_again_from_a_boundary(tmp_path, pages):
-    """Direct I/O cannot go on in the middle of a block."""
+def test_an_unaligned_short_transfer_resumes_at_a_block_boundary(tmp_path, pages):
+    """Direct I/O cannot continue in the middle of a block."""
     calls = []
 
     def pwrite(fd, buffers, offset):
@@ -263,7 +264,7 @@ def test_unaligned_transfers_are_our_bug(pages):
         Transfer(pages.at(0), 0, 0, print)
 
 
-def test_the_choice_is_logged_and_leaves_nothing(tmp_path, caplog):
+def test_the_choice_is_logged_and_leaves_no_file(tmp_path, caplog):
     caplog.set_level("INFO")
     assert {choose_io(tmp_path, io) for io in IO_CHOICES if io != "io_uring"} <= set(IO_CHOICES)
     assert choose_io(tmp_path, "threads") == "threads"
@@ -274,7 +275,8 @@ def test_the_choice_is_logged_and_leaves_nothing(tmp_path, caplog):
 
 
 def test_a_kernel_without_io_uring(tmp_path, monkeypatch, caplog):
-    """Forbidden by seccomp, for example: threads, unless it was forced."""
+    """Where the kernel forbids io_uring, for example by seccomp, threads are used unless it is
+    forced."""
     caplog.set_level("INFO")
 
     class Forbidden:
@@ -328,7 +330,7 @@ def test_no_o_direct(tmp_path, monkeypatch, caplog, pages):
 
 @pytest.mark.parametrize("kind", ["best", "portable"])
 def test_checksum_is_xxh3(kind):
-    """Known answers of the reference implementation (xxhash 3.x, xxh3_64)."""
+    """Known answers come from the reference implementation (xxhash 3.x, xxh3_64)."""
     library = native_library.library()
     before = library.instruction_set()
     if kind == "portable":

@@ -1,4 +1,4 @@
-"""The disk tier on a disk that fails, is full or hangs: misses, counters, and an end."""
+"""The disk tier on a disk that fails, is full or hangs returns misses, counts faults and closes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_requests_are_bounded(tmp_path, pages):
 
 
 def test_a_load_does_not_wait_for_a_write_that_was_discarded(tmp_path, pages):
-    """Its memory may be somebody else's before the checksum is taken, which then fits."""
+    """The page may have a new owner before the checksum is taken, which would then fit by
+    chance."""
     opener, opened = faulty(lambda kind, n: "hold" if (kind, n) == ("write", 0) else None)
     store = open_store(tmp_path, open_file=opener)
     stored = store.store(b"K", pages.fill(0, b"right"))
@@ -74,7 +75,7 @@ def test_a_full_disk_still_serves_the_space_it_has(tmp_path, pages):
     opener, _ = faulty(lambda kind, n: errno.ENOSPC if (kind, n) == ("write", 2) else None)
     store = open_store(tmp_path, open_file=opener, clock=lambda: now[0])
     assert put(store, pages, b"a", b"b", b"c", b"d") == [True, True, False, True]
-    assert store.stats().entries == 2 and not store.contains(b"a")  # d is where a was
+    assert store.stats().entries == 2 and not store.contains(b"a")  # d is in a's former slot
     now[0] += 31
     assert put(store, pages, b"e", b"f") == [True, True] and store.stats().entries == 4
     store._slots.check_integrity()
@@ -94,7 +95,8 @@ def test_unreadable_and_torn_pages_are_misses(tmp_path, pages):
 
 
 def test_a_real_full_disk(pages):
-    """A file size limit stands in for it where no file system can be made: EFBIG is EIO's kin."""
+    """A file size limit stands in for a full disk where no file system can be made; EFBIG is
+    handled as EIO."""
     code = (
         "import resource, signal, sys, tempfile\n"
         "from tests.support.memory.faulty_storage import Pages\n"
@@ -127,14 +129,15 @@ def test_an_index_that_cannot_be_written_costs_only_the_restart(tmp_path, pages,
     assert not store.flush()
     monkeypatch.undo()
     assert put(store, pages, b"c") == [True]
-    store.close()  # writes a new one
+    store.close()  # close writes a new index
     store = open_store(tmp_path, persistent=True)
     assert all(found(store, pages, key) for key in (b"a", b"b", b"c"))
     store.close()
 
 
-def test_all_of_a_batch_is_begun_or_nothing(tmp_path, pages):
-    """Else the first page would wait for a transfer that nobody starts, and `close` for it."""
+def test_a_batch_starts_as_a_whole_or_not_at_all(tmp_path, pages):
+    """Otherwise the first page would wait for a transfer that never starts, and `close` for that
+    page."""
     store = open_store(tmp_path)
     for batch in ([(b"a", pages.at(0)), (b"", pages.at(1))], [(b"a", pages.at(0)), (b"b", 17)]):
         with pytest.raises(AssertionError):
@@ -146,8 +149,9 @@ def test_all_of_a_batch_is_begun_or_nothing(tmp_path, pages):
 
 
 @pytest.mark.timing
-def test_a_disk_that_hangs_does_not_hold_up_the_end(tmp_path, pages, caplog):
-    """What it still does with the memory is told; the folder is nobody else's meanwhile."""
+def test_a_hung_disk_does_not_delay_the_close(tmp_path, pages, caplog):
+    """`close` reports that the disk may still use the memory, and the folder stays locked
+    meanwhile."""
     is_hung = threading.Event()
     opener, opened = faulty(lambda kind, n: "hold" if is_hung.is_set() else None)
     store = open_store(tmp_path, open_file=opener, persistent=True)
@@ -158,7 +162,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(tmp_path, pages, caplog):
     assert not store.close(0.5)
     assert time.monotonic() - began_s < 1.0
     assert not write.done() and not load.done() and "2 transfers left" in caplog.text
-    assert not store.close(0.5), "and stays so"
+    assert not store.close(0.5), "it stays unclosed"
     with pytest.raises(DiskDirectoryInUse):
         open_store(tmp_path)
     opened[0].release()
@@ -169,7 +173,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(tmp_path, pages, caplog):
     assert store.close()
 
 
-def test_damaged_pages_are_told_once_a_minute(tmp_path, pages, caplog):
+def test_damaged_pages_are_logged_once_a_minute(tmp_path, pages, caplog):
     now = [0.0]
     opener, _ = faulty(lambda kind, n: ("torn" if n % 2 else None) if kind == "write" else None)
     store = open_store(tmp_path, open_file=opener, clock=lambda: now[0])
@@ -180,6 +184,6 @@ def test_damaged_pages_are_told_once_a_minute(tmp_path, pages, caplog):
     now[0] += 61
     assert [found(store, pages, key) for key in keys[4:]] == [True, False] * 2
     assert caplog.text.count("could not be read back") == 2
-    assert "2 pages could not" in caplog.text, "the one not told before, and this one"
+    assert "2 pages could not" in caplog.text, "one page from before and this one"
     assert store.stats().corrupt == 4
     store.close()

@@ -1,4 +1,5 @@
-"""What the disk tier finds after a restart, a kill, or in files that are damaged or not its own."""
+"""The disk tier after a restart or a kill finds only intact pages of its own, even in damaged
+files."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ def pages():
     return Pages(PAGE, 64)
 
 
-def test_nothing_is_left_without_persistence(tmp_path, pages):
+def test_no_pages_are_left_without_persistence(tmp_path, pages):
     store = open_store(tmp_path / "kv")
     put(store, pages, b"a")
-    assert os.listdir(tmp_path / "kv") == ["lock"]  # the pages have no name, even now
+    assert os.listdir(tmp_path / "kv") == ["lock"]  # the pages' file has no name
     store.close()
     store = open_store(tmp_path / "kv")
     assert not store.contains(b"a")
@@ -46,7 +47,7 @@ def test_prefixes_survive_a_restart(tmp_path, pages):
     assert store.contains(b"a") and store.contains(b"b")
     assert not store.contains(b"c") and not store.contains(b"swapped")
     store._slots.check_integrity()
-    put(store, pages, b"d", b"e", b"f")  # b was used before a
+    put(store, pages, b"d", b"e", b"f")  # b was used earlier
     assert found(store, pages, b"a") and not store.contains(b"b")
     store.close()
 
@@ -99,7 +100,7 @@ ANEW += ["pages are a link", "a directory", "a pipe", "a link"]
 
 @pytest.mark.parametrize("how", ANEW)
 @pytest.mark.row("X9")
-def test_files_of_no_use_are_begun_anew(tmp_path, pages, how, caplog):
+def test_unusable_files_are_replaced(tmp_path, pages, how, caplog):
     store = open_store(tmp_path, persistent=True)
     put(store, pages, b"a", b"b")
     store.close()
@@ -129,7 +130,7 @@ def test_another_model_finds_nothing(tmp_path, pages, other, caplog):
 
 @pytest.mark.row("X9")
 def test_damaged_records_and_pages(tmp_path, pages, caplog):
-    """A record whose bit flipped, a torn last one, a page whose bit flipped, a page cut off."""
+    """A record and a page have a flipped bit, the last record is torn, and a page is cut off."""
     keys = [b"key %d" % i for i in range(6)]
     store = open_store(tmp_path, persistent=True)
     put(store, pages, *keys)
@@ -169,8 +170,8 @@ def test_a_long_log_is_compacted(tmp_path, pages):
     store.close()
 
 
-def test_leaving_without_a_close(tmp_path, pages):
-    """What is under way ends, the index is written, and nothing complains."""
+def test_an_exit_without_a_close(tmp_path, pages):
+    """Transfers in flight end, the index is written, and nothing is logged."""
     code = (
         "import sys\n"
         "from tests.support.memory.faulty_storage import Pages\n"
@@ -198,7 +199,7 @@ def test_one_process_at_a_time(tmp_path, pages):
 
 def test_a_directory_open_to_others(tmp_path):
     tmp_path.chmod(0o755)
-    open_store(tmp_path).close()  # only ours inside: it is made private
+    open_store(tmp_path).close()  # a directory that holds only the tier's files is made private
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
     tmp_path.chmod(0o755)
     (tmp_path / "thesis.txt").touch()
@@ -226,8 +227,9 @@ for turn in itertools.count():
 @pytest.mark.process
 @pytest.mark.parametrize(("io", "kills"), [("auto", (24, 20_000, 24)), ("threads", (24, 20_000))])
 def test_killed_at_any_moment(tmp_path, pages, io, kills):
-    """After every kill only whole and right pages are found. Where nothing had to be evicted,
-    all of the last flush are; with few slots, the kill meets pages being replaced."""
+    """Only complete and correct pages are found after every kill. All pages of the last flush
+    are found where nothing had to be evicted; with few slots, the kill meets pages that are
+    being replaced."""
     rng = random.Random(1)
     num_found = 0
     for attempt, slots in enumerate(kills):

@@ -1,5 +1,5 @@
-"""The disk tier: what is found is what was stored, with slots, pins and threads; and all of it in
-any order (hypothesis)."""
+"""The disk tier finds what was stored, with slots, pins and threads, also under random
+operations (hypothesis)."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def test_batches_and_lengths(tmp_path, pages):
     store.close()
 
 
-def test_least_recently_used_goes_first_and_pins_stay(tmp_path, pages):
+def test_the_least_recently_used_page_is_evicted_first_and_pinned_pages_stay(tmp_path, pages):
     store = open_store(tmp_path, slots=4)
     put(store, pages, b"a", b"b", b"c")
     put(store, pages, b"swapped", pinned=True)
     assert found(store, pages, b"a") and store.pin(b"b") and not store.pin(b"nobody")
-    put(store, pages, b"d")  # c is the oldest that may go
+    put(store, pages, b"d")  # c is the oldest page that is not pinned
     assert [store.contains(key) for key in (b"a", b"b", b"c", b"d")] == [True, True, False, True]
     put(store, pages, b"e", b"f")
     assert [store.contains(key) for key in (b"a", b"b", b"swapped")] == [False, True, True]
     assert put(store, pages, b"x", b"y", pinned=True) == [True, True]
-    assert put(store, pages, b"z") == [False]  # all are pinned
+    assert put(store, pages, b"z") == [False]  # all pages are pinned
     assert store.stats().refused == 1 and store.stats().pinned == 4
     store.unpin(b"b")
     assert put(store, pages, b"z") == [True] and not store.contains(b"b")
@@ -89,13 +89,13 @@ def test_a_load_waits_for_the_store(tmp_path, pages):
     store.close()
 
 
-def test_a_slot_that_is_read_is_not_reused(tmp_path, pages):
+def test_a_slot_is_not_reused_while_it_is_read(tmp_path, pages):
     opener, opened = faulty(lambda kind, n: "hold" if kind == "read" else None)
     store = open_store(tmp_path, slots=2, open_file=opener)
     put(store, pages, b"a", b"b")
     load = store.load(b"a", pages.at(9))
     store.discard(b"a")
-    assert put(store, pages, b"c") == [True]  # evicts b: a's slot is busy
+    assert put(store, pages, b"c") == [True]  # b is evicted, since a's slot is in use
     assert not store.contains(b"b")
     opened[0].release()
     assert load.result() and pages.holds(9, b"a")
@@ -106,7 +106,8 @@ def test_a_slot_that_is_read_is_not_reused(tmp_path, pages):
 
 @pytest.mark.parametrize("io", ["auto", "threads"])
 def test_several_threads_at_once(tmp_path, io):
-    """Few slots, the same keys: what is found is right, and the accounting agrees in the end."""
+    """With few slots and shared keys, loaded pages are right and the accounting agrees at the
+    end."""
     store = open_store(tmp_path, slots=12, io=io, persistent=True)
     failures = []
 
@@ -145,7 +146,8 @@ def test_several_threads_at_once(tmp_path, io):
 
 
 class DiskTierMachine(RuleBasedStateMachine):
-    """Against a dict: a key may vanish (evicted, failed write), what is found is right."""
+    """Compares with a dictionary: a key may vanish (evicted, failed write), and a loaded page is
+    right."""
 
     keys = st.integers(0, 11).map(lambda n: b"key-%d" % n)
 
@@ -156,7 +158,7 @@ class DiskTierMachine(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.pages = Pages(PAGE, 64)
         self.model: dict[bytes, bool] = {}  # key -> pinned
-        self.swapped: set[bytes] = set()  # those that were stored pinned
+        self.swapped: set[bytes] = set()  # keys that were stored pinned
         self.fault: int | str | None = None
         self.now = self.trouble_until = 0.0
         self.open()
@@ -194,7 +196,7 @@ class DiskTierMachine(RuleBasedStateMachine):
         if self.store.load(key, self.pages.at(1)).result():
             assert key in self.model and self.pages.holds(1, key)
         elif self.fault or not self.store.contains(key):
-            # A pinned page goes only by a fault: of its read, or earlier of its write.
+            # A pinned page is lost only through a failed read or an earlier failed write.
             assert not self.model.pop(key, False) or self.fault or self.torn_before
 
     @rule(key=keys)
@@ -231,11 +233,11 @@ class DiskTierMachine(RuleBasedStateMachine):
     @invariant()
     def accounting_is_right(self):
         self.store._slots.check_integrity()
-        there = set(self.store._slots.entries)
-        assert there <= set(self.model)
-        for key in set(self.model) - there:  # evicted or failed
+        present = set(self.store._slots.entries)
+        assert present <= set(self.model)
+        for key in set(self.model) - present:  # evicted or failed
             assert not self.model.pop(key) or self.fault or self.torn_before
-        assert self.store.stats().bytes_used == len(there) * PAGE
+        assert self.store.stats().bytes_used == len(present) * PAGE
 
     def teardown(self):
         if hasattr(self, "store"):

@@ -1,4 +1,4 @@
-"""The host tier ends in time, whatever is under way."""
+"""The host tier closes within its time limit, whatever is in flight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["pages"]
 
 @pytest.mark.timing
 def test_closing_is_bounded_in_time(pages, caplog):
-    """With a store below that never ends: its slots keep their memory, everybody is answered."""
+    """The store below never answers. Its slots keep their memory, and every caller gets a
+    result."""
     copier, below = FailingCopier(), LateStore(PAGE)
     tier = HostTier(PAGE, 2 * PAGE, copier, below)
     for number in range(6):
@@ -35,7 +36,7 @@ def test_closing_is_bounded_in_time(pages, caplog):
     tier._worker._thread.join(5)
     assert not tier._worker._thread.is_alive()
     pages[20] = pages[21] = bytes(PAGE)
-    below.release()  # the late answer changes nothing any more
+    below.release()  # the late answer changes nothing
     assert pages[20] == pages[21] == bytes(PAGE)
 
 
@@ -54,7 +55,8 @@ def test_closing_beside_a_copy_that_never_ends(pages):
 
 
 def test_closing_beside_a_load_that_never_ends(pages):
-    """Its page may be written until then; what waits behind it has not begun."""
+    """The page of the first load may be written until the copy ends, and the second load does
+    not start."""
     copier = FailingCopier()
     tier = HostTier(PAGE, 2 * PAGE, copier)
     results(fill(pages, tier, [0, 1]))
@@ -71,7 +73,7 @@ def test_closing_beside_a_load_that_never_ends(pages):
 
 
 def test_closing_begins_nothing_new(pages):
-    """Not even what a flush had not come to."""
+    """Pages that a flush had not reached are not written."""
     below = LateStore(PAGE)
     below.mode = "held"
     tier = HostTier(PAGE, 80 * PAGE, MemoryCopier(), below)
@@ -93,7 +95,7 @@ def test_closing_begins_nothing_new(pages):
     assert tier.close()
 
 
-def test_closing_ends_what_is_under_way_and_refuses_what_waits(pages):
+def test_closing_completes_transfers_in_flight_and_refuses_waiting_ones(pages):
     copier, below = FailingCopier(), LateStore(PAGE)
     below.mode = "held"
     tier = HostTier(PAGE, 2 * PAGE, copier, below)
@@ -111,7 +113,7 @@ def test_closing_ends_what_is_under_way_and_refuses_what_waits(pages):
     assert copier.is_closed and below.num_closed == 1
 
 
-def test_closing_writes_what_is_not_below_yet(pages):
+def test_closing_writes_pages_that_are_not_below_yet(pages):
     below = LateStore(PAGE)
     tier = HostTier(PAGE, 16 * PAGE, MemoryCopier(), below)
     results(fill(pages, tier, list(range(10))))

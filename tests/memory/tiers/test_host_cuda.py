@@ -1,4 +1,4 @@
-"""Pages of device memory that wait in host memory and on a disk; the driver is not there."""
+"""Pages of device memory are copied to host memory and a disk tier, on a fake driver."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Device:
         )
 
     def compute(self, keys: list[bytes]) -> None:
-        """A sequence comes, is written by kernels that end late, and goes."""
+        """A sequence is opened, written by kernels that end late, and closed."""
         target = self.kv.open(len(keys) * TOKENS)
         assert self.kv.grow(target, len(keys) * TOKENS)
         self.kv.commit()
@@ -57,7 +57,7 @@ class Device:
         self.kv.close(target)
 
     def find(self, keys: list[bytes]) -> int:
-        """How many of the pages a sequence finds; they have their bytes."""
+        """Returns how many of the pages a sequence finds, after their bytes are checked."""
         if self.kv.fetch(keys):
             self.settle()
         hit = self.kv.match(keys, len(keys) * TOKENS)
@@ -75,7 +75,7 @@ class Device:
         return hit.num_tokens // TOKENS
 
     def settle(self) -> None:
-        """Until everything is stored and nothing is on its way."""
+        """Waits until everything is stored and no transfer is in flight."""
         while self.kv.prefixes.write_unwritten() or self.kv.prefixes.is_transferring:
             self.kv.prefixes.wait(10)
             self.now_s += not self.kv.prefixes.is_transferring  # a pause after failures
@@ -102,9 +102,9 @@ def driver():
     return driver
 
 
-def test_pages_that_were_forgotten_come_back_from_host_memory():
+def test_evicted_pages_are_loaded_from_host_memory():
     device = Device(num_pages=12, host_pages=64)
-    for number in range(9):  # three times what the device has
+    for number in range(9):  # three times the device's capacity
         device.compute(sequence(number))
         device.settle()
     assert device.kv.prefixes.stats.num_evicted >= 24
@@ -120,7 +120,7 @@ def test_pages_that_were_forgotten_come_back_from_host_memory():
 
 
 def test_two_tiers_hold_more_than_host_memory(tmp_path):
-    """And after a restart the disk still has all of it."""
+    """After a restart the disk still has all pages."""
 
     def open_disk() -> DiskTier:
         return DiskTier(tmp_path, PAGE, 64 * PAGE, b"m", "threads", persistent=True)
@@ -158,7 +158,7 @@ class WatchedDriver(FakeDriver):
         super().enter(call, needs_context)
 
 
-def test_who_computes_neither_copies_nor_waits():
+def test_the_compute_thread_neither_copies_nor_waits():
     device = Device(num_pages=8, host_pages=16, driver=WatchedDriver())
     device.compute(sequence(0))
     device.settle()
@@ -176,8 +176,8 @@ def test_who_computes_neither_copies_nor_waits():
     device.close()
 
 
-def test_copies_come_after_the_kernels_that_were_there(driver):
-    """In both directions: a late kernel of the page's last owner does not win over the load."""
+def test_copies_follow_earlier_kernels(driver):
+    """In both directions, a late kernel of the page's former owner does not overwrite the load."""
     memory = CudaMemory(PAGE, 2, driver=driver)
     memory.reserve(PAGE)
     tier = HostTier(PAGE, 4 * PAGE, CudaCopier(driver=driver))
@@ -215,14 +215,14 @@ def test_kernels_of_another_stream_are_followed(driver):
 
 
 @pytest.mark.parametrize("call", ["cuStreamCreate", "cuEventCreate", "cuDevicePrimaryCtxRetain"])
-def test_a_copier_that_cannot_be_made_leaves_nothing(driver, call):
+def test_a_copier_that_cannot_be_made_frees_everything(driver, call):
     driver.fail(call, UNKNOWN, after=call == "cuEventCreate")
     with pytest.raises((CudaError, CudaUnavailableError), match=call):
         CudaCopier(driver=driver)
     assert (driver.num_live, driver.num_live_host) == (EMPTY, (0, 0, 0))
 
 
-def test_no_host_memory_is_an_error_at_the_start(driver):
+def test_missing_host_memory_is_an_error_at_start_up(driver):
     copier = CudaCopier(driver=driver)
     driver.fail("cuMemHostAlloc", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
     with pytest.raises(CudaError, match="cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
@@ -253,8 +253,9 @@ def test_a_driver_that_fails_is_a_miss(call):
     assert device.is_empty
 
 
-def test_a_device_that_is_gone_takes_the_tier_with_it(caplog):
-    """What may still be copied is not given back; the rest is, and everything else is a miss."""
+def test_a_lost_device_stops_the_tier(caplog):
+    """Memory that a copy may still use is not freed, the rest is, and every later lookup is a
+    miss."""
     device = Device(num_pages=8, host_pages=16)
     device.compute(sequence(0))
     device.settle()
@@ -266,19 +267,19 @@ def test_a_device_that_is_gone_takes_the_tier_with_it(caplog):
     assert not device.tier.contains(sequence(0)[0])
     device.compute(sequence(2))
     device.settle()
-    assert device.find(sequence(2)) == 4, "the device itself goes on"
+    assert device.find(sequence(2)) == 4, "the device's own prefix cache still works"
     device.close()
     assert "out of order (" in caplog.text
-    _, num_mapped, *others = device.driver.num_live
-    assert others == [1, 2], "the pages stay where a copy may still find them"
+    _, num_mapped, *remaining = device.driver.num_live
+    assert remaining == [1, 2], "pages that a late copy may use stay allocated"
     assert num_mapped * PAGE == device.driver.used_bytes > 0
     assert device.driver.num_live_host == (1, 1, 2)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_sequences_in_any_order_find_their_own_bytes(seed):
-    """`find` compares them; the store below is late and refuses or fails at times, and so does
-    the driver."""
+def test_random_sequences_find_their_own_bytes(seed):
+    """`find` compares the bytes; the store below is late, and it and the driver refuse or fail
+    at times."""
     numbers = random.Random(seed)
     below = LateStore(PAGE)
     device = Device(num_pages=10, host_pages=numbers.randint(1, 8), below=below)
@@ -312,10 +313,14 @@ def test_the_fake_streams_are_strict(driver):
     invalid, unknown = CUresult.CUDA_ERROR_INVALID_VALUE, CUresult.CUDA_ERROR_INVALID_HANDLE
     stream, event = driver.cuStreamCreate(1)[1], driver.cuEventCreate(2)[1]
     host = driver.cuMemHostAlloc(PAGE, 0)[1]
-    assert driver.cuMemcpyDtoHAsync(host + 1, address, PAGE, stream) == (invalid,), "not all of it"
+    assert driver.cuMemcpyDtoHAsync(host + 1, address, PAGE, stream) == (invalid,), (
+        "the copy exceeds the allocation"
+    )
     assert driver.cuMemcpyHtoDAsync(address, host, PAGE, stream + 9) == (unknown,)
     assert driver.cuEventRecord(event + 9, stream) == (unknown,)
-    assert driver.cuEventQuery(event) == (CUresult.CUDA_SUCCESS,), "nothing was recorded"
+    assert driver.cuEventQuery(event) == (CUresult.CUDA_SUCCESS,), (
+        "nothing is recorded in the event"
+    )
     driver.write(address, b"first")
     driver.cuMemcpyDtoHAsync(host, address, PAGE, stream)
     driver.cuEventRecord(event, stream)
@@ -327,4 +332,6 @@ def test_the_fake_streams_are_strict(driver):
     driver.cuMemFreeHost(host)
     assert driver.cuMemFreeHost(host) == (invalid,)
     assert driver.cuStreamSynchronize(stream) == (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
-    assert driver.cuEventQuery(event) == (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,), "it is dead"
+    assert driver.cuEventQuery(event) == (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,), (
+        "the context is dead"
+    )

@@ -1,14 +1,12 @@
-"""The host tier over host pages: in any order of operations, over a store that is late or fails."""
+"""The host tier stores, loads, evicts and passes pages to a store below."""
 
 from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from memory.tiers.host_arena import HostArena
 from memory.tiers.host_tier import HostTier
@@ -16,7 +14,6 @@ from memory.tiers.page_copy import MemoryCopier
 from tests.support.memory.host_pages import (
     PAGE,
     FailingCopier,
-    Pages,
     fetch,
     fill,
     name,
@@ -24,7 +21,6 @@ from tests.support.memory.host_pages import (
     results,
 )
 from tests.support.memory.late_store import LateStore, content
-from tests.support.profile import examples
 
 __all__ = ["pages"]
 
@@ -41,7 +37,7 @@ def test_pages_come_back_from_host_memory(pages):
     assert (stats.hits, stats.misses, stats.stores) == (1, 1, 3)
     assert (stats.bytes_in, stats.bytes_out) == (3 * PAGE, PAGE)
     assert (stats.entries, stats.bytes_used, stats.requests) == (3, 3 * PAGE, 0)
-    assert not tier.flush(), "host memory alone is not safe"
+    assert not tier.flush(), "host memory alone is not persistent"
     tier.close()
     tier.close()
     assert copier.is_closed
@@ -50,7 +46,7 @@ def test_pages_come_back_from_host_memory(pages):
     assert tier.host_stats().refused == 2
 
 
-def test_the_page_used_longest_ago_goes_first(pages):
+def test_the_least_recently_used_page_is_evicted_first(pages):
     tier = HostTier(PAGE, 4 * PAGE, MemoryCopier())
     results(fill(pages, tier, [0, 1, 2, 3]))
     assert fetch(pages, tier, 0)
@@ -61,7 +57,7 @@ def test_the_page_used_longest_ago_goes_first(pages):
     tier.close()
 
 
-def test_more_than_host_memory_goes_below_and_comes_back(pages):
+def test_pages_beyond_host_memory_are_written_below_and_loaded(pages):
     below = LateStore(PAGE)
     tier = HostTier(PAGE, 4 * PAGE, MemoryCopier(), below)
     for number in range(24):
@@ -74,7 +70,7 @@ def test_more_than_host_memory_goes_below_and_comes_back(pages):
     assert (stats.misses, stats.lost) == (0, 0)
     assert stats.hits + stats.hits_below == 48
     assert stats.hits_below >= 40
-    assert stats.pushed_down == len(below.pages) <= 24, "each is written once"
+    assert stats.pushed_down == len(below.pages) <= 24, "each page is written once"
     assert stats.bytes_used <= 4 * PAGE
     assert tier.flush()
     assert len(below.pages) == 24
@@ -83,7 +79,7 @@ def test_more_than_host_memory_goes_below_and_comes_back(pages):
 
 
 def test_stores_wait_for_a_slow_store_below(pages):
-    """Nothing is lost: what must give way is below first, and later pages wait for that."""
+    """Nothing is lost: evicted pages are below first, and later stores wait for that."""
     below = LateStore(PAGE)
     below.mode = "held"
     tier = HostTier(PAGE, 4 * PAGE, MemoryCopier(), below)
@@ -92,7 +88,9 @@ def test_stores_wait_for_a_slow_store_below(pages):
     while below.num_held < 4:
         time.sleep(0.001)
     assert not any(future.done() for future in futures[4:])
-    assert fetch(pages, tier, 2) == content(name(2), PAGE), "also while it is being written"
+    assert fetch(pages, tier, 2) == content(name(2), PAGE), (
+        "a page can be loaded while it is written"
+    )
     while not all(future.done() for future in futures):
         below.release(1)
     assert results(futures) == [True] * 12
@@ -104,8 +102,8 @@ def test_stores_wait_for_a_slow_store_below(pages):
 
 
 @pytest.mark.parametrize("mode", ["refused", "failing"])
-def test_a_store_below_that_takes_nothing(pages, mode):
-    """The newest pages stay, the others are lost and counted; a flush tries again."""
+def test_a_store_below_that_refuses_or_fails(pages, mode):
+    """The newest pages stay, and the others are lost and counted. A flush tries again."""
     below = LateStore(PAGE)
     below.mode = mode
     tier = HostTier(PAGE, 4 * PAGE, MemoryCopier(), below)
@@ -134,8 +132,8 @@ def test_a_failed_read_below_is_a_miss_and_leaves_no_page(pages):
     tier.close()
 
 
-def test_one_read_below_serves_all_who_ask(pages):
-    """A store of the same key waits for it too, and takes its own page where the read fails."""
+def test_one_read_below_serves_all_loads_of_a_key(pages):
+    """A store of the same key waits for the read and takes its own page when the read fails."""
     below = LateStore(PAGE)
     tier = HostTier(PAGE, 2 * PAGE, MemoryCopier(), below)
     for number in range(6):
@@ -172,7 +170,7 @@ def test_failed_copies_are_misses(pages):
     assert results(fill(pages, tier, [1])) == [True]
     copier.fail_next = True
     assert fetch(pages, tier, 1) is None
-    assert fetch(pages, tier, 1) == content(name(1), PAGE), "the host's page is as it was"
+    assert fetch(pages, tier, 1) == content(name(1), PAGE), "the page in host memory is intact"
     copier.is_unordered = True
     assert results(fill(pages, tier, [2])) == [False]
     assert fetch(pages, tier, 1) is None
@@ -180,9 +178,9 @@ def test_failed_copies_are_misses(pages):
     tier.close()
 
 
-def test_a_copy_that_nobody_knows_of_ends_everything_else(pages, caplog):
-    """No slot is used again, and no memory given back that may still be written, the page's
-    included: whoever has it must not be told that it is free."""
+def test_a_copy_of_unknown_state_stops_the_tier(pages, caplog):
+    """After a copy of unknown state no slot is used again and no memory is freed, as either may
+    still be written. The load's future stays open, so that its page is not used again either."""
     copier, below = FailingCopier(), LateStore(PAGE)
     tier = HostTier(PAGE, 4 * PAGE, copier, below)
     results(fill(pages, tier, [1, 2]))
@@ -199,8 +197,8 @@ def test_a_copy_that_nobody_knows_of_ends_everything_else(pages, caplog):
     assert below.num_closed == 1
 
 
-def test_what_is_discarded_may_change(pages):
-    """While it waits, while it is copied, when it is there: nobody finds it any more."""
+def test_discarded_pages_are_not_found(pages):
+    """A discarded page is not found, whether its store waits, is being copied or is complete."""
     copier, below = FailingCopier(), LateStore(PAGE)
     tier = HostTier(PAGE, 4 * PAGE, copier, below)
     results(fill(pages, tier, [0]))
@@ -239,7 +237,7 @@ def test_the_caller_never_waits_for_a_copy(pages):
     tier.close()
 
 
-def test_flush_sees_what_was_asked_before(pages):
+def test_flush_includes_earlier_requests(pages):
     copier, below = FailingCopier(), LateStore(PAGE)
     tier = HostTier(PAGE, 4 * PAGE, copier, below)
     results(fill(pages, tier, [0]))
@@ -261,7 +259,7 @@ def test_flush_sees_what_was_asked_before(pages):
     tier.close()
 
 
-def test_flush_gives_up_in_time(pages):
+def test_flush_ends_at_its_time_limit(pages):
     below = LateStore(PAGE)
     below.mode = "held"
     tier = HostTier(PAGE, 4 * PAGE, MemoryCopier(), below)
@@ -279,131 +277,20 @@ def test_the_arena_gives_no_slot_twice():
     assert first and second and arena.add(b"3") is None
     first.is_there = True
     arena.release(first)
-    assert arena.add(b"3") is None, "it is young"
+    assert arena.add(b"3") is None, "it is not old enough"
     aged = arena.age()
     assert aged is first and arena.age() is None
     arena.use(first, is_wanted=True)
     arena.release(first)
     arena.release(first)
-    assert arena.add(b"3") is None, "it was wanted meanwhile"
+    assert arena.add(b"3") is None, "it was used meanwhile"
     aged = arena.age()
     assert aged is first
     arena.release(first)
     third = arena.add(b"3")
     assert third and third.slot == first.slot and lost == [b"1"]
     arena.drop(second)
-    assert arena.add(b"4") is None, "what was dropped still has a user"
+    assert arena.add(b"4") is None, "the dropped slot is still in use"
     arena.release(second)
     arena.check_integrity()
     assert arena.num_used == 1
-
-
-class HostTierMachine(RuleBasedStateMachine):
-    """Whatever is loaded has the bytes of its key, and nothing disappears without being counted."""
-
-    @initialize(num_slots=st.integers(1, 6), has_below=st.booleans())
-    def begin(self, num_slots: int, has_below: bool) -> None:
-        self.pages = Pages(16)
-        self.copier = FailingCopier()
-        self.below = LateStore(PAGE) if has_below else None
-        self.tier = HostTier(PAGE, num_slots * PAGE, self.copier, self.below)
-        self.num_slots = num_slots
-        self.free = set(range(16))
-        self.under_way: list[tuple[Future[bool], int, bytes, bool]] = []
-        self.stored: set[bytes] = set()
-        self.num_discarded = 0
-
-    @rule(numbers=st.lists(st.integers(0, 11), min_size=1, max_size=5), is_store=st.booleans())
-    def ask(self, numbers: list[int], is_store: bool) -> None:
-        numbers = numbers[: len(self.free)]
-        taken = [(name(number), self.free.pop()) for number in numbers]
-        for key, page in taken:
-            self.pages[page] = content(key, PAGE) if is_store else bytes(PAGE)
-        places = [(key, self.pages.address(page)) for key, page in taken]
-        futures = (self.tier.store_many if is_store else self.tier.load_many)(places)
-        for future, (key, page) in zip(futures, taken, strict=True):
-            self.under_way.append((future, page, key, is_store))
-
-    @invariant()
-    def collect(self) -> None:
-        still = []
-        for future, page, key, is_store in getattr(self, "under_way", []):
-            if not future.done():
-                still.append((future, page, key, is_store))
-                continue
-            if is_store and future.result():
-                self.stored.add(key)
-            elif future.result():
-                assert self.pages[page] == content(key, PAGE)
-            self.pages[page] = b"\xaa" * PAGE  # whoever still reads it is found out
-            self.free.add(page)
-        self.under_way = still
-
-    @precondition(lambda self: self.below)
-    @rule(mode=st.sampled_from(["at once", "held", "held", "refused", "failing"]))
-    def change_below(self, mode: str) -> None:
-        self.below.mode = mode
-
-    @precondition(lambda self: self.below)
-    @rule(count=st.integers(1, 4))
-    def release(self, count: int) -> None:
-        self.below.release(count)
-
-    @rule(number=st.integers(0, 11))
-    def discard(self, number: int) -> None:
-        """Pages that are being stored change."""
-        key = name(number)
-        self.tier.discard(key)
-        self.num_discarded += 1
-        for _, page, other, is_store in self.under_way:
-            if is_store and other == key:
-                self.pages[page] = b"\xbb" * PAGE
-
-    @rule()
-    def fail_a_copy(self) -> None:
-        self.copier.fail_next = True
-
-    @rule(timeout_s=st.sampled_from([0.0, 0.01]))
-    def flush(self, timeout_s: float) -> None:
-        if self.tier.flush(timeout_s):
-            entries = list(self.tier._worker.arena.entries.items())
-            there = {key for key, entry in entries if entry.is_there}
-            assert there <= set(self.below.pages if self.below else ())
-
-    def settle(self) -> None:
-        until = time.monotonic() + 20
-        while not all(future.done() for future, *_ in self.under_way):
-            if self.below:
-                self.below.release()
-            time.sleep(0.0002)
-            assert time.monotonic() < until, "a future does not end"
-        self.collect()
-
-    @rule()
-    def everything_is_counted(self) -> None:
-        self.settle()
-        assert len(self.free) == 16
-        num_missing = sum(not self.tier.contains(key) for key in self.stored)
-        num_dropped = self.below.num_dropped if self.below else 0
-        stats = self.tier.host_stats()
-        assert num_missing <= stats.lost + num_dropped + self.num_discarded
-        assert stats.entries <= self.num_slots and stats.requests == 0
-
-    def teardown(self) -> None:
-        if not hasattr(self, "tier"):
-            return
-        self.settle()
-        if self.below:
-            self.below.mode = "at once"
-            self.below.release()
-            assert self.tier.flush(10)
-        self.tier._worker.arena.check_integrity()
-        assert self.tier.close()
-        assert self.copier.is_closed
-        assert self.below is None or self.below.num_closed == 1
-        assert not self.tier._worker._thread.is_alive()
-        self.pages.memory.close()
-
-
-TestHostTierMachine = HostTierMachine.TestCase
-TestHostTierMachine.settings = examples(100, steps=40)

@@ -1,4 +1,4 @@
-"""The prefix cache over a real disk tier that is smaller than what goes there."""
+"""The prefix cache works over a real disk tier that is smaller than what is written to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memory.prefix.index import PrefixHasher
 from memory.tiers.disk_tier import DiskTier
 
 PAGE = 4096
-TOKENS = 4  # to a page
+TOKENS = 4  # of a page
 
 
 class Rig:
@@ -37,7 +37,7 @@ class Rig:
         return keys
 
     def compute(self, tokens):
-        """And let all of it go to the disk, as far as that has room."""
+        """Computes a sequence and writes its pages to the disk as far as that has room."""
         item = self.kv.open(len(tokens))
         assert self.kv.grow(item, len(tokens))
         self.kv.commit()
@@ -49,12 +49,12 @@ class Rig:
             time.sleep(0.001)
         raise AssertionError("it writes for ever")
 
-    def forget_memory(self):
+    def evict_from_memory(self):
         while self.kv.num_cached:
             self.kv.prefixes.evict()
 
     def fetch(self, tokens):
-        """Pages that come back."""
+        """Returns the number of pages that are loaded."""
         keys = self.keys(tokens)
         self.kv.fetch(keys)
         while self.kv.prefixes.is_fetching:
@@ -74,33 +74,33 @@ def rig(tmp_path):
     made.close()
 
 
-def test_of_a_prompt_larger_than_the_disk_the_beginning_is_kept(rig):
+def test_the_beginning_of_a_prompt_larger_than_the_disk_is_kept(rig):
     tokens = list(range(17 * TOKENS))
     rig.compute(tokens)
     stored = rig.store.stats().stores
-    assert stored == 10, "nothing is written in vain"
-    rig.forget_memory()
+    assert stored == 10, "only pages that fit are written"
+    rig.evict_from_memory()
     assert rig.fetch(tokens) == 10
 
 
-def test_the_disk_forgets_the_end_of_the_oldest_prompt_first(rig):
+def test_the_disk_evicts_the_end_of_the_oldest_prompt_first(rig):
     first, second = ([base + i for i in range(6 * TOKENS)] for base in (0, 1000))
     rig.compute(first)
     rig.compute(second)
-    rig.forget_memory()
+    rig.evict_from_memory()
     assert rig.fetch(second) == 6
-    rig.forget_memory()
+    rig.evict_from_memory()
     assert rig.fetch(first) == 4
 
 
-def test_what_came_back_is_used_from_its_end_to_its_beginning(rig):
+def test_loaded_pages_are_evicted_from_their_end(rig):
     first, second, third = ([base + i for i in range(4 * TOKENS)] for base in (0, 1000, 2000))
     rig.compute(first)
     rig.compute(second)
-    rig.forget_memory()
-    assert rig.fetch(first) == 4, "used after the second"
+    rig.evict_from_memory()
+    assert rig.fetch(first) == 4, "the first prompt is used after the second"
     rig.compute(third)
-    rig.forget_memory()
+    rig.evict_from_memory()
     assert rig.fetch(first) == 4
-    rig.forget_memory()
+    rig.evict_from_memory()
     assert rig.fetch(second) == 2

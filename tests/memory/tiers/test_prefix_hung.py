@@ -1,4 +1,4 @@
-"""A disk that does not answer: nobody computes with another's pages or waits for long."""
+"""While a disk hangs, no sequence computes with another one's pages or waits for long."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PAGE_BYTES = 4096
 
 
 def fill(kv, memory, pages, value):
-    """Page i repeats value + i."""
+    """Fills page i with value + i."""
     for number, page in enumerate(pages):
         ctypes.memset(memory.page_address(page), value + number, PAGE_BYTES)
 
 
-def test_nothing_comes_back_from_a_write_that_was_given_up(tmp_path):
-    """Pages A and B are on the disk, the write of C hangs, C is to be loaded behind it, and the
-    page that is written becomes somebody else's."""
+def test_an_abandoned_write_is_never_loaded(tmp_path):
+    """Pages A and B are on the disk and the write of C hangs. A load of C waits behind it, and
+    the page that is being written gets a new owner."""
     is_hung = [False]
     opener, opened = faulty(lambda kind, n: "hold" if kind == "write" and is_hung[0] else None)
     now = [0.0]
@@ -65,8 +65,8 @@ def test_nothing_comes_back_from_a_write_that_was_given_up(tmp_path):
     assert kv.prefixes.write_unwritten()
     while kv.prefixes.num_evictable:
         kv.prefixes.evict()
-    assert not kv.prefixes.index.has_key(keys[2]), "it went with what it continues"
-    assert kv.fetch(keys), "C too: the store says that it is on its way"
+    assert not kv.prefixes.index.has_key(keys[2]), "it is evicted with its parent"
+    assert kv.fetch(keys), "the store reports C as in flight"
     now[0] += 11
     kv.prefixes.poll()
     others = [kv.open(64), kv.open(40)]
@@ -92,8 +92,8 @@ def test_nothing_comes_back_from_a_write_that_was_given_up(tmp_path):
 
 
 class Hung:
-    """A pool of some pages, a context of 16 of them, and a disk that hangs from now on; the pool
-    is full of pages that are not written, and some that were are being loaded."""
+    """A pool with a context of 16 pages and a disk that hangs from now on. The pool is full of
+    unwritten pages while older ones are being loaded."""
 
     def __init__(self, num_pages: int) -> None:
         self.kv, memory = make_kv(num_pages=num_pages, num_ranges=num_pages, max_model_len=64)
@@ -126,10 +126,11 @@ class Hung:
 
 
 def test_the_longest_request_fits_beside_a_hung_disk():
-    """From one and a quarter contexts on: a read keeps its pages, a write for 10 s."""
+    """It fits from one and a quarter contexts on, as a load keeps its pages and a write for 10 s
+    only."""
     hung = Hung(20)
     assert (hung.num_loads, hung.num_writes) == (4, 2)
-    assert not hung.kv.can_fit(64), "as long as the writes may still end"
+    assert not hung.kv.can_fit(64), "the writes may still end"
     hung.now_s += 11
     hung.kv.prefixes.poll()
     assert hung.kv.prefixes.is_fetching and hung.kv.can_fit(64)
@@ -139,7 +140,7 @@ def test_the_longest_request_fits_beside_a_hung_disk():
     hung.kv.check_integrity()
 
 
-def test_a_pool_of_one_context_loads_less_at_once():
+def test_a_pool_of_one_context_loads_fewer_pages_at_once():
     hung = Hung(16)
     assert hung.num_loads == 2
     hung.now_s += 11

@@ -1,4 +1,4 @@
-"""A row with a mask draws what the same row draws with minus infinity where the mask has no bit."""
+"""A row with a mask samples the same token as with minus infinity where the mask has no bit."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def masks_of(kind, rows, size):
         return torch.ones(rows, size, dtype=torch.bool)
     if kind == "one":
         return torch.nn.functional.one_hot(torch.arange(rows) * 7 % size, size).bool()
-    share = {"few": 0.01, "half": 0.5, "most": 0.99}[kind]
-    allowed = torch.rand(rows, size, generator=generator) < share
+    fraction = {"few": 0.01, "half": 0.5, "most": 0.99}[kind]
+    allowed = torch.rand(rows, size, generator=generator) < fraction
     allowed[:, size // 2] = True
     return allowed
 
 
-def draw(rows, choices, masks):
+def sample(rows, choices, masks):
     packed = sampling.packed_rows(len(choices))
     for i, (choice, mask) in enumerate(zip(choices, masks, strict=True)):
         address = 0 if mask is None else mask.ctypes.data
@@ -46,7 +46,7 @@ def draw(rows, choices, masks):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["all", "one", "few", "half", "most"])
-def test_only_what_the_mask_has(isa, kind, size):
+def test_only_allowed_tokens_are_sampled(isa, kind, size):
     rows = torch.randn(12, size) * 3
     allowed = masks_of(kind, 12, size)
     words = [bits_of(torch.nonzero(row)[:, 0].tolist(), size) for row in allowed]
@@ -54,11 +54,11 @@ def test_only_what_the_mask_has(isa, kind, size):
         choices = [
             sampling.SamplingInputs(seed=i, num_logprobs=min(size, 5), **cut) for i in range(12)
         ]
-        got = draw(rows.clone(), choices, words)
-        expected = draw(rows.masked_fill(~allowed, float("-inf")), choices, [None] * 12)
+        got = sample(rows.clone(), choices, words)
+        expected = sample(rows.masked_fill(~allowed, float("-inf")), choices, [None] * 12)
         assert got["token"].tolist() == expected["token"].tolist()
         assert all(allowed[i, token] for i, token in enumerate(got["token"].tolist()))
-        # log-probabilities are the raw logits'
+        # log-probabilities are those of the raw logits
         raw = torch.log_softmax(rows.double(), -1)
         for i, token in enumerate(got["token"].tolist()):
             assert got["logprob"][i] == pytest.approx(float(raw[i, token]), abs=1e-4)
@@ -70,28 +70,29 @@ def test_only_what_the_mask_has(isa, kind, size):
 def test_rows_without_a_mask_are_as_they_were(isa):
     rows = torch.randn(9, 5000)
     choices = [sampling.SamplingInputs(seed=i, temperature=1.0, top_p=0.9) for i in range(9)]
-    alone = draw(rows.clone(), choices, [None] * 9)["token"].tolist()
+    alone = sample(rows.clone(), choices, [None] * 9)["token"].tolist()
     mask = bits_of([17], 5000)
-    mixed = draw(rows.clone(), choices, [mask if i % 2 else None for i in range(9)])
+    mixed = sample(rows.clone(), choices, [mask if i % 2 else None for i in range(9)])
     assert mixed["token"].tolist() == [17 if i % 2 else token for i, token in enumerate(alone)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_empty_mask_and_broken_logits_give_some_token(isa, temperature):
-    """Whoever made such a mask ends the sequence: no crash, and a token of the vocabulary."""
+    """The grammar that made such a mask ends the sequence; here it must give a token of the
+    vocabulary without a crash."""
     nothing = np.zeros(32, dtype=np.uint32)
     some = bits_of([5, 900], 1000)
     for rows in (torch.randn(4, 1000), torch.full((4, 1000), float("nan"))):
         choices = [
             sampling.SamplingInputs(seed=i, temperature=temperature, top_p=0.9) for i in range(4)
         ]
-        got = draw(rows.clone(), choices, [nothing, some, None, some])
+        got = sample(rows.clone(), choices, [nothing, some, None, some])
         assert all(0 <= token < 1000 for token in got["token"].tolist())
         assert not np.isnan(got["logprob"]).any()
 
 
 class Fixed:
-    """A mask that is what it is."""
+    """A constant mask."""
 
     def __init__(self, token_ids, size):
         self.bits = bits_of(token_ids, size)

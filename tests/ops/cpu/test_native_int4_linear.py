@@ -39,7 +39,7 @@ def random_weight(num_out: int, num_in: int, kind: str, group: int = 64) -> Int4
 
 
 def plain(weight: Int4Weight) -> Tensor:
-    """The numbers that a weight stands for, in float64."""
+    """Returns the numbers that a weight stands for, in float64."""
     num_in = weight.codes.shape[1]
 
     def spread(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_nothing_is_rounded_but_the_sums_of_groups(isa, m, k, n, kind, group):
     weight, x = random_weight(n, k, kind, group), whole_rows(m, k)
     y = weight.linear(None)(x)
     wide = plain(weight)
-    # each group's product and sum, and the two scales: half a unit in the last place each
+    # the product and sum of each group, and the two scales: half a unit in the last place each
     terms = x.abs().double() @ wide.abs().T
     bound = terms * (2 * weight.scales.shape[1] + 6) * 2.0**-24
     assert bool(((y - x.double() @ wide.T).abs() <= bound).all())
@@ -128,7 +128,7 @@ def test_residual_and_zeros_and_empty_and_strided_rows(isa, kind):
     assert torch.equal(layer(wide[:, 30:94]), layer(wide[:, 30:94].contiguous()))
 
 
-def test_ready_int8_weights_are_taken_as_they_are(isa):
+def test_int8_weights_are_used_as_they_are(isa):
     weight = torch.randint(-128, 128, (75, 100), dtype=torch.int8)
     scales, x, bias = torch.rand(75) + 0.1, whole_rows(9, 100), torch.randn(75)
     y = Int8Linear(weight, bias, scales=scales)(x)
@@ -149,15 +149,15 @@ def test_ready_int8_weights_are_taken_as_they_are(isa):
 def test_16_bit_scales_are_kept_exactly(dtype):
     spread = 2.0 ** torch.randint(-11, 1, (40, 9))
     scales = ((torch.rand(40, 9) * 0.75 + 0.25) * spread).to(dtype) * 1e-3
-    halves, channels = split_scales(scales)
-    assert torch.equal(halves.float() * channels[:, None], scales.float())
-    assert float(halves.abs().max()) <= 1.0
-    halves, channels = split_scales(torch.zeros(2, 3))
-    assert torch.equal(halves.float() * channels[:, None], torch.zeros(2, 3))
-    for extreme in (3e38, 1e-44):  # their next power of two is no number of fp32, or no normal one
-        halves, channels = split_scales(torch.tensor([[extreme, 0.0]]))
-        assert torch.isfinite(channels).all() and torch.isfinite(halves).all()
-        assert float(halves[0, 0]) * float(channels[0]) == pytest.approx(
+    half_scales, channels = split_scales(scales)
+    assert torch.equal(half_scales.float() * channels[:, None], scales.float())
+    assert float(half_scales.abs().max()) <= 1.0
+    half_scales, channels = split_scales(torch.zeros(2, 3))
+    assert torch.equal(half_scales.float() * channels[:, None], torch.zeros(2, 3))
+    for extreme in (3e38, 1e-44):  # their next power of two is not finite or is subnormal in fp32
+        half_scales, channels = split_scales(torch.tensor([[extreme, 0.0]]))
+        assert torch.isfinite(channels).all() and torch.isfinite(half_scales).all()
+        assert float(half_scales[0, 0]) * float(channels[0]) == pytest.approx(
             extreme, rel=1e-3, abs=1e-41
         )
 

@@ -54,7 +54,7 @@ def test_attention(isa, case):
     of_score = score_error(q, stored_k, dim**-0.5)
     assert float((whole - expected).abs().max()) <= out_error(of_score, stored_v)
     assert float((lse - expected_lse).abs().max()) <= of_score + 1e-4
-    # the same bits in whatever pieces the rows are computed
+    # any division of the rows gives the same bits
     for first in (length - 1, length - 3, length // 2):
         assert torch.equal(cache.attend(q[first:], length), whole[first:]), f"from {first}"
     for last in (1, length // 3, length // 2 + 1):
@@ -132,7 +132,7 @@ def test_append_rotates_and_touches_nothing_else(isa):
 
 @pytest.mark.parametrize("group", [g for g in GROUPS if g <= 64])
 def test_stored_values_are_within_half_a_step(isa, group):
-    """Weights that pick one token give back its V."""
+    """Weights that select one token return its V."""
     cache = Cache(heads=1, kv_heads=1, dim=64, group=group, tokens=16)
     k, v = torch.zeros(1, 1, 64), torch.randn(1, 1, 64) * 5
     cache.fill(k, v)

@@ -25,14 +25,15 @@ REFERENCE = ReferenceBackend()
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as whole numbers from -127 to 127, and their steps, as the kernels round them."""
+    """Returns rows as whole numbers from -127 to 127, and their steps, as the kernels round
+    them."""
     largest = x.abs().amax(-1, keepdim=True)
     step = torch.where(largest > 0, 127.0 / largest, torch.zeros(()))
     return (x * step).round(), largest / 127.0
 
 
 def expected_product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x @ weight.T in float64, and how far rounding both factors may lead away from it."""
+    """Returns x @ weight.T in float64, and the error bound from rounding both factors."""
     _, x_step = quantized(x)
     _, w_step = quantized(weight)
     x, weight, x_step, w_step = (t.double() for t in (x, weight, x_step, w_step))
@@ -55,7 +56,7 @@ def test_linear_is_within_the_bound_of_its_scales(isa, m, k, n, dtype):
 
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 def test_linear_sums_exactly(isa, m, k, n):
-    """On whole numbers nothing is rounded: the sums must be right to the last bit of fp32."""
+    """Whole numbers are not rounded, so the sums must be right to the last bit of fp32."""
     x = torch.randint(-127, 128, (m, k)).float()
     weight = torch.randint(-127, 128, (n, k)).float()
     x[:, 0], weight[:, 0] = 127.0, -127.0
@@ -70,7 +71,8 @@ def test_a_row_does_not_depend_on_the_others(isa):
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_activation_and_bias_are_fused(isa, kind, is_gated):
-    """Without rounding of the factors: whole numbers, scaled so that activations bend them."""
+    """The factors are whole numbers, so they are not rounded, and scaled so that activations are
+    not linear."""
     x = torch.randint(-127, 128, (5, 64)).float()
     weight = torch.randint(-127, 128, (90, 64)).float()
     x[:, 0], weight[:, 0] = 127.0, 127.0
@@ -118,7 +120,7 @@ def test_zeros_and_empty_and_strided_rows(isa):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("norm", [None, Norm("rms", torch.ones(100), None, 1e-5)])
 def test_a_row_with_a_nan_or_an_infinity_shows_it(isa, bad, norm):
-    """And only that row does."""
+    """No other row shows it."""
     x = torch.randn(5, 100)
     layer = Int8Linear(torch.randn(40, 100), None, Fusion(norm))
     expected = layer(x)

@@ -1,4 +1,4 @@
-"""Our own kernels as guests of a process: threads, forks, callers, refusals."""
+"""The native library as a guest of a process: threads, forks, concurrent callers, refusals."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ assert torch.equal(layer(x), expected)
 """
 
 
-def test_a_forked_child_goes_on_alone():
-    """It has none of the helpers, and waited for them for ever."""
+def test_a_forked_child_computes_alone():
+    """A forked child has none of the pool's threads and must not wait for them."""
     output_of("-c", FORKED)
 
 
 def test_two_callers_at_once():
-    """One has the team, the other works alone; both are right."""
+    """One caller gets the thread pool and the other works alone, and both results are right."""
     layers = [Int8Linear(torch.randn(500, 128), None) for _ in range(2)]
     x = torch.randn(40, 128)
     expected = [layer(x) for layer in layers]
@@ -77,7 +77,7 @@ def test_two_callers_at_once():
     assert not wrong
 
 
-def test_what_would_overflow_or_be_read_beyond_its_end_is_refused():
+def test_arguments_out_of_bounds_are_refused():
     assert MAX_INT8_INPUTS * 127 * 128 < 2**31
     with pytest.raises(ValueError, match="132,104"):
         Int8Linear(torch.ones(32, MAX_INT8_INPUTS + 1), None)
@@ -94,7 +94,7 @@ def test_what_would_overflow_or_be_read_beyond_its_end_is_refused():
         Int8Linear(torch.ones(40, 64), None, Fusion(None, "silu", True))(x, torch.ones(2, 20))
 
 
-def test_python_goes_on_while_a_kernel_runs():
+def test_python_runs_while_a_kernel_runs():
     layer, x = Int8Linear(torch.ones(4096, 4096), None), torch.ones(2048, 4096)
     ticks: list[float] = []
     is_done = threading.Event()

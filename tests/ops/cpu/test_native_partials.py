@@ -1,4 +1,5 @@
-"""Joining parts of attention, and rows as bytes for a wire, on every instruction set."""
+"""Partial attention results are merged, and rows become bytes for the wire, on every instruction
+set."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_merging_is_the_softmax_over_both(isa, dtype, part_type, spread):
         expected = REFERENCE.merge_partials(wide)
         merge_into(*total, *part)
         error = (total.out - expected.out).abs() / (wide[0].out.abs() + wide[1].out.abs())
-        # weights exp(x) of x in fp32: off by x times its rounding
+        # weights exp(x) of x in fp32 are off by x times its rounding
         assert float(error.max()) <= ROUNDING[dtype] + spread * 1e-6
         bound = 2e-7 + 2.0**-23 * expected.lse.abs()
         assert bool(((total.lse - expected.lse).abs() <= bound).all())
@@ -116,7 +117,7 @@ def test_a_row_has_the_same_bits_in_any_call(isa):
     assert torch.equal(total.lse[:, 3:5], head.lse)
 
 
-def test_what_can_be_merged():
+def test_types_that_can_be_merged():
     part = part_of(2, 4, 32)
     assert can_merge(part, part)
     assert not can_merge(part_of(2, 4, 20), part_of(2, 4, 20))
@@ -129,7 +130,7 @@ def test_what_can_be_merged():
 def test_bytes_are_within_half_a_step_of_their_head(isa, dtype):
     for rows, heads, dim in ((1, 1, 16), (16, 32, 64), (70, 3, 80)):
         wide = torch.randn(rows, heads + 2, dim) * torch.logspace(-6, 6, heads + 2)[:, None]
-        x = wide.to(dtype)[:, 1:-1]  # as from a fused projection
+        x = wide.to(dtype)[:, 1:-1]  # strided, as from a fused projection
         values, scales = quantize_heads(x)
         top = x.float().abs().amax(-1)
         assert torch.allclose(scales, top / 127, rtol=1e-6)
@@ -139,7 +140,7 @@ def test_bytes_are_within_half_a_step_of_their_head(isa, dtype):
         assert torch.equal(rounded, back.bfloat16())
 
 
-def test_bytes_of_nothing_and_of_no_number(isa):
+def test_bytes_of_zeros_and_of_nan(isa):
     x = torch.zeros(2, 3, 32)
     x[1] = torch.randn(3, 32)
     x[1, 0, 5], x[1, 2, 30] = math.nan, math.inf

@@ -35,7 +35,7 @@ def check(q: Tensor, kv: Range, scale: float, window: int | None) -> None:
 
 
 SHAPES = [
-    # heads, K/V heads, dim, rows, past
+    # heads, K/V heads, dim, rows, prefix length
     (1, 1, 16, 1, 0),
     (4, 4, 16, 2, 0),
     (8, 2, 64, 7, 30),
@@ -99,8 +99,9 @@ def test_the_number_of_threads_changes_nothing(isa, dtype):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [None, 9])
-def test_large_scores_pick_one_key_and_do_not_overflow(isa, dtype, window):
-    """Scores grow with the position up to 1e12: the last key that a row sees, or the first."""
+def test_large_scores_select_one_key_and_do_not_overflow(isa, dtype, window):
+    """Scores grow with the position up to 1e12, so that a row takes its last visible key or its
+    first."""
     length, dim, scale = 300, 32, 1e3
     kv = Range(1, dim, length, dtype)
     kv.k.zero_()
@@ -125,11 +126,11 @@ def test_large_scores_pick_one_key_and_do_not_overflow(isa, dtype, window):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_keys_that_no_row_sees_are_not_computed(isa, dtype):
-    """Behind the last row there may be anything, and eight keys before the window."""
+    """K/V behind the last row and more than eight keys before the window may hold anything."""
     kv = Range(2, 64, 500, dtype)
     q = torch.randn(20, 4, 64).to(dtype)
     expected = prefill_attention(q, kv.view(450), 0.125, 50)
-    kv.k[:, :, :373], kv.v[:, :, :373] = math.nan, math.nan  # the first row sees from 381 on
+    kv.k[:, :, :373], kv.v[:, :, :373] = math.nan, math.nan  # the first row sees keys from 381 on
     kv.k[:, :, 450:], kv.v[:, :, 450:] = math.nan, math.nan
     got = prefill_attention(q, kv.view(450), 0.125, 50)
     assert bool(torch.isfinite(got.out).all())
@@ -137,7 +138,7 @@ def test_keys_that_no_row_sees_are_not_computed(isa, dtype):
 
 
 def test_fp32_rows_on_bf16_keys_are_not_rounded(isa):
-    """The queries keep their bits: the error is that of fp32 but for the result's own terms."""
+    """Queries keep their bits: the error is that of fp32 except for the result's own terms."""
     kv = Range(2, 64, 90, torch.bfloat16)
     q = torch.randn(90, 4, 64)
     wide = KeyValues(kv.k.double(), kv.v.double())
@@ -148,7 +149,7 @@ def test_fp32_rows_on_bf16_keys_are_not_rounded(isa):
 
 
 def test_rows_of_a_wider_tensor(isa):
-    """As they come out of a fused projection: rows further apart than their heads are wide."""
+    """Rows of a fused projection are further apart than their heads are wide."""
     kv = Range(2, 32, 40, torch.bfloat16)
     wide = torch.randn(40, 8, 32).bfloat16()
     q = wide[:, 2:6]
@@ -164,9 +165,9 @@ def test_no_rows(isa):
     assert got.lse.shape == (0, 4)
 
 
-def test_what_there_is_no_kernel_for(isa):
+def test_shapes_without_a_kernel(isa):
     kv = Range(2, 32, 4, torch.float32).view()
-    q = torch.empty(4, 4, 32)  # only its shape is looked at
+    q = torch.empty(4, 4, 32)  # only its shape is used
     assert can_attend(q, kv)
     assert not can_attend(q.half(), kv)
     assert not can_attend(q.double(), KeyValues(kv.k.double(), kv.v.double()))

@@ -1,7 +1,7 @@
-"""Our linear layers on bf16 and fp32 weights, on every instruction set of this machine.
+"""Linear layers on bf16 and fp32 weights, on every instruction set of this machine.
 
-Whole numbers leave nothing to round before the result, so most comparisons are exact; the others
-have the bounds of their types: u = 2^-24 for every sum in fp32, 2^-8 for a result in bf16.
+Whole numbers need no rounding before the result, so most comparisons are exact; the others have the
+bounds of their types: u = 2^-24 for every sum in fp32, 2^-8 for a result in bf16.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def whole(*shape: int, dtype: torch.dtype, largest: int = 9) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Of whole numbers: exact, then rounded once to their type."""
+    """Returns the exact product of whole numbers, rounded once to their type."""
     y = x.double() @ weight.double().T
     return (y if bias is None else y + bias.double()).to(x.dtype)
 
@@ -51,7 +51,7 @@ def test_product_is_within_the_bound_of_its_type(isa, dtype, m, k, n):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (17, 70), (258, 33), (512, 96), (1301, 40)])
 def test_whole_numbers_sum_exactly(isa, dtype, k, n):
-    """Every number of rows that the kernels tell apart, and some in several blocks."""
+    """Covers every number of rows that the kernels distinguish, and several blocks."""
     weight = whole(n, k, dtype=dtype)
     layer = PlainLinear(weight, None)
     x = whole(300, k, dtype=dtype)
@@ -91,17 +91,17 @@ def test_a_row_does_not_depend_on_the_others(isa, dtype, fusion):
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_activation_and_bias_are_fused(isa, dtype, kind, is_gated):
-    # about 10 bits before the rounding, of a size that activations bend
+    # about 10 bits before the rounding, in the range where activations are not linear
     x, weight = whole(14, 70, dtype=dtype), whole(90, 70, dtype=dtype, largest=31) / 256
     bias = whole(90, dtype=dtype)
     fusion = Fusion(None, kind, is_gated)
     got = PlainLinear(weight, bias, fusion)(x)
-    # as separate operators: the product is rounded, then the activation, then what it multiplies
+    # as separate operators: the product is rounded, then the activation, then their product
     expected = SeparateCalls(CpuBackend(), lambda x: product(x, weight, bias), fusion)(x)
     assert got.dtype == dtype and got.shape == expected.shape
-    if kind == "relu":  # nothing but roundings
+    if kind == "relu":  # relu has no error but roundings
         assert torch.equal(got, expected)
-    # exp and erf are good to 2e-7 of the argument, which may tip a rounding of the activation
+    # exp and erf are good to 2e-7 of the argument, which may change a rounding of the activation
     bound = (2 if is_gated else 1) * 2 * UNIT[dtype] * expected.abs() + 2e-5
     assert bool(((got.double() - expected.double()).abs() <= bound).all())
 
@@ -124,7 +124,7 @@ def test_residual_is_added_to_the_rounded_result(isa, dtype, rows, kind, size):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("size", [31, 64, 100, 520])
 def test_norm_is_fused(isa, dtype, kind, size):
-    """Times the identity: the normalized rows themselves, rounded once."""
+    """The weight is the identity, so the result is the normalized rows, rounded once."""
     norm_bias = torch.randn(size).to(dtype) if kind == "layer" else None
     norm = Norm(kind, (torch.rand(size) + 0.5).to(dtype), norm_bias, 1e-5)
     x = (torch.randn(7, size) * 3 + 1).to(dtype)
@@ -135,7 +135,7 @@ def test_norm_is_fused(isa, dtype, kind, size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_stays_in_its_row(isa, dtype):
+def test_nan_and_infinity_stay_in_their_row(isa, dtype):
     weight = whole(40, 33, dtype=dtype)
     x = whole(6, 33, dtype=dtype)
     expected = product(x, weight)
@@ -152,7 +152,7 @@ def test_what_is_not_finite_stays_in_its_row(isa, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_at_the_ends_of_the_range(isa, dtype):
-    """The largest finite numbers, overflow, and ties that bf16 rounds to even."""
+    """The cases are the largest finite numbers, overflow, and ties that bf16 rounds to even."""
     big = torch.finfo(dtype).max
     weight = torch.tensor([[big, 0.0], [0.0, big], [1.0, 1.0]]).to(dtype)
     x = torch.tensor([[1.0, 2.0], [-1.0, -2.0], [256.0, 1.0], [258.0, 1.0]]).to(dtype)
@@ -188,7 +188,7 @@ def test_the_weight_is_a_copy(isa):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-def test_the_back_end_takes_them_where_there_is_a_kernel(dtype):
+def test_the_back_end_uses_native_layers_where_there_is_a_kernel(dtype):
     layer = CpuBackend().pack_linear(torch.ones(8, 8, dtype=dtype))
     assert isinstance(layer, PlainLinear) == (dtype in DTYPES)
     assert layer(torch.ones(2, 8, dtype=dtype)).dtype == dtype

@@ -1,6 +1,5 @@
-"""Attention over the past only, on every instruction set: what a step's rows see of the keys held
-before it. Against float64, and merged with the rows' own keys against attention over all.
-"""
+"""Prefix attention on every instruction set: a step's rows over the keys before it, compared
+with float64, and merged with the rows' own keys against attention over all keys."""
 
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ def random_case(pick):
 
 
 def split(q, k, v, cache, past, *, scratch):
-    """(out, lse) of the rows over the past in cache and over their own keys in scratch."""
+    """Returns (out, lse) of the rows over the prefix in cache and over their own keys in
+    scratch."""
     n = len(q)
     cache.fill(k[:past], v[:past])
     scratch.fill(k[past:], v[past:])
@@ -46,7 +46,7 @@ def split(q, k, v, cache, past, *, scratch):
 
 
 def test_int8_past_on_random_steps(isa):
-    """Steps of some sequences; what is behind their keys is no number."""
+    """Steps have several sequences, and the memory behind their keys is NaN."""
     pick = random.Random(11)
     for _ in range(12):
         shape, window, _, _ = random_case(pick)
@@ -103,7 +103,8 @@ def test_int8_past_and_own_keys_make_the_whole(isa, switches):
 
 
 def test_int8_rows_of_a_past_have_the_same_bits_in_any_step(isa):
-    """Beside other sequences, row by row, on one thread, and of the heads of one node."""
+    """A row is computed beside other sequences, alone, on one thread, and with the heads of one
+    node."""
     lengths, rows = [700, 16, 513, 5, 0, 300], [1, 30, 70, 1, 3, 2]
     shape = {"heads": 24, "kv_heads": 3, "dim": 80, "group": 16}
     cache = Cache(**shape, tokens=700, sequences=len(lengths))
@@ -137,8 +138,8 @@ def test_int8_rows_of_a_past_have_the_same_bits_in_any_step(isa):
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
-def test_int8_tiles_dealt_to_nodes_make_the_whole(isa, nodes):
-    """Each has every n-th tile of 16 tokens, one after the other; the last one may be cut short."""
+def test_int8_tiles_partitioned_over_nodes_make_the_whole(isa, nodes):
+    """Each node has every n-th tile of 16 tokens in order; the last tile may be partial."""
     for past, n in ((16 * nodes + 1, 1), (700, 1), (15, 5), (345, 40)):
         shape = {"heads": 8, "kv_heads": 2, "dim": 64}
         own, q = Cache(**shape, tokens=64), torch.randn(n, 8, 64)
@@ -200,14 +201,14 @@ def test_plain_past_and_own_keys_make_the_whole(isa, dtype, window):
         merge_into(*own, *before)
         expected, bound = exact(REFERENCE.prefill_attention, q, kv.view(), 0.125, window)
         error = torch.cat((own.out - expected.out, (own.lse - expected.lse)[..., None]), -1).abs()
-        # each part and what they make is rounded to the type of the rows
+        # each part and the merged result are rounded to the type of the rows
         rounding = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7}[dtype] * float(v.abs().max())
         assert bool((error <= bound + rounding).all())
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_plain_rows_of_a_past_have_the_same_bits_in_any_call(isa, dtype):
-    """Row by row, on one thread, and of the heads of one node."""
+    """A row is computed alone, on one thread, and with the heads of one node."""
     kv, q = Range(3, 96, 333, dtype), torch.randn(70, 12, 96).to(dtype)
     k, v = kv.view()
     whole = past_attention(q, kv.view(), 0.1, None)
@@ -230,7 +231,7 @@ def test_plain_rows_of_a_past_have_the_same_bits_in_any_call(isa, dtype):
 
 
 def test_decode_rows_without_keys(isa):
-    """Beside one that has some."""
+    """A second row has keys."""
     kv, none = Range(2, 64, 600, torch.float32), Range(2, 64, 0, torch.float32)
     q = torch.randn(3, 4, 64)
     got = decode_attention(q, [none.view(), kv.view(), none.view()], 0.1)

@@ -1,4 +1,4 @@
-"""The native token choice against its definition in float64, on every instruction set."""
+"""The native sampler equals its definition in float64, on every instruction set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serve.runner.sampler import uniform
 pytestmark = pytest.mark.skipif(not sampling.is_available(), reason="not built")
 
 SIZES = [1, 5, 16, 65, 256, 1024, 1025, 5000, 40000]
-# the native sums are exact to about 1e-10: an oracle that is nearer to a border decides nothing
+# The native sums are exact to about 1e-10, so a decision nearer to a boundary is not checked.
 MARGIN = 1e-9
 
 
@@ -28,14 +28,14 @@ def threads():
 
 
 class Expected(NamedTuple):
-    """margin: how far the nearest border of the decision is, in parts of the kept mass."""
+    """margin: distance to the nearest boundary of the decision, as a fraction of the kept mass."""
 
     token: int
     margin: float
 
 
 def expected_draw(row, u, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
-    """Cut and invert one row, sorted whole. row: [V] fp32."""
+    """Cuts and inverts one row, sorted whole. row: [V] fp32."""
     scaled = row / torch.tensor(temperature, dtype=torch.float32)
     in_order = 0 < top_k < len(row) or top_p < 1
     if min_p > 0:
@@ -47,11 +47,15 @@ def expected_draw(row, u, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
         values, ids = values[:top_k], ids[:top_k]
     mass = torch.exp(values - values[0])
     before = mass.cumsum(0) - mass
-    share = before / mass.sum()
+    probability_before = before / mass.sum()
     margin = 1.0
     if top_p < 1:
-        margin = float((share[1:] - top_p).abs().min()) if len(share) > 1 else 1.0
-        keep = share < top_p
+        margin = (
+            float((probability_before[1:] - top_p).abs().min())
+            if len(probability_before) > 1
+            else 1.0
+        )
+        keep = probability_before < top_p
         keep[0] = True
         mass, ids = mass[keep], ids[keep]
     if not in_order:
@@ -78,13 +82,13 @@ def make_rows(kind, size):
 
 
 def strided(rows):
-    """The same rows, apart from each other and off the alignment."""
+    """Returns the same rows, apart from each other and unaligned."""
     wide = torch.full((rows.shape[0], rows.shape[1] + 7), float("nan"))
     wide[:, 3 : 3 + rows.shape[1]] = rows
     return wide[:, 3 : 3 + rows.shape[1]]
 
 
-def draw(rows, choices, lengths):
+def sample(rows, choices, lengths):
     packed = sampling.packed_rows(len(choices))
     for i, (choice, length) in enumerate(zip(choices, lengths, strict=True)):
         choice.pack(packed, i, [0] * length, False)
@@ -114,7 +118,7 @@ def test_argmax_is_the_first_of_the_largest(isa, size):
         rows = strided(make_rows(kind, size))
         got = sampling.argmax(rows)
         assert got == [int(np.argmax(row)) for row in rows.numpy()]
-        plain = draw(rows, [sampling.SamplingInputs(seed=0, temperature=0.0)] * 3, [1] * 3)
+        plain = sample(rows, [sampling.SamplingInputs(seed=0, temperature=0.0)] * 3, [1] * 3)
         assert plain["token"].tolist() == got
     assert sampling.argmax(torch.full((2, size), float("-inf"))) == [0, 0]
     assert all(0 <= i < size for i in sampling.argmax(torch.full((2, size), float("nan"))))
@@ -123,7 +127,7 @@ def test_argmax_is_the_first_of_the_largest(isa, size):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["normal", "peaked", "ties", "flat", "holes"])
-def test_draws_what_the_definition_says(isa, kind, size):
+def test_samples_equal_the_definition(isa, kind, size):
     rows = make_rows(kind, size)
     decided = 0
     for cut, temperature, seed in itertools.product(CUTS, (0.7, 1.0), range(2)):
@@ -131,7 +135,7 @@ def test_draws_what_the_definition_says(isa, kind, size):
             sampling.SamplingInputs(seed=seed, temperature=temperature, **cut)
             for _ in range(len(rows))
         ]
-        got = draw(strided(rows), choices, [4, 5, 6])["token"].tolist()
+        got = sample(strided(rows), choices, [4, 5, 6])["token"].tolist()
         u = uniform([seed] * 3, [4, 5, 6]).tolist()
         for i, row in enumerate(rows):
             expected = expected_draw(row, u[i], temperature=temperature, **cut)
@@ -143,12 +147,14 @@ def test_draws_what_the_definition_says(isa, kind, size):
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"top_k": 50}])
 def test_the_last_kept_token(isa, cut):
-    """A uniform number just below 1 shows where the cut is."""
+    """A uniform number just below 1 gives the last kept token."""
     u = uniform(range(1_000_000), [1] * 1_000_000)
     seed = int(u.argmax())
     for kind in ("normal", "peaked", "ties"):
         rows = make_rows(kind, 5000)
-        got = draw(rows, [sampling.SamplingInputs(seed=seed, temperature=1.0, **cut)] * 3, [1] * 3)
+        got = sample(
+            rows, [sampling.SamplingInputs(seed=seed, temperature=1.0, **cut)] * 3, [1] * 3
+        )
         for i, row in enumerate(rows):
             expected = expected_draw(row, float(u[seed]), temperature=1.0, **cut)
             if expected.margin > MARGIN:
@@ -163,14 +169,14 @@ def test_a_row_does_not_depend_on_the_batch_or_the_threads(isa, threads):
         for i, cut in zip(range(11), CUTS, strict=False)
     ]
     lengths = list(range(1, 12))
-    together = draw(rows, choices, lengths)
+    together = sample(rows, choices, lengths)
     for count in (1, 2):
         threads(count)
         for i in range(11):
-            alone = draw(rows[i : i + 1], [choices[i]], [lengths[i]])
+            alone = sample(rows[i : i + 1], [choices[i]], [lengths[i]])
             assert alone[0] == together[i]
-        assert np.array_equal(draw(rows, choices, lengths), together)
-        assert np.array_equal(draw(rows[:3], choices[:3], lengths[:3]), together[:3])
+        assert np.array_equal(sample(rows, choices, lengths), together)
+        assert np.array_equal(sample(rows[:3], choices[:3], lengths[:3]), together[:3])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -187,7 +193,7 @@ def test_logprobs(isa, kind, size):
     ]
     raw = rows.double()
     expected = torch.log_softmax(raw, -1)
-    got = draw(rows, choices, [1] * 3)
+    got = sample(rows, choices, [1] * 3)
     for i in range(3):
         token = int(got["token"][i])
         assert got["logprob"][i] == pytest.approx(float(expected[i, token]), abs=2e-6, rel=1e-6)
@@ -229,7 +235,7 @@ def test_rows_without_a_finite_maximum_still_give_a_token(isa):
     bad[3, 7] = float("nan")
     for cut in CUTS:
         choices = [sampling.SamplingInputs(seed=3, temperature=1.0, num_logprobs=5, **cut)] * 4
-        got = draw(bad, choices, [1] * 4)["token"].tolist()
+        got = sample(bad, choices, [1] * 4)["token"].tolist()
         assert all(0 <= token < 2000 for token in got)
         assert got[2] == 5
         assert got[3] != 7
@@ -237,14 +243,14 @@ def test_rows_without_a_finite_maximum_still_give_a_token(isa):
 
 @pytest.mark.parametrize("size", [1000, 2000, 5000])
 def test_a_nan_hides_no_other_logit(isa, size):
-    """Wherever it stands beside the largest one."""
+    """The NaN is anywhere beside the largest logit."""
     for at in [*range(1, 70), size - 1]:
         logits = torch.randn(1, size)
         logits[0, 0], logits[0, at] = 50.0, math.nan
         assert sampling.argmax(logits)[0] == 0, f"NaN at {at}"
         for cut in ({"top_k": 1}, {"min_p": 0.5}, {"top_k": 1, "top_p": 0.9}, {"top_p": 0.5}, {}):
             choice = sampling.SamplingInputs(seed=3, temperature=1.0, **cut)
-            assert draw(logits.clone(), [choice], [1])["token"].tolist() == [0], (
+            assert sample(logits.clone(), [choice], [1])["token"].tolist() == [0], (
                 f"NaN at {at}, {cut}"
             )
 

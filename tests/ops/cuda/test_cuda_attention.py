@@ -1,4 +1,4 @@
-"""A step's metadata, and whole steps of one layer: append, then decode and prompt rows."""
+"""A step's metadata, and whole steps of one layer: append, then decode rows and prefill chunks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_rows_and_prompts():
     assert arrays.starts[:2].tolist() == [160, 32]
     assert arrays.prompt_starts[:2].tolist() == [320, 1600]
     assert arrays.prompts[:2, :3].tolist() == [[2, 5, 20], [7, 33, 33]]
-    # two query heads a K/V head: 64 rows a tile; the longest first
+    # two query heads per K/V head: 64 rows a tile; the longest chunk first
     assert arrays.num_tiles.tolist() == [2]
     assert arrays.tiles[:2].tolist() == [[0, 0], [1, 0]]
 
@@ -53,7 +53,7 @@ def test_prompt_tiles_cover_every_row_once():
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 300, 5000])
-def test_items_cover_every_key_that_is_seen_once(window):
+def test_items_cover_every_visible_key_once(window):
     arrays = step_arrays(max_len=70000, windows=[window], min_split=64)
     lens = [1, 64, 65, 2047, 2048, 2049, 70000]
     filled(arrays, [0] * 7, [1] * 7, lens, 7, 8, 8)
@@ -67,7 +67,7 @@ def test_items_cover_every_key_that_is_seen_once(window):
         ends = [item[2] for item in own]
         assert [item[1] for item in own] == [max(0, length - (window or length)), *ends[:-1]]
         assert ends[-1] == length and count <= 33
-        # multiples of a power of two that is the row's own
+        # multiples of a power of two that depends on the row alone
         size = max([64, *(b - a for a, b in itertools.pairwise(ends))])
         assert size & (size - 1) == 0 and all(end % size == 0 for end in ends[:-1])
 
@@ -110,18 +110,18 @@ def test_the_largest_steps_fit():
 
 
 def test_filling_is_quick():
-    """Tenfold what it takes on an idle machine."""
+    """The limit is ten times the time on an idle machine."""
     arrays = StepArrays(4096, 256, 32768, 32, 8, 128, DEVICE)
     host = torch.zeros(arrays.num_words, dtype=torch.int32)
     decodes = ([16 * i for i in range(256)], [1] * 256, [4000 + i for i in range(256)], 256)
     prompts = ([0] * 8, [256] * 8, [3000] * 8, 0)
     for step, padded in ((decodes, (256, 256)), (prompts, (2048, 0))):
-        taken = []
+        times_s = []
         for _ in range(5):
             begin = time.perf_counter()
             arrays.fill(host, *step, *padded)
-            taken.append(time.perf_counter() - begin)
-        assert min(taken) < 5e-3, f"{min(taken) * 1e6:.0f} us"
+            times_s.append(time.perf_counter() - begin)
+        assert min(times_s) < 5e-3, f"{min(times_s) * 1e6:.0f} us"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_filling_is_quick():
         ({"group": 48}, "group 48 does not divide"),
     ],
 )
-def test_what_kernels_do_not_take_is_refused(change, match):
+def test_unsupported_layers_are_refused(change, match):
     given = {"num_kv_heads": 2, "head_dim": 64, "dtype": INT8, "group": 64} | change
     with pytest.raises(ValueError, match=match):
         layer_bytes(**given)
@@ -151,8 +151,8 @@ def test_layer_bytes():
     ("dtype", "group", "window"), [(INT8, 32, None), (FP32, None, 30), (torch.bfloat16, None, None)]
 )
 def test_a_mixed_step(dtype, group, window):
-    """A step over earlier K/V that appends and attends. Launches have more decode rows than there
-    are sequences, which overlap the rows of prefill chunks, and padding rows."""
+    """A step over earlier K/V appends and attends. The launch has more decode rows than
+    sequences, so that they overlap the rows of prefill chunks, and it has padding rows."""
     lens, rows, decodes, padding = [40, 1, 90, 33], [1, 1, 20, 33], 2, (2, 3)
     tiles = Tiles(4, 2, 64, dtype, group, window, lens)
     for i in range(4):
@@ -218,7 +218,7 @@ run(torch.bfloat16, None, [1, 31, 65], [1, 1, 65], 2, None)
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter reads the host's memory")
-def test_what_is_not_mapped_is_never_touched():
-    """A range's tiles end at a hole, and the first page of the reservation is one."""
+def test_unmapped_pages_are_never_touched():
+    """A range's tiles end at an unmapped page, as the first page of the reservation is."""
     child = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True)
     assert child.returncode == 0, f"{child.returncode}\n{child.stderr[-2000:]}"

@@ -1,4 +1,4 @@
-"""Masked rows on the device against minus infinity written by hand."""
+"""Masked rows on the device equal rows with minus infinity written by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUTS = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [5, 32, 300, 600])
-def test_only_what_the_mask_has(size):
+def test_only_allowed_tokens_are_drawn(size):
     generator = torch.Generator().manual_seed(size)
     logits = torch.randn(len(CUTS) * 2, size, generator=generator) * 2
     allowed = torch.rand(logits.shape, generator=generator) < 0.3
@@ -53,5 +53,5 @@ def test_only_what_the_mask_has(size):
     raw = torch.log_softmax(logits.double(), -1)
     expected = [float(raw[i, token]) for i, token in enumerate(tokens)]
     assert logprobs.tolist() == pytest.approx(expected, abs=1e-4)
-    # a step without masks does not remember the last one's
+    # a step without masks does not use the previous step's
     assert step(sampler, logits, rows(False))[1] == step(make_sampler(size), logits, rows(False))[1]

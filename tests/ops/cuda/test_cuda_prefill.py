@@ -1,4 +1,4 @@
-"""Prompt chunks through a library's kernel; the libraries are torch behind their signatures."""
+"""Prompt chunks go through a library's kernel; the libraries are torch behind their signatures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def torch_flash(q, k, v, dropout_p, is_causal, return_debug_mask, *, scale):
 
 
 def cudnn(q, k, v, bias, compute_log_sumexp, dropout_p, is_causal, debug, *, scale):
-    """Its mask begins at the first key."""
+    """cuDNN's causal mask begins at the first key."""
     assert bias is None and compute_log_sumexp and not dropout_p and not debug
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     out, lse = attention64(q, k, v, scale, first_position=0 if is_causal else len(k))
@@ -84,7 +84,7 @@ def test_each_library_passes_the_test_against_exact_attention(name, window):
 
 
 @pytest.mark.exhaustive
-def test_our_kernel_is_what_they_are_held_against():
+def test_our_kernel_equals_exact_attention():
     prefill = LibraryPrefill([LIBRARIES["flash_attn"]], DEVICE)
     assert prefill.prepare([layer(), layer(window=40)])
     q, k, v = random_q(20, 4, 64), *random_kv(50, 2, 64)
@@ -109,7 +109,7 @@ def not_numbers(q, k, v, scale, window):
 
 
 @pytest.mark.parametrize("attend", [broken, one_off, wide_window, not_numbers])
-def test_what_fails_or_is_wrong_is_not_chosen(attend, caplog):
+def test_a_failing_or_wrong_kernel_is_not_chosen(attend, caplog):
     caplog.set_level(logging.INFO)
     bad = Candidate("bad", attend, True)
     quick = {attend: 0.1}
@@ -148,7 +148,7 @@ def test_installed_takes_what_can_be_imported():
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_step_with_long_chunks(window):
-    """The long one goes through the library, the short one and the decode row do not."""
+    """The long chunk goes through the library, the short one and the decode row do not."""
     lens, rows = [40, 100, 50], [1, 60, 5]
     kv = [random_kv(length, 2, 64) for length in lens]
     tiles = Tiles(4, 2, 64, torch.int8, 32, window, lens, kv)

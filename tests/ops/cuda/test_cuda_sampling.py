@@ -28,11 +28,12 @@ PENALTIES = [
 
 
 def adjusted(logits, rows):
-    """The logits after the native kernels' penalties and edits; rows: (arguments, tokens, held)."""
+    """Returns the logits after the native kernels' penalties and edits; rows: (arguments,
+    tokens, held)."""
     packed = sampling.packed_rows(len(rows))
     choices = [
         sampling.SamplingInputs(**arguments) for arguments, _, _ in rows
-    ]  # plans point into them
+    ]  # plans point into these
     for i, (_, tokens, is_held) in enumerate(rows):
         choices[i].pack(packed, i, tokens, is_held)
     logits = logits.clone()
@@ -56,7 +57,7 @@ def test_kinds():
 
 
 @pytest.mark.skipif(not sampling.is_available(), reason="not built")
-def test_penalties_and_edits_are_the_cpus():
+def test_penalties_and_edits_equal_the_cpus():
     size = 300
     sampler = make_sampler(size, max_rows=8)
     logits = torch.randn(6, size, generator=torch.Generator().manual_seed(1)) * 4
@@ -91,8 +92,8 @@ def test_penalties_and_edits_are_the_cpus():
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_counts_follow_tokens_that_the_host_does_not_know(is_known):
-    """Two sequences with penalties; one of them loses its row of the table on the way."""
+def test_counts_include_tokens_that_the_host_does_not_have(is_known):
+    """Two sequences have penalties, and both lose their rows of the table on the way."""
     size, num_steps = 40, 6
     logits = torch.randn(num_steps, 2, size, generator=torch.Generator().manual_seed(2))
     arguments = {
@@ -110,7 +111,7 @@ def test_counts_follow_tokens_that_the_host_does_not_know(is_known):
         for n in range(num_steps):
             hidden = [[*h[:-1], -1] if n and pending else list(h) for h in histories]
             rows = [Row(choice, 5 - i, hidden[i]) for i, choice in enumerate(choices)]
-            if n == 3:  # someone else needs both rows
+            if n == 3:  # other sequences need both rows
                 other = [Row(DeviceSamplingInputs(**arguments), 9, [1, 1]) for _ in range(2)]
                 step(sampler, logits[n], other)
             plan, tokens = step(sampler, logits[n], rows)
@@ -237,7 +238,8 @@ def test_fetched_tokens_are_on_the_host():
 
 
 class Launches:
-    """Instead of a kernel: keywords must be its parameters. The interpreter drops others."""
+    """Stands in for a kernel and checks that the keywords are its parameters, as the interpreter
+    ignores others."""
 
     def __init__(self, kernel, seen):
         self._kernel, self._seen = kernel, seen
@@ -252,11 +254,14 @@ class Launches:
         self._seen.append(self._kernel)
 
 
-def test_kernels_get_what_they_take(monkeypatch):
+def test_kernels_get_their_parameters(monkeypatch):
     seen, kernels = [], []
-    apart = {"input_ids_kernel", "mask_kernel"}  # no step without masks launches them
+    separate = {
+        "input_ids_kernel",
+        "mask_kernel",
+    }  # only steps with masks or input ids launch these
     for module in (sampling_kernels, sample_token, logits_kernels):
-        for name in [n for n in vars(module) if n.endswith("_kernel") and n not in apart]:
+        for name in [n for n in vars(module) if n.endswith("_kernel") and n not in separate]:
             kernels.append(getattr(module, name))
             for target in (module, device_sampling):
                 monkeypatch.setattr(target, name, Launches(kernels[-1], seen), raising=False)
@@ -269,7 +274,7 @@ def test_kernels_get_what_they_take(monkeypatch):
 @pytest.mark.cuda
 @pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device")
 def test_steps_are_captured_in_graphs():
-    """A graph of four rows, replayed with other plans than the one it was made with."""
+    """A graph of four rows is replayed with other plans than the one it was captured with."""
     size = 128_256
     sampler = make_sampler(size, config=Config())
     sampler.allocate_counts()

@@ -1,4 +1,4 @@
-"""Measured choices (ops/cuda/tune.py): the file, what is believed of it, and the rules."""
+"""Measured choices (ops/cuda/tune.py): the file, its validation, and the rules for candidates."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def path(tmp_path):
     return tmp_path / "deep" / "tuned.json"
 
 
-def test_what_is_saved_is_found(path):
-    among, other = candidates(SHAPE, 90), SHAPE._replace(adds=True)
+def test_saved_choices_are_loaded(path):
+    options, other = candidates(SHAPE, 90), SHAPE._replace(adds=True)
     table = Table(path, ABOUT)
-    assert table.get(SHAPE, among) is None
-    table.put(SHAPE, among[1])
-    table.put(other, among[-1])
+    assert table.get(SHAPE, options) is None
+    table.put(SHAPE, options[1])
+    table.put(other, options[-1])
     table.save()
     again = Table(path, ABOUT)
-    assert again.get(SHAPE, among) == among[1] and again.get(other, among) == among[-1]
+    assert again.get(SHAPE, options) == options[1] and again.get(other, options) == options[-1]
     assert [file.name for file in path.parent.iterdir()] == ["tuned.json"]
 
 
@@ -45,7 +45,7 @@ def test_what_is_saved_is_found(path):
         "\udcff",
     ],
 )
-def test_a_strange_file_is_passed_over(path, content, caplog):
+def test_an_invalid_file_is_ignored(path, content, caplog):
     path.parent.mkdir()
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     table = Table(path, ABOUT)
@@ -57,7 +57,7 @@ def test_a_strange_file_is_passed_over(path, content, caplog):
 
 
 @pytest.mark.parametrize("line", [None, 3, "x", [], ["triton"], ["triton", [1] * 8], [[], {}]])
-def test_a_line_that_is_no_candidate_is_passed_over(path, line, caplog):
+def test_an_invalid_line_is_ignored(path, line, caplog):
     table = Table(path, ABOUT)
     table.put(SHAPE, candidates(SHAPE, 90)[0])
     table.save()
@@ -69,7 +69,7 @@ def test_a_line_that_is_no_candidate_is_passed_over(path, line, caplog):
     assert line is None or "no choice" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written(path):
+def test_an_unwritable_folder_is_no_error(path):
     path.parent.parent.joinpath("deep").write_text("a file")
     with pytest.raises(OSError, match="deep"):
         Table(path, ABOUT).save()
@@ -91,32 +91,33 @@ def test_measuring_needs_a_device():
 @pytest.mark.parametrize("capability", [80, 89, 90])
 @pytest.mark.parametrize("kernel", ["int8", "int4", "fp8"])
 def test_rules_hold_everywhere(kernel, capability):
-    """Sizes from tiny to a large model's head: some choice, tiles in range, none twice."""
+    """From tiny shapes to a large model's head there is a candidate, its tiles are valid, and
+    none repeats."""
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 1024, 8192):
         for outputs in (1, 64, 1024, 4096, 28672, 152_064):
             for inputs in (1, 48, 4096, 14336):
                 shape = Shape(kernel, rows, outputs, inputs)
-                found = candidates(shape, capability)
-                fused = [c for c in found if c.implementation == FUSED]
-                assert found and found[0].implementation == TRITON
+                choices = candidates(shape, capability)
+                fused = [c for c in choices if c.implementation == FUSED]
+                assert choices and choices[0].implementation == TRITON
                 assert bool(fused) == (kernel == "int8" and rows <= 4 and rows * inputs <= 16384)
                 assert all(c.tile.swap and c.tile.m >= rows for c in fused)
-                assert len(set(found)) == len(found)
-                for choice in found:
+                assert len(set(choices)) == len(choices)
+                for choice in choices:
                     check_tile(choice.tile, shape)
-                library = [c for c in found if c.implementation == LIBRARY]
+                library = [c for c in choices if c.implementation == LIBRARY]
                 assert not library or (rows > 16 and outputs % 16 == 0 and kernel != "int4")
 
 
 def check_tile(tile: Tile, shape: Shape) -> None:
-    assert all(n & (n - 1) == 0 for n in tile[:4]), f"powers of two: {tile}"
+    assert all(n & (n - 1) == 0 for n in tile[:4]), f"no power of two: {tile}"
     assert tile.k >= 32 and 1 <= tile.split_k <= 8
     if shape.kernel != "int8":
-        assert tile.split_k == 1, "sums in floating point"
+        assert tile.split_k == 1, "floating-point sums are not split"
     if tile.split_k > 1:
         blocks = -(-shape.num_in // tile.k)
         per_split = -(-blocks // tile.split_k)
-        assert per_split * (tile.split_k - 1) < blocks + per_split, "parts may be empty, not many"
+        assert per_split * (tile.split_k - 1) < blocks + per_split, "parts may be empty, but few"
         tiles = -(-shape.rows // tile.m) * -(-shape.num_out // tile.n)
         assert tiles * tile.m * tile.n <= MAX_SPLIT_SUMS
 
@@ -130,19 +131,19 @@ def test_large_products_have_enough_programs():
 
 
 def test_a_candidate_with_another_result_or_an_error_is_not_taken(monkeypatch, caplog):
-    among = [Choice(TRITON, tile) for tile in (Tile(16, 32, 64, 4, n) for n in (2, 3, 4, 5))]
-    times = dict(zip(among, (4.0, 1.0, 2.0, 3.0), strict=True))
+    options = [Choice(TRITON, tile) for tile in (Tile(16, 32, 64, 4, n) for n in (2, 3, 4, 5))]
+    times = dict(zip(options, (4.0, 1.0, 2.0, 3.0), strict=True))
 
     def run(choice: Choice) -> torch.Tensor:
-        if choice is among[2]:
+        if choice is options[2]:
             raise RuntimeError("out of resource")
-        return torch.ones(3) * (2 if choice is among[1] else 1)
+        return torch.ones(3) * (2 if choice is options[1] else 1)
 
     timed = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(tune, "measure", lambda one, flush: timed.append(one()) or 3.0)
-    found = tune._times(Job(SHAPE, run, is_exact=True), among, torch.empty(0))
-    assert found == {among[0]: 3.0, among[3]: 3.0} and len(timed) == 2 and times
+    choices = tune._times(Job(SHAPE, run, is_exact=True), options, torch.empty(0))
+    assert choices == {options[0]: 3.0, options[3]: 3.0} and len(timed) == 2 and times
     assert "another result" in caplog.text and "out of resource" in caplog.text
 
 

@@ -14,6 +14,16 @@ from tests.support.engine.fakes import FakeMemory
 Plan = Callable[[str, bytes], str | None]
 
 
+class Clock:
+    """A clock that a test sets, in seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 class FakeStore:
     """Addresses are page numbers. Memory is read and written when a transfer ends, as a disk may
     do it: whoever changes a page meanwhile, or takes it away, is found out."""
