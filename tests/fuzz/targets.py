@@ -28,13 +28,13 @@ from memory.nodes.wire import (
     read_plan,
 )
 from serve.errors import ConfigError, ModelLoadError, RequestError
-from serve.http.anthropic.request import parse_messages_call
+from serve.http.anthropic.requests import parse_messages_call
 from serve.http.edge.errors import ApiError
 from serve.http.edge.json_body import parse_object
 from serve.http.openai import requests as schema
 from serve.http.responses.head import response_head
 from serve.http.responses.items import REFERENCE
-from serve.http.responses.request import parse_response_call
+from serve.http.responses.requests import parse_response_call
 from serve.models.config_file import ConfigReader
 from serve.sampling_params import SamplingParams
 from serve.structured.grammar_source import grammar_of

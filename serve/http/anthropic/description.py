@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serve.http.anthropic.request import COUNT as COUNT_BODY
-from serve.http.anthropic.request import CREATE as CREATE_BODY
+from serve.http.anthropic.requests import COUNT as COUNT_BODY
+from serve.http.anthropic.requests import CREATE as CREATE_BODY
 from serve.http.schema.describe import Operation
 from serve.http.schema.fields import Schema
 

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from serve.http.anthropic import description
 from serve.http.anthropic.errors import anthropic_error
-from serve.http.anthropic.request import MessagesCall, parse_count_call, parse_messages_call
+from serve.http.anthropic.requests import MessagesCall, parse_count_call, parse_messages_call
 from serve.http.anthropic.writer import MessageWriter
 from serve.http.calls.answer_head import event_stream
 from serve.http.calls.chat_answer import write_stream, write_whole

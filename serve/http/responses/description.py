@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from serve.http.responses.listing import MAX_LIMIT
-from serve.http.responses.request import COUNT as COUNT_BODY
-from serve.http.responses.request import CREATE as CREATE_BODY
+from serve.http.responses.requests import COUNT as COUNT_BODY
+from serve.http.responses.requests import CREATE as CREATE_BODY
 from serve.http.schema.describe import Operation
 from serve.http.schema.fields import Schema
 

@@ -24,7 +24,7 @@ from serve.http.responses import description
 from serve.http.responses.head import response_head
 from serve.http.responses.items import REFERENCE
 from serve.http.responses.listing import item_list, kept_items, named_items
-from serve.http.responses.request import ResponseCall, parse_count_call, parse_response_call
+from serve.http.responses.requests import ResponseCall, parse_count_call, parse_response_call
 from serve.http.responses.store import ResponseStore, StoredResponse
 from serve.http.responses.writer import ResponseWriter
 from serve.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from serve.http.responses.request import ResponseCall
+from serve.http.responses.requests import ResponseCall
 
 # Fields of the request that the answer repeats.
 _REPEATED = (

@@ -196,7 +196,7 @@ PROMPTS = (
     Limit("Responses: parts of an item", HTTP + "responses.items:MAX_PARTS", COUNT, _MANY),
     Limit(
         "Responses: instructions",
-        HTTP + "responses.request:MAX_INSTRUCTIONS_CHARS",
+        HTTP + "responses.requests:MAX_INSTRUCTIONS_CHARS",
         CHARS,
         _LONG,
     ),
