@@ -32,9 +32,9 @@ from serve.http.anthropic.requests import parse_messages_call
 from serve.http.edge.errors import ApiError
 from serve.http.edge.json_body import parse_object
 from serve.http.openai import requests as schema
-from serve.http.responses.head import response_head
 from serve.http.responses.items import REFERENCE
 from serve.http.responses.requests import parse_response_call
+from serve.http.responses.response_head import response_head
 from serve.models.config_file import ConfigReader
 from serve.sampling_params import SamplingParams
 from serve.structured.grammar_source import grammar_of

@@ -9,10 +9,10 @@ from aiohttp import web
 
 from serve.http.anthropic import description
 from serve.http.anthropic.errors import anthropic_error
+from serve.http.anthropic.message_writer import MessageWriter
 from serve.http.anthropic.requests import MessagesCall, parse_count_call, parse_messages_call
-from serve.http.anthropic.writer import MessageWriter
 from serve.http.calls.answer_head import event_stream
-from serve.http.calls.chat_answer import write_stream, write_whole
+from serve.http.calls.answer_writer import write_stream, write_whole
 from serve.http.calls.chat_run import ChatRun
 from serve.http.calls.context import ApiContext, Call, Route
 from serve.http.calls.generation import parameters_named

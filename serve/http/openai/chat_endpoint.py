@@ -5,14 +5,14 @@ from __future__ import annotations
 from aiohttp import web
 
 from serve.http.calls.answer_head import CHAT, answer_head, event_stream
-from serve.http.calls.chat_answer import write_stream, write_whole
+from serve.http.calls.answer_writer import write_stream, write_whole
 from serve.http.calls.chat_run import ChatRun
 from serve.http.calls.context import ApiContext, Call, Route
 from serve.http.calls.generation import parameters_named
 from serve.http.edge.large_json import large_response
 from serve.http.openai import requests as schema
 from serve.http.openai.answer_schemas import CHAT_ANSWER
-from serve.http.openai.chat_completion import ChatStream, WholeChat, check_size
+from serve.http.openai.chat_writer import ChatStreamWriter, WholeChatWriter, check_size
 from serve.http.schema.describe import Operation
 
 
@@ -40,7 +40,7 @@ async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> we
         parts = (run, answer_head(context, call, CHAT), asked, call.engine.tokenizer)
         if asked.stream:
             events = event_stream(context, call)
-            return await write_stream(run, ChatStream(*parts), events)
-        whole = WholeChat(*parts)
+            return await write_stream(run, ChatStreamWriter(*parts), events)
+        whole = WholeChatWriter(*parts)
         await write_whole(run, whole)
         return await large_response(whole.body, whole.num_values, call.request_id)

@@ -11,9 +11,9 @@ from serve.http.calls.context import ApiContext, Call, Route
 from serve.http.calls.generation import Generation, parameters_named, submit_each
 from serve.http.openai import requests as schema
 from serve.http.openai.answer_schemas import COMPLETION_ANSWER
-from serve.http.openai.completion_answer import (
+from serve.http.openai.completion_writer import (
     ChoiceWriter,
-    CompletionStream,
+    CompletionStreamWriter,
     check_size,
     whole_answer,
 )
@@ -58,6 +58,6 @@ async def _answer(
             check_size(asked, generation)
             writer = ChoiceWriter(asked, generation, context.engine.tokenizer)
             if asked.stream:
-                stream = CompletionStream(generation, head, writer)
+                stream = CompletionStreamWriter(generation, head, writer)
                 return await stream.run(event_stream(context, call))
             return await whole_answer(generation, head, writer, call.request_id)

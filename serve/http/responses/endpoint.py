@@ -13,7 +13,7 @@ from aiohttp import web
 
 from serve.errors import RequestError
 from serve.http.calls.answer_head import event_stream
-from serve.http.calls.chat_answer import write_stream, write_whole
+from serve.http.calls.answer_writer import write_stream, write_whole
 from serve.http.calls.chat_run import ChatRequest, ChatRun
 from serve.http.calls.context import ApiContext, Call, Route
 from serve.http.calls.generation import parameters_named
@@ -21,12 +21,12 @@ from serve.http.calls.messages import MAX_MESSAGES
 from serve.http.edge.errors import ApiError, body_response, json_response, quoted
 from serve.http.edge.large_json import CHARS_PER_VALUE, json_bytes, large_response
 from serve.http.responses import description
-from serve.http.responses.head import response_head
 from serve.http.responses.items import REFERENCE
 from serve.http.responses.listing import item_list, kept_items, named_items
 from serve.http.responses.requests import ResponseCall, parse_count_call, parse_response_call
+from serve.http.responses.response_head import response_head
+from serve.http.responses.response_writer import ResponseWriter
 from serve.http.responses.store import ResponseStore, StoredResponse
-from serve.http.responses.writer import ResponseWriter
 from serve.sampling_params import SamplingParams
 
 # The names of this API by those of SamplingParams and the engine.

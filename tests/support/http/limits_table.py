@@ -152,13 +152,13 @@ SAMPLING = (
     Limit("n x max_tokens x (1 + top_logprobs), in all", _LIMITS + "LOGPROBS", COUNT, _VALUE),
     Limit(
         "prompt_logprobs, in all",
-        HTTP + "openai.completion_answer:MAX_PROMPT_LOGPROBS",
+        HTTP + "openai.completion_writer:MAX_PROMPT_LOGPROBS",
         COUNT,
         _VALUE,
     ),
     Limit(
         "prompt tokens that are repeated, in all",
-        HTTP + "openai.completion_answer:MAX_REPEATED_TOKENS",
+        HTTP + "openai.completion_writer:MAX_REPEATED_TOKENS",
         COUNT,
         _VALUE,
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from serve.http.calls.chat_answer import Counts
+from serve.http.calls.answer_writer import Counts
 from serve.http.calls.chat_run import ChatStep
 from serve.http.edge.errors import ApiError
 from serve.http.edge.large_json import json_bytes
@@ -29,7 +29,7 @@ _EVENTS = {
 
 
 class ResponseWriter:
-    """An AnswerWriter (chat_answer.py). streams: whether events are sent.
+    """An AnswerWriter (calls/answer_writer.py). streams: whether events are sent.
 
     head: see response_head; its id is "resp_" and a name. on_end: is called with the whole
     response before its end is sent.

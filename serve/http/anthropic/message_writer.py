@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from serve.http.anthropic.errors import error_object
-from serve.http.calls.chat_answer import Counts
+from serve.http.calls.answer_writer import Counts
 from serve.http.calls.chat_run import ChatStep
 from serve.http.edge.errors import ApiError
 from serve.http.edge.sse import named_event
@@ -25,7 +25,7 @@ _PING = named_event("ping", {"type": "ping"})
 
 
 class MessageWriter:
-    """An AnswerWriter (chat_answer.py). streams: whether events are sent.
+    """An AnswerWriter (calls/answer_writer.py). streams: whether events are sent.
 
     max_tokens, stop_sequences: the client's; the context may end an answer before max_tokens.
     shows_thinking: if False, thinking blocks stay empty.

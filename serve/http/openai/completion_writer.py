@@ -196,7 +196,7 @@ def _num_values(asked: CompletionCall, prompt_tokens: int, outputs: list[_Candid
     return size
 
 
-class CompletionStream:
+class CompletionStreamWriter:
     """Writes the deltas of one completion as events. The constant parts of chunks are made once: a
     token costs one call of orjson and one write."""
 

@@ -15,7 +15,7 @@ from serve.http.edge.errors import ApiError
 from serve.http.edge.large_json import CHARS_PER_VALUE, drained, json_list
 from serve.http.edge.sse import DONE
 from serve.http.openai import shapes
-from serve.http.openai.completion_answer import FIELDS, MAX_PROMPT_LOGPROBS
+from serve.http.openai.completion_writer import FIELDS, MAX_PROMPT_LOGPROBS
 from serve.http.openai.requests import ChatCall
 from serve.request import TokenLogprobs
 from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
@@ -87,7 +87,7 @@ def check_size(run: ChatRun, asked: ChatCall) -> None:
         )
 
 
-class WholeChat:
+class WholeChatWriter:
     """An AnswerWriter that sends nothing: `body` returns the answer at its end."""
 
     def __init__(
@@ -160,7 +160,7 @@ class WholeChat:
         return choice
 
 
-class ChatStream:
+class ChatStreamWriter:
     """An AnswerWriter of chunks. The constant parts of chunks are made once: a token of plain text
     costs one call of orjson and one write."""
 
