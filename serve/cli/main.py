@@ -17,7 +17,7 @@ from serve.cli.client_key import read_client_key
 from serve.cli.model_files import find_model
 from serve.cli.reporting import reported, set_up_logging
 from serve.cli.run import RUN_HELP, run_command
-from serve.cli.run_options import SERVER
+from serve.cli.setting_help import SERVER
 from serve.config import DEFAULT_MODEL
 from serve.errors import ConfigError
 

@@ -1,6 +1,6 @@
 """Options that several commands share.
 
-Those that `serve run` has too take their help from run_options.py, as `serve run` does.
+Those that `serve run` has too take their help from setting_help.py, as `serve run` does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import typer
 
 from serve.cli.client_key import API_KEY_ENV
 from serve.cli.config_file import parse_size
-from serve.cli.run_options import ENGINE_OPTIONS, PROCESS_OPTIONS, SERVER
+from serve.cli.setting_help import ENGINE_OPTIONS, PROCESS_OPTIONS, SERVER
 
 
 def run_option(name: str, **more: Any) -> Any:

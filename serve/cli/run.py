@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from serve.cli import run_options
+from serve.cli import setting_help
 from serve.cli.config_file import parse_size, read_config_file
 from serve.cli.options import completion
 from serve.cli.reporting import reported, set_up_logging, warn
-from serve.cli.run_options import Option
 from serve.cli.run_settings import (
     CONFIG_ENV,
     SETTINGS,
@@ -22,6 +21,7 @@ from serve.cli.run_settings import (
     resolve,
     unknown_variables,
 )
+from serve.cli.setting_help import Option
 from serve.units import format_size
 
 RUN_HELP = (
@@ -112,7 +112,7 @@ def _signature() -> inspect.Signature:
             metavar="FILE",
             help="Read settings from this TOML file.",
             envvar=CONFIG_ENV,
-            rich_help_panel=run_options.SERVER,
+            rich_help_panel=setting_help.SERVER,
         ),
     ]
     print_config = Annotated[
@@ -120,11 +120,11 @@ def _signature() -> inspect.Signature:
         typer.Option(
             "--print-config",
             help="Print all settings as TOML, with the origin of each, and exit.",
-            rich_help_panel=run_options.SERVER,
+            rich_help_panel=setting_help.SERVER,
         ),
     ]
     own = [_keyword("config", config, None), _keyword("print_config", print_config, False)]
-    order = run_options.PANELS.index
+    order = setting_help.PANELS.index
     settings = [item for item in SETTINGS.values() if not item.option.is_secret]
     settings.sort(key=lambda setting: order(setting.option.panel))
     return inspect.Signature([context, *own, *map(_parameter, settings)])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from serve.cli.config_file import ConfigFile, parse_size, split_list
-from serve.cli.run_options import ENGINE_OPTIONS, HTTP_OPTIONS, PROCESS_OPTIONS, Option
+from serve.cli.setting_help import ENGINE_OPTIONS, HTTP_OPTIONS, PROCESS_OPTIONS, Option
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.http.edge.settings import HttpSettings

@@ -18,8 +18,8 @@ from serve.cli.config_file import ConfigFile, parse_size, toml_value
 from serve.cli.main import app
 from serve.cli.print_config import config_lines
 from serve.cli.run import run_command
-from serve.cli.run_options import PANELS
 from serve.cli.run_settings import IN_PYTHON_ONLY, OWNERS, SETTINGS, Setting, resolve
+from serve.cli.setting_help import PANELS
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.units import format_size
@@ -87,7 +87,7 @@ def as_toml(value: Any) -> str:
 
 
 def test_every_field_is_a_flag_a_variable_and_a_key() -> None:
-    """A new field of a dataclass must be declared in run_options.py."""
+    """A new field of a dataclass must be declared in setting_help.py."""
     command: Any = typer.main.get_command(app)
     parameters = {item.name: item for item in command.commands["run"].params}
     names = [item.name for owner, _ in OWNERS for item in fields(owner)]

@@ -16,8 +16,8 @@ BEGIN, END = (
 
 
 def table() -> str:
-    from serve.cli.run_options import PANELS
     from serve.cli.run_settings import SETTINGS
+    from serve.cli.setting_help import PANELS
 
     lines = []
     for panel in PANELS:
