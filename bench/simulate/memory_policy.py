@@ -45,7 +45,7 @@ from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
 from serve.request import Request
 from serve.sampling_params import SamplingParams
-from serve.scheduler.admission import MemoryPolicy, Oracle, PredictedPeak, make_policy
+from serve.scheduler.admission import MemoryPolicy, OraclePolicy, PredictedPolicy, make_policy
 from serve.scheduler.length_predictor import Coverage
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
@@ -136,7 +136,7 @@ class Simulation:
         self.lengths: dict[str, int] = {}
         made: MemoryPolicy
         if policy == "oracle":
-            made = Oracle(self.kv, lambda s: self.lengths[s.request.request_id], ROWS)
+            made = OraclePolicy(self.kv, lambda s: self.lengths[s.request.request_id], ROWS)
         else:
             made = make_policy("prompt_only" if policy == "unlimited" else policy, self.kv, ROWS)
         self.scheduler = Scheduler(SchedulerLimits(MAX_NUM_SEQS, ROWS, ROWS), self.kv, made)
@@ -177,7 +177,7 @@ class Simulation:
             while arrived < len(calls) and arrival_s[arrived] <= engine.now_s:
                 self._add(arrived, arrival_s[arrived])
                 arrived += 1
-                if arrived == int(WARM_UP * len(calls)) and isinstance(policy, PredictedPeak):
+                if arrived == int(WARM_UP * len(calls)) and isinstance(policy, PredictedPolicy):
                     policy.coverages = Coverage(0.5), Coverage(0.9)
             if len(scheduler.waiting) > most_waiting:
                 return Result(self.qps, is_ok=False)

@@ -4,10 +4,11 @@ The scheduler calls `admits` for the next waiting sequence when others run; into
 admits any sequence that fits memory alone. A policy that admits too much costs a preemption, never
 an error.
 
-    prompt_only   the present tokens fit, with a spare page for each running sequence
-    worst_case    every sequence could grow to max_tokens
-    predicted     the predicted peak of all sequences fits
-    oracle        the same with the real lengths: the bound that a simulation compares with
+    PromptOnlyPolicy   the present tokens fit, with a spare page for each running sequence
+    WorstCasePolicy    every sequence could grow to max_tokens
+    ForecastPolicy     the base of the next two: the peaks of its MemoryForecasts fit on average
+    PredictedPolicy    the forecasts' output lengths are predicted
+    OraclePolicy       they are the real ones: the bound that a simulation compares with
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _num_shared(kv: KVMemory, hit: PrefixHit | None) -> int:
     return kv.num_saved + (kv.num_shared_pages(hit) if hit is not None else 0)
 
 
-class PromptOnly(MemoryPolicy):
+class PromptOnlyPolicy(MemoryPolicy):
     """Admits what fits now, and grows greedily."""
 
     def __init__(self, kv: KVMemory) -> None:
@@ -117,7 +118,7 @@ class PromptOnly(MemoryPolicy):
         return self._kv.can_fit(sequence.num_tokens, spare_pages, hit)
 
 
-class WorstCase(MemoryPolicy):
+class WorstCasePolicy(MemoryPolicy):
     """Reserves prompt and max_tokens of every sequence, so that none is ever preempted."""
 
     def __init__(self, kv: KVMemory) -> None:
@@ -154,7 +155,7 @@ class _RunningSequence:
     entries: list[ForecastEntry]
 
 
-class PeakForecast(MemoryPolicy):
+class ForecastPolicy(MemoryPolicy):
     """Admits a sequence if the mean peak of several forecasts fits the memory beside the reserve.
 
     draw(sequence, k): draws the number of output tokens in forecast k, more than it has now.
@@ -301,14 +302,14 @@ def _entry(sequence: Sequence, length: int, first: int, key: int) -> ForecastEnt
     return first + length - sequence.num_output_tokens - 1, start, key
 
 
-class Oracle(PeakForecast):
+class OraclePolicy(ForecastPolicy):
     """Knows the length of every answer. For simulation only."""
 
     def __init__(self, kv: KVMemory, length: Callable[[Sequence], int], rows: int) -> None:
         super().__init__(kv, lambda sequence, k: length(sequence), 1, rows)
 
 
-class PredictedPeak(PeakForecast):
+class PredictedPolicy(ForecastPolicy):
     """Admits by the predicted peak of memory.
 
     For each forecast every sequence has a length drawn from the predictor's distribution,
@@ -386,9 +387,9 @@ def make_policy(
 ) -> MemoryPolicy:
     """Returns one of MEMORY_POLICIES. predictor: a user's own, for "predicted"."""
     if name == "worst_case":
-        return WorstCase(kv)
+        return WorstCasePolicy(kv)
     if name == "prompt_only":
-        return PromptOnly(kv)
+        return PromptOnlyPolicy(kv)
     assert name == "predicted", name
     guarded = None if predictor is None else GuardedPredictor(predictor)
-    return PredictedPeak(kv, max_num_batched_tokens, guarded)
+    return PredictedPolicy(kv, max_num_batched_tokens, guarded)

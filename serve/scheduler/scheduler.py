@@ -21,7 +21,7 @@ from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit, Range
 from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason
-from serve.scheduler.admission import MemoryPolicy, PromptOnly
+from serve.scheduler.admission import MemoryPolicy, PromptOnlyPolicy
 from serve.scheduler.chunking import ChunkPolicy, StepDraft
 from serve.scheduler.prefix_lookup import PrefixLookup
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, finish_reason_after
@@ -52,11 +52,11 @@ class Scheduler:
         hasher: PrefixHasher | None = None,
         order: WaitingQueue | None = None,
     ) -> None:
-        """policy: admits sequences by memory; PromptOnly by default. hasher: hashes pages for the
-        prefix cache; None: there is no cache. order: the queue policy; FCFS by default."""
+        """policy: admits sequences by memory; PromptOnlyPolicy by default. hasher: hashes pages for
+        the prefix cache; None: there is no cache. order: the queue policy; FCFS by default."""
         self.limits = limits
         self.kv = kv
-        self.policy = PromptOnly(kv) if policy is None else policy
+        self.policy = PromptOnlyPolicy(kv) if policy is None else policy
         self.waiting = WaitingQueue() if order is None else order
         self.chunks = ChunkPolicy(
             min(limits.max_num_batched_tokens, limits.max_chunk_tokens),

@@ -15,7 +15,7 @@ from serve import LLM, Engine, FinishReason, SamplingParams
 from serve.config import EngineConfig
 from serve.engine.early_rejection import EarlyRejection
 from serve.errors import ConfigError, OverloadedError
-from serve.scheduler.admission import Oracle
+from serve.scheduler.admission import OraclePolicy
 from serve.scheduler.step_time import StepWork
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.fakes import ScriptedRunner, make_request
@@ -145,7 +145,9 @@ def test_slots_count_where_lengths_are_predicted():
     """With two slots and answers of 50 tokens the fifth request starts after two rounds."""
     door = Door(1e9, budget=64, max_num_seqs=2)
     scheduler = door.rig.scheduler
-    scheduler.policy = Oracle(scheduler.kv, lambda sequence: sequence.max_tokens_total - 10, 64)
+    scheduler.policy = OraclePolicy(
+        scheduler.kv, lambda sequence: sequence.max_tokens_total - 10, 64
+    )
     for number in range(4):
         door.ask(f"r{number}", 10, num_tokens=50, ignore_eos=True)
     for _ in range(10):

@@ -11,10 +11,10 @@ from memory.pages.layer_groups import LayerGroup
 from serve.config import MEMORY_POLICIES
 from serve.request import FinishReason
 from serve.scheduler.admission import (
-    Oracle,
-    PeakForecast,
-    PredictedPeak,
-    WorstCase,
+    ForecastPolicy,
+    OraclePolicy,
+    PredictedPolicy,
+    WorstCasePolicy,
     make_policy,
 )
 from serve.scheduler.memory_forecast import MemoryForecast
@@ -114,7 +114,7 @@ class Rig:
         self.kv, _ = make_kv(num_pages, num_ranges=seqs, tokens_per_page=tokens_per_page)
         self.lengths = {}
         if policy == "oracle":
-            made = Oracle(self.kv, self.length, rows)
+            made = OraclePolicy(self.kv, self.length, rows)
         elif isinstance(policy, str):
             made = make_policy(policy, self.kv, rows)
         else:
@@ -258,7 +258,7 @@ class NextTokenPredictor:
 
 def test_a_custom_predictor_is_asked_again_after_a_wrong_prediction():
     predictor = NextTokenPredictor()
-    rig = Rig(lambda kv, rows: PredictedPeak(kv, rows, predictor), num_pages=24)
+    rig = Rig(lambda kv, rows: PredictedPolicy(kv, rows, predictor), num_pages=24)
     for _ in range(5):
         rig.add(20, 30)
     sixth = rig.add(20, 200, max_tokens=40)
@@ -278,7 +278,7 @@ def test_a_waiting_sequence_keeps_its_predicted_length():
         draws.append(sequence)
         return 50
 
-    rig = Rig(lambda kv, rows: PeakForecast(kv, draw, 1, rows), num_pages=32)
+    rig = Rig(lambda kv, rows: ForecastPolicy(kv, draw, 1, rows), num_pages=32)
     rig.add(40, 50)
     second = rig.add(40, 50)
     for _ in range(40):
@@ -310,9 +310,9 @@ def test_accounting_is_empty_after_random_arrivals_and_aborts(policy):
             rig.kv.check_integrity()
             live = [s for s in live if not s.is_finished]
     rig.run()
-    if isinstance(rig.policy, WorstCase):
+    if isinstance(rig.policy, WorstCasePolicy):
         assert rig.policy._reserved == 0
-    if isinstance(rig.policy, PredictedPeak):
+    if isinstance(rig.policy, PredictedPolicy):
         assert not rig.policy._members and not rig.policy._keys and not rig.policy._arrivals
         assert all(not forecast.entries for forecast in rig.policy._forecasts)
         assert rig.policy._asked is rig.policy._refused is None

@@ -8,7 +8,7 @@ import pytest
 
 from memory.prefix.index import PrefixHasher
 from memory.prefix.load_times import LoadTimes
-from serve.scheduler.admission import Oracle, PromptOnly, WorstCase
+from serve.scheduler.admission import OraclePolicy, PromptOnlyPolicy, WorstCasePolicy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
@@ -149,9 +149,9 @@ def test_a_prefix_that_is_faster_to_compute_than_to_map_is_computed():
 @pytest.mark.parametrize(
     "policy",
     [
-        PromptOnly,
-        WorstCase,
-        lambda kv: Oracle(kv, lambda sequence: sequence.request.params.max_tokens, 256),
+        PromptOnlyPolicy,
+        WorstCasePolicy,
+        lambda kv: OraclePolicy(kv, lambda sequence: sequence.request.params.max_tokens, 256),
     ],
 )
 def test_shared_pages_count_once(policy):

@@ -135,10 +135,10 @@ def test_the_queue_policy_chooses_the_victim_when_memory_runs_out():
 
 
 def test_a_preemption_by_priority_is_not_a_wrong_prediction():
-    from serve.scheduler.admission import PredictedPeak
+    from serve.scheduler.admission import PredictedPolicy
 
     rig = Rig("priority", max_num_seqs=1)
-    policy = rig.scheduler.policy = PredictedPeak(rig.kv, 16)
+    policy = rig.scheduler.policy = PredictedPolicy(rig.kv, 16)
     rig.add("a", priority=1)
     rig.step()
     rig.add("b", priority=0)
