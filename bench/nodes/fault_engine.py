@@ -1,9 +1,10 @@
-"""The engine process of bench/nodes/node_faults.py: keeps some requests running and tells, in
-lines of JSON, what its clients see and when its recovery notices something.
+"""The engine process of bench/nodes/node_faults.py. It keeps some requests running and prints, as
+lines of JSON, what its clients receive and what node recovery logs.
 
     python -m bench.nodes.fault_engine '{"nodes": ["tcp://..."], "key_file": "...", ...}'
 
-Without nodes it answers every prompt once: what is right. It ends when its input does.
+Without nodes it answers every prompt once, which gives the expected tokens. It ends when its
+standard input is closed.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ _STATUS_S = 0.1
 _lock = threading.Lock()
 
 
-def tell(**event: object) -> None:
+def print_event(**event: object) -> None:
     with _lock:
         print(json.dumps(event), flush=True)
 
 
 class _Log(logging.Handler):
-    """What recovery and links have to say."""
+    """Prints what node recovery and the links to nodes log."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tell(kind="log", at=time.monotonic(), text=record.getMessage())
+        print_event(kind="log", at=time.monotonic(), text=record.getMessage())
 
 
 def _prompt(number: int) -> list[int]:
-    """Some begin alike; of 20 to 130 tokens."""
+    """Returns a prompt of 20 to 130 tokens. Two prompts at a time begin with the same tokens."""
     generator = torch.Generator().manual_seed(number // 2)
     length = 20 + 10 * number
     return [int(token) for token in torch.randint(300, 1000, (length,), generator=generator)]
 
 
-async def _ask(engine: Engine, number: int) -> None:
+async def _send_request(engine: Engine, number: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, ignore_eos=True)
     tokens: list[int] = []
     times: list[float] = []
@@ -63,10 +64,10 @@ async def _ask(engine: Engine, number: int) -> None:
             tokens += delta.token_ids
             times.append(time.monotonic())
             reason, error = delta.finish_reason, delta.error
-    except Exception as failed:
-        reason, error = "error", repr(failed)
-        await asyncio.sleep(0.2)  # it may be so for a while
-    tell(
+    except Exception as raised:
+        reason, error = "error", repr(raised)
+        await asyncio.sleep(0.2)  # the next request may fail for the same reason
+    print_event(
         kind="request",
         prompt=number,
         began=began,
@@ -78,40 +79,43 @@ async def _ask(engine: Engine, number: int) -> None:
 
 
 async def _serve(settings: dict[str, Any]) -> None:
-    is_over = asyncio.Event()
+    is_ended = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def wait() -> None:
+    def wait_for_end() -> None:
         sys.stdin.read()
-        loop.call_soon_threadsafe(is_over.set)
+        loop.call_soon_threadsafe(is_ended.set)
 
     nodes = settings["nodes"]
     if nodes:
-        threading.Thread(target=wait, daemon=True).start()
-        more = {"memory_nodes": tuple(nodes), "memory_node_key_file": settings["key_file"]}
-        more["memory_partition"] = settings["partition"]
+        threading.Thread(target=wait_for_end, daemon=True).start()
+        node_settings = {
+            "memory_nodes": tuple(nodes),
+            "memory_node_key_file": settings["key_file"],
+            "memory_partition": settings["partition"],
+        }
     else:
-        more = {}
+        node_settings = {}
     async with Engine(
-        dtype="float32", max_num_seqs=8, compute_threads=1, max_model_len=512, **more
+        dtype="float32", max_num_seqs=8, compute_threads=1, max_model_len=512, **node_settings
     ) as engine:
         if not nodes:
             for number in range(NUM_PROMPTS):
-                await _ask(engine, number)
+                await _send_request(engine, number)
             return
         numbers = count()
 
-        async def keep_asking() -> None:
-            while not is_over.is_set():
-                await _ask(engine, next(numbers) % NUM_PROMPTS)
+        async def send_requests() -> None:
+            while not is_ended.is_set():
+                await _send_request(engine, next(numbers) % NUM_PROMPTS)
 
-        async def keep_telling() -> None:
-            while not is_over.is_set():
-                tell(kind="status", pages=engine.stats().pages_total)
+        async def print_status() -> None:
+            while not is_ended.is_set():
+                print_event(kind="status", pages=engine.stats().pages_total)
                 await asyncio.sleep(_STATUS_S)
 
-        tell(kind="ready")
-        await asyncio.gather(keep_telling(), *[keep_asking() for _ in range(_STREAMS)])
+        print_event(kind="ready")
+        await asyncio.gather(print_status(), *[send_requests() for _ in range(_STREAMS)])
 
 
 def main() -> None:
@@ -121,7 +125,7 @@ def main() -> None:
     for name in ("serve.engine.node_recovery", "memory"):
         logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger(name).addHandler(_Log())
-    # so that a run has more faults than pauses: nodes are taken back sooner than usual
+    # The engine takes nodes back sooner than usual, so that a run has more faults.
     recovery.SETTLED_S = 1.0
     asyncio.run(_serve(settings))
 

@@ -1,7 +1,6 @@
-"""Real processes and links for bench/nodes/node_faults.py: nodes in network namespaces of their
-own, a
-proxy that can spoil or reset what it passes on, and an engine that tells what its clients see.
-"""
+"""Real processes and links for bench/nodes/node_faults.py: memory nodes, each in a network
+namespace, a proxy that can corrupt or reset connections, and an engine that reports what its
+clients receive."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ _WRONG_MAC = "02:00:00:00:00:01"
 
 
 def can_have_namespaces() -> str | None:
-    """Returns None, or why the rig cannot run."""
+    """Returns the reason why network namespaces cannot be made here, or None if they can."""
     if os.geteuid():
-        return "only root has network namespaces"
+        return "only root can make network namespaces"
     probe = f"msprobe{os.getpid()}"
     try:
         done = _run(["ip", "netns", "add", probe], check=False)
@@ -47,7 +46,7 @@ def _run(command: Sequence[str], check: bool = True) -> subprocess.CompletedProc
 
 
 class Site:
-    """A namespace with one link to here."""
+    """A network namespace with one link to this one."""
 
     def __init__(self, number: int) -> None:
         self.space = f"msf{os.getpid()}n{number}"
@@ -68,7 +67,7 @@ class Site:
         _run(["ip", "netns", "exec", self.space, *command], check)
 
     def cut(self, to_node: bool, from_node: bool) -> None:
-        """Sends frames to an address that no host has."""
+        """Cuts one or both directions: frames are sent to an address that no host has."""
         wrong = ["lladdr", _WRONG_MAC, "nud", "permanent", "dev"]
         if to_node:
             _run(["ip", "neigh", "replace", self.address, *wrong, self.link])
@@ -96,7 +95,8 @@ class Site:
 
 
 class Node:
-    """A `serve node` process. site: None for shm."""
+    """A `serve node` process that listens over TCP in the namespace of its site, or over shm if
+    site is None."""
 
     def __init__(self, number: int, folder: Path, key_file: Path, site: Site | None) -> None:
         self.number = number
@@ -135,7 +135,7 @@ class Node:
 
 
 class Proxy:
-    """Passes TCP on to a node. It can reset its connections, or change a byte on one of them."""
+    """Forwards TCP to a node. It can reset all connections, or change a byte on one of them."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -143,7 +143,7 @@ class Proxy:
         self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()
-        self._flip: tuple[int, int] | None = None  # way, place in what is passed on
+        self._flip: tuple[int, int] | None = None  # direction, position in the data
         threading.Thread(target=self._accept, daemon=True).start()
 
     def reset(self) -> None:
@@ -153,11 +153,12 @@ class Proxy:
             for sock in pair:
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    sock.shutdown(socket.SHUT_RD)  # wakes who reads, who then closes
+                    sock.shutdown(socket.SHUT_RD)  # wakes the reader, which closes both ends
 
-    def corrupt(self, way: int, place: int) -> None:
-        """Of a piece that passes on, one byte. way: 0 to the node, 1 from it."""
-        self._flip = way, place
+    def corrupt(self, direction: int, position: int) -> None:
+        """Changes one byte of the next large piece of data. direction: 0 to the node, 1 from it.
+        position: of the byte, modulo the length of the piece."""
+        self._flip = direction, position
 
     def _accept(self) -> None:
         while True:
@@ -175,14 +176,14 @@ class Proxy:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._pairs.append((near, far))
-            for way, source, to in ((0, near, far), (1, far, near)):
-                threading.Thread(target=self._pass, args=(way, source, to), daemon=True).start()
+            for ends in ((0, near, far), (1, far, near)):
+                threading.Thread(target=self._forward, args=ends, daemon=True).start()
 
-    def _pass(self, way: int, source: socket.socket, to: socket.socket) -> None:
+    def _forward(self, direction: int, source: socket.socket, to: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 flip = self._flip
-                if flip is not None and flip[0] == way and len(data) > 200:
+                if flip is not None and flip[0] == direction and len(data) > 200:
                     self._flip = None
                     changed = bytearray(data)
                     changed[flip[1] % len(data)] ^= random.randrange(1, 256)
@@ -201,7 +202,7 @@ class Proxy:
 
 
 class EngineProcess:
-    """A process of bench/nodes/fault_engine.py and its events."""
+    """A process of bench/nodes/fault_engine.py and the events that it prints."""
 
     def __init__(self, settings: dict[str, Any], log: Path) -> None:
         self._log = log.open("a")
@@ -227,14 +228,16 @@ class EngineProcess:
                 self.events.append(event)
 
     def has_answered(self) -> bool:
-        return self.pages > 0 and bool(self.of("request"))
+        return self.pages > 0 and bool(self.events_of("request"))
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in list(self.events) if event["kind"] == kind]
 
-    def first_log(self, words: str, after: float) -> float | None:
-        """When recovery first said so."""
-        found = [e["at"] for e in self.of("log") if e["at"] >= after and words in e["text"]]
+    def first_log_s(self, words: str, after_s: float) -> float | None:
+        """Returns when a log line with these words first came at or after a time, or None."""
+        found = [
+            e["at"] for e in self.events_of("log") if e["at"] >= after_s and words in e["text"]
+        ]
         return min(found, default=None)
 
     def wait_for(self, condition: Callable[[], object], seconds: float, what: str) -> None:
@@ -243,9 +246,9 @@ class EngineProcess:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 status = self._process.poll()
                 if status is None:
-                    self._process.send_signal(signal.SIGUSR1)  # its stacks, in the log
+                    self._process.send_signal(signal.SIGUSR1)  # writes its stacks to the log
                     time.sleep(0.5)
-                raise RuntimeError(f"the engine: no {what} in {seconds:.3g} s, {status=}")
+                raise RuntimeError(f"the engine had no {what} in {seconds:.3g} s, {status=}")
             time.sleep(0.01)
 
     def kill(self) -> None:
@@ -253,7 +256,7 @@ class EngineProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """Ends the engine, which answers pending requests first."""
+        """Ends the engine, which answers its unfinished requests first."""
         if self._process.poll() is None:
             assert self._process.stdin is not None
             self._process.stdin.close()

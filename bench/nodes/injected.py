@@ -1,7 +1,7 @@
-"""A model and a memory node that take the seconds they are given: injected costs of overlap.py.
+"""A model and a memory node whose calls take given seconds: the injected costs of overlap.py.
 
-Products sleep, and so does the engine while it waits for the node; the numbers are those of the
-real model.
+Products sleep, and so does the engine while it waits for the node. The computed numbers are those
+of the real model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of one layer with ROWS rows. fixed_share: the share of a product's time that does
-    not depend on the number of rows."""
+    """The seconds of one layer with ROWS rows. fixed_share: the share of a product's time that
+    does not depend on the number of rows."""
 
     q_s: float = 2 * MS
     kv_s: float = 4 * MS
     rest_s: float = 2 * MS
-    past_s: float = 1 * MS
+    prefix_s: float = 1 * MS
     delay_s: float = 0.0
     bytes_per_s: float = 1e9
     fixed_share: float = 0.0
@@ -48,9 +48,9 @@ class Clock(Protocol):
 
 
 class RealClock:
-    """This machine's clock. A thread that wakes up late makes up for it in its next sleep, as a
-    device would not have waited: a step is off by one late awakening and not by the sum of all.
-    Discounted time is made up for likewise."""
+    """This machine's clock. A thread that wakes up late sleeps for less the next time, as a device
+    would not have waited, so that a step is off by one late awakening and not by the sum of all.
+    Discounted time shortens later sleeps in the same way."""
 
     def __init__(self) -> None:
         self._late = 0.0
@@ -83,11 +83,11 @@ class VirtualClock:
         self._now = max(self._now, moment)
 
     def turn_back(self, moment: float) -> None:
-        """Does nothing: no computing has counted."""
+        """Does nothing, since computing takes no time on this clock."""
 
 
 class TimedOp:
-    """A product that is ready `seconds` after its call, for ROWS rows."""
+    """A product whose result for ROWS rows is ready `seconds` after its call."""
 
     def __init__(self, op: LinearOp, seconds: float, costs: Costs, clock: Clock) -> None:
         self._op, self._seconds, self._clock = op, seconds, clock
@@ -102,8 +102,8 @@ class TimedOp:
 
 
 def slow_down(model: Decoder, costs: Costs, clock: Clock) -> None:
-    """Gives the products of a model that computes q first (q; k and v; three after attention)
-    their injected times."""
+    """Gives their injected times to the products of a model that computes q first (q, then k and
+    v, then three products after attention)."""
     for layer in model.weights.layers:
         assert layer.q is not None, "loaded with q_first"
         layer.q = TimedOp(layer.q, costs.q_s, costs, clock)
@@ -113,21 +113,21 @@ def slow_down(model: Decoder, costs: Costs, clock: Clock) -> None:
 
 
 class LinkDirection:
-    """One direction of a link: one message after the other, then the delay."""
+    """One direction of a link, which sends one message after the other and delays each."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self._free = 0.0
 
     def arrival(self, sent: float, num_bytes: int) -> float:
-        """Returns when a message arrives that is sent at `sent`."""
+        """Returns when a message that is sent at `sent` arrives."""
         self._free = max(sent, self._free) + num_bytes / self._costs.bytes_per_s
         return self._free + self._costs.delay_s
 
 
 class TimedNode:
-    """A PlannedAttention whose numbers are computed here and whose time passes on one node, which
-    attends for one batch after the other."""
+    """A PlannedAttention that computes its numbers in this process and takes the time of one node,
+    which attends for one batch after the other."""
 
     is_remote = True
 
@@ -140,13 +140,15 @@ class TimedNode:
         return TimedPlan(self, self.inner.plan(step))
 
     def answer_at(self, arrived: float, num_rows: int, num_bytes: int) -> float:
-        """Returns when the result of a query is in the engine."""
-        seconds = self.costs.past_s * num_rows / ROWS
+        """Returns when the engine has the result of a query."""
+        seconds = self.costs.prefix_s * num_rows / ROWS
         self._free = max(arrived, self._free) + seconds
         return self.from_node.arrival(self._free, num_bytes)
 
 
 class TimedPlan:
+    """The plan of a step over a TimedNode."""
+
     def __init__(self, node: TimedNode, inner: Attention) -> None:
         self._node, self._inner = node, inner
         self._answer_at = 0.0
@@ -164,12 +166,14 @@ class TimedPlan:
         clock = self._node.clock
         began = clock.now()
         out = self._inner.finish(ticket, k, v, rotation).wait()
-        clock.turn_back(began)  # the node did this
+        clock.turn_back(began)  # on a real node the engine would not compute this
         return TimedPending(out, self._answer_at, clock)
 
 
 @dataclass(slots=True)
 class TimedPending:
+    """A result that may be used from `moment` on."""
+
     out: Tensor
     moment: float
     clock: Clock

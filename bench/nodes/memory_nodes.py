@@ -1,9 +1,9 @@
 """Engines over memory nodes: `serve bench nodes [WHAT ...]`.
 
-capacity: how many sequences run at once with 256 MiB of K/V in this machine, and with two nodes
-of 2,400 MiB each. speed: decoding over nodes beside decoding in this process, with the same
-number of cores in all. overlap: what early q and two batches in flight bring over a real node.
-layer: what a layer of 16 rows costs beside its kernels, by transport.
+WHAT is any of four measurements. capacity: the sequences that run at once with 256 MiB of K/V in
+this machine, and with two nodes of 2,400 MiB each. speed: decoding over nodes and in this process,
+with the same number of cores in all. overlap: the gain of early q and of two batches in flight
+over a real node. layer: the time of a layer of 16 rows beside its kernels, by transport.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ Result = tuple[Table, dict[str, Any]]
 def nodes(
     what: Sequence[str] = (), *, json_file: Path | None = None, quick: bool = False
 ) -> dict[str, Any]:
-    """Prints and returns the results. what: names of MEASUREMENTS; all of them by default."""
+    """Runs measurements, prints their tables and returns their results, which are also written to
+    json_file. what: names of MEASUREMENTS; all of them by default. Raises ConfigError."""
     tables.check_file(json_file)
     if unknown := [name for name in what if name not in MEASUREMENTS]:
         raise ConfigError(
-            f"what: there is no {', '.join(unknown)}; there are {', '.join(MEASUREMENTS)}"
+            f"what must be any of {', '.join(MEASUREMENTS)}, not {', '.join(unknown)}"
         )
     head, results, console = tables.Head.now("nodes"), {}, tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", metavar="WHAT", help=", ".join(MEASUREMENTS))
     parser.add_argument("--quick", action="store_true", help="tiny models, as a smoke test")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # folders and processes go, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes folders and processes
     try:
         print(json.dumps(nodes(args.what, quick=args.quick)))
     except ConfigError as error:
@@ -94,8 +95,8 @@ class _Watch:
 
 
 def measure_capacity(folder: Path, is_quick: bool) -> Result:
-    """Runs the same requests here and over two nodes: 56 of 1,024 + 320 tokens, of 64 KiB each in
-    fp32."""
+    """Runs the same 56 requests of 1,024 + 320 tokens, 64 KiB a token in fp32, in this process and
+    over two nodes."""
     shape, count, length, answer = ("tiny", 24, 200, 8) if is_quick else ("wide-kv", 56, 1024, 320)
     model = str(random_checkpoint(shape))
     local = 1 << 20 if is_quick else _LOCAL_BYTES
@@ -150,7 +151,8 @@ def _serve(
 
 
 def measure_speed(folder: Path, is_quick: bool) -> Result:
-    """Decodes 16 sequences: in one process with two threads, and over one node with one each."""
+    """Decodes 16 sequences in one process with two threads, and over one node with a thread in
+    each process."""
     shape, length, answer = ("tiny", 64, 16) if is_quick else ("llama-1b", 512, 48)
     model = str(random_checkpoint(shape))
     rng = random.Random(2)
@@ -182,8 +184,7 @@ def _decode_ms(
         times = [output.metrics for output in outputs if output.metrics is not None]
         first = max(metrics.first_token_s or 0.0 for metrics in times)
         last = max(metrics.finished_s or 0.0 for metrics in times)
-        fewest = answer - 1
-    return (last - first) / fewest * 1e3
+    return (last - first) / (answer - 1) * 1e3
 
 
 def measure_layer(folder: Path, is_quick: bool) -> Result:

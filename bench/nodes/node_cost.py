@@ -1,23 +1,25 @@
 """What attention on memory devices may be worth per dollar: `python -m bench.nodes.node_cost`.
 
-A model (bench/plan), not a measurement: peaks of data sheets, with Lamina's models, traces,
-prices and network. Only decoding counts, as in its evaluation; prompts are computed elsewhere.
-A device is taken to reach 80 % of its bandwidth and 60 % of its arithmetic, and to have 90 % of
-its memory for weights and K/V. For the lengths see bench/load/workload/published.py.
+This is a model (bench/plan), not a measurement. It takes the peaks of data sheets, and Lamina's
+models, traces, prices and network. Only decoding counts, as in Lamina's evaluation; prompts are
+computed elsewhere. A device reaches 80 % of its bandwidth and 60 % of its arithmetic, and has 90 %
+of its memory for weights and K/V. The lengths are those of bench/load/workload/published.py.
 
-n devices of one kind, tensor parallel, for a batch B with contexts of l tokens:
+With n devices of one kind in tensor parallel, a batch of B sequences with contexts of l tokens
+takes
 
     products   max(weights / (n bandwidth), 2 N B / (n arithmetic)) + 2 all-reduces a layer
     attention  max(B l kv / (n bandwidth), 4 B l d L / (n arithmetic))
     step       products + attention
 
-(a, b): r replicas of the weights on a H100s, K/V on b memory devices, n batches of B / n in
-flight. A token sends (2 + 2/G) e d bytes a layer, and each layer has a round trip. With the times
-of one of these batches, each of them has had a step after
+A pair (a, b) has r replicas of the weights on a H100s, K/V on b memory devices, and n batches of
+B / n sequences in flight. A token sends (2 + 2/G) e d bytes a layer, and each layer has a round
+trip. With the times of one of these batches, every batch has made a step after
 
     max(products + attention + network, n attention, n products / r, n wire)
 
-and n is the best of 1 .. r + 1. What sending q early hides is left out (3 to 13 % in the paper).
+and n is the best of 1 .. r + 1. The model leaves out what sending q early hides (3 to 13 % in the
+paper).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ MAX_COMPUTE, MAX_MEMORY = 4, 8
 MEMORY_FORMAT = "NAME:TB/s:TFLOP/s:GB:DOLLARS"
 COLUMNS = ("what", "batch", "tokens/s", "ms between", "M tokens/$")
 PRECISIONS = {1: Precision(kv="int8"), 2: Precision()}  # by the bytes of a K/V number
-# What devices are taken to reach, and nothing besides.
+# The shares of the peaks that devices reach; there are no other overheads.
 PAPER = Efficiency(weights=0.8, kv=0.8, products=((1, 0.6),), decode=0.6, memory=0.9)
 NETWORK = Link(50e9, 33e-6)  # 400 Gbit/s, and the round trip of Lamina's host-bypassed network
 H100 = replace(load_devices()["h100-sxm"], name="H100", dollars_per_h=11.06)
@@ -66,7 +68,8 @@ TRACES = {
 
 
 def published(name: str, weight_bytes: float, layers: int, hidden: int, group: int) -> Shape:
-    """group: query heads to a K/V head. The weights are bf16, all of them in the layers."""
+    """Returns a model whose weights are bf16 and all in the layers. group: the query heads of a
+    K/V head."""
     return Shape(
         name=name,
         hidden=hidden,
@@ -85,12 +88,13 @@ MODELS = (
     published("LLaMA-65B", 130.1e9, 80, 8192, 1),
     published("LLaMA3-70B", 137.5e9, 80, 8192, 8),
 )
-# Lamina's (a, b), and the H100s beside which it was measured
+# Lamina's (a, b), and the number of H100s with which it was compared
 LAMINA = {"LLaMA-33B": (1, 2, 2), "LLaMA-65B": (2, 4, 4), "LLaMA3-70B": (2, 4, 4)}
 
 
 def mean_context(trace: Published) -> float:
-    """Of the sequences in flight: a request is there once for each token that it generates."""
+    """Returns the mean context of sequences in flight, in which a request counts once for each
+    token that it generates."""
     calls = fit_context(published_calls(trace, trace.num_requests, 0), MAX_MODEL_LEN, [])
     lengths = [(call.num_prompt, call.num_output or 0) for call in calls]
     tokens = sum(output * (prompt + (output - 1) / 2) for prompt, output in lengths)
@@ -103,8 +107,8 @@ def ratio(over: float | None, under: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on a trace: Lamina's configuration, the H100s beside it, and the best per dollar of
-    each kind. What is None does not fit."""
+    """The figures of a model on a trace: of Lamina's configuration, of the H100s with which it was
+    compared (beside), and the best per dollar of each kind. None: it does not fit."""
 
     model: str
     trace: str
@@ -143,13 +147,13 @@ def compare(
     a, b, num_devices = LAMINA[model.name]
     split = Split(model, precision, H100, memory, (PAPER, PAPER))
 
-    def alike(device: Device, number: int) -> Figures | None:
+    def of_one_kind(device: Device, number: int) -> Figures | None:
         cost = MachineCost(model, precision, Machine(device, number), PAPER)
         return homogeneous(cost, context)
 
     pairs = [(a, b) for a in range(1, MAX_COMPUTE + 1) for b in range(1, MAX_MEMORY + 1)]
     alone = {
-        f"{device.name} alone": best(alike(device, n) for n in range(1, MAX_DEVICES + 1))
+        f"{device.name} alone": best(of_one_kind(device, n) for n in range(1, MAX_DEVICES + 1))
         for device in (H100, memory)
     }
     return Case(
@@ -157,7 +161,7 @@ def compare(
         trace,
         context,
         split.figures(context, a, b),
-        alike(H100, num_devices),
+        of_one_kind(H100, num_devices),
         {"(a, b)": best(split.figures(context, *pair) for pair in pairs)} | alone,
     )
 
@@ -179,7 +183,7 @@ def _lamina_table(cases: list[Case], memory: Device) -> Table:
         *("model", "trace", "context", *COLUMNS, "GB/s"),
         title=f"(H100, {memory.name}) beside H100 alone at about its price: a model",
         caption="Lamina measured +16.1 to +90.1 % tokens/s at about equal cost, batch x2.39.\n"
-        "x2: batches in flight. GB/s: of all links, so that one batch is a fifth slower.",
+        "x2: batches in flight. GB/s: rate of all links with which one batch is a fifth slower.",
     )
     for case in cases:
         table.add_row(case.model, case.trace, f"{case.context:,.0f}", *_cells(case.beside))
@@ -212,7 +216,8 @@ def report(cases: list[Case], memory: Device) -> None:
 
 
 def memory_device(text: str) -> Device:
-    """NAME:TB/s:TFLOP/s:GB:DOLLARS, whose peers are on the network."""
+    """Returns the device of a text NAME:TB/s:TFLOP/s:GB:DOLLARS, whose peers are on the network.
+    Raises argparse.ArgumentTypeError."""
     name, *numbers = text.split(":")
     try:
         bandwidth, flops, size, dollars = (float(number) for number in numbers)
@@ -224,7 +229,7 @@ def memory_device(text: str) -> Device:
         or not all(0 < number < math.inf for number in (bandwidth, flops, size, dollars))
     ):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: a name other than {H100.name}, and numbers above 0: {MEMORY_FORMAT}"
+            f"{text!r} needs a name other than {H100.name} and numbers above 0: {MEMORY_FORMAT}"
         )
     return Device(
         name=name,
@@ -249,9 +254,11 @@ def main() -> None:
         type=memory_device,
         default=H20,
         metavar="DEVICE",
-        help=f"in the H20's place: {MEMORY_FORMAT}, the last for an hour",
+        help=f"device in place of the H20, as {MEMORY_FORMAT} (dollars an hour)",
     )
-    parser.add_argument("--kv-bytes", type=int, choices=(1, 2), default=2, help="1: int8 K/V")
+    parser.add_argument(
+        "--kv-bytes", type=int, choices=(1, 2), default=2, help="bytes of a K/V number; 1 is int8"
+    )
     args = parser.parse_args()
     contexts = {name: mean_context(trace) for name, trace in TRACES.items()}
     cases = [

@@ -1,10 +1,10 @@
 """Real faults of memory nodes, at random times under load: python -m bench.nodes.node_faults
 
-An engine process with the embedded model serves three streams without a pause; its K/V is on
+An engine process with the embedded model serves three streams without a pause. Its K/V is on
 `serve node` processes in network namespaces (as root), or behind shm. Nodes are killed, stopped,
-cut off, slowed down, corrupted, restarted. What clients got is compared with an engine without
-nodes, token for token. The table shows how long it took until a fault was noticed, and the longest
-pause that a client saw around it.
+cut off, slowed down and restarted, and their messages are corrupted. The tokens that clients
+receive are compared with those of an engine without nodes. The table shows the seconds until a
+fault was noticed, and the longest gap between two tokens of a client around it.
 """
 
 from __future__ import annotations
@@ -29,32 +29,37 @@ from bench.nodes.fault_rig import START_S, EngineProcess, Node, Proxy, Site, can
 
 logger = logging.getLogger(__name__)
 
-_NOTICED_S = 2.0  # by then, if at all
+_NOTICED_S = 2.0  # a fault is noticed by then, or never
 GOALS = {"kill": 0.25, "stop_5": 1.5, "down": 1.5, "cut_both": 1.5, "cut_to": 1.5, "cut_from": 1.5}
-"""Seconds until it is noticed (RELIABILITY 5)."""
+"""Most seconds until a fault of a kind is noticed."""
 
 
 @dataclass
 class Fault:
+    """A fault. at, ended, recovered: monotonic times of its begin, its end, and the moment when
+    the engine had all pages again. noticed_s: seconds until the engine noticed it, None if it did
+    not. gap_s: the longest gap between two tokens of a client, from `at` to `recovered`."""
+
     kind: str
     at: float
     ended: float = 0.0
-    over: float = 0.0  # everything is as before
+    recovered: float = 0.0
     noticed_s: float | None = None
     gap_s: float = 0.0
 
 
 def reference(folder: Path) -> list[list[int]]:
-    """What an engine without nodes answers to each prompt."""
+    """Returns the tokens with which an engine without nodes answers each prompt."""
     engine = EngineProcess({"nodes": []}, folder / "reference.log")
-    engine.wait_for(lambda: len(engine.of("request")) == NUM_PROMPTS, 120, "reference")
-    found = {event["prompt"]: event["tokens"] for event in engine.of("request")}
+    engine.wait_for(lambda: len(engine.events_of("request")) == NUM_PROMPTS, 120, "reference")
+    found = {event["prompt"]: event["tokens"] for event in engine.events_of("request")}
     engine.close()
     return [found[number] for number in range(NUM_PROMPTS)]
 
 
 class Run:
-    """Nodes, an engine, and what is done to them. sites: False for shm."""
+    """Nodes, an engine over them, and their faults. sites: whether each node has a network
+    namespace; without, nodes are behind shm."""
 
     def __init__(
         self,
@@ -69,7 +74,7 @@ class Run:
         self.random = random.Random(seed)
         self.folder = folder
         self.faults: list[Fault] = []
-        self.requests: list[dict[str, Any]] = []  # of engines that are gone
+        self.requests: list[dict[str, Any]] = []  # of engines that have ended
         self.num_unanswered_leases = 0
         self.is_over_tcp = sites
         self._key_file = folder / "key"
@@ -114,7 +119,8 @@ class Run:
     # ---- faults
 
     def kinds(self) -> dict[str, Callable[[Node], None]]:
-        """By name; each returns when the fault has ended."""
+        """Returns the functions that cause faults, by kind. Each returns when its fault has
+        ended."""
         kinds: dict[str, Callable[[Node], None]] = {
             "kill": self._kill,
             "stop_1": lambda node: self._stop(node, 0.9),
@@ -158,7 +164,7 @@ class Run:
 
     def _engine_kill(self) -> None:
         self.engine.kill()
-        self.requests += self.engine.of("request")
+        self.requests += self.engine.events_of("request")
         self.engine.close()
         self.engine = self._start_engine()
         self.num_unanswered_leases += self.engine.pages < self.all_pages
@@ -191,7 +197,8 @@ class Run:
         time.sleep(0.5)
 
     def inflict(self, kind: str) -> None:
-        """One fault, when all nodes are there; until they are there again."""
+        """Causes one fault and waits until the engine has all pages again. Raises RuntimeError if
+        it does not recover, or if a request has failed."""
         time.sleep(self.random.random() * 0.5)
         fault = Fault(kind, time.monotonic())
         logger.info("%.3f %s", fault.at, kind)
@@ -200,19 +207,19 @@ class Run:
         fault.ended = time.monotonic()
         time.sleep(max(0.3, fault.at + _NOTICED_S - fault.ended))
         self.engine.wait_for(lambda: self.engine.pages >= self.all_pages, START_S, "recovery")
-        fault.over = time.monotonic()
-        noticed = self.engine.first_log("memory node", fault.at)
-        fault.noticed_s = None if noticed is None else noticed - fault.at
+        fault.recovered = time.monotonic()
+        noticed_at = self.engine.first_log_s("memory node", fault.at)
+        fault.noticed_s = None if noticed_at is None else noticed_at - fault.at
         logger.info("%s: noticed after %s", kind, fault.noticed_s)
-        for request in self.engine.of("request"):
+        for request in self.engine.events_of("request"):
             if request["error"] is not None:
                 raise RuntimeError(f"a request has failed: {request['error']}")
 
-    # ---- afterwards
+    # ---- results
 
     def close(self) -> None:
         self.engine.close()
-        self.requests += self.engine.of("request")
+        self.requests += self.engine.events_of("request")
         self._close_nodes()
 
     def _close_nodes(self) -> None:
@@ -224,7 +231,8 @@ class Run:
             self.proxy.close()
 
     def check(self) -> tuple[int, int]:
-        """Requests with wrong or missing tokens, and those that ended with an error."""
+        """Returns the number of requests with wrong or missing tokens, and of those that ended
+        with an error. Sets the gaps of all faults. Call it after close."""
         wrong = failed = 0
         for request in self.requests:
             tokens = request["tokens"]
@@ -239,11 +247,11 @@ class Run:
         return wrong, failed
 
     def _longest_gap(self, fault: Fault) -> float:
-        """From token to token of a client, until everything was as before."""
+        """Returns the longest gap between two tokens of a client around a fault, in seconds."""
         longest = 0.0
         for request in self.requests:
             for earlier, later in pairwise(request["times"]):
-                if later >= fault.at and earlier <= fault.over:
+                if later >= fault.at and earlier <= fault.recovered:
                     longest = max(longest, later - earlier)
         return longest
 
@@ -269,9 +277,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--partition", default="auto")
-    parser.add_argument("--shm", action="store_true", help="without a network")
-    parser.add_argument("--kinds", default="", help="with commas between; all by default")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="no new fault after that")
+    parser.add_argument("--shm", action="store_true", help="use shm in place of network namespaces")
+    parser.add_argument("--kinds", default="", help="kinds of faults, with commas; all by default")
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="cause no fault after that time"
+    )
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING)
@@ -290,7 +300,7 @@ def main() -> int:
                     break
                 run.inflict(kinds[number % len(kinds)])
         except BaseException:
-            for event in run.engine.of("log")[-30:]:
+            for event in run.engine.events_of("log")[-30:]:
                 print(f"{event['at']:.3f} {event['text']}", file=sys.stderr)
             for log in sorted(Path(folder).glob("*.log")):
                 print(log.name, log.read_text()[-1500:], sep="\n", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""What a layer costs over a memory node beside its kernels, by transport
+"""The time of a layer over a memory node beside its kernels, by transport
 (bench.nodes.memory_nodes).
 
-A Llama-3.2-1B-shaped layer, 16 decode rows with a short past, one node with one thread. Timed in
-this process: what `begin`, `finish` and `wait` take without waiting for the answer and without
-the kernel for the step's own rows, which is the message path: headers, copies of q, k and v into
-the window with their checksums, and taking the answer. In the same run: the whole layer, and the
-copies alone.
+The layer has the shape of Llama-3.2-1B's and 16 decode rows with a short prefix, and the node has
+one thread. The message path is the time of `begin`, `finish` and `wait` in this process, without
+waiting for the answer and without the kernel for the step's new tokens: it makes headers, copies
+q, k and v into the window with their checksums, and receives the answer. The same run times the
+whole layer and the copies alone.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ops import get_backend
 from ops.cpu import native_library
 from transport import connect, listen
 
-_LAYERS, _ROWS, _PAST = 16, 16, 32
+_LAYERS, _ROWS, _PREFIX = 16, 16, 32
 _LAYER = AttentionLayer(32, 8, 64, 64**-0.5)
 _WINDOW_BYTES = 32 << 20
 
 
 def measure_layers(folder: Path, num_steps: int) -> tuple[Table, dict[str, Any]]:
-    """Returns medians by transport, and their table."""
+    """Returns the medians in microseconds by transport, and their table."""
     native_library.set_num_threads(1)
     table = Table("transport", "message path µs", "of it copies", "answer µs", "layer µs")
     table.title = f"{_ROWS} rows, {_LAYER.num_heads}/{_LAYER.num_kv_heads} heads of 64, one node"
@@ -63,7 +63,7 @@ def measure_layers(folder: Path, num_steps: int) -> tuple[Table, dict[str, Any]]
 
 
 class _Timer:
-    """Times of a method's calls, in microseconds."""
+    """Notes how long the calls of a method take, in microseconds."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
@@ -92,22 +92,22 @@ class _Timer:
 @torch.inference_mode()
 def _measure(url: str, num_steps: int) -> list[float]:
     kv, attention, nodes = _attention(url)
-    items = [kv.open(_PAST + num_steps + 40) for _ in range(_ROWS)]
+    items = [kv.open(_PREFIX + num_steps + 40) for _ in range(_ROWS)]
     generator = torch.Generator().manual_seed(0)
 
     def inputs(rows: int) -> list[torch.Tensor]:
         heads = (_LAYER.num_heads, _LAYER.num_kv_heads, _LAYER.num_kv_heads)
         return [torch.randn(rows, h, _LAYER.head_dim, generator=generator) for h in heads]
 
-    _step(kv, attention, items, _PAST, _PAST, inputs(_PAST * _ROWS))
+    _step(kv, attention, items, _PREFIX, _PREFIX, inputs(_PREFIX * _ROWS))
     one = inputs(_ROWS)
-    length = _PAST
+    length = _PREFIX
     for _ in range(20):
         length += 1
         _step(kv, attention, items, 1, length, one)
     layers, link = [], nodes.partitions[0].links[0]
     with (
-        _Timer(attention.new_token_attention, "attend") as own,
+        _Timer(attention.new_token_attention, "attend") as kernels,
         _Timer(link, "answer") as answers,
         _Timer(link.endpoint, "post") as posts,
     ):
@@ -115,12 +115,12 @@ def _measure(url: str, num_steps: int) -> list[float]:
             length += 1
             layers += _step(kv, attention, items, 1, length, one)
     count = len(layers)
-    assert len(own.times) == len(answers.times) == count
+    assert len(kernels.times) == len(answers.times) == count
     rows_posts = [t for i, t in enumerate(posts.times) if i % (2 * _LAYERS + 1)]
     copies = [sum(rows_posts[2 * i : 2 * i + 2]) for i in range(count)]
     path = [
-        layer - mine - answer
-        for layer, mine, answer in zip(layers, own.times, answers.times, strict=True)
+        layer - kernel - answer
+        for layer, kernel, answer in zip(layers, kernels.times, answers.times, strict=True)
     ]
     nodes.close()
     return [statistics.median(values) for values in (path, copies, answers.times, layers)]
@@ -134,7 +134,8 @@ def _step(
     length: int,
     inputs: list[torch.Tensor],
 ) -> list[float]:
-    """Returns the microseconds of each layer."""
+    """Runs one step in which every item gets `rows` tokens, up to `length` in all. Returns the
+    microseconds of each layer."""
     for item in items:
         assert kv.grow(item, length, length - rows)
     kv.commit()
@@ -169,7 +170,7 @@ def _attention(url: str) -> tuple[KVManager, RemoteAttention, NodeSet]:
         num_ranges=_ROWS,
         num_pages=2000,
         min_pages=1,
-        max_rows=_ROWS * _PAST,
+        max_rows=_ROWS * _PREFIX,
     )
     nodes = NodeSet(
         [NodePartition([url], edits)],
@@ -186,7 +187,7 @@ def _attention(url: str) -> tuple[KVManager, RemoteAttention, NodeSet]:
         groups=geometry.groups,
         in_background=False,
     )
-    new = Int8NewTokenAttention(layers, 64, _ROWS * _PAST, _ROWS)
+    new = Int8NewTokenAttention(layers, 64, _ROWS * _PREFIX, _ROWS)
     attention = RemoteAttention(
         layers, new, backend, nodes, kv.range_tokens, _ROWS, WireType.FLOAT32
     )

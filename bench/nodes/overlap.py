@@ -1,26 +1,26 @@
-"""What overlap with attention on a memory node is worth, at injected costs or over a real node.
+"""The gain of overlap with attention on a memory node, at injected costs or over a real node.
 
-Decode steps run through the real decoder, runner and scheduler in several modes, by turns, so that
-other work on the machine meets all of them alike: late q (the node gets q once k and v are ready),
-early q (it gets q first), and early q with the step in two micro-batches. Prompts are not
-computed: the K/V is what the pages hold, which takes as long to attend over.
+Decode steps run through the real decoder, runner and scheduler in several modes in turn, so that
+other work on the machine slows all of them alike. The modes are late q (the node gets q once k and
+v are ready), early q (it gets q first), and early q with the step in two micro-batches. Prompts are
+not computed, since attention takes as long over whatever the pages hold.
 
 Injected costs (`python -m bench.nodes.overlap`): the embedded model's products sleep for t_q, t_kv
-and t_rest, which follows attention, and its attention takes t_past on a "node" behind a link with a
-delay each way and a bandwidth (injected.py). Nothing computes, so the machine may be busy. One
-layer takes, with `link` the delay and the time of its bytes:
+and t_rest (after attention), and its attention takes t_prefix on a "node" behind a link with a delay
+in each direction and a bandwidth (injected.py). Only sleeping counts, so the machine may be busy.
+With `link` the delay and the time of the bytes, one layer takes
 
-    late q    t_q + t_kv + link + t_past + link + t_rest
-    early q   t_q + max(t_kv, link + t_past + link) + t_rest
+    late q    t_q + t_kv + link + t_prefix + link + t_rest
+    early q   t_q + max(t_kv, link + t_prefix + link) + t_rest
 
-so early q saves layers * min(t_kv, link + t_past + link) a step. With t_model = t_q + t_kv +
-t_rest for all rows and half of it for half of them, one batch takes layers * (t_model +
-t_attention), where t_attention is what it then waits, and two take the larger of both in each
-layer: at most 2x. Where a share of t_model is spent whatever the number of rows, two batches spend
-it twice; from some share on they lose, and the engine learns not to split.
+so early q saves layers * min(t_kv, link + t_prefix + link) a step. If t_model = t_q + t_kv + t_rest
+halves with the rows, one batch takes layers * (t_model + t_attention), where t_attention is its
+wait for the node, and two batches take the larger of both in each layer, which is a speedup of 2 at
+most. A share of t_model that does not depend on the rows is spent twice by two batches; from some
+share on they are slower, and the engine learns not to split.
 
-A real node (`serve bench nodes overlap`): an engine and a node process with one thread each on this
-machine. Both share its memory bandwidth, which machines of their own would not.
+A real node (`serve bench nodes overlap`): an engine and a node process run on this machine with one
+thread each. They share its memory bandwidth, unlike an engine and a node on two machines.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _PROMPT = 3  # tokens, with injected costs
 
 
 class FixedMode:
-    """A micro-batch policy that always splits a step, or never."""
+    """A micro-batch policy that splits every step, or none."""
 
     def __init__(self, is_split: bool) -> None:
         self._is_split = is_split
@@ -101,6 +101,8 @@ class LateQ:
 
 
 class _LatePlan:
+    """The plan of a step whose q waits for k and v."""
+
     def __init__(self, plan: Attention) -> None:
         self._plan = plan
 
@@ -112,7 +114,7 @@ class _LatePlan:
 
 
 def answer_tokens(count: int, context: int, num_steps: int) -> int:
-    """Returns how long answers have to be so that the first sequence still decodes when the last
+    """Returns how many tokens answers need so that the first sequence still decodes when the last
     prompt has been read, and for num_steps steps after that."""
     return 2 + num_steps + count * context // (_STEP_ROWS - count)
 
@@ -180,24 +182,24 @@ class InjectedResult:
 
     @property
     def error(self) -> float:
-        """By how much the saving differs from the formula, relative."""
+        """The relative error of the formula: how far the saving is above it."""
         return self.saved_s / self.predicted_s - 1
 
     @property
     def speedup(self) -> float:
-        """Of two micro-batches over one."""
+        """The speedup of two micro-batches over one."""
         return self.early_s / self.two_s
 
 
 EARLY_Q = [
     *(Costs(delay_s=delay) for delay in (0.1 * MS, 0.5 * MS, 1 * MS, 4 * MS)),
-    *(Costs(past_s=past, delay_s=0.1 * MS) for past in (2 * MS, 6 * MS)),
+    *(Costs(prefix_s=past, delay_s=0.1 * MS) for prefix_s in (2 * MS, 6 * MS)),
     Costs(delay_s=0.2 * MS, bytes_per_s=20e6),
 ]
-# attention as long as the products; k and v are short, so that early q alone hides little of it
-_EQUAL = Costs(q_s=1 * MS, kv_s=0.5 * MS, rest_s=4.5 * MS, past_s=6 * MS, delay_s=0.05 * MS)
+# Attention takes as long as the products; k and v are short, so early q alone hides little of it.
+_EQUAL = Costs(q_s=1 * MS, kv_s=0.5 * MS, rest_s=4.5 * MS, prefix_s=6 * MS, delay_s=0.05 * MS)
 TWO_BATCHES = [
-    *(replace(_EQUAL, past_s=past) for past in (2 * MS, 4 * MS, 6 * MS, 12 * MS)),
+    *(replace(_EQUAL, prefix_s=prefix_s) for prefix_s in (2 * MS, 4 * MS, 6 * MS, 12 * MS)),
     *(replace(_EQUAL, fixed_share=share) for share in (0.25, 0.5, 1.0)),
     replace(_EQUAL, delay_s=1 * MS),
 ]
@@ -220,7 +222,7 @@ def measure_injected(clock: Clock, num_steps: int, cases: Iterable[Costs]) -> li
         for costs in cases:
             times = _injected_times(runtime, costs, clock, num_steps)
             ideal = _injected_times(runtime, costs, VirtualClock(), 1)
-            round_trip = 2 * (costs.delay_s + num_bytes / costs.bytes_per_s) + costs.past_s
+            round_trip = 2 * (costs.delay_s + num_bytes / costs.bytes_per_s) + costs.prefix_s
             predicted = spec.num_layers * min(costs.kv_s, round_trip)
             found.append(InjectedResult(costs, predicted, ideal["two_s"], **times))
         return found
@@ -254,10 +256,10 @@ def _injected_times(
 
 def report(results: Iterable[InjectedResult]) -> None:
     table = Table(
-        *("k, v", "products", "fixed", "past", "delay", "MB/s", "late q", "early q"),
+        *("k, v", "products", "fixed", "prefix", "delay", "MB/s", "late q", "early q"),
         *("saved", "predicted", "off by", "two batches", "ideal", "speedup", "learned"),
         title=f"A step of {ROWS} rows at injected costs, milliseconds",
-        caption="fixed: share of the products' time whatever the rows. two batches: with early q",
+        caption="fixed: products' time that does not depend on the rows. two batches: with early q",
     )
     for row in results:
         costs = row.costs
@@ -265,7 +267,7 @@ def report(results: Iterable[InjectedResult]) -> None:
         table.add_row(
             *(f"{1e3 * seconds:.1f}" for seconds in (costs.kv_s, costs.model_s)),
             f"{costs.fixed_share:.0%}",
-            *(f"{1e3 * seconds:.2f}" for seconds in (costs.past_s, costs.delay_s)),
+            *(f"{1e3 * seconds:.2f}" for seconds in (costs.prefix_s, costs.delay_s)),
             f"{costs.bytes_per_s / 1e6:,.0f}",
             *(f"{1e3 * seconds:.2f}" for seconds in times),
             f"{row.error:+.1%}",
@@ -342,8 +344,8 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=20, help="each figure is the median of these")
-    parser.add_argument("--quick", action="store_true", help="few cases and steps, for tests")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each figure, a median")
+    parser.add_argument("--quick", action="store_true", help="few cases and steps, as a smoke test")
     args = parser.parse_args()
     cases = [EARLY_Q[1], TWO_BATCHES[2]] if args.quick else [*EARLY_Q, *TWO_BATCHES]
     found = measure_injected(RealClock(), 5 if args.quick else args.steps, cases)

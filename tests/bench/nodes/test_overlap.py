@@ -15,14 +15,14 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_early_q_saves_what_the_formula_says() -> None:
-    cases = [*EARLY_Q[:4], EARLY_Q[-1], Costs(kv_s=0.02, past_s=0.003, delay_s=0.001)]
+    cases = [*EARLY_Q[:4], EARLY_Q[-1], Costs(kv_s=0.02, prefix_s=0.003, delay_s=0.001)]
     found = measure_injected(VirtualClock(), 2, cases)
     assert [row.error for row in found] == pytest.approx([0.0] * len(cases), abs=1e-3)
     assert len({round(row.predicted_s, 4) for row in found}) >= 5
 
 
 def test_two_batches_where_attention_takes_as_long_as_the_products() -> None:
-    equal = next(c for c in TWO_BATCHES if c.past_s == c.model_s and not c.fixed_share)
+    equal = next(c for c in TWO_BATCHES if c.prefix_s == c.model_s and not c.fixed_share)
     all_fixed = next(c for c in TWO_BATCHES if c.fixed_share == 1.0)
     free, bound = measure_injected(VirtualClock(), 5, [equal, all_fixed])
     assert 1.6 < free.speedup < 2.0
