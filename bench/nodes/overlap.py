@@ -6,9 +6,9 @@ v are ready), early q (it gets q first), and early q with the step in two micro-
 not computed, since attention takes as long over whatever the pages hold.
 
 Injected costs (`python -m bench.nodes.overlap`): the embedded model's products sleep for t_q, t_kv
-and t_rest (after attention), and its attention takes t_prefix on a "node" behind a link with a delay
-in each direction and a bandwidth (injected.py). Only sleeping counts, so the machine may be busy.
-With `link` the delay and the time of the bytes, one layer takes
+and t_rest (after attention), and its attention takes t_prefix on a "node" behind a link with a
+delay in each direction and a bandwidth (injected.py). Only sleeping counts, so the machine may be
+busy. With `link` the delay and the time of the bytes, one layer takes
 
     late q    t_q + t_kv + link + t_prefix + link + t_rest
     early q   t_q + max(t_kv, link + t_prefix + link) + t_rest
@@ -193,7 +193,7 @@ class InjectedResult:
 
 EARLY_Q = [
     *(Costs(delay_s=delay) for delay in (0.1 * MS, 0.5 * MS, 1 * MS, 4 * MS)),
-    *(Costs(prefix_s=past, delay_s=0.1 * MS) for prefix_s in (2 * MS, 6 * MS)),
+    *(Costs(prefix_s=prefix_s, delay_s=0.1 * MS) for prefix_s in (2 * MS, 6 * MS)),
     Costs(delay_s=0.2 * MS, bytes_per_s=20e6),
 ]
 # Attention takes as long as the products; k and v are short, so early q alone hides little of it.
