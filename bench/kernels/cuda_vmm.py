@@ -1,10 +1,10 @@
-"""The CUDA driver's virtual memory management: does it do what we rely on, and how fast is it.
+"""Checks and times the CUDA driver's virtual memory: python -m bench.kernels.cuda_vmm.
 
-First checks on the driver what memory/pages/cuda_vmm.py needs and
-tests/support/cuda/fakes_cuda.py claims: aliases
-show the same bytes, a partial mapping is unwound when memory runs out (it is made to), nothing
-is left. Then times the calls for 2 MiB pages, one by one and several to a call. Needs a CUDA
-driver and `mergestep[cuda]`. Run: python -m bench.kernels.cuda_vmm
+It first checks the properties of the driver that memory/pages/cuda_vmm.py needs and that
+tests/support/cuda/fakes_cuda.py has. For example, aliases show the same bytes, a partial mapping is
+undone when memory runs out (the check lets it run out), and no memory is left at the end. Then it
+times the calls for 2 MiB pages, one page and several pages to a call. It needs a CUDA driver and
+`mergestep[cuda]`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from memory.pages.cuda_device import CudaError, CudaUnavailableError
 from memory.pages.cuda_vmm import CudaMemory
 
 _PAGE = 2 << 20
-_RUNS = (1, 8, 64)  # pages to one cuMemSetAccess and one cuMemUnmap
+_RUNS = (1, 8, 64)  # pages of one cuMemSetAccess and one cuMemUnmap
 _TIMED = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
 
 
 class TimedDriver:
-    """A driver with a clock on each of _TIMED: seconds of all calls, by name."""
+    """A driver that notes the seconds of every call of _TIMED, by name."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -50,12 +50,13 @@ class TimedDriver:
 
 
 class Probe:
-    """Reads and writes device memory. The thread has a context already."""
+    """Reads and writes device memory in a thread that has a CUDA context."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
+        """Returns the values of a driver call. Raises CudaError if it fails."""
         result: tuple[Any, ...] = getattr(self._driver, name)(*arguments)
         error, *values = result
         if error != self._driver.CUresult.CUDA_SUCCESS:
@@ -83,7 +84,8 @@ def fails(action: Callable[..., object], *arguments: Any) -> bool:
 
 
 def check(driver: Any, page: int) -> dict[str, bool]:
-    """Each property, and whether this driver has it. page: twice the granularity or more."""
+    """Returns, by property, whether this driver has it. page: bytes, twice the granularity or
+    more."""
     memory = CudaMemory(page, 8, driver=driver)
     probe = Probe(driver)
     base = memory.reserve(16 * page)
@@ -131,7 +133,7 @@ def _check_edits(memory: CudaMemory, probe: Probe, base: int) -> dict[str, bool]
 
 
 def _check_out_of_memory(driver: Any, probe: Probe, page: int) -> dict[str, bool]:
-    """Pages of a quarter of the device: at the latest the fifth does not fit."""
+    """Maps pages of a quarter of the device's memory, of which the fifth cannot fit."""
     free, total = probe.call("cuMemGetInfo")
     memory = CudaMemory(total // 4 // page * page, 6, driver=driver)
     large = memory.page_bytes
@@ -150,15 +152,14 @@ def _check_out_of_memory(driver: Any, probe: Probe, page: int) -> dict[str, bool
         "memory that runs out is ENOMEM": number == errno.ENOMEM,
         "then the partial mapping is gone, and no other": is_unwound,
         "after a release there is memory again": can_go_on,
-        # the driver may have taken some for itself, but not a page of ours
+        # The driver may keep some memory for itself, but less than one page.
         "memory is given back": probe.num_free_bytes() > free - large // 2,
     }
 
 
 def measure(driver: Any, page: int, repeats: int) -> list[dict[str, float]]:
-    """Median microseconds for runs of 1, 8 and 64 pages: of single calls, and of `map` as a whole.
-
-    create, map and release are for one page, set access and unmap for the whole run.
+    """Returns the median microseconds of each call and of `map` as a whole, for runs of 1, 8 and 64
+    pages. Create, map and release are calls for one page, set access and unmap for a whole run.
     """
     rows = []
     for length in _RUNS:
@@ -183,7 +184,7 @@ def measure(driver: Any, page: int, repeats: int) -> list[dict[str, float]]:
 
 
 def _own_us(driver: Any, page: int, length: int, repeats: int) -> float:
-    """Median microseconds until pages that are present have all got an address of their own."""
+    """Returns the median microseconds in which pages that exist get addresses of their own."""
     memory = CudaMemory(page, length, driver=driver)
     memory.reserve(page)
     seconds = []
@@ -199,7 +200,7 @@ def _own_us(driver: Any, page: int, length: int, repeats: int) -> float:
 
 
 def run(driver: Any, page: int, repeats: int) -> bool:
-    """Prints the report; the last line is JSON. Whether every check held."""
+    """Prints the report, whose last line is JSON. Returns whether every check held."""
     holds = check(driver, 2 * page)
     probe = Probe(driver)
     name = probe.call("cuDeviceGetName", 100, 0)[0].split(b"\0")[0].decode()

@@ -65,7 +65,7 @@ def _accesses(path: Path, size: int) -> tuple[list[DiskAccess], list[str]]:
             notes.append("IOPOLL is refused here")
     except OSError as error:
         notes.append(f"no io_uring ({message_of(error)})")
-    accesses.append(Fio(path, size) if Fio.is_there() else Pread(path, size))
+    accesses.append(Fio(path, size) if Fio.is_installed() else Pread(path, size))
     return accesses, notes
 
 

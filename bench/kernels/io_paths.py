@@ -1,5 +1,5 @@
-"""The kinds of disk access that `serve bench io` compares; each runs one pattern at one depth for
-some time."""
+"""The kinds of disk access that `serve bench io` compares. Each runs one pattern at one depth for a
+given time."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _SEED = 7
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
+    """What is read or written. block: bytes of one operation."""
+
     name: str
     block: int
     is_random: bool
@@ -37,8 +39,8 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One cell. Seconds; submit_s and reap_s are the time inside these calls, all operations
-    together, None where there are no such calls."""
+    """The figures of one pattern at one depth. p50_s, p99_s, mean_s: latency of an operation.
+    submit_s, reap_s: seconds inside these calls for all operations, None where there are none."""
 
     operations: int
     wall_s: float
@@ -58,32 +60,35 @@ def sample_of(latencies: list[float], wall_s: float, cpu_s: float, **calls: floa
 
 
 class DiskAccess(Protocol):
-    """A way to read and write a file on the disk."""
+    """An interface through which a file on the disk is read and written."""
 
     name: str
 
-    def run(self, pattern: Pattern, depth: int, seconds: float) -> Sample: ...
+    def run(self, pattern: Pattern, depth: int, seconds: float) -> Sample:
+        """Runs `depth` operations at a time for some seconds. Raises OSError."""
+        ...
 
 
 def offsets(pattern: Pattern, size: int) -> Callable[[], int]:
-    """The next block's place in the file."""
+    """Returns a function that returns the next block's offset in a file of `size` bytes."""
     count = size // pattern.block
     if not pattern.is_random:
-        turn = itertools.cycle(range(count))
-        return lambda: next(turn) * pattern.block
+        in_turn = itertools.cycle(range(count))
+        return lambda: next(in_turn) * pattern.block
     rng = random.Random(_SEED)
-    places = itertools.cycle([rng.randrange(count) for _ in range(65_536)])
-    return lambda: next(places) * pattern.block
+    blocks = itertools.cycle([rng.randrange(count) for _ in range(65_536)])
+    return lambda: next(blocks) * pattern.block
 
 
 def cpu_seconds() -> float:
-    """User and system, all threads of the process; io_uring's kernel threads are among them."""
+    """Returns the user and system time of all threads of the process, io_uring's kernel threads
+    included."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 class Ring:
-    """io_uring from one thread: submits as many as it reaped."""
+    """io_uring from one thread, which submits as many operations as it has reaped."""
 
     def __init__(
         self, name: str, path: Path, size: int, *, sqpoll: bool = False, fixed: bool = False
@@ -170,13 +175,13 @@ class Threads:
         next_offset = offsets(pattern, self._size)
         ended: queue.SimpleQueue[tuple[int, float, OSError | None]] = queue.SimpleQueue()
         clock = time.perf_counter
-        start_one = file.write if pattern.is_write else file.read
+        transfer = file.write if pattern.is_write else file.read
 
         def begin(tag: int) -> None:
             begun = clock()
             address = base + tag * pattern.block
-            done = lambda error: ended.put((tag, clock() - begun, error))  # noqa: E731
-            start_one([Transfer(address, pattern.block, next_offset(), done)])
+            on_end = lambda error: ended.put((tag, clock() - begun, error))  # noqa: E731
+            transfer([Transfer(address, pattern.block, next_offset(), on_end)])
 
         cpu, start = cpu_seconds(), clock()
         for tag in range(depth):
@@ -195,7 +200,7 @@ class Threads:
 
 
 class Fio:
-    """The usual tool, with io_uring."""
+    """The tool fio, with io_uring."""
 
     name = "fio io_uring"
 
@@ -203,7 +208,7 @@ class Fio:
         self._path, self._size = path, size
 
     @staticmethod
-    def is_there() -> bool:
+    def is_installed() -> bool:
         return shutil.which("fio") is not None
 
     def run(self, pattern: Pattern, depth: int, seconds: float) -> Sample:
@@ -232,7 +237,7 @@ class Fio:
 
 
 class Pread:
-    """One call after the other, where fio is not installed; the depth is always 1."""
+    """One call after the other, for machines without fio. The depth is always 1."""
 
     name = "pread"
 

@@ -1,8 +1,8 @@
 """How fast messages travel: python -m bench.kernels.transport [--quick] [--url URL ...].
 
-Two processes (inproc: two threads). Round trips of small messages, one-way bandwidth of large
-ones, and beside them what iperf3 reaches over loopback, if it is installed, and what a copy within
-one process does: all in turn within each round.
+It measures round trips of small messages and the one-way bandwidth of large ones between two
+processes (two threads for inproc). For comparison it measures copies within one process, and
+iperf3 over loopback if it is installed. Each round measures all of them in turn.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ KEY = b"bench.kernels.transport: between two ends on this machine"
 ROUND_TRIPS = (64, 64 << 10)
 MESSAGES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 IPERF_PORT = 5271
-_ECHO, _COUNT, _ANSWER = range(3)  # the first byte: what to do with it
+# The first byte of a message says whether the peer sends it back, sends nothing, or sends an empty
+# message.
+_ECHO, _DISCARD, _CONFIRM = range(3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="a few seconds, as a smoke test")
-    parser.add_argument("--url", action="append", help="where to listen; several")
+    parser.add_argument("--url", action="append", help="URL to listen on; may be repeated")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -60,7 +62,8 @@ Readings = dict[tuple[str, str], list[float]]
 
 
 def measure(urls: list[str], rounds: int, quick: bool) -> Readings:
-    """(who, what) -> one figure of each round: us of round trips, GB/s of messages."""
+    """Returns one figure of each round, by (transport, measurement): microseconds of round trips
+    and GB/s of messages."""
     readings: Readings = defaultdict(list)
     budget_s = 0.03 if quick else 0.4
     for _ in range(rounds):
@@ -87,7 +90,7 @@ def measure(urls: list[str], rounds: int, quick: bool) -> Readings:
 
 @contextmanager
 def answering(url: str) -> Iterator[Endpoint]:
-    """An end whose peer runs answer()."""
+    """Yields an endpoint whose peer runs answer(), and ends the peer."""
     listener = listen(url, key=KEY)
     if url.startswith("inproc:"):
         peer = threading.Thread(target=lambda: answer(connect(listener.url, key=KEY)))
@@ -98,7 +101,7 @@ def answering(url: str) -> Iterator[Endpoint]:
         wait = subprocess.Popen(command).wait
     try:
         endpoint = listener.accept(60.0)
-        assert endpoint is not None, "the other process did not come"
+        assert endpoint is not None, "the other process did not connect"
         yield endpoint
         endpoint.close()
     finally:
@@ -107,6 +110,7 @@ def answering(url: str) -> Iterator[Endpoint]:
 
 
 def answer(endpoint: Endpoint) -> None:
+    """Answers messages until the peer closes."""
     with suppress(PeerLostError):
         while True:
             frame = endpoint.poll(10.0)
@@ -115,7 +119,7 @@ def answer(endpoint: Endpoint) -> None:
             kind = ctypes.c_uint8.from_address(frame.address).value
             if kind == _ECHO:
                 endpoint.post([Segment(frame.address, 1, frame.num_bytes, 0)])
-            elif kind == _ANSWER:
+            elif kind == _CONFIRM:
                 endpoint.post([])
             endpoint.release(frame)
     endpoint.close()
@@ -127,28 +131,28 @@ def message(size: int, kind: int) -> tuple[np.ndarray, list[Segment]]:
     return data, [Segment(data.ctypes.data, 1, size, size)]
 
 
-def take(endpoint: Endpoint) -> None:
+def receive(endpoint: Endpoint) -> None:
     frame = endpoint.poll(60.0)
     assert frame is not None, "no answer"
     endpoint.release(frame)
 
 
 def round_trips(endpoint: Endpoint, size: int, budget_s: float) -> list[float]:
-    """Microseconds of each; the first ones warm up and do not count."""
+    """Returns the microseconds of each round trip but the first ones, which warm up."""
     _data, segments = message(size, _ECHO)
     times: list[float] = []
     end = time.perf_counter() + budget_s
     while (began := time.perf_counter()) < end or len(times) < 20:
         endpoint.post(segments)
-        take(endpoint)
+        receive(endpoint)
         times.append(1e6 * (time.perf_counter() - began))
     return times[len(times) // 10 :]
 
 
 def bandwidth(endpoint: Endpoint, size: int, budget_s: float) -> float:
-    """GB/s of messages that only one end sends, until the last one is there."""
-    _data, segments = message(size, _COUNT)
-    _last, final = message(size, _ANSWER)
+    """Returns the GB/s of messages in one direction, until the peer has confirmed the last one."""
+    _data, segments = message(size, _DISCARD)
+    _last, final = message(size, _CONFIRM)
     for _ in range(4):
         endpoint.post(segments)
     num_sent = 1
@@ -157,15 +161,15 @@ def bandwidth(endpoint: Endpoint, size: int, budget_s: float) -> float:
         endpoint.post(segments, 60.0)
         num_sent += 1
     endpoint.post(final, 60.0)
-    take(endpoint)
+    receive(endpoint)
     return 1e-9 * num_sent * size / (time.perf_counter() - began)
 
 
-# ---- what to compare with
+# ---- comparisons
 
 
 def copies(size: int, budget_s: float) -> float:
-    """GB/s of one core's copies from a buffer to another that is as large as a window."""
+    """Returns the GB/s of one core's copies into a buffer that is as large as a window."""
     source = np.full(size, 7, np.uint8)
     target = np.zeros((max(1, (4 << 20) // size), size), np.uint8)
     num_copied = 0
@@ -177,7 +181,7 @@ def copies(size: int, budget_s: float) -> float:
 
 
 def iperf(seconds: int = 1) -> float | None:
-    """GB/s of one stream over loopback."""
+    """Returns the GB/s of one stream over loopback, None where iperf3 is not installed."""
     if shutil.which("iperf3") is None:
         return None
     server = subprocess.Popen(

@@ -1,10 +1,10 @@
 """`serve bench latency`: how long the steps of a model take, against their bound and peers.
 
-Decoding: steps in which `batch` sequences and nobody else have a row, from a given context on, from
-token to token as the engine's trace has them. Prefill: from handing a prompt over to its first
-token. Last 16 mixed requests end to end, what peers are compared with. The machine's ceilings are
-read before and after each measurement, which is repeated, three times at most, when they differ
-by more than 15 %.
+A decode step has one row of each of `batch` sequences and no other rows. The sequences begin with a
+given context, and the times between tokens are those of the engine's trace. Prefill is the time
+from the submission of a prompt to its first token. Last come 16 mixed requests from end to end,
+with which peers are compared. The machine's ceilings are measured before and after each
+measurement, which is repeated, three times at most, when they differ by more than 15 %.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A Llama checkpoint in bf16 as Q8_0: python bench/peers/convert_llama_cpp.py CHECKPOINT OUT.gguf.
+"""Converts a Llama checkpoint in bf16 to Q8_0 for llama.cpp.
 
-In a virtual environment with `pip install gguf numpy`. Without a vocabulary, because the runner
-feeds token ids. Embeddings are the output too (tied).
+    python bench/peers/convert_llama_cpp.py CHECKPOINT OUT.gguf
+
+It needs a virtual environment with `pip install gguf numpy`. The file has no vocabulary, because
+the runner passes token ids. The checkpoint's embeddings must be tied with its output.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ Matrix = NDArray[np.float32]
 
 def convert(checkpoint: Path, out: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    assert config["model_type"] == "llama" and config["tie_word_embeddings"], "not supported"
+    is_supported = config["model_type"] == "llama" and config["tie_word_embeddings"]
+    assert is_supported, "only Llama checkpoints with tied embeddings are supported"
     writer = gguf.GGUFWriter(out, "llama")
     _write_sizes(writer, config)
     for name, values in _tensors(checkpoint / "model.safetensors"):
@@ -72,7 +75,7 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Matrix]]:
-    """Of a safetensors file in bf16, which numpy has no type for."""
+    """Yields the names and values of a safetensors file in bf16, for which numpy has no type."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -86,7 +89,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Matrix]]:
 
 
 def _paired(values: Matrix, heads: int) -> Matrix:
-    """Rotated dimensions side by side instead of half a head apart."""
+    """Returns the rows of q or k with rotated dimensions side by side, not half a head apart."""
     rows, columns = values.shape
     halves = values.reshape(heads, 2, rows // heads // 2, columns)
     return halves.swapaxes(1, 2).reshape(rows, columns)
@@ -104,7 +107,9 @@ def _add(writer: gguf.GGUFWriter, name: str, values: Matrix) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()

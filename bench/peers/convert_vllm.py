@@ -1,7 +1,8 @@
-"""A checkpoint as W8A8 for vLLM: python bench/peers/convert_vllm.py CHECKPOINT OUT.
+"""Converts a checkpoint to W8A8 for vLLM: python bench/peers/convert_vllm.py CHECKPOINT OUT.
 
-The compressed-tensors form: int8 weights with a scale for each output channel, activations
-quantized per token while it runs; embeddings and lm_head stay as they are. In vLLM's environment.
+It runs in vLLM's virtual environment and writes the compressed-tensors format: int8 weights with a
+scale for each output channel, and activations that vLLM quantizes per token. Embeddings and lm_head
+stay as they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""llama.cpp, Q8_0, beside `serve bench latency`: python bench/peers/run_llama_cpp.py MODEL.gguf.
+"""Runs llama.cpp with Q8_0 weights for `serve bench latency`: run_llama_cpp.py MODEL.gguf.
 
-In a virtual environment of its own: `pip install llama-cpp-python`, which compiles it for this
-processor. MODEL.gguf: written by convert_llama_cpp.py. Prompts run one after the other and then all
-are decoded together, without ever waiting for each other: at least as fast as its server.
+It needs a virtual environment with `pip install llama-cpp-python`, which compiles it for this
+processor, and a MODEL.gguf that convert_llama_cpp.py has written. Prompts run one after the other,
+and then all sequences are decoded together without pauses, which is at least as fast as llama.cpp's
+server.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from columns import Prompt, Request
 
 MAX_SEQUENCES, MAX_TOKENS, MAX_BATCHED_TOKENS = 32, 1024, 512
-Row = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are wanted
+Row = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are needed
 
 
 class LlamaCpp:
@@ -67,7 +68,7 @@ class LlamaCpp:
                 answered[i] += 1
 
     def _prefill(self, prompts: list[Prompt]) -> list[int]:
-        """Forgets everything before; each prompt's first token."""
+        """Clears the K/V cache, computes the prompts and returns the first token of each."""
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
         tokens = []
         for i, prompt in enumerate(prompts):
@@ -76,11 +77,11 @@ class LlamaCpp:
         return tokens
 
     def _run(self, rows: list[Row]) -> list[int]:
-        """The likeliest next token of each row that wants its logits."""
+        """Returns the likeliest next token of each row whose logits are needed."""
         batch = self._batch
         batch.n_tokens = len(rows)
-        for i, (token, position, sequence, is_wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_wanted
+        for i, (token, position, sequence, needs_logits) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, needs_logits
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
         assert llama.llama_decode(self._context, batch) == 0
         return [self._likeliest(i) for i, row in enumerate(rows) if row[3]]

@@ -1,9 +1,10 @@
-"""OpenVINO GenAI, int8 weights, beside `serve bench latency`: run_openvino.py MODEL.
+"""Runs OpenVINO GenAI with int8 weights for `serve bench latency`: run_openvino.py MODEL.
 
-In a virtual environment of its own: `pip install openvino-genai "optimum-intel[openvino]"`. MODEL:
-written by `optimum-cli export openvino --model CHECKPOINT --task text-generation-with-past
---weight-format int8 MODEL`. Static batches run in LLMPipeline, the faster one for them, mixed
-requests in ContinuousBatchingPipeline. --group-size: of the dynamic quantization of activations.
+It needs a virtual environment with `pip install openvino-genai "optimum-intel[openvino]"`, and a
+MODEL that `optimum-cli export openvino --model CHECKPOINT --task text-generation-with-past
+--weight-format int8 MODEL` has written. Static batches run in LLMPipeline, which is faster for
+them, and mixed requests in ContinuousBatchingPipeline. --group-size is the group of the dynamic
+quantization of activations.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class OpenVino:
     def _generate(self, prompts: list[Prompt], num_tokens: int) -> genai.EncodedResults:
         ids = _ids(prompts)
         mask = ov.Tensor(np.ones(ids.shape, dtype=np.int64))
-        assert self._static is not None, "mixed requests come last"
+        assert self._static is not None, "static batches run before mixed requests"
         return self._static.generate(genai.TokenizedInputs(ids, mask), _generation(num_tokens))
 
 

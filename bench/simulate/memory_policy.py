@@ -171,7 +171,7 @@ class Simulation:
         arrival_s = [at_s - due[0] for at_s in due]
         arrived = 0
         policy = scheduler.policy
-        # A queue of that length has waited too long already, whoever comes.
+        # In a queue of this length, any new request waits for longer than the bound.
         most_waiting = max(64, int(4 * self.qps * self.ttft_bound_s))
         while arrived < len(calls) or scheduler.has_work():
             while arrived < len(calls) and arrival_s[arrived] <= engine.now_s:
