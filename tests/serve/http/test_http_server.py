@@ -1,4 +1,4 @@
-"""Answers of the API over a scripted engine: shapes, streams, states."""
+"""Shapes, streams and errors of completions and chat over the scripted engine."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_include_usage(path: str) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_streamed_text_is_the_whole_text(path: str, logprobs: bool) -> None:
-    """Newlines, quotes, separators and anything that looks like an event survive."""
+    """The stream preserves newlines, quotes, separators and text that looks like an event."""
 
     async def check(served: Served) -> None:
         if path == CHAT:
@@ -212,7 +212,7 @@ def test_models() -> None:
     run_with_server(FakeEngine(model_name="org/fake"), check)
 
 
-def test_every_answer_has_an_own_request_id_and_a_plain_server() -> None:
+def test_every_answer_has_a_request_id_and_a_server_header() -> None:
     async def check(served: Served) -> None:
         seen = set()
         requests = [("GET", "/health"), ("GET", "/nowhere"), ("POST", CHAT), ("PUT", CHAT)]
@@ -282,12 +282,12 @@ def test_routing_errors(method: str, path: str, status: int, code: str, allow: s
 def test_refused_requests(
     path: str, body: dict[str, Any], status: int, param: str, code: str, stream: bool
 ) -> None:
-    """Also with stream: true the refusal is a plain answer, and nothing stays behind."""
+    """A refusal is a plain answer, also with stream: true, and leaves no request behind."""
 
     async def check(served: Served) -> None:
-        got, answer = await served.post(path, {**body, "stream": stream})
+        answer_status, answer = await served.post(path, {**body, "stream": stream})
         error = answer["error"]
-        assert (got, error["param"], error["code"]) == (status, param, code)
+        assert (answer_status, error["param"], error["code"]) == (status, param, code)
         assert error["type"] == "invalid_request_error"
         assert not served.engine.running
         assert not served.engine.waiting
@@ -302,7 +302,7 @@ def test_overload_is_429_with_retry_after() -> None:
         await served.until(lambda: len(served.engine.waiting) == 1)
         async with served.session.post(CHAT, json={**CHAT_BODY, "stream": True}) as response:
             assert response.status == 429
-            assert response.headers["Retry-After"] in ("2", "3")  # 1.5 s, and a bit at random
+            assert response.headers["Retry-After"] in ("2", "3")  # 1.5 s and a random addition
             error = (await response.json())["error"]
             assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
         body = {**COMPLETION_BODY, "prompt": ["a", "b", "c"]}
@@ -312,7 +312,7 @@ def test_overload_is_429_with_retry_after() -> None:
     run_with_server(FakeEngine(slots=1, max_waiting=1, step_s=0.02), check)
 
 
-def test_an_engine_failure_is_500_and_says_nothing() -> None:
+def test_an_engine_failure_is_a_500_without_details() -> None:
     async def check(served: Served) -> None:
         for stream in (False, True):
             status, answer = await served.post(CHAT, {**CHAT_BODY, "stream": stream})
@@ -324,7 +324,7 @@ def test_an_engine_failure_is_500_and_says_nothing() -> None:
     run_with_server(FakeEngine(fail_at=0), check)
 
 
-def test_a_failure_in_mid_stream_is_one_event_and_no_done() -> None:
+def test_a_failure_in_a_stream_is_its_last_event() -> None:
     async def check(served: Served) -> None:
         async with served.session.post(CHAT, json={**CHAT_BODY, "stream": True}) as response:
             assert response.status == 200
@@ -337,7 +337,7 @@ def test_a_failure_in_mid_stream_is_one_event_and_no_done() -> None:
     run_with_server(FakeEngine(fail_at=3), check)
 
 
-def test_a_bug_is_500_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_a_500_and_the_server_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(served: Served) -> None:
         def broken(*_: object, **__: object) -> None:
             raise KeyError("/secret/path")

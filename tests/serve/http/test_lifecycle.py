@@ -1,4 +1,4 @@
-"""Loading, ready, draining, stopping: what is answered when, and what signals do."""
+"""Answers of a server that loads, serves, drains or stops, and the effect of signals."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_a_failed_engine_is_not_ready() -> None:
     run_with_server(FakeEngine(), check)
 
 
-def test_without_memory_it_is_not_ready_until_there_is_some() -> None:
-    """While memory nodes are lost, /ready is 503 for balancers; requests that arrive can wait."""
+def test_a_server_without_memory_is_not_ready() -> None:
+    """While memory nodes are lost, /ready is 503 for load balancers, and requests can wait."""
 
     async def check(served: Served) -> None:
         served.engine.has_memory = False
@@ -79,18 +79,18 @@ def test_without_memory_it_is_not_ready_until_there_is_some() -> None:
 
 
 @pytest.mark.parametrize("error", NO_MEMORY)
-def test_who_waited_for_memory_in_vain_is_told_to_try_again(error: str) -> None:
+def test_requests_that_waited_for_memory_in_vain_are_retryable(error: str) -> None:
     async def check(served: Served) -> None:
         for body in (CHAT_BODY, {**CHAT_BODY, "stream": True}):
             assert await _status(served, "POST", CHAT, body) == (503, "memory_nodes_lost", "5")
         _, answer = await served.post(CHAT, CHAT_BODY)
         assert answer["error"]["message"] == error
         assert answer["error"]["type"] == "server_error"
-        served.engine.fail_at = 3  # in mid-stream, after tokens were computed again
+        served.engine.fail_at = 3  # the error comes in the middle of a stream
         async with served.session.post(CHAT, json={**CHAT_BODY, "stream": True}) as response:
-            told = await response.read()
-        assert b'"code":"memory_nodes_lost"' in told.rpartition(b"data: ")[2]
-        assert b"[DONE]" not in told
+            data = await response.read()
+        assert b'"code":"memory_nodes_lost"' in data.rpartition(b"data: ")[2]
+        assert b"[DONE]" not in data
 
     run_with_server(FakeEngine(fail_at=0, fail_error=error), check)
 
@@ -130,12 +130,15 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
     run_with_server(FakeEngine(step_s=0.02, repeat=1000), check, drain_s=0.1)
 
 
-def _signals(
+def _run_with_signals(
     engine: FakeEngine, *delays_s: float, **settings: Any
 ) -> tuple[bool, float, list[str]]:
-    """Runs a server's life with SIGTERM after each delay; one long request runs when it is
-    ready. Whether it was ever ready, the seconds from the first signal, the answer's end."""
-    ends: list[str] = []
+    """Runs a server with one long request and sends a SIGTERM after each delay.
+
+    Returns whether the server became ready, the seconds from the first signal until it stopped,
+    and the last event of the answer.
+    """
+    last_events: list[str] = []
 
     async def main() -> tuple[bool, float]:
         server = HttpServer(engine, HttpSettings(port=0, **settings))  # type: ignore[arg-type]
@@ -147,52 +150,54 @@ def _signals(
                 aiohttp.ClientSession(url) as session,
                 session.post(CHAT, json=body) as response,
             ):
-                ends.append((await response.text()).rstrip().rpartition("\n\n")[2])
+                last_events.append((await response.text()).rstrip().rpartition("\n\n")[2])
 
         def on_ready(url: str) -> None:
             clients.append(asyncio.create_task(client(url)))
 
-        life = asyncio.create_task(serve_until_signal(server, on_ready=on_ready))
+        serving = asyncio.create_task(serve_until_signal(server, on_ready=on_ready))
         first_s = 0.0
         for delay_s in delays_s:
             while not engine.load_s and not engine.submitted:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(delay_s)
             first_s = first_s or time.monotonic()
-            assert not life.done()  # no other handler would catch the signal
+            assert not serving.done()  # a stopped server would not catch the signal
             os.kill(os.getpid(), signal.SIGTERM)
-        was_ready = await life
+        was_ready = await serving
         await asyncio.gather(*clients)
         return was_ready, time.monotonic() - first_s
 
     was_ready, seconds = uvloop.run(main())
-    return was_ready, seconds, ends
+    return was_ready, seconds, last_events
 
 
 def test_a_signal_lets_requests_finish() -> None:
-    was_ready, _, ends = _signals(FakeEngine(step_s=0.03), 0.1)
+    was_ready, _, last_events = _run_with_signals(FakeEngine(step_s=0.03), 0.1)
     assert was_ready
-    assert ends == ["data: [DONE]"]
+    assert last_events == ["data: [DONE]"]
 
 
 def test_a_second_signal_does_not_wait() -> None:
-    was_ready, seconds, ends = _signals(FakeEngine(step_s=0.03, repeat=1000), 0.1, 0.2)
+    was_ready, seconds, last_events = _run_with_signals(
+        FakeEngine(step_s=0.03, repeat=1000), 0.1, 0.2
+    )
     assert was_ready
     assert seconds < 1.5
-    assert '"code":"draining"' in ends[0]
+    assert '"code":"draining"' in last_events[0]
 
 
 def test_a_signal_while_loading() -> None:
-    was_ready, seconds, ends = _signals(FakeEngine(load_s=30), 0.1)
+    was_ready, seconds, last_events = _run_with_signals(FakeEngine(load_s=30), 0.1)
     assert not was_ready
     assert seconds < 1
-    assert ends == []
+    assert last_events == []
 
 
 @pytest.mark.parametrize("attack", ["slow body", "slow head", "idle"])
-def test_attackers_do_not_delay_a_stop(attack: str) -> None:
-    """64 streams end well, and the process ends with the longest of them."""
-    ends: list[str] = []
+def test_slow_clients_do_not_delay_a_stop(attack: str) -> None:
+    """64 streams finish, and the server stops within a second of the last one."""
+    last_events: list[str] = []
     seconds: list[float] = []
 
     async def client(url: str) -> None:
@@ -200,39 +205,39 @@ def test_attackers_do_not_delay_a_stop(attack: str) -> None:
             aiohttp.ClientSession(url) as session,
             session.post(CHAT, json={**CHAT_BODY, "stream": True, "max_tokens": 20}) as response,
         ):
-            ends.append((await response.text()).rstrip().rpartition("\n\n")[2])
+            last_events.append((await response.text()).rstrip().rpartition("\n\n")[2])
 
     async def main() -> None:
         engine = FakeEngine(step_s=0.03, repeat=100_000)
         server = HttpServer(engine, HttpSettings(port=0))  # type: ignore[arg-type]
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        life = asyncio.create_task(serve_until_signal(server, on_ready=ready.set_result))
+        serving = asyncio.create_task(serve_until_signal(server, on_ready=ready.set_result))
         url = await ready
-        attackers = [await _attack(attack, int(url.rpartition(":")[2])) for _ in range(8)]
+        slow_clients = [await _attack(attack, int(url.rpartition(":")[2])) for _ in range(8)]
         clients = [asyncio.create_task(client(url)) for _ in range(64)]
         while len(engine.submitted) < 64:
             await asyncio.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.gather(*clients)
         began_s = time.monotonic()
-        await life
+        await serving
         seconds.append(time.monotonic() - began_s)
-        for writer in attackers:
+        for writer in slow_clients:
             writer.close()
 
     uvloop.run(main())
-    assert ends == ["data: [DONE]"] * 64
+    assert last_events == ["data: [DONE]"] * 64
     assert seconds[0] < 1
 
 
 def test_a_stalled_reader_does_not_delay_a_stop() -> None:
-    """The engine is done with the request; unread data does not delay the drain."""
+    """Unread data of a finished request does not delay the drain."""
 
     async def main() -> float:
         rig = Rig()
         server = HttpServer(rig.engine, HttpSettings(port=0))
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        life = asyncio.create_task(serve_until_signal(server, on_ready=ready.set_result))
+        serving = asyncio.create_task(serve_until_signal(server, on_ready=ready.set_result))
         port = int((await ready).rpartition(":")[2])
         body = {"model": rig.engine.model_name, "prompt": [5, 6, 7], "max_tokens": 200}
         body |= {"stream": True, "logprobs": 5, "n": 8, "ignore_eos": True}
@@ -247,12 +252,12 @@ def test_a_stalled_reader_does_not_delay_a_stop() -> None:
             await asyncio.sleep(0.01)
         (call,) = server.app.context.calls
         await asyncio.sleep(0.1)
-        assert call in server.app.context.calls  # it hangs in its answer
+        assert call in server.app.context.calls  # the answer is not yet read
         assert not call.is_computing
         began_s = time.monotonic()
         connections = server._connections
         os.kill(os.getpid(), signal.SIGTERM)
-        await life
+        await serving
         assert connections is not None and not connections.closing
         stalled.close()
         return time.monotonic() - began_s
@@ -260,11 +265,11 @@ def test_a_stalled_reader_does_not_delay_a_stop() -> None:
     assert uvloop.run(main()) < 1.5
 
 
-async def _attack(how: str, port: int) -> asyncio.StreamWriter:
+async def _attack(attack: str, port: int) -> asyncio.StreamWriter:
     _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-    if how == "slow body":
+    if attack == "slow body":
         writer.write(request(RAW_BODY[:10], length=str(len(RAW_BODY))))
-    elif how == "slow head":
+    elif attack == "slow head":
         writer.write(b"POST / HTTP/1.1\r\n")
     await asyncio.sleep(0.01)
     return writer
@@ -277,8 +282,8 @@ def _session(server: HttpServer) -> Any:
 async def _status(
     served: Served, method: str, path: str, body: dict[str, Any] = CHAT_BODY
 ) -> tuple[int, str | None, str | None]:
-    sent = body if method == "POST" else None
-    async with served.session.request(method, path, json=sent) as response:
+    json_body = body if method == "POST" else None
+    async with served.session.request(method, path, json=json_body) as response:
         answer = await response.json()
         code = answer.get("error", {}).get("code")
         return response.status, code, response.headers.get("Retry-After")

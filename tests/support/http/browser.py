@@ -33,7 +33,7 @@ KEYS = {"Enter": 13, "Escape": 27, "Tab": 9}
 
 
 class Tab:
-    """One page. problems: what its console says and what it throws; requests: every URL."""
+    """A page. problems: warnings and errors of its console, and exceptions; requests: every URL."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -76,8 +76,8 @@ class Tab:
 
     async def attach(self) -> None:
         """Connects to a new page in a profile of its own."""
-        made = await self.send("Target.createBrowserContext", disposeOnDetach=True)
-        context = made["browserContextId"]
+        answer = await self.send("Target.createBrowserContext", disposeOnDetach=True)
+        context = answer["browserContextId"]
         target = await self.send("Target.createTarget", url="about:blank", browserContextId=context)
         found = await self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = found["sessionId"]
@@ -111,11 +111,11 @@ class Tab:
         return found["result"].get("value")
 
     async def until(self, expression: str, timeout_s: float = 10.0) -> None:
-        """Waits until the expression is true or an element."""
+        """Waits until the JavaScript expression is truthy."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not await self.value(f"Boolean({expression})"):
-            late = asyncio.get_running_loop().time() > deadline
-            assert not late, f"never true: {expression}; {self.problems}"
+            is_late = asyncio.get_running_loop().time() > deadline
+            assert not is_late, f"never true: {expression}; {self.problems}"
             await asyncio.sleep(0.02)
 
     async def text(self, selector: str) -> str:
@@ -162,7 +162,7 @@ class Tab:
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[str]:
-    """A running Chromium; the address of its protocol."""
+    """Runs Chromium and yields the address of its protocol."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
@@ -181,7 +181,7 @@ async def browser() -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def open_tab(address: str) -> AsyncIterator[Tab]:
-    """Of a running browser."""
+    """Opens a tab of the browser at this address."""
     async with (
         aiohttp.ClientSession() as session,
         session.ws_connect(address, max_msg_size=0) as socket,
@@ -195,7 +195,7 @@ async def open_tab(address: str) -> AsyncIterator[Tab]:
 
 
 async def _address(file: Path) -> str:
-    """Chromium writes its port and path there when it listens."""
+    """Returns the address that Chromium writes to the file when it listens."""
     for _ in range(1000):
         if len(lines := _lines(file)) == 2:
             return f"ws://127.0.0.1:{lines[0]}{lines[1]}"

@@ -36,11 +36,11 @@ class FakeTokenizer:
 
 @dataclass
 class FakeEngine:
-    """reply: what every sequence says; one delta per character, `step_s` apart.
+    """An engine whose sequences all answer `reply`, one delta per character, `step_s` apart.
 
-    slots: how many requests run at once; the others wait. fail_at: after that many characters
-    the sequence ends in an error, which the engine calls fail_error. prompt_end: what the chat
-    template writes last. chats: what submit_chat was given.
+    slots: the number of requests that run at once. fail_at: the number of characters after which
+    a sequence ends in the error fail_error. prompt_end: the end of the chat template. chats: the
+    arguments of submit_chat. stuck: the stall reason.
     """
 
     reply: str = "Hello there"
@@ -84,7 +84,7 @@ class FakeEngine:
             stream.stop()
 
     def check_grammar_queue(self, params: SamplingParams) -> None:
-        """The fake has no limit."""
+        """The scripted engine has no limit."""
 
     def submit(
         self,
@@ -114,7 +114,7 @@ class FakeEngine:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> FakeStream:
-        """The template writes the contents and prompt_end."""
+        """The prompt is the contents of the messages and prompt_end."""
         self.chats.append(
             {
                 "messages": messages,
@@ -159,7 +159,7 @@ class FakeEngine:
 
 
 class FakeStream:
-    """A scripted stream. deltas_at_once: the whole text comes in one delta."""
+    """A scripted stream. deltas_at_once: the stream has one delta with the whole text."""
 
     deltas_at_once = False
 
@@ -231,9 +231,9 @@ class FakeStream:
         self.engine.admit()
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        return self._counted()
+        return self._with_metrics()
 
-    async def _counted(self) -> AsyncIterator[TokenDelta]:
+    async def _with_metrics(self) -> AsyncIterator[TokenDelta]:
         async for delta in self._deltas():
             if self._error is not None:
                 raise self._error
@@ -282,17 +282,19 @@ class FakeStream:
                 yield delta
 
     def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Every token is half as likely as the one before it."""
+        """Log-probabilities that fall by 0.25 with each position; the first token has none."""
         count = self.params.prompt_logprobs
         if count is None:
             return None
         return [
             TokenLogprobs(
-                token, -0.25 * place, tuple((token + i, -0.25 * place - i) for i in range(count))
+                token,
+                -0.25 * position,
+                tuple((token + i, -0.25 * position - i) for i in range(count)),
             )
-            if place
+            if position
             else None
-            for place, token in enumerate(self.tokens)
+            for position, token in enumerate(self.tokens)
         ]
 
     def _delta(self, index: int, char: str, reason: FinishReason | None) -> TokenDelta:

@@ -1,4 +1,4 @@
-"""A server that answers with given bytes, and the load generator's client for it."""
+"""A server that sends given bytes, and the load generator's client for it."""
 
 from __future__ import annotations
 
@@ -50,8 +50,11 @@ GOOD = event(text("a")) + event(text("b", "stop")) + event(USAGE) + DONE
 
 
 class RawServer:
-    """Answers the requests it gets, over all connections, with the replies in turn; a number is a
-    pause, CLOSE closes the connection."""
+    """Answers the requests of all connections with the replies in turn.
+
+    A reply is a list of bytes to send, of pauses in seconds, and of CLOSE, which closes the
+    connection.
+    """
 
     def __init__(self, *replies: Reply, tls: ssl.SSLContext | None = None) -> None:
         self.replies = list(replies)
@@ -105,8 +108,8 @@ def with_server(
 ) -> Any:
     async def run() -> Any:
         async with server:
-            given = ServerSettings(server.url, **{"model": "m", **settings})
-            async with ServerTarget(given) as target:
+            target_settings = ServerSettings(server.url, **{"model": "m", **settings})
+            async with ServerTarget(target_settings) as target:
                 return await use(target)
 
     return uvloop.run(run())
@@ -115,7 +118,7 @@ def with_server(
 def ask(
     *replies: Reply, times: int = 1, **settings: Any
 ) -> tuple[list[Record], list[str], RawServer]:
-    """Returns the records of so many sequential requests, and the error."""
+    """Returns the records and errors of sequential requests, and the server."""
     server = RawServer(*replies)
     records: list[Record] = []
     errors: list[str] = []
@@ -128,7 +131,7 @@ def ask(
                 errors.append("")
             except CallError as exc:
                 errors.append(f"{exc.status} {exc.code}: {exc}")
-            await asyncio.sleep(0.02)  # a close by the server is seen
+            await asyncio.sleep(0.02)  # time to notice that the server closed the connection
 
     with_server(server, use, **settings)
     return records, errors, server

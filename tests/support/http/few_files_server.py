@@ -1,6 +1,7 @@
-"""A program: a server whose process may open few files. It prints its port, then obeys its stdin.
+"""A program that runs a server in a process with a low limit on open files.
 
-"hog" opens files until no more may be opened, "free" closes them; each is answered with a line.
+It prints its port and reads commands from stdin: "hog" opens files up to the limit and "free"
+closes them. Each command is answered with a line: the command and the number of open files.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ NUM_FILES = 120
 
 
 def open_all() -> list[int]:
-    held: list[int] = []
+    files: list[int] = []
     try:
         while True:
-            held.append(os.open("/dev/null", os.O_RDONLY))
+            files.append(os.open("/dev/null", os.O_RDONLY))
     except OSError:
-        return held
+        return files
 
 
 async def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, hard))
     loop = asyncio.get_running_loop()
-    held: list[int] = []
+    files: list[int] = []
     engine: Any = FakeEngine()
     async with HttpServer(engine, HttpSettings(port=0)) as server:
         print(server.url.rpartition(":")[2], flush=True)
         while command := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
             if command == "hog":
-                held = open_all()
+                files = open_all()
             else:
-                while held:
-                    os.close(held.pop())
-            print(command, len(held), flush=True)
+                while files:
+                    os.close(files.pop())
+            print(command, len(files), flush=True)
 
 
 if __name__ == "__main__":

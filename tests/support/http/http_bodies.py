@@ -1,4 +1,4 @@
-"""Valid bodies."""
+"""Minimal valid bodies of completions and chat."""
 
 from __future__ import annotations
 

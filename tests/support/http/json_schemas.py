@@ -1,4 +1,4 @@
-"""A hundred JSON schemas of many features, which random texts complete soon."""
+"""A hundred JSON schemas with many features; random tokens under their masks soon complete them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FLAG: Json = {"type": "boolean"}
 
 
 def closed(required: list[str] | None = None, **properties: Any) -> Json:
-    """An object with these properties and no others; all required unless said otherwise."""
+    """Returns the schema of an object with only these properties, by default all required."""
     return {
         "type": "object",
         "properties": properties,
@@ -21,8 +21,8 @@ def closed(required: list[str] | None = None, **properties: Any) -> Json:
     }
 
 
-def several(items: Any, most: int = 3, least: int = 0) -> Json:
-    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+def array_of(items: Any, max_items: int = 3, min_items: int = 0) -> Json:
+    return {"type": "array", "items": items, "minItems": min_items, "maxItems": max_items}
 
 
 SCALARS: list[Json] = [
@@ -72,7 +72,7 @@ OBJECTS: list[Json] = [
     closed(["a"], a=FLAG, b=FLAG, c=FLAG, d=FLAG, e=FLAG),
     closed(**{f"p{i}": FLAG for i in range(20)}),
     closed(outer=closed(inner=closed(innermost=SMALL))),
-    closed(user=closed(name=WORD, age=SMALL), tags=several(WORD)),
+    closed(user=closed(name=WORD, age=SMALL), tags=array_of(WORD)),
     closed(**{"with space": FLAG, 'q"uote': FLAG, "é": FLAG, "": FLAG}),
     {"type": "object", "properties": {}, "additionalProperties": False},
     {"type": "object", "maxProperties": 0},
@@ -86,26 +86,26 @@ OBJECTS: list[Json] = [
     closed(a=closed(b=closed(c=closed(d=closed(e=closed(f={"type": "null"})))))),
 ]
 ARRAYS: list[Json] = [
-    several(FLAG),
-    several(FLAG, 5, 5),
-    several(SMALL, 4, 2),
-    several(WORD, 2, 1),
-    several(several(FLAG, 2), 2),
-    several(closed(a=FLAG), 2, 1),
-    several({"enum": ["a", "b"]}, 6),
+    array_of(FLAG),
+    array_of(FLAG, 5, 5),
+    array_of(SMALL, 4, 2),
+    array_of(WORD, 2, 1),
+    array_of(array_of(FLAG, 2), 2),
+    array_of(closed(a=FLAG), 2, 1),
+    array_of({"enum": ["a", "b"]}, 6),
     {"type": "array", "maxItems": 0},
     {"type": "array", "prefixItems": [FLAG, SMALL], "items": False, "minItems": 2},
     {"type": "array", "prefixItems": [FLAG, WORD], "items": False, "minItems": 1},
     {"type": "array", "prefixItems": [FLAG], "items": SMALL, "minItems": 2, "maxItems": 3},
-    several({"type": ["boolean", "null"]}, 3, 3),
-    several(several(several(FLAG, 1, 1), 1, 1), 1, 1),
-    several({"const": "x"}, 4, 4),
+    array_of({"type": ["boolean", "null"]}, 3, 3),
+    array_of(array_of(array_of(FLAG, 1, 1), 1, 1), 1, 1),
+    array_of({"const": "x"}, 4, 4),
 ]
 COMBINED: list[Json] = [
     {"anyOf": [FLAG, SMALL]},
     {"anyOf": [closed(a=FLAG), closed(b=SMALL)]},
     {"anyOf": [{"type": "null"}, WORD]},
-    {"anyOf": [{"const": "a"}, {"const": "b"}, several(FLAG, 1)]},
+    {"anyOf": [{"const": "a"}, {"const": "b"}, array_of(FLAG, 1)]},
     closed(shape={"anyOf": [closed(r=SMALL), closed(w=SMALL, h=SMALL)]}),
     {"oneOf": [{"type": "boolean"}, {"type": "null"}]},
     {"oneOf": [closed(kind={"const": "a"}, x=SMALL), closed(kind={"const": "b"}, y=FLAG)]},
@@ -113,8 +113,8 @@ COMBINED: list[Json] = [
     {"allOf": [SMALL]},
     {"anyOf": [SMALL], "description": "one branch"},
     {"type": "integer", "anyOf": [{"minimum": 0, "maximum": 1}, {"minimum": 5, "maximum": 6}]},
-    closed(v={"anyOf": [several(SMALL, 2), {"type": "null"}, closed([], a=FLAG)]}),
-    several({"anyOf": [FLAG, SMALL, {"const": "z"}]}, 3, 1),
+    closed(v={"anyOf": [array_of(SMALL, 2), {"type": "null"}, closed([], a=FLAG)]}),
+    array_of({"anyOf": [FLAG, SMALL, {"const": "z"}]}, 3, 1),
     {"anyOf": [{"enum": ["a", "b"]}, {"enum": [1, 2]}]},
 ]
 REFERENCES: list[Json] = [
@@ -127,11 +127,11 @@ REFERENCES: list[Json] = [
     },
     {
         **closed(first={"$ref": "#/$defs/a"}),
-        "$defs": {"a": closed(b={"$ref": "#/$defs/b"}), "b": several({"$ref": "#/$defs/c"}, 2)}
+        "$defs": {"a": closed(b={"$ref": "#/$defs/b"}), "b": array_of({"$ref": "#/$defs/c"}, 2)}
         | {"c": {"enum": ["p", "q"]}},
     },
     closed(a=SMALL, b={"$ref": "#/properties/a"}),
-    {**several({"$ref": "#/$defs/a~1b"}, 2, 1), "$defs": {"a/b": FLAG}},
+    {**array_of({"$ref": "#/$defs/a~1b"}, 2, 1), "$defs": {"a/b": FLAG}},
     {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}], "$defs": {"x": FLAG, "y": SMALL}},
 ]
 BIGGER: list[Json] = [
@@ -140,13 +140,13 @@ BIGGER: list[Json] = [
         age={"type": "integer", "minimum": 0, "maximum": 150},
         email={"type": "string", "pattern": "^[a-z]{1,5}@[a-z]{1,5}\\.com$"},
         address=closed(["city"], street=WORD, city=WORD, zip={"type": "string", "maxLength": 5}),
-        tags=several(WORD, 2),
+        tags=array_of(WORD, 2),
     ),
     closed(**{f"field_{i}": {"enum": [f"{i}a", f"{i}b"]} for i in range(15)}),
     closed(name={"const": "get_weather"}, arguments=closed(city=WORD, unit={"enum": ["C", "F"]})),
-    several(closed(id=SMALL, done=FLAG, title=WORD), 2, 1),
-    closed(matrix=several(several(SMALL, 2, 2), 2, 2)),
-    closed(steps=several(closed(explanation=WORD, output=WORD), 2), answer=WORD),
+    array_of(closed(id=SMALL, done=FLAG, title=WORD), 2, 1),
+    closed(matrix=array_of(array_of(SMALL, 2, 2), 2, 2)),
+    closed(steps=array_of(closed(explanation=WORD, output=WORD), 2), answer=WORD),
     {"enum": [f"value-{i * 7919 % 1000}" for i in range(500)]},
     closed(**{f"k{i}": {"type": ["null", "boolean"]} for i in range(15)}),
     {"anyOf": [closed(**{f"only_{i}": FLAG}) for i in range(40)]},

@@ -1,7 +1,7 @@
-"""The limits on everything that clients can send, for docs/operations.md.
+"""Makes the tables in docs/operations.md of the limits on what clients can send.
 
 `python -m tests.support.http.limits_table` writes the tables. A row names the constant that the
-parser uses, so the page cannot show another number; a test looks for constants without a row.
+parser uses, so the page always shows the real value. A test finds constants without a row.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from serve.http.edge.settings import HttpSettings
 
 PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
 BEGIN, END = "<!-- limits: tests/support/http/limits_table.py -->\n", "<!-- end of limits -->\n"
-HTTP = "serve.http."
 COUNT, SIZE, SECONDS, CHARS, TOKENS = "count", "size", "s", "characters", "tokens"
 
 
 class Limit(NamedTuple):
-    """A limit. what: the bounded thing; constant: "module:NAME"; beyond: what happens beyond it;
-    setting: its setting, if any."""
+    """A limit on the input of clients.
+
+    what: the limited quantity; constant: "module:NAME"; beyond: what happens beyond the limit;
+    setting: the HTTP setting that changes the limit, if any.
+    """
 
     what: str
     constant: str
@@ -36,189 +38,249 @@ class Limit(NamedTuple):
         return number
 
 
-_LIMITS, _SAMPLING = HTTP + "edge.limits:", "serve.sampling_params:"
+_SAMPLING = "serve.sampling_params:"
 _LONG, _MANY = "400 `string_above_max_length`", "400 `array_above_max_length`"
 _VALUE = "400 `invalid_value`"
 _LATE = "408 `request_timeout`, closed"
 
+
+def _http(what: str, constant: str, unit: str, beyond: str, setting: str = "") -> Limit:
+    return Limit(what, f"serve.http.{constant}", unit, beyond, setting)
+
+
 HEAD = (
-    Limit("request line, or one header", _LIMITS + "LINE_BYTES", SIZE, "431, closed"),
-    Limit("headers", _LIMITS + "HEADERS", COUNT, "431, closed"),
-    Limit("head that is not complete", _LIMITS + "HEAD_BYTES", SIZE, "431, closed"),
-    Limit("head, from its first byte on", _LIMITS + "HEAD_S", SECONDS, _LATE, "head_timeout_s"),
-    Limit(
-        "silence of a new connection",
-        _LIMITS + "FIRST_REQUEST_S",
+    _http("length of the request line or a header", "edge.limits:LINE_BYTES", SIZE, "431, closed"),
+    _http("number of headers", "edge.limits:HEADERS", COUNT, "431, closed"),
+    _http("size of an incomplete head", "edge.limits:HEAD_BYTES", SIZE, "431, closed"),
+    _http(
+        "time of a head from its first byte", "edge.limits:HEAD_S", SECONDS, _LATE, "head_timeout_s"
+    ),
+    _http(
+        "time until the first head",
+        "edge.limits:FIRST_REQUEST_S",
         SECONDS,
         "closed",
         "first_request_timeout_s",
     ),
-    Limit("TLS handshake", _LIMITS + "TLS_HANDSHAKE_S", SECONDS, "closed"),
-    Limit(
-        "client's `X-Request-Id`", _LIMITS + "CLIENT_REQUEST_ID_CHARS", CHARS, "it is not echoed"
+    _http("time of the TLS handshake", "edge.limits:TLS_HANDSHAKE_S", SECONDS, "closed"),
+    _http(
+        "length of the client's `X-Request-Id`",
+        "edge.limits:CLIENT_REQUEST_ID_CHARS",
+        CHARS,
+        "the header is not echoed",
     ),
 )
 BODY = (
-    Limit("body", _LIMITS + "BODY_BYTES", SIZE, "413, closed, unread", "max_body_bytes"),
-    Limit(
-        "bodies in memory",
-        _LIMITS + "BODIES_BYTES",
+    _http(
+        "size of a body",
+        "edge.limits:BODY_BYTES",
+        SIZE,
+        "413 before it is read, closed",
+        "max_body_bytes",
+    ),
+    _http(
+        "size of all bodies in memory",
+        "edge.limits:BODIES_BYTES",
         SIZE,
         "429 `overloaded`, closed",
         "max_bodies_bytes",
     ),
-    Limit("body, to its end", _LIMITS + "BODY_S", SECONDS, _LATE, "body_timeout_s"),
-    Limit("slowest body, per second", _LIMITS + "BODY_MIN_RATE", SIZE, _LATE, "body_min_rate"),
-    Limit("grace before that", _LIMITS + "BODY_GRACE_S", SECONDS, ""),
-    Limit("JSON: depth", _LIMITS + "JSON_DEPTH", COUNT, "400 `invalid_json`"),
-    Limit("JSON: values", _LIMITS + "JSON_VALUES", COUNT, "400 `invalid_json`"),
-    Limit("JSON: objects and lists", _LIMITS + "JSON_CONTAINERS", COUNT, "400 `invalid_json`"),
-    Limit("JSON: characters of a whole number", _LIMITS + "INTEGER_CHARS", COUNT, _VALUE),
-    Limit(
-        "body that is parsed in the event loop",
-        _LIMITS + "PARSE_INLINE_BYTES",
+    _http("time until the end of a body", "edge.limits:BODY_S", SECONDS, _LATE, "body_timeout_s"),
+    _http(
+        "minimum rate of a body, per second",
+        "edge.limits:BODY_MIN_RATE",
+        SIZE,
+        _LATE,
+        "body_min_rate",
+    ),
+    _http("time before the minimum rate applies", "edge.limits:BODY_GRACE_S", SECONDS, ""),
+    _http("depth of JSON", "edge.limits:JSON_DEPTH", COUNT, "400 `invalid_json`"),
+    _http("values in JSON", "edge.limits:JSON_VALUES", COUNT, "400 `invalid_json`"),
+    _http("objects and lists in JSON", "edge.limits:JSON_CONTAINERS", COUNT, "400 `invalid_json`"),
+    _http("characters of an integer in JSON", "edge.limits:INTEGER_CHARS", COUNT, _VALUE),
+    _http(
+        "size of a body that the event loop parses",
+        "edge.limits:PARSE_INLINE_BYTES",
         SIZE,
         "a thread parses it",
         "parse_inline_bytes",
     ),
 )
 CONNECTIONS = (
-    Limit(
+    _http(
         "connections",
-        _LIMITS + "CONNECTIONS",
+        "edge.limits:CONNECTIONS",
         COUNT,
-        "429 `too_many_connections`, closed; health is answered",
+        "429 `too_many_connections`, closed, except health checks",
         "max_connections",
     ),
-    Limit(
-        "connections of another machine's address",
-        _LIMITS + "CONNECTIONS_PER_ADDRESS",
+    _http(
+        "connections from an address of another machine",
+        "edge.limits:CONNECTIONS_PER_ADDRESS",
         COUNT,
         "429 `too_many_connections`, closed",
         "max_connections_per_address",
     ),
-    Limit("connections not yet accepted", _LIMITS + "BACKLOG", COUNT, "the kernel's", "backlog"),
-    Limit("requests on a connection, unanswered", _LIMITS + "PIPELINED", COUNT, "reading pauses"),
-    Limit("idle connection", _LIMITS + "KEEPALIVE_S", SECONDS, "closed", "keepalive_s"),
-    Limit("requests being answered", _LIMITS + "CALLS", COUNT, "429 `overloaded`", "max_calls"),
-    Limit(
-        "request, to the end of its answer",
-        _LIMITS + "REQUEST_S",
+    _http(
+        "connections that are not yet accepted",
+        "edge.limits:BACKLOG",
+        COUNT,
+        "the kernel decides",
+        "backlog",
+    ),
+    _http("unanswered requests on a connection", "edge.limits:PIPELINED", COUNT, "reading pauses"),
+    _http("idle time of a connection", "edge.limits:KEEPALIVE_S", SECONDS, "closed", "keepalive_s"),
+    _http("requests in progress", "edge.limits:CALLS", COUNT, "429 `overloaded`", "max_calls"),
+    _http(
+        "time from a request to the end of its answer",
+        "edge.limits:REQUEST_S",
         SECONDS,
-        "504 `generation_timeout`; in a stream the last event",
+        "504 `generation_timeout`, in a stream as its last event",
         "request_timeout_s",
     ),
-    Limit(
-        "reader that takes nothing",
-        _LIMITS + "WRITE_S",
+    _http(
+        "time in which a reader makes no progress",
+        "edge.limits:WRITE_S",
         SECONDS,
-        "aborted",
+        "the request is aborted",
         "write_timeout_s",
     ),
-    Limit(
-        "peer that acknowledges nothing",
-        _LIMITS + "WRITE_S",
+    _http(
+        "time in which a peer acknowledges no data",
+        "edge.limits:WRITE_S",
         SECONDS,
-        "closed by the kernel",
+        "the kernel closes the connection",
         "write_timeout_s",
     ),
-    Limit("silence of a connection too many", HTTP + "edge.connection:SPARE_S", SECONDS, "closed"),
-    Limit(
-        "kernel's buffer of a stream",
-        _LIMITS + "SEND_BUFFER_BYTES",
+    _http(
+        "time until the first head of a connection above the limit",
+        "edge.connection:SPARE_S",
+        SECONDS,
+        "closed",
+    ),
+    _http(
+        "size of the kernel's send buffer of a stream",
+        "edge.limits:SEND_BUFFER_BYTES",
         SIZE,
         "the stream waits",
         "send_buffer_bytes",
     ),
-    Limit("watchers of the live view", HTTP + "monitoring.live:MAX_WATCHERS", COUNT, "429"),
+    _http("watchers of the live view", "monitoring.live:MAX_WATCHERS", COUNT, "429"),
 )
 SAMPLING = (
-    Limit("n", _SAMPLING + "MAX_N", COUNT, _VALUE),
-    Limit("best_of", HTTP + "openai.requests:MAX_BEST_OF", COUNT, _VALUE),
-    Limit("prompts times n", HTTP + "openai.requests:MAX_SEQUENCES", COUNT, _MANY),
-    Limit(
-        "max_tokens", HTTP + "calls.sampling_fields:MAX_TOKENS", COUNT, "400, the context's length"
+    Limit("`n`", _SAMPLING + "MAX_N", COUNT, _VALUE),
+    _http("`best_of`", "openai.requests:MAX_BEST_OF", COUNT, _VALUE),
+    _http("prompts times `n`", "openai.requests:MAX_SEQUENCES", COUNT, _MANY),
+    _http(
+        "`max_tokens`",
+        "calls.sampling_fields:MAX_TOKENS",
+        COUNT,
+        "400; the context is the real limit",
     ),
     Limit("stop strings", _SAMPLING + "MAX_STOP_STRINGS", COUNT, _MANY),
-    Limit("one stop string", _SAMPLING + "MAX_STOP_LENGTH", CHARS, _LONG),
-    Limit("stop_token_ids", _SAMPLING + "MAX_STOP_TOKEN_IDS", COUNT, _MANY),
-    Limit("logit_bias", _SAMPLING + "MAX_LOGIT_BIAS", COUNT, _MANY),
-    Limit("allowed_token_ids", HTTP + "calls.sampling_fields:MAX_ALLOWED_TOKEN_IDS", COUNT, _MANY),
-    Limit("prompts times allowed_token_ids", _LIMITS + "ALLOWED_IDS", COUNT, _MANY),
-    Limit("bad_words", _SAMPLING + "MAX_BAD_WORDS", COUNT, _MANY),
-    Limit("one bad word", _SAMPLING + "MAX_BAD_WORD_LENGTH", CHARS, _LONG),
-    Limit("logprobs", HTTP + "openai.requests:MAX_COMPLETION_LOGPROBS", COUNT, _VALUE),
-    Limit("top_logprobs", HTTP + "openai.requests:MAX_TOP_LOGPROBS", COUNT, _VALUE),
-    Limit("n x max_tokens x (1 + top_logprobs), in all", _LIMITS + "LOGPROBS", COUNT, _VALUE),
-    Limit(
-        "prompt_logprobs, in all",
-        HTTP + "openai.completion_writer:MAX_PROMPT_LOGPROBS",
+    Limit("length of a stop string", _SAMPLING + "MAX_STOP_LENGTH", CHARS, _LONG),
+    Limit("`stop_token_ids`", _SAMPLING + "MAX_STOP_TOKEN_IDS", COUNT, _MANY),
+    Limit("entries of `logit_bias`", _SAMPLING + "MAX_LOGIT_BIAS", COUNT, _MANY),
+    _http("`allowed_token_ids`", "calls.sampling_fields:MAX_ALLOWED_TOKEN_IDS", COUNT, _MANY),
+    _http("prompts times `allowed_token_ids`", "edge.limits:ALLOWED_IDS", COUNT, _MANY),
+    Limit("`bad_words`", _SAMPLING + "MAX_BAD_WORDS", COUNT, _MANY),
+    Limit("length of a bad word", _SAMPLING + "MAX_BAD_WORD_LENGTH", CHARS, _LONG),
+    _http("`logprobs`", "openai.requests:MAX_COMPLETION_LOGPROBS", COUNT, _VALUE),
+    _http("`top_logprobs`", "openai.requests:MAX_TOP_LOGPROBS", COUNT, _VALUE),
+    _http("`n` x `max_tokens` x (1 + `top_logprobs`)", "edge.limits:LOGPROBS", COUNT, _VALUE),
+    _http(
+        "`prompt_logprobs` in an answer",
+        "openai.completion_writer:MAX_PROMPT_LOGPROBS",
         COUNT,
         _VALUE,
     ),
-    Limit(
-        "prompt tokens that are repeated, in all",
-        HTTP + "openai.completion_writer:MAX_REPEATED_TOKENS",
+    _http(
+        "echoed prompt tokens in an answer",
+        "openai.completion_writer:MAX_REPEATED_TOKENS",
         COUNT,
         _VALUE,
     ),
-    Limit("metadata", HTTP + "calls.sampling_fields:MAX_METADATA", COUNT, _MANY),
-    Limit("user and other names", HTTP + "calls.sampling_fields:MAX_CLIENT_CHARS", CHARS, _LONG),
-    Limit("other strings", HTTP + "schema.fields:MAX_NAME_CHARS", CHARS, _LONG),
-    Limit("a token's id", HTTP + "schema.fields:MAX_TOKEN_ID", COUNT, _VALUE),
-)
-PROMPTS = (
-    Limit("prompts", HTTP + "openai.prompts:MAX_PROMPTS", COUNT, _MANY),
-    Limit("one prompt", HTTP + "openai.prompts:MAX_PROMPT_CHARS", CHARS, _LONG),
-    Limit("one prompt", HTTP + "openai.prompts:MAX_PROMPT_TOKENS", TOKENS, _MANY),
-    Limit("inputs of embeddings", HTTP + "openai.embeddings_endpoint:MAX_INPUTS", COUNT, _MANY),
-    Limit("text to tokenize", HTTP + "openai.tokenize_endpoint:MAX_TEXT_CHARS", CHARS, _LONG),
-    Limit("tokens to detokenize", HTTP + "openai.tokenize_endpoint:MAX_TOKENS", COUNT, _MANY),
-    Limit("messages", HTTP + "calls.messages:MAX_MESSAGES", COUNT, _MANY),
-    Limit("text of a message", HTTP + "calls.messages:MAX_TEXT_CHARS", CHARS, _LONG),
-    Limit("name in a message", HTTP + "calls.messages:MAX_NAME_CHARS", CHARS, _LONG),
-    Limit("tool calls of a message", HTTP + "calls.messages:MAX_TOOL_CALLS", COUNT, _MANY),
-    Limit("id of a tool call", HTTP + "calls.messages:MAX_CALL_ID_CHARS", CHARS, _LONG),
-    Limit(
-        "depth of a call's arguments", HTTP + "calls.messages:MAX_ARGUMENTS_DEPTH", COUNT, _VALUE
-    ),
-    Limit("chat_template_kwargs", HTTP + "calls.conversation:MAX_TEMPLATE_KWARGS", COUNT, _MANY),
-    Limit("one of them", HTTP + "calls.conversation:MAX_KWARG_CHARS", CHARS, _LONG),
-    Limit("one of them, as a number", HTTP + "calls.conversation:MAX_KWARG_INTEGER", COUNT, _VALUE),
-    Limit("Anthropic: text", HTTP + "anthropic.blocks:MAX_TEXT_CHARS", CHARS, _LONG),
-    Limit("Anthropic: blocks of a message", HTTP + "anthropic.blocks:MAX_BLOCKS", COUNT, _MANY),
-    Limit("Anthropic: input of a tool", HTTP + "anthropic.blocks:MAX_ARGUMENT_BYTES", SIZE, _LONG),
-    Limit("Anthropic: ids", HTTP + "anthropic.blocks:MAX_ID_CHARS", CHARS, _LONG),
-    Limit("Responses: text", HTTP + "responses.items:MAX_TEXT_CHARS", CHARS, _LONG),
-    Limit(
-        "Responses: items, with those before", HTTP + "calls.messages:MAX_MESSAGES", COUNT, _MANY
-    ),
-    Limit("Responses: parts of an item", HTTP + "responses.items:MAX_PARTS", COUNT, _MANY),
-    Limit(
-        "Responses: instructions",
-        HTTP + "responses.requests:MAX_INSTRUCTIONS_CHARS",
+    _http("entries of `metadata`", "calls.sampling_fields:MAX_METADATA", COUNT, _MANY),
+    _http(
+        "length of `user` and other names of the client",
+        "calls.sampling_fields:MAX_CLIENT_CHARS",
         CHARS,
         _LONG,
     ),
-    Limit("Responses: a listing", HTTP + "responses.listing:MAX_LIMIT", COUNT, _VALUE),
-    Limit("Responses: ids", HTTP + "responses.items:MAX_ID_CHARS", CHARS, _LONG),
+    _http("length of other strings", "schema.fields:MAX_NAME_CHARS", CHARS, _LONG),
+    _http("token id", "schema.fields:MAX_TOKEN_ID", COUNT, _VALUE),
+)
+PROMPTS = (
+    _http("prompts", "openai.prompts:MAX_PROMPTS", COUNT, _MANY),
+    _http("length of a prompt", "openai.prompts:MAX_PROMPT_CHARS", CHARS, _LONG),
+    _http("length of a prompt", "openai.prompts:MAX_PROMPT_TOKENS", TOKENS, _MANY),
+    _http("inputs of an embeddings request", "openai.embeddings_endpoint:MAX_INPUTS", COUNT, _MANY),
+    _http("length of a text to tokenize", "openai.tokenize_endpoint:MAX_TEXT_CHARS", CHARS, _LONG),
+    _http("tokens to detokenize", "openai.tokenize_endpoint:MAX_TOKENS", COUNT, _MANY),
+    _http("messages", "calls.messages:MAX_MESSAGES", COUNT, _MANY),
+    _http("length of the text of a message", "calls.messages:MAX_TEXT_CHARS", CHARS, _LONG),
+    _http("length of a name in a message", "calls.messages:MAX_NAME_CHARS", CHARS, _LONG),
+    _http("tool calls of a message", "calls.messages:MAX_TOOL_CALLS", COUNT, _MANY),
+    _http("length of the id of a tool call", "calls.messages:MAX_CALL_ID_CHARS", CHARS, _LONG),
+    _http(
+        "depth of the arguments of a tool call", "calls.messages:MAX_ARGUMENTS_DEPTH", COUNT, _VALUE
+    ),
+    _http(
+        "entries of `chat_template_kwargs`", "calls.conversation:MAX_TEMPLATE_KWARGS", COUNT, _MANY
+    ),
+    _http(
+        "length of a string in `chat_template_kwargs`",
+        "calls.conversation:MAX_KWARG_CHARS",
+        CHARS,
+        _LONG,
+    ),
+    _http(
+        "absolute value of a number in `chat_template_kwargs`",
+        "calls.conversation:MAX_KWARG_INTEGER",
+        COUNT,
+        _VALUE,
+    ),
+    _http("Anthropic: length of a text", "anthropic.blocks:MAX_TEXT_CHARS", CHARS, _LONG),
+    _http("Anthropic: blocks of a message", "anthropic.blocks:MAX_BLOCKS", COUNT, _MANY),
+    _http(
+        "Anthropic: size of the input of a tool", "anthropic.blocks:MAX_ARGUMENT_BYTES", SIZE, _LONG
+    ),
+    _http("Anthropic: length of an id", "anthropic.blocks:MAX_ID_CHARS", CHARS, _LONG),
+    _http("Responses: length of a text", "responses.items:MAX_TEXT_CHARS", CHARS, _LONG),
+    _http("Responses: items of a conversation", "calls.messages:MAX_MESSAGES", COUNT, _MANY),
+    _http("Responses: parts of an item", "responses.items:MAX_PARTS", COUNT, _MANY),
+    _http(
+        "Responses: length of `instructions`",
+        "responses.requests:MAX_INSTRUCTIONS_CHARS",
+        CHARS,
+        _LONG,
+    ),
+    _http("Responses: items of a listing", "responses.listing:MAX_LIMIT", COUNT, _VALUE),
+    _http("Responses: length of an id", "responses.items:MAX_ID_CHARS", CHARS, _LONG),
 )
 SHAPES = (
-    Limit("tools", HTTP + "calls.tools:MAX_TOOLS", COUNT, _MANY),
-    Limit("all tools, as JSON", HTTP + "calls.tools:MAX_TOOLS_BYTES", SIZE, _VALUE),
-    Limit("schema of a tool", HTTP + "calls.tools:MAX_SCHEMA_BYTES", SIZE, _VALUE),
-    Limit("its depth", HTTP + "calls.tools:MAX_SCHEMA_DEPTH", COUNT, _VALUE),
-    Limit("a pattern in it", HTTP + "calls.tools:MAX_PATTERN_CHARS", CHARS, _VALUE),
-    Limit("description of a tool", HTTP + "calls.tools:MAX_DESCRIPTION_CHARS", CHARS, _LONG),
-    Limit("schema of an answer", HTTP + "calls.structured_fields:MAX_SCHEMA_BYTES", SIZE, _VALUE),
-    Limit("guided_grammar", HTTP + "calls.structured_fields:MAX_GRAMMAR_CHARS", CHARS, _LONG),
-    Limit("guided_regex", HTTP + "calls.structured_fields:MAX_REGEX_CHARS", CHARS, _LONG),
-    Limit("guided_choice", HTTP + "calls.structured_fields:MAX_CHOICES", COUNT, _MANY),
-    Limit("one choice", HTTP + "calls.structured_fields:MAX_CHOICE_CHARS", CHARS, _LONG),
+    _http("tools", "calls.tools:MAX_TOOLS", COUNT, _MANY),
+    _http("size of all tools as JSON", "calls.tools:MAX_TOOLS_BYTES", SIZE, _VALUE),
+    _http("size of the schema of a tool", "calls.tools:MAX_SCHEMA_BYTES", SIZE, _VALUE),
+    _http("depth of the schema of a tool", "calls.tools:MAX_SCHEMA_DEPTH", COUNT, _VALUE),
+    _http(
+        "length of a pattern in the schema of a tool",
+        "calls.tools:MAX_PATTERN_CHARS",
+        CHARS,
+        _VALUE,
+    ),
+    _http("length of the description of a tool", "calls.tools:MAX_DESCRIPTION_CHARS", CHARS, _LONG),
+    _http(
+        "size of the schema of an answer", "calls.structured_fields:MAX_SCHEMA_BYTES", SIZE, _VALUE
+    ),
+    _http("length of `guided_grammar`", "calls.structured_fields:MAX_GRAMMAR_CHARS", CHARS, _LONG),
+    _http("length of `guided_regex`", "calls.structured_fields:MAX_REGEX_CHARS", CHARS, _LONG),
+    _http("choices in `guided_choice`", "calls.structured_fields:MAX_CHOICES", COUNT, _MANY),
+    _http("length of a choice", "calls.structured_fields:MAX_CHOICE_CHARS", CHARS, _LONG),
 )
 TABLE: dict[str, tuple[Limit, ...]] = {
-    "The head of a request": HEAD,
-    "Its body": BODY,
+    "Head of a request": HEAD,
+    "Body of a request": BODY,
     "Connections, queue and time": CONNECTIONS,
     "Sampling": SAMPLING,
     "Prompts and messages": PROMPTS,
@@ -232,17 +294,21 @@ def default_of(limit: Limit) -> float | None:
 
 
 def markdown() -> str:
-    """The tables of docs/operations.md."""
+    """Returns the tables of docs/operations.md."""
     lines: list[str] = []
     for title, limits in TABLE.items():
-        lines += [f"\n### {title}\n", "| of | at most | beyond it | setting |", "|---|---|---|---|"]
+        lines += [
+            f"\n### {title}\n",
+            "| limit | value | beyond the limit | setting |",
+            "|---|---|---|---|",
+        ]
         for limit in limits:
             setting = f"`{limit.setting}`" if limit.setting else ""
-            lines.append(f"| {limit.what} | {_spelled(limit)} | {limit.beyond} | {setting} |")
+            lines.append(f"| {limit.what} | {_formatted(limit)} | {limit.beyond} | {setting} |")
     return "\n".join(lines) + "\n\n"
 
 
-def _spelled(limit: Limit) -> str:
+def _formatted(limit: Limit) -> str:
     value = limit.value
     if limit.unit == SIZE and value % 1024 == 0:
         return f"{value / (1 << 20):g} MiB" if value % (1 << 20) == 0 else f"{value / 1024:g} KiB"

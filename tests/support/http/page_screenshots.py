@@ -1,4 +1,4 @@
-"""The pictures of docs/page.md, from the embedded model under a little load.
+"""Makes the pictures of docs/page.md with the embedded model under a light load.
 
 python -m tests.support.http.page_screenshots [--out docs/images]
 """
@@ -22,7 +22,7 @@ IDLE = "!document.querySelector('.turn[aria-busy]')"
 
 
 async def other_users(url: str, number: int) -> None:
-    """A client that requests one story after the other, with pauses."""
+    """Requests one story after the other, with pauses."""
     rng = random.Random(number)
     async with aiohttp.ClientSession(url) as session:
         messages: list[dict[str, str]] = []
@@ -32,7 +32,7 @@ async def other_users(url: str, number: int) -> None:
             messages = [*messages, {"role": "user", "content": question}]
             length = rng.randrange(100, 400)
             body = {"model": "mergestep-default", "messages": messages, "max_tokens": length}
-            body |= {"ignore_eos": True}  # whatever it says: nobody sees it
+            body |= {"ignore_eos": True}  # the text is not shown, only its length counts
             async with session.post("/v1/chat/completions", json=body) as response:
                 assert response.status == 200, await response.text()
                 text = (await response.json())["choices"][0]["message"]["content"]
@@ -84,15 +84,15 @@ async def phone(tab: Tab, url: str) -> bytes:
     return await tab.picture()
 
 
-async def take(out: Path) -> None:
+async def take_all(out: Path) -> None:
     async with (
         HttpServer(Engine(max_num_seqs=16), HttpSettings(port=0)) as server,
         browser() as address,
     ):
         url = server.url + "/"
-        for name, shoot in (("chat", desktop_chat), ("live", desktop_live), ("phone", phone)):
+        for name, shot in (("chat", desktop_chat), ("live", desktop_live), ("phone", phone)):
             async with open_tab(address) as tab:
-                data = await shoot(tab, url)
+                data = await shot(tab, url)
                 path = out / f"page-{name}.png"
                 await asyncio.to_thread(path.write_bytes, data)
                 print(f"{path}: {len(data) >> 10} KiB")
@@ -101,7 +101,7 @@ async def take(out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
-    uvloop.run(take(parser.parse_args().out))
+    uvloop.run(take_all(parser.parse_args().out))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Makes few combinations of values in which every pair of values occurs."""
+"""Makes few combinations of values that contain every pair of values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 
 def pairwise(values: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Greedily adds, name by name, the value that covers most missing pairs."""
+    """Returns rows that contain every pair of values of different names.
+
+    Each row is built greedily: each name gets the value that covers the most missing pairs.
+    """
     rng = random.Random(seed)
     names = list(values)
     missing = {
@@ -18,9 +21,9 @@ def pairwise(values: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[st
         for i in range(len(values[a]))
         for j in range(len(values[b]))
     }
-    found = []
+    rows = []
     while missing:
-        (first, second) = min(missing) if len(found) % 2 else rng.choice(sorted(missing))
+        (first, second) = min(missing) if len(rows) % 2 else rng.choice(sorted(missing))
         chosen = dict((first, second))
         for name in rng.sample(names, len(names)):
             if name not in chosen:
@@ -30,18 +33,18 @@ def pairwise(values: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[st
                     key=lambda i: (_new_pairs(name, i, chosen, missing, names), rng.random()),
                 )
         missing -= set(itertools.combinations([(name, chosen[name]) for name in names], 2))
-        found.append({name: values[name][chosen[name]] for name in names})
-    return found
+        rows.append({name: values[name][chosen[name]] for name in names})
+    return rows
 
 
 def _new_pairs(
     name: str, option: int, chosen: Mapping[str, int], missing: set[Any], names: list[str]
 ) -> int:
-    place = names.index(name)
+    index = names.index(name)
     return sum(
         (
             ((other, i), (name, option)) in missing
-            if names.index(other) < place
+            if names.index(other) < index
             else ((name, option), (other, i)) in missing
         )
         for other, i in chosen.items()

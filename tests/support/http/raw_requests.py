@@ -1,4 +1,4 @@
-"""Requests as bytes."""
+"""HTTP requests as bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def request(
     first: str = f"POST {CHAT} HTTP/1.1",
     host: str | None = "Host: localhost",
 ) -> bytes:
-    """length: "" stands for the true length, None for no header."""
+    """Returns a request. length: "" is the true length, None omits the header."""
     head = [first]
     head += [line for line in (host, kind) if line is not None]
     if length is not None:

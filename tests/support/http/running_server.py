@@ -54,7 +54,7 @@ async def send_raw(host: str, port: int, data: bytes, *, timeout_s: float = 3.0)
 
 
 def parse_events(body: bytes) -> list[Any]:
-    """The data of each event; "[DONE]" stays a string."""
+    """Returns the data of each event; "[DONE]" stays a string."""
     events = []
     for block in body.decode().split("\n\n"):
         if block:
@@ -75,7 +75,7 @@ def run_with_server(
         async with server, aiohttp.ClientSession(server.url) as session, asyncio.timeout(20):
             await check(Served(server, engine, session))
 
-    # what hangs when a test is over says nothing any more
+    # short waits for open connections, since nothing is checked after a test
     with (
         mock.patch("serve.http.server.FLUSH_S", 0.02),
         mock.patch("serve.http.edge.connection.REST_S", 0.02),
@@ -109,16 +109,16 @@ class Served:
         return await send_raw("127.0.0.1", self.port, data, timeout_s=timeout_s)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 3.0) -> float:
-        """Seconds until the condition held."""
+        """Waits until the condition holds and returns the seconds."""
         start_s = time.monotonic()
         while not condition():
-            assert time.monotonic() - start_s < timeout_s, "the condition never held"
+            assert time.monotonic() - start_s < timeout_s, "the condition does not become true"
             await asyncio.sleep(0.002)
         return time.monotonic() - start_s
 
 
 class ServerThread:
-    """A server in a thread of its own, for clients that block. url is its root."""
+    """A server in its own thread, for blocking clients. url: its root."""
 
     def __init__(self, engine: Any, settings: HttpSettings | None = None) -> None:
         self._engine = engine

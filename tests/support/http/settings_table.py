@@ -1,5 +1,7 @@
-"""The table of settings in docs/configuration.md: `python tests/support/http/settings_table.py`
-writes it."""
+"""Makes the table of settings in docs/configuration.md.
+
+`python tests/support/http/settings_table.py` writes it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rows of the catalogue about connections: very slow readers, very many, none left, peers that die.
+"""Rows of the catalogue about slow readers, many connections, exhausted files and dead peers.
 
-The full numbers (10,000 idle connections and their memory) are measured by bench, not here.
+bench measures the full numbers: 10,000 idle connections and their memory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def small_window(port: int) -> Iterator[socket.socket]:
 
 
 @pytest.mark.row("C9")
-def test_a_reader_of_ten_bytes_at_a_time_is_given_up() -> None:
-    """That it reads something now and then does not help: most of what waits must have gone."""
+def test_a_reader_of_ten_bytes_at_a_time_is_aborted() -> None:
+    """A few bytes do not extend the write timeout; most of the buffer must have gone."""
 
     async def check(served: Served) -> None:
         loop = asyncio.get_running_loop()
@@ -65,20 +65,20 @@ def test_a_reader_of_ten_bytes_at_a_time_is_given_up() -> None:
 
 
 @pytest.mark.row("C8")
-def test_what_waits_for_a_stalled_reader_is_bounded() -> None:
-    """In the server and in the kernel: the engine's next tokens are not asked for."""
+def test_the_unread_output_of_a_stalled_reader_is_bounded() -> None:
+    """The server stops reading tokens from the engine when its buffers are full."""
 
     async def check(served: Served) -> None:
         loop = asyncio.get_running_loop()
         with small_window(served.port) as stalled:
             await loop.sock_sendall(stalled, request(json.dumps({**BODY, "stream": True}).encode()))
-            before, now = -1, 0
-            while before != now or not now:
-                before = now
+            before, num_tokens = -1, 0
+            while before != num_tokens or not num_tokens:
+                before = num_tokens
                 await asyncio.sleep(0.3)
-                now = next(iter(served.engine.running))._num_output
-            bytes_each = 150  # an event with one character
-            assert now * bytes_each < 512 << 10
+                num_tokens = next(iter(served.engine.running))._num_output
+            bytes_each = 150  # the size of an event with one character
+            assert num_tokens * bytes_each < 512 << 10
 
     run_with_server(FakeEngine(repeat=100_000), check, write_timeout_s=30, send_buffer_bytes=65536)
 
@@ -97,39 +97,39 @@ async def connect_all(port: int, count: int) -> list[socket.socket]:
 
 
 @pytest.mark.row("C10", "C11")
-@pytest.mark.parametrize("half", [False, True])
-def test_connections_that_say_nothing_or_half_a_head(half: bool) -> None:
-    """A thousand cost some kilobytes each, health is answered at once, and deadlines end them."""
+@pytest.mark.parametrize("is_half_head", [False, True])
+def test_silent_connections_and_incomplete_heads(is_half_head: bool) -> None:
+    """Each of 1,000 costs at most 25 kB, health is answered at once, and deadlines end them."""
     count = 1000
 
     async def check(served: Served) -> None:
         assert (await served.raw(GET_HEALTH)).status == 200
         before = resident_bytes()
         socks = await connect_all(served.port, count)
-        if half:
+        if is_half_head:
             for sock in socks:
                 sock.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-A: ")
         connections = served.server.app.context.counters.num_connections
         await served.until(lambda: connections() >= count)
-        assert resident_bytes() - before < count * 25_000  # this process has both ends
-        took = []
+        assert resident_bytes() - before < count * 25_000  # both ends are in this process
+        seconds = []
         for _ in range(20):
             began_s = time.monotonic()
             assert (await served.raw(GET_HEALTH)).status == 200
-            took.append(time.monotonic() - began_s)
-        assert sorted(took)[10] < 0.02
+            seconds.append(time.monotonic() - began_s)
+        assert sorted(seconds)[10] < 0.02
         assert (await served.post(CHAT, BODY))[0] == 200
         await served.until(lambda: connections() < 10, timeout_s=15)
         for sock in socks:
             sock.close()
 
-    settings = {"head_timeout_s" if half else "first_request_timeout_s": 2.0}
+    settings = {"head_timeout_s" if is_half_head else "first_request_timeout_s": 2.0}
     run_with_server(FakeEngine(), check, **settings)
 
 
 @pytest.mark.row("C12")
 def test_a_storm_of_connections() -> None:
-    """The kernel's backlog holds a burst of connections: none repeats its SYN after a second."""
+    """The kernel's backlog holds a burst of connections, so no client repeats its SYN."""
     count = 3000
 
     async def check(served: Served) -> None:
@@ -150,11 +150,11 @@ def test_a_storm_of_connections() -> None:
     run_with_server(FakeEngine(), check)
 
 
-# ---- no files left
+# ---- no free files
 
 
 class FewFiles:
-    """The server of few_files_server.py and requests to it."""
+    """A client of few_files_server.py."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -163,7 +163,7 @@ class FewFiles:
         self._out: IO[str] = process.stdout
         self.address = "127.0.0.1", int(self._out.readline())
 
-    def tell(self, command: str) -> int:
+    def command(self, command: str) -> int:
         self._in.write(f"{command}\n")
         self._in.flush()
         return int(self._out.readline().split()[1])
@@ -172,20 +172,20 @@ class FewFiles:
         return [socket.create_connection(self.address, timeout=3) for _ in range(count)]
 
     def health(self, sock: socket.socket | None = None) -> int | None:
-        """Status; None if the connection was closed instead."""
+        """Returns the status, or None if the connection was closed."""
         try:
-            used = sock or socket.create_connection(self.address, timeout=3)
-            used.sendall(GET_HEALTH)
-            data = used.recv(4096)
+            connection = sock or socket.create_connection(self.address, timeout=3)
+            connection.sendall(GET_HEALTH)
+            data = connection.recv(4096)
         except ConnectionError:
             return None
         finally:
             if sock is None:
-                used.close()
+                connection.close()
         return int(data.split()[1]) if data else None
 
     def until_health(self) -> float:
-        """Seconds until a new connection is answered."""
+        """Waits until a new connection is answered and returns the seconds."""
         began_s = time.monotonic()
         while self.health() != 200:
             assert time.monotonic() - began_s < 10
@@ -212,66 +212,65 @@ def few_files() -> Iterator[FewFiles]:
 
 
 @pytest.mark.row("C13")
-def test_no_more_files(few_files: FewFiles) -> None:
+def test_no_free_files(few_files: FewFiles) -> None:
     """Without free files, new connections wait and open ones are answered; then all continue."""
-    old = few_files.connect(1)[0]
-    assert few_files.health(old) == 200
-    assert few_files.tell("hog") > 10
+    open_connection = few_files.connect(1)[0]
+    assert few_files.health(open_connection) == 200
+    assert few_files.command("hog") > 10
     waiting = few_files.connect(20)
     for _ in range(3):
-        assert few_files.health(old) == 200
-    assert few_files.tell("free") == 0
+        assert few_files.health(open_connection) == 200
+    assert few_files.command("free") == 0
     few_files.until_health()
-    assert few_files.health(old) == 200
-    for sock in [old, *waiting]:
+    assert few_files.health(open_connection) == 200
+    for sock in [open_connection, *waiting]:
         sock.close()
 
 
 @pytest.mark.row("C13")
 def test_more_connections_than_files(few_files: FewFiles) -> None:
     """Spare connections are kept for health checks, and no client holds one for long."""
-    flood = few_files.connect(400)
+    connections = few_files.connect(400)
     assert few_files.until_health() < 5
-    for _ in range(3):  # an answered client does not hold one either
+    for _ in range(3):  # an answered client releases its spare connection, too
         few_files.until_health()
-    for sock in flood:
+    for sock in connections:
         sock.close()
     few_files.until_health()
 
 
 @pytest.mark.row("C15")
-def test_a_peer_that_dies_without_a_word_is_noticed() -> None:
-    """By the kernel, where a stream is too slow to fill its buffers, or nothing is said yet: what
-    is not acknowledged ends the connection after the write timeout, and silence is probed. A link
-    cannot be cut here, so this is asked of the sockets that were accepted."""
-    found = []
+def test_dead_peers_are_detected() -> None:
+    """The kernel ends a connection whose data is not acknowledged within the write timeout, and
+    probes silent ones. The test cannot cut a link, so it reads the options of accepted sockets."""
+    accepted = []
 
-    class Noted(Connection):
+    class RecordingConnection(Connection):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
             sock = transport.get_extra_info("socket")
-            tcp = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)
-            options = [sock.getsockopt(socket.IPPROTO_TCP, option) for option in tcp]
-            found.append([sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *options])
+            tcp_options = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)
+            options = [sock.getsockopt(socket.IPPROTO_TCP, option) for option in tcp_options]
+            accepted.append([sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *options])
 
     async def check(served: Served) -> None:
         assert (await served.raw(GET_HEALTH)).status == 200
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serve.http.edge.connection.Connection", Noted)
+        patch.setattr("serve.http.edge.connection.Connection", RecordingConnection)
         run_with_server(FakeEngine(), check, write_timeout_s=25)
-    assert found == [[1, 25_000, 10, 5]]
+    assert accepted == [[1, 25_000, 10, 5]]
 
 
 @pytest.mark.row("C15")
-def test_a_full_buffer_that_nobody_empties_ends_its_stream() -> None:
-    """A fast stream fills its buffers first; a window of zero bytes stands for the dead peer."""
+def test_a_buffer_that_stays_full_ends_its_stream() -> None:
+    """A receive window of zero bytes stands for a dead peer of a fast stream."""
 
     async def check(served: Served) -> None:
         loop = asyncio.get_running_loop()
-        with small_window(served.port) as cut:
+        with small_window(served.port) as stalled:
             body = json.dumps({**BODY, "stream": True}).encode()
-            await loop.sock_sendall(cut, request(body))
+            await loop.sock_sendall(stalled, request(body))
             await served.until(lambda: len(served.engine.running) == 1)
             assert await served.until(lambda: not served.engine.running, timeout_s=10) > 0.3
             assert len(served.engine.aborted) == 1

@@ -1,4 +1,4 @@
-"""Rows of the catalogue about framing that is huge, slow or in odd pieces."""
+"""Rows of the catalogue about framing that is huge, slow or in unusual pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("nothing_in_the_log")
 
 @pytest.mark.row("F20")
 def test_a_flood_of_pipelined_requests() -> None:
-    """10,000 of them, in order, and reading pauses while they are answered."""
+    """10,000 pipelined requests are answered in order."""
 
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -37,8 +37,8 @@ def test_a_flood_of_pipelined_requests() -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.row("F27", "F28")
-def test_a_hundred_megabytes_are_refused_unread(chunked: bool) -> None:
-    """Within a second, the connection is closed, and memory stays."""
+def test_a_body_of_100_mb_is_refused_unread(chunked: bool) -> None:
+    """The connection is closed within 2.5 s, and memory does not grow."""
 
     async def check(served: Served) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -70,8 +70,8 @@ def test_a_hundred_megabytes_are_refused_unread(chunked: bool) -> None:
 
 
 @pytest.mark.row("F28")
-def test_a_length_that_lies() -> None:
-    """Bytes after the announced length are a request of their own, and an invalid one."""
+def test_a_length_that_is_too_small() -> None:
+    """Bytes beyond the announced length are parsed as a second, invalid request."""
 
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -97,7 +97,7 @@ def test_a_chunk_extension_without_end() -> None:
             num_sent += 16_384
             await asyncio.sleep(0.005)
         assert num_sent < 1 << 20
-        with contextlib.suppress(ConnectionResetError):  # what was on its way may have met no one
+        with contextlib.suppress(ConnectionResetError):  # some bytes may have hit a closed socket
             assert (await answer).split()[1] == b"400"
         writer.close()
 
@@ -106,8 +106,8 @@ def test_a_chunk_extension_without_end() -> None:
 
 @pytest.mark.timing
 @pytest.mark.row("F29")
-def test_a_megabyte_in_chunks_of_a_byte() -> None:
-    """It is given up as too slow, before it costs much."""
+def test_a_megabyte_in_chunks_of_one_byte() -> None:
+    """The body is refused as too slow before it costs a second of CPU time."""
 
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)

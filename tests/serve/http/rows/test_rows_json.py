@@ -1,4 +1,4 @@
-"""Rows of the catalogue about JSON, as bytes to every endpoint that takes a body."""
+"""Rows of the catalogue about JSON, sent as bytes to every endpoint that takes a body."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"model": "fake", "prompt": "hi"},
     "/detokenize": {"model": "fake", "tokens": [65]},
 }
-# Anthropic's errors have another shape, and no parameter or code.
+# Errors of these endpoints have Anthropic's shape, without a parameter or code.
 ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
 
 
@@ -41,14 +41,14 @@ async def post(served: Served, path: str, body: bytes) -> RawAnswer:
 
 
 def refusal(path: str, answer: RawAnswer) -> tuple[str | None, str | None]:
-    """param and code of a 400 in the endpoint's shape; the connection stays open."""
+    """Returns the param and code of a 400 whose connection stays open."""
     assert answer.status == 400, (path, answer)
     assert not answer.is_closed
     assert answer.headers["content-type"].startswith("application/json")
     if path in ANTHROPIC:
-        told = json.loads(answer.body)
-        assert told["type"] == "error"
-        assert told["error"]["type"] == "invalid_request_error"
+        body = json.loads(answer.body)
+        assert body["type"] == "error"
+        assert body["error"]["type"] == "invalid_request_error"
         return None, None
     error = answer.error()
     assert error["type"] == "invalid_request_error"
@@ -56,13 +56,13 @@ def refusal(path: str, answer: RawAnswer) -> tuple[str | None, str | None]:
 
 
 @pytest.mark.row("J1", "J2", "J3", "J4", "J5", "J6", "J7", "J8", "J9", "J10", "J11", "J12", "J13")
-def test_what_is_no_json_is_refused_everywhere() -> None:
+def test_invalid_json_is_refused_everywhere() -> None:
     async def check(served: Served) -> None:
         for path in BODIES:
             for name, (body, code) in REFUSED.items():
-                param, found = refusal(path, await post(served, path, body))
+                param, error = refusal(path, await post(served, path, body))
                 assert param is None
-                assert path in ANTHROPIC or code in (None, found), name
+                assert path in ANTHROPIC or code in (None, error), name
         assert served.engine.submitted == []
         assert (await served.post(CHAT, BODY))[0] == 200
 
@@ -71,35 +71,35 @@ def test_what_is_no_json_is_refused_everywhere() -> None:
 
 @pytest.mark.timing
 @pytest.mark.row("J14")
-def test_many_tiny_objects_do_not_keep_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the list is too long is found out in another thread, and the loop's gets its turn
-    meanwhile: the interpreter changes threads every 5 ms, and the one call that it cannot
-    interrupt, giving the objects back, takes less than 10. The best of five: on a busy machine
-    all threads are late now and then. More than JSON_CONTAINERS are refused unparsed."""
+def test_many_tiny_objects_do_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread parses the list while the event loop continues. The interpreter switches
+    threads every 5 ms, and freeing the objects, which it cannot interrupt, takes less than 10 ms.
+    The best of five counts, since all threads are late at times on a busy machine. A body with
+    more than JSON_CONTAINERS objects is refused without parsing."""
     threads: list[int] = []
     worst_s: list[float] = []
 
-    def parsed(body: bytes) -> dict[str, Any]:
+    def recording_parse(body: bytes) -> dict[str, Any]:
         threads.append(threading.get_ident())
         return parse_object(body)
 
-    monkeypatch.setattr("serve.http.edge.body.parse_object", parsed)
+    monkeypatch.setattr("serve.http.edge.body.parse_object", recording_parse)
 
-    async def watch() -> None:
+    async def measure_delays() -> None:
         while True:
             before_s = time.perf_counter()
             await asyncio.sleep(0.001)
             worst_s[-1] = max(worst_s[-1], time.perf_counter() - before_s)
 
     async def check(served: Served) -> None:
-        watching = asyncio.create_task(watch())
+        measuring = asyncio.create_task(measure_delays())
         for count in (300_000, *[100_000] * 5):
             worst_s.append(0.0)
             body = b'{"model":"fake","messages":[' + b",".join([b"{}"] * count) + b"]}"
-            found = refusal(CHAT, await post(served, CHAT, body))
+            error = refusal(CHAT, await post(served, CHAT, body))
             expected = ("messages", "array_above_max_length")
-            assert found == ((None, "invalid_json") if count > 131_072 else expected)
-        watching.cancel()
+            assert error == ((None, "invalid_json") if count > 131_072 else expected)
+        measuring.cancel()
         assert served.engine.submitted == []
 
     run_with_server(FakeEngine(), check)
@@ -109,7 +109,7 @@ def test_many_tiny_objects_do_not_keep_the_loop(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.row("J15")
-def test_a_zero_is_a_character_of_texts_and_of_no_name() -> None:
+def test_nul_is_valid_in_texts_and_invalid_in_names() -> None:
     async def check(served: Served) -> None:
         content = {**BODY, "messages": [{"role": "user", "content": "a\0b"}]}
         assert (await served.post(CHAT, content))[0] == 200
@@ -139,8 +139,8 @@ NUMBERS = [
 
 
 @pytest.mark.row("J16", "J17")
-def test_no_number_is_made_of_anything_else() -> None:
-    """1.0 is no integer either: it is one thing to say 1, and one way to say it."""
+def test_only_numbers_are_accepted_as_numbers() -> None:
+    """Strings and booleans are no numbers, and 1.0 is no integer."""
 
     async def check(served: Served) -> None:
         for path, name, is_integer in NUMBERS:
@@ -148,8 +148,8 @@ def test_no_number_is_made_of_anything_else() -> None:
             values += [1.0, 1.5, 1e3] if is_integer else []
             for value in values:
                 body = json.dumps({**BODIES[path], name: value}).encode()
-                found = refusal(path, await post(served, path, body))
-                assert found == (name, "invalid_type"), (path, name, value)
+                error = refusal(path, await post(served, path, body))
+                assert error == (name, "invalid_type"), (path, name, value)
         assert served.engine.submitted == []
 
     assert len(NUMBERS) > 25
@@ -162,9 +162,9 @@ def test_an_unknown_name_is_refused_everywhere(name: str) -> None:
     async def check(served: Served) -> None:
         for path, body in BODIES.items():
             answer = await post(served, path, json.dumps({**body, name: {}}).encode())
-            found = refusal(path, answer)
+            error = refusal(path, answer)
             if path not in ANTHROPIC:
-                assert found == (name, "unknown_parameter")
+                assert error == (name, "unknown_parameter")
         assert served.engine.submitted == []
 
     run_with_server(FakeEngine(), check)

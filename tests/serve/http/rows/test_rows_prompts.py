@@ -1,4 +1,4 @@
-"""Rows of the catalogue about prompts, tokens and texts, and what a request must not reach."""
+"""Rows of the catalogue about prompts, tokens and texts, and access to files and the network."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def url(engine: Engine) -> Iterator[str]:
         assert engine.stats().pages_in_use == 0
 
 
-def complete(url: str, prompt: Any, **more: Any) -> requests.Response:
-    body = {"model": "m", "prompt": prompt, "max_tokens": 1, **more}
+def complete(url: str, prompt: Any, **fields: Any) -> requests.Response:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 1, **fields}
     return requests.post(url + COMPLETIONS, json=body, timeout=20)
 
 
@@ -52,13 +52,13 @@ def refused(answer: requests.Response) -> tuple[str, str]:
     return error["param"], error["code"]
 
 
-# ---- what a request must not reach
+# ---- files and the network
 
 
 @pytest.mark.process
 @pytest.mark.row("P2", "P5", "A5", "G3")
-def test_no_file_is_opened_and_nobody_is_called() -> None:
-    """Whatever a request names: the process is watched while it answers."""
+def test_no_file_or_connection_is_opened() -> None:
+    """Audit hooks record the process while it answers requests that name files and addresses."""
     address = "http://169.254.169.254/latest"
     names = ["other", "../../etc/passwd", "/etc/passwd", "..%2f..%2fetc%2fpasswd", "file:///x", "."]
     models: list[tuple[str, Any]] = [(f"GET /v1/models/{name}", None) for name in names]
@@ -81,10 +81,10 @@ def test_no_file_is_opened_and_nobody_is_called() -> None:
 
     root = Path(__file__).parents[4]
     script = root / "tests/support/http/audited_server.py"
-    asked = json.dumps([*models, *media, *schemas])
-    told = last_json(output_of(script, asked, PYTHONPATH=root))
-    assert told["events"] == []
-    answers = [(answer["status"], answer["code"]) for answer in told["answers"]]
+    calls = json.dumps([*models, *media, *schemas])
+    result = last_json(output_of(script, calls, PYTHONPATH=root))
+    assert result["events"] == []
+    answers = [(answer["status"], answer["code"]) for answer in result["answers"]]
     assert set(answers[: len(models)]) <= {(404, "model_not_found"), (404, "unknown_url")}
     assert answers[len(models) : -len(schemas)] == [(400, "unsupported_parameter")] * len(media)
     assert answers[-len(schemas) :] == [(400, "invalid_schema")] * len(schemas)
@@ -94,7 +94,7 @@ def test_no_file_is_opened_and_nobody_is_called() -> None:
 
 
 @pytest.mark.row("T1")
-def test_an_empty_text_is_a_prompt_where_there_is_a_bos(url: str, tmp_path: Path) -> None:
+def test_an_empty_text_is_a_prompt_with_a_bos_token(url: str, tmp_path: Path) -> None:
     answer = complete(url, "")
     assert answer.status_code == 200
     assert answer.json()["usage"]["prompt_tokens"] == 1
@@ -120,20 +120,20 @@ def test_an_empty_text_is_a_prompt_where_there_is_a_bos(url: str, tmp_path: Path
         ([[1]] * 10_000, "array_above_max_length"),
     ],
 )
-def test_lists_of_nothing_and_of_too_much(url: str, prompt: Any, code: str) -> None:
+def test_empty_and_too_long_lists(url: str, prompt: Any, code: str) -> None:
     assert refused(complete(url, prompt)) == ("prompt", code)
 
 
 @pytest.mark.row("T2")
-def test_a_list_of_an_empty_text_is_that_text(url: str) -> None:
-    """An empty list is one prompt of a BOS, as "" is; a tokenizer without BOS refuses both."""
+def test_a_list_of_an_empty_text(url: str) -> None:
+    """[""] is one prompt of a BOS token, as "" is."""
     assert complete(url, [""]).json()["usage"]["prompt_tokens"] == 1
 
 
 @pytest.mark.row("T3")
 def test_token_ids(url: str, engine: Engine) -> None:
     width, size = engine.spec.vocab_size, engine.tokenizer.vocab_size
-    assert size < width  # padding rows of the matrix have no token and do no harm
+    assert size < width  # ids of padding rows of the embedding matrix are valid
     for token in (0, size - 1, size, width - 1):
         assert complete(url, [token]).status_code == 200
     for token in (-1, width, width + 64, 2**31 - 1, 2**31, 2**63 - 1, 2**63):
@@ -142,12 +142,12 @@ def test_token_ids(url: str, engine: Engine) -> None:
     for value in (1.5, 1.0, True, "a", None, [1], {}):
         for prompt in ([5, value], [[5, value]]):
             assert refused(complete(url, prompt)) == ("prompt", "invalid_type"), prompt
-    for mixed in (["a", 5], ["a", [5]], [[5], "a"], [True], [None], [{}], [1.5], [[[5]]]):
-        assert refused(complete(url, mixed)) == ("prompt", "invalid_type"), mixed
+    for prompt in (["a", 5], ["a", [5]], [[5], "a"], [True], [None], [{}], [1.5], [[[5]]]):
+        assert refused(complete(url, prompt)) == ("prompt", "invalid_type"), prompt
 
 
 @pytest.mark.row("T5")
-def test_around_the_context(url: str) -> None:
+def test_prompts_around_the_context(url: str) -> None:
     assert complete(url, [5] * (CONTEXT - 1)).json()["usage"]["completion_tokens"] == 1
     assert complete(url, [5] * CONTEXT, max_tokens=0).status_code == 200
     code = "context_length_exceeded"
@@ -159,10 +159,10 @@ def test_around_the_context(url: str) -> None:
 
 @pytest.mark.timing
 @pytest.mark.row("T5")
-def test_a_text_of_megabytes_is_refused_untokenized(
+def test_megabytes_of_text_are_refused_without_tokenizing(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its length alone, in less time than it takes to send it."""
+    """The text is refused by its length alone, within two seconds."""
     monkeypatch.delattr("serve.text.tokenizer.Tokenizer.encode")
     text = "a b c d " * 900_000
     began_s = time.monotonic()
@@ -171,7 +171,7 @@ def test_a_text_of_megabytes_is_refused_untokenized(
 
 
 @pytest.mark.row("T13")
-def test_odd_characters_are_text(url: str) -> None:
+def test_unusual_characters_are_text(url: str) -> None:
     text = "\ufffe\uffff \u202e\u2066 \U000e0041\U000e007f \ue000\U0010ffff \u200d\ufeff e\u0301"
     for endpoint, body in (
         (COMPLETIONS, {"prompt": text[:20], "max_tokens": 1}),
@@ -182,8 +182,8 @@ def test_odd_characters_are_text(url: str) -> None:
         answer = requests.post(url + endpoint, json={"model": "m", **body}, timeout=20)
         assert answer.status_code == 200, (endpoint, answer.text)
     tokens = requests.post(f"{url}/tokenize", json={"prompt": text}, timeout=20).json()["tokens"]
-    back = requests.post(f"{url}/detokenize", json={"tokens": tokens[1:]}, timeout=20).json()
-    assert back["prompt"] == text
+    detokenized = requests.post(f"{url}/detokenize", json={"tokens": tokens[1:]}, timeout=20).json()
+    assert detokenized["prompt"] == text
 
 
 @pytest.mark.row("T16")
@@ -233,26 +233,26 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Tokenize
 @pytest.mark.row("T12")
 @pytest.mark.parametrize("unit", UNITS, ids=range(len(UNITS)))
 def test_time_to_tokenize_is_linear(tokenizer: Tokenizer, unit: str) -> None:
-    """Four times the text takes about four times as long; if it were quadratic, sixteen."""
+    """Four times the text takes less than ten times as long; quadratic time would be sixteen."""
 
     def seconds(num_bytes: int) -> float:
         text = unit * (num_bytes // len(unit.encode()))
-        took = []
+        times_s = []
         for _ in range(3):
             began_s = time.thread_time()
             tokenizer.encode(text)
-            took.append(time.thread_time() - began_s)
-        return min(took)
+            times_s.append(time.thread_time() - began_s)
+        return min(times_s)
 
     seconds(1 << 10)
-    short, long = seconds(1 << 16), seconds(1 << 18)
-    assert long < 10 * short + 0.05, (short, long)
-    assert long < 2.0
+    short_s, long_s = seconds(1 << 16), seconds(1 << 18)
+    assert long_s < 10 * short_s + 0.05, (short_s, long_s)
+    assert long_s < 2.0
 
 
 @pytest.mark.row("T12", "X7")
-def test_a_text_that_the_tokenizer_gives_up_on(tmp_path: Path) -> None:
-    """The tokenizer's library panics, which is no Exception: every endpoint keeps working."""
+def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
+    """The tokenizers library panics, which raises no Exception; every endpoint goes on."""
     path = tmp_path / "model"
     shutil.copytree(checkpoint("llama"), path)
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
@@ -278,7 +278,7 @@ def test_a_text_that_the_tokenizer_gives_up_on(tmp_path: Path) -> None:
 
 @pytest.mark.row("T6")
 def test_no_special_token_comes_from_a_text(tokenizer: Tokenizer) -> None:
-    """No kind of tokenizer makes a special token from text, whatever surrounds it."""
+    """No tokenizer makes a special token from text, whatever surrounds it."""
     assert len(tokenizer.special_token_strings) >= 2
     for special in tokenizer.special_token_strings:
         for text in (special, f"a{special}b", special * 3, f" {special}\n{special} ", special[:-1]):
@@ -286,12 +286,12 @@ def test_no_special_token_comes_from_a_text(tokenizer: Tokenizer) -> None:
             assert not tokenizer.special_ids.intersection(ids), text
 
 
-# ---- what is streamed
+# ---- streams
 
 
 @pytest.mark.row("T14")
 def test_characters_are_streamed_whole(url: str) -> None:
-    """Each is several tokens of this model, and the answer is cut off at every one of them."""
+    """Each character is several tokens, and the answer is cut off at every one of them."""
     text = "日ï👍🏽"
     body = {"model": "m", "prompt": "a", "structured_outputs": {"choice": [text]}}
     endings = set()
@@ -301,22 +301,22 @@ def test_characters_are_streamed_whole(url: str) -> None:
         data = requests.post(
             url + COMPLETIONS, json={**body, "max_tokens": count, "stream": True}, timeout=20
         ).content
-        shown = ""
+        streamed = ""
         for event in data.split(b"\n\n")[:-2]:
-            piece = json.loads(event.decode("utf-8", "strict").removeprefix("data: "))
-            shown += piece["choices"][0]["text"]
-        assert shown == choice["text"]
-        assert shown.rstrip("\ufffd") == text[: len(shown.rstrip("\ufffd"))]
-        endings.add(shown.endswith("\ufffd"))
+            chunk = json.loads(event.decode("utf-8", "strict").removeprefix("data: "))
+            streamed += chunk["choices"][0]["text"]
+        assert streamed == choice["text"]
+        assert streamed.rstrip("\ufffd") == text[: len(streamed.rstrip("\ufffd"))]
+        endings.add(streamed.endswith("\ufffd"))
         if choice["finish_reason"] == "stop":
             break
-    assert shown == text
+    assert streamed == text
     assert endings == {True, False}
 
 
 @pytest.mark.row("T15")
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages"])
-def test_no_answer_ends_an_event(path: str) -> None:
+def test_no_text_breaks_the_framing_of_events(path: str) -> None:
     reply = 'a\n\nb\r\n\r\ndata: [DONE]\n\nevent: x\rc\u2028d\u2029e\x85f\0g\\n"h</script>'
     body: dict[str, Any] = {"model": "fake", "stream": True, "max_tokens": 500}
     if path == COMPLETIONS:
@@ -331,13 +331,13 @@ def test_no_answer_ends_an_event(path: str) -> None:
             assert response.status == 200
             data = (await response.read()).decode()
         assert "\r" not in data
-        shown = ""
+        streamed = ""
         for event in data.split("\n\n"):
             lines = event.split("\n")
             assert all(line.startswith(("data: ", "event: ")) or not line for line in lines)
             value = "".join(line[6:] for line in lines if line.startswith("data: "))
-            shown += _text(json.loads(value)) if value not in ("", "[DONE]") else ""
-        assert shown == reply
+            streamed += _text(json.loads(value)) if value not in ("", "[DONE]") else ""
+        assert streamed == reply
 
     run_with_server(FakeEngine(reply=reply), check)
 

@@ -1,4 +1,4 @@
-"""The tables of fields: every one has a bound, and says in its schema what it checks."""
+"""Every field of the tables has a bound, and its schema agrees with its check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve.http.openai.requests import CHAT, COMPLETION
 from serve.http.schema.fields import Record, Schema, Unknown
 
 TABLES = {"completions": COMPLETION, "chat": CHAT}
-# Objects with free fields: their own parsers bound the size, and their tests check it.
+# These objects have free fields; their own parsers bound the size, and other tests check it.
 FREE = {"messages", "guided_json", "structured_outputs.json", "response_format"}
 
 
@@ -50,23 +50,23 @@ def _is_bounded(schema: Schema) -> bool:
             return "maxItems" in schema and "items" in schema
         case "object":
             return "properties" in schema or "maxProperties" in schema
-        case other:
-            return other in ("boolean", "null")
+        case other_kind:
+            return other_kind in ("boolean", "null")
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_schema_and_check_agree_at_the_borders(name: str) -> None:
-    """A value just inside every bound is taken by both, one just outside by neither."""
+    """Values just inside a bound are accepted by both, and values just outside by neither."""
     table = TABLES[name]
-    checked = 0
+    num_checked = 0
     for field, kind in table.fields.items():
         if field in FREE:
             continue
         for value in _borders(kind.schema()):
             is_valid = jsonschema.Draft202012Validator(kind.schema()).is_valid(value)
-            assert _is_taken(table, field, value) == is_valid, (field, str(value)[:80])
-            checked += 1
-    assert checked > 100
+            assert _is_accepted(table, field, value) == is_valid, (field, str(value)[:80])
+            num_checked += 1
+    assert num_checked > 100
 
 
 def _borders(schema: Schema) -> Iterator[Any]:
@@ -85,7 +85,7 @@ def _borders(schema: Schema) -> Iterator[Any]:
     yield from schema.get("enum", ())
 
 
-def _is_taken(table: Record, field: str, value: Any) -> bool:
+def _is_accepted(table: Record, field: str, value: Any) -> bool:
     try:
         table.fields[field].check(value, field, Unknown())
     except RequestError:
@@ -94,7 +94,7 @@ def _is_taken(table: Record, field: str, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_field_is_in_the_docs(name: str) -> None:
+def test_the_documentation_has_every_field(name: str) -> None:
     docs = Path(__file__).parents[4] / "docs"
     text = "".join((docs / page).read_text() for page in ("http-api.md", "tools.md"))
     missing = [field for field in TABLES[name].fields if f"`{field}`" not in text]

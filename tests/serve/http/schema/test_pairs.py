@@ -1,5 +1,5 @@
-"""Extreme but valid parameters, every pair of them together, on a real engine: an answer or a 400,
-never a 500, and the engine is as it was."""
+"""Every pair of extreme but valid parameters gives an answer or a 400 on a real engine, never a
+500, and leaves the engine as it was."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ COMMON: dict[str, list[Any]] = {
     ],
     "structured_outputs": [ABSENT, {"regex": "[a-z]{1,5}"}, {"choice": ["a", "the fox"]}],
 }
-OF_COMPLETIONS: dict[str, list[Any]] = {
+COMPLETION_VALUES: dict[str, list[Any]] = {
     **COMMON,
     "prompt": ["hello", ["a", "naïve 👍🏽"], [1, 2, 3], [[5], [6, 7]], " ", "\n\0"],
     "logprobs": [0, 5, None],
@@ -71,7 +71,7 @@ OF_COMPLETIONS: dict[str, list[Any]] = {
     "truncation_side": ["left", "right", None],
     "add_special_tokens": [True, False],
 }
-OF_CHAT: dict[str, list[Any]] = {
+CHAT_VALUES: dict[str, list[Any]] = {
     **COMMON,
     "messages": [[{"role": "user", "content": "hello"}], [{"role": "system", "content": ""}] * 3],
     "logprobs": [True, None],
@@ -82,7 +82,7 @@ OF_CHAT: dict[str, list[Any]] = {
 
 
 def _body(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what only says that two settings exclude each other."""
+    """Returns the body without parameters that exclude each other."""
     body = {name: value for name, value in values.items() if value is not ABSENT}
     dropped = ["stream_options"]
     if body["stream"]:
@@ -103,20 +103,20 @@ def _thinned(row: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     }
 
 
-def test_every_pair_is_there() -> None:
+def test_pairwise_has_every_pair() -> None:
     values = {"a": [1, 2, 3], "b": [None, 5], "c": [7, 8], "d": list(range(4))}
-    found = pairwise(values)
-    assert len(found) < 20 < 3 * 2 * 2 * 4
+    rows = pairwise(values)
+    assert len(rows) < 20 < 3 * 2 * 2 * 4
     for a, b in itertools.combinations(values, 2):
-        pairs = {(row[a], row[b]) for row in found}
+        pairs = {(row[a], row[b]) for row in rows}
         assert pairs == set(itertools.product(values[a], values[b]))
 
 
 @pytest.mark.parametrize(
     ("path", "values", "table"),
     [
-        ("/v1/completions", OF_COMPLETIONS, COMPLETION),
-        ("/v1/chat/completions", OF_CHAT, CHAT),
+        ("/v1/completions", COMPLETION_VALUES, COMPLETION),
+        ("/v1/chat/completions", CHAT_VALUES, CHAT),
     ],
 )
 @pytest.mark.row("P29")
@@ -124,7 +124,7 @@ def test_pairs_of_extremes(path: str, values: dict[str, list[Any]], table: Any) 
     assert set(values) <= set(table.fields)
     rng = random.Random(3)
     rows = pairwise(values)
-    # a setting that is refused hides the others, so they come with fewer around them, too
+    # one refused parameter hides the effect of the others, so smaller bodies are sent, too
     rows += [_thinned(row, rng) for row in rows for _ in range(3)]
     bodies = [_body(row) for row in rows]
     statuses: Counter[int] = Counter()
@@ -138,13 +138,13 @@ def test_pairs_of_extremes(path: str, values: dict[str, list[Any]], table: Any) 
             aiohttp.ClientSession(server.url) as session,
             asyncio.timeout(60),
         ):
-            before = await reference(session)
+            before = await complete_reference(session)
             await asyncio.gather(*(call(session, body) for body in bodies))
-            assert await reference(session) == before
+            assert await complete_reference(session) == before
             stats = engine.stats()
             assert (stats.num_running, stats.num_waiting) == (0, 0)
 
-    async def reference(session: aiohttp.ClientSession) -> str:
+    async def complete_reference(session: aiohttp.ClientSession) -> str:
         body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0}
         async with session.post("/v1/completions", json=body) as response:
             return str((await response.json())["choices"][0]["text"])

@@ -1,4 +1,4 @@
-"""Unknown parameters are refused, or with the setting listed in a header."""
+"""Unknown parameters are refused, or listed in a header if the setting says so."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.running_server import Served, run_with_server
 
 BODY = {"model": "fake", "prompt": "hi"}
-STRANGE = {"zap": 1, "bad\r\nx-evil: 1": 2, "k" * 9000: 3, "naïve": 4, "none": None}
+UNKNOWN = {"zap": 1, "bad\r\nx-evil: 1": 2, "k" * 9000: 3, "naïve": 4, "none": None}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_unknown_names_are_told_in_a_header(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_header_lists_unknown_names(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     async def check(served: Served) -> None:
-        body = {**BODY, **STRANGE, "stream": stream}
+        body = {**BODY, **UNKNOWN, "stream": stream}
         if stream:
             body["stream_options"] = {"include_usage": True, "inner": 1}
         for _ in range(2):
@@ -36,12 +36,13 @@ def test_unknown_names_are_told_in_a_header(stream: bool, caplog: pytest.LogCapt
 
     with caplog.at_level(logging.WARNING):
         run_with_server(FakeEngine(), check, unknown_fields="warn")
-    told = [r.getMessage() for r in caplog.records if "unknown parameter" in r.getMessage()]
-    assert len(told) == len(set(told)) == 4 + stream
-    assert all("\n" not in line and len(line) < 200 for line in told)
+    texts = [record.getMessage() for record in caplog.records]
+    warnings = [text for text in texts if "unknown parameter" in text]
+    assert len(warnings) == len(set(warnings)) == 4 + stream
+    assert all("\n" not in text and len(text) < 200 for text in warnings)
 
 
-def test_many_unknown_names_fill_neither_header_nor_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_headers_and_logs_of_unknown_names_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     async def check(served: Served) -> None:
         for start in range(0, 2000, 100):
             body = {**BODY, **{f"{'x' * 99}{start + i}": i for i in range(100)}}
@@ -54,7 +55,7 @@ def test_many_unknown_names_fill_neither_header_nor_log(caplog: pytest.LogCaptur
     assert len(caplog.records) <= 256
 
 
-def test_known_mistakes_are_refused_all_the_same() -> None:
+def test_other_errors_are_refused_with_the_setting() -> None:
     async def check(served: Served) -> None:
         status, answer = await served.post("/v1/completions", {**BODY, "zap": 1, "n": 0})
         assert (status, answer["error"]["param"]) == (400, "n")
@@ -65,8 +66,8 @@ def test_known_mistakes_are_refused_all_the_same() -> None:
 @pytest.mark.row("J18")
 def test_unknown_names_are_refused_by_default() -> None:
     async def check(served: Served) -> None:
-        for strange in ({"zap": 1}, {"stream": True, "stream_options": {"zap": 1}}):
-            status, answer = await served.post("/v1/completions", {**BODY, **strange})
+        for fields in ({"zap": 1}, {"stream": True, "stream_options": {"zap": 1}}):
+            status, answer = await served.post("/v1/completions", {**BODY, **fields})
             assert (status, answer["error"]["code"]) == (400, "unknown_parameter")
             assert "zap" in answer["error"]["message"]
 
