@@ -1,22 +1,24 @@
-// Which thread computes what of one layer's attention over int8 K/V. Included once per instruction set.
+// Divides one layer's attention over int8 K/V into tasks. Included once per instruction set.
 
 namespace MS_ISA {
 namespace {
 
 struct AttendTask {
-  int sequence, from, to, at;  // rows [from, to) of K/V head `at`, each a query head; or split `at` of heads [from, to)
-  int single, part;            // which single row, and where its result goes; -1 for a block of rows
+  // A block of rows is query rows [from, to) of K/V head `at`; a single row's task is the split from
+  // position `at` on of K/V heads [from, to).
+  int sequence, from, to, at;
+  int single, part;  // the index of the single row and of its result's part; -1 for a block of rows
 };
 
-// Kept between the calls of a thread, so that a layer allocates nothing.
+// Each thread keeps this memory between calls, so that a layer allocates nothing.
 struct AttendMemory {
   List<AttendTask> tasks;
   List<float> parts;
   List<int> singles, first_parts;
-  List<std::atomic<int>> waiting;  // parts that are still to come, for each share of a single row
+  List<std::atomic<int>> waiting;  // number of unfinished parts for each share of a single row
 };
 
-// The tasks of one layer. Rows that stand alone are cut into splits and shares of the heads.
+// The tasks of one layer. A single row of a sequence is cut into splits and shares of the heads.
 class AttendPlan {
  public:
   AttendPlan(const AttendCall& call, AttendMemory& memory, int threads) : call_(call), memory_(memory) {
@@ -33,7 +35,7 @@ class AttendPlan {
         parts += splits;
         continue;
       }
-      // the last rows see the most: they go first
+      // The last rows have the most keys, so they start first.
       const int all = seq.num_rows * call.per_kv, share = rows_of_a_task(all, kv_heads, dim, threads);
       for (int end = all; end > 0; end -= share)
         for (int h = 0; h < kv_heads; h++) memory_.tasks.push_back({s, end > share ? end - share : 0, end, h, -1, -1});
@@ -55,13 +57,13 @@ class AttendPlan {
     const SequenceRows& seq = call_.step.sequences[task.sequence];
     if (task.single < 0) return attend_rows(call_, seq, task.at, task.from, task.to);
     attend_part(call_, seq, task.at, task.from, task.to, memory_.parts.data() + task.part * part_size_);
-    // whoever computes the last part of these heads joins all of them, in their order
+    // The thread that computes the last part of these heads merges all parts in order.
     const int share = task.from * shares_ / call_.layer.cache.num_kv_heads;
     if (memory_.waiting[task.single * shares_ + share].fetch_sub(1) == 1) finish(task, seq);
   }
 
  private:
-  // Of a row that stands alone; it may see nothing.
+  // The splits of a single row, which may have no visible keys.
   int first_split(const SequenceRows& seq) const { return call_.low_of(seq.first_position) / SPLIT; }
   int num_splits(const SequenceRows& seq) const {
     const int low = call_.low_of(seq.first_position), high = call_.high_of(seq, seq.first_position);
@@ -71,7 +73,7 @@ class AttendPlan {
   void add_single(int i, int kv_heads) {
     const int sequence = memory_.singles[i], low = first_split(call_.step.sequences[sequence]);
     for (int share = 0; share < shares_; share++) {
-      // so that a head tells its share again: from = ceil(kv_heads * share / shares)
+      // run() recovers the share from `from`, which is ceil(kv_heads * share / shares).
       const int from = (kv_heads * share + shares_ - 1) / shares_;
       const int to = (kv_heads * (share + 1) + shares_ - 1) / shares_;
       memory_.waiting[i * shares_ + share] = memory_.first_parts[i + 1] - memory_.first_parts[i];

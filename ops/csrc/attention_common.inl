@@ -1,18 +1,18 @@
-// What the attention kernels share. Included once per instruction set.
+// Definitions that the attention kernels share. Included once per instruction set.
 
 namespace MS_ISA {
 namespace {
 
 constexpr float NOTHING = -1e30f;  // a masked score
-constexpr float NO_KEYS = -__builtin_inff();  // log-sum-exp of a row that sees none
-constexpr int SPLIT = 512;         // positions after which sums start afresh; the parts are merged in order
+constexpr float NO_KEYS = -__builtin_inff();  // log-sum-exp of a row without visible keys
+constexpr int SPLIT = 512;         // positions of one partial sum; the parts are merged in order
 
-// Of prefill kernels, which have a query row in each lane: registers beside each other, and keys or
-// dimensions that are summed at a time.
+// Sizes of the prefill kernels, which have a query row in each lane: the number of vectors of rows,
+// and of keys or dimensions that are summed at a time.
 constexpr int TILE_VECS = HAS_32_REGISTERS ? 3 : 1, TILE_ROWS = TILE_VECS * 16;
 constexpr int AT_ONCE = HAS_32_REGISTERS ? 8 : 4;
 
-// x[i][j] to x[j][i].
+// Moves x[i][j] to x[j][i].
 MS_INLINE void transpose(f32x16 (&x)[16]) {
 #if defined(__AVX512F__)
   unroll<4>([&](auto stage) MS_LAMBDA {
@@ -36,18 +36,18 @@ MS_INLINE void transpose(f32x16 (&x)[16]) {
 #endif
 }
 
-// The integer above log2(x), for scales of V. Weights and V's scales are rounded as one product, in
-// steps of the largest weight times the largest scale. So that a token with much weight and tiny
-// values (an attention sink) does not take the steps from the others, the order of its scale moves
-// into its score: 2^(score + order) times scale * 2^-order is the same product, and the latter is
-// between 1/2 and 1 for every token.
+// Returns the integer above log2(x) for scales of V. The product of a weight and V's scale is
+// rounded in steps of the largest weight times the largest scale. A token with a large weight and
+// tiny values (an attention sink) would make the steps too coarse for the other tokens. Therefore
+// the order of its scale moves into its score: 2^(score + order) times scale * 2^-order is the same
+// product, and the second factor is between 1/2 and 1 for every token.
 MS_INLINE f32x16 binary_order(f32x16 x) {
   const i32x16 exponent = ((i32x16)x >> 23) & 255;
   return min(max(to_float(exponent - 126), splat(-24.0f)), splat(24.0f));  // fp16 has -23 to 16
 }
 MS_INLINE f32x16 power_of_two(f32x16 order) { return (f32x16)((to_int_nearest(order) + 127) << 23); }
 
-// What a few models do to scores before the softmax; scores are in base 2 here.
+// Changes that a few models make to scores before the softmax; scores are in base 2 here.
 MS_INLINE f32x16 soft_capped(const AttentionLayer& layer, f32x16 score) {
   const float cap = layer.soft_cap * LOG2E;
   return cap * tanh(score / cap);
@@ -57,8 +57,8 @@ MS_INLINE f32x16 alibi(f32x16 score, i32x16 distance, f32x16 slope) {
 }
 MS_INLINE bool bends(const AttentionLayer& layer) { return layer.soft_cap > 0.0f || layer.slopes; }
 
-// What a row's sums are to be multiplied by at the end, its sink included; writes lse unless null. Where
-// attention is cut into parts the sink belongs to the one with the row's own key.
+// Returns the factor for a row's sums at the end, its sink included, and writes lse unless it is
+// null. Where attention is cut into parts, the sink belongs to the part with the row's own key.
 MS_INLINE float finish_row(const AttentionLayer& layer, int head, bool has_own_key, float m, float l, float* lse) {
   float keep = 1.0f;
   if (layer.sinks && has_own_key) {
@@ -71,8 +71,8 @@ MS_INLINE float finish_row(const AttentionLayer& layer, int head, bool has_own_k
   return l == 0.0f ? 0.0f : keep / l;
 }
 
-// Rows of a prefill task, of `all` rows of each K/V head: so many that preparing K/V is cheap beside
-// their use, as the caches allow, and so few that all threads have work.
+// Returns the number of rows of a prefill task, given `all` rows of each K/V head: as many as the
+// caches allow, so that preparing K/V costs little, but few enough that all threads have work.
 MS_INLINE int rows_of_a_task(int all, int kv_heads, int dim, int threads) {
   const int fair = static_cast<int>(static_cast<int64_t>(all) * kv_heads / (4 * threads));
   const int most = 64 * 1024 / dim < 512 ? 64 * 1024 / dim : 512;
@@ -88,14 +88,14 @@ struct AttendCall {
   size_t q_stride;
   float* out;
   size_t out_stride;
-  float* lse;  // or null: [rows][heads]
+  float* lse;  // [rows][heads], or null
   HeadShape shape;
-  int per_kv;  // query heads of a K/V head
+  int per_kv;  // query heads of each K/V head
 
   const uint8_t* head_at(const SequenceRows& seq, int tile, int kv_head) const {
     return seq.base + static_cast<size_t>(tile) * step.tile_bytes + layer.cache.offset_bytes + kv_head * shape.bytes;
   }
-  // The keys that a row sees: from low_of its position to before high_of it; none if these cross.
+  // A row attends to keys [low_of, high_of) of its position, to none if that range is empty.
   int low_of(int position) const {
     return layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
   }

@@ -1,31 +1,32 @@
-// Decode attention over int8 K/V (kv_tiles.inl): one query row of a sequence. Included once per
+// Decode attention over int8 K/V (kv_tiles.inl) for one query row of a sequence. Included once per
 // instruction set.
 //
-// Arithmetic, for every query row by itself (flash attention, Dao et al. 2022, in base 2):
+// Every query row is computed independently (flash attention, Dao et al. 2022, in base 2):
 //   q is rounded to 15 bits, as hi * 128 + lo, so that q.k is two exact integer dot products;
-//   tokens go 64 at a time (a stretch): p = exp2(s - the stretch's largest s), then p * v_scale is
-//   rounded to 15 bits of the stretch's largest v_scale and summed against V in integers;
-//   each run of SPLIT positions starts afresh, and the parts are merged in order.
-// Nothing of this depends on which rows are computed together, on how a prompt was cut into
-// chunks, or on the number of threads: a row has the same bits in any batch. attention_prefill.inl
-// does the same for many rows of a sequence, to the same bits.
+//   tokens are taken 64 at a time (a stretch): p = exp2(s - the stretch's largest s), then
+//   p * v_scale is rounded to 15 bits of the stretch's largest v_scale and multiplied with V in
+//   integers;
+//   each run of SPLIT positions has its own sums, and these parts are merged in order.
+// The result does not depend on the rows computed together, on the chunks of a prompt or on the
+// number of threads: a row has the same bits in any batch. attention_prefill.inl computes many rows
+// of a sequence to the same bits.
 
 namespace MS_ISA {
 namespace {
 
 constexpr int STRETCH_TILES = 4, STRETCH = STRETCH_TILES * TILE;
-constexpr int MAX_ROWS = HAS_32_REGISTERS ? 6 : IS_AVX_VNNI ? 4 : 2;  // of the micro kernels, AT_MOST sums each
+constexpr int MAX_ROWS = HAS_32_REGISTERS ? 6 : IS_AVX_VNNI ? 4 : 2;  // of the micro kernels; each row has AT_MOST sums
 constexpr int AT_MOST = IS_AVX_VNNI ? 1 : STRETCH_TILES;
 constexpr float WEIGHT_STEPS = 32767.0f, QUERY_STEPS = 16256.0f;
 
-// The query heads of one token, some rows of them. Buffers of one thread, grown as needed.
+// Buffers of one thread for some rows, the query heads of one token. They grow as needed.
 struct Scratch {
   int8_t *hi, *lo;     // [rows][dim]
   int32_t* offsets;    // [rows][groups]: 128 * sum of q over the group
   float* q_scale;      // [rows]
-  float *m, *l, *acc;  // of a split: [rows], [rows], [rows][dim]
+  float *m, *l, *acc;  // sums of a split: [rows], [rows], [rows][dim]
   int low, high;       // visible positions
-  int position;        // the row's own
+  int position;        // of the query row
   int head;            // query head of the first row
 };
 
@@ -69,14 +70,15 @@ void round_query(const float* q, const HeadShape& shape, float scale, Scratch& s
 }
 
 struct Stretch {
-  const uint8_t* tile[STRETCH_TILES];  // this head's part of each tile
-  // Of the head or stretch that follows, to prefetch. Line after line: two tiles while K is read,
-  // two while V is, so that the processor's own prefetching sees streams.
+  const uint8_t* tile[STRETCH_TILES];  // address of this head's part of each tile
+  // The tiles of the next head or stretch, to be prefetched line by line: two of them while K is
+  // read and two while V is read, so that the hardware prefetcher detects streams.
   const uint8_t* next[STRETCH_TILES];
   int first;                           // position of the first token
 };
 
-// scores[R][TILES] = q.k of R rows with 16 tokens of each tile from FIRST on, K's scales applied.
+// Computes scores[R][TILES] = q.k of R rows and the 16 tokens of each tile from FIRST on, with K's
+// scales applied.
 template <int R, int FIRST, int TILES>
 MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, const Stretch& at,
                          f32x16 (&scores)[MAX_ROWS][STRETCH_TILES]) {
@@ -120,14 +122,14 @@ __attribute__((noinline)) void bend_scores(const AttentionLayer& layer, const Sc
   }
 }
 
-// What a stretch adds to R rows.
+// The weights of a stretch for R rows.
 struct Weights {
   alignas(64) int16_t p[MAX_GROUPS][MAX_ROWS][STRETCH];  // 15-bit integers, for each group
-  float unit[MAX_GROUPS][MAX_ROWS];                      // what one of them is worth
-  float shrink[MAX_ROWS];                                // to be multiplied by it: the rows' earlier sums
+  float unit[MAX_GROUPS][MAX_ROWS];                      // the value of one step of p
+  float shrink[MAX_ROWS];                                // factor for the rows' earlier sums
 };
 
-// Softmax of R rows' scores x over a stretch.
+// Computes the softmax of R rows' scores x over a stretch.
 template <int R, int TILES, bool MASKED>
 MS_INLINE void soften(const HeadShape& shape, const AttentionLayer& layer, const Scratch& s, int row,
                       const Stretch& at, f32x16 (&x)[MAX_ROWS][STRETCH_TILES], Weights& w) {
@@ -194,14 +196,14 @@ MS_INLINE void soften(const HeadShape& shape, const AttentionLayer& layer, const
   }
 }
 
-// sums[R][VECS] = p . V over 16 * VECS dimensions from d on.
+// Computes sum[R][VECS] = p . V for 16 * VECS dimensions from d on.
 template <int R, int VECS, int TILES>
 MS_INLINE void weigh(const HeadShape& shape, const Stretch& at, int d, const int16_t (*p)[STRETCH],
                      i32x16 (&sum)[R][VECS]) {
   unroll<R>([&](auto r) MS_LAMBDA { unroll<VECS>([&](auto i) MS_LAMBDA { sum[r][i] = i32x16{}; }); });
   for (int t = 0; t < TILES; t++) {
     const int8_t* v = reinterpret_cast<const int8_t*>(at.tile[t] + shape.v) + 2 * d;
-    // the other half of what follows: tile 2 meanwhile, then tile 3
+    // Prefetches the other half of the next stretch, tile 2 and then tile 3.
     const uint8_t* next = at.next[2 + t / 2] + (d / (16 * VECS) * 16 + t % 2 * 8) * (32 * VECS);
     for (int pair = 0; pair < TILE / 2; pair++, v += 2 * shape.dim, next += 32 * VECS) {
       i32x16 wide[VECS];
@@ -229,7 +231,7 @@ MS_INLINE void add_values(const HeadShape& shape, const Scratch& s, int row, con
   });
 }
 
-// Two groups of 8 share a register: both sums are taken, and half of each is kept.
+// Two groups of 8 share a register, so both sums are computed and half of each is kept.
 template <int R, int TILES>
 MS_INLINE void add_values_by_8(const HeadShape& shape, const Scratch& s, int row, const Stretch& at, int d, int g,
                                const Weights& w) {
@@ -290,7 +292,8 @@ MS_INLINE void clear(Scratch& s, int rows, int dim) {
   std::memset(s.acc, 0, sizeof(float) * rows * dim);
 }
 
-// Rows of K/V head h in the tiles from `first` on; what follows next is prefetched.
+// Adds the stretch from position `first` on to all rows of a K/V head, and prefetches the stretch
+// at next_first of next_head.
 void attend_stretch(const AttendCall& call, const Scratch& s, int rows, const SequenceRows& seq, int kv_head, int first,
                     int next_first, int next_head) {
   Stretch at;
@@ -308,7 +311,7 @@ void attend_stretch(const AttendCall& call, const Scratch& s, int rows, const Se
   }
 }
 
-// One split of a single row, for K/V heads [from, to): (m, l, acc) of each query head.
+// Computes one split of a single row for K/V heads [from, to): (m, l, acc) of each query head.
 void attend_part(const AttendCall& call, const SequenceRows& seq, int split, int from, int to, float* parts) {
   const int per_kv = call.per_kv, heads = (to - from) * per_kv, dim = call.shape.dim, groups = call.shape.num_groups;
   Scratch s = scratch_for(heads, dim, groups);
@@ -336,7 +339,7 @@ void attend_part(const AttendCall& call, const SequenceRows& seq, int split, int
   }
 }
 
-// A later split's part of one row joins what the earlier ones gave.
+// Merges a later split's part of one row into the total of the earlier splits.
 MS_INLINE void merge(float& total_m, float& total_l, float* total, float m, float l, const float* acc, int dim) {
   const float now = total_m > m ? total_m : m;
   const f32x16 a = exp2_neg(splat(total_m - now)), b = exp2_neg(splat(m - now));

@@ -1,9 +1,10 @@
 // Decode attention over bf16 or fp32 K/V: one query row for each sequence, keys and values at any
 // token and head stride. Included once per instruction set.
 //
-// Sixteen tokens at a time: dot products in fp32, an online softmax in base 2, and the weighted
-// sum of V. All query heads of a K/V head go together, so that each byte is read once. Each run of
-// SPLIT tokens starts afresh and the parts are merged in order: a row has the same bits in any batch.
+// The kernel takes sixteen tokens at a time: dot products in fp32, an online softmax in base 2, and
+// the weighted sum of V. It computes all query heads of a K/V head together, so that each byte is
+// read once. Each run of SPLIT tokens has its own sums, and these parts are merged in order: a row
+// has the same bits in any batch.
 
 namespace MS_ISA {
 namespace {
@@ -14,7 +15,7 @@ MS_INLINE f32x16 plain_at(const void* p, size_t i) {
                             : from_bf16(static_cast<const uint16_t*>(p) + i);
 }
 
-// Tokens [0, n) of one K/V head, n <= 16, for G query heads. q, acc: [G][dim]; m, l: [G].
+// Adds tokens [0, n) of one K/V head, n <= 16, for G query heads. q, acc: [G][dim]; m, l: [G].
 template <DType TYPE, int G>
 MS_INLINE void plain_tokens(const char* k, const char* v, size_t token_bytes, int n, int dim,
                             const float* q, float* m, float* l, float* acc) {
@@ -28,7 +29,7 @@ MS_INLINE void plain_tokens(const char* k, const char* v, size_t token_bytes, in
       const f32x16 x = plain_at<TYPE>(row, d);
       unroll<G>([&](auto g) MS_LAMBDA { sum[g] = fma(x, load<f32x16>(q + g * dim + d), sum[g]); });
     }
-    // the next tokens of both
+    // Prefetches the next tokens of K and V.
     for (int d = 0; d < dim; d += TYPE == DType::f32 ? 16 : 32) {
       const size_t ahead = 16 * token_bytes + d * (TYPE == DType::f32 ? 4 : 2);
       prefetch(row + ahead);
@@ -81,7 +82,7 @@ void decode_plain(const PlainSequence* sequences, int count, const PlainLayer& l
   const size_t part_size = static_cast<size_t>(per_kv) * (dim + 2), item = layer.type == DType::f32 ? 4 : 2;
   static thread_local List<PlainTask> tasks;
   static thread_local List<float> parts;
-  static thread_local List<int> firsts;  // of each sequence and K/V head
+  static thread_local List<int> firsts;  // first task of each sequence and K/V head
   tasks.clear(), firsts.clear();
   for (int s = 0; s < count; s++)
     for (int h = 0; h < layer.num_kv_heads; h++) {

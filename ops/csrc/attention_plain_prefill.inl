@@ -1,18 +1,18 @@
 // Prefill attention over bf16 or fp32 K/V: many query rows of one sequence, keys and values at any
 // token and head stride. Included once per instruction set.
 //
-// Flash attention with a query row in each lane: S = K Q^T, weights and sums are all [.][rows], so
-// softmax needs no sum across lanes, K is used as it is stored, and all query heads of a K/V head
-// are rows alike. Everything is made of 32-bit units: one fp32 number, or two of bf16 where the
-// processor multiplies those (elsewhere bf16 is widened).
+// This is flash attention with a query row in each lane: S = K Q^T, weights and sums are all
+// [.][rows]. So the softmax needs no sum across lanes, K is used as it is stored, and the query
+// heads of a K/V head are just more rows. All data consists of 32-bit units: one fp32 number, or two
+// of bf16 where the processor multiplies them (elsewhere bf16 is widened).
 //
-//   A task has some rows of one K/V head, in tiles of up to TILE_VECS * 16. It goes through the
-//   blocks of KEY_BLOCK keys, copies each into dense memory (a token's stride may put all keys into
-//   the same few sets of the caches; V's units are pairs of tokens) and shows it to its tiles.
-//   Groups of keys that no row of a tile sees are not computed.
+//   A task has some rows of one K/V head, in tiles of up to TILE_VECS * 16. For each block of
+//   KEY_BLOCK keys it copies the keys into dense memory (a token's stride may map all keys to the
+//   same few cache sets; V's units are pairs of tokens) and adds them to its tiles. It skips groups
+//   of keys that are masked for all rows of a tile.
 //
-// Blocks begin at multiples of KEY_BLOCK keys and keys are summed in their order, one lane for one
-// row, a masked key adding zero: a row has the same bits whatever rows it is computed with.
+// Blocks begin at multiples of KEY_BLOCK keys, keys are summed in order, each row has its own lane,
+// and a masked key adds zero. So a row has the same bits whatever rows are computed with it.
 
 namespace MS_ISA {
 namespace {
@@ -25,7 +25,7 @@ static_assert(KEY_BLOCK % AT_ONCE == 0 && 16 % AT_ONCE == 0 && AT_ONCE % 2 == 0)
 struct Singles {
   static constexpr int COUNT = 1;
   static MS_INLINE f32x16 dot(f32x16 sum, f32x16 a, f32x16 b) { return fma(a, b, sum); }
-  // Weights of two keys that follow each other, step floats apart.
+  // Stores the weights of two consecutive keys, `step` floats apart.
   static MS_INLINE void put(float* to, int step, f32x16 even, f32x16 odd) { store(to, even), store(to + step, odd); }
   static MS_INLINE f32x16 query(const void* q, size_t at, int, DType type) {
     return type == DType::f32 ? plain_at<DType::f32>(q, at) : plain_at<DType::bf16>(q, at);
@@ -66,28 +66,28 @@ struct Pairs {
 
 // ---- a tile of rows and a block of keys
 
-// Up to TILE_ROWS rows of one K/V head, row after row: [token][query head of the K/V head].
+// Up to TILE_ROWS consecutive rows of one K/V head, ordered [token][query head of the K/V head].
 struct QueryTile {
   int vecs;         // of 16 rows
   float *q, *acc;   // [units][vecs][16], [dim][vecs][16]
   float *m, *l;     // [vecs][16]
-  int *low, *high;  // of each row the keys it sees, from low to before high
+  int *low, *high;  // each row attends to keys [low, high)
   int min_low, max_low, min_high, max_high;
 };
 
-// K as [key][units], V as [dim / 16][units of keys][16 dimensions].
+// A block of keys: K as [key][units], V as [dim / 16][units of keys][16 dimensions].
 struct KeyBlock {
   float *k, *v;
   int first;  // position of the first key
   int dim;
 };
 
-// sum[r] += lanes[u] * x[r, u] over `count` units u, whose x lie u_step apart; those of r r_step.
+// Computes sum[r] += lanes[u] * x[r * r_step + u * u_step] for all u < count.
 template <class U, int C>
 MS_INLINE void multiply(f32x16 (&sum)[AT_ONCE][C], const float* lanes, const float* x, int r_step, int u_step,
                         int count) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  static_assert(C == 1 && U::COUNT == 1);  // in halves, or gcc keeps the sums in memory
+  static_assert(C == 1 && U::COUNT == 1);  // with whole vectors, gcc would keep the sums in memory
   __m256 half[AT_ONCE][2];
   unroll<AT_ONCE>([&](auto r) MS_LAMBDA { std::memcpy(half[r], &sum[r], 64); });
   for (int u = 0; u < count; u++) {
@@ -111,16 +111,16 @@ MS_INLINE void multiply(f32x16 (&sum)[AT_ONCE][C], const float* lanes, const flo
 #endif
 }
 
-// Keys [from, to) of the block, in runs of AT_ONCE, for all rows of a tile.
+// Adds keys [from, to) of the block, in runs of AT_ONCE, to all rows of a tile.
 template <class U, int C, bool MASKED>
 __attribute__((noinline)) void tile_block(const QueryTile& tile, const KeyBlock& block, int from, int to, float scale) {
-  alignas(64) float scores[KEY_BLOCK * C * 16];  // then weights
+  alignas(64) float scores[KEY_BLOCK * C * 16];  // overwritten by the weights
   const int units = block.dim / U::COUNT;
   const auto is_seen = [&](auto c, int key) MS_LAMBDA {
     const int position = block.first + key;
     return (load<i32x16>(tile.low + 16 * c) <= position) & (load<i32x16>(tile.high + 16 * c) > position);
   };
-  // some row does not see all of `count` keys: rows at the edge alone pay for masks
+  // True if some of the `count` keys are masked for some row; only such keys pay for masks.
   const auto is_edge = [&](int key, int count) MS_LAMBDA {
     return MASKED && (block.first + key < tile.max_low || block.first + key + count > tile.min_high);
   };
@@ -192,12 +192,12 @@ struct PrefillCall {
   size_t key_offset(int key, int kv_head) const {  // bytes
     return (key * seq.token_stride + kv_head * seq.head_stride) * item();
   }
-  // Row r of a K/V head, in heads from the first row's first.
+  // Returns the index of row `row` of a K/V head among all heads of all rows.
   size_t head_of(int row, int kv_head) const {
     return static_cast<size_t>(row / per_kv) * layer.num_heads + kv_head * per_kv + row % per_kv;
   }
 
-  // Keys [block.first, + n), followed by zeros until a group is full.
+  // Copies n keys from block.first on, followed by zeros until a run of AT_ONCE is full.
   template <class U, DType TYPE>
   void pack(const KeyBlock& block, int n, int kv_head) const {
     const int dim = block.dim, units = dim / U::COUNT, end = (n + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
@@ -223,7 +223,8 @@ struct PrefillCall {
     }
   }
 
-  // Rows [from, to) of a K/V head, `to` at most TILE_ROWS later. Lanes beyond see what the last row sees.
+  // Loads rows [from, to) of a K/V head, at most TILE_ROWS. The remaining lanes have the same visible
+  // keys as the last row.
   template <class U>
   void begin_tile(QueryTile& tile, int kv_head, int from, int to) const {
     const int dim = layer.head_dim, units = dim / U::COUNT;
@@ -270,7 +271,7 @@ struct PrefillCall {
     }
   }
 
-  // Rows [from, to) of a K/V head against all keys that they see.
+  // Computes rows [from, to) of a K/V head over all their visible keys.
   template <class U, DType TYPE>
   void run(int kv_head, int from, int to) const {
     const int dim = layer.head_dim, units = dim / U::COUNT, count = (to - from + TILE_ROWS - 1) / TILE_ROWS;
@@ -305,7 +306,7 @@ struct PrefillCall {
     }
   }
 
-  // What the tile sees of the first n keys of a block.
+  // Adds those of the first n keys of a block that are visible to the tile.
   template <class U>
   void show(const QueryTile& tile, const KeyBlock& block, int n) const {
     int from = tile.min_low - block.first, to = tile.max_high - block.first;
@@ -333,7 +334,7 @@ void prefill_plain(const PlainSequence& seq, const PlainLayer& layer, const Pref
   const int all = rows.count * call.per_kv, share = rows_of_a_task(all, layer.num_kv_heads, layer.head_dim, team.size());
   const bool pairs = layer.type == DType::bf16 && rows.type == DType::bf16 && multiplies_bf16();
   team.parallel((all + share - 1) / share * layer.num_kv_heads, [&](int task) {
-    // the last rows see the most: they go first
+    // The last rows have the most keys, so they start first.
     const int to = all - task / layer.num_kv_heads * share, from = to > share ? to - share : 0;
     const int head = task % layer.num_kv_heads;
 #if defined(__AVX512BF16__)

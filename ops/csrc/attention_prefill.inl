@@ -1,24 +1,24 @@
-// Prefill attention over int8 K/V (kv_tiles.inl): many rows of one sequence. Included once per
+// Prefill attention over int8 K/V (kv_tiles.inl) for many rows of one sequence. Included once per
 // instruction set.
 //
-// The arithmetic is that of attention_decode.inl, to the bit, with a query row in each lane: scores,
-// weights and sums are all [.][rows], so that softmax needs no sum across lanes, and all query
-// heads of a K/V head are rows alike. A task has some rows of one K/V head, in tiles of up to
-// TILE_ROWS. It widens each stretch of tokens to 16 bits once, as pairs of dimensions of K and of
-// tokens of V, and shows it to its tiles. Runs of AT_ONCE tokens that no row of a tile sees are not
-// computed; masks are for the runs at the edge.
+// The results equal those of attention_decode.inl to the bit, but a query row is in each lane:
+// scores, weights and sums are all [.][rows]. So the softmax needs no sum across lanes, and the
+// query heads of a K/V head are just more rows. A task has some rows of one K/V head, in tiles of up
+// to TILE_ROWS. It widens each stretch of tokens to 16 bits once, as pairs of dimensions of K and of
+// tokens of V, and adds it to its tiles. It skips runs of AT_ONCE tokens that are masked for all
+// rows of a tile, and applies masks only to runs that are masked for some rows.
 
 namespace MS_ISA {
 namespace {
 
-// Up to TILE_ROWS rows of one K/V head, row after row: [token][query head of the K/V head].
+// Up to TILE_ROWS consecutive rows of one K/V head, ordered [token][query head of the K/V head].
 struct RowTile {
   int vecs;                            // of 16 rows
   int32_t* q;                          // [dim / 2][vecs][16] pairs of 16 bits
   float *q_scale, *slope;              // [vecs][16]
-  float *m, *l, *acc;                  // of the current split: [vecs][16], [vecs][16], [dim][vecs][16]
-  float *total_m, *total_l, *total;    // of all splits before
-  int *low, *high, *position;          // of each row the positions it sees, from low to before high, and its own
+  float *m, *l, *acc;                  // sums of the current split: [vecs][16], [vecs][16], [dim][vecs][16]
+  float *total_m, *total_l, *total;    // sums of the earlier splits
+  int *low, *high, *position;          // each row attends to positions [low, high) and is at `position`
   int min_low, max_low, min_high, max_high;
 };
 
@@ -26,23 +26,23 @@ struct RowTile {
 struct WideStretch {
   int32_t* k;                          // [tile][dim / 4][token][2] pairs of 16 bits
   int32_t* v;                          // [dim / 16][STRETCH / 2][16] pairs of tokens
-  float *k_scale, *v_scale, *v_weight; // [groups][STRETCH]; v_weight: steps that a weight of 1 is worth
+  float *k_scale, *v_scale, *v_weight; // [groups][STRETCH]; v_weight: the number of steps of a weight of 1
   float* v_top;                        // [groups]: the largest v_scale
   float *more, *less_by;               // [STRETCH]: binary order of V's scales, moved into the scores; 2^-more
   int first, tiles;
 };
 
-// Room for a tile's scores and weights.
+// Memory for a tile's scores and weights.
 struct WeightRoom {
   float* scores;  // [STRETCH][vecs][16]
   int32_t* p;     // [groups][STRETCH / 2][vecs][16] pairs of 15-bit weights
-  float* v_step;  // [groups][vecs][16]: what the edge rows' weights times v_scale are multiplied by
-  float* unit;    // [groups][vecs][16]: what one of the integers is worth
+  float* v_step;  // [groups][vecs][16]: steps per unit of weight * v_scale, for masked rows
+  float* unit;    // [groups][vecs][16]: the value of one step
 };
 
 MS_INLINE float steps_of(float largest) { return WEIGHT_STEPS / (largest < 1e-30f ? 1e-30f : largest); }
 
-// sum[r] += lanes * x[r] over pairs, whose x lie x_step apart; those of r R_STEP.
+// Computes sum[r] += lanes * x[r * R_STEP], where each 32-bit number is a pair of 16-bit integers.
 template <int C, int R_STEP>
 MS_INLINE void multiply_pairs(i32x16 (&sum)[AT_ONCE][C], const int32_t* lanes, const int32_t* x) {
   i32x16 lane[C];
@@ -58,7 +58,7 @@ MS_INLINE i32x16 sees(const RowTile& tile, int c, int position) {
   return (load<i32x16>(tile.low + 16 * c) <= position) & (load<i32x16>(tile.high + 16 * c) > position);
 }
 
-// Scores of AT_ONCE tokens: what a few models do to them, and masks.
+// Applies the changes that a few models make to scores, and masks, to the scores of AT_ONCE tokens.
 template <int C>
 __attribute__((noinline)) void bend_and_mask(const AttentionLayer& layer, const RowTile& tile, float* scores,
                                              const float* more, int position) {
@@ -75,7 +75,7 @@ __attribute__((noinline)) void bend_and_mask(const AttentionLayer& layer, const 
     }
 }
 
-// scores = q.k of tokens [from, to) of the stretch; top: the largest of each row.
+// Computes scores = q.k of tokens [from, to) of the stretch; `top` is the largest score of each row.
 template <int C>
 MS_INLINE void score_rows(const HeadShape& shape, const AttentionLayer& layer, const RowTile& tile,
                           const WideStretch& at, int from, int to, float* scores, f32x16 (&top)[C]) {
@@ -117,7 +117,8 @@ MS_INLINE void score_rows(const HeadShape& shape, const AttentionLayer& layer, c
   }
 }
 
-// The largest scale of V among the tokens that each row sees: v_step and, without its factor, unit.
+// Sets v_step, and unit without its factor, from the largest scale of V among the visible tokens of
+// each row.
 template <int C>
 __attribute__((noinline)) void edge_scales(const HeadShape& shape, const RowTile& tile, const WideStretch& at,
                                            const WeightRoom& room) {
@@ -140,8 +141,9 @@ __attribute__((noinline)) void edge_scales(const HeadShape& shape, const RowTile
     }
 }
 
-// Scores of the tiles that hold tokens [from, to) to weights; sum: of each row before V's scales, in the order of
-// the decode kernel. IS_WHOLE: all rows see all tokens of the stretch.
+// Converts the scores of the tiles that hold tokens [from, to) to weights. `sum` is the sum of each
+// row's weights without V's scales, added in the order of the decode kernel. IS_WHOLE: all tokens of
+// the stretch are visible to all rows.
 template <int C, bool IS_WHOLE>
 MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const WideStretch& at, int from, int to,
                           const WeightRoom& room, const f32x16 (&top)[C], f32x16 (&sum)[C]) {
@@ -191,7 +193,7 @@ MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const Wid
   unroll<C>([&](auto c) MS_LAMBDA { sum[c] = load<f32x16>(sums + c * 16); });
 }
 
-// What C * 16 rows see of tokens [from, to) of a stretch.
+// Adds tokens [from, to) of a stretch to C * 16 rows.
 template <int C>
 __attribute__((noinline)) void show_stretch(const HeadShape& shape, const AttentionLayer& layer, const RowTile& tile,
                                             const WideStretch& at, int from, int to, const WeightRoom& room) {

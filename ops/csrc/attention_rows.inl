@@ -1,16 +1,16 @@
-// Tasks of prefill attention over int8 K/V: some rows of one sequence and one K/V head. Included
-// once per instruction set.
+// Tasks of prefill attention over int8 K/V. A task has some rows of one sequence and one K/V head.
+// Included once per instruction set.
 
 namespace MS_ISA {
 namespace {
 
-// Rows start afresh.
+// Clears the sums of a tile for a new split.
 MS_INLINE void clear_tile(const RowTile& tile, int dim) {
   for (int i = 0; i < tile.vecs * 16; i++) tile.m[i] = NOTHING, tile.l[i] = 0.0f;
   std::memset(tile.acc, 0, sizeof(float) * dim * tile.vecs * 16);
 }
 
-// What the rows saw in a split joins what they saw in those before.
+// Merges the sums of a split into the totals of the earlier splits.
 MS_INLINE void merge_tile(const RowTile& tile, int dim) {
   for (int c = 0; c < tile.vecs; c++) {
     const f32x16 m = load<f32x16>(tile.m + 16 * c), total_m = load<f32x16>(tile.total_m + 16 * c);
@@ -25,7 +25,7 @@ MS_INLINE void merge_tile(const RowTile& tile, int dim) {
   }
 }
 
-// A query row of `dim` to 16 bits; returns what a step is worth.
+// Rounds a query row of `dim` numbers to 16-bit integers; returns the value of one step.
 MS_INLINE float round_row(const float* q, int dim, int16_t* to) {
   f32x16 largest = {};
   for (int d = 0; d < dim; d += 16) largest = max_magnitude(largest, load<f32x16>(q + d));
@@ -34,7 +34,7 @@ MS_INLINE float round_row(const float* q, int dim, int16_t* to) {
   return top / QUERY_STEPS;
 }
 
-// A task: rows [from, to) of a sequence with the query heads of one K/V head.
+// Computes query rows [from, to) of a sequence and one K/V head.
 class RowTask {
  public:
   RowTask(const AttendCall& call, const SequenceRows& seq, int kv_head, int from, int to)
@@ -57,7 +57,7 @@ class RowTask {
   void run() {
     const int count = static_cast<int>(tiles().size()), low = tiles()[0].min_low, high = tiles()[count - 1].max_high;
     int split = low / SPLIT * SPLIT;
-    do {  // once at least: a window may end before all keys
+    do {  // runs at least once: the window of all rows may end before the keys
       const int end = split + SPLIT < high ? split + SPLIT : high;
       for (int first = low > split ? low / STRETCH * STRETCH : split; first < end; first += STRETCH) {
         widen(first, high);
@@ -94,7 +94,7 @@ class RowTask {
   const float* query(int row) const { return call_.q + step_row(row) * call_.q_stride + head_of(row) * dim_; }
   float* result(int row) const { return call_.out + step_row(row) * call_.out_stride + head_of(row) * dim_; }
 
-  // Rows [from, to). Lanes beyond are copies of the last row.
+  // Loads rows [from, to) into a tile. The remaining lanes are copies of the last row.
   void begin(RowTile& tile, int from, int to) {
     tile = {(to - from + 15) / 16, ints(dim_ / 2 * TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS),
             take(TILE_ROWS), take(dim_ * TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS), take(dim_ * TILE_ROWS),
@@ -124,7 +124,7 @@ class RowTask {
     clear_tile(tile, dim_);
   }
 
-  // The tokens from position `first` on, before `high`, for all tiles.
+  // Widens the stretch of tokens from position `first` on, up to `high`, for all tiles.
   void widen(int first, int high) {
     const HeadShape& shape = call_.shape;
     const int left = (high - first + TILE - 1) / TILE, half = TILE / 2;
@@ -169,7 +169,7 @@ class RowTask {
     }
   }
 
-  // One of `count` shares of the stretch that follows, into the second-level cache.
+  // Prefetches one of `count` shares of the next stretch into the second-level cache.
   void prefetch_next(int first, int high, int share, int count) const {
     const int lines = static_cast<int>((call_.shape.bytes + 63) / 64);
     for (int t = share; t < STRETCH_TILES && first + t * TILE < high; t += count) {

@@ -1,4 +1,4 @@
-// What the files that face Python share.
+// Declarations that the Python bindings share.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,10 +10,10 @@ namespace ms {
 template <class T>
 T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
-// Int8Linear, Int4Linear and PlainLinear, in linear.cpp.
+// Binds Int8Linear, Int4Linear and PlainLinear; defined in linear.cpp.
 void bind_linear(nanobind::module_& m);
 
-// IoRing and checksum, in storage.cpp.
+// Binds IoRing and checksum; defined in storage.cpp.
 void bind_storage(nanobind::module_& m);
 
 }  // namespace ms

@@ -1,5 +1,5 @@
-// What this machine can do at best, for benchmarks to be measured against: reading memory, and
-// multiplying what is already in registers.
+// Measures the machine's ceilings, to which benchmarks compare their results: reading memory, and
+// multiplying numbers that are already in registers.
 
 namespace MS_ISA {
 namespace {
@@ -32,14 +32,14 @@ void copy_bytes(void* to, const void* from, size_t bytes) {
 
 constexpr int CHAINS = HAS_32_REGISTERS ? 24 : IS_AVX_VNNI ? 6 : 8;
 
-// Multiply-adds of `rounds` rounds on every thread, counted as two operations each.
+// Runs `rounds` rounds of multiply-adds on every thread; each multiply-add counts as two operations.
 double multiply_i8(int64_t rounds) {
   const int threads = ms::Team::get().size();
   List<int32_t> results(threads * 16);
   ms::Team::get().parallel(threads, [&](int task) {
 #if defined(__AVX512F__) || defined(MS_AVX_VNNI)
     i32x16 sum[CHAINS], a = splat_i32(task + 3), b = splat_i32(task + 7);
-#else  // a product is several instructions: of two with the same factors one would be left out
+#else  // a product takes several instructions, and the compiler would merge products of equal factors
     i32x16 sum[CHAINS], a[2], b[4];
     unroll<2>([&](auto i) MS_LAMBDA { a[i] = splat_i32(task + 3 + i); });
     unroll<4>([&](auto i) MS_LAMBDA { b[i] = splat_i32(task + 7 + i); });

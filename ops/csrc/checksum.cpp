@@ -1,5 +1,5 @@
-// XXH3-64 without a seed, of inputs longer than 240 bytes, from its specification
-// (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): eight 64-bit lanes, 1 KiB blocks.
+// Implements XXH3-64 without a seed for inputs longer than 240 bytes, after its specification
+// (github.com/Cyan4973/xxHash, doc/xxhash_spec.md). It has eight 64-bit lanes and 1 KiB blocks.
 #include "checksum.h"
 
 #include <cstring>
@@ -65,7 +65,7 @@ __attribute__((target("avx2"))) void add_blocks_avx2(uint64_t (&acc)[8], const u
   const __m256i prime = _mm256_set1_epi64x(PRIME32_1);
   for (; num_blocks > 0; num_blocks--, data += BLOCK) {
     for (size_t n = 0; n < STRIPES; n++) {
-      // Rows of K/V come from memory in long runs that the processor sees late.
+      // Rows of K/V come from memory in long runs that the hardware prefetcher recognizes late.
       _mm_prefetch(reinterpret_cast<const char*>(data + n * STRIPE + 2 * BLOCK), _MM_HINT_T0);
       for (int h = 0; h < 2; h++) {
         const __m256i words = load(data + n * STRIPE + 32 * h);
@@ -94,7 +94,7 @@ uint64_t avalanche(uint64_t x) {
 
 uint64_t checksum(const uint8_t* data, size_t size) {
   uint64_t acc[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
-  const size_t num_blocks = (size - 1) / BLOCK;  // the last one, full or not, is below
+  const size_t num_blocks = (size - 1) / BLOCK;  // the last block, full or not, is processed below
 #if defined(__x86_64__)
   if (&kernels() != portable_kernels())
     add_blocks_avx2(acc, data, num_blocks);

@@ -5,7 +5,7 @@
 
 namespace ms {
 
-// XXH3-64 of more than 240 bytes.
+// Returns XXH3-64 of `size` bytes; `size` must exceed 240.
 uint64_t checksum(const uint8_t* data, size_t size);
 
 }  // namespace ms

@@ -2,27 +2,26 @@
 //
 // y[m, n] = act((sum over k of x[m, k] * w[n, k]) * x_scale[m] * w_scale[n] + bias[n])
 //
-// Weights are kept as unsigned bytes (w + 128) because the dot product instruction takes one
+// Weights are stored as unsigned bytes (w + 128) because the dot product instruction takes one
 // unsigned factor and can broadcast the signed one from memory; 128 * sum of x[m, :] is
-// subtracted afterwards. Sums are 32-bit integers and exact, so a row has the same bits whatever
-// stands beside it.
+// subtracted afterwards. Sums are exact 32-bit integers, so a row has the same bits in any batch.
 //
-// Packed: panels of 32 outputs, [N/32][K/4][2][16 outputs][4 inputs], so that a panel is read
-// from end to end. Rows are taken up to 12 at a time; the inputs of a panel are cut into slices
-// that stay in L1 while all rows pass over them, and the next slice is prefetched meanwhile.
+// Weights are packed in panels of 32 outputs, [N/32][K/4][2][16 outputs][4 inputs], so that a panel
+// is read from end to end. The kernel takes up to 12 rows at a time. The inputs of a panel are cut
+// into slices; a slice stays in L1 for all rows, while the next one is prefetched.
 
 namespace MS_ISA {
 namespace {
 
 constexpr int PANEL = 32;
-constexpr int MAX_GROUP = HAS_32_REGISTERS ? 12 : IS_AVX_VNNI ? 3 : 4;  // rows of the micro kernel, two sums each
+constexpr int MAX_GROUP = HAS_32_REGISTERS ? 12 : IS_AVX_VNNI ? 3 : 4;  // rows of the micro kernel; each has two sums
 constexpr int SLICE_QUADS = SLICE / 4;  // 16 KiB of weights
-constexpr int MAX_BLOCK_ROWS = 128;  // rows of x that are kept in L2
-constexpr size_t AHEAD = 4096;      // bytes between reading and prefetching a stream
+constexpr int MAX_BLOCK_ROWS = 128;  // rows of x that stay in L2
+constexpr size_t AHEAD = 4096;      // bytes from the read position of a stream to the prefetched one
 
 #if defined(MS_AVX_VNNI)
-// sum[m][h] += weights(h) * x[m], half a panel after the other: 12 sums, 2 weights and an input are
-// 15 registers.
+// Computes sum[m][h] += weights(h) * x[m] for one half of a panel after the other: 12 sums, 2 weights
+// and an input fill 15 registers.
 template <int MR, class F>
 MS_INLINE void add_quad(i32x16 (&sum)[MR][2], const int8_t* x, F&& weights) {
   unroll<2>([&](auto h) MS_LAMBDA {
@@ -33,8 +32,8 @@ MS_INLINE void add_quad(i32x16 (&sum)[MR][2], const int8_t* x, F&& weights) {
 }
 #endif
 
-// c[MR][32] (+)= x[MR][SLICE] * w[quads][32][4]. LINES cache lines a
-// quad are prefetched, to L1 (CACHE 3) or to L2 (2).
+// Computes c[MR][32] (+)= x[MR][SLICE] * w[quads][32][4]. For each quad it prefetches LINES cache
+// lines from `next` on, to L1 (CACHE 3) or to L2 (CACHE 2).
 template <int MR, int LINES, int CACHE>
 __attribute__((noinline)) void micro(const uint8_t* w, const int8_t* x, int32_t* c, int quads,
                                      bool is_first, const uint8_t* next) {
@@ -82,7 +81,7 @@ MS_INLINE f32x16 activate(f32x16 x, Activation kind) {
     case Activation::gelu: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
     case Activation::gelu_tanh:
       return 0.5f * x * (1.0f + tanh(0.79788456f * fma(x * x * x, splat(0.044715f), x)));
-    case Activation::relu: return max(splat(0.0f), x);  // in this order NaN stays NaN
+    case Activation::relu: return max(splat(0.0f), x);  // with this order of arguments NaN stays NaN
     default: return x;
   }
 }
@@ -103,11 +102,11 @@ MS_INLINE void put(void* row, DType type, size_t at, f32x16 v, int n) {
   }
 }
 
-// Sixteen sums as floats. Those of gemm4.inl are floats without an offset already.
+// Returns sixteen sums as floats. The sums of gemm4.inl are already floats without an offset.
 MS_INLINE f32x16 total(const int32_t* c, i32x16 offset) { return to_float(load<i32x16>(c) - offset); }
 MS_INLINE f32x16 total(const float* c, i32x16) { return load<f32x16>(c); }
 
-// Scales, bias, activation, residual: the sums of one panel become output.
+// Applies scales, bias, activation and residual to the sums of one panel and writes the output.
 template <class Sum>
 void finish_panel(const LinearInt8& op, const Sum* c, int rows, int first_row, int panel,
                   const Quantized& x, void* out, size_t out_stride, DType type, bool add) {
@@ -125,7 +124,7 @@ void finish_panel(const LinearInt8& op, const Sum* c, int rows, int first_row, i
     f32x16 y[2];
     for (int h = 0; h < 2; h++)
       y[h] = fma(total(c + m * PANEL + 16 * h, offset) * xs, scale[h], bias[h]);
-    if (op.is_gated) {  // 16 gates beside their 16 factors
+    if (op.is_gated) {  // 16 gates and then their 16 factors
       put(row, type, n / 2, activate(y[0], op.activation) * y[1], op.num_out - n / 2);
       continue;
     }
@@ -144,7 +143,7 @@ void finish_panel(const LinearInt8& op, const Sum* c, int rows, int first_row, i
   }
 }
 
-// Asks for the lines that finish_panel will write: they lie far apart and are seldom in cache.
+// Prefetches the lines that finish_panel will write, which are far apart and seldom in cache.
 MS_INLINE void touch_rows(const char* at, int rows, size_t row_bytes, int panel, bool is_gated,
                           DType type) {
   const size_t width = (is_gated ? 16 : 32) * (type == DType::f32 ? 4 : 2);
@@ -170,16 +169,16 @@ void panel_rows(const LinearInt8& op, int panel, int first_row, int rows, const 
     const int some = quads - q < SLICE_QUADS ? quads - q : SLICE_QUADS;
     const uint8_t* slice = w + static_cast<size_t>(q) * 128;
     const int8_t* xs = x.values + q / SLICE_QUADS * x.slice_stride + first_row * SLICE;
-    if (groups == 1) {  // every weight is used once: a stream
+    if (groups == 1) {  // every weight is read once, as a stream
       MICRO_STREAM.at[rows - 1](slice, xs, c, some, q == 0, slice + AHEAD);
       continue;
     }
     const bool is_last = q + some == quads;
     for (int g = 0, m = 0; g < groups; g++) {
       const int mr = (rows - m + groups - g - 1) / (groups - g);
-      // The next slice comes with the first two groups, one half each. With many rows it would
-      // push them out of L1 so early: then it goes to L2, and to L1 with the last two groups. The
-      // groups between fetch the rows that follow.
+      // The first two groups prefetch the next slice, one half each. With many rows it would evict
+      // them from L1, so the first two groups prefetch it to L2 and the last two to L1. The groups
+      // between prefetch the next rows.
       const bool is_many = groups > 4;
       const int half = g < 2 ? g : is_many && g >= groups - 2 ? g - groups + 2 : -1;
       const uint8_t* next = half < 0 ? reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE)
@@ -187,7 +186,7 @@ void panel_rows(const LinearInt8& op, int panel, int first_row, int rows, const 
       if (is_last) touch_output(op, panel, first_row + m, mr, out, out_stride, type);
       (is_many && g < 2 ? MICRO_L2 : MICRO_L1)
           .at[mr - 1](slice, xs + m * SLICE, c + m * PANEL, some, q == 0, next);
-      // At once, as the lines asked for above are in cache: those of many rows have few places there.
+      // Finishes the group now, while the prefetched output lines are still in cache.
       if (is_last) finish_panel(op, c + m * PANEL, mr, first_row + m, panel, x, out, out_stride, type, add);
       m += mr;
     }
@@ -195,13 +194,13 @@ void panel_rows(const LinearInt8& op, int panel, int first_row, int rows, const 
   if (groups == 1) finish_panel(op, c, rows, first_row, panel, x, out, out_stride, type, add);
 }
 
-// f(panel, first row, rows) for all panels and blocks of rows, by the whole team.
+// Calls f(panel, first row, rows) for all panels and blocks of rows on all threads of the team.
 template <class F>
 void for_panels(int panels, int rows, F&& f) {
   ms::Team& team = ms::Team::get();
   const int blocks = (rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS;
-  // Panels that lie one after the other are a stream that prefetching can follow: a thread takes a
-  // long run of them, and shorter ones towards the end.
+  // The prefetcher can follow consecutive panels as one stream, so a thread takes long runs of them,
+  // and shorter runs towards the end.
   const int all = panels * blocks, threads = team.size();
   std::atomic<int> taken{0};
   team.parallel(threads, [&](int) {
@@ -226,7 +225,7 @@ void linear_int8(const LinearInt8& op, const Quantized& x, int rows, void* out, 
   });
 }
 
-// Quantizes each row to its largest magnitude and packs it.
+// Quantizes each row with its largest magnitude as 127, and packs it.
 void pack_int8(const PackSource& source, const LinearInt8& op, uint8_t* packed, float* scales) {
   const int quads = op.num_in_padded / 4;
   ms::Team::get().parallel(op.num_panels, [&](int panel) {

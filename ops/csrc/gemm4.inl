@@ -3,23 +3,23 @@
 // y[m, n] = act((sum over groups g of scale[n, g] * sum over k in g of x[m, k] * v[n, k])
 //               * x_scale[m] * channel_scale[n] + bias[n])
 //
-// A code becomes an unsigned byte in registers: itself, or the NF4 value in 127ths plus 128. What
-// was added to it (8, the zero point, 128) times the sum of the group's x is where a group's sum
-// starts. Those sums are exact integers; the groups are added in fp32 in one fixed order, so a row
-// has the same bits whatever stands beside it.
+// A code becomes an unsigned byte in registers: the code itself, or its NF4 value in 127ths plus 128.
+// The sum of a group starts at minus its offset (8, the zero point or 128) times the sum of the
+// group's x. These sums are exact integers; the groups are added in fp32 in a fixed order, so a row
+// has the same bits in any batch.
 //
-// Packed: panels of 32 outputs; in a panel, for each group: 32 fp16 scales, 32 int16 zero points if
-// there are any, and [group / 4][16][4 inputs] bytes, the low nibble of outputs 0-15, the high one
-// of 16-31. A panel is read from end to end.
+// Weights are packed in panels of 32 outputs. A panel has for each group 32 fp16 scales, 32 int16
+// zero points if there are any, and [group / 4][16][4 inputs] bytes, with outputs 0-15 in the low
+// nibbles and 16-31 in the high ones. A panel is read from end to end.
 
 namespace MS_ISA {
 namespace {
 
-// Of QLoRA (arXiv 2305.14314), in 127ths and plus 128.
+// The NF4 values of QLoRA (arXiv 2305.14314) in 127ths, plus 128.
 alignas(16) constexpr uint8_t NF4_BYTES[16] = {1,   40,  61,  78,  92,  105, 116, 128,
                                                138, 148, 159, 171, 184, 199, 220, 255};
 
-// Bytes of 0..15 to the unsigned factors they stand for.
+// Converts codes, bytes of 0..15, to their unsigned factors.
 template <Codes CODES>
 MS_INLINE i32x16 factors(i32x16 codes) {
   if (CODES != Codes::nf4) return codes;
@@ -39,7 +39,7 @@ MS_INLINE i32x16 factors(i32x16 codes) {
 #endif
 }
 
-// c[MR][32] (+)= x[MR][groups] * w[groups]. sums: of x, [MR][groups of the whole row].
+// Computes c[MR][32] (+)= x[MR][groups] * w[groups]. sums: the group sums of x, [MR][sums_stride].
 template <int MR, Codes CODES>
 __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const int32_t* sums,
                                       int sums_stride, float* c, int groups, int quads,
@@ -124,7 +124,7 @@ void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const
       const int mr = (rows - m + parts - p - 1) / (parts - p);
       if (parts > 1 && is_last)
         touch_output(op.base, panel, first_row + m, mr, out, out_stride, type);
-      // Used once, the weights are a stream; else the first rows prefetch the next slice.
+      // Weights that are used once are a stream; otherwise the first rows prefetch the next slice.
       const uint8_t* next = slice + (parts == 1 ? AHEAD : some * bytes);
       if (p > 0) next = reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE);
       micro.at[mr - 1](slice, xs + m * SLICE, sums + (first_row + m) * all + g, all, c + m * PANEL,
@@ -135,7 +135,7 @@ void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const
   finish_panel(op.base, c, rows, first_row, panel, x, out, out_stride, type, add);
 }
 
-// The sum of every group of every row, [rows][groups].
+// Computes the sum of every group of every row, [rows][groups].
 void sum_groups(const LinearInt4& op, const Quantized& x, int rows, int32_t* sums) {
   const int all = op.base.num_in_padded / op.group;
   const int share = 1 + 16384 / op.base.num_in_padded;

@@ -1,13 +1,13 @@
 // Linear layers on bf16 and fp32 weights. Included once per instruction set.
 //
-// y[m, n] = act(sum over k of x[m, k] * w[n, k] + bias[n]) (+ residual), in fp32; with bf16 weights
-// the product, the activation and what is multiplied or added to it are rounded to bf16 one after
-// the other, as they are when each is an operator of its own.
+// y[m, n] = act(sum over k of x[m, k] * w[n, k] + bias[n]) (+ residual), in fp32. With bf16 weights
+// the product, the activation and its product with the gated factor or sum with the residual are
+// each rounded to bf16, as separate operators would round them.
 //
-// Packed: panels of 32 outputs in steps of 128 bytes, [N/32][steps][32 outputs][inputs of a step],
-// one input in fp32, a pair in bf16. An output is one chain of sums over the steps, first to
-// last, whatever the number of rows: a row has the same bits in any batch. Rows and slices of the
-// inputs are taken as in gemm.inl.
+// Weights are packed in panels of 32 outputs in steps of 128 bytes, [N/32][steps][32 outputs][inputs
+// of a step]: one input in fp32, a pair in bf16. An output is one chain of sums over the steps, first
+// to last, for any number of rows, so a row has the same bits in any batch. Rows and slices of the
+// inputs are divided as in gemm.inl.
 
 namespace MS_ISA {
 namespace {
@@ -15,7 +15,7 @@ namespace {
 constexpr int PLAIN_GROUP = HAS_32_REGISTERS ? 12 : 3;  // rows of the micro kernel
 constexpr int SLICE_STEPS = 128;  // 16 KiB of weights
 
-// One register of outputs. Sixteen lanes in two registers would be kept in memory by gcc.
+// One register of outputs. GCC would keep sixteen lanes in two registers in memory.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 typedef float Part __attribute__((vector_size(32)));
 typedef uint32_t PartBits __attribute__((vector_size(32)));
@@ -34,7 +34,7 @@ MS_INLINE PartBits splat_part(const char* four) {
 template <class V>
 MS_INLINE V part_of(const void* panel, int p) { return load<V>(static_cast<const char*>(panel) + p * sizeof(V)); }
 
-// How one step is multiplied, and how rows are kept for it: a slice of a row after the other.
+// A Step type multiplies one step and defines how rows are stored for it, slice by slice.
 struct StepF32 {
   using Input = float;
   static constexpr DType TYPE = DType::f32;
@@ -52,7 +52,7 @@ struct StepF32 {
   static MS_INLINE void put(Input* to, f32x16 x) { store(to, x); }
 };
 
-// Without an instruction for it: bf16 weights widened on the way, rows of bf16 kept as floats.
+// bf16 without an instruction for it: weights are widened when they are read, rows kept as floats.
 struct StepWide {
   using Input = float;
   static constexpr DType TYPE = DType::bf16;
@@ -92,8 +92,8 @@ struct StepPairs {
 };
 #endif
 
-// c[MR][32] (+)= x[MR][steps] * w[steps][32]. Prefetched at every step: of a stream two lines of
-// weights; else one, to L1 (CACHE 3) or to L2 (2), and one of the rows that follow.
+// Computes c[MR][32] (+)= x[MR][steps] * w[steps][32]. Each step of a stream prefetches two lines of
+// weights; otherwise one, to L1 (CACHE 3) or to L2 (CACHE 2), and one of the next rows.
 template <class S, int MR, bool IS_STREAM, int CACHE>
 __attribute__((noinline)) void micro_plain(const uint8_t* w, const char* x, float* c, int steps,
                                            bool is_first, const void* next, const char* next_rows) {
@@ -124,7 +124,7 @@ template <class S, bool IS_STREAM, int CACHE>
 constexpr MicroPlainTable MICRO_PLAIN =
     micro_plain_table<S, IS_STREAM, CACHE>(std::make_index_sequence<PLAIN_GROUP>{});
 
-// The rows of a layer, normalized: [slice][row][ROW_BYTES].
+// The normalized rows of a layer: [slice][row][ROW_BYTES].
 struct PackedRows {
   char* values;
   size_t slice_stride;  // bytes
@@ -150,7 +150,7 @@ void pack_rows(const Rows& in, int rows, int num_in, const Norm& norm, const Pac
       pack_row<S, NormKind::none>, pack_row<S, NormKind::rms>, pack_row<S, NormKind::layer>};
   const auto pack = BY_KIND[static_cast<int>(norm.kind)];
   const size_t row_bytes = in.stride * (S::TYPE == DType::f32 ? 4 : 2);
-  // one share is worth a few microseconds
+  // One share takes a few microseconds.
   const int share = num_in > 16384 ? 1 : 16384 / num_in;
   ms::Team::get().parallel((rows + share - 1) / share, [&](int task) {
     for (int m = task * share; m < rows && m < (task + 1) * share; m++)
@@ -175,7 +175,7 @@ void finish_plain(const LinearPlain& op, const float* c, int rows, int panel, ch
       if (bias) y[h] += load<f32x16>(bias + 16 * h);
       y[h] = rounded<TYPE>(y[h]);
     }
-    if (op.is_gated) {  // 16 gates beside their 16 factors
+    if (op.is_gated) {  // 16 gates and then their 16 factors
       const f32x16 gate = rounded<TYPE>(activate(y[0], op.activation));
       put(out, TYPE, n / 2, gate * y[1], op.num_out - n / 2);
       continue;
@@ -203,7 +203,7 @@ void plain_panel(const LinearPlain& op, int panel, int first_row, int rows, cons
     const int some = steps - s < SLICE_STEPS ? steps - s : SLICE_STEPS;
     const uint8_t* slice = w + static_cast<size_t>(s) * 128;
     const char* xs = x.values + s / SLICE_STEPS * x.slice_stride + static_cast<size_t>(first_row) * S::ROW_BYTES;
-    if (groups == 1) {  // every weight is used once: a stream
+    if (groups == 1) {  // every weight is read once, as a stream
       MICRO_PLAIN<S, true, 3>.at[rows - 1](slice, xs, c, some, s == 0, slice + AHEAD, xs);
       continue;
     }
@@ -211,8 +211,8 @@ void plain_panel(const LinearPlain& op, int panel, int first_row, int rows, cons
     for (int g = 0, m = 0; g < groups; g++) {
       const int mr = (rows - m + groups - g - 1) / (groups - g);
       if (is_last) touch_rows(out + m * row_bytes, mr, row_bytes, panel, op.is_gated, S::TYPE);
-      // As in gemm.inl, the next slice of weights comes with the first two groups, by way of L2
-      // where there are many.
+      // As in gemm.inl, the first two groups prefetch the next slice of weights, to L2 first where
+      // there are many groups.
       const bool is_many = groups > 4;
       const int half = g < 2 ? g : is_many && g >= groups - 2 ? g - groups + 2 : -1;
       const char* next_rows = xs + (m + mr) * S::ROW_BYTES;
@@ -228,7 +228,7 @@ void plain_panel(const LinearPlain& op, int panel, int first_row, int rows, cons
 template <class S>
 void run_plain(const LinearPlain& op, const Rows& in, int rows, const Norm& norm, void* out,
                size_t out_stride, bool add) {
-  // the caller's rows; one for each thread that calls, kept between calls
+  // Each calling thread has its own buffer for rows, kept between calls.
   static thread_local List<char> memory;
   const size_t slice_inputs = SLICE_STEPS * S::INPUTS, slice_stride = size_t{S::ROW_BYTES} * rows;
   const size_t need = (op.num_in + slice_inputs - 1) / slice_inputs * slice_stride + 64;

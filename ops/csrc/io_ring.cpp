@@ -7,7 +7,7 @@
 #include <linux/io_uring.h>
 #endif
 
-#if defined(IORING_ENTER_EXT_ARG)  // Linux 5.11: waiting with a time-out
+#if defined(IORING_ENTER_EXT_ARG)  // Linux 5.11 added waiting with a time-out
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -60,7 +60,7 @@ IoRing::IoRing(int fd, unsigned depth, bool sqpoll, bool iopoll)
     fail(ENOSYS, "io_uring before Linux 5.11");
   }
   map_queues(&params);
-  // Spares every operation the look-up of the descriptor, and the ring keeps the file open.
+  // A registered file saves the descriptor look-up of every operation, and the ring keeps it open.
   has_fixed_file_ = enroll(ring_, IORING_REGISTER_FILES, &fd_, 1) == 0;
 }
 
@@ -144,14 +144,14 @@ size_t IoRing::submit(const std::vector<Operation>& operations) {
   in_flight_ += count;
   __atomic_store_n(sq_tail_, tail, __ATOMIC_RELEASE);
   if (!sqpoll_) return hand_over(count);
-  // The kernel's thread sleeps when it had nothing to do for a while.
+  // The kernel's submission thread sleeps after SQPOLL_IDLE_MS without work and must be woken.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (__atomic_load_n(sq_flags_, __ATOMIC_ACQUIRE) & IORING_SQ_NEED_WAKEUP)
     enter(ring_, count, 0, IORING_ENTER_SQ_WAKEUP, nullptr, 0);
   return count;
 }
 
-// What the kernel does not take is taken back.
+// Submits `count` entries and removes those that the kernel does not accept from the queue.
 unsigned IoRing::hand_over(unsigned count) {
   unsigned left = count;
   int busy = 0, number = 0;

@@ -1,5 +1,5 @@
-// Reads and writes of one file by io_uring: raw system calls, no library. Without the kernel's
-// header (or one older than Linux 5.11) the class is there and its constructor fails with ENOSYS.
+// Reads and writes one file by io_uring, with raw system calls and no library. Where the kernel's
+// header is missing or older than Linux 5.11, the constructor fails with ENOSYS.
 #pragma once
 
 #include <atomic>
@@ -31,20 +31,21 @@ struct Event {
   int32_t result;  // bytes, or -errno
 };
 
-// submit() and reap() may be called from different threads at once. Failures are thrown as
-// std::system_error. Whoever destroys a ring has reaped everything before.
+// submit() and reap() may run in different threads at once. Failures throw std::system_error.
+// The owner must reap all operations before it destroys the ring.
 class IoRing {
  public:
   IoRing(int fd, unsigned depth, bool sqpoll, bool iopoll);
   ~IoRing();
   IoRing(const IoRing&) = delete;
 
-  // Pins this memory; operations inside one region skip the kernel's page look-up. Replaces
-  // earlier ones. At most 1 GiB each.
+  // Pins these regions of at most 1 GiB each, in place of the earlier ones. Operations inside one
+  // region skip the kernel's page look-up.
   void register_buffers(std::vector<Region> regions);
-  // How many were taken: fewer than given when `depth` are in flight or the kernel is short.
+  // Returns how many operations were accepted: fewer than given when `depth` are in flight or the
+  // kernel lacks resources.
   size_t submit(const std::vector<Operation>& operations);
-  // Waits for at least so many, no longer than timeout_s.
+  // Waits for at least `at_least` events, but no longer than timeout_s.
   std::vector<Event> reap(unsigned at_least, double timeout_s);
 
  private:
@@ -64,7 +65,7 @@ class IoRing {
   unsigned sq_mask_ = 0, cq_mask_ = 0;
   io_uring_cqe* cqes_ = nullptr;
   std::atomic<unsigned> in_flight_{0};
-  std::vector<Region> regions_;  // by address; written while nothing is submitted
+  std::vector<Region> regions_;  // sorted by address; written while no operation is submitted
   std::mutex submit_mutex_, reap_mutex_;
 };
 

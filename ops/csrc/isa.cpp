@@ -30,7 +30,7 @@ bool has_leaf(unsigned leaf, unsigned part, unsigned (&r)[4]) {
   return __get_cpuid_count(leaf, part, &r[0], &r[1], &r[2], &r[3]);
 }
 
-// What compilers do not know by name: not every one that builds the kernels asks for these.
+// These features are read from CPUID, since not every supported compiler knows them by name.
 bool has_f16c() {
   unsigned r[4];
   return has_leaf(1, 0, r) && (r[2] >> 29 & 1);
@@ -39,7 +39,7 @@ bool has_avxvnni() {
   unsigned r[4];
   return has_leaf(7, 0, r) && r[0] >= 1 && has_leaf(7, 1, r) && (r[0] >> 4 & 1);
 }
-// The operating system's saving of the registers is part of what avx2 asks for.
+// The compiler's test for "avx2" includes that the operating system saves the registers.
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 #endif
 

@@ -1,4 +1,4 @@
-// Which set of kernels runs: the best this processor has, unless one is asked for by name.
+// Selects the set of kernels: the best that this processor supports, unless one is chosen by name.
 #pragma once
 
 #include "kernels.h"
@@ -7,6 +7,6 @@ namespace ms {
 
 bool is_usable(const Kernels* set);
 const Kernels& kernels();
-bool choose(const char* name);  // false: unknown, not built or not usable here
+bool choose(const char* name);  // returns false if the set is unknown, not built or not usable here
 
 }  // namespace ms

@@ -1,5 +1,5 @@
-// What a set of kernels offers, and the plain structures it works on. One Kernels table for each
-// instruction set; sizes are in elements unless they say bytes.
+// The functions of a set of kernels and the plain structures they work on. There is one Kernels
+// table for each instruction set. Sizes are in elements unless the name or a comment says bytes.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,9 @@ struct Norm {
   float eps;
 };
 
-// Rows of signed bytes: value * scales[m] is the number; sums[m] is the sum of the bytes.
-// Stored in slices of SLICE inputs, [slice][row][SLICE], so that some rows of a slice are one run.
+// Rows of signed bytes. Row m represents values[m] * scales[m]; sums[m] is the sum of its bytes.
+// Rows are stored in slices of SLICE inputs, [slice][row][SLICE], so that neighbouring rows of a
+// slice are contiguous.
 constexpr int SLICE = 512;
 struct Quantized {
   int8_t* values;
@@ -35,7 +36,7 @@ struct Quantized {
   int32_t* sums;
 };
 
-// Weights [channels, K] as up to three parts, one under the other; part i ends before row ends[i].
+// Weights [channels, K] in up to three parts, stacked by rows; part i ends before row ends[i].
 constexpr int MAX_PARTS = 3;
 struct PackSource {
   const void* parts[MAX_PARTS];
@@ -62,7 +63,7 @@ struct LinearInt8 {
   Activation activation;
 };
 
-// Weights in bf16 or fp32 (see gemm_plain.inl); rows and results are of the same type.
+// Weights in bf16 or fp32 (see gemm_plain.inl); rows and results have the same type.
 struct LinearPlain {
   const uint8_t* packed;
   const float* bias;  // or null
@@ -74,11 +75,11 @@ struct LinearPlain {
   DType type;
 };
 
-// What a 4-bit code stands for: code - 8, code - zero point of its group, or a value of NF4.
+// The value of a 4-bit code is code - 8, code - the zero point of its group, or an NF4 value.
 enum class Codes : int { centred, with_zeros, nf4 };
 
-// packed holds groups of inputs, each with scales of its own (see gemm4.inl); base.scales are
-// factors of the channels.
+// `packed` holds groups of inputs, each with its own scales (see gemm4.inl); base.scales holds one
+// factor for each channel.
 struct LinearInt4 {
   LinearInt8 base;
   int group;  // inputs: 32, 64 or 128
@@ -88,7 +89,7 @@ constexpr size_t group_bytes(int group, Codes codes) {
   return 64 + (codes == Codes::with_zeros ? 64 : 0) + static_cast<size_t>(group) * 16;
 }
 
-// Where one layer's K and V lie in a tile of TILE tokens (see kv_tiles.inl).
+// Locates one layer's K and V in a tile of TILE tokens (see kv_tiles.inl).
 constexpr int TILE = 16, MAX_HEAD_DIM = 512, MAX_GROUPS = MAX_HEAD_DIM / 8;
 struct CacheLayer {
   size_t offset_bytes;  // from the start of a tile
@@ -99,14 +100,15 @@ struct AttentionLayer {
   CacheLayer cache;
   int num_heads;
   float scale;
-  int window;           // 0: none
-  float soft_cap;       // 0: none
+  int window;           // 0 means none
+  float soft_cap;       // 0 means none
   const float* slopes;  // ALiBi, per head, or null
   const float* sinks;   // a logit per head that only adds to the denominator, or null
 };
 
-// One sequence of a step: its rows first_row... of the step stand at positions first_position... A row
-// sees its own position and those before, as far as they are among the kv_len keys.
+// One sequence of a step. Its rows begin at row first_row of the step and at position
+// first_position of the sequence. A row attends to the keys up to its own position that are among
+// the first kv_len keys.
 struct SequenceRows {
   uint8_t* base;
   int first_row, num_rows, kv_len, first_position;
@@ -123,8 +125,9 @@ struct PlainLayer {
   float scale;
   DType type;
 };
-// Rows of queries, [count][heads][dim] with dense heads, at positions first_position... of a sequence.
-// window: keys a row sees, itself included; 0: all. out is dense and of the queries' type; lse: [count][heads].
+// Query rows, [count][heads][dim] with dense heads, from position first_position of a sequence on.
+// `window` is the number of keys that a row attends to, its own included; 0 means all. `out` is
+// dense and has the queries' type; lse is [count][heads].
 struct PrefillRows {
   const void* q;
   size_t q_stride;
@@ -134,7 +137,7 @@ struct PrefillRows {
   float* lse;
 };
 
-// Attention of some rows over a part of the keys, dense: out [rows][heads][dim], lse [rows][heads].
+// Attention of some rows over a part of the keys: dense out [rows][heads][dim], lse [rows][heads].
 struct PartialRows {
   void* out;
   DType type;
@@ -154,7 +157,7 @@ struct Rotation {
   int half;
 };
 
-// How a row's token is chosen, after SamplingParams; ops/cpu/sampling.py packs it.
+// The sampling parameters of one row, as ops/cpu/sampling.py packs them.
 struct Draw {
   uint64_t seed, position;
   double top_p;
@@ -162,11 +165,11 @@ struct Draw {
   const int32_t* bias_tokens;
   const float* biases;
   const int32_t* forbidden;
-  const uint32_t* mask;  // a bit for each token that may come; null: all may
-  float temperature;  // 0: the largest logit
+  const uint32_t* mask;  // one bit for each allowed token; null allows all
+  float temperature;  // 0 selects the largest logit
   float min_p, repetition, presence, frequency;
   int32_t top_k;
-  int32_t num_logprobs;  // -1: none
+  int32_t num_logprobs;  // -1 means none
   int32_t num_tokens, num_prompt, num_biases, num_forbidden;
 };
 
@@ -191,10 +194,10 @@ struct Kernels {
                  size_t out_stride, float* lse);
   int64_t (*read_bytes)(const void*, size_t bytes);
   void (*copy_bytes)(void* to, const void* from, size_t bytes);
-  double (*multiply_i8)(int64_t rounds);    // operations done
-  double (*multiply_bf16)(int64_t rounds);  // 0 where there is no such instruction
+  double (*multiply_i8)(int64_t rounds);    // returns the number of operations
+  double (*multiply_bf16)(int64_t rounds);  // returns 0 without such an instruction
   void (*argmax)(const float* logits, size_t stride, int rows, int size, int32_t* out);
-  // Adjusts the logits in place; false if a plan names a token beyond size.
+  // Adjusts the logits in place; returns false if a plan names a token outside [0, size).
   bool (*sample)(float* logits, size_t stride, int rows, int size, const Draw*, Drawn* out);
   bool (*describe_tokens)(const float* logits, size_t stride, int rows, int size, const int32_t* tokens,
                           int num_top, Drawn* out);
@@ -204,16 +207,16 @@ struct Kernels {
                        float* out, float* lse);
   void (*prefill_plain)(const PlainSequence&, const PlainLayer&, const PrefillRows&);
   void (*linear_plain)(const LinearPlain&, const Rows&, int rows, const Norm&, void* out, size_t out_stride, bool add);
-  // part's row i joins row rows[i] of total, or row i where rows is null.
+  // Merges part's row i into row rows[i] of total, or into row i where rows is null.
   void (*merge_partials)(const PartialRows& total, const PartialRows& part, const int64_t* rows, int count, int heads,
                          int dim);
-  // Rows of [heads][dim] to [rows][heads][dim] signed bytes and [rows][heads] scales, and back.
+  // Converts rows of [heads][dim] to [rows][heads][dim] signed bytes and [rows][heads] scales, and back.
   void (*quantize_heads)(const Rows&, int rows, int heads, int dim, int8_t* values, float* scales);
   void (*dequantize_heads)(const int8_t* values, const float* scales, int rows, int heads, int dim, void* out, DType);
 };
 
 const Kernels* portable_kernels();
-const Kernels* avx2_kernels();    // null where it was not built
+const Kernels* avx2_kernels();    // null if it was not built
 const Kernels* avxvnni_kernels();
 const Kernels* avx512_kernels();
 

@@ -1,4 +1,4 @@
-// One instruction set's kernels: defines MS_ISA and MS_KERNELS, then includes this.
+// One instruction set's kernels. The including file defines MS_ISA, MS_KERNELS and MS_NAME.
 #include <atomic>
 #include <cstdlib>
 #include <vector>

@@ -1,21 +1,21 @@
-// int8 K/V as it is stored, and how it gets there. Included once per instruction set.
+// The storage format of int8 K/V, and the kernel that writes it. Included once per instruction set.
 //
-// Storage. A range is a row of tiles of 16 tokens. A layer's part of a tile is, for each K/V head:
+// A range is a series of tiles of 16 tokens. A layer's part of a tile has for each K/V head:
 //   scales of K, then of V, [2][D/group][16 tokens] fp16,
 //   K [D/4][16 tokens][4] unsigned bytes (value + 128),
 //   V [8 pairs of tokens][D][2] signed bytes.
 // In this order a register holds 16 tokens of K or 16 dimensions of V, ready for the 8-bit and
 // 16-bit dot product instructions, and all heads of a tile are one contiguous run.
 //
-// A row is written with its rotation and quantization, some lanes at a time: a lane is one token's
-// K and V of one head. A lane's bytes do not depend on the others.
+// The kernel rotates, quantizes and writes several lanes at a time, where a lane is one token's K and
+// V of one head. A lane's bytes do not depend on the other lanes.
 
 namespace MS_ISA {
 namespace {
 
 struct HeadShape {
   int dim, group, num_groups;
-  size_t k_scales, v_scales, k, v, bytes;  // offsets within a head's part of a tile, and its size
+  size_t k_scales, v_scales, k, v, bytes;  // offsets in a head's part of a tile, and its size
   explicit HeadShape(const CacheLayer& c)
       : dim(c.head_dim), group(c.group), num_groups(c.head_dim / c.group) {
     k_scales = 0;
@@ -26,16 +26,16 @@ struct HeadShape {
   }
 };
 
-// One token's K and V of one head, and where they go: lane t of a tile.
+// One token's K and V of one head, to be written to lane t of the tile at `at`.
 struct Lane {
   const float *k, *v;
   uint8_t* at;
   int t, row;
-  bool is_cold;  // the first of this tile here: its lines are in no cache
+  bool is_cold;  // the first lane of this tile in this task, whose lines are in no cache
 };
 constexpr int MOST_LANES = 16, LANES_FLOATS = 2048;
 
-// Sixteen dimensions from d on, or eight of them, to a lane of K.
+// Writes N dimensions (16 or 8) from d on to a lane of K.
 template <int N>
 MS_INLINE void store_k(const HeadShape& shape, const Lane& lane, int d, i32x16 x) {
   alignas(16) int8_t bytes[16];
@@ -44,7 +44,7 @@ MS_INLINE void store_k(const HeadShape& shape, const Lane& lane, int d, i32x16 x
   unroll<N / 4>([&](auto i) MS_LAMBDA { std::memcpy(to + i * 4 * TILE, bytes + 4 * i, 4); });
 }
 
-// The same of V, every other byte of a pair of tokens; the byte between is the other token's.
+// Writes N dimensions from d on to a lane of V: every other byte of a pair of tokens.
 template <int N>
 MS_INLINE void store_v(const HeadShape& shape, const Lane& lane, int d, i32x16 x) {
   uint8_t* to = lane.at + shape.v + 2 * ((lane.t / 2) * shape.dim + d);
@@ -61,7 +61,7 @@ MS_INLINE void store_v(const HeadShape& shape, const Lane& lane, int d, i32x16 x
   for (int i = 0; i < N; i++) to[2 * i + lane.t % 2] = static_cast<uint8_t>(bytes[i]);
 }
 
-// x[i]: [dim] of lane i -> bytes and one fp16 scale for each group; N values at a time.
+// Quantizes x[i], the [dim] numbers of lane i, to bytes and one fp16 scale for each group, N at a time.
 template <int N, bool IS_K>
 MS_INLINE void store_lanes(const HeadShape& shape, const Lane* lanes, int count, const float* const* x) {
   alignas(64) float top[MOST_LANES] = {};
@@ -109,7 +109,7 @@ __attribute__((noinline)) void store_block(const HeadShape& shape, const Lane* l
   store_lanes<N, false>(shape, lanes, count, x);
 }
 
-// The lines that a lane reads and writes: they must be on their way before they are needed.
+// Prefetches the lines that a lane reads and writes.
 MS_INLINE void touch_lane(const HeadShape& shape, const Lane& lane) {
   for (int d = 0; d < shape.dim; d += 16) prefetch(lane.k + d), prefetch(lane.v + d);
   if (!lane.is_cold) return;
@@ -119,7 +119,7 @@ MS_INLINE void touch_lane(const HeadShape& shape, const Lane& lane) {
     __builtin_prefetch(lane.at + shape.v + (lane.t / 2) * 2 * shape.dim + d, 1, 3);
 }
 
-// The lanes of rows [first, end), head by head, in blocks.
+// Iterates over the lanes of rows [first, end), row by row and head by head, in blocks.
 class LaneBlocks {
  public:
   LaneBlocks(const Step& step, const CacheLayer& layer, const HeadShape& shape, const float* k, const float* v,
@@ -128,7 +128,7 @@ class LaneBlocks {
     place(true);
   }
 
-  // Writes the next lanes to `to`, at most `most`; returns how many.
+  // Writes at most `most` next lanes to `to`; returns their number.
   int take(Lane* to, int most) {
     int count = 0;
     while (count < most && row_ < end_) {
@@ -162,8 +162,8 @@ class LaneBlocks {
   uint8_t* tile_ = nullptr;
 };
 
-// The first row from `row` on that begins a sequence or a tile: two threads that write to one tile
-// would take its cache lines from each other at every token.
+// Returns the first row from `row` on that begins a sequence or a tile. Two threads that write to one
+// tile would take its cache lines from each other at every token.
 int next_tile(const Step& step, int row, int rows) {
   if (row >= rows) return rows;
   const SequenceRows* seq = step.sequences;

@@ -1,4 +1,4 @@
-// The linear layers as Python sees them: own their packed weights, quantize the rows, multiply.
+// Binds the linear layers. A layer owns its packed weights, quantizes its rows and multiplies.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 #if defined(__linux__)
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int PANEL = 32;
 
-// Memory for weights, on huge pages where the system gives them.
+// Memory for weights, on huge pages where the system provides them.
 class Buffer {
  public:
   explicit Buffer(size_t bytes) : bytes_(bytes) {
@@ -47,7 +47,7 @@ class Buffer {
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 int count_panels(int num_out, bool is_gated) { return is_gated ? (num_out + 15) / 16 : (num_out + 31) / 32; }
 
-// The caller's quantized rows; one for each thread that calls, kept between calls.
+// Returns a buffer for quantized rows. Each calling thread has its own, kept between calls.
 Quantized scratch(int rows, int num_in_padded) {
   static thread_local std::vector<int8_t> memory;
   const size_t slices = (num_in_padded + SLICE - 1) / SLICE, slice_stride = size_t{SLICE} * rows;
@@ -58,7 +58,7 @@ Quantized scratch(int rows, int num_in_padded) {
   return {values, slice_stride, num_in_padded, scales, reinterpret_cast<int32_t*>(scales + rows)};
 }
 
-// What the layers have in common: the norm, the bias, where a channel lies.
+// The common part of the layers: the norm, the bias and the placement of channels in panels.
 class Linear {
  public:
   Linear(int num_out, size_t panel_bytes, uintptr_t bias, bool is_gated)
@@ -76,14 +76,15 @@ class Linear {
   }
 
  protected:
-  // The row of the weight that is lane c of a panel, or -1. Gated: 16 gates, then their factors.
+  // Returns the weight row in lane c of a panel, or -1. A panel of a gated layer has 16 gates and
+  // then their factors.
   int channel(int panel, int c) const {
     const int n = is_gated_ ? panel * 16 + c % 16 : panel * PANEL + c;
     if (n >= num_out_) return -1;
     return is_gated_ && c >= 16 ? n + num_out_ : n;
   }
 
-  // One number for each channel to its place among the panels.
+  // Copies one number for each channel into the order of the panels.
   void spread(const float* from, float* to) const {
     for (int i = 0; i < num_panels_ * PANEL; i++) {
       const int n = channel(i / PANEL, i % PANEL);
@@ -111,7 +112,7 @@ class QuantizedLinear : public Linear {
 
   size_t bytes() const { return packed_.bytes() + scales_.bytes(); }
 
-  // The first half of a run: norm and rounding, into memory of the calling thread.
+  // Normalizes and rounds the rows into memory of the calling thread.
   Quantized quantize(uintptr_t x, size_t x_stride, int x_type, int rows) const {
     const Quantized quantized = scratch(rows, op_.num_in_padded);
     const Rows in{pointer<void>(x), x_stride, static_cast<DType>(x_type)};
@@ -126,7 +127,7 @@ class QuantizedLinear : public Linear {
 
 class Int8Linear : public QuantizedLinear {
  public:
-  // parts: for each its address, the distance of its rows and their number.
+  // parts: the address, row stride and number of rows of each part.
   Int8Linear(int num_in, int num_out, const std::vector<size_t>& parts, int dtype, uintptr_t bias,
              int activation, bool is_gated)
       : Int8Linear(num_in, num_out, bias, activation, is_gated) {
@@ -140,7 +141,7 @@ class Int8Linear : public QuantizedLinear {
     kernels().pack_int8(source, op_, packed_.as<uint8_t>(), scales_.as<float>());
   }
 
-  // From weights that are int8 already: [channels][num_in] and a scale for each channel.
+  // Takes int8 weights, [channels][num_in], and a scale for each channel.
   Int8Linear(int num_in, int num_out, uintptr_t weight, uintptr_t scales, uintptr_t bias, int activation,
              bool is_gated)
       : Int8Linear(num_in, num_out, bias, activation, is_gated) {
@@ -171,8 +172,8 @@ class Int8Linear : public QuantizedLinear {
 
 class Int4Linear : public QuantizedLinear {
  public:
-  // codes: [channels][num_in] bytes below 16; scales: [channels][groups] fp16; zeros: the same in
-  // bytes, or 0; channel_scales: [channels].
+  // codes: [channels][num_in] bytes below 16; scales: [channels][groups] fp16; zeros:
+  // [channels][groups] bytes, or 0; channel_scales: [channels] fp32.
   Int4Linear(int num_in, int num_out, uintptr_t codes, uintptr_t scales, uintptr_t zeros,
              uintptr_t channel_scales, int group, bool is_nf4, uintptr_t bias, int activation, bool is_gated)
       : QuantizedLinear(num_in, num_out, padding(group), panel_bytes(num_in, group, kind(zeros, is_nf4)),
@@ -226,7 +227,7 @@ class Int4Linear : public QuantizedLinear {
 
 class PlainLinear : public Linear {
  public:
-  // weight: [channels][num_in] of type `type`, rows `stride` apart; bias: fp32, or 0.
+  // weight: [channels][num_in] of DType `type`, rows `stride` elements apart; bias: fp32, or 0.
   PlainLinear(int num_in, int num_out, uintptr_t weight, size_t stride, int type, uintptr_t bias, int activation,
               bool is_gated)
       : Linear(num_out, steps(num_in, type) * STEP_BYTES, bias, is_gated) {
@@ -254,7 +255,7 @@ class PlainLinear : public Linear {
     const size_t all = steps(op_.num_in, static_cast<int>(op_.type)), some = 64;
     uint8_t* to = packed_.as<uint8_t>() + panel * all * STEP_BYTES;
     std::memset(to, 0, all * STEP_BYTES);
-    for (size_t first = 0; first < all; first += some)  // few enough to stay in cache
+    for (size_t first = 0; first < all; first += some)  // the steps of one pass stay in cache
       for (int c = 0; c < PANEL; c++) {
         if (channel(panel, c) < 0) continue;
         const uint8_t* row = weight + channel(panel, c) * stride * item;

@@ -1,5 +1,5 @@
-// Python's view of the kernels: addresses, sizes and strides come in as integers (elements, not
-// bytes), the interpreter is released while they run. ops/cpu/native_*.py check what it passes.
+// Binds the kernels. Addresses, sizes and strides are integers, strides in elements; the GIL is
+// released while a kernel runs. ops/cpu/native_*.py check the arguments.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -16,7 +16,8 @@ using namespace ms;
 
 namespace {
 
-// The sequences of one step, shared by all layers. past_only: their rows stand behind all keys.
+// The sequences of one step, shared by all layers. past_only: the positions of its rows
+// begin after all kv_len keys, so that each row attends to all of them.
 class StepPlan {
  public:
   StepPlan(uintptr_t cache, size_t tile_bytes, const std::vector<size_t>& starts,
@@ -68,7 +69,7 @@ void rotate(uintptr_t x, size_t stride, int rows, int heads, int head_dim, uintp
                    {pointer<float>(cos), pointer<float>(sin), half});
 }
 
-// sequences: for each its K and V addresses, token stride, head stride and length.
+// sequences: five numbers each, the addresses of K and V, token stride, head stride and length.
 void decode_plain(const std::vector<size_t>& sequences, int num_heads, int num_kv_heads, int head_dim, float scale,
                   int type, uintptr_t q, size_t q_stride, int q_type, uintptr_t out, uintptr_t lse) {
   std::vector<PlainSequence> all;
@@ -81,7 +82,7 @@ void decode_plain(const std::vector<size_t>& sequences, int num_heads, int num_k
                          static_cast<DType>(q_type), pointer<float>(out), pointer<float>(lse));
 }
 
-// q, out: [count][num_heads][head_dim], of one type.
+// q and out: [count][num_heads][head_dim], of the same type.
 void prefill_plain(uintptr_t k, uintptr_t v, size_t token_stride, size_t head_stride, int length, int num_heads,
                    int num_kv_heads, int head_dim, float scale, int type, uintptr_t q, size_t q_stride, int q_type,
                    int count, int first_position, int window, uintptr_t out, uintptr_t lse) {
@@ -128,7 +129,7 @@ NB_MODULE(_native, m) {
   m.attr("TILE") = TILE;
   m.attr("MAX_HEAD_DIM") = MAX_HEAD_DIM;
   m.attr("MAX_PARTS") = MAX_PARTS;
-  m.def("instruction_sets", &instruction_sets, "Those that run here, the best first.");
+  m.def("instruction_sets", &instruction_sets, "Returns the names of those that run here, the best first.");
   m.def("instruction_set", [] { return std::string(kernels().name); });
   m.def("choose_instruction_set", [](const std::string& name) { return choose(name.c_str()); });
   m.def("num_threads", [] { return Team::get().size(); });

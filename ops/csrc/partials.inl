@@ -1,10 +1,11 @@
-// Attention over parts of the keys: joining two parts, and rows as bytes for a wire. Included once per
-// instruction set.
+// Attention over parts of the keys: merging two parts, and quantizing rows for the wire. Included once
+// per instruction set.
 
 namespace MS_ISA {
 namespace {
 
-// log(1 + x) for 0 <= x <= 1, absolute error below 2e-7: 2 artanh(s) of s = x / (2 + x), as its power series.
+// Returns log(1 + x) for 0 <= x <= 1 with an absolute error below 2e-7, by the power series of
+// 2 artanh(s) with s = x / (2 + x).
 MS_INLINE f32x16 log_1p(f32x16 x) {
   const f32x16 s = x / (2.0f + x), z = s * s;
   f32x16 y = splat(1.0f / 15);
@@ -18,13 +19,13 @@ MS_INLINE void plain_to(void* rows, size_t i, f32x16 x) {
   else to_bf16(static_cast<uint16_t*>(rows) + i, x);
 }
 
-// What the two parts' rows of some heads are to be multiplied by.
+// The factors of the two parts for up to 16 heads of a row, and the merged log-sum-exp.
 struct MergeWeights {
   alignas(64) float keep[16], add[16], lse[16];
 };
 MS_INLINE void weigh_parts(const float* total, const float* part, int count, MergeWeights& w) {
   const f32x16 a = some_of(total, 0, count), b = some_of(part, 0, count);
-  const f32x16 top = max(splat(NOTHING), max(a, b));  // a number even where neither saw a key
+  const f32x16 top = max(splat(NOTHING), max(a, b));  // finite even where neither part has a visible key
   const f32x16 of_a = select(a == NO_KEYS, f32x16{}, exp2_neg((a - top) * LOG2E));
   const f32x16 of_b = select(b == NO_KEYS, f32x16{}, exp2_neg((b - top) * LOG2E));
   const f32x16 sum = of_a + of_b, inverse = select(sum == 0.0f, sum, 1.0f / sum);
@@ -32,7 +33,7 @@ MS_INLINE void weigh_parts(const float* total, const float* part, int count, Mer
   store(w.lse, select(sum == 0.0f, splat(NO_KEYS), top + log_1p(sum - 1.0f)));
 }
 
-// One row of all heads. A part that saw no key is not read, whichever of the two it is.
+// Merges one row of all heads. A part without visible keys is not read.
 template <DType TO, DType FROM>
 void merge_row(void* out, float* lse, const void* part, const float* part_lse, int heads, int dim) {
   MergeWeights w;
@@ -61,7 +62,7 @@ constexpr MergeRow MERGE_ROW[2][2] = {
 
 size_t size_of(DType type) { return type == DType::f32 ? 4 : 2; }
 
-// Some rows to a task: about a microsecond's work.
+// Calls f(row) for all rows, in tasks of about a microsecond.
 template <class F>
 MS_INLINE void for_rows(int rows, int width, F&& f) {
   const int share = width > 16384 ? 1 : 16384 / width;
@@ -81,8 +82,8 @@ void merge_partials(const PartialRows& total, const PartialRows& part, const int
   });
 }
 
-// Each head of a row in 127ths of its largest magnitude. A head with a NaN or an infinity gets such a
-// scale: it does not come back finite.
+// Quantizes each head of a row in 127ths of its largest magnitude. A head with a NaN or an infinity
+// gets a scale that is not finite, so that its dequantized values are not finite either.
 template <DType TYPE>
 void quantize_row_heads(const void* row, int heads, int dim, int8_t* values, float* scales) {
   for (int h = 0; h < heads; h++) {

@@ -1,4 +1,4 @@
-// What happens between two linear layers, row by row: normalization, quantization, rotation.
+// Row-wise operations between two linear layers: normalization, quantization, rotation.
 
 namespace MS_ISA {
 namespace {
@@ -18,8 +18,8 @@ MS_INLINE f32x16 row_at(const void* row, DType type, int k, int left) {
 }
 MS_INLINE f32x16 some_of(const float* p, int k, int left) { return row_at(p, DType::f32, k, left); }
 
-// f(k, vector, which) for all of a row, 16 values at a time; the last one is filled up with zeros.
-// which is 0 or 1 in turn, a constant, for two chains of sums.
+// Calls f(k, vector, which) for all of a row, 16 values at a time; zeros fill up the last vector.
+// `which` is the constant 0 or 1 in turn, for two chains of sums.
 template <DType TYPE, class F>
 MS_INLINE void for_row(const void* row, int n, F&& f) {
   constexpr std::integral_constant<int, 0> even{};
@@ -33,7 +33,7 @@ MS_INLINE void for_row(const void* row, int n, F&& f) {
   if (k + 16 < n) f(k + 16, row_at(row, TYPE, k + 16, n - k - 16), odd);
 }
 
-// Mean and 1 / sqrt(variance + eps); the mean is 0 for an RMS norm.
+// Computes the mean and 1 / sqrt(variance + eps); the mean is 0 for an RMS norm.
 template <DType TYPE, NormKind KIND>
 MS_INLINE void moments(const void* row, int n, float eps, float& mean, float& inverse) {
   f32x16 sum[2] = {};
@@ -51,7 +51,7 @@ MS_INLINE void moments(const void* row, int n, float eps, float& mean, float& in
   inverse = 1.0f / __builtin_sqrtf(reduce_add(sum[0] + sum[1]) / static_cast<float>(n) + eps);
 }
 
-// Sixteen values of a row after its norm.
+// Returns sixteen values of a row after its norm.
 template <NormKind KIND>
 MS_INLINE f32x16 normed(f32x16 x, int k, int n, const Norm& norm, float mean, float inverse) {
   if (KIND == NormKind::none) return x;
@@ -63,8 +63,8 @@ MS_INLINE f32x16 normed(f32x16 x, int k, int n, const Norm& norm, float mean, fl
   return x;
 }
 
-// next_row: bytes to the row that will follow, which is fetched meanwhile. A row with a NaN or an
-// infinity gets such a scale: its products are not finite either.
+// Normalizes and quantizes row m. next_row is the offset in bytes of the next row, which is
+// prefetched. A row with a NaN or an infinity gets a scale that is not finite, and so do its products.
 template <DType TYPE, NormKind KIND>
 __attribute__((noinline)) void quantize_row(const void* row, size_t next_row, int n,
                                             const Norm& norm, const Quantized& out, int m) {
@@ -103,7 +103,7 @@ constexpr QuantizeRow QUANTIZE_ROW[2][3] = {
 void quantize_rows(const Rows& in, int rows, int num_in, const Norm& norm, const Quantized& out) {
   const size_t row_bytes = in.stride * (in.type == DType::f32 ? 4 : 2);
   const QuantizeRow quantize = QUANTIZE_ROW[static_cast<int>(in.type)][static_cast<int>(norm.kind)];
-  // one share is worth a few microseconds
+  // One share takes a few microseconds.
   const int share = num_in > 16384 ? 1 : 16384 / num_in;
   const int tasks = (rows + share - 1) / share;
   ms::Team::get().parallel(tasks, [&](int task) {
@@ -114,8 +114,8 @@ void quantize_rows(const Rows& in, int rows, int num_in, const Norm& norm, const
   });
 }
 
-// to = x with the pairs (i, i + half) of its first 2 * half elements turned by the row's angles.
-// to may be x.
+// Writes x to `to`, with the pairs (i, i + half) of its first 2 * half elements rotated by the row's
+// angles. `to` may be x.
 MS_INLINE void rotate_head(float* to, const float* x, const float* cos, const float* sin, int half) {
   int i = 0;
   for (; i + 16 <= half; i += 16) {

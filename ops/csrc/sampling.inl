@@ -1,12 +1,12 @@
-// Choosing tokens from rows of logits without sorting them.
+// Samples tokens from rows of logits without sorting them.
 //
 // One pass writes the maximum of every group of 64 and of every block of 1024 logits. The k-th
 // largest maximum is a value that at least k logits reach, so the candidates of top-k, top-p,
 // min-p and of the log-probabilities are found in the few groups that reach it. Where the sum over
 // the whole row is needed, a second pass adds up exp() block by block in double.
 //
-// A row is always cut into the same blocks and added up in the same order, whoever does the work.
-// Descending order means by scaled logit, equal ones by token id.
+// A row is always cut into the same blocks and added up in the same order, whatever threads do it.
+// Descending order means by scaled logit, and by ascending token id among equal ones.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -31,14 +31,15 @@ MS_INLINE f64x8 eight_of(f32x16 v) {
 #endif
 }
 
-// y = y * r + c for all of them.
+// Computes y = y * r + c for all N vectors.
 template <size_t N>
 MS_INLINE void step(f64x8 (&y)[N], const f64x8 (&r)[N], double c) {
   unroll<N>([&](auto i) MS_LAMBDA { y[i] = fma(y[i], r[i], f64x8{} + c); });
 }
 
-// x = 2^x for x < 1023, relative error below 6e-11; 0 below -1021 and for NaN. All of them abreast:
-// a processor's window is too short to overlap one chain of multiplications with the next.
+// Computes x = 2^x for x < 1023 with a relative error below 6e-11; the result is 0 below -1021 and for
+// NaN. The N vectors are interleaved, since a processor's window is too short to overlap one chain of
+// multiplications with the next.
 template <size_t N>
 MS_INLINE void exp2_all(f64x8 (&x)[N]) {
   constexpr double MAGIC = 6755399441055744.0;  // 1.5 * 2^52: the sum ends in the nearest integer
@@ -59,7 +60,7 @@ MS_INLINE void exp2_all(f64x8 (&x)[N]) {
   });
 }
 
-// w = exp(s - top), eight by eight.
+// Computes w = exp(s - top), eight numbers at a time.
 template <size_t N>
 MS_INLINE void weigh(const f32x16 (&s)[N], double top, f64x8 (&w)[2 * N]) {
   const f64x8 scale = f64x8{} + LOG2E_DOUBLE, shift = f64x8{} - top * LOG2E_DOUBLE;
@@ -80,7 +81,7 @@ MS_INLINE bool any(i32x16 mask) {
 #endif
 }
 
-// One row to choose from, and what the passes found out about it.
+// One row of logits and the results of the passes over it.
 struct View {
   const float* x;
   int size;
@@ -103,7 +104,7 @@ MS_INLINE f32x16 logits_at(const View& view, int i) {
 
 MS_INLINE f32x16 scaled_at(const View& view, int i) { return logits_at(view, i) / view.temperature; }
 
-// max() gives its second argument where one is NaN: what was found so far must stand there.
+// max() returns its second argument where one is NaN, so the maximum so far must be that one.
 MS_INLINE f32x16 max_of_group(const View& view, int begin) {
   const float* x = view.x + begin;
   f32x16 largest = splat(-std::numeric_limits<float>::infinity());
@@ -154,7 +155,7 @@ float top_of(const View& view) {
   return top;
 }
 
-// The first of the largest logits.
+// Returns the index of the first of the largest logits.
 int first_top(const View& view) {
   const float top = top_of(view);
   int block = 0;
@@ -192,7 +193,7 @@ double total_of(const View& view) {
   return total;
 }
 
-// A value that at least k logits reach, close to the k-th largest; the lowest one if k is too large.
+// Returns a value near the k-th largest that at least k logits reach; LOWEST if k is too large.
 float reached_by(const View& view, int k) {
   static thread_local List<float> copy;
   const bool coarse = k <= view.num_blocks();
@@ -215,7 +216,7 @@ bool comes_before(const Candidate& a, const Candidate& b) {
   return a.scaled != b.scaled ? a.scaled > b.scaled : a.token < b.token;
 }
 
-// Those of at least that scaled logit (never -inf), by token id.
+// Collects the candidates whose scaled logit is at least `least` (never -inf), by token id.
 void gather(const View& view, float least, Candidates& to) {
   least = std::max(least, LOWEST);
   const float top = top_of(view) / view.temperature;
@@ -249,10 +250,10 @@ double total_of(const Candidates& all) {
 
 struct Found {
   Candidate candidate;
-  double mass;  // of it and of all before it
+  double mass;  // sum of the weights up to and including the candidate
 };
 
-// The first candidate in the order given at which the mass passes (or just reaches) the target.
+// Returns the first candidate, in the given order, at which the mass exceeds (or reaches) the target.
 Found walk(const Candidate* all, size_t count, double mass, double target, bool reaching) {
   Found last{all[0], mass};
   for (size_t i = 0; i < count; i++) {
@@ -266,8 +267,8 @@ Found walk(const Candidate* all, size_t count, double mass, double target, bool 
 constexpr int BINS = 256;
 constexpr size_t FEW = 64;
 
-// Keeps of `all` the bin, of equal widths from the largest scaled logit down, where the mass passes
-// the target. Returns the mass of the bins before it.
+// Sorts `all` into bins of equal width from the largest scaled logit down, and keeps only the bin in
+// which the mass exceeds the target. Returns the mass of the bins before it.
 double narrow(Candidates& all, float high, float low, double before, double target, bool reaching) {
   double masses[BINS] = {};
   const double scale = (BINS - 1) / (static_cast<double>(high) - low);
@@ -278,7 +279,7 @@ double narrow(Candidates& all, float high, float low, double before, double targ
   int chosen = 0;
   double chosen_before = before;
   for (int bin = 0; bin < BINS; bin++) {
-    if (masses[bin] == 0.0) continue;  // the rounded sum may end below the target: the last one then
+    if (masses[bin] == 0.0) continue;  // the rounded sum may stay below the target; the last bin is taken then
     chosen = bin, chosen_before = before;
     before += masses[bin];
     if (reaching ? before >= target : before > target) break;
@@ -288,7 +289,7 @@ double narrow(Candidates& all, float high, float low, double before, double targ
   return chosen_before;
 }
 
-// walk() in descending order; `all` must be ordered by token id where scaled logits are equal.
+// As walk(), but in descending order; equal scaled logits in `all` must be ordered by token id.
 Found descend(const Candidates& all, double target, bool reaching) {
   static thread_local Candidates left;
   left = all;
@@ -310,7 +311,8 @@ void keep_best(Candidates& all, size_t k) {
   std::sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) { return a.token < b.token; });
 }
 
-// All that top-p can keep, and perhaps more: wider and wider until their mass is enough.
+// Collects all candidates that top-p can keep, and perhaps more, by ever lower bounds until their
+// mass suffices.
 void gather_mass(const View& view, double enough, Candidates& to) {
   for (int k : {view.num_blocks() / 2, view.num_groups() / 8, view.num_groups() / 2}) {
     if (k == 0) continue;
@@ -331,7 +333,7 @@ double uniform(uint64_t seed, uint64_t position) {
   return static_cast<double>(mixed >> 11) * 0x1p-53;
 }
 
-// Nothing is cut: by token id, over the whole row.
+// Samples from the whole row, by token id, without top-k, top-p or min-p.
 int draw_any(const View& view, double u) {
   const double target = u * total_of(view);
   double before = 0.0;
@@ -354,7 +356,7 @@ int draw_any(const View& view, double u) {
   return walk(all, end - begin, last_before, target, false).candidate.token;
 }
 
-// Whether probabilities are relative to the whole row: no min-p and no top-k.
+// Returns whether probabilities are relative to the whole row, that is without min-p and top-k.
 bool needs_whole_sum(const Draw& plan, int size) {
   return plan.temperature > 0.0f && !(plan.min_p > 0.0f) && (plan.top_k <= 0 || plan.top_k >= size);
 }
@@ -408,7 +410,7 @@ void describe(const View& view, int num_top, Drawn& out) {
   }
 }
 
-// x[tokens[i]] = change(x[tokens[i]]), once for a token that occurs several times.
+// Sets x[tokens[i]] = change(x[tokens[i]], i), only once for a token that occurs several times.
 template <class Token, class F>
 void change_each(float* x, const Token* tokens, int count, F&& change) {
   static thread_local List<float> values;
@@ -428,7 +430,7 @@ bool is_adjusted(const Draw& plan) {
   return plan.num_tokens || plan.num_biases || plan.num_forbidden || plan.mask;
 }
 
-// Minus infinity where the mask has no bit. Mostly words are all zeros or all ones.
+// Sets logits to minus infinity where the mask has no bit. Most words are all zeros or all ones.
 void apply_mask(float* x, int size, const uint32_t* mask) {
   constexpr float NEVER = -std::numeric_limits<float>::infinity();
   for (int begin = 0; begin < size; begin += 32) {
@@ -443,8 +445,8 @@ void apply_mask(float* x, int size, const uint32_t* mask) {
   }
 }
 
-// Penalties, biases, forbidden tokens, mask. False, and nothing done, if a token is not in the
-// vocabulary.
+// Applies penalties, biases, forbidden tokens and the mask. Returns false and changes nothing if a
+// token is not in the vocabulary.
 bool adjust(float* x, int size, const Draw& plan) {
   const int num_output = plan.num_tokens ? plan.num_tokens - plan.num_prompt : 0;
   const int64_t* output = num_output ? plan.tokens + plan.num_prompt : nullptr;
@@ -464,10 +466,10 @@ bool adjust(float* x, int size, const Draw& plan) {
   return true;
 }
 
-// Rows that are cut among the threads, because there are too few of them to go round.
+// Returns whether each row is cut among the threads because there are too few rows.
 bool are_cut(int rows, int shares) { return shares > 1 && rows < 2 * ms::Team::get().size(); }
 
-// f(row) for every row; `share` logits or more are worth one task.
+// Calls f(row) for every row; a task has at least `share` logits.
 template <class F>
 void for_rows(int rows, int size, int share, F&& f) {
   const int group = std::max(1, share / size);
@@ -497,8 +499,8 @@ void argmax(const float* logits, size_t stride, int rows, int size, int32_t* out
   });
 }
 
-// The views of a call and their memory. View i is what row i draws from; the raw row that its
-// log-probabilities are of is the same one, or one of those behind.
+// The views of a call and their memory. Row i samples from view i. Its log-probabilities come from
+// its raw view, which is the same one or one after the views of all rows.
 class Views {
  public:
   Views(float* logits, size_t stride, int rows, int size, const Draw* plans) : size_(size), raw_(rows) {
@@ -572,7 +574,7 @@ bool sample(float* logits, size_t stride, int rows, int size, const Draw* plans,
     team.parallel(rows, [&](int row) { finish(views, row, plans[row], out[row]); });
     return true;
   }
-  // row by row: the second pass finds a row in the processor's cache
+  // Rows are processed one by one, so that the second pass finds a row in the cache.
   auto prepare = [&](const View& view) {
     for (int share = 0; share < shares; share++) scan(view, share);
     for (int share = 0; view.needs_sums && share < shares; share++) add_up(view, share);
@@ -585,7 +587,8 @@ bool sample(float* logits, size_t stride, int rows, int size, const Draw* plans,
   return true;
 }
 
-// Row i is described with tokens[i]. False, and nothing done, if one is not in the vocabulary.
+// Writes the log-probability, rank and top tokens of tokens[i] in row i. Returns false and writes
+// nothing if a token is not in the vocabulary.
 bool describe_tokens(const float* logits, size_t stride, int rows, int size, const int32_t* tokens, int num_top,
                      Drawn* out) {
   if (!are_tokens(tokens, rows, size)) return false;

@@ -1,10 +1,10 @@
-// Sixteen lanes on any machine: GCC's vector types, with intrinsics where they matter. Where no
-// register is that wide, sixteen lanes are some registers side by side.
+// Vectors of sixteen lanes on any machine: GCC's vector types, with intrinsics where they matter.
+// Where registers are narrower, a vector consists of several registers.
 //
 // Every kernel is written once on these types and compiled once per instruction set, each time
-// in a namespace of its own (MS_ISA), so that the linker can never mix the copies up. Sums are
-// written out with fma(): contraction is switched off, because the same row must give the same
-// bits in every instance of a template.
+// in a namespace of its own (MS_ISA), so that the linker never mixes up the copies. Sums use fma()
+// explicitly: contraction is switched off, because the same row must give the same bits in every
+// instance of a template.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ constexpr bool HAS_32_REGISTERS = true;
 constexpr bool HAS_32_REGISTERS = false;
 #endif
 #if defined(__AVXVNNI__) && !defined(__AVX512F__)
-#define MS_AVX_VNNI  // 16 registers of 32 bytes, and products of bytes in one instruction
+#define MS_AVX_VNNI  // 16 registers of 32 bytes, with an instruction for byte dot products
 constexpr bool IS_AVX_VNNI = true;
 #else
 constexpr bool IS_AVX_VNNI = false;
@@ -42,7 +42,7 @@ template <class F, size_t... I>
 MS_INLINE void unroll_each(F&& f, std::index_sequence<I...>) {
   (f(std::integral_constant<int, static_cast<int>(I)>{}), ...);
 }
-// f(0), ..., f(N - 1) with constant arguments, so that arrays indexed by them stay in registers.
+// Calls f(0), ..., f(N - 1) with constant arguments, so that arrays indexed by them stay in registers.
 template <int N, class F>
 MS_INLINE void unroll(F&& f) {
   unroll_each(f, std::make_index_sequence<N>{});
@@ -66,7 +66,7 @@ template <class R, class F, size_t... I, class... V>
 MS_INLINE R with_pieces(F&& f, std::index_sequence<I...>, const V&... v) {
   return {{(typename R::Piece)with_piece<I>(f, v...)...}};
 }
-// f on each register of the vectors; what it returns is cast.
+// Applies f to each register of the vectors and casts its results to R.
 template <class R, class F, class... V>
 MS_INLINE R by_pieces(F&& f, const V&... v) {
   return with_pieces<R>(f, std::make_index_sequence<R::COUNT>{}, v...);
@@ -81,8 +81,8 @@ struct IntOf<uint32_t> { using type = int32_t; };
 template <>
 struct IntOf<double> { using type = int64_t; };
 
-// 64 bytes. A vector type of that size would do as well, but gcc keeps one that no register can
-// hold in memory.
+// A vector of 64 bytes in several registers. GCC would keep a built-in vector type of that size in
+// memory.
 template <class T>
 struct Wide {
   typedef T Piece __attribute__((vector_size(REGISTER)));
@@ -90,8 +90,8 @@ struct Wide {
   static constexpr int COUNT = 64 / REGISTER, EACH = REGISTER / sizeof(T);
   Piece piece[COUNT];
 
-  // A lane to be read or written. A piece is copied first: elements of one whose address is taken
-  // would keep all of it in memory.
+  // A reference to a lane. Its operators copy the piece first: taking the address of an element
+  // would keep the whole piece in memory.
   struct Lane {
     Wide& of;
     int i;
@@ -115,7 +115,7 @@ struct Wide {
     return v;
   }
   template <class U>
-  MS_INLINE explicit operator Wide<U>() const {  // the same bits
+  MS_INLINE explicit operator Wide<U>() const {  // keeps the bits
     return by_pieces<Wide<U>>([](auto x) MS_LAMBDA { return x; }, *this);
   }
 
@@ -224,7 +224,7 @@ MS_INLINE f64x8 fma(f64x8 a, f64x8 b, f64x8 c) {
 MS_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
   return (f32x16)(((i32x16)yes & mask) | ((i32x16)no & ~mask));
 }
-// Of max and min: b where one of them is NaN.
+// max and min return b where a or b is NaN.
 MS_INLINE f32x16 max(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
@@ -245,10 +245,10 @@ MS_INLINE f32x16 min(f32x16 a, f32x16 b) {
 }
 MS_INLINE f32x16 absolute(f32x16 a) { return (f32x16)((i32x16)a & 0x7fffffff); }
 
-// The sum or the largest of all lanes, in every lane. Lanes are folded in halves, in one fixed
-// order whatever the machine.
+// Reductions fold the lanes in halves, in the same order on every machine. Functions named *_all
+// return the sum or maximum in every lane.
 constexpr i32x16 LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-// The lanes I of a and b, one after the other.
+// Returns the lanes I of the concatenation of a and b.
 template <class V, size_t... I>
 MS_INLINE V shuffle(V a, V b, std::index_sequence<I...>) {
 #if defined(__clang__)
@@ -291,8 +291,8 @@ MS_INLINE f32x16 max_all(f32x16 v) {
   v = max(v, swap_lanes<2>(v));
   return max(v, swap_lanes<1>(v));
 }
-// The larger magnitudes. Compared as integers NaN is larger than any number, so that it is not lost
-// as it would be in max().
+// Returns the larger magnitudes. They are compared as integers, in which NaN exceeds any number, so
+// that a NaN is not lost as in max().
 MS_INLINE f32x16 max_magnitude(f32x16 a, f32x16 b) {
   const i32x16 x = (i32x16)absolute(a), y = (i32x16)absolute(b);
 #if defined(__AVX512F__)
@@ -341,7 +341,7 @@ typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef int8_t i8x32 __attribute__((vector_size(32)));
 typedef int16_t i16x32 __attribute__((vector_size(64)));
 typedef float f32x8 __attribute__((vector_size(32)));
-// The vector of type N at p, widened to V.
+// Loads the vector of type N at p and widens it to V.
 #if defined(__AVX512F__)
 #define MS_WIDEN(V, N, p) __builtin_convertvector(load<N>(p), V)
 #else
@@ -393,7 +393,7 @@ MS_INLINE i32x16 from_i8(const int8_t* p) {
 #if defined(__AVX512F__)
   return (i32x16)_mm512_cvtepi8_epi32(load<__m128i>(p));
 #elif defined(__AVX2__)
-  i32x16 v;  // gcc 12 takes a vector of 8 bytes apart
+  i32x16 v;  // gcc 12 splits a vector of 8 bytes
   unroll<2>([&](auto i) MS_LAMBDA {
     v.piece[i] = (i32x16::Piece)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i)));
   });
@@ -403,12 +403,12 @@ MS_INLINE i32x16 from_i8(const int8_t* p) {
 #endif
 }
 MS_INLINE f32x16 from_bf16(const uint16_t* p) { return (f32x16)(MS_WIDEN(u32x16, u16x16, p) << 16); }
-MS_INLINE f32x16 round_bf16(f32x16 v) {  // nearest, ties to even
+MS_INLINE f32x16 round_bf16(f32x16 v) {  // to nearest, ties to even
   u32x16 bits = (u32x16)v;
   bits += 0x7fff + ((bits >> 16) & 1);
   return (f32x16)(bits & 0xffff0000u);
 }
-MS_INLINE void to_bf16(uint16_t* p, f32x16 v) {  // the same
+MS_INLINE void to_bf16(uint16_t* p, f32x16 v) {  // to nearest, ties to even
   u32x16 bits = (u32x16)v;
   bits += 0x7fff + ((bits >> 16) & 1);
   store_u16(p, bits >> 16);
@@ -428,7 +428,7 @@ MS_INLINE float half_to_float(uint16_t h) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
-// Of a number that is not negative, as scales are. Rounds up, so that no value exceeds 127 of it.
+// Converts a scale x >= 0 to fp16. It rounds up, so that no quantized value exceeds 127.
 MS_INLINE uint16_t scale_to_half(float x) {
   uint32_t bits;
   if (x != x) return 0x7e00;
@@ -471,8 +471,9 @@ MS_INLINE f32x16 from_half(const uint16_t* p) {
 #endif
 }
 
-// 2^x for -126 <= x <= 126 or NaN, relative error below 2e-7: split at the nearest integer, then the
-// polynomial whose largest relative error on |r| <= 1/2 is least of those that are 1 at 0.
+// Returns 2^x for -126 <= x <= 126 or NaN with a relative error below 2e-7. x is split into the
+// nearest integer and r; the polynomial has the least maximum relative error on |r| <= 1/2 of those
+// that are 1 at 0.
 MS_INLINE f32x16 exp2_small(f32x16 x) {
 #if defined(__AVX512F__)
   const f32x16 whole = (f32x16)_mm512_roundscale_ps((__m512)x, 8), r = x - whole;
@@ -494,12 +495,12 @@ MS_INLINE f32x16 exp2_small(f32x16 x) {
 }
 MS_INLINE f32x16 exp2_neg(f32x16 x) { return exp2_small(max(splat(-126.0f), x)); }  // for x <= 0
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
-MS_INLINE f32x16 exp(f32x16 x) {  // clamped to what a float can hold
+MS_INLINE f32x16 exp(f32x16 x) {  // x is clamped to the range of float results
   return exp2_small(min(splat(126.0f), max(splat(-126.0f), x * LOG2E)));
 }
 MS_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
 MS_INLINE f32x16 tanh(f32x16 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
-// Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7.
+// Formula 7.1.26 of Abramowitz and Stegun; the absolute error is below 1.5e-7.
 MS_INLINE f32x16 erf(f32x16 x) {
   const f32x16 a = absolute(x), t = 1.0f / (1.0f + 0.3275911f * a);
   f32x16 y = splat(1.061405429f);
@@ -535,7 +536,7 @@ MS_INLINE i32x16 dot_u8_i8(i32x16 acc, i32x16 w, i32x16 x) {
     const int8x16_t offset = vdupq_n_s8(-128);
     const int32x4_t added = vdotq_s32(vdupq_n_s32(0), (int8x16_t)s, offset);
     return vdotq_s32((int32x4_t)sum, (int8x16_t)u ^ offset, (int8x16_t)s) - added;
-#else  // 255 * -128 still is an int16
+#else  // 255 * -128 fits into an int16
     const int16x8_t even = ((int16x8_t)u & 255) * (((int16x8_t)s << 8) >> 8);
     const int16x8_t odd = (int16x8_t)((uint16x8_t)u >> 8) * ((int16x8_t)s >> 8);
     return vpadalq_s16(vpadalq_s16((int32x4_t)sum, even), odd);
@@ -569,7 +570,7 @@ MS_INLINE i32x16 dot_i16(i32x16 acc, i32x16 v, i32x16 p) {
   return acc + low + (v >> 16) * (p >> 16);
 #endif
 }
-// 32 signed bytes to 32 signed words.
+// Widens 32 signed bytes to 32 signed 16-bit words.
 MS_INLINE i32x16 widen_i8(const int8_t* p) {
 #if defined(__AVX512BW__)
   return (i32x16)_mm512_cvtepi8_epi16((__m256i)load<i8x32>(p));
@@ -584,13 +585,13 @@ MS_INLINE i32x16 widen_i8(const int8_t* p) {
 #endif
 }
 
-// What was loaded before is loaded again: where registers are few, a load costs less than keeping.
+// Makes the compiler load values again, which costs less than keeping them where registers are few.
 MS_INLINE void forget_loads() { asm volatile("" ::: "memory"); }
 
 MS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-// A vector that is this instruction set's own: the linker keeps one copy of std::vector<float>'s
-// functions for all of them, and it may be one that this processor cannot run.
+// An allocator that makes List a separate type for each instruction set. The linker keeps only one
+// copy of std::vector<float>'s functions, and this processor might not be able to run that copy.
 template <class T>
 struct Local {
   using value_type = T;

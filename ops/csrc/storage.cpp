@@ -1,5 +1,5 @@
-// Python's view of the storage path: IoRing and the checksum of a page. A std::system_error
-// arrives as the OSError of its number.
+// Binds the storage path: IoRing and the checksum of a page. A std::system_error becomes the
+// OSError of its number.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -58,7 +58,7 @@ void bind_storage(nb::module_& m) {
       .def("submit", &submit)
       .def("reap", &reap);
   m.def("checksum", [](uintptr_t address, size_t size) {
-    if (size <= 240) throw nb::value_error("the checksum is of more than 240 bytes");
+    if (size <= 240) throw nb::value_error("the checksum needs more than 240 bytes");
     nb::gil_scoped_release release;
     return checksum(pointer<uint8_t>(address), size);
   });

@@ -10,7 +10,7 @@
 namespace ms {
 namespace {
 
-// Between two loops of one step lies a little Python; between two steps, a little more.
+// Covers the Python code between two loops of a step, and usually that between two steps.
 constexpr auto SPIN = std::chrono::microseconds(150);
 
 inline void relax() {
@@ -51,8 +51,8 @@ Team& Team::get() {
   return *team;
 }
 
-// A forked child has none of the threads, and may have the locks in any state: it leaves the old
-// team alone and goes on with one of its own, until it asks for more threads.
+// A forked child has none of the threads and may have the locks in any state. It leaves the old
+// team untouched and starts with a team of one thread, which resize() can enlarge.
 void Team::replace_in_child() { instance.store(new Team(1)); }
 
 Team::Team(int size) { start(size); }
@@ -62,7 +62,7 @@ void Team::start(int size) {
   try {
     for (int i = 1; i < size; i++) helpers_.emplace_back([this, seen = epoch_.load()] { help(seen); });
   } catch (const std::system_error&) {
-    // no more threads are to be had: those that there are will do
+    // The system allows no more threads; the team works with those it has.
   }
   size_ = static_cast<int>(helpers_.size()) + 1;
 }
@@ -109,7 +109,7 @@ void Team::help(unsigned seen) {
     }
     seen = epoch_.load(std::memory_order_acquire);
     if (stopping_.load()) return;
-    active_.fetch_add(1);  // from here on the caller waits for this helper, unless it is late
+    active_.fetch_add(1);  // from here on the caller waits for this helper, unless the loop is closed
     if (!closed_.load()) work();
     active_.fetch_sub(1);
   }
@@ -126,7 +126,7 @@ void Team::run(int tasks, void (*body)(void*, int), void* context) {
   tasks_ = tasks;
   next_.store(0, std::memory_order_relaxed);
   closed_.store(false);
-  epoch_.fetch_add(1);  // sequentially consistent: it must not pass the look at sleeping_
+  epoch_.fetch_add(1);  // sequentially consistent: it must come before the load of sleeping_
   if (sleeping_.load() > 0) {
     std::lock_guard<std::mutex> lock(sleep_mutex_);
     wake_.notify_all();

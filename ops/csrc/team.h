@@ -1,9 +1,9 @@
-// A persistent team of threads for one parallel loop at a time.
+// A persistent team of threads that runs one parallel loop at a time.
 //
-// Tasks are taken from a shared counter, so a thread that the system has put aside does not hold
-// up the others' work. Helpers spin for a short while after a loop, because a model's step is a
-// row of loops, then sleep. A caller that finds the team busy (another engine in the process)
-// does its loop alone.
+// Threads take tasks from a shared counter, so a descheduled thread does not delay the remaining
+// tasks. Helpers spin for a short while after a loop, because a model's step is a series of loops,
+// and then sleep. A caller that finds the team busy (with another engine of the process) runs its
+// loop alone.
 #pragma once
 
 #include <atomic>
@@ -16,15 +16,15 @@ namespace ms {
 
 class Team {
  public:
-  // The process's team. Never destroyed: helpers may be waiting in it when the process ends.
+  // Returns the process's team. It is never destroyed, since helpers may wait in it at exit.
   static Team& get();
 
-  // Threads that work on a loop, the caller included; at most the processors this process may use.
+  // The number of threads, the caller included; at most the processors this process may use.
   int size() const { return size_.load(std::memory_order_relaxed); }
   void resize(int size);
 
-  // body(context, task) for every task in 0..tasks-1, in any order, on any thread. A body must not
-  // throw: half a loop cannot be taken back, so the process ends with a message instead.
+  // Calls body(context, task) for every task in 0..tasks-1, in any order, on any thread. A body
+  // must not throw: a half-finished loop cannot be undone, so parallel() ends the process instead.
   void run(int tasks, void (*body)(void*, int), void* context);
 
   template <class F>
@@ -46,16 +46,16 @@ class Team {
 
   std::vector<std::thread> helpers_;
   std::atomic<int> size_{1};
-  std::mutex busy_;  // held by the one caller whose loop the team runs
+  std::mutex busy_;  // held by the caller whose loop is running
 
-  // One loop. Written while closed_, when no helper is active_; read by helpers that are.
+  // The current loop. Written while closed_ is set and no helper is active; read by active helpers.
   void (*body_)(void*, int) = nullptr;
   void* context_ = nullptr;
   int tasks_ = 0;
 
   alignas(64) std::atomic<int> next_{0};
   alignas(64) std::atomic<unsigned> epoch_{0};
-  alignas(64) std::atomic<int> active_{0};  // helpers inside a loop
+  alignas(64) std::atomic<int> active_{0};  // number of helpers inside a loop
   std::atomic<bool> closed_{true};
   std::atomic<bool> stopping_{false};
   std::atomic<int> sleeping_{0};

@@ -27,7 +27,7 @@ void Channel::drop(int uses) {
 
 namespace {
 
-// 0: do not wait.
+// Returns the deadline in ns of the monotonic clock, or 0 for no wait.
 int64_t deadline_after(double timeout_s) {
   if (!(timeout_s > 0)) return 0;
   return now_ns() + static_cast<int64_t>(std::min(timeout_s, 1e6) * 1e9);
@@ -35,7 +35,7 @@ int64_t deadline_after(double timeout_s) {
 
 }  // namespace
 
-// What is corrupt ends the connection.
+// Runs the operation while the memory is held. A corrupt message ends the connection.
 template <class Operation>
 auto Channel::guarded(Operation operation) {
   Use use(*this);

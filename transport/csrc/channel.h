@@ -1,4 +1,4 @@
-// One end of a connection, as transport/base.py describes it: what the transports have in common.
+// One end of a connection, as transport/base.py describes it: the common part of all transports.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,8 @@ class Channel {
   virtual size_t max_message_bytes() const = 0;
   uint64_t post(const Segments& segments, double timeout_s);
   std::optional<Message> poll(double timeout_s);
-  // The same where it takes no time worth mentioning, and needs no wait; else nothing.
+  // As post() and poll() where the message is short and no wait is needed; otherwise they return
+  // nothing.
   std::optional<uint64_t> post_at_once(const Segments& segments);
   std::optional<Message> poll_at_once();
   void release(uint64_t number);
@@ -43,15 +44,15 @@ class Channel {
   virtual void free_memory() = 0;
 
   [[noreturn]] void throw_lost() const { throw PeerLost(link_->reason()); }
-  // Spins, with ready() as the end, then sleeps in sleep(deadline_ns) as often as it takes. False:
-  // time is up, or the link is over.
+  // Waits until ready(): spins for spin_ns_, then calls sleep(deadline_ns) repeatedly. Returns false
+  // if the deadline passes or the link ends first.
   template <class Ready, class Sleep>
   bool wait(int64_t deadline_ns, Ready ready, Sleep sleep);
 
   const std::shared_ptr<Link> link_;
 
  private:
-  // The memory stays while an operation runs, or a frame is held: 1 for an open end, and 1 each.
+  // Counts the uses of the memory: one while the end is open, one per running operation and held frame.
   class Use;
   void drop(int uses);
   void check_size(size_t bytes) const;
@@ -88,7 +89,7 @@ bool Channel::wait(int64_t deadline_ns, Ready ready, Sleep sleep) {
     sleep(deadline_ns);
     if (ready()) return true;
   }
-  return ready();  // what came before the end
+  return ready();  // a message may have arrived before the link ended
 }
 
 }  // namespace ms

@@ -1,8 +1,8 @@
-// Two ways, both one pass over the bytes, which are copied on it if so wished. With the processor's
-// instruction, which takes 3 cycles but starts one per cycle: three streams at once, whose remainders
-// are joined by shifting one over the length of the next (a linear map, in tables). And by folding:
-// 256 bytes are multiplied without carries into the next 256 (Gopal et al., Intel 323102, 2009),
-// until 64 are left that have the remainder of all.
+// There are two fast methods. Both make one pass over the bytes and can copy them in that pass.
+// The first uses the processor's CRC instruction, which takes 3 cycles but can start every cycle: it
+// computes three streams at once and joins their remainders by shifting one over the length of the
+// next (a linear map, in tables). The second folds: carry-less multiplication maps 256 bytes onto the
+// next 256 (Gopal et al., Intel 323102, 2009), until 64 bytes with the same remainder are left.
 #include "crc32c.h"
 
 #include <array>
@@ -15,8 +15,8 @@
 namespace ms {
 namespace {
 
-constexpr uint32_t POLYNOMIAL = 0x82f63b78;  // reflected
-constexpr size_t LONG = 2048, SHORT = 256;   // bytes of one of the three streams
+constexpr uint32_t POLYNOMIAL = 0x82f63b78;  // in reflected bit order
+constexpr size_t LONG = 2048, SHORT = 256;   // bytes of each of the three streams
 
 using Table = std::array<std::array<uint32_t, 256>, 8>;
 using Shift = std::array<std::array<uint32_t, 256>, 4>;
@@ -59,7 +59,7 @@ uint32_t crc_portable(uint32_t crc, const uint8_t* data, size_t size) {
 }
 
 #if defined(__x86_64__)
-// What `length` zero bytes make of a remainder.
+// Makes the tables that advance a remainder over `length` zero bytes.
 Shift make_shift(size_t length) {
   std::array<uint32_t, 32> of_bit;
   for (int bit = 0; bit < 32; bit++) {
@@ -118,14 +118,14 @@ __attribute__((target("sse4.2"))) uint32_t crc_sse42(uint32_t begin, uint8_t* to
   return static_cast<uint32_t>(crc);
 }
 
-// x^n modulo the polynomial, in reflected order, as the multiplication wants it.
+// Returns x^n modulo the polynomial, in the reflected order that the multiplication needs.
 uint64_t power_of_x(unsigned n) {
   uint32_t value = 0x80000000;
   for (; n > 0; n--) value = value & 1 ? value >> 1 ^ POLYNOMIAL : value >> 1;
   return static_cast<uint64_t>(value) << 1;
 }
 
-// For what lies `bits` ahead: of a lane's first 8 bytes, and of its second.
+// The factors that move a lane's first and second 8 bytes `bits` ahead.
 struct Fold {
   explicit Fold(unsigned bits) : first(power_of_x(bits + 32)), second(power_of_x(bits - 32)) {}
   uint64_t first, second;
@@ -140,7 +140,7 @@ MS_FOLDING inline __m512i constants(const Fold& fold) {
 
 MS_FOLDING inline __m512i folded(__m512i lanes, __m512i by, __m512i onto) {
   const __m512i first = _mm512_clmulepi64_epi128(lanes, by, 0x00), second = _mm512_clmulepi64_epi128(lanes, by, 0x11);
-  return _mm512_ternarylogic_epi64(first, second, onto, 0x96);  // xor of all three
+  return _mm512_ternarylogic_epi64(first, second, onto, 0x96);  // xor of the three
 }
 
 template <bool COPY>
@@ -150,7 +150,7 @@ MS_FOLDING inline __m512i take_lanes(uint8_t* to, const uint8_t* from) {
   return lanes;
 }
 
-// Of the whole 256 bytes that size has.
+// Computes the remainder of `size` bytes, a multiple of 256.
 template <bool COPY>
 MS_FOLDING uint32_t crc_folding(uint32_t crc, uint8_t* to, const uint8_t* from, size_t size) {
   __m512i lanes[4];

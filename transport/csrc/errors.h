@@ -4,7 +4,7 @@
 
 namespace ms {
 
-// Become the exceptions of transport/base.py (module.cpp).
+// module.cpp translates these into the exceptions of transport/base.py.
 struct PeerLost : std::runtime_error {
   using runtime_error::runtime_error;
 };

@@ -29,7 +29,7 @@ int64_t now_ns() {
   return t.tv_sec * 1'000'000'000ll + t.tv_nsec;
 }
 
-// The one thread of the process. Never destroyed: it may run until the process ends.
+// The heartbeat thread of the process. It is never destroyed, since it may run until the process ends.
 class Monitor {
  public:
   static Monitor& get() {
@@ -61,7 +61,7 @@ class Monitor {
  private:
   Monitor() : epoll_(epoll_create1(EPOLL_CLOEXEC)) {
     if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
-    sigset_t all, before;  // signals are Python's
+    sigset_t all, before;  // the thread blocks all signals, so that Python's threads receive them
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     std::thread([this] { run(); }).detach();
@@ -100,7 +100,7 @@ class Monitor {
       const auto links = alive();
       for (const auto& link : links) {
         if (now < link->deadline_ns()) continue;
-        link->listen();  // it may be us who slept
+        link->listen();  // this thread may have been late itself
         if (now >= link->deadline_ns()) {
           link->reset();
           link->end("nothing was heard of the peer for too long");
@@ -159,7 +159,7 @@ void Link::end(const std::string& reason) {
     if (is_over()) return;
     reason_ = reason;
     is_over_.store(true);
-    const bool is_ours = pid_ == getpid();  // a forked process must not end the original's
+    const bool is_ours = pid_ == getpid();  // a forked process must not end its parent's connection
     if (control_fd_ >= 0) {
       if (is_ours && watched_by_ >= 0) epoll_ctl(watched_by_, EPOLL_CTL_DEL, control_fd_, nullptr);
       if (is_ours) shutdown(control_fd_, SHUT_RDWR);
@@ -217,7 +217,7 @@ void Link::reset() {
 
 void Link::beat() {
   std::lock_guard lock(mutex_);
-  // What fails here is seen by listen().
+  // listen() detects a failure.
   if (control_fd_ >= 0) (void)!send(control_fd_, &BEAT, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 

@@ -1,6 +1,7 @@
-// Whether the peer is alive. A link owns the control connection after the set-up: one thread of the
-// process (not Python's: a busy interpreter delays nothing) sends a byte on all of them every
-// HEARTBEAT and listens. End of file or silence end the link, and who waits on it is woken.
+// Detects whether the peer is alive. A link owns the control connection after the set-up. One native
+// thread of the process, which a busy interpreter does not delay, sends a byte on all control
+// connections every HEARTBEAT_NS and listens. End of file or silence ends the link and wakes threads
+// that wait on it.
 #pragma once
 
 #include <atomic>
@@ -19,36 +20,37 @@ int64_t now_ns();
 
 class Link : public std::enable_shared_from_this<Link> {
  public:
-  // Takes over a connected stream socket; -1: the peer is in this process and always heard.
+  // Takes over a connected stream socket; -1 means that the peer is in this process and sends no
+  // heartbeats.
   explicit Link(int control_fd);
   ~Link();
-  // Two that end each other.
+  // Makes two links of which each ends the other.
   static std::pair<std::shared_ptr<Link>, std::shared_ptr<Link>> make_pair();
-  // Heartbeats begin.
+  // Starts heartbeats.
   void watch();
 
   bool is_over() const { return is_over_.load(std::memory_order_acquire); }
   std::string reason() const;
   double silence_s() const;
-  // No more: the first reason counts. The peer sees it too. From any thread.
+  // Ends the link, on both sides; the first reason counts. Any thread may call it.
   void end(const std::string& reason);
-  // Readable as soon as the link is over. Made on the first call.
+  // Returns a descriptor, made on the first call, that is readable as soon as the link is over.
   int event_fd();
-  // Whom to wake in a futex; null: nobody any more.
+  // Sets the memory whose futex waiters are woken at the end; null for none.
   void set_sleeper(std::shared_ptr<Memory> memory);
 
  private:
   friend class Monitor;
-  void listen();  // takes what has come on the control connection
+  void listen();  // reads the control connection
   void beat();
-  // The peer, if it can be reached, hears of the end at once (RST). Heartbeats and the end of a stream
-  // would wait for acknowledgements, which do not come where the connection is cut one way.
+  // Tells a reachable peer of the end at once, by a RST. Heartbeats and the end of a stream would wait
+  // for acknowledgements, which do not come where the connection is cut in one direction.
   void reset();
   int64_t deadline_ns() const;
 
   std::atomic<bool> is_over_{false};
   std::atomic<int64_t> heard_ns_;
-  mutable std::mutex mutex_;  // the rest
+  mutable std::mutex mutex_;  // guards the members below
   std::string reason_;
   const int pid_;
   int control_fd_, event_fd_ = -1, watched_by_ = -1;  // the monitor's epoll

@@ -31,7 +31,7 @@ Memory::Memory(size_t window_bytes)
 Memory::Memory(size_t window_bytes, int fd) : window_bytes_(window_bytes) {
   struct stat status;
   const int seals = fcntl(fd, F_GET_SEALS);
-  // Whoever can shrink it can kill us with SIGBUS.
+  // A process that can shrink the window could kill this one with SIGBUS.
   if (seals < 0 || (seals & SEALS) != SEALS) throw std::invalid_argument("a window that is not sealed");
   if (fstat(fd, &status) < 0 || status.st_size < static_cast<off_t>(PAYLOAD_AT + window_bytes))
     throw std::invalid_argument("a window that is too small");

@@ -10,9 +10,10 @@ namespace ms {
 // The mapping of one window.
 class Memory {
  public:
-  // Anonymous, zeroed. std::system_error.
+  // Maps anonymous, zeroed memory. Throws std::system_error.
   explicit Memory(size_t window_bytes);
-  // Of a memfd that cannot shrink; std::invalid_argument if it can, or is too small. fd stays open.
+  // Maps a memfd, and leaves fd open. Throws std::invalid_argument if the memfd can shrink or is too
+  // small.
   Memory(size_t window_bytes, int fd);
   ~Memory();
   Memory(const Memory&) = delete;
@@ -26,9 +27,10 @@ class Memory {
   uint8_t* base() const { return base_; }
   size_t num_bytes() const { return PAYLOAD_AT + window_bytes_; }
   uint8_t* payload() const { return base_ + PAYLOAD_AT; }
-  // Memory that a device writes must stay this process's: a fork may leave it with copies.
+  // Excludes the mapping from forks. Memory that a device writes needs this, since after a fork
+  // copy-on-write may leave this process with copies of the pages.
   void keep_from_forks() const;
-  // Wakes who sleeps on this window.
+  // Wakes the threads that sleep on this window.
   void wake() const;
 
  private:
@@ -36,7 +38,7 @@ class Memory {
   uint8_t* base_;
 };
 
-// A sealed memfd for a window. std::system_error.
+// Creates a sealed memfd for a window. Throws std::system_error.
 int create_window_fd(size_t window_bytes);
 
 }  // namespace ms

@@ -8,10 +8,10 @@
 namespace ms {
 namespace {
 
-// A waiting thread gives its CPU away at once: the other end, or the kernel's part of a device in
-// software, may need it. After a while it sleeps between two looks.
+// A waiting thread yields its CPU at once: the other end, or the kernel's part of a software device,
+// may need it. After YIELD_NS it sleeps between two polls.
 constexpr int64_t YIELD_NS = 2'000'000, NAP_NS = 50'000;
-// How often the device is asked for errors while memory is polled.
+// The interval at which the device is asked for errors while memory is polled.
 constexpr int64_t ASK_NS = 10'000'000;
 
 }  // namespace

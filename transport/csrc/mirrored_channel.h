@@ -5,26 +5,27 @@
 
 namespace ms {
 
-// What carries bytes into a window that is not mapped here. Offsets are from the window's start.
+// Carries bytes into a window that is not mapped here. Offsets count from the window's start.
 class Writer {
  public:
   virtual ~Writer() = default;
   // Copies a payload and then a descriptor from our mirror to the same places in the peer's window.
   virtual void write(size_t payload, size_t payload_bytes, size_t descriptor) = 0;
-  // The same of the header's `consumed`. Does not throw: what is wrong is seen by the others.
+  // Copies the header's `consumed` in the same way. It does not throw; the other methods report errors.
   virtual void tell() = 0;
-  // Messages that the peer has written whole, as the device says: memory may show a descriptor
-  // before the payload that was sent ahead of it. Throws when the device reports an error.
+  // Returns how many messages the peer has written completely, as the device reports: memory may
+  // show a descriptor before the payload that was sent ahead of it. Throws when the device reports
+  // an error.
   virtual uint64_t num_arrived() = 0;
-  // Until something has arrived, or this long, or the link is over.
+  // Sleeps until a message has arrived, timeout_s has passed or the link is over.
   virtual void sleep(double timeout_s) = 0;
 };
 
-// Messages are laid out in a mirror of the peer's window, and written from there.
+// A channel that lays out messages in a mirror of the peer's window and writes them from there.
 class MirroredChannel final : public Channel {
  public:
-  // is_ordered: memory shows what the peer writes in the order in which it was written, so that it
-  // need not be asked what has arrived.
+  // is_ordered: the peer's writes become visible in their order, so that the device need not be asked
+  // what has arrived.
   MirroredChannel(std::shared_ptr<Memory> own, std::shared_ptr<Memory> mirror, std::shared_ptr<Link> link,
                   std::unique_ptr<Writer> writer, size_t max_message_bytes, bool is_ordered);
   ~MirroredChannel() override { free_memory(); }

@@ -1,5 +1,5 @@
-// Python's view of windows: addresses and sizes come in as integers, the interpreter is released
-// while bytes are copied or waited for.
+// Binds windows and channels. Addresses and sizes are integers; the GIL is released while bytes are
+// copied or waited for, unless they are few.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -29,7 +29,7 @@ size_t integer(PyObject* object) {
   return value;
 }
 
-// From a sequence of transport.base.Segment, or other tuples of four.
+// Converts a sequence of transport.base.Segment, or of other tuples of four.
 Segments segments_of(nb::handle given) {
   const auto all = nb::steal<nb::object>(PySequence_Fast(given.ptr(), "segments: not a sequence"));
   if (!all.is_valid()) throw nb::python_error();
@@ -57,7 +57,7 @@ nb::object tuple_of(const Message& message) {
 
 uint64_t post(Channel& channel, nb::handle given, double timeout_s) {
   const Segments segments = segments_of(given);
-  // Who gives the interpreter away may wait long until it is back.
+  // A thread that releases the GIL may wait long until it has it again.
   if (const auto number = channel.post_at_once(segments)) return *number;
   nb::gil_scoped_release release;
   return channel.post(segments, timeout_s);
@@ -72,7 +72,7 @@ nb::object poll(Channel& channel, double timeout_s) {
   return message ? tuple_of(*message) : nb::object(nb::none());
 }
 
-// To release the interpreter and take it back costs as much as some ten kilobytes.
+// Releasing and retaking the GIL costs as much as some ten kilobytes of work.
 template <class Work>
 uint32_t released_if_long(size_t bytes, Work work) {
   if (bytes <= Channel::QUICK_BYTES) return work();
@@ -103,7 +103,7 @@ void translate_to(const char* name) {
       const_cast<char*>(name));
 }
 
-// errno as Python has it.
+// Translates std::system_error into OSError with its errno.
 void translate_system_errors() {
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
@@ -117,7 +117,7 @@ void translate_system_errors() {
 }  // namespace
 
 NB_MODULE(_windows, m) {
-  nb::set_leak_warnings(false);  // an endpoint may well live until the process ends
+  nb::set_leak_warnings(false);  // an endpoint may live until the process ends
   translate_system_errors();
   translate_to<PeerLost>("PeerLostError");
   translate_to<CorruptMessage>("CorruptMessageError");

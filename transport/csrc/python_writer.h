@@ -1,4 +1,4 @@
-// A Writer in Python: transport.rdma.Wire, on pyverbs.
+// Adapts a Python object, transport.rdma.Wire on pyverbs, to Writer.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,7 +7,7 @@
 
 namespace ms {
 
-// Called without the interpreter lock. What Python raises goes through the channel to its caller.
+// The channel calls it without the GIL. Python exceptions reach the channel's caller.
 class PythonWriter final : public Writer {
  public:
   explicit PythonWriter(nanobind::object writer) : writer_(std::move(writer)) {}

@@ -9,7 +9,7 @@
 namespace ms {
 namespace {
 
-// An empty message takes room too: two positions that are equal mean a full ring.
+// An empty message takes room too, since two equal positions mean a full ring.
 size_t padded(size_t bytes) {
   return bytes == 0 ? PAYLOAD_ALIGNMENT : (bytes + PAYLOAD_ALIGNMENT - 1) / PAYLOAD_ALIGNMENT * PAYLOAD_ALIGNMENT;
 }
@@ -25,7 +25,7 @@ bool Outbox::find_room(size_t bytes, size_t& offset) const {
   const uint64_t in_flight = num_sent_ - num_consumed_;
   if (in_flight == NUM_SLOTS) return false;
   bytes = padded(bytes);
-  if (in_flight == 0) {  // from the start again: these lines are in the caches
+  if (in_flight == 0) {  // begin at the start again, whose lines are in the caches
     offset = 0;
     return bytes <= window_bytes_;
   }

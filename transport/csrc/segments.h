@@ -16,11 +16,11 @@ struct Segment {
 };
 using Segments = std::vector<Segment>;
 
-// Throws std::overflow_error when it is no size at all.
+// Throws std::overflow_error if the sum exceeds size_t.
 size_t total_bytes(const Segments& segments);
-// Copies them one after the other to `to`; the CRC-32C of all their bytes.
+// Copies the segments one after the other to `to` and returns the CRC-32C of all their bytes.
 uint32_t gather(void* to, const Segments& segments);
-// The same without the copy.
+// Returns the same CRC-32C without a copy.
 uint32_t crc32c(const Segments& segments);
 
 // Calls run(pointer, bytes) for each contiguous piece.

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 
-
 namespace ms {
 
 SharedChannel::SharedChannel(std::shared_ptr<Memory> own, std::shared_ptr<Memory> peers, std::shared_ptr<Link> link)
@@ -51,7 +50,7 @@ std::optional<Message> SharedChannel::receive(int64_t deadline_ns) {
 
 void SharedChannel::give_back(uint64_t number) {
   ring_.inbox.release(number);
-  // A store costs nothing, so it is always told.
+  // A store is cheap, so every release sends its credit.
   peers_->header().consumed.store(ring_.inbox.tell(), std::memory_order_release);
   wake_peer();
 }

@@ -5,7 +5,7 @@
 
 namespace ms {
 
-// Both windows are mapped here: of two processes, or of one.
+// A channel whose two windows are both mapped here; its ends are in one process or in two.
 class SharedChannel final : public Channel {
  public:
   SharedChannel(std::shared_ptr<Memory> own, std::shared_ptr<Memory> peers, std::shared_ptr<Link> link);

@@ -20,7 +20,7 @@ constexpr int64_t STALLED_NS = 2'000'000'000;
 
 bool is_temporary(int number) { return number == EAGAIN || number == EWOULDBLOCK || number == EINTR; }
 
-// Drops the first `bytes` of the pieces from `first` on.
+// Removes the first `bytes` bytes from the pieces that begin at `first`.
 void advance(std::vector<iovec>& pieces, size_t& first, size_t bytes) {
   for (; first < pieces.size() && bytes >= pieces[first].iov_len; first++) bytes -= pieces[first].iov_len;
   if (first == pieces.size()) return;
@@ -57,7 +57,7 @@ void SocketChannel::pump() {
   }
 }
 
-// One call of the kernel, and what follows from it. False: there is no more now.
+// Makes one recvmsg call and processes its bytes. Returns false if no more bytes are available now.
 bool SocketChannel::read_some() {
   iovec pieces[2];
   int count = 0;
@@ -67,7 +67,7 @@ bool SocketChannel::read_some() {
     pieces[count++] = {own_->payload() + head_.offset + num_received_, wanted};
   }
   if (stage_begin_ == stage_end_) stage_begin_ = stage_end_ = 0;
-  if (stage_begin_ > 0) {  // a part of a head
+  if (stage_begin_ > 0) {  // the stage has part of a head
     std::memmove(stage_.data(), stage_.data() + stage_begin_, stage_end_ - stage_begin_);
     stage_end_ -= stage_begin_;
     stage_begin_ = 0;
@@ -156,7 +156,7 @@ void SocketChannel::give_back(uint64_t number) {
 
 // ---- sending
 
-// False: a part is left to be sent.
+// Sends the pending credit. Returns false if a part of it is still to be sent.
 bool SocketChannel::flush() {
   while (credit_left_ > 0) {
     const auto* at = reinterpret_cast<const uint8_t*>(&credit_) + (sizeof credit_ - credit_left_);
@@ -173,7 +173,7 @@ bool SocketChannel::flush() {
   return true;
 }
 
-// False: it is due, but the socket is full.
+// Sends a credit if one is due. Returns false if it is due but the socket is full.
 bool SocketChannel::tell_credit() {
   if (!flush()) return false;
   if (!inbox_.is_credit_due() || fd_ < 0) return true;
@@ -240,7 +240,7 @@ void SocketChannel::write_all(std::vector<iovec>& pieces, int64_t deadline_ns) {
     }
     return true;
   };
-  // At least as long as it takes for a peer that reads: half a frame cannot be taken back.
+  // Waits at least 1 ms, enough for a peer that reads, since half a frame cannot be undone.
   const bool done = wait(std::max<int64_t>(deadline_ns, now_ns() + 1'000'000), is_sent, [&](int64_t until) { sleep(until, true); });
   if (done && first == pieces.size()) return;
   if (corrupt_) throw *corrupt_;
@@ -253,7 +253,7 @@ void SocketChannel::write_all(std::vector<iovec>& pieces, int64_t deadline_ns) {
 }
 
 void SocketChannel::sleep(int64_t deadline_ns, bool to_write) {
-  constexpr int64_t AT_MOST_NS = 1'000'000'000;  // who stalls is looked at then
+  constexpr int64_t AT_MOST_NS = 1'000'000'000;  // then a stalled peer is detected
   const int64_t ns = std::clamp<int64_t>(deadline_ns - now_ns(), 0, AT_MOST_NS);
   const timespec time{static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
   pollfd fds[2] = {{fd_, static_cast<short>(POLLIN | (to_write ? POLLOUT : 0)), 0}, {event_fd_, POLLIN, 0}};

@@ -10,12 +10,12 @@
 
 namespace ms {
 
-// Windows emulated on a stream socket. A frame is a descriptor and its payload, which is received
-// straight into our window, where the peer said; whoever waits reads the socket, also while it
-// waits to send, so that two peers which send at once do not block each other.
+// A channel that emulates windows on a stream socket. A frame is a descriptor and its payload, which
+// is received directly into the own window at the descriptor's offset. A thread that waits reads the
+// socket, even while it waits to send, so that two peers that send at once do not block each other.
 class SocketChannel final : public Channel {
  public:
-  // Takes over the socket.
+  // Takes over the socket and closes it at the end.
   SocketChannel(int data_fd, size_t own_window_bytes, size_t peer_window_bytes, std::shared_ptr<Link> link);
   ~SocketChannel() override { free_memory(); }
   size_t max_message_bytes() const override { return outbox_.max_message_bytes(); }
@@ -45,11 +45,11 @@ class SocketChannel final : public Channel {
   Outbox outbox_;
   Inbox inbox_;
 
-  // Received. The stage holds what came with the bytes that were asked for.
+  // State of receiving. The stage holds bytes that arrived beyond the current frame.
   std::vector<uint8_t> stage_;
   size_t stage_begin_ = 0, stage_end_ = 0;
   bool is_in_frame_ = false, is_at_end_ = false;
-  std::optional<CorruptMessage> corrupt_;  // after the frames before it are taken
+  std::optional<CorruptMessage> corrupt_;  // thrown after the earlier frames are taken
   Descriptor head_{};
   size_t num_received_ = 0;
   uint32_t crc_ = 0;
@@ -57,7 +57,7 @@ class SocketChannel final : public Channel {
   std::array<Message, NUM_SLOTS> arrived_{};
   uint64_t num_arrived_ = 0, num_polled_ = 0;
 
-  // To send: what is left of a credit, then pieces of a frame.
+  // State of sending: the rest of a credit, then a small frame copied into one piece.
   Descriptor credit_{};
   size_t credit_left_ = 0;
   std::vector<uint8_t> copied_;
