@@ -7,7 +7,6 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -51,6 +50,7 @@ from memory.partitioned_kv import PartitionedKV
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
+from serve.loading.node_key import read_key
 from serve.loading.precision import Precision
 from serve.models import ModelSpec
 from transport import connect
@@ -58,8 +58,6 @@ from transport.base import Endpoint, TransportError
 
 logger = logging.getLogger(__name__)
 
-LOCAL_KEY = b"mergestep: only this user"
-_OPEN_KEY_SCHEMES = ("inproc", "shm")  # only this user can connect
 _MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES = 4 << 20, 256 << 20
 _MESSAGES_IN_WINDOW = 12
 _LEAST_IN_WINDOW = 4  # a message is at most a quarter of a window
@@ -80,27 +78,6 @@ class RemoteMemory:
         self.nodes.close()
         if self.attention.tail_cache is not None:
             self.attention.tail_cache.close()
-
-
-def read_key(config: EngineConfig) -> bytes:
-    """Returns the shared secret. ConfigError if a node needs one and none is set."""
-    path = config.memory_node_key_file
-    if path is None:
-        for url in config.memory_nodes:
-            if url.partition("://")[0] not in _OPEN_KEY_SCHEMES:
-                raise ConfigError(
-                    f"{url} needs a memory_node_key_file, a secret that engines and nodes share"
-                )
-        return LOCAL_KEY
-    try:
-        key = Path(path).read_bytes().strip()
-        if Path(path).stat().st_mode & 0o077:
-            logger.warning("memory_node_key_file %s can be read by other users: chmod 600", path)
-    except OSError as error:
-        raise ConfigError(f"memory_node_key_file {path}: {reason(error)}") from error
-    if len(key) < 16:
-        raise ConfigError(f"memory_node_key_file {path} has less than 16 bytes")
-    return key
 
 
 def open_remote_memory(

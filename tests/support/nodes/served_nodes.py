@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import transport
 from memory.nodes.node import MemoryNode
 from ops import get_backend
-from serve.loading.remote_memory import LOCAL_KEY
+from serve.loading.node_key import LOCAL_KEY
 
 KEY = b"a key that only tests know, 64 bits and more"
 MIB = 1 << 20

@@ -1,0 +1,35 @@
+"""The secret that engines and memory nodes share."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from serve.config import EngineConfig
+from serve.errors import ConfigError, reason
+
+logger = logging.getLogger(__name__)
+
+LOCAL_KEY = b"mergestep: only this user"
+_OPEN_KEY_SCHEMES = ("inproc", "shm")  # only this user can connect
+
+
+def read_key(config: EngineConfig) -> bytes:
+    """Returns the shared secret. ConfigError if a node needs one and none is set."""
+    path = config.memory_node_key_file
+    if path is None:
+        for url in config.memory_nodes:
+            if url.partition("://")[0] not in _OPEN_KEY_SCHEMES:
+                raise ConfigError(
+                    f"{url} needs a memory_node_key_file, a secret that engines and nodes share"
+                )
+        return LOCAL_KEY
+    try:
+        key = Path(path).read_bytes().strip()
+        if Path(path).stat().st_mode & 0o077:
+            logger.warning("memory_node_key_file %s can be read by other users: chmod 600", path)
+    except OSError as error:
+        raise ConfigError(f"memory_node_key_file {path}: {reason(error)}") from error
+    if len(key) < 16:
+        raise ConfigError(f"memory_node_key_file {path} has less than 16 bytes")
+    return key
