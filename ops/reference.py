@@ -1,9 +1,9 @@
 """Slow, obvious torch versions of the operators; tests compare the other back ends with them.
 
-Quantized products are not here: the tests of their kernels have the exact versions (tests/ops).
-
-They compute in fp32 (fp64 for fp64 inputs) without fused calls, one sequence and one formula at a
-time. Results have the dtype of the inputs.
+`ReferenceBackend` computes in fp32 (fp64 for fp64 inputs) without fused calls, one sequence and one
+formula at a time. Results have the dtype of the inputs. The functions for int8 compute in fp64:
+`int8_linear` rounds rows and weights, `round_kv` rounds K/V as int8 pages store them, and
+`attention_fp64` has every option of the attention over them.
 """
 
 from __future__ import annotations
@@ -141,3 +141,67 @@ def _attend(
         weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)  # NaN without keys
         out[:, head] = (weights @ v[head // group]).to(q.dtype)
     return Partial(out, lse)
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns x: [M, K] as whole numbers from -127 to 127, and the step of each row: [M, 1]."""
+    largest = x.float().abs().amax(-1, keepdim=True)
+    per_step = torch.where(largest > 0, 127.0 / largest, 0.0)
+    return (x.float() * per_step).round(), largest / 127.0
+
+
+def int8_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Computes the product of QuantizedLinears.int8 in fp64: [M, K] times [N, K] to [M, N]."""
+    (codes, steps), (weights, scales) = quantize_int8(x), quantize_int8(weight)
+    return (codes.double() @ weights.double().T) * steps.double() * scales.double().T
+
+
+def round_kv(x: Tensor, group: int) -> Tensor:
+    """Returns K or V: [..., D] as int8 pages store it, with a scale for each group of values.
+
+    Scales are fp16 and rounded up, so that no value exceeds 127 steps.
+    """
+    parts = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
+    wanted = parts.abs().amax(-1, keepdim=True) / 127.0
+    scale = wanted.half()
+    above = (scale.view(torch.int16) + 1).view(torch.float16)
+    scale = torch.where(scale.float() < wanted, above, scale).float()
+    return ((parts / scale).round().clamp(-127, 127) * scale).reshape(x.shape)
+
+
+def attention_fp64(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float = 0.0,
+    slopes: Sequence[float] | None = None,
+    sinks: Sequence[float] | None = None,
+    first_position: int | None = None,
+) -> Partial:
+    """Computes attention of q: [T, H, D] over k, v: [L, Hk, D] of one sequence in fp64.
+
+    The rows are at first_position and after it, by default at the end of the keys. The options are
+    those of `Int8Attention`.
+    """
+    rows, heads, _ = q.shape
+    length = len(k)
+    first = length - rows if first_position is None else first_position
+    k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    row = torch.arange(first, first + rows, device=q.device)[:, None]
+    key = torch.arange(length, device=q.device)[None]
+    if slopes is not None:
+        per_head = torch.tensor(slopes, device=q.device).double()[:, None, None]
+        scores = scores + per_head * (key - row)
+    seen = key <= row if window is None else (key <= row) & (key > row - window)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        logits = torch.tensor(sinks, device=q.device).double()[:, None, None]
+        scores = torch.cat((scores, logits.expand(heads, rows, 1)), -1)
+    weights = scores.softmax(-1)[..., :length].masked_fill(~seen, 0.0)
+    return Partial(torch.einsum("hnl,lhd->nhd", weights, v), scores.logsumexp(-1).T)

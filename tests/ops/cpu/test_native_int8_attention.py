@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ops.cpu import native_library
-from ops.reference import ReferenceBackend
+from ops.reference import ReferenceBackend, attention_fp64, round_kv
 from quant.kv import GROUPS
-from tests.support.memory.int8_kv import Cache, attention64, out_error, rounded_kv, score_error
+from tests.support.memory.int8_kv import Cache, out_error, score_error
 
 pytestmark = [
     pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
@@ -49,8 +49,8 @@ def test_attention(isa, case):
     cache.fill(k, v)
     lse = torch.empty(length, heads)
     whole = cache.attend(q, length, lse=lse)
-    stored_k, stored_v = rounded_kv(k, cache.group), rounded_kv(v, cache.group)
-    expected, expected_lse = attention64(q, stored_k, stored_v, dim**-0.5, **case)
+    stored_k, stored_v = round_kv(k, cache.group), round_kv(v, cache.group)
+    expected, expected_lse = attention_fp64(q, stored_k, stored_v, dim**-0.5, **case)
     of_score = score_error(q, stored_k, dim**-0.5)
     assert float((whole - expected).abs().max()) <= out_error(of_score, stored_v)
     assert float((lse - expected_lse).abs().max()) <= of_score + 1e-4
@@ -74,8 +74,8 @@ def test_a_sink_with_small_values_leaves_the_others_their_precision(isa, rest):
     v[0] *= 0.01
     cache.fill(k, v)
     found = cache.attend(q, length)
-    stored_k, stored_v = rounded_kv(k, 64), rounded_kv(v, 64)
-    expected, _ = attention64(q, stored_k, stored_v, dim**-0.5)
+    stored_k, stored_v = round_kv(k, 64), round_kv(v, 64)
+    expected, _ = attention_fp64(q, stored_k, stored_v, dim**-0.5)
     for row in (63, 200, length - 1):
         error = (found[row] - expected[row]).norm() / expected[row].norm()
         assert float(error) < 1e-3, f"row {row}"

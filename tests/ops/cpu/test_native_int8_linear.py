@@ -14,7 +14,7 @@ from torch import Tensor
 from ops import Fusion, Norm
 from ops.cpu import native_library
 from ops.cpu.native_quantized_linear import Int8Linear
-from ops.reference import ReferenceBackend
+from ops.reference import ReferenceBackend, int8_linear, quantize_int8
 from tests.support.memory.native_rows import check_rows_alone
 
 pytestmark = [
@@ -24,18 +24,10 @@ pytestmark = [
 REFERENCE = ReferenceBackend()
 
 
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns rows as whole numbers from -127 to 127, and their steps, as the kernels round
-    them."""
-    largest = x.abs().amax(-1, keepdim=True)
-    step = torch.where(largest > 0, 127.0 / largest, torch.zeros(()))
-    return (x * step).round(), largest / 127.0
-
-
 def expected_product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Returns x @ weight.T in float64, and the error bound from rounding both factors."""
-    _, x_step = quantized(x)
-    _, w_step = quantized(weight)
+    _, x_step = quantize_int8(x)
+    _, w_step = quantize_int8(weight)
     x, weight, x_step, w_step = (t.double() for t in (x, weight, x_step, w_step))
     ones_x, ones_w = torch.ones_like(x), torch.ones_like(weight)
     bound = 0.5 * (x.abs() @ (ones_w * w_step).T) + 0.5 * ((ones_x * x_step) @ weight.abs().T)
@@ -52,6 +44,16 @@ def test_linear_is_within_the_bound_of_its_scales(isa, m, k, n, dtype):
     y = Int8Linear(weight, None)(x)
     exact, bound = expected_product(x.float(), weight.float())
     assert bool(((y - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+def test_linear_is_the_reference(isa, m, k, n):
+    """Up to four of an output's values may be rounded to the other code, because the reference
+    rounds x * (127 / largest) in fp32."""
+    x, weight = torch.randn(m, k), torch.randn(n, k)
+    steps = quantize_int8(x)[1].double() * quantize_int8(weight)[1].double().T
+    error = (Int8Linear(weight, None)(x) - int8_linear(x, weight)).abs()
+    assert bool((error <= 4 * 127 * steps + 1e-4).all())
 
 
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)

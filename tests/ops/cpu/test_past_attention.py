@@ -12,8 +12,9 @@ from ops.backend import KeyValues, Partial
 from ops.cpu import native_library
 from ops.cpu.native_partials import merge_into
 from ops.cpu.native_plain_attention import decode_attention, past_attention, prefill_attention
+from ops.reference import attention_fp64, round_kv
 from quant.kv import TILE_TOKENS
-from tests.support.memory.int8_kv import Cache, attention64, out_error, rounded_kv, score_error
+from tests.support.memory.int8_kv import Cache, out_error, score_error
 from tests.support.memory.plain_kv import REFERENCE, TYPES, Range, exact
 
 pytestmark = [
@@ -64,8 +65,8 @@ def test_int8_past_on_random_steps(isa):
         for (k, v), q_s, out_s, lse_s in zip(
             kv, q.split(rows), out.split(rows), lse.split(rows), strict=True
         ):
-            k, v = rounded_kv(k, cache.group), rounded_kv(v, cache.group)
-            expected, expected_lse = attention64(
+            k, v = round_kv(k, cache.group), round_kv(v, cache.group)
+            expected, expected_lse = attention_fp64(
                 q_s, k, v, scale, window=window, first_position=len(k)
             )
             sees = expected_lse > NOTHING
@@ -95,8 +96,8 @@ def test_int8_past_and_own_keys_make_the_whole(isa, switches):
         cache, scratch = (Cache(**shape, tokens=800, **switches) for _ in range(2))
         q, (k, v) = torch.randn(n, 4, 64), torch.randn(2, past + n, 2, 64)
         out, lse = split(q, k, v, cache, past, scratch=scratch)
-        k, v = rounded_kv(k, 32), rounded_kv(v, 32)
-        expected, expected_lse = attention64(q, k, v, 0.125, **switches)
+        k, v = round_kv(k, 32), round_kv(v, 32)
+        expected, expected_lse = attention_fp64(q, k, v, 0.125, **switches)
         of_score = score_error(q, k, 0.125)
         assert float((out - expected).abs().max()) <= 2 * out_error(of_score, v)
         assert float((lse - expected_lse).abs().max()) <= of_score + 1e-4
@@ -153,8 +154,8 @@ def test_int8_tiles_partitioned_over_nodes_make_the_whole(isa, nodes):
             cache.fill(k[:past][here], v[:past][here])
             step = cache.step([0], [n], [int(here.sum())], past_only=True)
             merge_into(out, lse, cache.op.attend(step, q, part_lse), part_lse)
-        k, v = rounded_kv(k, 64), rounded_kv(v, 64)
-        expected, expected_lse = attention64(q, k, v, 0.125)
+        k, v = round_kv(k, 64), round_kv(v, 64)
+        expected, expected_lse = attention_fp64(q, k, v, 0.125)
         of_score = score_error(q, k, 0.125)
         assert float((out - expected).abs().max()) <= (nodes + 1) * out_error(of_score, v)
         assert float((lse - expected_lse).abs().max()) <= of_score + 1e-4

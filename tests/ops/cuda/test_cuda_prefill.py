@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 
+from ops.reference import attention_fp64
 from tests.support.cuda.cuda_kv import DEVICE, Tiles, random_kv, random_q
-from tests.support.memory.int8_kv import attention64
 
 from ops.cuda.attention import CudaAttentionLayer, KVTiles, layer_bytes  # isort: skip
 from ops.cuda.prefill import (  # isort: skip
@@ -22,7 +22,7 @@ BF16 = torch.bfloat16
 
 
 def exact(q, k, v, scale, window):
-    return attention64(q, k, v, scale, window=window)[0].to(q.dtype)
+    return attention_fp64(q, k, v, scale, window=window)[0].to(q.dtype)
 
 
 def single_prefill_with_kv_cache(
@@ -48,7 +48,7 @@ def cudnn(q, k, v, bias, compute_log_sumexp, dropout_p, is_causal, debug, *, sca
     """cuDNN's causal mask begins at the first key."""
     assert bias is None and compute_log_sumexp and not dropout_p and not debug
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    out, lse = attention64(q, k, v, scale, first_position=0 if is_causal else len(k))
+    out, lse = attention_fp64(q, k, v, scale, first_position=0 if is_causal else len(k))
     return out.to(q.dtype).transpose(0, 1)[None], lse.float().T[None, ..., None]
 
 
@@ -97,7 +97,7 @@ def broken(q, k, v, scale, window):
 
 
 def one_off(q, k, v, scale, window):
-    return attention64(q, k, v, scale, first_position=len(k) - len(q) + 1)[0].to(q.dtype)
+    return attention_fp64(q, k, v, scale, first_position=len(k) - len(q) + 1)[0].to(q.dtype)
 
 
 def wide_window(q, k, v, scale, window):

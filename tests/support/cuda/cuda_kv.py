@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from ops.cuda.attention import CudaAttentionLayer, KVTiles, StepArrays, layer_bytes
-from tests.support.memory.int8_kv import attention64, rounded_kv
+from ops.reference import attention_fp64, round_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Largest error of one rounding to bf16; the interpreter cuts instead.
@@ -71,7 +71,7 @@ class Tiles:
             x = x.float().to(DEVICE)
             if layer.group:
                 groups = x.unflatten(2, (-1, layer.group))
-                stored = rounded_kv(x, layer.group).unflatten(2, (-1, layer.group))
+                stored = round_kv(x, layer.group).unflatten(2, (-1, layer.group))
                 wanted = groups.abs().amax(3) / 127
                 scale = wanted.half()
                 above = (scale.view(torch.int16) + 1).view(torch.float16)
@@ -117,10 +117,10 @@ class Tiles:
         k, v = self.read(sequence, kv_len)
         q, scale, window = q.cpu(), self.layer.scale, self.layer.window
         first = len(k) if past_only else len(k) - len(q)
-        out, lse = attention64(q, k, v, scale, window=window, first_position=first)
+        out, lse = attention_fp64(q, k, v, scale, window=window, first_position=first)
         if q.dtype == torch.float32:
             return out, lse, torch.full_like(out, 1e-5)
-        spread, _ = attention64(q, k, v.abs(), scale, window=window, first_position=first)
+        spread, _ = attention_fp64(q, k, v.abs(), scale, window=window, first_position=first)
         # weights and the result are rounded; with many scales also what they are multiplied with
         score = 0.0
         if self.layer.num_groups > 2:

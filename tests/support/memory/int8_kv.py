@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
-
-
-def rounded_kv(x: Tensor, group: int) -> Tensor:
-    """[..., D] as it is stored: fp16 scales rounded up, values to the nearest step."""
-    parts = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
-    wanted = parts.abs().amax(-1, keepdim=True) / 127.0
-    scale = wanted.half()
-    above = (scale.view(torch.int16) + 1).view(torch.float16)
-    scale = torch.where(scale.float() < wanted, above, scale).float()
-    return ((parts / scale).round().clamp(-127, 127) * scale).reshape(x.shape)
 
 
 class Cache:
@@ -56,29 +44,6 @@ class Cache:
 
     def attend(self, q: Tensor, kv_len: int, sequence=0, lse=None) -> Tensor:
         return self.op.attend(self.step([sequence], [len(q)], [kv_len]), q, lse)
-
-
-def attention64(
-    q, k, v, scale, *, window=None, soft_cap=0.0, slopes=None, sinks=None, first_position=None
-):
-    """(out, lse) in float64. k, v: [L, Hk, D]; q: [n, H, D], at first_position or at the end."""
-    n, heads, _ = q.shape
-    length = len(k)
-    first = length - n if first_position is None else first_position
-    k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * scale
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    row, key = torch.arange(first, first + n)[:, None], torch.arange(length)[None]
-    if slopes is not None:
-        scores = scores + torch.tensor(slopes).double()[:, None, None] * (key - row)
-    seen = key <= row if window is None else (key <= row) & (key > row - window)
-    scores = scores.masked_fill(~seen, -math.inf)
-    if sinks is not None:
-        extra = torch.tensor(sinks).double()[:, None, None].expand(heads, n, 1)
-        scores = torch.cat((scores, extra), -1)
-    weights = scores.softmax(-1)[..., :length].masked_fill(~seen, 0.0)
-    return torch.einsum("hnl,lhd->nhd", weights, v), scores.logsumexp(-1).T
 
 
 def score_error(q: Tensor, stored_k: Tensor, scale: float) -> float:
