@@ -79,8 +79,8 @@ class Tab:
         answer = await self.send("Target.createBrowserContext", disposeOnDetach=True)
         context = answer["browserContextId"]
         target = await self.send("Target.createTarget", url="about:blank", browserContextId=context)
-        found = await self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self._session = found["sessionId"]
+        answer = await self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = answer["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.send(f"{domain}.enable")
 
@@ -104,11 +104,11 @@ class Tab:
 
     async def value(self, expression: str) -> Any:
         """Returns the value of a JavaScript expression; waits for a promise."""
-        found = await self.send(
+        answer = await self.send(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     async def until(self, expression: str, timeout_s: float = 10.0) -> None:
         """Waits until the JavaScript expression is truthy."""
@@ -119,9 +119,9 @@ class Tab:
             await asyncio.sleep(0.02)
 
     async def text(self, selector: str) -> str:
-        found = await self.value(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
-        assert isinstance(found, str)
-        return found
+        text = await self.value(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
+        assert isinstance(text, str)
+        return text
 
     async def click(self, selector: str) -> None:
         """Clicks the middle of an element with the mouse."""
@@ -152,8 +152,8 @@ class Tab:
 
     async def picture(self) -> bytes:
         """Returns a PNG of the window."""
-        found = await self.send("Page.captureScreenshot", format="png")
-        return base64.b64decode(found["data"])
+        picture = await self.send("Page.captureScreenshot", format="png")
+        return base64.b64decode(picture["data"])
 
     async def close(self) -> None:
         self._reader.cancel()

@@ -1,4 +1,4 @@
-"""A server that sends given bytes, and the load generator's client for it."""
+"""A server that sends scripted bytes, and the load generator's client for it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ async def other_users(url: str, number: int) -> None:
             messages = [*messages, {"role": "user", "content": question}]
             length = rng.randrange(100, 400)
             body = {"model": "mergestep-default", "messages": messages, "max_tokens": length}
-            body |= {"ignore_eos": True}  # the text is not shown, only its length counts
+            body |= {"ignore_eos": True}  # only the length of the text matters
             async with session.post("/v1/chat/completions", json=body) as response:
                 assert response.status == 200, await response.text()
                 text = (await response.json())["choices"][0]["message"]["content"]

@@ -1,4 +1,4 @@
-"""Servers over a given engine for tests, and a client that sends raw bytes."""
+"""HTTP servers over an engine for tests, and a client that sends raw bytes."""
 
 from __future__ import annotations
 

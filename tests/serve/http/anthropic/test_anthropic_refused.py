@@ -198,16 +198,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_refused_bodies(path: str) -> None:
     counts = path.endswith("count_tokens")
-    good: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+    valid: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
     if not counts:
-        good["max_tokens"] = 9
+        valid["max_tokens"] = 9
     shared = {"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config"}
 
     async def check(served: Served) -> None:
         for change, message in REFUSED:
             if counts and (set(change) - shared or "max_tokens" in message):
                 continue
-            status, body = await served.post(path, {**good, **change})
+            status, body = await served.post(path, {**valid, **change})
             assert (status, body["error"]["message"]) == (400, message), change
             kind: dict[str, Any] = {"type": "invalid_request_error", "message": message}
             if "thread" in change:  # clients continue without a thread after this code

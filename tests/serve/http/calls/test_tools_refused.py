@@ -79,7 +79,7 @@ TOOLS: Refusals = [
     ({"tools": [tool(strict="yes")]}, "tools[0].function.strict", "invalid_type"),
     ({"tools": [tool(extra=1)]}, "tools[0].function.extra", "unknown_parameter"),
 ]
-# also those errors of G1 to G6 that are found without compiling
+# with the errors of G1 to G6 that show without compiling
 SCHEMAS: Refusals = [
     (schema({"type": "strnig"}), PARAMETERS, "invalid_schema"),
     (schema({"type": ["object", 5]}), PARAMETERS, "invalid_schema"),

@@ -122,9 +122,9 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = KeyRing(load_keys(None, KEYS))
     for presented in (ALICE, BOB, "", "x", "ä"):
         compared.clear()
-        found = ring.find(presented.encode())
+        match = ring.find(presented.encode())
         assert len(compared) == 2
-        assert (found.name if found else None) == {ALICE: "alice", BOB: "bob"}.get(presented)
+        assert (match.name if match else None) == {ALICE: "alice", BOB: "bob"}.get(presented)
 
 
 def test_the_search_through_many_keys_is_fast() -> None:

@@ -34,12 +34,12 @@ REFUSED: dict[str, list[str]] = {
     "basic": [f"Authorization: Basic {ALICE}"],
     "8 kB": ["Authorization: Bearer " + "a" * 8000],
     "non-ASCII": ["Authorization: Bearer \xe4\xff\xfe" + ALICE],
-    "a beginning": [f"Authorization: Bearer {ALICE[:-1]}"],
-    "more": [f"Authorization: Bearer {ALICE}x"],
-    "a name": [f"Authorization: Bearer alice:{ALICE}"],
-    "a digest": [f"Authorization: Bearer {hashlib.sha256(ALICE.encode()).hexdigest()}"],
+    "a prefix of the key": [f"Authorization: Bearer {ALICE[:-1]}"],
+    "a longer key": [f"Authorization: Bearer {ALICE}x"],
+    "a name before the key": [f"Authorization: Bearer alice:{ALICE}"],
+    "the digest": [f"Authorization: Bearer {hashlib.sha256(ALICE.encode()).hexdigest()}"],
     "wrong x-api-key": ["x-api-key: wrong"],
-    "a good one behind a bad one": ["Authorization: Bearer wrong", f"x-api-key: {ALICE}"],
+    "a valid key after an invalid one": ["Authorization: Bearer wrong", f"x-api-key: {ALICE}"],
     "api-key": [f"api-key: {ALICE}"],
 }
 

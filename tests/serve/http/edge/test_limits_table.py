@@ -45,15 +45,15 @@ def test_a_limit_is_positive_and_the_default_of_its_setting(limit: Limit) -> Non
 def test_no_constant_is_missing() -> None:
     """Each MAX_ constant of a module that reads requests, and each of limits.py, has a row."""
     listed = {limit.constant for limit in ALL} | NOT_OF_CLIENTS
-    found = set()
+    defined = set()
     for path in [*Path("serve/http").rglob("*.py"), Path("serve/sampling_params.py")]:
         module = ".".join(path.with_suffix("").parts)
         for node in ast.parse(path.read_text()).body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             names = [target.id for target in targets if isinstance(target, ast.Name)]
-            found |= {f"{module}:{name}" for name in names if name.startswith("MAX_")}
+            defined |= {f"{module}:{name}" for name in names if name.startswith("MAX_")}
     aliases = {f"serve.sampling_params:MAX_{name}" for name in ALIASED}
-    assert found - listed - aliases == set()
+    assert defined - listed - aliases == set()
     constants = {f"serve.http.edge.limits:{name}" for name in vars(limits) if name.isupper()}
     assert constants - listed == {"serve.http.edge.limits:KIB", "serve.http.edge.limits:MIB"}
 

@@ -1,4 +1,4 @@
-"""HTTPS with certificates that the tests make, and requests of pages of other origins."""
+"""HTTPS with certificates that the tests make, and requests from pages of other origins."""
 
 from __future__ import annotations
 
@@ -145,11 +145,11 @@ def test_clients_with_certificates(authority: trustme.CA, files: Files, tmp_path
         with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
             await status(url, trusting(authority))
         unknown_client = trusting(authority)
-        trustme.CA().issue_cert("somebody").configure_cert(unknown_client)
+        trustme.CA().issue_cert("client").configure_cert(unknown_client)
         with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
             await status(url, unknown_client)
         known_client = trusting(authority)
-        authority.issue_cert("somebody").configure_cert(known_client)
+        authority.issue_cert("client").configure_cert(known_client)
         assert await status(url, known_client) == 200
 
     with_tls(check, tls_client_ca=str(tmp_path / "ca.pem"), **files)

@@ -49,8 +49,8 @@ def set_formatter(lines: io.StringIO, formatter: logging.Formatter) -> None:
 
 
 def access_lines(lines: io.StringIO) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in lines.getvalue().splitlines()]
-    return [line for line in found if line["logger"] == "serve.access"]
+    records = [json.loads(line) for line in lines.getvalue().splitlines()]
+    return [line for line in records if line["logger"] == "serve.access"]
 
 
 @pytest.mark.row("A6")

@@ -51,11 +51,12 @@ def test_all_forms_of_input(client: openai.OpenAI) -> None:
     ids: Any = answer.choices[0].model_extra["prompt_token_ids"]  # type: ignore[index]
     np.testing.assert_allclose(_vectors(client, ids), single, atol=1e-5)
     np.testing.assert_allclose(_vectors(client, [ids, [5, 6]])[:1], single, atol=1e-5)
-    cut = client.embeddings.create(
+    response = client.embeddings.create(
         model="m", input=TEXTS[0], extra_body={"truncate_prompt_tokens": 3}
     )
-    np.testing.assert_allclose(cut.data[0].embedding, _vectors(client, ids[-3:])[0], atol=1e-5)
-    assert cut.usage.prompt_tokens == cut.usage.total_tokens == 3
+    last_three = _vectors(client, ids[-3:])[0]
+    np.testing.assert_allclose(response.data[0].embedding, last_three, atol=1e-5)
+    assert response.usage.prompt_tokens == response.usage.total_tokens == 3
 
 
 def test_options(client: openai.OpenAI) -> None:

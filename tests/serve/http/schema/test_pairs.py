@@ -97,9 +97,9 @@ def _body(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thinned(row: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    kept = ("prompt", "messages", "stream")
+    always = ("prompt", "messages", "stream")
     return {
-        name: item if name in kept or rng.random() < 0.5 else ABSENT for name, item in row.items()
+        name: item if name in always or rng.random() < 0.5 else ABSENT for name, item in row.items()
     }
 
 
