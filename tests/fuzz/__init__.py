@@ -1,1 +1,1 @@
-"""Bytes from nowhere against everything that reads bytes. See targets.py; `make fuzz` runs them."""
+"""Fuzzing of everything that reads bytes, see targets.py. `make fuzz` runs it."""

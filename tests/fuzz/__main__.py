@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz [TARGET ...] [--seconds N] [--seed S]`: mutated inputs, as many as go.
+"""`python -m tests.fuzz [TARGET ...] [--seconds N] [--seed S]`: runs mutated inputs.
 
-With atheris installed and --atheris, coverage guides the mutations (each target in a process of
-its own; what it learned stays in build/fuzz/TARGET). A failure prints how to get it again.
+Coverage guides the mutations with --atheris, if atheris is installed. Each target then has a
+process of its own and keeps its corpus in build/fuzz/TARGET. A failure prints the input.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from tests.fuzz.mutate import MAX_INPUT, mutate
 from tests.fuzz.targets import TARGETS, Target
 
 LIVE = "live"
-MAX_KNOWN = 500
+MAX_CORPUS = 500
 
 
 def run_cases(
     name: str, target: Target, seed: int, *, seconds: float, most: int = sys.maxsize
 ) -> int:
-    """How many were run. Raises what the target raised, with the input in the message."""
+    """Returns the number of cases. Raises AssertionError with the input if the target raises."""
     rng = random.Random(seed)
     until_s = time.monotonic() + seconds
-    known = list(target.seeds)
+    corpus = list(target.seeds)
     count = 0
     while count < most and time.monotonic() < until_s:
-        data = mutate(rng, rng.choice(known))
+        data = mutate(rng, rng.choice(corpus))
         try:
             target.run(data)
         except Exception as error:
             raise AssertionError(f"{name}: {type(error).__name__} for {data[:4000]!r}") from error
-        if rng.random() < 0.01:  # changes of changes reach further
-            del known[MAX_KNOWN:]
-            known.insert(len(target.seeds), data[:MAX_INPUT])
+        if rng.random() < 0.01:  # mutations of mutations reach further
+            del corpus[MAX_CORPUS:]
+            corpus.insert(len(target.seeds), data[:MAX_INPUT])
         count += 1
     return count
 
@@ -48,18 +48,20 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, LIVE, []], help="all by default")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each target")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--atheris", action="store_true", help="let coverage guide")
-    asked = parser.parse_args()
-    names = [name for name in asked.targets if name != LIVE] or list(TARGETS)
-    for name in [] if asked.targets == [LIVE] else names:
-        if asked.atheris:
-            guided = [sys.executable, "-m", "tests.fuzz.guided", name, str(asked.seconds)]
+    parser.add_argument("--atheris", action="store_true", help="guide mutations by coverage")
+    options = parser.parse_args()
+    names = [name for name in options.targets if name != LIVE] or list(TARGETS)
+    for name in [] if options.targets == [LIVE] else names:
+        if options.atheris:
+            guided = [sys.executable, "-m", "tests.fuzz.guided", name, str(options.seconds)]
             subprocess.run(guided, check=True)
             continue
-        count = run_cases(name, TARGETS[name], asked.seed, seconds=asked.seconds)
-        print(f"{name:>16}: {count:>9,} cases, none but the documented errors", flush=True)
-    if LIVE in asked.targets or not (asked.targets or asked.atheris):
-        statuses = uvloop.run(fuzz_server(seconds=asked.seconds, most=sys.maxsize, seed=asked.seed))
+        count = run_cases(name, TARGETS[name], options.seed, seconds=options.seconds)
+        print(f"{name:>16}: {count:>9,} cases, only documented errors", flush=True)
+    if LIVE in options.targets or not (options.targets or options.atheris):
+        statuses = uvloop.run(
+            fuzz_server(seconds=options.seconds, most=sys.maxsize, seed=options.seed)
+        )
         listed = ", ".join(f"{status}: {count:,}" for status, count in sorted(statuses.items()))
         print(f"{LIVE:>16}: {statuses.total():>9,} requests, none 5xx ({listed})", flush=True)
 

@@ -1,7 +1,7 @@
-"""Requests made from the server's own description, by schemathesis: valid ones and invalid ones.
+"""Valid and invalid requests that schemathesis makes from the server's OpenAPI description.
 
-`python -m tests.fuzz.described --seconds N` runs it for long. No answer may be a 5xx or one that
-the description does not know, and whatever the description forbids is refused.
+`python -m tests.fuzz.described --seconds N` runs it for long. No answer may be a 5xx or missing in
+the description, and a request that the description forbids must be refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.http.running_server import ServerThread
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 KEY = "key-of-the-fuzzer"
-ENDLESS = "/live"  # a stream that only the client ends
+ENDLESS = "/live"  # only the client ends this stream
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -36,27 +36,26 @@ CHECKS = (
 )
 
 
-# A body that breaks a bound may be too large to be read at all.
+# includes 413, since a body beyond a bound may be too large to be read
 REFUSALS = [400, 401, 403, 404, 405, 413, 431]
 
 
 def described_server() -> ServerThread:
-    """A real one, which asks for a key, over a small engine."""
+    """Returns a real server with an API key over a small engine."""
     engine = Engine(str(checkpoint("llama")), served_model_name="m", max_model_len=64)
     return ServerThread(engine, HttpSettings(port=0, api_keys=(KEY,)))
 
 
 def send_examples(url: str, *, valid: int, invalid: int) -> int:
-    """How many requests were sent, at most so many of every operation. Raises for the first
-    answer that is wrong."""
+    """Returns the number of requests sent. valid and invalid bound the requests of each operation.
+    Raises at the first wrong answer."""
     headers = {"Authorization": f"Bearer {KEY}"}
     config = schemathesis.Config.from_path(CONFIG)
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json", config=config, headers=headers)
-    known = schemathesis.checks.CHECKS
-    checks = known.get_by_names(list(CHECKS))
+    checks = schemathesis.checks.CHECKS.get_by_names(list(CHECKS))
     count = 0
-    for found in schema.exclude(path=ENDLESS).get_all_operations():
-        operation = found.ok()
+    for result in schema.exclude(path=ENDLESS).get_all_operations():
+        operation = result.ok()
         for mode, most in ((GenerationMode.POSITIVE, valid), (GenerationMode.NEGATIVE, invalid)):
             if mode is GenerationMode.NEGATIVE and not operation.body:
                 continue
@@ -83,14 +82,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     with described_server() as server:
         program = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)]
         command = [*program, "run", f"{server.url}/openapi.json"]
         options = [
             *("--checks", ",".join(CHECKS), "--header", f"Authorization: Bearer {KEY}"),
-            *("--phases", "coverage,fuzzing", "--max-time", str(asked.seconds)),
-            *("--seed", str(asked.seed), "--suppress-health-check", "all", "--warnings", "off"),
+            *("--phases", "coverage,fuzzing", "--max-time", str(arguments.seconds)),
+            *("--seed", str(arguments.seed), "--suppress-health-check", "all", "--warnings", "off"),
             *("--continue-on-failure", "--exclude-path", ENDLESS),
         ]
         sys.exit(subprocess.run([*command, *options], check=False).returncode)

@@ -1,6 +1,6 @@
-"""`python -m tests.fuzz.guided TARGET SECONDS`: by libFuzzer, in this process, which it ends.
+"""`python -m tests.fuzz.guided TARGET SECONDS`: fuzzes by libFuzzer, which ends this process.
 
-A module of its own: what is fuzzed has to be imported under atheris's eyes.
+It is a module of its own because atheris must instrument the imports of the fuzzed code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CORPUS = Path("build/fuzz")
 
 
 def main(name: str, seconds: str) -> None:
-    """What it learned stays in build/fuzz/NAME."""
+    """Fuzzes a target; the corpus is kept in build/fuzz/NAME."""
     folder = CORPUS / name
     folder.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(TARGETS[name].seeds):

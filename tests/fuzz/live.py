@@ -1,7 +1,7 @@
 """Mutated bodies against every POST route of a real server over a real engine.
 
-No answer may be a 5xx, every refusal has the body of the error contract, and afterwards the
-engine lives, holds no page, and says what it said before.
+No answer may be a 5xx, and every refusal has the documented error body. Afterwards the engine
+runs, holds no page and gives the same answer as before.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NUM_CLIENTS = 16
 
 
 async def fuzz_server(*, seconds: float, most: int, seed: int) -> Counter[int]:
-    """How many answers of each status."""
+    """Sends mutated bodies; returns the number of answers of each status."""
     statuses: Counter[int] = Counter()
     settings = {"served_model_name": MODEL, "max_model_len": 64, "max_num_seqs": 32}
     engine = Engine(str(checkpoint("llama")), **settings)

@@ -1,4 +1,4 @@
-"""Random changes of valid inputs: of bytes, and of JSON values, where bytes would seldom parse."""
+"""Random mutations of inputs, of the JSON value if there is one and otherwise of the bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 MAX_INPUT = 1 << 16
-# Values on the edge of something.
+# Edge cases of types and bounds.
 EDGES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 0.0, -0.0, 1.5, 1e308,
     -1e308, 5e-324, "", " ", "\0", "a" * 600, "\u2028", "\U0001f44d", "\ufffe", "{{7*7}}", "../..",
@@ -17,7 +17,7 @@ BYTES = (b"\0", b"\xff", b"\\ud800", b"{", b"[", b'"', b"NaN", b"1e999", b"9" * 
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
-    """Another input that resembles `data`."""
+    """Returns a mutation of `data`."""
     if rng.random() < 0.7:
         try:
             value = json.loads(data)
@@ -31,7 +31,7 @@ def mutate(rng: random.Random, data: bytes) -> bytes:
 
 
 def _changed(rng: random.Random, value: Any) -> Any:
-    """The value with one change somewhere inside."""
+    """Returns the value with one change somewhere inside."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         key = rng.choice(list(value))
         choice = rng.random()
@@ -41,16 +41,16 @@ def _changed(rng: random.Random, value: Any) -> Any:
             return {**value, rng.choice(["x", "__proto__", "", key + "s"]): value[key]}
         return {**value, key: _changed(rng, value[key])}
     if isinstance(value, list) and value and rng.random() < 0.85:
-        place = rng.randrange(len(value))
+        at = rng.randrange(len(value))
         choice = rng.random()
         if choice < 0.1:
-            return value[:place] + value[place + 1 :]
+            return value[:at] + value[at + 1 :]
         if choice < 0.2:
             return value * rng.choice((2, 30))
-        return [*value[:place], _changed(rng, value[place]), *value[place + 1 :]]
+        return [*value[:at], _changed(rng, value[at]), *value[at + 1 :]]
     if isinstance(value, str) and rng.random() < 0.4:
-        place = rng.randint(0, len(value))
-        return value[:place] + rng.choice(["\n", "\0", "é", "<|", "x" * 70, '"']) + value[place:]
+        at = rng.randint(0, len(value))
+        return value[:at] + rng.choice(["\n", "\0", "é", "<|", "x" * 70, '"']) + value[at:]
     if isinstance(value, (int, float)) and not isinstance(value, bool) and rng.random() < 0.4:
         return rng.choice((-value, value + 1, value - 1, value * 1000, value / 3))
     if rng.random() < 0.05:
@@ -63,15 +63,15 @@ def _changed(rng: random.Random, value: Any) -> Any:
 def _changed_bytes(rng: random.Random, data: bytes) -> bytes:
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
-        place = rng.randint(0, len(changed))
+        at = rng.randint(0, len(changed))
         choice = rng.random()
-        if choice < 0.4 and place < len(changed):
-            changed[place] ^= 1 << rng.randrange(8)
+        if choice < 0.4 and at < len(changed):
+            changed[at] ^= 1 << rng.randrange(8)
         elif choice < 0.6:
-            changed[place:place] = rng.choice(BYTES)
+            changed[at:at] = rng.choice(BYTES)
         elif choice < 0.8:
-            del changed[place : place + rng.choice((1, 4, 100))]
+            del changed[at : at + rng.choice((1, 4, 100))]
         else:
-            end = min(len(changed), place + rng.choice((1, 8, 64)))
-            changed[place:place] = changed[place:end]
+            end = min(len(changed), at + rng.choice((1, 8, 64)))
+            changed[at:at] = changed[at:end]
     return bytes(changed)

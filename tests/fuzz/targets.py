@@ -1,6 +1,6 @@
-"""What is fuzzed: a function of bytes each, that may only raise what it is documented to raise.
+"""Fuzz targets: functions of bytes that may raise only documented errors.
 
-seeds: valid inputs, from which mutations begin. A target asserts what must hold beside that.
+A target also asserts properties of the result. Mutations start from its seeds, valid inputs.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def _chat(data: bytes) -> None:
 
 
 def _answer(data: bytes) -> None:
-    """What a model wrote: the same parts however it comes, and no text is lost without a call."""
+    """Parses a model's text, whose parts must not depend on the pieces."""
     if len(data) < 2:
         return
     formats = [*TOOL_FORMATS.values()]
     style, size = formats[data[0] % len(formats)], data[1] % 7 + 1
     text = data[2:].decode("utf-8", "ignore")
-    told = []
+    results = []
     for pieces in ([text], [text[at : at + size] for at in range(0, len(text), size)]):
         reasoning = ReasoningParser(REASONING_FORMATS["deepseek_r1"], is_open=data[0] > 127)
         parser = AnswerParser(reasoning, ToolCallParser(style, frozenset({"f"})))
@@ -99,16 +99,16 @@ def _answer(data: bytes) -> None:
             else:
                 key = part.number if isinstance(part, ToolCallArguments) else type(part)
                 joined[key] = joined.get(key, "") + part.text
-        told.append(joined)
-    assert told[0] == told[1]
+        results.append(joined)
+    assert results[0] == results[1]
     if "<" not in text and "[" not in text and "{" not in text and data[0] < 128:
-        assert "".join(told[0].values()) == text
+        assert "".join(results[0].values()) == text
 
 
 def _response(data: bytes) -> None:
     with contextlib.suppress(*Expected):
         call = parse_response_call(parse_object(data), {})
-        assert orjson.dumps(call.items)  # they are kept so
+        assert orjson.dumps(call.items)  # the form in which they are stored
         assert orjson.dumps(response_head(call, "resp_x", 1, "m"))
         chat = call.chat([], [item for item in call.items if item["type"] != REFERENCE])
         assert json.dumps(chat.messages) and json.dumps(chat.tools)
@@ -123,7 +123,7 @@ def _message(data: bytes) -> None:
 def _json(data: bytes) -> None:
     with contextlib.suppress(ApiError):
         value = parse_object(data)
-        assert json.loads(data) == value  # whatever is taken has one meaning
+        assert json.loads(data) == value  # both parsers agree on accepted input
 
 
 def _no_special_token_in_user_text(data: bytes) -> None:

@@ -1,8 +1,8 @@
-"""A client that leaves gives its memory back: a thousand times in a row, over real sockets.
+"""A thousand clients disconnect one after the other over real sockets and leave no memory in use.
 
-Each time one client leaves while its request is queued, in its prompt, or getting tokens, with a
-stream or without, by closing or by a reset. From then on nothing of it may be left after 100 ms,
-and after it is known at most one step may still have its rows.
+Each client disconnects while its request is queued, prefilled or decoded, with a stream or without,
+by closing or by a reset. All of its resources must be free within 100 ms, and at most one step may
+still have its rows after the engine knows.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from serve.scheduler.sequence import Sequence, SequenceStatus
 
 pytestmark = pytest.mark.process
 
-NUM_LEAVES = 1000
+NUM_CLIENTS = 1000
 LIMIT_S = 0.1
 STAGES = ("queued", "prompt", "decode")
 RESET = struct.pack("ii", 1, 0)
 
 
-class Took(NamedTuple):
-    """seconds: from the client's end to the release of the last page. waited_s: the part of it
-    that threads waited for a processor."""
+class ReleaseTime(NamedTuple):
+    """seconds: from the disconnect to the release of the last page. waited_s: the part of it that
+    threads waited for a processor."""
 
     seconds: float
     waited_s: float
 
 
-class Watched:
-    """The engine's own view of the one request under test."""
+class Observer:
+    """Observes the request under test in the engine."""
 
     def __init__(self, engine: Engine) -> None:
         core = engine.loaded.core
@@ -84,14 +84,14 @@ class Watched:
         return is_running and sequence.num_output_tokens > 1
 
     def waited_s(self) -> float:
-        """For a processor, by the two threads that have work to do here: a machine that is busy
-        with something else lets them wait, and that is no time of ours."""
-        files = [Path(file) for file in self._threads]  # not every kernel counts
+        """Returns the seconds that the loop and compute threads have waited for a processor, which
+        the test subtracts because the machine may be busy with other work."""
+        files = [Path(file) for file in self._threads]  # some kernels do not count
         return sum(int(file.read_text().split()[1]) for file in files if file.exists()) * 1e-9
 
     @property
     def is_free(self) -> bool:
-        """Nothing is left but the holders' requests."""
+        """Whether only the holders' requests are left."""
         scheduler, num_held = self.scheduler, len(self.holders)
         return (
             len(self.core._requests) == num_held
@@ -106,7 +106,7 @@ class Client:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    async def ask(self, body: dict[str, object]) -> None:
+    async def send(self, body: dict[str, object]) -> None:
         data = json.dumps(body).encode()
         head = (
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -115,7 +115,7 @@ class Client:
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
         self.writer.write(head + data)
 
-    def leave(self, *, resets: bool) -> None:
+    def disconnect(self, *, resets: bool) -> None:
         if resets:
             sock = self.writer.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
@@ -123,15 +123,17 @@ class Client:
 
 
 async def until(condition, limit_s: float = 5.0) -> float:
-    """Returns the seconds that it took."""
+    """Waits for the condition; returns the seconds."""
     began = time.perf_counter()
     while not condition():
-        assert time.perf_counter() < began + limit_s, "never"
+        assert time.perf_counter() < began + limit_s, "the condition was not met"
         await asyncio.sleep(0.0005)
     return time.perf_counter() - began
 
 
-async def leave_once(watched: Watched, port: int, stage: str, rng: random.Random) -> Took:
+async def disconnect_once(
+    observer: Observer, port: int, stage: str, rng: random.Random
+) -> ReleaseTime:
     prompt = [rng.randrange(5, 4000) for _ in range(240 if stage == "prompt" else 20)]
     body = {
         "model": "m",
@@ -142,19 +144,19 @@ async def leave_once(watched: Watched, port: int, stage: str, rng: random.Random
         "n": 1 if stage == "prompt" else rng.choice([1, 1, 2]),
     }
     client = Client(port)
-    await client.ask(body)
-    await until(lambda: watched.is_at(stage))
-    waited_s = watched.waited_s()
-    client.leave(resets=rng.random() < 0.5)
-    seconds = await until(lambda: watched.is_free)
-    return Took(seconds, watched.waited_s() - waited_s)
+    await client.send(body)
+    await until(lambda: observer.is_at(stage))
+    waited_s = observer.waited_s()
+    client.disconnect(resets=rng.random() < 0.5)
+    seconds = await until(lambda: observer.is_free)
+    return ReleaseTime(seconds, observer.waited_s() - waited_s)
 
 
-def test_a_thousand_clients_that_leave_hold_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_disconnected_clients_leave_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(5)
-    took: list[Took] = []
+    times: list[ReleaseTime] = []
 
-    async def main() -> tuple[Watched, int]:
+    async def main() -> tuple[Observer, int]:
         engine = Engine(
             DEFAULT_MODEL,
             served_model_name="m",
@@ -165,49 +167,49 @@ def test_a_thousand_clients_that_leave_hold_nothing(capsys: pytest.CaptureFixtur
         )
         async with HttpServer(engine, HttpSettings(port=0)) as server:
             port = int(server.url.rpartition(":")[2])
-            watched = Watched(engine)
+            observer = Observer(engine)
             for stage in STAGES:
                 holders = []
-                while len(took) < NUM_LEAVES * (1 + STAGES.index(stage)) // len(STAGES):
+                while len(times) < NUM_CLIENTS * (1 + STAGES.index(stage)) // len(STAGES):
                     if stage == "queued":
-                        holders = await hold(engine, watched, holders)
-                    took.append(await leave_once(watched, port, stage, rng))
+                        holders = await hold(engine, observer, holders)
+                    times.append(await disconnect_once(observer, port, stage, rng))
                 for holder in holders:
                     holder.abort()
-                watched.holders.clear()
-                await until(lambda: watched.is_free)
+                observer.holders.clear()
+                await until(lambda: observer.is_free)
             stats = engine.stats()
             assert (stats.num_running, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
-            return watched, server.app.num_calls
+            return observer, server.app.num_calls
 
-    watched, num_running = uvloop.run(main())
+    observer, num_running = uvloop.run(main())
     assert num_running == 0
-    assert len(took) == NUM_LEAVES
-    seconds = sorted(each.seconds for each in took)
-    own = max(each.seconds - each.waited_s for each in took)
+    assert len(times) == NUM_CLIENTS
+    seconds = sorted(each.seconds for each in times)
+    own = max(each.seconds - each.waited_s for each in times)
     with capsys.disabled():
         print(
-            f" median {seconds[NUM_LEAVES // 2] * 1e3:.1f} ms, worst {seconds[-1] * 1e3:.1f} ms,"
+            f" median {seconds[NUM_CLIENTS // 2] * 1e3:.1f} ms, worst {seconds[-1] * 1e3:.1f} ms,"
             f" {own * 1e3:.1f} ms without waiting for a processor ",
             end="",
         )
-    assert len(watched.steps_after) >= NUM_LEAVES
-    assert max(watched.steps_after) <= 1
+    assert len(observer.steps_after) >= NUM_CLIENTS
+    assert max(observer.steps_after) <= 1
     assert own < LIMIT_S
-    assert seconds[NUM_LEAVES // 2] < LIMIT_S / 2
+    assert seconds[NUM_CLIENTS // 2] < LIMIT_S / 2
 
 
-async def hold(engine: Engine, watched: Watched, holders: list) -> list:
-    """Both slots are taken by requests that keep running."""
-    scheduler = watched.scheduler
+async def hold(engine: Engine, observer: Observer, holders: list) -> list:
+    """Keeps both slots taken by running requests; returns their streams."""
+    scheduler = observer.scheduler
     if len(scheduler.running) == 2 and all(s.num_tokens < 900 for s in scheduler.running):
         return holders
     for holder in holders:
         holder.abort()
-    watched.holders.clear()
-    await until(lambda: watched.is_free)
+    observer.holders.clear()
+    await until(lambda: observer.is_free)
     params = SamplingParams(max_tokens=1000, ignore_eos=True)
     holders = [engine.submit([5, 6, 7], params) for _ in range(2)]
-    watched.holders |= {holder.request_id for holder in holders}
+    observer.holders |= {holder.request_id for holder in holders}
     await until(lambda: len(scheduler.running) == 2)
     return holders

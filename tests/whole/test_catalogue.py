@@ -1,4 +1,4 @@
-"""Every row of the catalogue of bad inputs has a test, which says so: @pytest.mark.row("F1")."""
+"""Every row of the catalogue of bad inputs has a test, marked as in @pytest.mark.row("F1")."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = {f"{kind}{number}" for kind, count in NUM_ROWS.items() for number in rang
 
 
 def _marked(tree: ast.AST) -> Iterator[str]:
-    """Rows that are named in pytest.mark.row(...), as a decorator or as a parameter's marks."""
+    """Yields the rows that pytest.mark.row(...) names in a decorator or in a parameter's marks."""
     for node in ast.walk(tree):
         is_mark = isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.row"
         if is_mark:
@@ -21,9 +21,9 @@ def _marked(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_row_has_a_test() -> None:
-    found: set[str] = set()
+    marked: set[str] = set()
     for file in Path(__file__).parents[1].rglob("test_*.py"):
-        found.update(_marked(ast.parse(file.read_text())))
+        marked.update(_marked(ast.parse(file.read_text())))
     assert len(ROWS) == 162
-    assert found - ROWS == set(), "no such rows"
-    assert ROWS - found == set(), "rows without a test"
+    assert marked - ROWS == set(), "rows that do not exist"
+    assert ROWS - marked == set(), "rows without a test"

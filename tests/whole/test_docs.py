@@ -1,4 +1,4 @@
-"""What the docs name exists: files, and modules behind `python -m`."""
+"""Files and `python -m` modules that the docs name exist."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Greedy tokens equal Hugging Face Transformers' under mixed load, for every family.
 
-Each case: one prompt of one checkpoint, served while 16 other requests of random lengths and
-sampling settings run in the same batches, with prefill chunks of 1, 7 and 64 rows.
+Each prompt is served while 16 other requests of random lengths and sampling settings run in the
+same batches, with prefill chunks of 1, 7 and 64 rows.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ def test_greedy_tokens_equal_transformers(variant, chunk):
     greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     # targets are spread among the others, so that they start and end at different steps
     prompts, params = list(others), list(other_params)
-    places = [0, 5, 11, len(prompts)]
-    for i, place in enumerate(places):
-        prompts.insert(place + i, targets[i])
-        params.insert(place + i, greedy)
+    offsets = [0, 5, 11, len(prompts)]
+    for i, offset in enumerate(offsets):
+        prompts.insert(offset + i, targets[i])
+        params.insert(offset + i, greedy)
     with LLM(
         str(path), dtype="float32", max_num_seqs=24, max_chunk_tokens=chunk, max_model_len=200
     ) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.stats().pages_in_use == 0
         assert llm.stats().num_preemptions == 0
-    for i, place in enumerate(places):
+    for i, offset in enumerate(offsets):
         expected = reference_greedy_cached(path, tuple(targets[i]))
-        assert outputs[place + i].outputs[0].token_ids == expected, f"prompt {i}"
+        assert outputs[offset + i].outputs[0].token_ids == expected, f"prompt {i}"
 
 
 _expected: dict[tuple[object, ...], list[int]] = {}
@@ -83,7 +83,7 @@ def hash_of(variant, extra: int) -> int:
 @pytest.mark.small_pages
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_tokens_are_the_same_after_preemption(family):
-    """Memory for a fraction of the sequences: preemption and recomputation change no token."""
+    """Memory holds a fraction of the sequences; preemption and recomputation change no token."""
     path = checkpoint(family, "base")
     targets = _prompts(320, seed=3) + _prompts(320, seed=4)
     greedy = SamplingParams(max_tokens=NUM_TOKENS * 3, temperature=0.0, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Every example runs: files, and the Python that is printed in the documentation."""
+"""Every example runs, both the files and the Python in the documentation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support.http.running_server import ServerThread
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-# what the embedded model says to greedy questions in them
+# documents, and the greedy output of the embedded model in them
 DOCUMENTS = {"README.md": "fox", "docs/library.md": "The opposite of hot is cold."}
 DOCUMENTS["docs/structured-output.md"] = '{"opposite":'
 IN_PROCESS = ("offline", "streaming", "remote_memory")
 OVER_HTTP = ("openai_client", "chat_http")
-ELSEWHERE = ("train_default_model",)  # takes a long time; has its own test
+ELSEWHERE = ("train_default_model",)  # has its own test, since it takes a long time
 
 
 @pytest.mark.process
@@ -43,12 +43,12 @@ def test_all_are_covered_and_short() -> None:
         assert len(files[name].read_text().splitlines()) < 60
 
 
-@pytest.mark.parametrize(("name", "said"), DOCUMENTS.items())
-def test_documents_run_as_they_are(
-    name: str, said: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "expected"), DOCUMENTS.items())
+def test_python_in_documents_runs(
+    name: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.M | re.S)
     assert blocks
     for block in blocks:
         exec(compile(block, name, "exec"), {})
-    assert said in capsys.readouterr().out
+    assert expected in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A short run of what `make fuzz` does for long."""
+"""A short run of the fuzz targets, which `make fuzz` runs for long."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def test_mutated_inputs(name: str) -> None:
     assert run_cases(name, TARGETS[name], seed=1, seconds=60, most=3_000) == 3_000
 
 
-def test_a_target_that_raises_is_found() -> None:
-    """Whatever is wrong with one input in some thousands."""
+def test_a_failing_target_is_found() -> None:
+    """The target fails for one input in some thousands."""
 
-    def fails(data: bytes) -> None:
+    def fail(data: bytes) -> None:
         assert b"\\u" not in data
 
     with pytest.raises(AssertionError, match="AssertionError for b"):
-        run_cases("x", Target(fails, (b'{"a": "b"}',)), seed=0, seconds=60, most=20_000)
+        run_cases("x", Target(fail, (b'{"a": "b"}',)), seed=0, seconds=60, most=20_000)
 
 
 def test_mutated_bodies_never_break_the_server() -> None:

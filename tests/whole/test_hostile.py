@@ -1,5 +1,5 @@
-"""One hostile request of every kind inside a batch of 32: the other 31 have the same tokens, to the
-byte, that they have without it, and the engine goes on."""
+"""A hostile request of every kind in a batch of 32 changes no token of the other 31 requests, and
+the engine continues."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ HOSTILE = "hostile"
 
 
 def others() -> list[tuple[list[int], SamplingParams]]:
-    """Greedy and sampled requests with every parameter; short and chunked prompts."""
+    """Returns greedy and sampled requests with many parameters, of short and chunked prompts."""
     rng = random.Random(3)
-    found = []
+    requests = []
     for number in range(NUM_OTHERS):
         params = SamplingParams(
             max_tokens=rng.randint(4, 14),
@@ -45,15 +45,15 @@ def others() -> list[tuple[list[int], SamplingParams]]:
             ignore_eos=True,
         )
         length = rng.choice([1, 2, 9, 33, 70])
-        found.append(([rng.randrange(2, VOCABULARY) for _ in range(length)], params))
-    return found
+        requests.append(([rng.randrange(2, VOCABULARY) for _ in range(length)], params))
+    return requests
 
 
 OTHERS = others()
 ALL_IDS = list(range(VOCABULARY))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-# (prompt, parameters): the request is refused with an error, and nothing else happens
-ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
+# name: (prompt, parameters). A request may be refused, but has no other effect.
+ATTACKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a prompt beyond the context": (list(range(2, 200)) * 5, {}),
     "a prompt of the whole context": ([5] * CONTEXT, {}),
     "a prompt that leaves one token": ([5] * (CONTEXT - 1), {"max_tokens": None}),
@@ -62,10 +62,10 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "a negative id": ([5, -1], {}),
     "ids at the edge": ([VOCABULARY - 1] * 40 + [0], {}),
     "no ids": ([], {}),
-    "things that are no ids": ([5, None, "a", 1.5], {}),
-    "no prompt at all": (None, {}),
-    "half a character": ("\ud800", {}),
-    "every parameter at its top": (
+    "values that are not ids": ([5, None, "a", 1.5], {}),
+    "no prompt": (None, {}),
+    "a lone surrogate": ("\ud800", {}),
+    "every parameter at its maximum": (
         [5, 6],
         {
             "temperature": 2.0,
@@ -79,7 +79,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
             "seed": (1 << 63) - 1,
         },
     ),
-    "every parameter at its bottom": (
+    "every parameter at its minimum": (
         [5, 6],
         {
             "temperature": 1e-4,
@@ -93,19 +93,25 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
             "seed": -(1 << 63),
         },
     ),
-    "all there is to know": ([5] * 60, {"logprobs": 20, "prompt_logprobs": 20, "n": 4}),
-    "the prompt alone": ([5] * 60, {"max_tokens": 0, "prompt_logprobs": 20}),
-    "nothing": ([5] * 60, {"max_tokens": 0}),
-    "as many outputs as there may be": ([5, 6, 7], {"n": MAX_N, "seed": 1}),
-    "stops everywhere": (
+    "all logprobs": ([5] * 60, {"logprobs": 20, "prompt_logprobs": 20, "n": 4}),
+    "only prompt logprobs": ([5] * 60, {"max_tokens": 0, "prompt_logprobs": 20}),
+    "no output": ([5] * 60, {"max_tokens": 0}),
+    "the maximum of outputs": ([5, 6, 7], {"n": MAX_N, "seed": 1}),
+    "the maximum of stop strings": (
         [5],
         {"stop": [chr(97 + i) for i in range(MAX_STOP_STRINGS)], "ignore_eos": False},
     ),
-    "every token ends it": ([5], {"stop_token_ids": ALL_IDS}),
-    "every token would end it": ([5], {"stop_token_ids": ALL_IDS, "min_tokens": 12}),
+    "every token is a stop token": ([5], {"stop_token_ids": ALL_IDS}),
+    "every token is a stop token after the minimum": (
+        [5],
+        {"stop_token_ids": ALL_IDS, "min_tokens": 12},
+    ),
     "a schema": ([5], {"structured": StructuredOutput("json_schema", json.dumps(SCHEMA))}),
-    "a schema that is none": ([5], {"structured": StructuredOutput("json_schema", "{")}),
-    "an expression that grows": ([5], {"structured": StructuredOutput("regex", "(a{1,90}){1,90}")}),
+    "an invalid schema": ([5], {"structured": StructuredOutput("json_schema", "{")}),
+    "a large regular expression": (
+        [5],
+        {"structured": StructuredOutput("regex", "(a{1,90}){1,90}")},
+    ),
     "one token only": ([5], {"allowed_token_ids": [9]}),
     "bad words": ([5], {"bad_words": ["a", "the", "zzz"]}),
     "low priority and a salt": ([5] * 50, {"priority": -(1 << 31), "cache_salt": "x" * 128}),
@@ -114,13 +120,13 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def faulty_rows(engine: Engine):
-    """Every step fails that has a row of the hostile request."""
+    """Makes every step with a decode row of the hostile request fail."""
     original = ModelRunner.run
 
     def run(self, plan, launched):
         for sequence in plan.sequences:
             if sequence.request.request_id == HOSTILE and sequence.num_output_tokens:
-                raise ZeroDivisionError("of the hostile one")
+                raise ZeroDivisionError("a hostile row")
         return original(self, plan, launched)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -130,7 +136,7 @@ def faulty_rows(engine: Engine):
 
 @contextlib.contextmanager
 def faulty_text(engine: Engine):
-    """Its third token has no text."""
+    """Makes detokenizing the third token of the hostile request's output 7 fail."""
     original = OutputState.push
 
     def push(self, token, logprobs):
@@ -154,12 +160,12 @@ def params_of(**given: Any) -> SamplingParams:
 
 
 async def tokens(engine: Engine, attack: Callable[[], Any] | None = None) -> list[Any]:
-    """Outputs of the other requests, beside an attack that begins while they run."""
+    """Returns the outputs of the other requests, beside an attack that starts while they run."""
     running = [
         asyncio.create_task(engine.generate(prompt, params)) for prompt, params in OTHERS[:16]
     ]
     attacking = asyncio.create_task(attack()) if attack is not None else None
-    await asyncio.sleep(0)  # it is submitted here
+    await asyncio.sleep(0)  # submits the attack
     running += [
         asyncio.create_task(engine.generate(prompt, params)) for prompt, params in OTHERS[16:]
     ]
@@ -172,13 +178,13 @@ async def tokens(engine: Engine, attack: Callable[[], Any] | None = None) -> lis
     ]
 
 
-async def ask(engine: Engine, prompt: Any, given: dict[str, Any]) -> None:
+async def send(engine: Engine, prompt: Any, given: dict[str, Any]) -> None:
     with contextlib.suppress(RequestError):
         await engine.collect(submit(engine, prompt, params_of(**given)))
 
 
-async def leave(engine: Engine, num_deltas: int) -> None:
-    """Cancels the request after so many deltas; -1: as soon as it is submitted."""
+async def cancel(engine: Engine, num_deltas: int) -> None:
+    """Cancels the request after num_deltas deltas, or with -1 as soon as it is submitted."""
     stream = submit(engine, [5] * 100, params_of(max_tokens=100, n=3))
     if num_deltas >= 0:
         await stream.accepted()
@@ -190,7 +196,7 @@ async def leave(engine: Engine, num_deltas: int) -> None:
         assert {delta.finish_reason.value for delta in last if delta.finish_reason} == {"abort"}
 
 
-async def leave_in_its_prompt(engine: Engine) -> None:
+async def cancel_in_prefill(engine: Engine) -> None:
     stream = submit(engine, [5] * 200, params_of())
     core = engine.loaded.core
     while not any(s.num_computed_tokens for s in core._requests.states()[-1].sequences):
@@ -209,20 +215,20 @@ async def fail(engine: Engine, fault: Callable[..., Any], **given: Any) -> None:
 
 
 def attacks(engine: Engine) -> dict[str, Callable[[], Any]]:
-    found: dict[str, Callable[[], Any]] = {
-        name: lambda prompt=prompt, given=given: ask(engine, prompt, given)
-        for name, (prompt, given) in ASKED.items()
+    attacks: dict[str, Callable[[], Any]] = {
+        name: lambda prompt=prompt, given=given: send(engine, prompt, given)
+        for name, (prompt, given) in ATTACKS.items()
     }
     for when in (-1, 0, 1, 7):
-        found[f"it leaves after {when} deltas"] = lambda when=when: leave(engine, when)
-    found["it leaves in its prompt"] = lambda: leave_in_its_prompt(engine)
-    found["an embedding"] = lambda: embed(engine)
-    return found
+        attacks[f"cancelled after {when} deltas"] = lambda when=when: cancel(engine, when)
+    attacks["cancelled in its prefill"] = lambda: cancel_in_prefill(engine)
+    attacks["an embedding"] = lambda: embed(engine)
+    return attacks
 
 
-def test_the_others_do_not_notice() -> None:
+def test_other_requests_are_not_affected() -> None:
     async def main() -> dict[str, list[int]]:
-        wrong: dict[str, list[int]] = {}
+        affected: dict[str, list[int]] = {}
         async with Engine(
             str(checkpoint("llama")),
             dtype="float32",
@@ -233,24 +239,24 @@ def test_the_others_do_not_notice() -> None:
         ) as engine:
             alone = await tokens(engine)
             for name, attack in attacks(engine).items():
-                note(wrong, name, alone, await tokens(engine, attack))
+                record(affected, name, alone, await tokens(engine, attack))
             for fault, given in ((faulty_rows, {}), (faulty_text, {"n": 8})):
                 with fault(engine):
                     beside = await tokens(
                         engine, lambda fault=fault, given=given: fail(engine, fault, **given)
                     )
-                note(wrong, fault.__name__, alone, beside)
+                record(affected, fault.__name__, alone, beside)
             with pytest.raises((RequestError, GenerationError)):
                 await engine.generate([VOCABULARY], params_of())
             assert engine.loaded.core.num_unfinished() == 0
             assert engine.stats().pages_in_use == 0
             assert not engine.loaded.core.has_failed
-        return wrong
+        return affected
 
     assert asyncio.run(asyncio.wait_for(main(), 120)) == {}
 
 
-def note(wrong: dict[str, list[int]], name: str, alone: list[Any], beside: list[Any]) -> None:
+def record(affected: dict[str, list[int]], name: str, alone: list[Any], beside: list[Any]) -> None:
     differing = [i for i, pair in enumerate(zip(alone, beside, strict=True)) if pair[0] != pair[1]]
     if differing:
-        wrong[name] = differing
+        affected[name] = differing

@@ -1,4 +1,4 @@
-"""The engine in int8: the same tokens in any company (in bf16 and fp32 too), close to fp32."""
+"""The engine in int8 gives the same tokens in any batch, as in bf16 and fp32, close to fp32."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _requests(
     return prompts, params
 
 
-def _said(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[object]:
-    """Tokens with their log-probabilities to the last bit."""
+def _outputs(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[object]:
+    """Returns the tokens and the exact sum of their log-probabilities."""
     outputs = [r.outputs[0] for r in llm.generate(prompts, params, use_tqdm=False)]
     return [(o.token_ids, o.cumulative_logprob) for o in outputs]
 
@@ -64,26 +64,26 @@ def test_tokens_do_not_depend_on_the_batch_or_the_chunks(family, dtype):
     prompts, params = _requests(320, 5, 12)
     settings = {"dtype": dtype, "max_model_len": 140}
     with LLM(path, max_num_seqs=12, **settings) as llm:
-        together = _said(llm, prompts, params)
-        alone = [_said(llm, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
+        together = _outputs(llm, prompts, params)
+        alone = [_outputs(llm, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
         assert llm.stats().pages_in_use == 0
     assert together == alone
     with LLM(path, max_num_seqs=5, max_chunk_tokens=7, **settings) as llm:
-        assert _said(llm, prompts, params) == alone
+        assert _outputs(llm, prompts, params) == alone
 
 
 @pytest.mark.small_pages
 def test_tokens_are_the_same_after_preemption():
-    """Even to the bit: a recomputed row is a prefill row, and those equal decode rows."""
+    """Log-probabilities too are exact, since prefill rows equal decode rows in int8."""
     path = str(checkpoint("llama", "base"))
     prompts, params = _requests(320, 6, 12)
     params = [replace(p, max_tokens=45) for p in params]
     settings = {"dtype": "int8", "max_model_len": 140, "max_num_seqs": 12, "kv_page_bytes": 4096}
     with LLM(path, **settings) as llm:
-        roomy = _said(llm, prompts, params)
+        roomy = _outputs(llm, prompts, params)
         assert llm.stats().num_preemptions == 0
     with LLM(path, kv_cache_bytes=12 * 4096, memory_policy="prompt_only", **settings) as llm:
-        assert _said(llm, prompts, params) == roomy
+        assert _outputs(llm, prompts, params) == roomy
         assert llm.stats().num_preemptions > 0
         assert llm.stats().pages_in_use == 0
 
@@ -126,7 +126,7 @@ def _logprobs(path, precision, tokens):
 
 
 def test_int8_keeps_the_perplexity_of_the_default_model():
-    """The gate of `--dtype auto`: half a percent for the products, half for the K/V."""
+    """`--dtype auto` relies on at most 0.5 % each for the products and the K/V."""
     precisions = ["float32", "int8/float32", "float32/int8", "int8"]
     results = evaluate(
         "default",
@@ -143,7 +143,7 @@ def test_int8_keeps_the_perplexity_of_the_default_model():
     assert both.kv_bytes_per_token < reference.kv_bytes_per_token / 3
 
 
-def test_the_default_model_runs_in_int8_by_itself(caplog):
+def test_the_default_model_runs_in_int8_by_default(caplog):
     if native_library.instruction_set() == "portable":
         pytest.skip("auto takes int8 only where there are instructions for it")
     with caplog.at_level("INFO"), LLM() as llm:
@@ -152,8 +152,8 @@ def test_the_default_model_runs_in_int8_by_itself(caplog):
     assert "dtype auto: int8" in caplog.text
 
 
-def test_a_second_engine_leaves_the_threads_alone():
-    """The first one lowered torch's count, and the second took that for the machine's."""
+def test_a_second_engine_keeps_the_number_of_threads():
+    """It does not take the first engine's torch count for the machine's."""
     count = usable_processors()
     with LLM(dtype="int8") as first, LLM(dtype="int8") as second:
         assert native_library.num_threads() == count
@@ -162,8 +162,8 @@ def test_a_second_engine_leaves_the_threads_alone():
         assert native_library.num_threads() == count
 
 
-def test_numbers_that_are_written_down_twice_agree():
-    """Callers that must not import the library have copies of its limits."""
+def test_copies_of_the_librarys_limits_agree():
+    """Modules that must not import the library have copies of its limits."""
     library = native_library.library()
     assert library.TILE == TILE_TOKENS
     assert library.MAX_HEAD_DIM == MAX_HEAD_DIM

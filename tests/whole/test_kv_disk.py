@@ -1,4 +1,4 @@
-"""K/V on disk end to end: a working set larger than memory, faults, restarts; the same tokens."""
+"""K/V on disk gives the same tokens with little memory, faulty disks, kills and restarts."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ SMALL = {"kv_cache_bytes": 26 * PAGE, "memory_policy": "prompt_only"}
 
 @pytest.fixture(autouse=True)
 def loading_costs_nothing(monkeypatch):
-    """Or the tiny model would rather compute (tests/serve/scheduler/test_hit_costs.py). Mapping
-    does not either: on a busy machine it takes as long."""
+    """Makes loading and mapping always cheaper than computing, which the tiny model would otherwise
+    prefer (tests/serve/scheduler/test_hit_costs.py)."""
     monkeypatch.setattr(LoadTimes, "seconds", lambda times, num_pages: 0.0)
     monkeypatch.setattr(StepTimeModel, "prefill_seconds", lambda *_: 0.0)
 
@@ -55,9 +55,9 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
-# Short prompts with long answers: let in together, they grow until they preempt each other.
-TALKS = [(prompt(k, 10 + k), greedy(220 - k)) for k in range(3, 23)]
-# Long prompts with short answers: when one is asked for again, the others have taken its place.
+# Short prompts with long answers, which are admitted together and preempt each other as they grow.
+DIALOGS = [(prompt(k, 10 + k), greedy(220 - k)) for k in range(3, 23)]
+# Long prompts with short answers, which evict each other before they are sent again.
 PREFIXES = [(prompt(k, 200 + k), greedy(3)) for k in range(23, 43)]
 
 
@@ -70,20 +70,20 @@ def generate(llm: LLM, requests) -> list[list[int]]:
 def expected() -> list[list[list[int]]]:
     """The outputs without a memory limit, a prefix cache or a disk."""
     with LLM(str(checkpoint("llama")), prefix_cache=False, **SETTINGS, **AMPLE) as llm:
-        return [generate(llm, TALKS), generate(llm, PREFIXES), generate(llm, PREFIXES)]
+        return [generate(llm, DIALOGS), generate(llm, PREFIXES), generate(llm, PREFIXES)]
 
 
 def working_set(requests, token_bytes: int) -> float:
-    """Bytes of K/V that all requests have at their end."""
+    """Returns the K/V bytes of all requests at their end."""
     lengths = [len(p["prompt_token_ids"]) + params.max_tokens for p, params in requests]
     return sum(lengths) * token_bytes
 
 
 def run(folder: Path, **settings):
-    """The talks, then every prefix twice; the answers and the statistics at rest."""
+    """Runs the dialogs, then every prefix twice; returns the tokens and the final statistics."""
     path = str(checkpoint("llama"))
     with LLM(path, kv_cache_dir=str(folder), **(SETTINGS | settings)) as llm:
-        answers = [generate(llm, TALKS), generate(llm, PREFIXES), generate(llm, PREFIXES)]
+        answers = [generate(llm, DIALOGS), generate(llm, PREFIXES), generate(llm, PREFIXES)]
         for _ in range(100):  # the last pages are still being written
             if (stats := llm.stats()).pages_in_use == 0:
                 break
@@ -97,7 +97,7 @@ def run(folder: Path, **settings):
 def run_small(folder: Path, **settings):
     answers, stats = run(folder, **(SMALL | settings))
     memory_bytes = stats.pages_total * PAGE
-    for requests in (TALKS, PREFIXES):
+    for requests in (DIALOGS, PREFIXES):
         assert working_set(requests, stats.kv_bytes_per_token) >= 3 * memory_bytes
     assert stats.prefix_evicted_pages > 60
     return answers, stats
@@ -110,19 +110,19 @@ def test_a_working_set_three_times_the_memory(tmp_path, expected, policy):
     assert stats.disk_stored_pages > 20 and stats.disk_loaded_pages > 10
     assert stats.disk_lost_pages == stats.disk_failed_pages == 0
     if policy == "prompt_only":
-        assert stats.num_preemptions >= 6, "preempted sequences come back from the disk"
+        assert stats.num_preemptions >= 6, "preempted sequences are loaded from disk"
 
 
-def test_preempted_sequences_come_back_from_the_disk(tmp_path):
-    """Conversations alone: only preempted sequences look up a prefix."""
+def test_preempted_sequences_are_loaded_from_disk(tmp_path):
+    """Only preempted sequences have a prefix to load here."""
     with LLM(str(checkpoint("llama")), kv_cache_dir=str(tmp_path), **(SETTINGS | SMALL)) as llm:
-        generate(llm, TALKS)
+        generate(llm, DIALOGS)
         stats = llm.stats()
     assert stats.num_preemptions >= 6
     assert stats.disk_loaded_pages > 5
 
 
-def test_a_restart_finds_what_was_there(tmp_path, expected):
+def test_a_restart_loads_stored_pages(tmp_path, expected):
     run_small(tmp_path)
     answers, stats = run(tmp_path, **AMPLE)
     assert answers == expected
@@ -141,7 +141,7 @@ def test_a_restart_finds_what_was_there(tmp_path, expected):
     ],
     ids=["EIO", "disk full", "torn writes", "short", "all fail"],
 )
-def test_whatever_the_disk_does_the_tokens_are_right(tmp_path, expected, monkeypatch, plan):
+def test_tokens_are_right_on_a_faulty_disk(tmp_path, expected, monkeypatch, plan):
     opener, opened = faulty(plan)
     store = functools.partial(DiskTier, open_file=opener)
     monkeypatch.setattr(serve.loading.disk_store, "DiskTier", store)
@@ -149,15 +149,15 @@ def test_whatever_the_disk_does_the_tokens_are_right(tmp_path, expected, monkeyp
     assert answers == expected
     assert opened and stats.num_preemptions >= 6
     num_faults = stats.disk_failed_pages + stats.disk_lost_pages
-    assert num_faults > 0, "the faults were met"
+    assert num_faults > 0, "no fault occurred"
     if plan("read", 0) is None:
-        assert stats.disk_loaded_pages > 0, "and what was whole was found"
+        assert stats.disk_loaded_pages > 0, "no intact page was loaded"
     else:
         assert stats.disk_loaded_pages == stats.disk_stored_pages == 0
 
 
-def test_a_disk_that_hangs_holds_nobody_up(tmp_path, expected, monkeypatch):
-    """From the 40th transfer on none ends; what was asked for is computed."""
+def test_a_hung_disk_delays_no_request(tmp_path, expected, monkeypatch):
+    """Prefixes are computed while no read and no write after the 40th ends."""
     is_hung = [True]
     opener, opened = faulty(
         lambda kind, number: "hold" if is_hung[0] and (kind == "read" or number > 40) else None
@@ -165,9 +165,9 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path, expected, monkeypatch):
     store = functools.partial(DiskTier, open_file=opener)
     monkeypatch.setattr(serve.loading.disk_store, "DiskTier", store)
     with LLM(str(checkpoint("llama")), kv_cache_dir=str(tmp_path), **(SETTINGS | SMALL)) as llm:
-        for requests, right in ((PREFIXES, expected[1]), (PREFIXES, expected[2])):
-            assert generate(llm, requests) == right
-        assert 0 < llm.stats().pages_in_use <= 26 // 4 + 26 // 8, "those the disk holds"
+        for requests, tokens in ((PREFIXES, expected[1]), (PREFIXES, expected[2])):
+            assert generate(llm, requests) == tokens
+        assert 0 < llm.stats().pages_in_use <= 26 // 4 + 26 // 8, "pages of pending transfers"
         is_hung[0] = False
         opened[0].release()
 
@@ -186,8 +186,8 @@ def test_a_flipped_bit_is_a_miss(tmp_path, expected):
     assert stats.disk_corrupt_pages == stats.disk_lost_pages > 0
 
 
-def test_idle_moments_save_what_a_kill_would_lose(tmp_path, expected):
-    """In ample memory nothing has to leave it; it is written all the same."""
+def test_pages_are_written_in_idle_time(tmp_path, expected):
+    """They are written although memory is ample, so that a kill does not lose them."""
     path = str(checkpoint("llama"))
     with LLM(path, kv_cache_dir=str(tmp_path), **SETTINGS) as llm:
         generate(llm, PREFIXES)
@@ -220,18 +220,18 @@ def test_other_weights_have_another_fingerprint(tmp_path):
     os.utime(weights, ns=(time_ns, time_ns))
     assert checkpoint_fingerprint(tmp_path) != checkpoint_fingerprint(source)
     shutil.copy(next(source.glob("*.safetensors")), weights)
-    assert checkpoint_fingerprint(tmp_path) != checkpoint_fingerprint(source), "written again"
+    assert checkpoint_fingerprint(tmp_path) != checkpoint_fingerprint(source), "rewritten"
 
 
 CHILD = """
 import sys
 from serve import LLM
-from tests.whole.test_kv_disk import PREFIXES, SETTINGS, SMALL, TALKS, generate
+from tests.whole.test_kv_disk import PREFIXES, SETTINGS, SMALL, DIALOGS, generate
 with LLM(sys.argv[1], kv_cache_dir=sys.argv[2], **(SETTINGS | SMALL)) as llm:
     while True:
-        for requests in (TALKS, PREFIXES):
+        for requests in (DIALOGS, PREFIXES):
             generate(llm, requests)
-            stats = llm.stats()  # the next one may find all that it needs
+            stats = llm.stats()  # the next process may load all that it needs
             if stats.disk_stored_pages or stats.disk_loaded_pages:
                 print("stored", flush=True)
 """
@@ -239,7 +239,7 @@ with LLM(sys.argv[1], kv_cache_dir=sys.argv[2], **(SETTINGS | SMALL)) as llm:
 
 @pytest.mark.process
 def test_killed_and_started_again(tmp_path, expected):
-    """In ample memory nothing comes back from the disk but what the killed ones left."""
+    """With ample memory, only pages of the killed processes are loaded."""
     rng = random.Random(2)
     for _ in range(2):
         with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The page in headless Chromium: chatting, errors, the key, the live view, and hostile answers."""
+"""The page in headless Chromium: chat, errors, the key, the live view and hostile answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIVE = "document.querySelector('#live-state').textContent === 'live'"
 
 
 class Scripted:
-    """An engine whose every answer is `reply`, over and over if it is short; then it ends."""
+    """An engine whose every answer is `reply`, `repeat` times."""
 
     def __init__(self, reply: str, *, step_s: float = 0.0, repeat: int = 1) -> None:
         self.reply, self.step_s, self.repeat = reply, step_s, repeat
@@ -52,8 +52,8 @@ class Scripted:
         tokens: list[int] = []
 
         def script(sequence: Any) -> int:
-            written = sequence.num_output_tokens
-            return tokens[min(written, len(tokens) - 1)]
+            position = sequence.num_output_tokens
+            return tokens[min(position, len(tokens) - 1)]
 
         def make(kv: Any) -> InstantRunner:
             self.runner = InstantRunner(kv, script)
@@ -68,7 +68,7 @@ class Scripted:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[tuple[asyncio.Runner, str]]:
-    """One browser for all tests, and the loop that it lives in."""
+    """One browser for all tests, and the event loop in which it runs."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         running = browser()
         address = runner.run(running.__aenter__())
@@ -77,7 +77,7 @@ def chromium() -> Iterator[tuple[asyncio.Runner, str]]:
 
 
 @asynccontextmanager
-async def opened(
+async def open_page(
     address: str, scripted: Scripted, **settings: Any
 ) -> AsyncIterator[tuple[HttpServer, Tab]]:
     async with (
@@ -97,18 +97,21 @@ async def ask(tab: Tab, text: str) -> None:
 
 
 async def answers(tab: Tab) -> list[str]:
-    found = await tab.value(
+    texts = await tab.value(
         "[...document.querySelectorAll('.turn.assistant .body')].map(e => e.innerText)"
     )
-    assert isinstance(found, list)
-    return found
+    assert isinstance(texts, list)
+    return texts
 
 
 def test_a_chat_from_the_keyboard(chromium: Chromium) -> None:
     run, address = chromium[0].run, chromium[1]
 
     async def check() -> None:
-        async with opened(address, Scripted("Hello there, friend. ", step_s=0.01)) as (server, tab):
+        async with open_page(address, Scripted("Hello there, friend. ", step_s=0.01)) as (
+            server,
+            tab,
+        ):
             await tab.until(READY)
             assert await tab.value("document.activeElement.id") == "prompt"
             await tab.type("one")
@@ -117,7 +120,7 @@ def test_a_chat_from_the_keyboard(chromium: Chromium) -> None:
             assert await tab.value("document.querySelector('#prompt').value") == "one\ntwo"
             await tab.press("Enter")
             await tab.until("document.querySelector('.turn.assistant .body').innerText.length > 3")
-            assert not await tab.value(f"Boolean({DONE})"), "it is shown while it comes"
+            assert not await tab.value(f"Boolean({DONE})"), "the answer is shown while it streams"
             await tab.until(DONE)
             assert (await tab.text(".turn.user .body")) == "one\ntwo"
             assert (await answers(tab)) == ["Hello there, friend."]
@@ -130,7 +133,7 @@ def test_a_chat_from_the_keyboard(chromium: Chromium) -> None:
             await tab.press("Tab")
             await tab.press("Tab")
             style = "getComputedStyle(document.activeElement).outlineStyle"
-            assert await tab.value(style) == "solid", "where the focus is can be seen"
+            assert await tab.value(style) == "solid", "the focus is visible"
             assert tab.problems == []
             assert {url.partition("/page")[0].rstrip("/") for url in tab.requests} <= {
                 server.url + path for path in ("", "/live", "/v1/models", "/v1/chat/completions")
@@ -144,7 +147,7 @@ def test_stop_regenerate_and_edit(chromium: Chromium) -> None:
 
     async def check() -> None:
         scripted = Scripted("word ", step_s=0.01, repeat=300)
-        async with opened(address, scripted) as (_, tab):
+        async with open_page(address, scripted) as (_, tab):
             await tab.until(READY)
             await ask(tab, "first")
             await tab.until("document.querySelector('.turn.assistant .body').innerText.length > 9")
@@ -181,7 +184,7 @@ def test_a_hostile_answer_stays_text(chromium: Chromium) -> None:
     run, address = chromium[0].run, chromium[1]
 
     async def check() -> None:
-        async with opened(address, Scripted(HOSTILE)) as (server, tab):
+        async with open_page(address, Scripted(HOSTILE)) as (server, tab):
             await tab.until(READY)
             await ask(tab, "<img src=z onerror=alert(3)>")
             await tab.until(DONE)
@@ -198,7 +201,7 @@ def test_a_hostile_answer_stays_text(chromium: Chromium) -> None:
             }
             assert {"h3", "li", "strong", "pre", "em"} <= set(made)
             assert await tab.value("document.title") == "m · mergestep"
-            # and if it were not text, the policy would stop it
+            # the Content Security Policy would stop it even if it were markup
             await tab.value(
                 "document.body.append(Object.assign(document.createElement('img'),"
                 " {src: 'https://example.org/x.png'}))"
@@ -220,7 +223,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(chromium: Chromium) -> None:
     run, address = chromium[0].run, chromium[1]
 
     async def check() -> None:
-        async with opened(address, Scripted("Yes."), api_keys=(f"a:{KEY}",)) as (_, tab):
+        async with open_page(address, Scripted("Yes."), api_keys=(f"a:{KEY}",)) as (_, tab):
             await tab.until("document.querySelector('#key-dialog').open")
             assert await tab.value("document.activeElement.id") == "key"
             await tab.type("wrong-key-0123456789")
@@ -243,12 +246,12 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(chromium: Chromium) -> None:
     run(check())
 
 
-def test_errors_are_shown_and_can_be_tried_again(chromium: Chromium) -> None:
+def test_errors_are_shown_and_can_be_retried(chromium: Chromium) -> None:
     run, address = chromium[0].run, chromium[1]
 
     async def check() -> None:
         scripted = Scripted("Fine.", step_s=0.01)
-        async with opened(address, scripted) as (server, tab):
+        async with open_page(address, scripted) as (server, tab):
             await tab.until(READY)
             await tab.click("#settings-toggle")
             await tab.value("document.querySelector('#field-temperature').value = '9'")
@@ -282,7 +285,7 @@ def test_settings_are_sent(chromium: Chromium) -> None:
 
     async def check() -> None:
         scripted = Scripted("word ", repeat=50)
-        async with opened(address, scripted) as (_, tab):
+        async with open_page(address, scripted) as (_, tab):
             await tab.until(READY)
             await tab.click("#settings-toggle")
             await tab.click("#field-max_tokens")
@@ -298,11 +301,11 @@ def test_settings_are_sent(chromium: Chromium) -> None:
 PICTURE = "document.querySelector('%s').toDataURL()"
 
 
-def test_the_live_view_moves(chromium: Chromium) -> None:
+def test_the_live_view_is_updated(chromium: Chromium) -> None:
     run, address = chromium[0].run, chromium[1]
 
     async def check() -> None:
-        async with opened(address, Scripted("word ", step_s=0.01, repeat=200)) as (_, tab):
+        async with open_page(address, Scripted("word ", step_s=0.01, repeat=200)) as (_, tab):
             await tab.until(LIVE)
             before = {name: await tab.value(PICTURE % name) for name in ("#steps", "#pages")}
             await ask(tab, "go on")
@@ -323,12 +326,12 @@ def test_the_live_view_moves(chromium: Chromium) -> None:
     run(check())
 
 
-def test_on_a_phone_nothing_is_wider_than_the_screen(chromium: Chromium) -> None:
+def test_the_page_fits_a_phone_screen(chromium: Chromium) -> None:
     run, address = chromium[0].run, chromium[1]
 
     async def check() -> None:
         wide = "x" * 300 + "\n\n```\n" + "y" * 300 + "\n```\n" + "word " * 30
-        async with opened(address, Scripted(wide)) as (server, tab):
+        async with open_page(address, Scripted(wide)) as (server, tab):
             for dark in (False, True):
                 await tab.size(375, 700, dark=dark, phone=True)
                 await tab.goto(server.url + "/")
@@ -351,16 +354,16 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(chromium: Chromium) -> None
 
 
 def test_keyboard_order_and_names(chromium: Chromium) -> None:
-    """Everything that can be reached has a name, in the order in which it is seen."""
+    """Every control has a name, and Tab follows the visible order."""
     run, address = chromium[0].run, chromium[1]
 
     async def check() -> None:
-        async with opened(address, Scripted("x")) as (_, tab):
+        async with open_page(address, Scripted("x")) as (_, tab):
             await tab.until(READY)
             await tab.value("document.querySelector('.skip').focus()")
             reached = []
-            for place in range(10):
-                if place:
+            for step in range(10):
+                if step:
                     await tab.press("Tab")
                 reached.append(
                     await tab.value(

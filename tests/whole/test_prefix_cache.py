@@ -1,4 +1,4 @@
-"""The prefix cache end to end: the same tokens with and without it, less computed, no leak."""
+"""The prefix cache end to end: it saves computation, changes no token and leaks no page."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_a_hit_changes_no_bit(dtype):
     assert answers(at_once) == expected
     assert cached(one_by_one)[0] == 0
     assert min(cached(one_by_one)[1:]) >= 64
-    assert cached(at_once)[0] >= 64, "all but the last token can be a hit"
+    assert cached(at_once)[0] >= 64, "all but the last token are hits"
     assert stats.prefix_hit_tokens > 400
     assert stats.pages_in_use == 0
     assert stats.pages_cached > 0
 
 
-def test_the_next_turn_finds_the_last_ones_answer():
+def test_the_next_turn_hits_the_previous_answer():
     with LLM(str(checkpoint("llama")), dtype="int8", **SETTINGS) as llm:
         first = llm.generate(prompt(), greedy(60))[0]
         turn = [*PREFIX, *first.outputs[0].token_ids, 4, 5, 6]
@@ -65,7 +65,7 @@ def test_the_next_turn_finds_the_last_ones_answer():
         assert second.metrics.num_cached_tokens >= 100 + 60 - 32
 
 
-def test_salts_keep_prefixes_apart():
+def test_prefixes_with_different_salts_are_separate():
     with LLM(str(checkpoint("llama")), dtype="int8", **SETTINGS) as llm:
         for salt, hit in (("a", False), ("b", False), ("a", True), (None, False)):
             output = llm.generate(prompt(), greedy(cache_salt=salt))[0]
@@ -73,13 +73,13 @@ def test_salts_keep_prefixes_apart():
 
 
 @pytest.mark.parametrize("salt", ["", "a b", "x" * 129, "\n", 5])
-def test_a_salt_is_a_short_name(salt):
+def test_invalid_salts_are_refused(salt):
     with pytest.raises(RequestError, match="cache_salt"):
         SamplingParams(cache_salt=salt)
 
 
-def test_little_memory_forgets_old_prefixes_and_stays_right():
-    """More prefixes than pages, and preemptions: the tokens stay the same."""
+def test_evictions_and_preemptions_change_no_token():
+    """There are more prefixes than pages."""
     path = str(checkpoint("llama"))
     prompts = [{"prompt_token_ids": [k, *PREFIX[: 20 + 7 * k]]} for k in range(3, 13)]
     small = SETTINGS | {"kv_cache_bytes": 120 << 10, "max_model_len": 200}

@@ -1,4 +1,4 @@
-"""SIGTERM to a real `serve run` under 64 streams: no stream is lost, new requests are refused."""
+"""SIGTERM to `serve run` under 64 streams loses no stream, and new requests are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def server(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """`serve run` of the embedded model in a process of its own, and its address."""
+    """Runs `serve run` with the embedded model in a process; yields the process and its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -65,7 +65,7 @@ async def model_of(session: aiohttp.ClientSession) -> str:
 
 
 class Stream:
-    """One streamed completion. has_begun: a part of it is here."""
+    """One streamed completion. has_begun: a part of it has arrived."""
 
     def __init__(self, session: aiohttp.ClientSession, model: str, num_tokens: int) -> None:
         self.has_begun = False
@@ -89,14 +89,14 @@ class Stream:
 
     @property
     def num_tokens(self) -> int:
-        """The usage that the end of a complete stream reports."""
+        """The completion tokens that the end of a complete stream reports."""
         assert self.text.endswith(b"data: [DONE]\n\n"), self.text[-200:]
         usage = json.loads(self.text.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]
         count: int = usage["completion_tokens"]
         return count
 
 
-async def begun(streams: list[Stream]) -> None:
+async def wait_begun(streams: list[Stream]) -> None:
     while not all(stream.has_begun for stream in streams):
         await asyncio.sleep(0.01)
 
@@ -105,7 +105,7 @@ def session_of(url: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0))
 
 
-async def left(process: subprocess.Popen[bytes], limit_s: float) -> int:
+async def exit_code(process: subprocess.Popen[bytes], limit_s: float) -> int:
     return await asyncio.to_thread(process.wait, limit_s)
 
 
@@ -116,7 +116,7 @@ def test_sigterm_under_64_streams_loses_none() -> None:
             model = await model_of(session)
             streams = [Stream(session, model, NUM_TOKENS) for _ in range(NUM_STREAMS)]
             running = [asyncio.create_task(stream.run()) for stream in streams]
-            await begun(streams)
+            await wait_begun(streams)
             assert not any(task.done() for task in running)
             process.send_signal(signal.SIGTERM)
             refused = 0
@@ -124,7 +124,7 @@ def test_sigterm_under_64_streams_loses_none() -> None:
                 try:
                     async with others.get("/v1/models") as response:
                         is_new = response.status == 200
-                        assert not is_new or not refused, "let in after others were refused"
+                        assert not is_new or not refused, "accepted after another was refused"
                         refused += not is_new
                         if not is_new:
                             assert response.status == 503
@@ -135,7 +135,7 @@ def test_sigterm_under_64_streams_loses_none() -> None:
             await asyncio.gather(*running)
             assert refused
             assert [stream.num_tokens for stream in streams] == [NUM_TOKENS] * NUM_STREAMS
-            assert await left(process, 10) == 0
+            assert await exit_code(process, 10) == 0
 
     with server("--max-num-seqs", "64") as (process, url):
         asyncio.run(main(process, url))
@@ -149,13 +149,13 @@ def test_a_second_signal_ends_at_once(number: signal.Signals) -> None:
             model = await model_of(session)
             streams = [Stream(session, model, 1000) for _ in range(4)]
             running = [asyncio.create_task(stream.run()) for stream in streams]
-            await begun(streams)
+            await wait_begun(streams)
             process.send_signal(number)
             await asyncio.sleep(0.2)
             assert process.poll() is None
             began = time.monotonic()
             process.send_signal(number)
-            assert await left(process, 10) == 0
+            assert await exit_code(process, 10) == 0
             assert time.monotonic() - began < 5
             await asyncio.gather(*running, return_exceptions=True)
             for stream in streams:

@@ -24,7 +24,7 @@ from tests.support.http.running_server import ServerThread
 
 
 class Scripted:
-    """Answers every conversation with the same pieces."""
+    """A speaker that answers every conversation with the same pieces."""
 
     name = "scripted"
 
@@ -70,7 +70,7 @@ def test_several_lines(lines: list[str], message: str) -> None:
     assert next(rest, None) is None
 
 
-def test_settings_of_answers() -> None:
+def test_the_set_command() -> None:
     talk = conversation()
     for text in (
         "/set temperature 0.5",
@@ -102,7 +102,7 @@ def test_the_system_message() -> None:
     assert "there is no /sytem; did you mean /system?" in printed(talk)
 
 
-def test_thoughts_are_shown_and_not_said_again() -> None:
+def test_reasoning_is_shown_but_not_sent_again() -> None:
     talk = conversation(Piece("hm, ", is_reasoning=True), Piece("yes"), num_tokens=4)
     asyncio.run(talk.turn("one", show_rate=True))
     assert printed(talk).startswith("hm, yes\n4 tokens in 0.00 s, ")
@@ -162,7 +162,7 @@ def test_a_stream_of_another_api(event: str) -> None:
         asyncio.run(talk())
 
 
-def test_of_several_models_one_must_be_named() -> None:
+def test_one_of_several_models_must_be_named() -> None:
     async def handle(request: web.BaseRequest) -> web.Response:
         return web.json_response({"data": [{"id": "a"}, {"id": "b"}]})
 

@@ -44,14 +44,14 @@ def test_version_and_help() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "options"),
+    ("benchmark", "options"),
     [("ops", {"--quick", "--json"}), ("io", {"--quick", "--json", "--dir"})],
 )
-def test_a_measurement_of_its_own_has_its_own_help(what: str, options: set[str]) -> None:
-    result = invoke("bench", what, "--help")
+def test_each_benchmark_has_its_own_help(benchmark: str, options: set[str]) -> None:
+    result = invoke("bench", benchmark, "--help")
     assert result.exit_code == 0
     assert set(re.findall(r"--[a-z-]+", result.output)) == {"--help"} | options
-    assert f"bench {what} [OPTIONS]" in result.output
+    assert f"bench {benchmark} [OPTIONS]" in result.output
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("run", "--dtype", "int3"), "dtype must be one of"),
         (("run", "--backend", "gpu", "--port", "0"), "backend: unknown backend 'gpu'"),
@@ -110,12 +110,12 @@ NOWHERE = "http://127.0.0.1:9"
         (("eval", "--precision", "int9"), "dtype must be one of"),
     ],
 )
-def test_what_cannot_be_asked_for(arguments: tuple[str, ...], said: str) -> None:
-    assert_one_line(invoke(*arguments), 2, said)
+def test_invalid_options_exit_with_2(arguments: tuple[str, ...], expected: str) -> None:
+    assert_one_line(invoke(*arguments), 2, expected)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("run", "/nonexistent/model", "--port", "0"), "/nonexistent/model does not exist"),
         (("run", FILE, "--port", "0"), f"{FILE} is a file"),
@@ -126,18 +126,18 @@ def test_what_cannot_be_asked_for(arguments: tuple[str, ...], said: str) -> None
         (("eval", "/nonexistent/model"), "/nonexistent/model does not exist"),
     ],
 )
-def test_what_fails_on_the_way(arguments: tuple[str, ...], said: str) -> None:
-    assert_one_line(invoke(*arguments), 1, said)
+def test_failures_exit_with_1(arguments: tuple[str, ...], expected: str) -> None:
+    assert_one_line(invoke(*arguments), 1, expected)
 
 
-def assert_one_line(result: Any, exit_code: int, said: str) -> None:
-    """No traceback, no names of classes, no numbers of errors."""
+def assert_one_line(result: Any, exit_code: int, expected: str) -> None:
+    """Asserts that the output has the text, but no traceback, class name or error number."""
     assert result.exit_code == exit_code
-    assert said in re.sub(r"\s*\n[│ ]*", " ", result.output)
+    assert expected in re.sub(r"\s*\n[│ ]*", " ", result.output)
     assert not re.search(r"Traceback|Errno|[a-z]Error", result.output)
 
 
-def test_measuring_kernels_that_are_not_built_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_benchmark_without_native_kernels_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ops.cpu.native_library._native", None)
     monkeypatch.setattr("ops.cpu.native_library._why", "no such module", raising=False)
     result = invoke("bench", "ops", "--quick")
@@ -158,14 +158,14 @@ def test_a_server_with_another_api_is_one_line() -> None:
         assert_one_line(invoke("chat", "--url", f"{server.url}/x", "-m", "hi"), 1, "/x")
 
 
-def test_chat_says_one_thing() -> None:
+def test_chat_sends_one_message() -> None:
     with ServerThread(FakeEngine(reply="I am\n[bold]fake[/bold] 👍")) as server:
         result = invoke("chat", "--url", server.url, "-m", "who?", "--system", "be brief")
     assert result.exit_code == 0
     assert result.output == "I am\n[bold]fake[/bold] 👍\n"
 
 
-def test_chat_reads_what_is_piped_in() -> None:
+def test_chat_reads_piped_input() -> None:
     engine = FakeEngine()
     with ServerThread(engine) as server:
         result = invoke("chat", "--url", server.url, input_text="two\nlines\n")
@@ -179,7 +179,7 @@ def test_chat_in_process() -> None:
 
 
 def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Turns are remembered, /reset forgets, errors do not end it."""
+    """Turns are sent again until /reset, and an unknown command does not end the chat."""
     lines = iter(["/help", "one", "", "two", "/reset", "three", "/what", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     monkeypatch.setattr(sys, "stdin", _Terminal())
@@ -187,8 +187,8 @@ def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with ServerThread(engine) as server:
         speaker = ServerSpeaker(server.url, {}, model=None, api_key=None)
         run_chat(speaker, system="s", message=None)
-    told = [[message["content"] for message in prompt] for prompt, _ in engine.submitted]
-    assert told == [["s", "one"], ["s", "one", "yes", "two"], ["s", "three"]]
+    sent = [[message["content"] for message in prompt] for prompt, _ in engine.submitted]
+    assert sent == [["s", "one"], ["s", "one", "yes", "two"], ["s", "three"]]
     output = capsys.readouterr().out
     assert output.count("/reset  ") == 2
     assert "fake" in output
@@ -211,10 +211,10 @@ def test_interrupting_an_answer_keeps_the_conversation(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     engine = FakeEngine(reply="word ", repeat=1000, step_s=0.01)
-    said = iter(["one", "two"])
+    lines = iter(["one", "two"])
 
     def next_line(prompt: str) -> str:
-        line = next(said, None)
+        line = next(lines, None)
         if line is None:
             raise EOFError
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -245,8 +245,8 @@ class _Terminal(io.StringIO):
 
 
 @pytest.mark.process
-def test_the_life_of_a_server(tmp_path: Path) -> None:
-    """Ready is printed with a curl to paste; a signal drains; the exit code is 0."""
+def test_a_server_starts_and_drains(tmp_path: Path) -> None:
+    """The server prints a curl command when it is ready, and a signal ends it with code 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "serve", "run", str(checkpoint("llama")), "--port", str(port)]

@@ -1,4 +1,4 @@
-"""`serve models`, and names instead of paths. Folders are small checkpoints or links to them."""
+"""`serve models` lists models, and commands find a model by its name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.http.running_server import ServerThread
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Hugging Face cache that is empty."""
+    """An empty Hugging Face cache."""
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     hub = tmp_path / "home" / "hub"
@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def add(cache: Path, name: str, revision: str = "abc", *, is_main: bool = True) -> Path:
-    """A model as the cache keeps it: blobs, and a snapshot of links to them."""
+    """Adds a model as the cache keeps it: blobs, and a snapshot of links to them."""
     folder = cache / f"models--{name.replace('/', '--')}"
     snapshot = folder / "snapshots" / revision
     snapshot.mkdir(parents=True)
@@ -55,7 +55,7 @@ def listed(*arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_parameters_are_those_of_the_files(variant: Variant) -> None:
+def test_parameters_are_counted_as_in_the_files(variant: Variant) -> None:
     path = checkpoint(variant.family, variant.name)
     shapes = [entry.shape for entry in Checkpoint(path).entries.values()]
     assert read_spec(path).num_parameters == sum(map(math.prod, shapes))
@@ -90,7 +90,7 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_the_cache_of_another_revision(cache: Path) -> None:
-    """refs/main wins; without it the latest that is complete."""
+    """The revision in refs/main is used, or else the latest complete one."""
     add(cache, "A/x", "old", is_main=False)
     new = add(cache, "A/x", "new")
     assert cached_models() == {"A/x": new}
@@ -109,22 +109,22 @@ def test_names_and_paths(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "meant"),
+    ("name", "suggestion"),
     [("Org/Tinny", "Org/Tiny"), ("tinny", "Org/Tiny"), ("defualt", "default")],
 )
-def test_what_is_missing_names_what_is_like_it(cache: Path, asked: str, meant: str) -> None:
+def test_a_missing_model_suggests_a_similar_name(cache: Path, name: str, suggestion: str) -> None:
     add(cache, "Org/Tiny")
-    with pytest.raises(ModelLoadError, match=f"does not exist .*; did you mean {meant}"):
-        find_model(asked)
+    with pytest.raises(ModelLoadError, match=f"does not exist .*; did you mean {suggestion}"):
+        find_model(name)
 
 
-def test_a_path_that_is_missing_names_its_neighbours(cache: Path, tmp_path: Path) -> None:
+def test_a_missing_path_suggests_a_similar_one(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "Qwen3-0.6B").symlink_to(checkpoint("llama"))
     with pytest.raises(ModelLoadError, match=r"did you mean .*/Qwen3-0\.6B"):
         find_model(str(tmp_path / "qwen-0.6B"))
 
 
-def test_a_name_of_the_cache_can_be_served(cache: Path) -> None:
+def test_a_cached_model_can_be_served_by_name(cache: Path) -> None:
     add(cache, "Org/Tiny")
     result = CliRunner().invoke(app, ["chat", "Org/Tiny", "-m", "hi", "--max-tokens", "2"])
     assert result.exit_code == 0, result.output
@@ -138,7 +138,7 @@ def test_the_models_of_a_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_code", "said"),
+    ("arguments", "exit_code", "expected"),
     [
         (("/nowhere",), 2, "/nowhere: No such file or directory"),
         ((str(Path(__file__)),), 2, "Not a directory"),
@@ -147,7 +147,7 @@ def test_the_models_of_a_server() -> None:
         (("--url", "x://y", "--api-key-file", "/nowhere"), 2, "api_key_file /nowhere cannot"),
     ],
 )
-def test_errors_are_one_line(arguments: tuple[str, ...], exit_code: int, said: str) -> None:
+def test_errors_are_one_line(arguments: tuple[str, ...], exit_code: int, expected: str) -> None:
     result = CliRunner().invoke(app, ["models", *arguments])
-    assert (result.exit_code, said in result.stderr) == (exit_code, True), result.output
+    assert (result.exit_code, expected in result.stderr) == (exit_code, True), result.output
     assert "Traceback" not in result.output

@@ -1,4 +1,4 @@
-"""`serve eval`: what cannot work is said before anything is computed."""
+"""`serve eval` refuses invalid options before anything is computed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def invoke(*arguments: str) -> Any:
 
 
 @pytest.fixture
-def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_on_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(config: object) -> None:
         pytest.fail(f"{config} was loaded")
 
     monkeypatch.setattr(evaluation, "load_runtime", load)
 
 
-@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.usefixtures("fail_on_load")
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("--json", "/nonexistent/table.json"), "--json /nonexistent/table.json cannot be written"),
         (("--json", "/tmp"), "--json /tmp cannot be written"),
@@ -40,14 +40,14 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--kv-group", "3"), "kv_group"),
     ],
 )
-def test_mistakes_are_found_before_the_first_precision_runs(arguments, said):
+def test_invalid_options_are_refused_before_the_first_precision_runs(arguments, expected):
     result = invoke(*arguments)
     assert result.exit_code == 2
-    assert said in result.output.replace("\n", " ")
+    assert expected in result.output.replace("\n", " ")
 
 
-@pytest.mark.usefixtures("nothing_is_loaded")
-def test_a_precision_that_cannot_be_had_here_is_found_first(monkeypatch):
+@pytest.mark.usefixtures("fail_on_load")
+def test_an_unavailable_precision_is_refused_before_the_first_one_runs(monkeypatch):
     monkeypatch.setattr("ops.cpu.native_library.is_available", lambda: False)
     with pytest.raises(ConfigError, match="dtype int8 needs the native kernels"):
         evaluation.evaluate(
@@ -62,13 +62,13 @@ def test_a_table_is_written(tmp_path):
     assert '"num_tokens": 19' in table.read_text()
 
 
-def test_bytes_of_kv_are_those_of_a_server():
+def test_kv_bytes_per_token_are_those_of_a_server():
     (result,) = evaluation.evaluate("default", "Once upon a time", [("int8", "int8")])
     with LLM(dtype="int8", kv_dtype="int8") as llm:
         assert llm.stats().kv_bytes_per_token == result.kv_bytes_per_token
 
 
-def test_the_reference_has_its_space_before_it_is_written(tmp_path: Path):
+def test_the_space_of_the_reference_is_allocated_first(tmp_path: Path):
     path = tmp_path / "reference.f32"
     table = evaluation._Store(path, 1000).rows(320)
     assert table.shape == (1000, 320)
@@ -76,7 +76,7 @@ def test_the_reference_has_its_space_before_it_is_written(tmp_path: Path):
 
 
 def test_a_full_disk_is_an_error_and_no_signal(monkeypatch):
-    """The file had holes, and writing to them through memory ended the process."""
+    """A mapped file with holes would end the process with SIGBUS."""
 
     def refuse(fd: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

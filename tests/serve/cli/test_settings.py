@@ -1,4 +1,4 @@
-"""The settings of `serve run`: flags, environment, file and defaults have one meaning."""
+"""Settings of `serve run` mean the same as a flag, in the environment and in a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from serve.units import format_size
 from tests.support.http.settings_table import PAGE, with_table
 from tests.support.profile import examples
 
-# A valid value that is not the default, where its kind alone does not give one.
+# Valid values beside the default, for settings whose kind alone does not give one.
 VALUES: dict[str, Any] = {
     "cors_origins": ["https://a.example", "http://localhost:3000"],
     "host": "localhost",
@@ -37,7 +37,7 @@ VALUES: dict[str, Any] = {
     "weight_group": 32,
 }
 PLAIN = {name: item for name, item in SETTINGS.items() if not item.option.is_secret}
-ONLY_RUN = typer.Typer(pretty_exceptions_enable=False)  # quicker to build than all commands
+ONLY_RUN = typer.Typer(pretty_exceptions_enable=False)  # faster to build than all commands
 ONLY_RUN.command()(run_command)
 
 
@@ -106,7 +106,7 @@ def test_every_field_is_a_flag_a_variable_and_a_key() -> None:
 
 
 @pytest.mark.parametrize("setting", PLAIN.values(), ids=PLAIN)
-def test_one_meaning_in_three_places(setting: Setting, tmp_path: Path) -> None:
+def test_flag_variable_and_file_mean_the_same(setting: Setting, tmp_path: Path) -> None:
     value = another_value(setting)
     file = tmp_path / "server.toml"
     file.write_text(f"{setting.name} = {as_toml(value)}\n")
@@ -132,7 +132,7 @@ def test_precedence(tmp_path: Path) -> None:
     assert "# seed = # default: none" in lines
 
 
-def test_what_is_printed_can_be_read(tmp_path: Path) -> None:
+def test_a_printed_configuration_can_be_read(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     first = printed("--kv-cache-bytes", "1000", "--served-model-name", 'a "b" \\ c', "-q")
     file.write_text(invoke("--config", str(_written(file, first)), "--print-config").stdout)
@@ -148,13 +148,13 @@ def _written(file: Path, values: dict[str, Any]) -> Path:
     return file
 
 
-def test_a_file_with_a_line_in_its_name(tmp_path: Path) -> None:
+def test_a_file_name_may_have_several_lines(tmp_path: Path) -> None:
     file = tmp_path / "a\nport = 1"
     file.write_text("port = 5")
     assert printed("--config", str(file))["port"] == 5
 
 
-def test_a_flag_undoes_what_a_file_says(tmp_path: Path) -> None:
+def test_a_flag_overrides_a_file(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text("quiet = true\nprefix_cache = false\n")
     values = printed("--config", str(file), "--no-quiet", "--prefix-cache")
@@ -162,7 +162,7 @@ def test_a_flag_undoes_what_a_file_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("[server]\nport = 5", "no setting 'server': settings must not stand in a table"),
         ("max_model_length = 3", "no setting 'max_model_length'; did you mean max_model_len?"),
@@ -184,13 +184,13 @@ def test_a_flag_undoes_what_a_file_says(tmp_path: Path) -> None:
         ("log_level = 'loud'", "'loud' is not a log level"),
     ],
 )
-def test_a_wrong_file_is_one_line(text: str, said: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused(text: str, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text(text)
     result = invoke("--config", str(file), "--print-config")
     assert result.exit_code == 2
-    assert said in " ".join(result.stderr.replace("│", "").split())
-    assert str(file) in result.stderr or "log level" in said
+    assert expected in " ".join(result.stderr.replace("│", "").split())
+    assert str(file) in result.stderr or "log level" in expected
     assert "Traceback" not in result.output
 
 
@@ -206,34 +206,36 @@ VALUES_OF_TOML = st.one_of(
 
 @examples(400, derandomize=True)
 @given(st.dictionaries(st.sampled_from([*SETTINGS, "modell", "a b"]), VALUES_OF_TOML, max_size=4))
-def test_any_file_is_settings_or_an_error(values: dict[str, Any]) -> None:
+def test_any_file_gives_settings_or_an_error(values: dict[str, Any]) -> None:
     """A file with any content raises nothing but ConfigError."""
     lines = [f"{toml_value(key)} = {toml_value(value)}" for key, value in values.items()]
     file = ConfigFile("x.toml", tomllib.loads("\n".join(lines)))
     try:
-        asked = resolve({}, lambda name: "DEFAULT", file, {})
+        settings = resolve({}, lambda name: "DEFAULT", file, {})
         for owner, _ in OWNERS:
-            asked.make(owner)
+            settings.make(owner)
     except ConfigError:
         return
-    again = tomllib.loads("\n".join(config_lines(asked)))
+    again = tomllib.loads("\n".join(config_lines(settings)))
     assert set(values) <= set(again)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [(None, "No such file"), (b"\xff", "is not UTF-8"), (b"#" * (2 << 20), "larger than 1 MiB")],
 )
-def test_a_file_that_cannot_be_read(content: bytes | None, said: str, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(
+    content: bytes | None, expected: str, tmp_path: Path
+) -> None:
     file = tmp_path / "server.toml"
     if content is not None:
         file.write_bytes(content)
     result = invoke("--config", str(file), "--print-config")
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert expected in result.stderr
 
 
-def test_a_wrong_variable_names_itself() -> None:
+def test_an_invalid_variable_is_named() -> None:
     result = invoke("--print-config", env={"MERGESTEP_PORT": "x"})
     assert result.exit_code == 2
     assert "MERGESTEP_PORT" in result.stderr
@@ -259,7 +261,7 @@ def test_secrets_come_from_the_environment_and_are_not_shown(
     assert invoke("--api-keys", "x").exit_code == 2
 
 
-def test_a_misspelt_variable_is_a_warning() -> None:
+def test_a_misspelt_variable_gives_a_warning() -> None:
     result = invoke("--print-config", env={"MERGESTEP_MAX_MODEL_LENGTH": "9"})
     assert result.exit_code == 0
     assert "did you mean MERGESTEP_MAX_MODEL_LEN?" in result.stderr
@@ -273,7 +275,7 @@ def test_older_names_work() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1000, 1024, 65536, 3 << 29, 1 << 40, 5 << 41])
-def test_sizes_are_written_as_they_are_read(size: int) -> None:
+def test_formatted_sizes_can_be_parsed(size: int) -> None:
     assert parse_size(format_size(size)) == size
 
 
@@ -285,7 +287,7 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
 
 
 def test_the_page_lists_every_setting() -> None:
-    """`python tests/support/http/settings_table.py` writes the table anew."""
+    """If this fails, `python tests/support/http/settings_table.py` rewrites the table."""
     page = PAGE.read_text()
     assert with_table(page) == page
     assert all(f"| `{name}` |" in page for name in SETTINGS)

@@ -1,4 +1,4 @@
-"""The start of `serve run`: what it says it chose, and what it says when it cannot."""
+"""`serve run` prints a summary of what it chose, or why it cannot start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEY = "0123456789abcdef-key"
 
 
 def started(http: HttpSettings, **settings: Any) -> tuple[dict[str, str], EngineStats, str]:
-    """The summary's lines by name, and what the engine says of itself."""
+    """Returns the summary's lines by name, the engine's statistics and the server's URL."""
 
     async def live() -> tuple[dict[str, str], EngineStats, str]:
         engine = Engine(**settings)
@@ -81,7 +81,7 @@ def test_the_summary_follows_the_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_quiet", [False, True])
-def test_what_is_printed(is_quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_summary(is_quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
     async def live() -> str:
         engine = Engine(str(checkpoint("llama")))
         async with HttpServer(engine, HttpSettings(port=0, api_keys=(KEY,))) as server:
@@ -97,7 +97,7 @@ def test_what_is_printed(is_quiet: bool, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "free", "said"),
+    ("dtype", "free", "expected"),
     [
         ("float32", 10 << 20, "memory are free; dtype int8 (5.28 MiB) or int4 (3.64 MiB) would"),
         ("int8", 4 << 20, "4 MiB of memory are free; dtype int4"),
@@ -105,12 +105,12 @@ def test_what_is_printed(is_quiet: bool, capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_weights_that_do_not_fit(
-    dtype: str, free: int, said: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, free: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve.loading.precision.available_memory", lambda: free)
     result = CliRunner().invoke(app, ["run", "--dtype", dtype, "--port", "0"])
     assert result.exit_code == 2
-    assert "the weights take" in result.stderr and said in result.stderr
+    assert "the weights take" in result.stderr and expected in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -140,16 +140,16 @@ def test_memory_of_a_container(
     files: dict[str, str], free: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page cache counts as available, since it is reclaimable."""
-    of_the_machine = "MemAvailable: 7 kB\n"
+    meminfo = "MemAvailable: 7 kB\n"
     texts = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
-    texts["/proc/meminfo"] = of_the_machine
+    texts["/proc/meminfo"] = meminfo
     monkeypatch.setattr(machine, "_read", lambda path: texts.get(path, ""))
     assert machine.available_memory() == (7 * 1024 if free is None else free)
 
 
 @pytest.mark.timing
-def test_help_imports_nothing_heavy() -> None:
-    """`serve --help` and `serve run --print-config` are quick because of it."""
+def test_help_imports_no_large_library() -> None:
+    """This keeps `serve --help` and `serve run --print-config` fast."""
     script = (
         "import sys, serve.cli.main\n"
         "from typer.testing import CliRunner\n"
@@ -163,7 +163,7 @@ def test_help_imports_nothing_heavy() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
-    assert time.perf_counter() - started_s < 10  # a second where nothing else runs
+    assert time.perf_counter() - started_s < 10  # about 1 s on an idle machine
 
 
 @pytest.mark.parametrize("command", ["run", "node", "chat", "bench", "plan", "models", "eval"])
@@ -174,13 +174,13 @@ def test_every_help_has_examples_and_exit_codes(command: str) -> None:
     assert "Exit code" in result.output
 
 
-def test_the_version_and_a_slip() -> None:
+def test_the_version_and_a_misspelt_command() -> None:
     version = CliRunner().invoke(app, ["--version"])
     assert version.exit_code == 0
     assert version.output == CliRunner().invoke(app, ["version"]).output
-    slip = CliRunner().invoke(app, ["rnu"])
-    assert slip.exit_code == 2
-    assert "Did you mean 'run'?" in slip.output
+    misspelt = CliRunner().invoke(app, ["rnu"])
+    assert misspelt.exit_code == 2
+    assert "Did you mean 'run'?" in misspelt.output
 
 
 def test_the_shell_completes_values() -> None:
@@ -191,7 +191,7 @@ def test_the_shell_completes_values() -> None:
     assert result.stdout.split() == ["int8", "int4"]
 
 
-def test_more_kv_memory_than_there_is_is_a_warning(
+def test_more_kv_memory_than_is_free_gives_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("serve.loading.kv_sizing.available_memory", lambda: 1 << 20)

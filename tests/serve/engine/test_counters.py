@@ -1,4 +1,4 @@
-"""The counters: what they count, and what that costs."""
+"""Counters of requests, pools, HTTP and steps, and what counting costs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_value_counts_in_the_first_bucket_that_holds_it() -> None:
     assert histogram.sum == pytest.approx(14.2 + 12.0)
 
 
-def test_requests_that_came_to_nothing() -> None:
+def test_requests_without_output_are_counted() -> None:
     counters = RequestCounters()
     counters.count_end(FinishReason.ABORT, 0, (1.0, None, None, 3.0))
     counters.count_end(FinishReason.ERROR, 0, (1.0, 2.0, None, 3.0))
@@ -106,7 +106,7 @@ def test_reasons_and_methods_are_bounded() -> None:
     assert counters.answers == {("/x", "other", "2xx"): 2 * MAX_REASONS}
 
 
-def test_a_loop_that_is_held_up_is_seen() -> None:
+def test_a_blocked_event_loop_is_measured() -> None:
     async def main() -> HttpCounters:
         counters = HttpCounters()
         counters.start(lambda: 3)
@@ -136,7 +136,7 @@ def test_traces_do_not_disturb_each_other() -> None:
 
 
 def test_counting_takes_less_than_a_hundredth_of_a_step() -> None:
-    """The embedded model's steps are about the shortest that there are."""
+    """The embedded model has about the shortest steps that occur."""
 
     async def step_s(num_sequences: int) -> float:
         async with Engine(max_num_seqs=32) as engine:
@@ -152,7 +152,7 @@ def test_counting_takes_less_than_a_hundredth_of_a_step() -> None:
 
 
 def _cost_s(num_sequences: int, repeats: int = 200) -> float:
-    """Seconds to count a step in which every sequence gets a token."""
+    """Returns the seconds to count a step in which every sequence gets a token."""
     counts, counters = StepCounters(), RequestCounters()
     plan: Any = SimpleNamespace(num_decodes=num_sequences, num_total_rows=num_sequences)
     states = [SimpleNamespace(last_token_s=0.5, num_output=0) for _ in range(num_sequences)]
@@ -171,16 +171,16 @@ def _cost_s(num_sequences: int, repeats: int = 200) -> float:
     return (time.perf_counter() - began) / repeats
 
 
-def test_few_wait_for_the_thread_that_compiles() -> None:
-    """Further requests with a grammar are refused; those that are only tokenized are not."""
-    pool, go_on, done = PromptPool(1), threading.Event(), threading.Event()
+def test_the_compile_queue_is_bounded() -> None:
+    """Further requests with a grammar are refused; those without one are tokenized."""
+    pool, compile_ends, done = PromptPool(1), threading.Event(), threading.Event()
     for _ in range(MAX_COMPILING):
         pool.check_compile_queue()
-        pool.submit(go_on.wait, compiles=True)
+        pool.submit(compile_ends.wait, compiles=True)
     with pytest.raises(OverloadedError, match=f"{MAX_COMPILING} requests wait for grammars"):
         pool.check_compile_queue()
     pool.submit(done.set, compiles=False)
     assert done.wait(5)
-    go_on.set()
+    compile_ends.set()
     pool.shutdown()
     pool.check_compile_queue()

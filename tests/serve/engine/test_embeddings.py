@@ -1,5 +1,4 @@
-"""Embeddings: pooled hidden states against Transformers', and whatever happens to the steps that
-compute them."""
+"""Embeddings equal Transformers' pooled hidden states, also after preemptions and failed steps."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from serve.runner.runner import ModelRunner
 from tests.support.engine.checkpoints import checkpoint, reference_model
 from tests.support.nodes.served_nodes import nodes
 
-# fp32 on both sides; a component of a vector of length 1
+# fp32 on both sides, for a component of a vector of length 1
 BOUND = 2e-5
 MEAN, LAST = PoolingParams(), PoolingParams(kind="last")
 SMALL = {"kv_page_bytes": 4096, "kv_cache_bytes": 400 * 4096, "max_model_len": 128}
@@ -36,7 +35,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def expected(path, prompt: list[int], kind: str, dimensions: int | None = None) -> np.ndarray:
-    """The vector scaled to length 1, in fp64."""
+    """Returns the vector of Transformers' fp32 hidden states, scaled to length 1 in fp64."""
     with torch.no_grad():
         states = reference_model(path)(torch.tensor([prompt]), output_hidden_states=True)
     rows = states.hidden_states[-1][0].double()
@@ -45,13 +44,13 @@ def expected(path, prompt: list[int], kind: str, dimensions: int | None = None) 
 
 
 def check(output, path, prompt: list[int], params: PoolingParams = MEAN) -> None:
-    given = output.embedding
-    right = expected(path, prompt, params.kind, params.dimensions)
-    assert given.dtype == np.float32 and given.shape == right.shape
+    vector = output.embedding
+    reference = expected(path, prompt, params.kind, params.dimensions)
+    assert vector.dtype == np.float32 and vector.shape == reference.shape
     assert output.num_prompt_tokens == len(prompt)
-    assert float(given @ right) > 0.9999
-    assert np.abs(given - right).max() < BOUND
-    assert np.linalg.norm(given) == pytest.approx(1, abs=1e-6)
+    assert float(vector @ reference) > 0.9999
+    assert np.abs(vector - reference).max() < BOUND
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def check(output, path, prompt: list[int], params: PoolingParams = MEAN) -> None
         ("gpt2", "base", 16),
     ],
 )
-def test_they_equal_transformers_beside_others(family, name, chunk):
+def test_embeddings_equal_transformers_beside_generation(family, name, chunk):
     path = checkpoint(family, name)
     prompts = [prompt_of(n, seed=n) for n in (1, 2, 23, 70)]
     others = [prompt_of(30, seed=n) for n in range(90, 94)]
@@ -92,7 +91,7 @@ def test_they_equal_transformers_beside_others(family, name, chunk):
     assert tokens[0] == tokens[1]
 
 
-def test_what_is_asked_of_a_vector():
+def test_parameters_of_embeddings():
     path, prompt = checkpoint("llama"), prompt_of(20)
     with LLM(str(path), dtype="float32", max_model_len=20) as llm:
         short = PoolingParams(dimensions=5)
@@ -138,7 +137,7 @@ def test_wrong_parameters_are_named(wrong):
 
 
 @pytest.mark.small_pages
-def test_the_cache_helps_the_last_row_and_not_the_mean():
+def test_the_prefix_cache_serves_last_but_not_mean_pooling():
     path, prompt = checkpoint("llama"), prompt_of(60)
     with LLM(str(path), dtype="float32", **SMALL) as llm:
         first, mean, last = (llm.embed(prompt, p)[0] for p in (MEAN, MEAN, LAST))
@@ -151,8 +150,8 @@ def test_the_cache_helps_the_last_row_and_not_the_mean():
 
 
 @pytest.mark.small_pages
-def test_they_are_the_same_after_preemption_and_failed_steps(monkeypatch):
-    """Growing sequences take the pages of prompts that are partly computed."""
+def test_embeddings_are_the_same_after_preemption_and_failed_steps(monkeypatch):
+    """Growing sequences preempt prompts that are partly computed."""
     original = ModelRunner.run
     count = iter(range(1 << 30))
 
@@ -186,7 +185,7 @@ def test_they_are_the_same_after_preemption_and_failed_steps(monkeypatch):
         check(output, path, prompt)
 
 
-def test_over_memory_nodes(tmp_path):
+def test_embeddings_over_memory_nodes(tmp_path):
     path, prompts = checkpoint("llama"), [prompt_of(n, seed=n) for n in (40, 7, 64)]
     settings = {"max_num_seqs": 4, "max_model_len": 128, "max_chunk_tokens": 16}
     with (
@@ -198,8 +197,8 @@ def test_over_memory_nodes(tmp_path):
         check(output, path, prompt)
 
 
-def test_they_end_as_other_requests_do(monkeypatch):
-    """Cancelled requests, a full queue, and errors when the engine stops or fails."""
+def test_embedding_requests_end_as_generations_do(monkeypatch):
+    """They can be cancelled or refused, and fail when the engine stops or a step fails."""
     prompt = prompt_of(100)
     long = SamplingParams(max_tokens=150, ignore_eos=True)
     original = ModelRunner.run

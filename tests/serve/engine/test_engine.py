@@ -1,4 +1,4 @@
-"""The three pools together, with a scripted device: streams, stops, aborts, shutdown."""
+"""The three pools on a scripted device: streams, stops, aborts and shutdown."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_stop_strings_wait_for_min_tokens():
     go(main())
 
 
-def test_a_stalled_reader_stalls_nobody():
+def test_a_stalled_reader_does_not_stall_other_requests():
     async def main():
         async with Rig() as rig:
             stalled = rig.engine.submit(PROMPT, params(max_tokens=200))
@@ -160,7 +160,7 @@ def test_a_stalled_reader_stalls_nobody():
             assert len(output.outputs[0].token_ids) == 200
             await asyncio.sleep(0.05)
             deltas = [delta async for delta in stalled]
-            assert len(deltas) <= 3, "what has gathered comes as one"
+            assert len(deltas) <= 3, "gathered tokens come as one delta"
             assert sum(len(d.token_ids) for d in deltas) == 200
 
     go(main())
@@ -275,7 +275,7 @@ def test_many_random_requests_leave_nothing_behind():
     go(main())
 
 
-def test_idle_engine_gives_memory_back():
+def test_an_idle_engine_frees_memory():
     async def main():
         async with Rig() as rig:
             await rig.engine.generate(PROMPT, params())
@@ -289,7 +289,7 @@ def test_idle_engine_gives_memory_back():
     go(main())
 
 
-def test_a_trace_has_the_last_steps_and_an_end():
+def test_a_trace_keeps_the_last_steps():
     async def main():
         async with Rig(script=text_script("hello world ")) as rig:
             trace = rig.engine.trace_steps(3)
@@ -303,7 +303,7 @@ def test_a_trace_has_the_last_steps_and_an_end():
     go(main())
 
 
-def test_a_stream_that_is_over_is_freed_without_the_collector():
+def test_a_finished_stream_is_freed_without_the_garbage_collector():
     """Collecting a thousand requests in reference cycles would pause all threads."""
 
     async def check():

@@ -1,4 +1,4 @@
-"""The three pools together: a request that fails or is refused affects no other."""
+"""A request that fails or is refused affects no other request."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_fault_while_queueing_ends_only_its_request():
     go(main())
 
 
-def test_a_broken_sink_harms_no_other():
+def test_a_broken_sink_affects_no_other_request():
     class BrokenSink:
         def accept(self, request):
             pass
@@ -127,7 +127,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
     go(main())
 
 
-def test_a_failed_loop_answers_everybody_and_is_remembered():
+def test_a_failed_loop_ends_all_requests_and_refuses_new_ones():
     def explode(plan):
         raise SystemExit("the device is gone")
 

@@ -1,4 +1,4 @@
-"""The offline interface, engines side by side, and settings that an engine takes by name."""
+"""The offline interface, engines side by side, and memory policies by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_llm_prompts_params_and_errors(capfd):
             llm.generate(["fine", [5] * 5000], params(), use_tqdm=False)
         chat = llm.chat([{"role": "user", "content": "hi"}], params())
         assert len(chat) == 1
-        assert capfd.readouterr() == ("", "")  # the bar is for terminals
+        assert capfd.readouterr() == ("", "")  # the progress bar is for terminals
         assert llm.stats().num_unfinished == 0
 
 
@@ -94,7 +94,7 @@ def test_two_models_in_one_process():
             assert output.outputs[0].token_ids == single.outputs[0].token_ids
 
 
-def test_a_forgotten_llm_is_collected():
+def test_an_unreferenced_llm_is_collected():
     llm = LLM(str(checkpoint("llama")), dtype="float32")
     core = llm._loaded.core
     llm.generate(PROMPT, params(), use_tqdm=False)
@@ -107,8 +107,8 @@ def test_a_forgotten_llm_is_collected():
     raise AssertionError("threads still run")
 
 
-def test_lengths_are_learned_per_client_and_told_in_the_stats():
-    """A client's name reaches the predictor; prompts and lengths become calibration."""
+def test_lengths_are_learned_per_client_and_reported():
+    """The predictor gets the client's name, and the statistics report its coverage."""
 
     async def main():
         script = text_script("abcdef")
@@ -120,7 +120,7 @@ def test_lengths_are_learned_per_client_and_told_in_the_stats():
             policy = rig.engine.loaded.core._scheduler.policy
             assert ("an app", -1) in policy.predictor._histories
             while (stats := rig.engine.stats()).num_unfinished:
-                await asyncio.sleep(0.005)  # a stop string ends the last one a moment later
+                await asyncio.sleep(0.005)  # a stop string ends the last request a moment later
             assert stats.num_finished == 60
             assert stats.preemptions_per_1000 == 0
             assert 0 < stats.memory_utilisation < 0.1

@@ -1,4 +1,4 @@
-"""Overlapped steps, case by case: late ends, waits and roll-backs."""
+"""Single cases of overlapped steps: late ends, waits and roll-backs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE_S = 0.010
 
 
 def stopping(num_output, num_prompt=5):
-    """Parameters of a request that stops by itself after that many output tokens."""
+    """Returns parameters of a request that stops with EOS after num_output tokens."""
     for seed in range(10_000):
         prompt = [1000 + seed, *range(40, 39 + num_prompt)]
         request = make_request(prompt=prompt, num_tokens=40)
@@ -41,14 +41,14 @@ def test_the_device_does_not_wait_for_the_host(host_s):
     assert bench.device.idle_s < 0.03 * busy_s
     bench.check_rest()
 
-    alone = Bench(seconds=DEVICE_S, host_s=host_s, overlaps=False)
+    one_by_one = Bench(seconds=DEVICE_S, host_s=host_s, overlaps=False)
     for number in range(4):
-        alone.add(str(number), num_tokens=50)
-    alone.run()
-    assert alone.device.idle_s == pytest.approx(49 * host_s), "what it is compared with"
+        one_by_one.add(str(number), num_tokens=50)
+    one_by_one.run()
+    assert one_by_one.device.idle_s == pytest.approx(49 * host_s)
 
 
-def test_the_next_step_is_launched_before_the_one_before_begins_to_be_waited_for():
+def test_a_step_is_launched_before_the_previous_one_is_waited_for():
     bench = Bench()
     bench.add(num_tokens=4)
     bench.run()
@@ -64,7 +64,7 @@ def test_steps_are_timed_from_token_to_token():
     bench.step()
     assert model.last_step_s == 0.0
     bench.step()
-    assert model.last_step_s == pytest.approx(0.004 + DEVICE_S), "the first one: from its making"
+    assert model.last_step_s == pytest.approx(0.004 + DEVICE_S), "from its planning"
     for _ in range(5):
         bench.step()
         assert model.last_step_s == pytest.approx(DEVICE_S)
@@ -76,20 +76,20 @@ def test_steps_are_timed_from_token_to_token():
     assert model.last_step_s == pytest.approx(DEVICE_S), "idle time belongs to no step"
 
 
-def test_a_step_teaches_what_it_was_when_it_was_launched():
+def test_the_model_learns_the_work_as_it_was_at_the_launch():
     bench = Bench(SchedulerLimits(4, 32, 32, inter_token_slo_s=None), seconds=DEVICE_S)
-    taught = []
-    bench.scheduler.chunks.model.learn = lambda work, seconds: taught.append(work)
+    learned = []
+    bench.scheduler.chunks.model.learn = lambda work, seconds: learned.append(work)
     bench.add(num_prompt=7, num_tokens=4)
     bench.run()
-    assert [work.num_rows for work in taught] == [7, 1, 1, 1]
-    assert [work.num_context for work in taught] == [0, 7, 8, 9]
+    assert [work.num_rows for work in learned] == [7, 1, 1, 1]
+    assert [work.num_context for work in learned] == [0, 7, 8, 9]
 
 
-# ---- what ends
+# ---- ends
 
 
-def test_length_limits_waste_no_row():
+def test_length_limits_waste_no_rows():
     bench = Bench()
     sequence = bench.add(num_prompt=5, num_tokens=8)
     rows = []
@@ -103,7 +103,7 @@ def test_length_limits_waste_no_row():
     bench.check_rest()
 
 
-def test_a_stop_token_is_seen_one_step_late_and_the_row_in_flight_counts_nowhere():
+def test_a_stop_token_is_seen_one_step_late_and_the_row_in_flight_is_not_counted():
     bench = Bench(policy="predicted", cache=True)
     lengths = []
     bench.scheduler.policy.predictor.observe = lambda request, length: lengths.append(length)
@@ -113,10 +113,10 @@ def test_a_stop_token_is_seen_one_step_late_and_the_row_in_flight_counts_nowhere
         bench.step()
     assert sequence.stop_token == EOS and sequence.finish_reason is FinishReason.STOP
     assert lengths == [6] and bench.scheduler.num_finished == 1
-    assert sequence in bench.steps._in_flight.plan.sequences, "its row, whose token is dropped"
+    assert sequence in bench.steps._in_flight.plan.sequences, "the token of its row is dropped"
     rows = bench.steps.counts.num_decode_rows
     bench.step()
-    assert bench.steps.counts.num_decode_rows == rows + 1, "the other one's"
+    assert bench.steps.counts.num_decode_rows == rows + 1, "the row of the other sequence"
     assert bench.records.tokens[sequence] == expected_tokens(sequence)[5:]
     bench.run()
     assert other.token_ids == expected_tokens(other)
@@ -124,7 +124,7 @@ def test_a_stop_token_is_seen_one_step_late_and_the_row_in_flight_counts_nowhere
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
-def test_an_abort_takes_tokens_in_flight_with_it(num_steps):
+def test_an_abort_drops_tokens_in_flight(num_steps):
     bench = Bench(policy="predicted")
     cut = []
     bench.scheduler.policy.predictor.observe_cut = lambda request, length: cut.append(length)
@@ -144,17 +144,17 @@ def test_an_abort_takes_tokens_in_flight_with_it(num_steps):
 # ---- prefixes
 
 
-def test_pages_are_remembered_when_their_tokens_are_known_and_computed():
-    """A page is 5 tokens; the prompt is 3, so tokens 3 and 4 complete the first one."""
+def test_pages_are_cached_once_their_tokens_are_known_and_computed():
+    """A page holds 5 tokens and the prompt has 3, so tokens 3 and 4 complete the first page."""
     bench = Bench(cache=True)
     sequence = bench.add(num_prompt=3, num_tokens=20)
-    known = bench.kv.prefixes.index
+    index = bench.kv.prefixes.index
     for _ in range(3):
-        bench.step()  # the third one, with token 4, is in flight
-    assert sequence.num_computed_tokens == 5 and not known.pages
+        bench.step()  # the third step, with token 4, is in flight
+    assert sequence.num_computed_tokens == 5 and not index.pages
     assert not sequence.page_keys, "token 4 is not known"
     bench.step()
-    assert len(known.pages) == 1
+    assert len(index.pages) == 1
     bench.run()
     follower = bench.add("follower", prompt=expected_tokens(sequence)[:22], num_tokens=3)
     bench.run()
@@ -163,7 +163,7 @@ def test_pages_are_remembered_when_their_tokens_are_known_and_computed():
     bench.check_rest()
 
 
-def test_prompt_pages_are_remembered_when_their_step_has_ended():
+def test_prompt_pages_are_cached_when_their_step_has_ended():
     bench = Bench(SchedulerLimits(4, 5, 5), cache=True)
     bench.add(num_prompt=15, num_tokens=2)
     for num_steps in range(4):
@@ -173,7 +173,7 @@ def test_prompt_pages_are_remembered_when_their_step_has_ended():
     bench.check_rest()
 
 
-def test_who_begins_alike_waits_for_what_is_in_flight():
+def test_a_sequence_waits_for_a_common_prefix_in_flight():
     bench = Bench(SchedulerLimits(4, 64, 64), cache=True)
     prompt = list(range(100, 140))
     first = bench.add("first", prompt=prompt, num_tokens=5)
@@ -187,17 +187,17 @@ def test_who_begins_alike_waits_for_what_is_in_flight():
 # ---- memory
 
 
-def preempted_in_flight(bench, sequence):
+def preempt_in_flight(bench, sequence):
     bench.step()
     bench.scheduler._preempt(sequence)
     bench.scheduler.policy.stopped(sequence)
     assert sequence.rows_in_flight and sequence.token_ids[-1] == PENDING_TOKEN
 
 
-def test_who_is_preempted_keeps_the_token_in_flight_and_waits_for_it():
+def test_a_preempted_sequence_keeps_the_token_in_flight_and_waits_for_it():
     bench = Bench()
     sequence = bench.add(num_tokens=6)
-    preempted_in_flight(bench, sequence)
+    preempt_in_flight(bench, sequence)
     assert bench.scheduler.schedule(0.0) is None, "its token is not known yet"
     assert bench.steps.drain()
     assert sequence.token_ids == expected_tokens(sequence)[:6]
@@ -209,18 +209,18 @@ def test_who_is_preempted_keeps_the_token_in_flight_and_waits_for_it():
 
 
 @pytest.mark.parametrize("settings", [{"num_tokens": 1}, stopping(1)], ids=["length", "stop"])
-def test_who_is_preempted_may_end_with_the_token_in_flight(settings):
+def test_a_preempted_sequence_may_end_with_the_token_in_flight(settings):
     bench = Bench()
     sequence = bench.add(**settings)
-    preempted_in_flight(bench, sequence)
+    preempt_in_flight(bench, sequence)
     assert bench.steps.drain()
     assert sequence.is_finished and not bench.scheduler.has_work()
     assert sequence.token_ids == expected_tokens(sequence)
     bench.check_rest()
 
 
-def test_nobody_is_preempted_for_memory_that_a_step_in_flight_frees():
-    """22 pages of 5 tokens are in use; one sequence ends just when the other needs a page."""
+def test_no_sequence_is_preempted_for_memory_that_a_step_in_flight_frees():
+    """All 22 pages are in use, and one sequence ends just when the other needs a page."""
     bench = Bench(SchedulerLimits(2, 200, 200), num_pages=2, max_len=100)
     one = bench.add("one", num_prompt=59, num_tokens=4)
     other = bench.add("other", num_prompt=42, num_tokens=20)
@@ -239,7 +239,7 @@ def test_nobody_is_preempted_for_memory_that_a_step_in_flight_frees():
 
 @pytest.mark.parametrize("fails", ["fails_launch", "fails_wait"])
 @pytest.mark.parametrize("num_tokens", [5, 6, 9])
-def test_one_of_many_fails_and_ends_alone(fails, num_tokens):
+def test_only_the_sequence_at_fault_ends(fails, num_tokens):
     bad = []
     bench = Bench(
         SchedulerLimits(8, 64, 64),
@@ -256,7 +256,7 @@ def test_one_of_many_fails_and_ends_alone(fails, num_tokens):
     bench.check_rest()
 
 
-def test_a_failed_step_teaches_nothing():
+def test_the_model_does_not_learn_from_a_failed_step():
     bad = []
     bench = Bench(seconds=DEVICE_S, fails_wait=lambda s: s in bad)
     bench.add("good", num_tokens=30)
@@ -269,7 +269,7 @@ def test_a_failed_step_teaches_nothing():
     assert not bench.device.faults
 
 
-def test_a_step_that_fails_when_the_next_is_launched_is_the_only_one_to_blame():
+def test_a_fault_reported_at_the_next_launch_ends_only_the_failed_step():
     """A device may report an error at any later call."""
     bad = []
     bench = Bench(fails_wait=lambda s: s in bad, fails_launch=lambda s: bool(bad) and s not in bad)
@@ -286,31 +286,31 @@ def test_a_step_that_fails_when_the_next_is_launched_is_the_only_one_to_blame():
 
 
 @pytest.mark.parametrize("fails", ["fails_launch", "fails_wait"])
-def test_who_has_gone_since_may_have_been_the_fault(fails):
+def test_the_sequence_at_fault_may_have_ended_meanwhile(fails):
     """The sequence at fault is stopped while the failing step is in flight."""
     bad = []
     bench = Bench(**{fails: lambda s: s in bad})
     good = bench.add("good", num_tokens=12)
-    gone = bench.add("gone", **stopping(4) if fails == "fails_launch" else {"num_tokens": 12})
+    stopped = bench.add("stopped", **stopping(4) if fails == "fails_launch" else {"num_tokens": 12})
     for _ in range(4):
         bench.step()
-    bad.append(gone)
+    bad.append(stopped)
     bench.step()
     if fails == "fails_wait":  # its step was launched just now
-        assert not gone.is_finished
-        bench.scheduler.finish(gone, FinishReason.ABORT)
+        assert not stopped.is_finished
+        bench.scheduler.finish(stopped, FinishReason.ABORT)
     bench.run()
     assert good not in bench.ended and good.token_ids == expected_tokens(good)
     bench.check_rest()
 
 
-def test_a_step_taken_back_leaves_the_preempted_in_order():
-    """Five tokens fill a page; a sixth, which never becomes known, was counted."""
+def test_a_rolled_back_step_leaves_a_preempted_sequence_consistent():
+    """The sixth token, on a second page, was counted but never becomes known."""
     bad = []
     bench = Bench(fails_wait=lambda s: s in bad)
     bad.append(bench.add("bad", num_tokens=3))
     sequence = bench.add("good", num_prompt=5, num_tokens=6)
-    preempted_in_flight(bench, sequence)
+    preempt_in_flight(bench, sequence)
     assert bench.steps.drain()
     assert bench.ended == {bad[0]: FinishReason.ERROR}
     assert sequence.token_ids == expected_tokens(sequence)[:5]
@@ -320,9 +320,9 @@ def test_a_step_taken_back_leaves_the_preempted_in_order():
     bench.check_rest()
 
 
-def test_pages_behind_a_window_are_kept_for_rows_that_may_be_computed_again():
-    """The row with token 15 takes a new page of 5 and looks back to token 5; the one before it,
-    which is in flight then, to token 4, which is on the first page."""
+def test_pages_behind_a_window_are_kept_for_rows_that_may_be_recomputed():
+    """The row of token 15 attends back to token 5, but the row before it, which is still in
+    flight, attends to token 4 on the first page."""
     bench = Bench(groups=(LayerGroup(64, window=11, read_block=1),))
     sequence = bench.add(num_prompt=11, num_tokens=12)
     for _ in range(5):
@@ -337,7 +337,7 @@ def test_pages_behind_a_window_are_kept_for_rows_that_may_be_computed_again():
     bench.check_rest()
 
 
-def test_tokens_that_must_be_known_are_waited_for():
+def test_a_step_that_needs_known_tokens_waits_for_them():
     bench = Bench(needs=lambda s: True)
     sequences = [bench.add(str(number), **stopping(3 + number)) for number in range(3)]
     bench.run()
@@ -349,7 +349,7 @@ def test_tokens_that_must_be_known_are_waited_for():
     bench.check_rest()
 
 
-def test_what_still_runs_of_a_plan():
+def test_the_part_of_a_plan_that_still_runs():
     bench = Bench()
     one, other = bench.add("one"), bench.add("other")
     plan = bench.scheduler.schedule(0.0)

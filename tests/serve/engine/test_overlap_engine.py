@@ -1,4 +1,4 @@
-"""The whole engine on a late device: the same answers, the device always busy, and clean ends."""
+"""An engine on a late device gives the same answers, keeps the device busy and ends cleanly."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.engine_rig import go
 from tests.support.engine.overlap_rig import Bench, OneByOne
 
-NUM_TOKENS = 60  # ids, so that stop strings occur
+NUM_TOKENS = 60  # so few ids that stop strings occur
 
 
 class Rig:
-    """An engine on a device in a thread, which takes `seconds` for a step."""
+    """An engine on a device in a thread whose steps take `seconds`."""
 
     def __init__(self, seconds=0.001, *, overlaps=True, **settings):
         self.device = LateDevice(seconds, thread=True)
@@ -78,12 +78,12 @@ def settings(rng):
 
 async def answers(rig):
     rng = random.Random(7)
-    given = [
+    requests = [
         ([rng.randrange(3, 90) for _ in range(rng.choice([1, 4, 30]))], settings(rng))
         for _ in range(40)
     ]
     outputs = await asyncio.gather(
-        *(rig.engine.generate(prompt, params) for prompt, params in given)
+        *(rig.engine.generate(prompt, params) for prompt, params in requests)
     )
     for output in outputs:
         for one in output.outputs:
@@ -96,28 +96,28 @@ async def answers(rig):
 
 def test_answers_are_those_of_an_engine_that_does_not_overlap():
     async def main():
-        found = []
+        results = []
         for overlaps in (True, False):
             async with Rig(0.0, overlaps=overlaps) as rig:
-                found.append(await answers(rig))
+                results.append(await answers(rig))
                 assert bool(rig.runner.num_pending) == overlaps
-        assert found[0] == found[1]
-        reasons = {one[2:] for output in found[0] for one in output}
-        assert len(reasons) > 4, "stop strings, stop tokens and lengths"
+        assert results[0] == results[1]
+        reasons = {one[2:] for output in results[0] for one in output}
+        assert len(reasons) > 4, "stop strings, stop tokens and lengths occur"
 
     go(main())
 
 
-def test_the_next_step_is_there_before_the_device_has_ended_the_last_one():
+def test_the_next_step_is_launched_before_the_previous_one_has_ended():
     async def main():
         async with Rig(0.01) as rig:
             params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
             await asyncio.gather(*(rig.engine.generate([3, i], params) for i in range(4)))
             events = rig.device.events
-            place = {event: i for i, event in enumerate(events)}
+            index_of = {event: i for i, event in enumerate(events)}
             num_steps = rig.device.num_launched
             in_time = sum(
-                place["launch", number + 1] < place["end", number]
+                index_of["launch", number + 1] < index_of["end", number]
                 for number in range(num_steps - 1)
             )
             assert in_time >= num_steps - 6, f"{in_time} of {num_steps}"
@@ -200,15 +200,15 @@ def test_a_loop_that_fails_waits_for_its_step():
             deltas = [delta async for delta in stream]
             assert deltas[-1].finish_reason is FinishReason.ERROR
             assert rig.core.has_failed
-            assert rig.runner.in_flight, "the point of it"
+            assert rig.runner.in_flight
             with pytest.raises(EngineStoppedError):
                 await rig.engine.generate([3], params)
 
     go(main())
 
 
-class Cranked:
-    """An EngineCore whose loop a test turns by hand, on Bench's scheduler and device."""
+class SteppedCore:
+    """An EngineCore that a test steps by hand, on Bench's scheduler and device."""
 
     def __init__(self):
         self.bench = Bench()
@@ -230,8 +230,8 @@ class Cranked:
         self.core._compute.stop()
 
 
-def test_idle_memory_is_given_back_when_nothing_is_in_flight():
-    with Cranked() as (core, bench):
+def test_idle_memory_is_freed_when_no_step_is_in_flight():
+    with SteppedCore() as (core, bench):
         sequence = bench.add(num_tokens=20)
         core._step()
         core._step()
@@ -245,8 +245,8 @@ def test_idle_memory_is_given_back_when_nothing_is_in_flight():
         assert core.stats().pages_mapped == 0
 
 
-def test_nothing_to_schedule_is_no_reason_to_wait_for_more_than_the_step_in_flight():
-    with Cranked() as (core, bench):
+def test_an_empty_schedule_waits_only_for_the_step_in_flight():
+    with SteppedCore() as (core, bench):
         sequence = bench.add(num_tokens=1)
         core._step()
         assert bench.runner.in_flight and not sequence.is_finished

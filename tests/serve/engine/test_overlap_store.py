@@ -1,6 +1,5 @@
-"""Overlapped steps with a store of pages behind them: copies to and from it happen at any time
-after the steps launched before them, pages are copied in the order of the device's work, and
-every sequence gets the tokens of a run without overlap."""
+"""Overlapped steps with a page store give every sequence the tokens of a run without overlap.
+Copies to and from the store happen at any time after the steps that were launched before them."""
 
 from __future__ import annotations
 
@@ -15,33 +14,33 @@ from tests.serve.engine.test_overlap_walk import Walk
 from tests.support.cuda.late_device import Job
 from tests.support.engine.fakes import FakeMemory
 
-LOST = {0: (-9, -9)}  # what a page holds after a load that found nothing
+LOST = {0: (-9, -9)}  # the content of a page after a failed load
 
 
 class LateStore:
-    """A PageStore whose copies wait for the step that was launched last before their request."""
+    """A PageStore whose copies wait for the last step that was launched before their request."""
 
     room = 8
 
     def __init__(self, walk: StoreWalk) -> None:
         self._walk = walk
         self._pages: dict[bytes, dict[int, object]] = {}
-        self._asked: list[tuple[bool, bytes, int, Future[bool], Job | None]] = []
+        self._requested: list[tuple[bool, bytes, int, Future[bool], Job | None]] = []
         self.num_stored = self.num_loaded = 0
 
-    def _ask(self, is_load: bool, pages) -> list[Future[bool]]:
+    def _request(self, is_load: bool, pages) -> list[Future[bool]]:
         futures: list[Future[bool]] = []
         for key, page in pages:
             futures.append(Future())
             last = self._walk.device._last
-            self._asked.append((is_load, key, page, futures[-1], last))
+            self._requested.append((is_load, key, page, futures[-1], last))
         return futures
 
     def store_many(self, pages) -> list[Future[bool]]:
-        return self._ask(False, pages)
+        return self._request(False, pages)
 
     def load_many(self, pages) -> list[Future[bool]]:
-        return self._ask(True, pages)
+        return self._request(True, pages)
 
     def use(self, keys) -> int:
         return self.room
@@ -56,19 +55,19 @@ class LateStore:
         return StoreStats()
 
     def close(self, timeout_s: float) -> bool:
-        self.go_on(to_the_end=True)
+        self.run_copies(runs_all=True)
         return True
 
-    def go_on(self, *, to_the_end: bool = False) -> None:
+    def run_copies(self, *, runs_all: bool = False) -> None:
         """Runs some of the requested copies."""
-        for item in list(self._asked):
+        for item in list(self._requested):
             last = item[-1]
             if last is not None and not last.done.is_set():
-                if not to_the_end:
+                if not runs_all:
                     continue
                 self._walk.device.synchronize()
-            if to_the_end or self._walk.rng.random() < 0.3:
-                self._asked.remove(item)
+            if runs_all or self._walk.rng.random() < 0.3:
+                self._requested.remove(item)
                 self._copy(*item[:4])
 
     def _copy(self, is_load: bool, key: bytes, page: int, future: Future[bool]) -> None:
@@ -78,23 +77,23 @@ class LateStore:
             self._pages[key] = dict(content.get(page, {}))
             future.set_result(True)
             return
-        found = self._pages.get(key)
-        self.num_loaded += found is not None
-        content[page] = dict(LOST if found is None else found)
-        future.set_result(found is not None)
+        stored = self._pages.get(key)
+        self.num_loaded += stored is not None
+        content[page] = dict(LOST if stored is None else stored)
+        future.set_result(stored is not None)
 
 
 class StoreWalk(Walk):
-    """Steps of random work, with the store's copies between them."""
+    """Runs random work with the store's copies between the steps."""
 
-    def __init__(self, seed: int, order: str, fails: str | None) -> None:
-        super().__init__(seed, order, fails)
+    def __init__(self, seed: int, queue_policy: str, fails: str | None) -> None:
+        super().__init__(seed, queue_policy, fails)
         self.store = LateStore(self)
         if self.scheduler.prefixes.is_on:
             self.kv.prefixes.use_store(
                 self.store, lambda page: page, lambda: None, clock=lambda: self.device.now_s
             )
-        self.memory.copy_page = self._copy_in_order  # as CudaMemory does, in the kernels' stream
+        self.memory.copy_page = self._copy_in_order  # CudaMemory copies in the kernels' stream
 
     def _copy_in_order(self, source: int, target: int) -> None:
         def work() -> list[int]:
@@ -106,20 +105,20 @@ class StoreWalk(Walk):
         self.device._last = job
 
     def step(self) -> None:
-        self.store.go_on()
+        self.store.run_copies()
         super().step()
-        self.store.go_on()
+        self.store.run_copies()
 
     def end(self) -> None:
         self.device.synchronize()
         while self.kv.prefixes.is_transferring:
-            self.store.go_on(to_the_end=True)
+            self.store.run_copies(runs_all=True)
             self.kv.prefixes.poll()
         self.check_end()
 
 
 @pytest.mark.parametrize("fails", [None, "launch", "wait"])
-def test_pages_that_come_and_go_are_right(fails):
+def test_stored_and_loaded_pages_are_correct(fails):
     num_stored = num_loaded = 0
     for seed in range(6):
         walk = StoreWalk(seed, QUEUE_POLICIES[seed % len(QUEUE_POLICIES)], fails).walk(30)

@@ -1,5 +1,5 @@
-"""Random work on a late device, step by step: every sequence gets the tokens of a run without
-overlap, no K/V is touched by another sequence, nothing is counted twice, nothing is left."""
+"""Overlapped steps of random work give every sequence the tokens of a run without overlap, write
+no K/V of another sequence, count nothing twice and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ GROUPS = [
 
 
 class Walk(Bench):
-    """bad: sequences whose steps fail, at the launch or later, when they have so many tokens.
-    reads: some want what their prompts' own rows say."""
+    """Random work on a late device. fails: steps of some sequences fail at the launch or the wait;
+    `bad` has the number of tokens from which on they fail. reads: some requests ask for prompt
+    logprobs or embeddings."""
 
-    def __init__(self, seed, order="fcfs", fails=None, groups=None, reads=False):
+    def __init__(self, seed, queue_policy="fcfs", fails=None, groups=None, reads=False):
         self.rng = rng = random.Random(seed)
         budget = rng.choice([2, 7, 16, 64])
         limits = SchedulerLimits(rng.choice([1, 3, 8]), budget, rng.choice([1, 5, budget]))
@@ -41,18 +42,18 @@ class Walk(Bench):
         self.bad = {}
         self.fails = fails
         self.reads = reads
-        needy = rng.random() < 0.3
+        needs_tokens = rng.random() < 0.3
         super().__init__(
             limits,
             num_pages=rng.choice([0, 1, 8, 100]),
             max_len=MAX_LEN,
             groups=groups,
             cache=rng.random() < 0.7,
-            order=order,
+            order=queue_policy,
             policy=self.policy,
             fails_launch=lambda s: fails == "launch" and self._fails(s),
             fails_wait=lambda s: fails == "wait" and self._fails(s),
-            needs=lambda s: needy and s.seed % 5 == 0,
+            needs=lambda s: needs_tokens and s.seed % 5 == 0,
         )
         assert isinstance(self.steps, OverlappedExecutor)
         self.prefixes = [[rng.randrange(10, 1000) for _ in range(60)] for _ in range(3)]
@@ -111,11 +112,11 @@ class Walk(Bench):
             self.device.run_some(rng.choice([0, 0, 1]))
             self.steps.run(plan, self.device.now_s)
         else:
-            is_waiting = self.kv.prefixes.is_transferring  # for pages on their way
-            is_sound = self.steps.drain() or self.scheduler.running or is_waiting
-            assert is_sound, "nothing can be scheduled"
+            is_loading = self.kv.prefixes.is_transferring
+            can_continue = self.steps.drain() or self.scheduler.running or is_loading
+            assert can_continue, "nothing can be scheduled"
         self.device.run_some(rng.choice([0, 0, 0, 1, 2]))
-        if rng.random() < 0.05 and self.alive:  # a stop string, or an abort
+        if rng.random() < 0.05 and self.alive:  # a stop string or an abort
             sequence = rng.choice(self.alive)
             reason = rng.choice([FinishReason.STOP, FinishReason.ABORT])
             if self.scheduler.finish(sequence, reason):
@@ -150,7 +151,7 @@ class Walk(Bench):
     def check_end(self):
         self.check_rest()
         by_step = set(self.records.ended)
-        assert len(by_step) == len(self.records.ended), "ended twice"
+        assert len(by_step) == len(self.records.ended), "a sequence ended twice"
         for sequence in self.all:
             expected = expected_tokens(sequence)
             tokens = sequence.token_ids
@@ -176,10 +177,10 @@ class Walk(Bench):
             assert not scheduler.policy.steps_left(0) and not scheduler.policy._prefilling
 
 
-@pytest.mark.parametrize("order", QUEUE_POLICIES)
+@pytest.mark.parametrize("policy", QUEUE_POLICIES)
 @pytest.mark.parametrize("seed", range(12))
-def test_tokens_are_those_of_a_run_without_overlap(order, seed):
-    walk = Walk(seed, order).walk(30)
+def test_tokens_are_those_of_a_run_without_overlap(policy, seed):
+    walk = Walk(seed, policy).walk(30)
     walk.check_end()
     assert not any(reason is FinishReason.ERROR for reason in walk.ended.values())
     assert walk.runner.num_pending or walk.scheduler.limits.max_num_seqs == 1
@@ -187,20 +188,20 @@ def test_tokens_are_those_of_a_run_without_overlap(order, seed):
 
 @pytest.mark.parametrize("fails", ["launch", "wait"])
 @pytest.mark.parametrize("seed", range(16))
-def test_who_fails_ends_alone(fails, seed):
+def test_failing_sequences_end_alone(fails, seed):
     walk = Walk(100 + seed, QUEUE_POLICIES[seed % len(QUEUE_POLICIES)], fails).walk(30)
     walk.check_end()
     failed = {s for s, reason in walk.ended.items() if reason is FinishReason.ERROR}
     assert failed <= set(walk.bad)
     for sequence in walk.bad:
-        # who was not stopped before its time has failed, and before it got one token more
+        # it failed at this number of tokens, unless it was stopped before
         assert sequence in failed or len(sequence.token_ids) <= walk.bad[sequence]
         assert len(sequence.token_ids) <= max(walk.bad[sequence], sequence.num_prompt_tokens)
 
 
 @pytest.mark.parametrize("fails", [None, "launch", "wait"])
 @pytest.mark.parametrize("seed", range(12))
-def test_rows_of_prompts_are_taken_once_and_in_order(fails, seed):
-    """With preemptions, failures, shared prompts and prefix hits."""
+def test_prompt_rows_are_read_once_and_in_order(fails, seed):
+    """This holds under preemptions, failures, shared prompts and prefix hits."""
     walk = Walk(200 + seed, QUEUE_POLICIES[seed % len(QUEUE_POLICIES)], fails, reads=True).walk(40)
     walk.check_end()

@@ -1,4 +1,4 @@
-"""A stalled step is reported; a slow, large or first one of its size is not."""
+"""The watchdog reports a stalled step, but not a slow, large or first one of its size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock:
         return self.now_s
 
 
-def test_at_rest_it_never_hangs() -> None:
+def test_an_idle_loop_is_not_stalled() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
     for _ in range(3):
@@ -32,7 +32,7 @@ def test_at_rest_it_never_hangs() -> None:
         watchdog.rest()
 
 
-def test_a_round_hangs_after_the_bound() -> None:
+def test_a_round_is_stalled_after_the_bound() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
     watchdog.begin(1)
@@ -45,7 +45,7 @@ def test_a_round_hangs_after_the_bound() -> None:
 
 
 def test_slow_steps_are_learned() -> None:
-    """Where steps take a minute each, no step counts as stalled before five minutes."""
+    """If steps take a minute each, a step is stalled after five minutes."""
     clock = Clock()
     watchdog = Watchdog(clock)
     watchdog.begin(512)
@@ -61,7 +61,7 @@ def test_slow_steps_are_learned() -> None:
     assert watchdog.stalled_s() is not None
 
 
-def test_a_step_larger_than_any_before_has_time_by_its_rows() -> None:
+def test_the_bound_of_a_larger_step_grows_with_its_rows() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
     for _ in range(100):
@@ -72,12 +72,12 @@ def test_a_step_larger_than_any_before_has_time_by_its_rows() -> None:
     assert watchdog.stalled_s() is None
     clock.now_s += 1
     assert watchdog.stalled_s() is not None
-    watchdog.begin(8192)  # it ended after all: from now on such steps are known
+    watchdog.begin(8192)  # it ended after all, so the bound covers such steps from now on
     assert watchdog.stalled_s() is None
 
 
 def test_a_frozen_step_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow steps below the bound are no stall; a frozen step is one until it goes on."""
+    """Slow steps below the bound are not stalled; a frozen step is until it continues."""
     monkeypatch.setattr(watchdog_module, "MIN_STALL_S", 0.25)
     monkeypatch.setattr(watchdog_module, "MAX_ROW_S", 0.01)
     frozen = threading.Event()
@@ -115,7 +115,7 @@ def test_a_frozen_step_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(main())
 
 
-def test_a_dead_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_thread_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with Rig() as rig:
             watchdog = rig.engine.loaded.core.watchdog

@@ -1,4 +1,4 @@
-"""What is measured at the first start on a GPU, and that nothing of it can stop the start."""
+"""The first start on a GPU measures products, and a failure of that does not stop the start."""
 
 from __future__ import annotations
 
@@ -38,53 +38,53 @@ def table(tmp_path, monkeypatch) -> tune.Table:
     return made
 
 
-def measured(monkeypatch, table) -> list[tune.Shape]:
-    """Replaces tune.tune by one that takes the first candidate of every job."""
-    found: list[tune.Shape] = []
+def record_measured(monkeypatch, table) -> list[tune.Shape]:
+    """Replaces tune.tune by one that takes each job's first candidate; returns its shapes."""
+    measured: list[tune.Shape] = []
 
     def keep_all(jobs, device, *, budget_s):
         for job in jobs:
-            found.append(job.shape)
+            measured.append(job.shape)
             table.put(job.shape, tune.candidates(job.shape, 90)[0])
-        return dict.fromkeys(found, "")
+        return dict.fromkeys(measured, "")
 
     monkeypatch.setattr(tune, "tune", keep_all)
-    return found
+    return measured
 
 
-def test_every_product_at_the_sizes_of_steps(model, table, monkeypatch):
-    found = measured(monkeypatch, table)
+def test_every_product_is_measured_at_the_step_sizes(model, table, monkeypatch):
+    measured = record_measured(monkeypatch, table)
     cuda_tuning.tune_products(model, StepShapes(300, 20), CPU)
-    assert len(found) == len(set(found))
-    of_up = {shape.rows for shape in found if shape.num_out == 64}
-    of_head = {shape.rows for shape in found if shape.num_out == 96}
+    assert len(measured) == len(set(measured))
+    of_up = {shape.rows for shape in measured if shape.num_out == 64}
+    of_head = {shape.rows for shape in measured if shape.num_out == 96}
     assert of_up == {1, 16, 64, 256, 512} and of_head == {1, 16}
-    assert {shape.num_in for shape in found if shape.adds} == {32, 64}
+    assert {shape.num_in for shape in measured if shape.adds} == {32, 64}
 
 
-def test_what_is_known_is_not_measured_again(model, table, monkeypatch):
+def test_a_measured_product_is_not_measured_again(model, table, monkeypatch):
     shapes = StepShapes(64, 20)
-    found = measured(monkeypatch, table)
+    measured = record_measured(monkeypatch, table)
     cuda_tuning.tune_products(model, shapes, CPU)
-    first = list(found)
+    first = list(measured)
     cuda_tuning.tune_products(model, shapes, CPU)
-    assert found == first
+    assert measured == first
     model.weights.layers[0].o = product(32, 16)
     cuda_tuning.tune_products(model, shapes, CPU)
-    assert {shape.num_out for shape in found[len(first) :]} == {16}
+    assert {shape.num_out for shape in measured[len(first) :]} == {16}
 
 
 def test_a_model_without_int8_products_has_nothing_to_measure(model, table, monkeypatch):
-    found = measured(monkeypatch, table)
+    measured = record_measured(monkeypatch, table)
     plain = PlainLinear(torch.randn(8, 8), None, NO_FUSION, device=CPU)
     layer = SimpleNamespace(qkv=plain, o=plain, up=plain, down=plain)
     weights = SimpleNamespace(layers=[layer], head=plain)
     cuda_tuning.tune_products(SimpleNamespace(weights=weights), StepShapes(64, 20), CPU)
-    assert found == []
+    assert measured == []
 
 
-def test_a_failure_is_a_line_in_the_log(model, table, caplog):
-    """There is no device here."""
+def test_a_failure_is_logged(model, table, caplog):
+    """Measuring fails because there is no device."""
     with caplog.at_level(logging.WARNING):
         cuda_tuning.tune_products(model, StepShapes(64, 20), CPU)
     assert "chosen by rule" in caplog.text

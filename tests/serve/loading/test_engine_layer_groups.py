@@ -1,5 +1,5 @@
-"""Models with sliding windows end to end, over sequences of many windows: the same tokens whatever
-is given back, shared, preempted or brought back from the disk."""
+"""Models with sliding windows give the same tokens over sequences of many windows, whichever pages
+are released, shared, preempted or loaded from disk."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ def prompts(lengths=LENGTHS) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": [rng.randrange(2, 320) for _ in range(n)]} for n in lengths]
 
 
-def said(llm: LLM, asked, num_tokens: int = 60) -> list[object]:
-    """Tokens and their log-probabilities to the last bit."""
-    outputs = [r.outputs[0] for r in llm.generate(asked, greedy(num_tokens), use_tqdm=False)]
+def generate(llm: LLM, requests, num_tokens: int = 60) -> list[object]:
+    """Returns the tokens and the exact sum of their log-probabilities."""
+    outputs = [r.outputs[0] for r in llm.generate(requests, greedy(num_tokens), use_tqdm=False)]
     assert llm.stats().pages_in_use == 0
     llm._loaded.core.kv.check_integrity()
     return [(o.token_ids, o.cumulative_logprob) for o in outputs]
 
 
 @functools.cache
-def in_full(path: str, dtype: str, lengths=LENGTHS, num_tokens: int = 60) -> list[object]:
-    """Nothing is given back, one after the other."""
+def without_release(path: str, dtype: str, lengths=LENGTHS, num_tokens: int = 60) -> list[object]:
+    """Returns the outputs without released pages, one request after the other."""
     first_slot = GroupPages.first_slot
     GroupPages.first_slot = lambda self, num_computed: 0
     try:
         with LLM(path, dtype=dtype, prefix_cache=False, **SETTINGS, **ROOMY) as llm:
-            return [said(llm, one, num_tokens)[0] for one in prompts(lengths)]
+            return [generate(llm, one, num_tokens)[0] for one in prompts(lengths)]
     finally:
         GroupPages.first_slot = first_slot
 
 
 @pytest.fixture(autouse=True)
 def unmap_at_once(monkeypatch):
-    """Whoever looks behind a window finds no memory there: a SIGSEGV ends the tests."""
+    """Unmaps released pages at once, so that an access behind a window ends with SIGSEGV."""
     monkeypatch.setattr(memory.range_mapper, "_UNMAP_SLOTS", 1)
 
 
@@ -72,7 +72,7 @@ def test_greedy_tokens_equal_transformers(variant, chunk):
     path = path_of(variant)
     settings = SETTINGS | {"max_chunk_tokens": chunk}
     with LLM(path, dtype="float32", **settings, **ROOMY) as llm:
-        answers = said(llm, prompts())
+        answers = generate(llm, prompts())
     for (token_ids, _), prompt in zip(answers, prompts(), strict=True):
         assert token_ids == reference(path, tuple(prompt["prompt_token_ids"]))
 
@@ -85,38 +85,38 @@ def reference(path: str, prompt: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("chunk", [13, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
-def test_what_is_given_back_changes_no_bit(variant, dtype, chunk):
+def test_released_pages_change_no_bit(variant, dtype, chunk):
     if native_library.instruction_set() == "portable" and dtype != "int8":
         pytest.skip("torch's prefill attention has other sums")
     path = path_of(variant)
     with LLM(path, dtype=dtype, max_chunk_tokens=chunk, **SETTINGS, **ROOMY) as llm:
-        assert said(llm, prompts()) == in_full(path, dtype)
+        assert generate(llm, prompts()) == without_release(path, dtype)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "bfloat16"])
 @pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
 def test_preemption_in_memory_for_one_sequence(variant, dtype):
-    """In bf16 a recomputed row has other bits than a decoded one, with or without windows."""
+    """bfloat16 is left out, since a recomputed row has other bits than a decoded one there."""
     path = path_of(variant)
     lengths = (3, 5, 9, 9, 30, 200, 3, 4)
     small = {"kv_cache_bytes": least_pages(path, dtype) * 4096, "memory_policy": "prompt_only"}
     with LLM(path, dtype=dtype, max_chunk_tokens=40, **SETTINGS, **small) as llm:
-        first, again = (said(llm, prompts(lengths), 200) for _ in range(2))
+        first, again = (generate(llm, prompts(lengths), 200) for _ in range(2))
         assert llm.stats().num_preemptions > 0
         assert llm.stats().prefix_evicted_pages > 0
-    tokens = [token_ids for token_ids, _ in in_full(path, dtype, lengths, 200)]
+    tokens = [token_ids for token_ids, _ in without_release(path, dtype, lengths, 200)]
     assert [token_ids for token_ids, _ in first] == tokens
     assert [token_ids for token_ids, _ in again] == tokens
 
 
 def least_pages(path: str, dtype: str) -> int:
-    """For one sequence of max_model_len."""
+    """Returns the pages of one sequence of max_model_len."""
     config = EngineConfig(model=path, dtype=dtype, max_chunk_tokens=40, **SETTINGS, **ROOMY)
     runtime = load_runtime(config)
     pages = runtime.kv.pages_for(480)
-    held = runtime.memory
+    kv_memory = runtime.memory
     del runtime
-    held.close()
+    kv_memory.close()
     return pages
 
 
@@ -126,20 +126,22 @@ def test_a_prefix_hit_changes_no_bit(variant, dtype):
     if native_library.instruction_set() == "portable" and dtype != "int8":
         pytest.skip("torch's prefill attention has other sums")
     path = path_of(variant)
-    asked = [{"prompt_token_ids": [*PREFIX, *tail]} for tail in ([], [5], [5, 6, 7], range(10, 50))]
+    requests = [
+        {"prompt_token_ids": [*PREFIX, *tail]} for tail in ([], [5], [5, 6, 7], range(10, 50))
+    ]
     with LLM(path, dtype=dtype, prefix_cache=False, **SETTINGS, **ROOMY) as llm:
-        expected = said(llm, asked)
+        expected = generate(llm, requests)
     with LLM(path, dtype=dtype, **SETTINGS, **ROOMY) as llm:
-        assert [said(llm, one)[0] for one in asked] == expected
+        assert [generate(llm, one)[0] for one in requests] == expected
         one_by_one = llm.stats().prefix_hit_tokens
         assert one_by_one > 3 * 200
-        assert said(llm, asked) == expected
+        assert generate(llm, requests) == expected
         assert llm.stats().prefix_hit_tokens > one_by_one + 4 * 250
 
 
 @pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
-def test_the_next_turn_finds_the_last_one(variant):
-    """Only what its windows reach of it is still needed."""
+def test_the_next_turn_hits_the_previous_turn(variant):
+    """The hit needs only the pages that its windows reach."""
     with LLM(path_of(variant), dtype="float32", **SETTINGS, **ROOMY) as llm:
         first = llm.generate({"prompt_token_ids": PREFIX}, greedy(100), use_tqdm=False)[0]
         turn = [*PREFIX, *first.outputs[0].token_ids, 4, 5, 6]
@@ -148,32 +150,32 @@ def test_the_next_turn_finds_the_last_one(variant):
 
 
 @pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
-def test_prefixes_come_back_from_the_disk(variant, tmp_path, monkeypatch):
-    # So small a model computes a prompt in the time that a busy machine takes to map it.
+def test_prefixes_are_loaded_from_disk(variant, tmp_path, monkeypatch):
+    # A busy machine may need longer to map pages than this small model to compute them.
     monkeypatch.setattr(StepTimeModel, "prefill_seconds", lambda *_: 0.0)
     path = path_of(variant)
     settings = SETTINGS | {"dtype": "float32", "kv_cache_dir": str(tmp_path)}
-    asked = [{"prompt_token_ids": [k, *PREFIX]} for k in range(3, 9)]
+    requests = [{"prompt_token_ids": [k, *PREFIX]} for k in range(3, 9)]
     with LLM(path, dtype="float32", prefix_cache=False, **SETTINGS, **ROOMY) as llm:
-        expected = said(llm, asked)
+        expected = generate(llm, requests)
     with LLM(path, **settings, **ROOMY) as llm:
-        assert said(llm, asked) == expected
+        assert generate(llm, requests) == expected
     with LLM(path, **settings, **ROOMY) as llm:
-        assert said(llm, asked) == expected
+        assert generate(llm, requests) == expected
         stats = llm.stats()
-    assert stats.disk_loaded_pages >= 6 * 5, "at least those within the window"
+    assert stats.disk_loaded_pages >= 6 * 5, "at least the pages within the window"
     assert stats.disk_lost_pages == 0
     assert stats.prefix_hit_tokens > 6 * 250
 
 
 @pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
-def test_a_window_makes_room_for_more(variant):
-    """The same memory: a context that would not fit if all layers kept everything."""
+def test_a_window_makes_room_for_a_longer_context(variant):
+    """The context would not fit into the memory if all layers kept all tokens."""
     path = path_of(variant)
     pages = least_pages(path, "float32")
     num_layers = {"qwen2": 4, "mistral": 2}[variant.family]
     assert pages < 480 * num_layers * 256 // 4096 * 0.8
     settings = SETTINGS | {"max_chunk_tokens": 40, "kv_cache_bytes": pages * 4096}
     with LLM(path, dtype="float32", **settings) as llm:
-        answers = said(llm, prompts((400,)))
+        answers = generate(llm, prompts((400,)))
     assert answers[0][0] == reference(path, tuple(prompts((400,))[0]["prompt_token_ids"]))

@@ -1,4 +1,4 @@
-"""The folder of a model's K/V on disk: whose it is, what is told about it, and its end."""
+"""The folder of a model's K/V on disk: its owner, its statistics and logs, and its closing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def loaded_pages(folder) -> int:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of a model, with pages in it."""
+    """A model's folder with stored pages."""
     store_some(tmp_path)
     (folder,) = tmp_path.iterdir()
     return folder
@@ -62,25 +62,25 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path, folder):
     assert loaded_pages(tmp_path) >= 4
 
 
-def test_a_directory_that_others_decide_about_is_refused(tmp_path):
+def test_a_directory_of_another_user_is_refused(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("only root can give files away")
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    mine.mkdir()
-    theirs.mkdir()
-    os.chown(theirs, 12345, -1)
+    own, foreign = tmp_path / "own", tmp_path / "foreign"
+    own.mkdir()
+    foreign.mkdir()
+    os.chown(foreign, 12345, -1)
     link = tmp_path / "link"
-    link.symlink_to(mine)
+    link.symlink_to(own)
     store_some(link)
-    assert loaded_pages(link) >= 4, "a link of one's own"
+    assert loaded_pages(link) >= 4, "a user's own link is accepted"
     os.chown(link, 12345, -1, follow_symlinks=False)
     with pytest.raises(ConfigError, match=r"kv_cache_dir: .* is a link of another user"):
         open_llm(link)
     for mode in (0o777, 0o770, 0o1777):
-        theirs.chmod(mode)
+        foreign.chmod(mode)
         with pytest.raises(ConfigError, match=r"kv_cache_dir: .* belongs to another user and"):
-            open_llm(theirs)
-    assert not list(theirs.iterdir())
+            open_llm(foreign)
+    assert not list(foreign.iterdir())
 
 
 def test_each_backend_has_its_own_pages(tmp_path):
@@ -92,7 +92,7 @@ def test_each_backend_has_its_own_pages(tmp_path):
         assert llm.stats().disk_loaded_pages >= 4
 
 
-def spoil(path, how: str) -> None:
+def corrupt(path, how: str) -> None:
     if how == "open to others":
         path.chmod(0o666)
     elif how == "a link":
@@ -111,13 +111,13 @@ FLAWS = ["open to others", "a link", "a pipe", "another user's"]
 
 
 @pytest.mark.parametrize("how", [*FLAWS, "too short"])
-def test_a_secret_that_others_may_know_is_made_anew(tmp_path, folder, how, caplog):
-    """A new secret changes all page keys, so that pages of other users are not found."""
+def test_a_secret_that_other_users_may_know_is_replaced(tmp_path, folder, how, caplog):
+    """A new secret changes all page keys, so that no earlier page is found."""
     if how == "another user's" and os.geteuid() != 0:
         pytest.skip("only root can give files away")
     secret = folder / "secret"
     before = secret.read_bytes()
-    spoil(secret, how)
+    corrupt(secret, how)
     assert loaded_pages(tmp_path) == 0
     assert "secret is" in caplog.text and "it is replaced" in caplog.text
     assert secret.read_bytes() != before and len(secret.read_bytes()) == 32
@@ -127,16 +127,16 @@ def test_a_secret_that_others_may_know_is_made_anew(tmp_path, folder, how, caplo
 
 @pytest.mark.parametrize("name", ["index", "pages-*.kv"])
 @pytest.mark.parametrize("how", FLAWS)
-def test_files_that_others_may_have_written_are_begun_anew(tmp_path, folder, name, how):
+def test_files_that_other_users_may_have_written_are_replaced(tmp_path, folder, name, how):
     if how == "another user's" and os.geteuid() != 0:
         pytest.skip("only root can give files away")
     (path,) = folder.glob(name)
-    spoil(path, how)
+    corrupt(path, how)
     assert loaded_pages(tmp_path) == 0
     assert loaded_pages(tmp_path) >= 4
 
 
-def test_the_log_tells_what_was_found(tmp_path, folder, caplog):
+def test_the_pages_found_at_the_start_are_logged(tmp_path, folder, caplog):
     caplog.set_level("INFO")
     open_llm(tmp_path).shutdown()
     index = (folder / "index").read_bytes()[128:]
@@ -150,8 +150,8 @@ def test_the_log_tells_what_was_found(tmp_path, folder, caplog):
     assert "1 other folders of this model are there" in caplog.text
 
 
-def test_the_disk_is_in_the_statistics(tmp_path, monkeypatch):
-    """Three pages: the first comes back, the second was torn, the third cannot be read."""
+def test_the_disk_tier_is_in_the_statistics(tmp_path, monkeypatch):
+    """The first of three pages is loaded, the second was torn, the third cannot be read."""
     faults = {("write", 1): "torn"}
     opener, _ = faulty(lambda kind, number: faults.get((kind, number)))
     store = functools.partial(DiskTier, open_file=opener)
@@ -165,11 +165,11 @@ def test_the_disk_is_in_the_statistics(tmp_path, monkeypatch):
         stats = llm.stats()
         assert (stats.disk_loaded_pages, stats.disk_lost_pages) == (1, 2)
         assert (stats.disk_corrupt_pages, stats.disk_read_errors) == (1, 1)
-        assert stats.disk_pages == 1 or stats.disk_stored_pages > 0, "written again"
-    assert llm.stats().disk_pages == 0, "closed"
+        assert stats.disk_pages == 1 or stats.disk_stored_pages > 0, "rewritten"
+    assert llm.stats().disk_pages == 0, "the tier is closed"
 
 
-def test_a_disk_that_fails_for_a_while_gets_the_pages_later(tmp_path, monkeypatch):
+def test_pages_are_stored_once_a_failing_disk_recovers(tmp_path, monkeypatch):
     broken = [True]
     opener, _ = faulty(lambda kind, n: errno.EIO if kind == "write" and broken[0] else None)
     store = functools.partial(DiskTier, open_file=opener)
@@ -190,8 +190,8 @@ def test_a_disk_that_fails_for_a_while_gets_the_pages_later(tmp_path, monkeypatc
     assert loaded_pages(tmp_path) >= 4
 
 
-def test_the_device_is_closed_whatever_the_accounting_does(caplog):
-    """An error while K/V memory is given back ends neither thread nor device differently."""
+def test_the_device_is_closed_when_freeing_kv_memory_fails(caplog):
+    """The threads end as well."""
     llm = LLM(str(checkpoint("llama")), **SETTINGS)
     llm.generate(PROMPT, GREEDY)
     core = llm._loaded.core

@@ -1,4 +1,4 @@
-"""Start-up decisions: dtype, pages, context; and what is refused, by the setting's name."""
+"""Start-up chooses dtype, pages, context and threads, and refuses invalid settings by name."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def test_pages_hold_about_sixteen_tokens(spec):
 @pytest.mark.parametrize(("token_bytes", "tile_tokens"), [(1056, 16), (16_896, 16), (640, 1)])
 def test_a_page_holds_whole_tiles(spec, token_bytes, tile_tokens):
     group = LayerGroup(token_bytes, tile_tokens)
-    found = size_kv(EngineConfig(kv_cache_bytes=64 * MIB), spec, [group])
-    padded = found.groups[0].token_bytes
-    assert found.page_bytes % 4096 == 0
-    assert found.page_bytes % (padded * tile_tokens) == 0
+    sizing = size_kv(EngineConfig(kv_cache_bytes=64 * MIB), spec, [group])
+    padded = sizing.groups[0].token_bytes
+    assert sizing.page_bytes % 4096 == 0
+    assert sizing.page_bytes % (padded * tile_tokens) == 0
     assert token_bytes <= padded <= token_bytes * 1.25
 
 
-def test_there_are_never_more_pages_than_mappings(spec):
+def test_pages_are_bounded_by_the_number_of_mappings(spec):
     large = sizes(spec, 512, kv_cache_bytes=8 << 30, max_num_seqs=1_000_000)
     assert large.num_pages <= 30_000
     with pytest.raises(ConfigError, match="kv_page_bytes"):
         sizes(spec, 512, kv_cache_bytes=8 << 30, kv_page_bytes=4096, max_num_seqs=1_000_000)
 
 
-def test_no_more_memory_than_all_sequences_can_use(spec):
-    found = sizes(spec, 512, max_num_seqs=2, max_model_len=100)
-    assert found.num_pages * found.page_bytes <= 2 * (100 * 512 + 2 * MIB)
+def test_kv_memory_is_bounded_by_what_all_sequences_can_use(spec):
+    sizing = sizes(spec, 512, max_num_seqs=2, max_model_len=100)
+    assert sizing.num_pages * sizing.page_bytes <= 2 * (100 * 512 + 2 * MIB)
 
 
 def test_the_context_must_fit(spec):
@@ -100,8 +100,8 @@ def test_a_missing_model_is_named(tmp_path):
 
 
 def _precision(spec, **settings):
-    found = resolve_precision(EngineConfig(**settings), spec)
-    return ("int8" if found.is_int8 else str(found.compute)), found.kv
+    precision = resolve_precision(EngineConfig(**settings), spec)
+    return ("int8" if precision.is_int8 else str(precision.compute)), precision.kv
 
 
 def test_dtype_follows_the_checkpoint(spec):
@@ -112,7 +112,7 @@ def test_dtype_follows_the_checkpoint(spec):
     assert _precision(spec, dtype="float32", kv_dtype="int8") == ("torch.float32", "int8")
 
 
-def test_auto_takes_int8_for_16_bit_checkpoints_that_bear_it(spec, monkeypatch):
+def test_auto_takes_int8_for_16_bit_checkpoints_that_tolerate_it(spec, monkeypatch):
     half = replace(spec, torch_dtype="bfloat16")
     monkeypatch.setattr("ops.cpu.native_library.instruction_set", lambda: "avx2")
     assert _precision(half) == ("int8", "int8")
@@ -122,8 +122,8 @@ def test_auto_takes_int8_for_16_bit_checkpoints_that_bear_it(spec, monkeypatch):
     assert _precision(half)[0] != "int8"
 
 
-def test_heads_that_int8_kv_does_not_fit_generate(caplog):
-    """K/V was fp32, twice the bytes of bfloat16."""
+def test_heads_that_int8_kv_does_not_fit_have_bfloat16_kv(caplog):
+    """Their K/V is not float32, which would take twice the bytes."""
     if not native_library.is_available():
         pytest.skip("native kernels not built")
     path = str(checkpoint("llama", "head-dim"))
@@ -133,7 +133,7 @@ def test_heads_that_int8_kv_does_not_fit_generate(caplog):
     assert "kv_dtype auto: bfloat16" in caplog.text
 
 
-def test_int8_that_cannot_be_had_is_refused(spec, monkeypatch):
+def test_unavailable_int8_is_refused(spec, monkeypatch):
     with pytest.raises(ConfigError, match="head_dim"):
         _precision(replace(spec, head_dim=20), kv_dtype="int8")
     monkeypatch.setattr("ops.cpu.native_library.is_available", lambda: False)
@@ -161,16 +161,16 @@ QUOTAS: list[tuple[dict[str, str], int]] = [
 
 @pytest.mark.parametrize(("files", "count"), QUOTAS)
 def test_a_quota_of_processor_time_bounds_the_threads(files, count, monkeypatch):
-    """docker --cpus=2 on 64 cores gave 64 threads, which waited spinning for each other."""
+    """With docker --cpus=2 on 64 cores, 64 threads would spin while they wait for each other."""
     under = "/sys/fs/cgroup/"
     monkeypatch.setattr("serve.machine._read", lambda path: files.get(path.removeprefix(under), ""))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
     assert usable_processors() == count
 
 
-@pytest.mark.parametrize(("wanted", "taken"), [(None, 2), (1, 1), (8, 2)])
-def test_the_team_is_no_larger_than_the_quota(wanted, taken, monkeypatch):
-    """Even where the team stands already with a thread for every core."""
+@pytest.mark.parametrize(("setting", "expected"), [(None, 2), (1, 1), (8, 2)])
+def test_the_thread_team_is_no_larger_than_the_quota(setting, expected, monkeypatch):
+    """This holds even where the team already has a thread for every core."""
     team: list[int] = []
     monkeypatch.setattr("serve.loading.runtime.usable_processors", lambda: 2)
     monkeypatch.setattr("torch.set_num_threads", team.append)
@@ -178,12 +178,12 @@ def test_the_team_is_no_larger_than_the_quota(wanted, taken, monkeypatch):
     monkeypatch.setattr("ops.cpu.native_library.set_num_threads", team.append)
     monkeypatch.setattr("ops.cpu.native_library.num_threads", lambda: 64)
     monkeypatch.setattr("ops.cpu.native_library.instruction_set", lambda: "avx2")
-    _set_threads(EngineConfig(compute_threads=wanted))
-    assert team == [taken, taken]
+    _set_threads(EngineConfig(compute_threads=setting))
+    assert team == [expected, expected]
 
 
-def test_memory_goes_back_when_the_kv_cannot_be_made(monkeypatch):
-    """The memfd stayed open."""
+def test_kv_memory_is_freed_when_loading_fails(monkeypatch):
+    """Neither a mapping nor a memfd stays open."""
 
     def fail(*args: object, **settings: object) -> None:
         raise RuntimeError("no")
@@ -202,7 +202,7 @@ def _num_reservations() -> int:
 
 
 def test_bf16_generates():
-    """The 16-bit path end to end; its tokens are close to, not equal to, fp32's."""
+    """The tokens may differ from those of fp32, so only their number is checked."""
     with LLM(str(checkpoint("llama")), dtype="bfloat16") as llm:
         (output,) = llm.generate([[5, 6, 7]], use_tqdm=False)
     assert len(output.outputs[0].token_ids) in range(1, 17)

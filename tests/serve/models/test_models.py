@@ -40,7 +40,7 @@ def test_logits_equal_transformers(variant: Variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_chunks_equal_the_whole(variant: Variant) -> None:
-    """Prefill in pieces and token by token; positions, not calls, decide the result."""
+    """The result depends on positions only, not on how the prompt is divided into calls."""
     decoder = load(checkpoint(variant.family, variant.name))
     ids = token_ids(24, seed=2)
     torch.testing.assert_close(
@@ -49,8 +49,8 @@ def test_chunks_equal_the_whole(variant: Variant) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_greedy_tokens_are_varied(variant: Variant) -> None:
-    """Otherwise comparing greedy tokens would prove little."""
+def test_greedy_tokens_vary(variant: Variant) -> None:
+    """Comparing greedy tokens would prove little if they were all equal."""
     tokens = reference_greedy(checkpoint(variant.family, variant.name), token_ids(6), 16)
     assert len(set(tokens)) >= 5, tokens
 
@@ -63,8 +63,8 @@ def test_cpu_backend_equals_transformers(family: str) -> None:
     torch.testing.assert_close(run(decoder, ids), reference_logits(path, ids), atol=1e-3, rtol=1e-4)
 
 
-def test_windows_are_not_vacuous(tmp_path: Path) -> None:
-    """Without its window the same checkpoint gives other logits."""
+def test_windows_have_an_effect(tmp_path: Path) -> None:
+    """The same checkpoint without its window gives other logits."""
     path = copy_of(checkpoint("mistral"), tmp_path)
     ids = token_ids(30)
     before = run(load(path), ids)
@@ -75,7 +75,7 @@ def test_windows_are_not_vacuous(tmp_path: Path) -> None:
 
 
 def test_positions_beyond_the_first_table(tmp_path: Path) -> None:
-    """The cos/sin table grows; rows of earlier positions stay what they were."""
+    """The cos/sin table grows, and rows of earlier positions stay the same."""
     path = copy_of(checkpoint("llama"), tmp_path)
     edit_json(path / "config.json", lambda config: config.update(max_position_embeddings=1 << 17))
     decoder = load(path)
@@ -110,7 +110,7 @@ def test_seam_is_called_begin_then_finish_layer_by_layer() -> None:
 @pytest.mark.parametrize("file_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_half_precision_files(family: str, file_dtype: torch.dtype, tmp_path: Path) -> None:
-    """A checkpoint in 16 bits computes in fp32 with the rounded weights, and in bf16 near it."""
+    """A 16-bit checkpoint equals Transformers in fp32, and is close to that in bf16."""
     path = copy_of(checkpoint(family), tmp_path)
     edit_tensors(path, lambda tensors: {name: t.to(file_dtype) for name, t in tensors.items()})
     edit_json(path / "config.json", lambda c: c.update(dtype=str(file_dtype).split(".")[1]))

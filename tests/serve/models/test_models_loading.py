@@ -1,4 +1,4 @@
-"""Reading a checkpoint: shards, ties, links, what is said about it."""
+"""Reading a checkpoint: shards, tied weights, links, progress and logs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_loading_holds_one_product_at_a_time() -> None:
-    """When a product is packed, all earlier unpacked ones are gone."""
+    """All earlier unpacked weights are freed when a product is packed."""
     alive: list[weakref.ref[Tensor]] = []
     shapes: list[tuple[int, ...]] = []
 
@@ -59,7 +59,7 @@ def test_sharded_checkpoint_has_several_files() -> None:
 def test_progress_is_for_terminals(
     is_terminal: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1" if is_terminal else "")  # rich's way to say it is one
+    monkeypatch.setenv("FORCE_COLOR", "1" if is_terminal else "")  # makes rich take it for one
     load_model(checkpoint("llama"), dtype=torch.float32, backend=ReferenceBackend(), progress=True)
     out, err = capfd.readouterr()
     assert out == ""
@@ -86,7 +86,7 @@ def test_unused_tensors_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_huggingface_cache_links_are_followed(tmp_path: Path) -> None:
-    """A snapshot's files are links to ../../blobs."""
+    """The files of a snapshot are links to ../../blobs."""
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -127,7 +127,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.row("X10")
-def test_a_running_model_does_not_notice_that_its_files_change() -> None:
+def test_changed_files_do_not_affect_a_running_model() -> None:
     root = Path(__file__).parents[3]
     script = root / "tests/support/engine/replaced_model.py"
     output_of(script, *(checkpoint(name) for name in ("llama", "gpt2", "opt")), PYTHONPATH=root)

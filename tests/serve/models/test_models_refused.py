@@ -1,4 +1,4 @@
-"""Bad checkpoints: each is refused with a message that names what is wrong."""
+"""Invalid checkpoints are refused with a message that names what is wrong."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_list_of_checksums_finds_a_flipped_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("x", "line 1: not a SHA-256"),
         ("0" * 64 + "  ../config.json", "line 1: not a SHA-256"),
@@ -259,9 +259,9 @@ def test_a_list_of_checksums_finds_a_flipped_bit(tmp_path: Path) -> None:
         ("x" * (2 << 20), "larger than"),
     ],
 )
-def test_a_bad_list_of_checksums(text: str, said: str, tmp_path: Path) -> None:
+def test_a_bad_list_of_checksums(text: str, expected: str, tmp_path: Path) -> None:
     path = copy_of(checkpoint("llama"), tmp_path)
     check_manifest(path)
     (path / "SHA256SUMS").write_text(text)
-    with pytest.raises(ModelLoadError, match=re.escape(said)):
+    with pytest.raises(ModelLoadError, match=re.escape(expected)):
         check_manifest(path)

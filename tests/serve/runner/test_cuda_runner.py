@@ -1,4 +1,4 @@
-"""The CUDA runner on a device that is late: what is launched ahead, kept, waited for."""
+"""The CUDA runner on a late device launches steps ahead and keeps what they still read."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateStepDevice]:
 
 
 def late_llm(**settings: object) -> LLM:
-    given = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "kv_cache_bytes": 8 << 20}
-    return LLM(str(checkpoint("llama", "base")), backend="cuda", **(given | settings))
+    base = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "kv_cache_bytes": 8 << 20}
+    return LLM(str(checkpoint("llama", "base")), backend="cuda", **(base | settings))
 
 
 def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
@@ -63,8 +63,8 @@ def expected(prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> list[int]
     return reference_greedy(checkpoint("llama", "base"), list(prompt), num_tokens)
 
 
-def test_steps_are_launched_before_the_one_before_has_ended(device):
-    """And say what they would say one by one: nothing the device reads late is overwritten."""
+def test_a_step_is_launched_before_the_previous_one_has_ended(device):
+    """The tokens are right, so nothing that the device reads late is overwritten."""
     prompts = prompts_of(1, 9, 3, 12)
     with late_llm() as llm:
         outputs = llm.generate(prompts, greedy(), use_tqdm=False)
@@ -73,7 +73,7 @@ def test_steps_are_launched_before_the_one_before_has_ended(device):
         assert output.outputs[0].token_ids == expected(tuple(prompt))
     at = {(what, number): time for what, number, time in device.events}
     ahead = [at["submit", i + 1] < at["end", i] for i in range(device.num_submitted - 1)]
-    assert sum(ahead) >= len(ahead) - 1, "all but at most one: a step waits for a new request"
+    assert sum(ahead) >= len(ahead) - 1, "at most one step waits, for a new request"
     assert all(at["begin", i + 1] >= at["end", i] for i in range(len(ahead)))
 
 
@@ -85,7 +85,7 @@ def test_at_most_two_steps_are_in_flight(device):
         assert at["submit", i + 2] > at["end", i]
 
 
-def test_a_late_stop_token_shows_nowhere(device):
+def test_a_late_stop_token_leaves_no_trace(device):
     (prompt,) = prompts_of(3, 17)
     whole = expected(tuple(prompt), 8)
     stop = next(t for i, t in enumerate(whole) if i >= 2 and whole.index(t) == i)
@@ -97,9 +97,9 @@ def test_a_late_stop_token_shows_nowhere(device):
     assert output.token_ids == whole[: end + 1] and len(output.logprobs) == end + 1
 
 
-def test_a_mask_waits_for_its_tokens_and_others_do_not_change(device, monkeypatch):
-    """A step with a masked sequence is launched when its tokens are known, and goes without the
-    masks that are late."""
+def test_a_step_waits_for_the_tokens_of_a_mask(device, monkeypatch):
+    """A step with masked sequences is launched when their tokens are known, leaves out those whose
+    masks are late, and changes no other sequence."""
     original, begin, end = Matcher.fill, MaskFiller.begin, MaskFiller.end
     is_mixed, is_late = threading.Event(), threading.Event()
 
@@ -146,8 +146,8 @@ def _fail_once(step: int) -> Callable[[int], None]:
     return before
 
 
-def test_a_device_that_fails_once_costs_nobody_anything(device):
-    """Which request it was is not known: the step is cut into halves, and these run."""
+def test_a_single_fault_of_the_device_ends_no_request(device):
+    """The step is halved, since the request at fault is unknown, and the halves succeed."""
     failures = iter([False, False, True])
 
     def before(number: int) -> None:
@@ -164,7 +164,7 @@ def test_a_device_that_fails_once_costs_nobody_anything(device):
 
 
 def test_out_of_memory_ends_one_request(device):
-    """The range of one of three sequences cannot be mapped any more."""
+    """Pages of one of three sequences cannot be mapped any more."""
     prompts = prompts_of(5, 10, 30, 7)
     with late_llm(kv_page_bytes=8192) as llm:
         memory = llm._loaded.core.kv._memory
@@ -192,8 +192,8 @@ def test_out_of_memory_ends_one_request(device):
     assert again[0].outputs[0].token_ids == expected(tuple(prompts[1]))
 
 
-def test_who_tries_again_has_the_memory_of_the_step_that_had_too_little():
-    """Launches of two sequences fail for want of memory, with a tensor in their calls."""
+def test_the_memory_of_a_failed_step_is_free_for_its_halves():
+    """Steps of two sequences run out of memory while they hold a tensor."""
     prompts = prompts_of(8, 5, 6)
     held: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
@@ -218,15 +218,15 @@ def test_who_tries_again_has_the_memory_of_the_step_that_had_too_little():
 
 
 def test_a_launch_that_fails_half_way_is_waited_for(device):
-    """Its kernels are queued, and nobody has their mark."""
+    """Its kernels are queued, but their event is lost."""
     (prompt,) = prompts_of(9, 5)
     with late_llm() as llm:
         submit, done = device.submit, []
 
         def half(work: Callable[[], None]) -> object:
-            mark = submit(lambda: (work(), done.append(1)))
+            event = submit(lambda: (work(), done.append(1)))
             device.submit = submit
-            raise torch.OutOfMemoryError(f"CUDA out of memory after {mark}")
+            raise torch.OutOfMemoryError(f"CUDA out of memory after {event}")
 
         device.submit = half
         waits: list[int] = []
@@ -234,14 +234,14 @@ def test_a_launch_that_fails_half_way_is_waited_for(device):
         device.wait = lambda: (wait(), waits.append(len(done)))
         output = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0]
         device.wait = wait
-        assert waits[0] == 1, "by then it had ended"
+        assert waits[0] == 1, "the queued kernels have ended"
         assert output.finish_reason == "error"
         again = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0]
     assert again.token_ids == expected(tuple(prompt))
 
 
-def test_a_device_that_is_lost_stops_the_engine(device):
-    """Who waits is told, nobody new is let in, and stopping works."""
+def test_a_lost_device_stops_the_engine(device):
+    """Requests end with an error, new ones are refused, and a shutdown works."""
     prompts = prompts_of(10, 5, 6)
 
     def before(number: int) -> None:
@@ -259,7 +259,7 @@ def test_a_device_that_is_lost_stops_the_engine(device):
     assert not llm._loaded.core._output.is_alive()
 
 
-def test_unmapping_waits_for_the_steps_that_may_look_there(device):
+def test_unmapping_waits_for_steps_that_may_read_the_pages(device):
     with late_llm() as llm:
         llm.generate(prompts_of(6, 5), greedy(2), use_tqdm=False)
         core = llm._loaded.core
@@ -276,8 +276,8 @@ def test_unmapping_waits_for_the_steps_that_may_look_there(device):
         assert waited == [1]
 
 
-def test_warming_up_leaves_no_trace(device):
-    """All sizes computed and captured with rows of nobody; then real steps run in the captures."""
+def test_warm_up_captures_all_sizes_without_side_effects(device):
+    """The captured rows belong to no sequence; real steps then replay the captures."""
     (prompt,) = prompts_of(7, 5)
     with late_llm(max_num_seqs=2, max_num_batched_tokens=16) as llm:
         runner = llm._loaded.core._runner
@@ -292,7 +292,7 @@ def test_warming_up_leaves_no_trace(device):
     assert used[0] == 16 and used[1:] == [1] * (NUM_TOKENS - 1)
 
 
-def test_what_cannot_be_captured_runs_kernel_by_kernel(device, caplog):
+def test_steps_that_cannot_be_captured_run_kernel_by_kernel(device, caplog):
     (prompt,) = prompts_of(8, 5)
     asked: list[object] = []
 
@@ -311,7 +311,7 @@ def test_what_cannot_be_captured_runs_kernel_by_kernel(device, caplog):
 
 
 class _Sized(HostStepDevice):
-    """A device of a certain size."""
+    """A device with the given free memory and peak of a step."""
 
     def __init__(self, free_bytes: int, peak_bytes: int) -> None:
         self._free, self._peak = free_bytes, peak_bytes
@@ -324,7 +324,7 @@ class _Sized(HostStepDevice):
         return self._free
 
 
-def test_kv_gets_what_is_left_beside_the_largest_step():
+def test_kv_gets_the_memory_beside_the_largest_step():
     asked: list[tuple[int, ...]] = []
 
     def forward(ids: torch.Tensor, positions: torch.Tensor, attention: object) -> torch.Tensor:
@@ -340,6 +340,6 @@ def test_kv_gets_what_is_left_beside_the_largest_step():
     gib = 1 << 30
     left = cuda_runtime._kv_bytes(model, _Sized(4 * gib, gib // 2), shapes, gib // 2)
     assert left == 4 * gib - gib - gib // 4 - gib // 2
-    assert asked == [(300,), (16, 8)], "the largest step, as many logits as sequences"
+    assert asked == [(300,), (16, 8)], "the largest step, with logits for every sequence"
     with pytest.raises(ConfigError, match=r"1024 MiB left.*300 rows.*lower max_num_batched_tokens"):
         cuda_runtime._kv_bytes(model, _Sized(gib, gib // 2), shapes, 0)

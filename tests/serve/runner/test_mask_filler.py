@@ -1,4 +1,4 @@
-"""Masks that take long: a step does not wait for them, and nothing but time is lost."""
+"""Slow masks: a step does not wait for them, and their sequences are in a later step."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ WAIT_S = 10.0
 
 
 class SlowMask:
-    """Made when it may be."""
+    """A mask whose filling takes until the test lets it end."""
 
     def __init__(self, cost_s: float = 0.0) -> None:
         self.cost_s = cost_s
         self.job: object = None
         self.may_end = threading.Event()
         self.num_fills = 0
-        self.begun = threading.Event()
+        self.has_started = threading.Event()
 
     def fill(self, token_ids: list[int]) -> None:
         self.num_fills += 1
-        self.begun.set()
+        self.has_started.set()
         assert self.may_end.wait(WAIT_S)
 
 
@@ -46,86 +46,86 @@ def filler():
 
 
 def sequences(*masks):
-    found = []
+    batch = []
     for mask in masks:
         sequence = make_seq()
         sequence.mask = mask
-        found.append(sequence)
-    return found
+        batch.append(sequence)
+    return batch
 
 
-def plan_of_decodes(found):
-    return StepPlan(found, [1] * len(found), len(found), [True] * len(found), len(found))
+def plan_of_decodes(batch):
+    return StepPlan(batch, [1] * len(batch), len(batch), [True] * len(batch), len(batch))
 
 
-def quick(cost_s=0.0):
+def fast_mask(cost_s=0.0):
     mask = SlowMask(cost_s)
     mask.may_end.set()
     return mask
 
 
-def test_who_is_late_is_in_a_later_step(filler):
-    slow, behind = SlowMask(), quick(cost_s=1.0)
-    found = sequences(slow, behind, None)
-    plan = plan_of_decodes(found)
+def test_a_sequence_with_a_late_mask_is_in_a_later_step(filler):
+    slow, behind = SlowMask(), fast_mask(cost_s=1.0)
+    batch = sequences(slow, behind, None)
+    plan = plan_of_decodes(batch)
     masks = filler.begin(plan)
     late = masks.wait()
-    assert late == {found[0], found[1]} and masks.wait() is late
-    assert filler.begin(plan).wait() == late  # it is being made still
+    assert late == {batch[0], batch[1]} and masks.wait() is late
+    assert filler.begin(plan).wait() == late  # it is still being filled
     slow.may_end.set()
     deadline = time.monotonic() + WAIT_S
     while filler.begin(plan).wait() and time.monotonic() < deadline:
         pass
     assert time.monotonic() < deadline
-    assert slow.num_fills == 1, "what was made late is used"
+    assert slow.num_fills == 1, "the late mask is used"
     filler.begin(plan).wait()
-    assert slow.num_fills == 2, "another step, another mask"
+    assert slow.num_fills == 2, "the next step needs a new mask"
 
 
-def test_one_at_least_is_made_where_nobody_else_is_in_the_step(filler):
+def test_a_step_of_slow_masks_waits_for_one(filler):
     slow = SlowMask()
-    found = sequences(slow, quick(cost_s=1.0))
+    batch = sequences(slow, fast_mask(cost_s=1.0))
     timer = threading.Timer(0.1, slow.may_end.set)
     timer.start()
-    assert found[0] not in filler.begin(plan_of_decodes(found)).wait()
+    assert batch[0] not in filler.begin(plan_of_decodes(batch)).wait()
     timer.join()
 
 
-def test_the_quick_ones_come_first_and_nobody_waits_for_ever(filler):
-    order = []
+def test_cheap_masks_come_first_but_no_mask_starves(filler):
+    filled = []
 
-    class Noting(SlowMask):
+    class Recording(SlowMask):
         def fill(self, token_ids):
-            order.append(self.cost_s)
+            filled.append(self.cost_s)
 
     blocker = SlowMask()
-    found = sequences(blocker, Noting(3.0), Noting(1.0), Noting(2.0), None)
-    late = filler.begin(plan_of_decodes(found)).wait()
+    batch = sequences(blocker, Recording(3.0), Recording(1.0), Recording(2.0), None)
+    late = filler.begin(plan_of_decodes(batch)).wait()
     assert len(late) == 4
-    found[1].mask.job.num_late = 5  # 3 / 6 is before 1 / 2
-    masks = filler.begin(plan_of_decodes(found))
+    batch[1].mask.job.num_late = 5  # 3 / 6 is before 1 / 2
+    masks = filler.begin(plan_of_decodes(batch))
     blocker.may_end.set()
     while masks.wait():
-        masks = filler.begin(plan_of_decodes(found))
-    assert order[:3] == [3.0, 1.0, 2.0]
+        masks = filler.begin(plan_of_decodes(batch))
+    assert filled[:3] == [3.0, 1.0, 2.0]
 
 
-def test_what_counts_of_a_step_with_late_ones():
+def test_a_plan_without_the_late_sequences():
     one, late, prompt, late_prompt = sequences(None, None, None, None)
     plan = StepPlan([one, late, prompt, late_prompt], [1, 1, 5, 7], 2, [True] * 4, 14)
     part = plan.without_late({late, late_prompt})
     assert part.sequences == [one, prompt, late_prompt]
     assert (part.num_rows, part.num_decodes, part.num_total_rows) == ([1, 5, 6], 1, 12)
     assert part.samples == [True, True, False]
-    assert plan.num_rows == [1, 1, 5, 7], "the runner's plan stays"
+    assert plan.num_rows == [1, 1, 5, 7], "the runner's plan is unchanged"
 
 
-def test_a_budget_is_spent_and_saved(monkeypatch):
+def test_a_budget_is_spent_and_recovers(monkeypatch):
     budget = MaskBudget(1000)
     for _ in range(10_000):
         budget.add_mask(1e-4)
         budget.add_token(5e-5)
-    assert budget.may_consume and not budget.is_spent, "what is usual goes on for ever"
+    assert budget.may_consume and not budget.is_spent, "usual masks never spend the budget"
     for _ in range(200):
         budget.add_mask(0.01)
     assert budget.is_spent
@@ -165,7 +165,7 @@ def masks_of(compiler, source, count, budget=None):
     ]
 
 
-def test_a_request_that_has_had_more_than_its_share_ends(compiler):
+def test_a_request_ends_when_its_mask_budget_is_spent(compiler):
     budget = MaskBudget(compiler._vocab_size)
     mask, other = masks_of(compiler, "[a-z]+", 2, budget)
     mask.fill([1])
@@ -175,7 +175,7 @@ def test_a_request_that_has_had_more_than_its_share_ends(compiler):
     assert (other.error, other.ending([1, 2])) == (TOO_COMPLEX, FinishReason.ERROR)
 
 
-def test_the_first_mask_is_made_once(compiler):
+def test_the_first_mask_of_a_grammar_is_computed_once(compiler):
     class Counting:
         num_masks = 0
 
@@ -203,9 +203,9 @@ def test_the_first_mask_is_made_once(compiler):
     assert Counting.num_masks == 1
 
 
-def test_tokens_that_are_taken_later_end_a_text_with_its_end(compiler, monkeypatch):
-    """Where taking a token is slow it is not done between two steps."""
-    monkeypatch.setattr(token_mask, "_USUAL_TOKEN_S", -1.0)  # nothing is ever saved
+def test_tokens_that_are_consumed_late_end_a_text_with_eos(compiler, monkeypatch):
+    """A token that is slow to consume is consumed with the next mask, not between two steps."""
+    monkeypatch.setattr(token_mask, "_USUAL_TOKEN_S", -1.0)  # the budget never recovers
     (mask,) = masks_of(compiler, "[xyz]", 1)
     mask.fill([1])
     letter = next(i for i in range(2, 4096) if mask.bits[i >> 5] >> (i & 31) & 1)

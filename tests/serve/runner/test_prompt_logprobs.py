@@ -1,5 +1,4 @@
-"""Log-probabilities of a prompt's own tokens: against Transformers, and whatever happens to the
-steps that compute them."""
+"""Prompt logprobs equal Transformers', also after preemptions and failed steps."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tests.support.engine.checkpoints import checkpoint, reference_logits
 from tests.support.nodes.served_nodes import nodes
 
 VOCABULARY = 320
-# fp32 on both sides: what rounding in another order does to logits of a few tens
+# Both sides compute in fp32; rounding in another order moves logits of a few tens by less.
 BOUND = 1e-3
 SMALL = {"kv_page_bytes": 4096, "kv_cache_bytes": 400 * 4096, "max_model_len": 256}
 
@@ -31,13 +30,13 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(2, VOCABULARY) for _ in range(length)]
 
 
-def asking(num_top: int = 5, **params: object) -> SamplingParams:
-    given = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
-    return SamplingParams(**(given | params), prompt_logprobs=num_top)
+def logprob_params(num_top: int = 5, **params: object) -> SamplingParams:
+    defaults = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    return SamplingParams(**(defaults | params), prompt_logprobs=num_top)
 
 
 def check(entries, prompt: list[int], num_top: int, path=None, bound: float = BOUND) -> None:
-    """entries: RequestOutput.prompt_logprobs; equal to what fp64 says of Transformers' logits."""
+    """Compares RequestOutput.prompt_logprobs with the fp64 log-softmax of Transformers' logits."""
     logits = reference_logits(path or checkpoint("llama"), prompt).double()
     expected = torch.log_softmax(logits, -1)
     assert len(entries) == len(prompt) and entries[0] is None
@@ -53,10 +52,10 @@ def check(entries, prompt: list[int], num_top: int, path=None, bound: float = BO
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
 @pytest.mark.parametrize("use_native", [True, False])
-def test_rows_are_described_as_fp64_says(num_top, use_native):
+def test_described_rows_equal_fp64(num_top, use_native):
     torch.manual_seed(num_top)
     logits = torch.randn(37, 5003) * 6
-    logits[3] = logits[3].round()  # many are equal
+    logits[3] = logits[3].round()  # gives many equal logits
     tokens = np.array([random.Random(i).randrange(5003) for i in range(37)], dtype=np.int32)
     tokens[5] = int(logits[5].argmax())
     if use_native:
@@ -76,12 +75,12 @@ def test_rows_are_described_as_fp64_says(num_top, use_native):
         best = torch.sort(row, descending=True, stable=True)
         given = found["top_logprobs"][i, :num_top].tolist()
         assert given == pytest.approx(best.values[:num_top].tolist(), abs=2e-5)
-        if i != 3 or use_native:  # torch's topk takes any of those that are equal
+        if i != 3 or use_native:  # torch's topk takes any of equal logits
             assert found["top_tokens"][i, :num_top].tolist() == best.indices[:num_top].tolist()
     assert found["rank"][5] == 1
 
 
-def test_a_token_beyond_the_vocabulary_is_no_access_beyond_the_row():
+def test_a_token_beyond_the_vocabulary_is_refused():
     with pytest.raises(IndexError):
         describe(torch.zeros(2, 10), np.array([3, 10], dtype=np.int32), 1)
     with pytest.raises(IndexError):
@@ -89,31 +88,38 @@ def test_a_token_beyond_the_vocabulary_is_no_access_beyond_the_row():
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_they_equal_transformers_whatever_the_chunks(chunk):
-    """Beside others, with and without tokens to follow."""
+def test_they_equal_transformers_with_any_chunk(chunk):
+    """The requests run beside others, with and without generated tokens."""
     prompts = [prompt_of(n, seed=n) for n in (1, 2, 23, 70)]
     others = [prompt_of(40, seed=n) for n in range(90, 98)]
     plain = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-    params = [asking(0), asking(3, max_tokens=0), asking(20, max_tokens=1), asking(5)]
+    params = [
+        logprob_params(0),
+        logprob_params(3, max_tokens=0),
+        logprob_params(20, max_tokens=1),
+        logprob_params(5),
+    ]
     with LLM(
         str(checkpoint("llama")), dtype="float32", max_num_seqs=8, max_chunk_tokens=chunk
     ) as llm:
         outputs = llm.generate(prompts + others, params + [plain] * 8, use_tqdm=False)
         alone = llm.generate(others, plain, use_tqdm=False)
         assert llm.stats().pages_in_use == 0
-    for prompt, asked, output in zip(prompts, params, outputs, strict=False):
-        check(output.prompt_logprobs, prompt, asked.prompt_logprobs)
-        assert len(output.outputs[0].token_ids) == asked.max_tokens
+    for prompt, param, output in zip(prompts, params, outputs, strict=False):
+        check(output.prompt_logprobs, prompt, param.prompt_logprobs)
+        assert len(output.outputs[0].token_ids) == param.max_tokens
         assert output.outputs[0].finish_reason == "length"
     assert [o.outputs[0].token_ids for o in outputs[4:]] == [o.outputs[0].token_ids for o in alone]
     assert all(o.prompt_logprobs is None for o in outputs[4:])
 
 
 @pytest.mark.small_pages
-def test_the_cache_skips_no_row_and_still_learns_the_pages():
+def test_the_prefix_cache_skips_no_prompt_row_but_gets_the_pages():
     prompt = prompt_of(60)
     with LLM(str(checkpoint("llama")), dtype="float32", **SMALL) as llm:
-        first, second = (llm.generate(prompt, asking(2), use_tqdm=False)[0] for _ in range(2))
+        first, second = (
+            llm.generate(prompt, logprob_params(2), use_tqdm=False)[0] for _ in range(2)
+        )
         last = llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)[0]
     check(first.prompt_logprobs, prompt, 2)
     assert first.prompt_logprobs == second.prompt_logprobs
@@ -123,7 +129,7 @@ def test_the_cache_skips_no_row_and_still_learns_the_pages():
 
 @pytest.mark.small_pages
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_several_outputs_share_them(prefix_cache):
+def test_all_outputs_of_a_request_share_them(prefix_cache):
     prompt = prompt_of(50)
     with LLM(
         str(checkpoint("llama")),
@@ -132,9 +138,9 @@ def test_several_outputs_share_them(prefix_cache):
         prefix_cache=prefix_cache,
         **SMALL,
     ) as llm:
-        params = asking(3, n=4, temperature=1.0, seed=5)
+        params = logprob_params(3, n=4, temperature=1.0, seed=5)
         output = llm.generate(prompt, params, use_tqdm=False)[0]
-        none = llm.generate(prompt, asking(3, n=3, max_tokens=0), use_tqdm=False)[0]
+        none = llm.generate(prompt, logprob_params(3, n=3, max_tokens=0), use_tqdm=False)[0]
     check(output.prompt_logprobs, prompt, 3)
     assert len({tuple(o.token_ids) for o in output.outputs}) == 4
     check(none.prompt_logprobs, prompt, 3)
@@ -143,9 +149,9 @@ def test_several_outputs_share_them(prefix_cache):
 
 @pytest.mark.small_pages
 def test_they_are_the_same_after_preemption():
-    """Memory for a fraction of the sequences: prompts are computed again."""
+    """Memory holds a fraction of the sequences, so prompts are recomputed."""
     prompts = [prompt_of(n, seed=n) for n in (70, 60, 50, 70, 65, 55)]
-    params = asking(4, max_tokens=50)
+    params = logprob_params(4, max_tokens=50)
     with LLM(
         str(checkpoint("llama")),
         dtype="float32",
@@ -163,35 +169,35 @@ def test_they_are_the_same_after_preemption():
         check(output.prompt_logprobs, prompt, 4)
 
 
-def test_what_cannot_be_asked_is_refused():
+def test_invalid_values_are_refused():
     for value in (-1, 21, 1.5, True, "3"):
         with pytest.raises(RequestError) as refused:
             SamplingParams(prompt_logprobs=value)
         assert refused.value.param == "prompt_logprobs"
 
 
-def test_steps_that_fail_and_are_computed_again_count_once(monkeypatch):
-    """Every third step fails when all is computed; then its halves run, of which some fail."""
+def test_rows_of_failed_steps_count_once(monkeypatch):
+    """Every third step fails after its computation, and its halves run, some of which fail."""
     original = ModelRunner.run
     count = iter(range(1 << 30))
 
     def run(self, plan, launched):
         result = original(self, plan, launched)
         if next(count) % 3 == 1 and len(plan.sequences) > 1:
-            raise OSError("a fault that passes")
+            raise OSError("a transient fault")
         return result
 
     monkeypatch.setattr(ModelRunner, "run", run)
     prompts = [prompt_of(n, seed=n) for n in (70, 33, 12, 51)]
     with LLM(str(checkpoint("llama")), dtype="float32", max_num_seqs=4, max_chunk_tokens=9) as llm:
-        outputs = llm.generate(prompts, asking(2), use_tqdm=False)
+        outputs = llm.generate(prompts, logprob_params(2), use_tqdm=False)
     assert next(count) > 20
     for prompt, output in zip(prompts, outputs, strict=True):
         check(output.prompt_logprobs, prompt, 2)
 
 
-class Always:
-    """Every step is computed as two halves."""
+class AlwaysSplit:
+    """Splits every step into two micro-batches."""
 
     def splits(self, num_decodes, num_prompt_rows):
         return True
@@ -200,18 +206,18 @@ class Always:
         pass
 
 
-def test_halves_that_take_turns_say_the_same():
+def test_microbatches_give_the_same_logprobs():
     prompts = [prompt_of(n, seed=n) for n in (40, 7, 90, 23)]
     with LLM(str(checkpoint("llama")), dtype="float32", max_chunk_tokens=16) as llm:
-        whole = llm.generate(prompts, asking(2), use_tqdm=False)
-        llm._loaded.core._runner._microbatches = Always()
-        halves = llm.generate(prompts, asking(2), use_tqdm=False)
-    for prompt, one, other in zip(prompts, whole, halves, strict=True):
+        whole = llm.generate(prompts, logprob_params(2), use_tqdm=False)
+        llm._loaded.core._runner._microbatches = AlwaysSplit()
+        split = llm.generate(prompts, logprob_params(2), use_tqdm=False)
+    for prompt, one, other in zip(prompts, whole, split, strict=True):
         check(other.prompt_logprobs, prompt, 2)
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
 
 
-def test_over_memory_nodes(tmp_path):
+def test_prompt_logprobs_over_memory_nodes(tmp_path):
     prompts = [prompt_of(n, seed=n) for n in (40, 7)]
     with (
         nodes("inproc", 2, tmp_path) as urls,
@@ -224,30 +230,30 @@ def test_over_memory_nodes(tmp_path):
             memory_nodes=urls,
         ) as llm,
     ):
-        outputs = llm.generate(prompts, asking(2), use_tqdm=False)
+        outputs = llm.generate(prompts, logprob_params(2), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         check(output.prompt_logprobs, prompt, 2)
 
 
 def test_a_slice_of_logits_is_bounded(monkeypatch):
-    """Whatever the chunk: three rows of logits at a time."""
+    """At most three rows of logits are computed at a time, whatever the chunk."""
     monkeypatch.setattr(prompt_rows, "_LOGITS_BYTES", 3 * 4 * VOCABULARY)
     most = []
     original = Decoder.logits
     monkeypatch.setattr(Decoder, "logits", lambda self, x: most.append(len(x)) or original(self, x))
     prompt = prompt_of(64)
     with LLM(str(checkpoint("llama")), dtype="float32", max_num_seqs=2) as llm:
-        output = llm.generate(prompt, asking(2, max_tokens=0), use_tqdm=False)[0]
+        output = llm.generate(prompt, logprob_params(2, max_tokens=0), use_tqdm=False)[0]
     check(output.prompt_logprobs, prompt, 2)
     assert most == [3] * 21
 
 
-def test_a_stream_brings_them_first_also_when_its_reader_is_slow():
+def test_a_stream_delivers_them_first_to_a_slow_reader_too():
     prompt = prompt_of(20)
 
     async def main():
         async with Engine(str(checkpoint("llama")), dtype="float32") as engine:
-            stream = engine.submit(prompt, asking(1, n=2, max_tokens=6))
+            stream = engine.submit(prompt, logprob_params(1, n=2, max_tokens=6))
             while len(stream.sink.pending) < 12:
                 await asyncio.sleep(0.005)
             return [delta async for delta in stream]

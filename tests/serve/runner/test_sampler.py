@@ -1,4 +1,4 @@
-"""Sampling against its definition: distributions, cuts, penalties, independence of the batch."""
+"""Sampling follows its definition: distributions, cuts, penalties, independence of the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.engine.fakes import make_seq
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
 def kernels(request, monkeypatch):
-    """Every test twice: with the native kernels, and as where they were not built."""
+    """Runs every test with the native kernels and without them."""
     if request.param == "torch":
         monkeypatch.setattr(sampling, "is_available", lambda: False)
     elif not sampling.is_available():
@@ -25,7 +25,7 @@ def seqs(count, **params):
 
 
 def draw(logits, count, **params):
-    """Token of each of `count` seeds for one row of logits."""
+    """Returns the token of each of `count` seeds for one row of logits."""
     rows = logits[None].repeat(count, 1)
     return sample(rows, seqs(count, **params)).token_ids
 
@@ -73,7 +73,7 @@ def test_temperature(temperature):
     ],
 )
 def test_cuts(params, kept):
-    """Probabilities 0.4, 0.3, 0.2, 0.06, 0.04."""
+    """The probabilities are 0.4, 0.3, 0.2, 0.06 and 0.04."""
     probs = torch.tensor([0.06, 0.4, 0.2, 0.04, 0.3]).double()
     got = frequencies(draw(probs.log().float(), 20000, temperature=1.0, **params), 5)
     best = torch.argsort(probs, descending=True)[:kept]
@@ -164,7 +164,7 @@ MIXED = [
 ]
 
 
-def test_native_and_torch_choose_alike(kernels):
+def test_native_and_torch_sampling_are_equal(kernels):
     torch.manual_seed(4)
     for vocab in (1000, 20000):
         logits = torch.randn(21, vocab) * 3
@@ -203,7 +203,7 @@ def test_penalties_follow_the_tokens_of_each_step():
 
 
 @pytest.mark.parametrize("change", ["double", "column"])
-def test_other_tensors_are_taken_too(change):
+def test_other_dtypes_and_layouts_are_accepted(change):
     logits = torch.randn(2, 50)
     other = logits.double() if change == "double" else logits.T.contiguous().T
     assert sample(other, seqs(2)).token_ids == logits.argmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""Sequences sampled on the device choose what they choose on the CPU."""
+"""Sampling on the device gives the same tokens as on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.engine.fakes import make_seq
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SIZE = 120
-# what is drawn here does not depend on the order of draws
+# sampling with these parameters does not depend on the order of the draws
 KINDS = [
     {},
     {"temperature": 0.9},
@@ -40,15 +40,15 @@ def sequences():
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_chooses_as_on_the_cpu(is_late):
-    """is_late: the host learns of a token one step later."""
+def test_tokens_are_those_of_the_cpu(is_late):
+    """is_late: the host gets each token one step later."""
     on_cpu, on_device = sequences(), sequences()
     sampler = make_sampler(SIZE)
     generator = torch.Generator().manual_seed(4)
     late: list[int] = []
     for _ in range(4):
         logits = torch.randn(len(KINDS), SIZE, generator=generator) * 2
-        logits[:, 6:8] += 3  # they would like to end
+        logits[:, 6:8] += 3  # makes EOS likely
         expected = sample(logits.clone(), on_cpu)
         rows = rows_of(on_device, range(len(KINDS)))
         plan, tokens = step(sampler, logits, rows)
@@ -63,10 +63,10 @@ def test_chooses_as_on_the_cpu(is_late):
         late = tokens if is_late else []
 
 
-def test_masks_are_the_sequences():
+def test_each_sequence_has_its_own_mask():
     def masked():
-        found = sequences()
-        for i, sequence in enumerate(found):
+        result = sequences()
+        for i, sequence in enumerate(result):
             if i % 2:
                 sequence.mask = SequenceMask(
                     SIZE,
@@ -76,7 +76,7 @@ def test_masks_are_the_sequences():
                     min_output=sequence.request.params.min_tokens,
                 )
                 sequence.mask.fill(sequence.token_ids)
-        return found
+        return result
 
     logits = torch.randn(len(KINDS), SIZE, generator=torch.Generator().manual_seed(5)) * 2
     expected = sample(logits.clone(), masked())
@@ -89,14 +89,14 @@ def test_masks_are_the_sequences():
 
 
 def assert_same_logprobs(got, expected):
-    for each, wanted in zip(got, expected, strict=True):
-        assert (each is None) == (wanted is None)
-        if wanted is None:
+    for each, reference in zip(got, expected, strict=True):
+        assert (each is None) == (reference is None)
+        if reference is None:
             continue
-        assert (each.token_id, each.rank) == (wanted.token_id, wanted.rank)
-        assert each.logprob == pytest.approx(wanted.logprob, abs=1e-5)
-        assert [token for token, _ in each.top] == [token for token, _ in wanted.top]
-        values = [value for _, value in wanted.top]
+        assert (each.token_id, each.rank) == (reference.token_id, reference.rank)
+        assert each.logprob == pytest.approx(reference.logprob, abs=1e-5)
+        assert [token for token, _ in each.top] == [token for token, _ in reference.top]
+        values = [value for _, value in reference.top]
         assert [value for _, value in each.top] == pytest.approx(values, abs=1e-5)
 
 

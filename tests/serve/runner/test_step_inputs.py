@@ -1,4 +1,4 @@
-"""What a step's rows are in numbers, and which captured size a step takes."""
+"""The input tensors of a step, and the captured size that it takes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from serve.scheduler.step_plan import StepPlan
 from tests.support.engine.fakes import make_kv, make_seq
 
 
-def planned(*rows_of: tuple[Sequence, int]) -> StepPlan:
-    """rows_of: sequences with their rows, those with one row first."""
+def make_plan(*rows_of: tuple[Sequence, int]) -> StepPlan:
+    """Makes a plan; rows_of: sequences with their rows, those with one row first."""
     sequences = [sequence for sequence, _ in rows_of]
     num_rows = [rows for _, rows in rows_of]
     samples = [s.num_computed_tokens + n == len(s.token_ids) for s, n in rows_of]
@@ -23,7 +23,7 @@ def planned(*rows_of: tuple[Sequence, int]) -> StepPlan:
 
 @pytest.fixture
 def sequences() -> list[Sequence]:
-    """Of 5 prompt tokens each, 10 to 14, in ranges of their own."""
+    """Four sequences with prompt tokens 10 to 14, in ranges of their own."""
     kv, _ = make_kv()
     made = [make_seq(5, request_id=str(i)) for i in range(4)]
     for sequence in made:
@@ -39,7 +39,7 @@ def test_rows_of_a_merged_step(sequences):
     other.num_computed_tokens = 5
     part.num_computed_tokens = 1
     pinned = torch.full((block_bytes(16),), 7, dtype=torch.uint8)
-    plan = planned((one, 1), (other, 1), (prompt, 5), (part, 2))
+    plan = make_plan((one, 1), (other, 1), (prompt, 5), (part, 2))
     fill(pinned, plan, 12)
     assert block_bytes(12) == NUM_FIELDS * 12 * 8 and bool((pinned[block_bytes(12) :] == 7).all())
     tokens, positions, slots, sampled = fields(pinned, 12)
@@ -47,12 +47,12 @@ def test_rows_of_a_merged_step(sequences):
     assert positions.tolist() == [5, 5, 0, 1, 2, 3, 4, 1, 2, 0, 0, 0]
     ranges = [s.kv_range.index for s in (one, other, *[prompt] * 5, part, part)]
     assert slots.tolist() == [*ranges, 0, 0, 0]
-    assert sampled.tolist() == [0, 1, 6] + [0] * 9, "the last part of a prompt is still to come"
+    assert sampled.tolist() == [0, 1, 6] + [0] * 9, "an incomplete prompt samples no token"
 
 
 def test_rows_without_padding(sequences):
     pinned = torch.zeros(block_bytes(5), dtype=torch.uint8)
-    fill(pinned, planned((sequences[0], 5)), 5)
+    fill(pinned, make_plan((sequences[0], 5)), 5)
     tokens, _, _, sampled = fields(pinned, 5)
     assert tokens.tolist() == sequences[0].token_ids
     assert sampled[0] == 4
@@ -83,8 +83,8 @@ def test_merged_steps_are_captured_while_they_are_small():
     assert rows == sorted(rows, reverse=True) and rows[0] == 512
 
 
-def test_what_is_not_captured_is_computed_once_before_it_is_needed():
-    """Kernels are chosen by powers of two of rows."""
+def test_sizes_that_are_not_captured_are_warmed_up():
+    """Each power of two of rows is covered, since kernels are chosen by it."""
     shapes = StepShapes(2048, 100)
     assert [shape.rows for shape in shapes.eager] == [512, 1024, 2048]
     assert not any(shape.is_captured for shape in shapes.eager)

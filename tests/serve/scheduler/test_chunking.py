@@ -162,9 +162,7 @@ def test_at_most_four_long_prompts_are_admitted():
     assert simulation.ttft_s["behind the fifth"] < 3 * SLO_S
     assert fifth.kv_range is None and medium.kv_range is not None
     simulation.run_until(lambda: "medium" in simulation.ttft_s)
-    assert simulation.ttft_s["medium"] < simulation.now_s / 3, (
-        "less than a quarter of those that run"
-    )
+    assert simulation.ttft_s["medium"] < simulation.now_s / 3, "less than a quarter as long"
     simulation.run_until(lambda: "long 4" in simulation.ttft_s)
 
 

@@ -48,9 +48,7 @@ def test_load_times_are_measured_by_batch_at_its_end():
     times.end()
     assert times.seconds(1) == pytest.approx(0.012), "no load was in progress"
     batch(1, 20.0, observed_after_s=0.0)
-    assert times.seconds(1) == pytest.approx(0.012 * (0.8 + 0.2 * 4)), (
-        "an outlier counts four times at most"
-    )
+    assert times.seconds(1) == pytest.approx(0.012 * (0.8 + 0.2 * 4)), "at most four times"
     times.begin([Future()])
     times.end()
     assert times.seconds(1) == pytest.approx(0.0192), "its end has not been noted yet"

@@ -181,9 +181,7 @@ def test_an_idle_clients_counter_is_raised():
     assert queue.counters == {"x": 50, "y": 50}, "the least counter of the waiting clients"
     assert drained(queue) == "bc"
     queue.add(seq("d", client="z"))
-    assert queue.counters["z"] == queue.counters["y"] == 54, (
-        "the counter of the last client that waited"
-    )
+    assert queue.counters["z"] == queue.counters["y"] == 54, "of the last waiting client"
 
 
 def test_output_counts_twice_and_a_prompt_once_for_all_its_samples():

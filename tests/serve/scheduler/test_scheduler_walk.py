@@ -122,8 +122,6 @@ def test_every_sequence_ends_and_all_memory_is_freed(policy, seed, num_memories)
     assert walk.kv.num_in_use == 0 and scheduler._num_preempted_pages == 0
     walk.kv.check_integrity()
     if walk.policy == "worst_case" and num_memories == 1:  # it counts all partitions as one memory
-        assert scheduler.num_preemptions == scheduler.num_priority_preemptions, (
-            "preempted for lack of memory"
-        )
+        assert scheduler.num_preemptions == scheduler.num_priority_preemptions, "lack of memory"
     if walk.policy == "predicted":
         assert not scheduler.policy.steps_left(0) and not scheduler.policy._prefilling

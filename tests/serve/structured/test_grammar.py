@@ -1,4 +1,4 @@
-"""Grammars from strangers: what is refused, what it costs, what the cache keeps."""
+"""Untrusted grammars: which are refused, what compiling costs and what the cache keeps."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ REFUSED_SCHEMAS = [
     ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "nsatisfiable"),
     ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "requires itself"),
     ({"type": "string", "pattern": "^[^\\x00-\\U0010ffff]$"}, "cannot be used"),
-    # G9 and what the library does not know
+    # G9, and keywords that the library does not support
     ({"type": "string", "pattern": "["}, "regex"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"if": {}, "then": {}}, "if"),
@@ -108,7 +108,7 @@ REFUSED_SCHEMAS = [
 @pytest.mark.parametrize(
     ("source", "words"), REFUSED_SCHEMAS, ids=[words for _, words in REFUSED_SCHEMAS]
 )
-def test_a_schema_that_is_refused(compiler, monkeypatch, source, words):
+def test_refused_schemas(compiler, monkeypatch, source, words):
     def connect(*args):
         raise AssertionError("a schema is never fetched")
 
@@ -144,7 +144,7 @@ def test_a_schema_that_is_refused(compiler, monkeypatch, source, words):
         ("grammar", "x" * 200_000, "larger"),
     ],
 )
-def test_another_grammar_that_is_refused(compiler, kind, source, words):
+def test_refused_grammars(compiler, kind, source, words):
     assert words in refused(compiler, StructuredOutput(kind, source))
 
 
@@ -188,16 +188,16 @@ def test_the_size_of_a_regex():
             check_regex(pattern)
 
 
-def test_json_is_written_without_runs_of_spaces():
+def test_json_is_generated_without_runs_of_spaces():
     options = json.loads(grammar_of(schema({"type": "object", "x-guidance": {"lenient": True}})))
     guidance = options["grammars"][0]["json_schema"]["x-guidance"]
-    assert "lenient" not in guidance  # a client does not choose how it is compiled
+    assert "lenient" not in guidance  # a client cannot change compiler options
     assert guidance["whitespace_flexible"] is False
 
 
 @pytest.mark.timing
 def test_a_compile_bomb_ends_with_its_child(monkeypatch):
-    """G10: too long, too large, frozen, killed; the next one is served."""
+    """The next grammar compiles after a frozen or killed child (row G10 of the catalogue)."""
     tokenizer = Tokenizer.load(default_model_path())
     monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.5)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, {tokenizer.eos_token_id})
@@ -211,11 +211,11 @@ def test_a_compile_bomb_ends_with_its_child(monkeypatch):
         os.kill(compiler._worker._child.process.pid, signal.SIGKILL)
         compiler._worker._child.process.wait()
         compiler.compile(StructuredOutput("regex", "d"))
-        # what was refused is remembered: it does not cost half a second each time
+        # the refusal is cached, so that it does not cost half a second each time
         began = time.monotonic()
         refused(compiler, StructuredOutput("regex", "b"))
         assert time.monotonic() - began < 0.1
-        # but not for ever: the machine may have been busy
+        # but it expires, since the machine may have been busy
         later = time.monotonic() + grammar_module.UNSURE_S
         monkeypatch.setattr(grammar_module.time, "monotonic", lambda: later)
         assert not compiler.is_cached(StructuredOutput("regex", "b"))
@@ -238,7 +238,7 @@ def test_the_child_has_limits(compiler):
 
 
 def test_the_cache_is_bounded(compiler):
-    """G7."""
+    """Covers row G7 of the catalogue of bad inputs."""
     cache = GrammarCache(max_entries=10, max_bytes=10 * (64 << 10) + 100_000)
     for i in range(100):
         cache.put(schema({"const": i}), "no")
@@ -252,7 +252,7 @@ def test_the_cache_is_bounded(compiler):
     assert cache.get(schema({"const": 99})) == "again"
 
 
-def test_many_schemas_do_not_fill_the_memory(compiler):
+def test_memory_is_bounded_over_many_schemas(compiler):
     def resident():
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
@@ -301,8 +301,8 @@ VALUES = st.recursive(
 
 @examples(250)
 @given(st.dictionaries(KEYWORDS, VALUES, max_size=5))
-def test_any_schema_is_a_grammar_or_refused(compiler, value):
-    """Whatever is in it: compiled, or refused with its reason; the child lives."""
+def test_any_schema_is_compiled_or_refused(compiler, value):
+    """A schema is compiled or refused with a reason, and the child survives."""
     error = None
     try:
         compiler.compile(schema(value))
@@ -322,7 +322,7 @@ def test_any_schema_is_a_grammar_or_refused(compiler, value):
         max_size=25,
     ).map("".join),
 )
-def test_any_text_is_a_grammar_or_refused(compiler, kind, source):
+def test_any_text_is_compiled_or_refused(compiler, kind, source):
     error = None
     try:
         compiler.compile(StructuredOutput(kind, source))

@@ -1,4 +1,4 @@
-"""A hundred schemas, two models, drawn and greedy: every text ends and fulfils its schema."""
+"""Texts of two models, greedy and sampled, end and validate against each of a hundred schemas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve.structured_output import StructuredOutput
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.http.json_schemas import SCHEMAS
 
-# The checker's own idea of "time" has no offset, and its "date" no year 0.
+# The checker's "time" has no offset, and its "date" has no year 0.
 FORMATS = jsonschema.FormatChecker(["ipv4", "uuid"])
 
 
@@ -31,7 +31,7 @@ def test_there_are_a_hundred():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_text_fulfils_its_schema(llm, temperature):
+def test_every_text_validates_against_its_schema(llm, temperature):
     params = [
         SamplingParams(
             max_tokens=None,

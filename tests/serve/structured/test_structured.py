@@ -1,4 +1,4 @@
-"""Structured output from the engine: what comes out is what was asked for, whatever the model."""
+"""Structured output of the engine matches its grammar, whatever the model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_schema_is_followed(llm):
 
 @pytest.mark.parametrize("ending", [{}, {"ignore_eos": True}, {"min_tokens": 150}])
 def test_the_grammar_ends_the_text(llm, ending):
-    """Whatever else was asked for."""
+    """A text ends with its grammar despite ignore_eos or min_tokens."""
     for output in answers(llm, structured("json_schema", SCHEMA, **ending)):
         assert output.finish_reason == "stop"
         jsonschema.validate(json.loads(output.text), SCHEMA)
@@ -79,7 +79,7 @@ def test_other_endings_still_work(llm):
         assert (output.text, output.finish_reason, output.stop_reason) == ("abc", "stop", "d")
     stop = llm.tokenizer.encode_plain("b")[-1:]
     for output in answers(llm, structured("regex", "a+", stop_token_ids=stop)):
-        assert set(output.text) == {"a"}  # the stop token is no text: it comes where "a+" may end
+        assert set(output.text) == {"a"}  # the stop token is not text, but ends "a+"
 
 
 def test_a_grammar(llm):
@@ -95,8 +95,8 @@ def test_any_object(llm):
         assert isinstance(json.loads(output.text), dict)
 
 
-def test_its_faults_are_no_server_errors():
-    """RELIABILITY: no 5xx for what a client has sent."""
+def test_faults_of_a_grammar_are_request_errors():
+    """A client's grammar never causes a 5xx."""
     for fault in REQUEST_FAULTS:
         delta = TokenDelta(0, "", [], None, FinishReason.ERROR, None, fault)
         with pytest.raises(RequestError) as caught:
@@ -106,7 +106,7 @@ def test_its_faults_are_no_server_errors():
         checked(TokenDelta(0, "", [], None, FinishReason.ERROR, None, "ValueError in the engine"))
 
 
-def test_requests_without_a_form_cost_nothing():
+def test_plain_requests_do_not_import_the_grammar_library():
     code = (
         "import sys; from serve import LLM, SamplingParams; llm = LLM(); "
         "llm.generate('a', SamplingParams(max_tokens=2, bad_words=['x'])); "
@@ -116,7 +116,7 @@ def test_requests_without_a_form_cost_nothing():
 
 
 @pytest.mark.row("G1")
-def test_what_cannot_be_is_refused(llm):
+def test_unsupported_grammars_are_refused(llm):
     for kind, source, word in [
         ("json_schema", {"type": "strnig"}, "strnig"),
         ("json_schema", {"not": {}}, "not"),

@@ -62,7 +62,7 @@ def check(outputs):
 
 @pytest.fixture(scope="module")
 def alone():
-    """The output of each request in an engine of its own."""
+    """The tokens of each request when it runs alone."""
     with make_llm() as llm:
         plain = [generate(llm, [p], [q])[0] for p, q in zip(PROMPTS, PLAIN, strict=True)]
         structured = [generate(llm, [p], [masked(i)])[0] for i, p in enumerate(PROMPTS)]
@@ -74,7 +74,7 @@ def mixed_prompts():
     return [*PROMPTS, *PROMPTS], [*PLAIN, *[masked(i) for i in range(4)]]
 
 
-def test_others_in_the_batch_say_what_they_say_alone(alone):
+def test_tokens_in_a_mixed_batch_are_those_alone(alone):
     with make_llm() as llm:
         outputs = generate(llm, *mixed_prompts())
     assert tokens(outputs[:4]) == alone[0]
@@ -87,12 +87,12 @@ def test_n_sequences_have_matchers_of_their_own():
         assert len(outputs) == 8
         check(outputs)
         assert len({output.text for output in outputs}) > 4
-        # the prefix cache has the prompt by now
+        # the prefix cache has the prompt now
         again = generate(llm, [PROMPTS[0]], masked(5, n=8, temperature=1.2))
         assert tokens(again) == tokens(outputs)
 
 
-def test_preempted_sequences_go_on_where_they_were(alone):
+def test_preempted_sequences_continue_with_the_same_tokens(alone):
     settings = {"kv_page_bytes": 8192, "memory_policy": "prompt_only", "max_model_len": 192}
     with make_llm(kv_cache_bytes=13 * 8192, **settings) as llm:
         results = llm.generate(*mixed_prompts(), use_tqdm=False)
@@ -104,7 +104,7 @@ def test_preempted_sequences_go_on_where_they_were(alone):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_steps_that_fail_are_run_again(alone, when):
-    """The whole batch fails and its halves do not, so the masks of a row are made several times."""
+    """The whole batch fails and its halves succeed, so a row's mask is computed several times."""
     with make_llm() as llm:
         steps = llm._loaded.core._executor
         runner, numbers = steps._runner, itertools.count()
@@ -131,7 +131,7 @@ def test_steps_that_fail_are_run_again(alone, when):
 
 
 def test_late_masks_change_no_tokens(alone, monkeypatch):
-    """Whoever's mask is slow is left out of steps, at the end of its prompt and later."""
+    """Sequences with slow masks are left out of steps, at the end of the prompt and later."""
     original = Matcher.fill
     numbers = itertools.count()
     late = []
@@ -142,14 +142,14 @@ def test_late_masks_change_no_tokens(alone, monkeypatch):
             time.sleep(0.003)
         original(self, bits)
 
-    def noting(self):
-        found = wait(self)
-        late.extend(found)
-        return found
+    def recording(self):
+        late_sequences = wait(self)
+        late.extend(late_sequences)
+        return late_sequences
 
     monkeypatch.setattr(Matcher, "fill", slow)
     monkeypatch.setattr(mask_filling, "STEP_WAIT_S", 0.001)
-    monkeypatch.setattr(mask_filling.FillingMasks, "wait", noting)
+    monkeypatch.setattr(mask_filling.FillingMasks, "wait", recording)
     with make_llm() as llm:
         outputs = generate(llm, *mixed_prompts())
         assert llm.stats().pages_in_use == 0
@@ -193,7 +193,7 @@ def test_a_fault_in_a_matcher_ends_only_its_request(alone, monkeypatch, error, m
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(alone, monkeypatch):
-    """The library's limits are reached while generating: an error of the request, not of ours."""
+    """A grammar that reaches the library's limits during generation is an error of the request."""
     limits = LLParserLimits(max_lexer_states=40, verbose_errors=False)
     monkeypatch.setattr(grammar_worker, "_LIMITS", limits)
     bomb = StructuredOutput("regex", "(.*a.{0,1500}b.{0,1500}c)")
@@ -205,7 +205,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(alone, monkey
     assert {TOO_COMPLEX, NOTHING_ALLOWED} == REQUEST_FAULTS
 
 
-def test_what_leaves_no_token_is_an_end(alone):
+def test_a_sequence_without_allowed_tokens_ends(alone):
     with make_llm() as llm:
         size = llm.tokenizer.vocab_size
         every = [llm.tokenizer.token_text(i) for i in range(size)]

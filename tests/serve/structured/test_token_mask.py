@@ -1,4 +1,4 @@
-"""Allowed tokens, bad words and grammars as bits, whatever happens to the tokens."""
+"""Token masks of allowed tokens, bad words and grammars."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_bad_words():
     words = BadWords([(7,), (4, 5), (1, 2, 3), (4, 6, 4, 5)], 20)
     mask = SequenceMask(20, num_prompt=3, bad_words=words)
     everything = set(range(20)) - {7}
-    assert set(allowed(mask, [])) == everything  # the prompt is not looked at
+    assert set(allowed(mask, [])) == everything  # the prompt does not count
     assert set(allowed(mask, [4])) == everything - {5}
     assert set(allowed(mask, [4, 6])) == everything
     assert set(allowed(mask, [1, 2])) == everything - {3}
@@ -108,29 +108,29 @@ def test_a_grammar_allows_its_text_and_no_special_token(compiler, tokenizer):
     anything = grammar_mask(compiler, tokenizer, "regex", "(?s:.*)")
     free = set(allowed(anything, []))
     assert free & tokenizer.special_ids == {tokenizer.eos_token_id}
-    assert max(free) < tokenizer.vocab_size  # logits that stand for no token never come
+    assert max(free) < tokenizer.vocab_size  # logits without a token are masked
 
 
 @pytest.mark.parametrize("source", ["[a-z ]{1,30}[.!]", "(yes|no|maybe)( (yes|no))*", "\\d{2,9}x"])
 def test_a_mask_is_a_function_of_the_tokens(compiler, tokenizer, source):
-    """However the tokens were cut, replaced and asked for, one that only went on says the same."""
+    """A mask after cuts and replacements of tokens equals one that is new."""
     rng = random.Random(source)
-    wandering = grammar_mask(compiler, tokenizer, "regex", source)
+    changed = grammar_mask(compiler, tokenizer, "regex", source)
     output: list[int] = []
     for _ in range(150):
         step = rng.random()
         fresh = grammar_mask(compiler, tokenizer, "regex", source)
         now = allowed(fresh, output)
-        assert allowed(wandering, output) == now
+        assert allowed(changed, output) == now
         if step < 0.25 and output:
             del output[-rng.randint(1, min(3, len(output))) :]
             continue
         if step < 0.35:
-            assert allowed(wandering, [*output, PENDING_TOKEN]) == now
+            assert allowed(changed, [*output, PENDING_TOKEN]) == now
         token = rng.choice(now)
         ending = fresh.ending([*PROMPT, *output, token])
-        assert wandering.ending([*PROMPT, *output, token]) is ending
-        assert wandering.ending([*PROMPT, *output, token]) is ending
+        assert changed.ending([*PROMPT, *output, token]) is ending
+        assert changed.ending([*PROMPT, *output, token]) is ending
         if ending is None and rng.random() < 0.9:
             output.append(token)
         elif ending is not None:
@@ -148,14 +148,14 @@ def test_ends_and_the_grammar(compiler, tokenizer):
     assert {eos, 2} <= set(allowed(held, [a, a, a]))
     ignored = grammar_mask(compiler, tokenizer, "regex", "a{1,5}", stop_ids=frozenset())
     assert eos not in allowed(ignored, [a])
-    # nothing but the end can follow: it ends, whatever else was asked for
+    # only the end can follow, so the text ends despite min_output
     empty = grammar_mask(compiler, tokenizer, "regex", "", stop_ids=frozenset(), min_output=9)
     assert allowed(empty, []) == [eos]
     assert empty.ending([*PROMPT, eos]) is FinishReason.STOP
     assert empty.is_end(eos)
 
 
-def test_a_stop_token_that_is_text_waits_until_the_text_is_whole(compiler, tokenizer):
+def test_a_stop_token_that_is_text_waits_for_the_end_of_the_grammar(compiler, tokenizer):
     a, b, c = (tokenizer.pieces.index(piece) for piece in (b"a", b"b", b"c"))
     stop = frozenset({tokenizer.eos_token_id, a})
     mask = grammar_mask(compiler, tokenizer, "regex", "b[ac]{2}", stop_ids=stop)
@@ -164,14 +164,14 @@ def test_a_stop_token_that_is_text_waits_until_the_text_is_whole(compiler, token
     assert a in allowed(mask, [b, c, c])
 
 
-def test_a_token_that_the_grammar_does_not_allow(compiler, tokenizer):
+def test_a_token_outside_the_grammar_is_an_error(compiler, tokenizer):
     mask = grammar_mask(compiler, tokenizer, "regex", "a+b")
     assert mask.ending([*PROMPT, tokenizer.pieces.index(b"z")]) is FinishReason.ERROR
     assert mask.error
 
 
-def test_no_sequence_pays_for_the_lexer_states_of_another(compiler, tokenizer, monkeypatch):
-    """Sequences of one grammar share a lexer: where it is full, each has one of its own."""
+def test_a_full_shared_lexer_is_replaced(compiler, tokenizer, monkeypatch):
+    """Sequences of one grammar share a lexer, and each gets its own once that is full."""
     limits = LLParserLimits(max_lexer_states=3000, verbose_errors=False)
     monkeypatch.setattr(grammar_worker, "_LIMITS", limits)
     structured = StructuredOutput("regex", "(.*[a-m].{6}){3}")
@@ -191,10 +191,10 @@ def test_no_sequence_pays_for_the_lexer_states_of_another(compiler, tokenizer, m
 
     assert errors(shared, random.Random(1)) > 10
     assert errors(renewing, random.Random(1)) == 0
-    assert not compiler.is_cached(structured)  # the next one gets an empty lexer, too
+    assert not compiler.is_cached(structured)  # the next request gets an empty lexer, too
 
 
-def test_a_model_without_an_end(tokenizer):
+def test_a_model_without_eos(tokenizer):
     compiler = GrammarCompiler(tokenizer, 1000, set())
     mask = SequenceMask(
         1000, num_prompt=3, matcher=Matcher(compiler.compile(StructuredOutput("regex", "a*")))
@@ -226,8 +226,8 @@ def test_a_model_without_an_end(tokenizer):
         ),
     ],
 )
-def test_parameters_that_are_refused(settings, param):
-    """P15."""
+def test_invalid_parameters_are_refused(settings, param):
+    """Covers row P15 of the catalogue of bad inputs."""
     with pytest.raises(RequestError) as caught:
         SamplingParams(**settings)
     assert caught.value.param == param

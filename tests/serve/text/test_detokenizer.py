@@ -1,4 +1,4 @@
-"""Incremental text: equal to decoding at once, never inside a character, stops found exactly."""
+"""Incremental decoding equals decoding at once, never splits a character and finds stop strings."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_streamed_text_is_the_text(tokenizer, text, kind):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.row("T14")
-def test_random_tokens_decode_as_at_once(tokenizer, seed):
-    """Random ids are mostly broken UTF-8; both ways replace the same bytes."""
+def test_random_tokens_decode_incrementally(tokenizer, seed):
+    """Random ids are mostly invalid UTF-8, of which both decoders replace the same bytes."""
     rng = random.Random(seed)
     ids = [rng.randrange(tokenizer.vocab_size) for _ in range(60)]
     assert "".join(pieces_of(make_detokenizer(tokenizer), ids)) == tokenizer.decode(ids)
 
 
-def test_special_tokens_are_skipped_unless_asked_for(tokenizer):
+def test_special_tokens_are_skipped_by_default(tokenizer):
     ids = [tokenizer.bos_token_id, *tokenizer.encode("hi", add_special_tokens=False)]
     assert "".join(pieces_of(make_detokenizer(tokenizer), ids)) == "hi"
     shown = make_detokenizer(tokenizer, skip_special_tokens=False)
@@ -70,8 +70,8 @@ def test_special_tokens_are_skipped_unless_asked_for(tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "tail"])
-def test_some_special_tokens_are_shown(tokenizer, kind):
-    """Also in the middle of a character, which they end."""
+def test_chosen_special_tokens_are_shown(tokenizer, kind):
+    """A special token in the middle of a character ends the character."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     snow = tokenizer.encode("☃", add_special_tokens=False)
     hi = tokenizer.encode("hi", add_special_tokens=False)
@@ -94,15 +94,15 @@ def run(stops, chunks, include=False):
     matcher = StopStrings(tuple(stops), include=include)
     shown = ""
     for chunk in chunks:
-        text, found = matcher.push(chunk)
+        text, matched = matcher.push(chunk)
         shown += text
-        if found is not None:
-            return shown, found
+        if matched is not None:
+            return shown, matched
     return shown + matcher.finish(), None
 
 
 @pytest.mark.parametrize(
-    ("stops", "chunks", "shown", "found"),
+    ("stops", "chunks", "shown", "matched"),
     [
         (["END"], ["abENDcd"], "ab", "END"),
         (["END"], ["abE", "N", "Dcd"], "ab", "END"),
@@ -117,12 +117,12 @@ def run(stops, chunks, include=False):
     ],
 )
 @pytest.mark.row("P16")
-def test_stop_strings(stops, chunks, shown, found):
-    assert run(stops, chunks) == (shown, found)
+def test_stop_strings(stops, chunks, shown, matched):
+    assert run(stops, chunks) == (shown, matched)
     text = "".join(chunks)
-    if found is not None:
-        assert run(stops, chunks, include=True) == (shown + found, found)
-        assert run(stops, list(text)) == (shown, found)
+    if matched is not None:
+        assert run(stops, chunks, include=True) == (shown + matched, matched)
+        assert run(stops, list(text)) == (shown, matched)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -137,7 +137,7 @@ def test_stop_strings_do_not_depend_on_the_chunks(seed):
         chunks.append(rest[:size])
         rest = rest[size:]
     one_by_one = run(stops, list(text))
-    shown, found = run(stops, chunks)
-    assert shown + (found or "") == text[: len(shown + (found or ""))]
+    shown, matched = run(stops, chunks)
+    assert shown + (matched or "") == text[: len(shown + (matched or ""))]
     assert shown == one_by_one[0]
     assert not any(stop in shown for stop in stops)

@@ -1,4 +1,4 @@
-"""Tokenizer: equality with the libraries and with Transformers, byte pieces."""
+"""The tokenizer equals SentencePiece and Transformers, and its byte pieces give the text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def reference(directory: Path) -> Any:
-    """Transformers' tokenizer. It needs protobuf to read tokenizer.model."""
+    """Transformers' tokenizer, which needs protobuf to read tokenizer.model."""
     if (directory / "tokenizer.model").exists():
         pytest.importorskip("google.protobuf")
     from transformers import AutoTokenizer
@@ -129,7 +129,7 @@ def test_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([bos, eos]) == ""
 
 
-def test_lone_surrogate_is_the_callers_mistake(tokenizer: Tokenizer) -> None:
+def test_a_lone_surrogate_is_a_request_error(tokenizer: Tokenizer) -> None:
     for encode in (tokenizer.encode, tokenizer.encode_plain):
         with pytest.raises(RequestError, match="character 4") as caught:
             encode("text\ud83d")
@@ -137,7 +137,7 @@ def test_lone_surrogate_is_the_callers_mistake(tokenizer: Tokenizer) -> None:
 
 
 def test_encode_from_many_threads(tokenizer: Tokenizer) -> None:
-    """Same ids as alone, with both switches of special tokens in use at once."""
+    """The ids are those of one thread, with and without special tokens at the same time."""
     picker = random.Random(0)
     texts = [" ".join(picker.choices(TEXTS, k=6)) for _ in range(120)]
     expected = [(tokenizer.encode(x), tokenizer.encode_plain(x)) for x in texts]
@@ -150,7 +150,7 @@ def test_encode_from_many_threads(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.row("T12")
 def test_long_text_is_encoded_in_linear_time(tokenizer: Tokenizer) -> None:
-    """A megabyte of one letter, of spaces, of marks: bounded, not quadratic."""
+    """Long runs of one letter, space or mark do not take quadratic time."""
     for unit in ("a", " ", "\n", "e\u0301", "日"):
         text = unit * (200_000 // len(unit))
         start = time.monotonic()
@@ -162,7 +162,7 @@ def test_long_text_is_encoded_in_linear_time(tokenizer: Tokenizer) -> None:
 
 
 def joined(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Decodes `pieces` incrementally."""
+    """Returns the text of the ids' pieces."""
     assert tokenizer.pieces is not None
     data = b"".join(tokenizer.pieces[index] for index in ids)
     if tokenizer.strips_leading_space and data.startswith(b" "):

@@ -1,4 +1,4 @@
-"""The tokenizer's files: what they may say, and bad ones."""
+"""A tokenizer's files: the settings that count, and invalid files that are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.engine.tokenizer_files import sentencepiece_model
 
 
 def test_tokens_declared_only_in_tokenizer_config(tmp_path: Path) -> None:
-    """Added with the ids they declare; not added where the id would differ."""
+    """A token is added if it gets the id that it declares."""
     path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
     declared = {
         "315": {"content": "<|tool|>", "special": True, "normalized": False},
@@ -32,7 +32,7 @@ def test_tokens_declared_only_in_tokenizer_config(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 316
 
 
-def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
 
     def change(state: Json) -> None:
@@ -147,8 +147,8 @@ def test_broken_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("X7")
-def test_an_expression_that_never_ends_costs_only_its_text(tmp_path: Path) -> None:
-    """The library stops looking after ten million steps, with a panic: a RequestError of ours."""
+def test_an_endless_regular_expression_is_a_request_error(tmp_path: Path) -> None:
+    """The library panics after ten million steps, and the tokenizer stays usable."""
     path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
     edit_json(
@@ -165,7 +165,7 @@ def test_an_expression_that_never_ends_costs_only_its_text(tmp_path: Path) -> No
 
 @pytest.mark.row("X7")
 def test_ids_beyond_the_model(tmp_path: Path) -> None:
-    """An id that the model has no row for is refused when it comes, as any."""
+    """The tokenizer accepts an id that has no row in the model; a request with it is refused."""
     path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
 
     def change(state: Json) -> None:

@@ -1,7 +1,7 @@
-"""The engine on the CUDA back end: Triton's kernels in the interpreter, or on a GPU.
+"""The engine on the CUDA back end, with Triton's kernels in the interpreter or on a GPU.
 
-Small checkpoints and few tokens, because the interpreter takes tens of milliseconds a launch; but
-the real runner, with padded sizes, tokens that stay on the device and steps one ahead.
+Checkpoints are small and tokens few, because the interpreter takes tens of milliseconds a launch.
+The runner is the real one, with padded sizes, tokens on the device and steps launched ahead.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def expected(family: str, name: str, prompt: tuple[int, ...], num_tokens: int) -
 
 
 def cuda_llm(family: str, name: str = "base", **settings: object) -> LLM:
-    given = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "kv_cache_bytes": 8 << 20}
-    return LLM(str(checkpoint(family, name)), backend="cuda", **(given | settings))
+    base = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "kv_cache_bytes": 8 << 20}
+    return LLM(str(checkpoint(family, name)), backend="cuda", **(base | settings))
 
 
 def greedy(num_tokens: int = NUM_TOKENS, **params: object) -> SamplingParams:
@@ -59,7 +59,7 @@ def greedy(num_tokens: int = NUM_TOKENS, **params: object) -> SamplingParams:
     ],
 )
 def test_greedy_tokens_equal_transformers(family, name):
-    """All prompts at once, in chunks that cut them, beside sampled ones."""
+    """The prompts run together in chunks, beside a sampled request."""
     prompts = prompts_of(300, seed=len(family + name))
     params = [greedy(), greedy(temperature=0.9, seed=3, top_p=0.8), greedy()]
     with cuda_llm(family, name, max_num_batched_tokens=20) as llm:
@@ -73,7 +73,7 @@ def test_greedy_tokens_equal_transformers(family, name):
 
 
 def logprobs(backend: str, dtype: str, tokens: list[int]) -> torch.Tensor:
-    """[len(tokens), vocab], in two chunks and a decode row."""
+    """Returns log-probabilities [len(tokens), vocab] from two chunks and a decode row."""
     precision, _, kv_dtype = dtype.partition("/")
     config = EngineConfig(
         model=str(checkpoint("llama", "base")),
@@ -87,7 +87,7 @@ def logprobs(backend: str, dtype: str, tokens: list[int]) -> torch.Tensor:
     )
     runtime = load_runtime(config)
     target = runtime.kv.open(len(tokens))
-    found = []
+    chunks = []
     with torch.inference_mode():
         for start, end in ((0, 20), (20, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
             assert runtime.kv.grow(target, end, start)
@@ -99,30 +99,30 @@ def logprobs(backend: str, dtype: str, tokens: list[int]) -> torch.Tensor:
                 torch.arange(start, end, device=runtime.model.device),
                 runtime.attention.plan(step),
             )
-            found.append(torch.log_softmax(runtime.model.logits(hidden), -1).double().cpu())
+            chunks.append(torch.log_softmax(runtime.model.logits(hidden), -1).double().cpu())
     runtime.kv.close(target)
     memory = runtime.memory
     del runtime
     memory.close()
-    return torch.cat(found)
+    return torch.cat(chunks)
 
 
 def divergence(one: torch.Tensor, other: torch.Tensor) -> float:
-    """KL, the mean over the rows."""
+    """Returns the mean KL divergence of the rows."""
     return float((one.exp() * (one - other)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int8/bfloat16", "int4/int8", "nf4/int8"])
-def test_precisions_say_what_the_cpu_says(dtype):
-    """Numbers are rounded alike, but here what is between products is bf16. Random checkpoints have
-    flat distributions, so KL shows every error."""
+def test_precisions_are_close_to_the_cpu(dtype):
+    """Both round weights and K/V alike, but CUDA has bf16 between products. The distributions of
+    random checkpoints are flat, so KL shows every error."""
     rng = random.Random(1)
     tokens = [rng.randrange(2, 300) for _ in range(34)]
-    ours, theirs = logprobs("cuda", dtype, tokens), logprobs("cpu", dtype, tokens)
-    assert 0 < divergence(theirs, ours) < (0.002 if dtype == "bfloat16" else 0.006)
-    if dtype in ("bfloat16", "int8"):  # and as close to fp32 as on the CPU
+    cuda, cpu = logprobs("cuda", dtype, tokens), logprobs("cpu", dtype, tokens)
+    assert 0 < divergence(cpu, cuda) < (0.002 if dtype == "bfloat16" else 0.006)
+    if dtype in ("bfloat16", "int8"):  # nearly as close to fp32 as on the CPU
         plain = logprobs("cpu", "float32", tokens)
-        assert divergence(plain, ours) < 1.5 * divergence(plain, theirs)
+        assert divergence(plain, cuda) < 1.5 * divergence(plain, cpu)
 
 
 def test_tokens_do_not_depend_on_the_batch():
@@ -135,7 +135,7 @@ def test_tokens_do_not_depend_on_the_batch():
         assert one.outputs[0].cumulative_logprob == other.outputs[0].cumulative_logprob
 
 
-def test_a_stop_token_is_seen_one_step_late_and_nothing_shows_it():
+def test_a_stop_token_that_is_seen_late_leaves_no_trace():
     prompt = prompts_of(300, seed=5)[1]
     whole = expected("llama", "base", tuple(prompt), 2 * NUM_TOKENS)
     stop = next(t for i, t in enumerate(whole) if i >= 2 and whole.index(t) == i)
@@ -161,14 +161,14 @@ def test_penalties_and_biases():
         "min_tokens": 2,
     }
     with LLM(str(checkpoint("llama", "base")), dtype="float32", backend="cpu") as llm:
-        theirs = llm.generate([prompt], greedy(**settings), use_tqdm=False)[0].outputs[0]
+        cpu = llm.generate([prompt], greedy(**settings), use_tqdm=False)[0].outputs[0]
     with cuda_llm("llama") as llm:
-        ours = llm.generate([prompt], greedy(**settings), use_tqdm=False)[0].outputs[0]
-    assert ours.token_ids == theirs.token_ids
+        cuda = llm.generate([prompt], greedy(**settings), use_tqdm=False)[0].outputs[0]
+    assert cuda.token_ids == cpu.token_ids
 
 
 @pytest.mark.small_pages
-def test_a_prefix_is_found_again_with_the_same_tokens():
+def test_a_prefix_hit_gives_the_same_tokens():
     prompt = prompts_of(300, seed=7)[2]
     with cuda_llm("llama", kv_page_bytes=4096, prefix_cache=True) as llm:
         first = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0].token_ids
@@ -178,8 +178,8 @@ def test_a_prefix_is_found_again_with_the_same_tokens():
 
 
 @pytest.mark.small_pages
-def test_preempted_sequences_say_the_same():
-    """Memory for four pages of 16 tokens, where five are needed in the end."""
+def test_preempted_sequences_give_the_same_tokens():
+    """Memory holds four pages of 16 tokens, and the sequences need five in the end."""
     prompts = prompts_of(300, seed=8)[:2]
     settings = {"kv_page_bytes": 8192, "memory_policy": "prompt_only", "max_model_len": 48}
     with cuda_llm("llama", kv_cache_bytes=4 * 8192, **settings) as llm:
@@ -190,7 +190,7 @@ def test_preempted_sequences_say_the_same():
         assert output.outputs[0].token_ids == expected("llama", "base", tuple(prompt), 18)
 
 
-def test_what_the_device_cannot_do_is_said():
+def test_unsupported_settings_are_refused():
     with pytest.raises(ConfigError, match="memory_nodes"):
         cuda_llm("llama", kv_cache_bytes=None, memory_nodes="tcp://127.0.0.1:7000")
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Pages that sequences of one length need: not all in one step."""
+"""Pages of sequences of equal length are mapped over several steps, not in one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Idle(HostStepDevice):
-    """Takes work and forgets it."""
+    """A device that drops its work."""
 
     def submit(self, work) -> Event:
         return CompletedEvent()
@@ -55,7 +55,7 @@ def running(kv, num_tokens: int) -> list[Sequence]:
 
 
 def steps(runner, kv, memory, sequences, count: int) -> list[int]:
-    """Mapping calls of each step."""
+    """Runs steps; returns the mapping calls of each."""
     calls = []
     for _ in range(count):
         for sequence in sequences:
@@ -75,19 +75,19 @@ def test_growing_is_spread_over_steps():
     runner, kv, memory = rig(NUM * 16)
     calls = steps(runner, kv, memory, running(kv, 60), 80)
     assert sum(calls) >= 2 * NUM
-    assert max(calls[:6]) <= 4, "all of them are near the end of their page"
+    assert max(calls[:6]) <= 4, "all sequences are near the end of their page"
     assert max(calls[6:]) == 1
     check_mapping(kv, memory)
     kv.check_integrity()
 
 
-def test_nobody_takes_pages_early_where_they_are_few():
+def test_scarce_pages_are_not_taken_early():
     runner, kv, memory = rig(NUM * 4)
     calls = steps(runner, kv, memory, running(kv, 60), 30)
     assert sorted(calls)[-2:] == [0, NUM]
 
 
-def test_nobody_grows_beyond_its_end():
+def test_no_sequence_grows_beyond_its_end():
     runner, kv, memory = rig(NUM * 16)
     sequences = running(kv, 60)
     for sequence in sequences:

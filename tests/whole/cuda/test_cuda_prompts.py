@@ -1,5 +1,5 @@
-"""What is asked of prompts' own rows, on the CUDA back end: Triton's kernels in the interpreter, or
-on a GPU. One engine, because the interpreter takes tens of milliseconds a launch."""
+"""Prompt logprobs and embeddings on the CUDA back end, with Triton's kernels in the interpreter or
+on a GPU. One engine runs all, because the interpreter takes tens of milliseconds a launch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytest.importorskip("triton")
 
 
 def test_logprobs_and_embeddings_equal_transformers():
-    """Chunks cut the prompts; steps are launched one ahead; somebody else decodes beside them."""
+    """Prompts run in chunks, steps are launched ahead, and another request decodes beside them."""
     path = checkpoint("llama")
     prompts = [prompt_of(n, seed=n) for n in (26, 7, 5)]
-    asking = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=3)
-    only = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    with_output = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=3)
+    without_output = SamplingParams(max_tokens=0, prompt_logprobs=0)
     plain = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     with LLM(
         str(path),
@@ -32,7 +32,7 @@ def test_logprobs_and_embeddings_equal_transformers():
         max_num_batched_tokens=20,
         kv_cache_bytes=8 << 20,
     ) as llm:
-        outputs = llm.generate(prompts, [asking, only, plain], use_tqdm=False)
+        outputs = llm.generate(prompts, [with_output, without_output, plain], use_tqdm=False)
         vectors = llm.embed(prompts, [MEAN, LAST, MEAN])
         assert llm.stats().pages_in_use == 0
     check(outputs[0].prompt_logprobs, prompts[0], 3)

@@ -1,4 +1,4 @@
-"""An engine over memory nodes gives the tokens that it gives over its own memory."""
+"""An engine over memory nodes gives the same tokens as over its own memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def model_path(model) -> str:
     return model if isinstance(model, str) else str(checkpoint(*model))
 
 
-def load(vocab_size, count=14):
-    """Prompts of many lengths, some alike for a while; greedy and sampled, with other ends."""
+def mixed(vocab_size, count=14):
+    """Prompts of many lengths, some with a common prefix, with various parameters and ends."""
     rng = random.Random(11)
     shared = [rng.randrange(5, vocab_size) for _ in range(200)]
     prompts, params = [], []
@@ -50,24 +50,24 @@ def load(vocab_size, count=14):
 
 
 def growing(vocab_size):
-    """More than there is room for: all prompts fit, and then they grow."""
+    """Prompts that fit into memory together, but whose sequences outgrow it."""
     rng = random.Random(12)
     prompts = [[rng.randrange(5, vocab_size) for _ in range(50)] for _ in range(8)]
     return prompts, SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
 
 
-def tokens_of(llm, vocab_size, make_load=load):
+def tokens_of(llm, vocab_size, make_load=mixed):
     outputs = llm.generate(*make_load(vocab_size), use_tqdm=False)
     return [[o.token_ids for o in output.outputs] for output in outputs]
 
 
 @functools.cache
-def local_tokens(model, vocab_size, make_load=load):
+def local_tokens(model, vocab_size, make_load=mixed):
     with LLM(model_path(model), kv_cache_bytes=64 * MIB, **SETTINGS) as llm:
         return tokens_of(llm, vocab_size, make_load)
 
 
-def remote_tokens(model, vocab_size, urls, folder, partition="auto", make_load=load, **settings):
+def remote_tokens(model, vocab_size, urls, folder, partition="auto", make_load=mixed, **settings):
     with LLM(
         model_path(model),
         memory_nodes=urls,
@@ -76,12 +76,12 @@ def remote_tokens(model, vocab_size, urls, folder, partition="auto", make_load=l
         kv_cache_bytes=16 * MIB,
         **(SETTINGS | settings),
     ) as llm:
-        found = tokens_of(llm, vocab_size, make_load)
+        tokens = tokens_of(llm, vocab_size, make_load)
         stats = llm.stats()
         assert (stats.pages_in_use, stats.num_unfinished) == (0, 0)
         assert (stats.memory_nodes, stats.memory_nodes_missing) == (len(urls), 0)
         assert (stats.memory_nodes_lost, stats.recomputed_sequences) == (0, 0)
-        return found, stats
+        return tokens, stats
 
 
 MHA = ("llama", "mha")
@@ -108,32 +108,32 @@ COVERED = [
 def test_tokens_are_those_of_the_local_engine(
     model, vocab, scheme, count, partition, more, tmp_path
 ):
-    """Prompts of many lengths come in and end while others decode; prefixes are shared."""
+    """Requests arrive and end while others decode, and share prefixes."""
     with nodes(scheme, count, tmp_path) as urls:
-        found, stats = remote_tokens(model, vocab, urls, tmp_path, partition, **more)
-    assert found == local_tokens(model, vocab)
-    if (partition, count) != ("sequence", 4):  # whose pages are longer than what is alike
+        tokens, stats = remote_tokens(model, vocab, urls, tmp_path, partition, **more)
+    assert tokens == local_tokens(model, vocab)
+    if (partition, count) != ("sequence", 4):  # its pages are longer than the common prefixes
         assert stats.prefix_hit_tokens > 0
 
 
 @pytest.mark.parametrize("prefill", ["local", "remote"])
 @pytest.mark.parametrize("partition", ["head", "request"])
 def test_sliding_windows(partition, prefill, tmp_path):
-    """Layers with a window beside layers without one, pages behind it given back."""
+    """Some layers have a window, and pages behind it are released."""
     model = ("qwen2", "long-mixed")
     with nodes("inproc", 2, tmp_path) as urls:
         settings = {"memory_prefill": prefill}
-        found, _ = remote_tokens(model, 320, urls, tmp_path, partition, **settings)
-    assert found == local_tokens(model, 320)
+        tokens, _ = remote_tokens(model, 320, urls, tmp_path, partition, **settings)
+    assert tokens == local_tokens(model, 320)
 
 
 @pytest.mark.parametrize("partition", ["head", "sequence", "request"])
 def test_without_prefix_sharing(partition, tmp_path):
     with nodes("inproc", 2, tmp_path) as urls:
-        found, stats = remote_tokens(
+        tokens, stats = remote_tokens(
             DEFAULT_MODEL, 4096, urls, tmp_path, partition, prefix_cache=False
         )
-    assert found == local_tokens(DEFAULT_MODEL, 4096)
+    assert tokens == local_tokens(DEFAULT_MODEL, 4096)
     assert stats.prefix_hit_tokens == 0
 
 
@@ -142,9 +142,9 @@ def test_without_prefix_sharing(partition, tmp_path):
     [("head", 800 << 10), ("sequence", 800 << 10), ("request", 3 << 19)],
 )
 def test_with_little_memory_sequences_are_preempted(partition, node_bytes, tmp_path):
-    """What was given back is computed again, on pages that others have written since."""
+    """Released tokens are recomputed on pages that other sequences have written since."""
     with nodes("inproc", 2, tmp_path) as urls:
-        found, stats = remote_tokens(
+        tokens, stats = remote_tokens(
             DEFAULT_MODEL,
             4096,
             urls,
@@ -155,11 +155,11 @@ def test_with_little_memory_sequences_are_preempted(partition, node_bytes, tmp_p
             memory_policy="prompt_only",
         )
     assert stats.num_preemptions > 0
-    assert found == local_tokens(DEFAULT_MODEL, 4096, growing)
+    assert tokens == local_tokens(DEFAULT_MODEL, 4096, growing)
 
 
 class AlwaysSplits:
-    """A step is computed as two halves in turn whenever it can be."""
+    """Splits every step into two micro-batches."""
 
     num_split = 0
 
@@ -174,12 +174,12 @@ class AlwaysSplits:
 @pytest.mark.parametrize(
     ("partition", "scheme"), [("head", "tcp"), ("sequence", "inproc"), ("request", "shm")]
 )
-def test_two_batches_in_flight(partition, scheme, tmp_path, monkeypatch):
+def test_two_microbatches_in_flight(partition, scheme, tmp_path, monkeypatch):
     monkeypatch.setattr("serve.runner.runner.LearnedMicrobatches", AlwaysSplits)
     AlwaysSplits.num_split = 0
     with nodes(scheme, 2, tmp_path) as urls:
-        found, stats = remote_tokens(DEFAULT_MODEL, 4096, urls, tmp_path, partition)
-    assert found == local_tokens(DEFAULT_MODEL, 4096)
+        tokens, stats = remote_tokens(DEFAULT_MODEL, 4096, urls, tmp_path, partition)
+    assert tokens == local_tokens(DEFAULT_MODEL, 4096)
     assert AlwaysSplits.num_split > stats.num_steps / 2
 
 
@@ -205,9 +205,9 @@ QUESTIONS = [
 
 
 def answers(**settings):
-    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     with LLM(max_num_seqs=4, max_model_len=300, kv_cache_bytes=32 * MIB, **settings) as llm:
-        outputs = llm.chat(asked, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+        outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
     return [(o.outputs[0].text, o.outputs[0].finish_reason) for o in outputs]
 
 
@@ -224,10 +224,10 @@ def answers(**settings):
     ],
 )
 def test_answers_of_the_trained_model(dtype, partition, count, more, tmp_path):
-    """In fewer bits rounding moves logits, and a story may go another way at a near-tie: what
-    is compared are short answers, which end by themselves."""
+    """Only short answers that end by themselves are compared, since rounding moves logits and a
+    long text may differ after a near-tie."""
     with nodes("inproc", count, tmp_path) as urls:
-        found = answers(dtype=dtype, memory_nodes=urls, memory_partition=partition, **more)
+        remote = answers(dtype=dtype, memory_nodes=urls, memory_partition=partition, **more)
     local = answers(dtype=dtype)
     assert {reason for _, reason in local} == {"stop"}
-    assert found == local
+    assert remote == local

@@ -47,8 +47,8 @@ def test_tokens_are_those_of_the_local_engine(device, count, partition, prefill,
             kv_cache_bytes=16 * MIB,
             **SETTINGS,
         ) as llm:
-            found = tokens_of(llm)
+            tokens = tokens_of(llm)
             stats = llm.stats()
-    assert found == local_tokens()
+    assert tokens == local_tokens()
     assert (stats.memory_nodes, stats.memory_nodes_lost) == (count, 0)
     assert stats.pages_in_use == 0

@@ -22,11 +22,11 @@ from tests.support.nodes.served_nodes import KEY, key_file
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[3]
-PATIENCE_S = 60
+TIMEOUT_S = 60
 
 
 class Process:
-    """A command of ours, and what it says."""
+    """A `serve` command and its log."""
 
     def __init__(self, log: Path, *arguments: object) -> None:
         self.log = log
@@ -48,7 +48,7 @@ class Process:
         self.process.wait()
 
     def wait_for(self, pattern: str) -> str:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             if found := re.search(pattern, self.log.read_text()):
                 return found[1]
@@ -58,7 +58,7 @@ class Process:
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(PATIENCE_S) == 0, self.log.read_text()
+        assert self.process.wait(TIMEOUT_S) == 0, self.log.read_text()
 
 
 def ask(url: str, question: str) -> str:
@@ -68,17 +68,17 @@ def ask(url: str, question: str) -> str:
         json.dumps(body | {"model": "mergestep-default", "max_tokens": 40}).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 
 
 def test_nodes_and_a_server_in_processes(tmp_path):
-    """Two nodes, a server over them; one node leaves without effect; all end with 0."""
+    """A server over two nodes gives the same answer after one node has left; all exit with 0."""
     question = "What is the opposite of hot?"
     with LLM(dtype="float32", max_model_len=256) as llm:
-        asked = [{"role": "user", "content": question}]
+        chat = [{"role": "user", "content": question}]
         params = SamplingParams(temperature=0, max_tokens=40)
-        expected = llm.chat(asked, params, use_tqdm=False)[0].outputs[0].text
+        expected = llm.chat(chat, params, use_tqdm=False)[0].outputs[0].text
     key = key_file(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

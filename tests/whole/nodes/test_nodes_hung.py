@@ -1,5 +1,5 @@
-"""A memory node that lives and does not answer: an engine that stops does not wait for
-it, although it would wait for half a minute before it takes such a node for lost."""
+"""An engine that stops does not wait for a memory node that hangs, although it would wait half a
+minute before it counts such a node as lost."""
 
 from __future__ import annotations
 
@@ -19,42 +19,40 @@ from tests.support.transport.transport_rig import wait_until
 PARAMS = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
 
 
-class Hangs:
-    """Nodes do nothing with a message between `begin` and `end`; their heartbeats go on."""
+class NodeHang:
+    """Stops nodes from taking messages between `begin` and `end`; their heartbeats continue."""
 
     def __init__(self, monkeypatch):
         self.num_held = 0
-        self._goes_on = threading.Event()
-        self._goes_on.set()
+        self._continues = threading.Event()
+        self._continues.set()
         take = NodeLoop.take
 
         def take_later(loop, frame):
-            if not self._goes_on.is_set():
+            if not self._continues.is_set():
                 self.num_held += 1
-                self._goes_on.wait(60)
+                self._continues.wait(60)
             take(loop, frame)
 
         monkeypatch.setattr(NodeLoop, "take", take_later)
 
     def begin(self):
-        self._goes_on.clear()
+        self._continues.clear()
 
     def end(self):
-        self._goes_on.set()
+        self._continues.set()
 
 
 @pytest.fixture
-def hangs(monkeypatch):
-    made = Hangs(monkeypatch)
+def hang(monkeypatch):
+    made = NodeHang(monkeypatch)
     yield made
     made.end()
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
-def test_an_engine_that_stops_does_not_wait_for_a_node_that_hangs(
-    scheme, hangs, tmp_path, monkeypatch
-):
+def test_a_stopping_engine_does_not_wait_for_a_hung_node(scheme, hang, tmp_path, monkeypatch):
     assert core._STEP_END_S <= 2.0 < DEFAULT_ANSWER_S / 4
     monkeypatch.setattr(core, "_STEP_END_S", 0.5)
     ended = []
@@ -68,20 +66,20 @@ def test_an_engine_that_stops_does_not_wait_for_a_node_that_hangs(
         )
         llm.generate("hi", PARAMS, use_tqdm=False)
 
-        def ask():
+        def generate():
             [output] = llm.generate("hi", PARAMS, use_tqdm=False)
             ended.append(output.outputs[0].finish_reason)
 
-        asking = threading.Thread(target=ask)
-        hangs.begin()
-        asking.start()
-        wait_until(lambda: hangs.num_held)
+        thread = threading.Thread(target=generate)
+        hang.begin()
+        thread.start()
+        wait_until(lambda: hang.num_held)
         time.sleep(0.1)  # until the loop waits for the answer
         assert llm.stats().memory_nodes_lost == 0
         began = time.monotonic()
         llm.shutdown()
         seconds = time.monotonic() - began
-        hangs.end()
-        asking.join(10)
+        hang.end()
+        thread.join(10)
     assert ended == ["abort"]
-    assert 0.4 < seconds < 2.5, "the step has a while to end, and no more"
+    assert 0.4 < seconds < 2.5, "the step may take _STEP_END_S to end"

@@ -1,4 +1,4 @@
-"""Memory nodes that cannot be used: one line that names the setting, and never the key."""
+"""Unusable memory nodes are refused with one line that names the setting, and never the key."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def run(*arguments):
     return CliRunner().invoke(app, ["run", model, "--port", "0", *map(str, arguments)])
 
 
-def assert_refused(result, said, caplog):
+def assert_refused(result, expected, caplog):
     assert result.exit_code == 2, result.output
     output = re.sub(r"\s*\n[│ ]*", " ", result.output)
-    assert re.search(said, output), output
+    assert re.search(expected, output), output
     assert "Traceback" not in output
     for text in (output, caplog.text):
         assert KEY.decode() not in text and "qwertz" not in text
@@ -57,32 +57,32 @@ ADDRESSES = [
 
 
 @pytest.mark.parametrize("more", [(), ("--memory-node-bytes", "1M")])
-@pytest.mark.parametrize(("url", "said"), ADDRESSES)
-def test_addresses_where_no_node_is(url, said, more, tmp_path, all_logs):
+@pytest.mark.parametrize(("url", "expected"), ADDRESSES)
+def test_addresses_without_a_node_are_refused(url, expected, more, tmp_path, all_logs):
     result = run("--memory-nodes", url, "--memory-node-key-file", key_file(tmp_path), *more)
-    assert_refused(result, said, all_logs)
+    assert_refused(result, expected, all_logs)
 
 
 def test_tcp_needs_a_key(all_logs):
-    said = "tcp://127.0.0.1:9 needs a memory_node_key_file"
-    assert_refused(run("--memory-nodes", "tcp://127.0.0.1:9"), said, all_logs)
+    expected = "tcp://127.0.0.1:9 needs a memory_node_key_file"
+    assert_refused(run("--memory-nodes", "tcp://127.0.0.1:9"), expected, all_logs)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [(None, "memory_node_key_file .*: No such file"), (b"qwertz", "has less than 16 bytes")],
     ids=["none", "short"],
 )
-def test_a_key_that_is_none(content, said, tmp_path, all_logs):
+def test_a_missing_or_short_key_is_refused(content, expected, tmp_path, all_logs):
     path = tmp_path / "key"
     if content is not None:
         path.write_bytes(content)
     result = run("--memory-nodes", "tcp://127.0.0.1:9", "--memory-node-key-file", path)
-    assert_refused(result, said, all_logs)
+    assert_refused(result, expected, all_logs)
 
 
 @pytest.mark.parametrize("more", [(), ("--memory-node-bytes", "1M")])
-def test_another_key(more, tmp_path, all_logs):
+def test_a_wrong_key_is_refused(more, tmp_path, all_logs):
     path = key_file(tmp_path, b"another key, also long enough")
     with nodes("tcp", 1, tmp_path) as urls:
         result = run("--memory-nodes", urls[0], "--memory-node-key-file", path, *more)
@@ -92,7 +92,7 @@ def test_another_key(more, tmp_path, all_logs):
         assert KEY.decode() not in text and "long enough" not in text
 
 
-def test_who_listens_is_no_memory_node(tmp_path, all_logs):
+def test_another_listener_is_refused(tmp_path, all_logs):
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         server.close()
@@ -103,7 +103,7 @@ def test_who_listens_is_no_memory_node(tmp_path, all_logs):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         (("--memory-node-bytes", "16K", *LONG), "max_model_len .*raise memory_node_bytes"),
         (("--memory-node-bytes", "100", *LONG), "memory_nodes: .*FULL: .* pages are too few"),
@@ -117,24 +117,24 @@ def test_who_listens_is_no_memory_node(tmp_path, all_logs):
         (("--max-num-batched-tokens", "60000"), "memory_nodes: .*rows take messages of"),
     ],
 )
-def test_settings_that_cannot_be(settings, said, tmp_path, all_logs):
+def test_invalid_settings_are_refused(settings, expected, tmp_path, all_logs):
     with nodes("inproc", 3, tmp_path) as urls:
         result = run("--memory-nodes", ",".join(urls), *settings)
-        assert_refused(result, said, all_logs)
+        assert_refused(result, expected, all_logs)
 
 
-def test_a_model_that_the_partition_or_wire_does_not_fit(tmp_path):
+def test_a_model_that_does_not_fit_the_partition_or_wire_is_refused(tmp_path):
     with nodes("inproc", 2, tmp_path) as urls:
-        for name, settings, said in (
+        for name, settings, expected in (
             (("qwen2", "window"), {"memory_partition": "sequence"}, "memory_partition sequence"),
             (("llama", "head-dim"), {"memory_wire": "int8"}, "memory_wire int8"),
         ):
-            with pytest.raises(ConfigError, match=said):
+            with pytest.raises(ConfigError, match=expected):
                 LLM(str(checkpoint(*name)), memory_nodes=urls, **settings)
 
 
-def test_a_node_that_is_full(tmp_path):
-    """All its memory is another engine's."""
+def test_a_full_node_is_refused(tmp_path):
+    """Another engine has all of its memory."""
     with nodes("inproc", 1, tmp_path, capacity_bytes=4 * MIB) as urls:
         model = str(checkpoint("llama"))
         with LLM(model, memory_nodes=urls, max_model_len=128) as llm:
@@ -144,13 +144,13 @@ def test_a_node_that_is_full(tmp_path):
 
 
 @pytest.mark.parametrize("nodes_setting", [3, ["tcp://x:1", 3], {"tcp://x:1": 1}])
-def test_addresses_that_are_none(nodes_setting):
+def test_invalid_lists_of_addresses_are_refused(nodes_setting):
     with pytest.raises(ConfigError, match="memory_nodes must be a list of addresses"):
         LLM(str(checkpoint("llama")), memory_nodes=nodes_setting)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("http://127.0.0.1:1",), "no transport 'http'"),
         (("tcp://127.0.0.1:99999",), "tcp://127.0.0.1:99999"),
@@ -159,13 +159,13 @@ def test_addresses_that_are_none(nodes_setting):
         (("inproc://x",), "inproc://x can only be reached from this process"),
     ],
 )
-def test_a_node_that_cannot_be_started(arguments, said, tmp_path, all_logs):
+def test_invalid_addresses_of_a_new_node_are_refused(arguments, expected, tmp_path, all_logs):
     options = ("--memory-node-key-file", str(key_file(tmp_path)), "--kv-cache-bytes", "1M")
-    assert_refused(CliRunner().invoke(app, ["node", *arguments, *options]), said, all_logs)
+    assert_refused(CliRunner().invoke(app, ["node", *arguments, *options]), expected, all_logs)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         (("--kv-cache-bytes", "64"), "kv_cache_bytes 64 must be from 65536 to"),
         (("--kv-cache-bytes", "900TiB"), "kv_cache_bytes .* bytes of free memory"),
@@ -176,17 +176,17 @@ def test_a_node_that_cannot_be_started(arguments, said, tmp_path, all_logs):
         (("--drain-s", "inf"), "drain_s must be 0 or more seconds, not inf"),
     ],
 )
-def test_settings_of_a_node_that_cannot_be(settings, said, tmp_path, all_logs):
+def test_invalid_settings_of_a_node_are_refused(settings, expected, tmp_path, all_logs):
     url = f"shm://{tmp_path}/node"
-    assert_refused(CliRunner().invoke(app, ["node", url, *settings]), said, all_logs)
+    assert_refused(CliRunner().invoke(app, ["node", url, *settings]), expected, all_logs)
 
 
-def test_a_transport_that_is_none_is_named_before_a_key_is_asked_for(all_logs):
+def test_an_unknown_transport_is_refused_before_a_missing_key(all_logs):
     assert_refused(CliRunner().invoke(app, ["node", "foo://x"]), "no transport 'foo'", all_logs)
 
 
-def test_an_address_that_another_node_has_is_no_setting_that_is_wrong(tmp_path, all_logs):
-    """Who starts it again may have luck; a setting that is wrong stays wrong."""
+def test_an_address_in_use_exits_with_1(tmp_path, all_logs):
+    """The exit code is not 2, since a later start may succeed with the same settings."""
     with nodes("tcp", 1, tmp_path) as urls:
         options = ("--memory-node-key-file", str(key_file(tmp_path)), "--kv-cache-bytes", "1M")
         result = CliRunner().invoke(app, ["node", urls[0], *options])
@@ -195,12 +195,12 @@ def test_an_address_that_another_node_has_is_no_setting_that_is_wrong(tmp_path, 
 
 
 def test_a_node_on_tcp_needs_a_key(all_logs):
-    said = "tcp://127.0.0.1:0 needs a memory_node_key_file"
-    assert_refused(CliRunner().invoke(app, ["node", "tcp://127.0.0.1:0"]), said, all_logs)
+    expected = "tcp://127.0.0.1:0 needs a memory_node_key_file"
+    assert_refused(CliRunner().invoke(app, ["node", "tcp://127.0.0.1:0"]), expected, all_logs)
 
 
-def test_what_is_not_as_one_may_think_is_said(tmp_path, caplog):
-    """A key that others may read, and nodes with less than was asked for."""
+def test_a_readable_key_and_small_nodes_give_warnings(tmp_path, caplog):
+    """Other users may read the key, and the node has less memory than memory_node_bytes."""
     path = key_file(tmp_path)
     path.chmod(0o644)
     with nodes("tcp", 1, tmp_path) as urls:
@@ -220,7 +220,7 @@ def test_what_is_not_as_one_may_think_is_said(tmp_path, caplog):
     assert "WARNING" not in caplog.text
 
 
-def test_a_small_node_beside_a_large_one_is_said(tmp_path, caplog):
+def test_nodes_of_unequal_size_give_a_warning(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     sizes = {"one": 64 * MIB, "two": 8 * MIB}
     with contextlib.ExitStack() as stack:
@@ -237,8 +237,8 @@ def test_a_small_node_beside_a_large_one_is_said(tmp_path, caplog):
             assert "smallest" not in caplog.text
 
 
-def test_who_takes_little_of_a_large_node_has_many_pages(tmp_path):
-    """And who takes half of it, half of its pages: they may all become mappings."""
+def test_an_engine_gets_pages_in_proportion_to_its_memory(tmp_path):
+    """An engine with half of a large node has half of its pages, as each may become a mapping."""
     with nodes("shm", 1, tmp_path, capacity_bytes=30_000 * MIB // 4) as urls:
         for num_bytes, few, many in ((16 * MIB, 190, 4000), (3000 * MIB, 11_000, 15_000)):
             settings = {"memory_nodes": urls, "memory_node_bytes": num_bytes}

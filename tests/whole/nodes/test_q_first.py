@@ -1,4 +1,4 @@
-"""q's own product, before that of k and v: the same model to the last bit."""
+"""Computing q before k and v gives the same model to the last bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""When nodes are asked to come back, and what becomes of sequences that what is left of the
-memory is too small for. In time that a test sets; nodes are in the test's own thread."""
+"""Recovery of lost nodes: when they are asked to come back, and which sequences end because the
+remaining memory is too small. The test sets the time; nodes run in its own thread."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.support.nodes.remote_rig import RemoteRig, layers_of
 from tests.support.transport.transport_rig import wait_until
 
 
-class SaysBack(NodeProber):
-    """Believes that these nodes are back."""
+class FakeProber(NodeProber):
+    """A prober that reports given nodes as back."""
 
     def __init__(self, *urls):
         self.urls = set(urls)
-        self.num_forgotten = 0
+        self.num_invalidated = 0
 
     def is_back(self, url):
         return url in self.urls
 
     def invalidate(self):
-        self.num_forgotten += 1
+        self.num_invalidated += 1
 
     def start(self):
         pass
@@ -38,15 +38,15 @@ class SaysBack(NodeProber):
         pass
 
 
-class Recovering:
-    """The recovery of an engine, driven as its loop does."""
+class RecoveryRun:
+    """Drives the recovery of an engine as its loop does."""
 
-    def __init__(self, *said_back, **settings):
+    def __init__(self, *back, **settings):
         self.rig = RemoteRig(layers_of(), **settings)
         self.now = 1000.0
         self.ended = {}
         self.scheduler = make_scheduler(self.rig.kv)
-        self.prober = SaysBack(*said_back)
+        self.prober = FakeProber(*back)
         self.recovery = NodeRecovery(
             self.rig.set,
             self.rig.kvs,
@@ -66,15 +66,15 @@ class Recovering:
         return [link.url for link in self.rig.set.partitions[0].links]
 
     def attempts(self, until, node="a"):
-        """When that node was attached to, from now on."""
+        """Returns the times at which the engine attaches to a node until then."""
         times, process = [], self.rig.nodes.nodes[node]
-        known = process.stats().num_attached
+        num_attached = process.stats().num_attached
         while self.now < until:
             self.now += 0.5
             assert self.recovery.is_ready()
-            if (number := process.stats().num_attached) > known:
+            if (number := process.stats().num_attached) > num_attached:
                 times.append(self.now)
-                known = number
+                num_attached = number
         return times
 
     def close(self):
@@ -86,12 +86,12 @@ def gaps(began, times):
     return [later - earlier for earlier, later in zip([began, *times], times, strict=False)]
 
 
-# ---- nodes that say that they are back
+# ---- nodes that report to be back
 
 
-def test_who_says_it_is_back_and_brings_nothing_is_asked_ever_more_rarely():
-    """Every attempt gives up what is computed: it must not be one after the other."""
-    run = Recovering("b")
+def test_failing_attempts_to_attach_back_off():
+    """Every attempt discards computed K/V, so attempts must not follow each other closely."""
+    run = RecoveryRun("b")
     run.rig.nodes.kill("b")
     assert run.recovery.is_ready() and run.urls() == ["a"]
     began = run.now
@@ -101,11 +101,11 @@ def test_who_says_it_is_back_and_brings_nothing_is_asked_ever_more_rarely():
     run.close()
 
 
-def test_after_success_it_is_soon_again():
-    run = Recovering("b")
+def test_a_success_resets_the_back_off():
+    run = RecoveryRun("b")
     run.rig.nodes.kill("b")
     assert run.recovery.is_ready()
-    assert len(run.attempts(run.now + 100.0)) == 4  # the next one is 80 s after the last
+    assert len(run.attempts(run.now + 100.0)) == 4  # the next attempt is 80 s after the last
     run.rig.nodes.gone.clear()
     again = run.attempts(run.now + 100.0, "b")
     assert len(again) == 1 and run.urls() == ["a", "b"]
@@ -118,20 +118,20 @@ def test_after_success_it_is_soon_again():
     run.close()
 
 
-def test_what_was_found_before_a_loss_is_forgotten():
-    """A node that was back once may be the one that is lost now."""
-    run = Recovering("b")
+def test_a_loss_invalidates_earlier_probes():
+    """A node that was back may be the one that is lost now."""
+    run = RecoveryRun("b")
     run.rig.nodes.kill("b")
     assert run.recovery.is_ready()
-    assert run.prober.num_forgotten == 1, "found out between steps"
+    assert run.prober.num_invalidated == 1, "the loss is noticed between steps"
     run.rig.nodes.kill("a")
     run.recovery.handle_loss(ConnectionError("a step failed"))
-    assert run.prober.num_forgotten == 2
+    assert run.prober.num_invalidated == 2
     run.close()
 
 
-def test_who_does_not_say_it_is_back_is_not_asked():
-    run = Recovering()
+def test_a_node_that_is_not_back_is_not_attached():
+    run = RecoveryRun()
     run.rig.nodes.kill("b")
     assert run.recovery.is_ready()
     run.rig.nodes.gone.clear()
@@ -142,12 +142,12 @@ def test_who_does_not_say_it_is_back_is_not_asked():
     run.close()
 
 
-# ---- too little memory for some
+# ---- too little memory for long sequences
 
 
-def make_short() -> Recovering:
-    """Two nodes had room for one sequence of full length and a little more; one is left."""
-    run = Recovering(capacity_bytes=70 * (16 << 10))
+def make_short() -> RecoveryRun:
+    """Loses one of two nodes that together had little more room than a full-length sequence."""
+    run = RecoveryRun(capacity_bytes=70 * (16 << 10))
     run.rig.set.min_pages = run.rig.kv.pages_for(run.rig.max_len)
     assert run.rig.kv.num_pages >= run.rig.set.min_pages
     run.rig.nodes.kill("b")
@@ -164,7 +164,7 @@ def arrive(run, num_prompt, ago_s=0.0):
 
 
 def step(run):
-    """The sequences that got rows."""
+    """Runs a step; returns the sequences that got rows."""
     assert run.recovery.is_ready()
     plan = run.scheduler.schedule(run.now)
     if plan is None:
@@ -175,37 +175,37 @@ def step(run):
 
 
 def steps(run, seconds):
-    """All of them, for so long."""
-    found, end = set(), run.now + seconds
+    """Runs steps for that time; returns all sequences that got rows."""
+    sequences, end = set(), run.now + seconds
     while run.now < end:
         run.now += 0.25
-        found.update(step(run))
-    return found
+        sequences.update(step(run))
+    return sequences
 
 
-def test_what_is_too_small_for_the_long_serves_the_short():
+def test_memory_too_small_for_long_sequences_serves_short_ones():
     run = make_short()
     longs = [arrive(run, 800, ago_s=100.0), arrive(run, 900)]
-    shorts = [arrive(run, 300), arrive(run, 40)]  # nor do they wait for those before them
-    patient = arrive(run, 300)  # it fits when the others have ended
+    shorts = [arrive(run, 300), arrive(run, 40)]  # they do not wait for the long ones
+    waiting = arrive(run, 300)  # it fits once the others have ended
     steps(run, 3.0)
-    assert run.scheduler.running == shorts and list(run.scheduler.waiting) == [*longs, patient]
+    assert run.scheduler.running == shorts and list(run.scheduler.waiting) == [*longs, waiting]
     assert steps(run, 1.5) == {*shorts}
     assert run.ended == {}, "a node could still come back"
     assert steps(run, 1.0) == {*shorts}
-    for long in longs:  # however long the first one has been here
+    for long in longs:  # independent of the arrival
         why, when = run.ended[long]
         assert why == TOO_LITTLE_LEFT and 5.0 <= when - 1000.0 <= 5.5
-    late = arrive(run, 800)  # it waits as long as they did
+    late = arrive(run, 800)  # it waits as long as the first two did
     assert steps(run, 4.5) == {*shorts} and late not in run.ended
     steps(run, 1.0)
     assert run.ended[late][0] == TOO_LITTLE_LEFT
-    assert run.scheduler.running == shorts and list(run.scheduler.waiting) == [patient]
+    assert run.scheduler.running == shorts and list(run.scheduler.waiting) == [waiting]
     assert shorts[1].num_output_tokens > 30
     run.close()
 
 
-def test_a_node_that_is_back_in_time_serves_the_long():
+def test_a_node_that_is_back_in_time_serves_long_sequences():
     run = make_short()
     long = arrive(run, 800)
     assert steps(run, 4.0) == set()
@@ -218,23 +218,23 @@ def test_a_node_that_is_back_in_time_serves_the_long():
     run.close()
 
 
-def test_nobody_is_given_up_before_memory_was_asked_for_again():
-    """A reset during the shortage: what there is is as old as that."""
+def test_no_sequence_ends_before_memory_was_requested_again():
+    """The time to wait starts anew with a reset during the shortage."""
     run = make_short()
     long = arrive(run, 800)
     assert steps(run, 3.0) == set()
     run.rig.nodes.ends["a"].close()
     assert steps(run, 1.0) == set()
-    run.rig.nodes.gone.clear()  # but b has not said so
+    run.rig.nodes.gone.clear()  # b has not reported to be back
     assert steps(run, 5.0) == {long} and run.ended == {}
     assert run.urls() == ["a", "b"]
     run.close()
 
 
-def test_what_is_short_is_not_so_for_ever():
-    """Another engine has most of the only node. When nothing runs, more is asked for: ever more
-    rarely while nothing comes of it."""
-    run = Recovering(names=("a",), num_pages=70)
+def test_a_shortage_ends_when_a_node_has_memory_again():
+    """Another engine has most of the only node. While nothing runs, more memory is requested, with
+    back-off while there is none."""
+    run = RecoveryRun(names=("a",), num_pages=70)
     run.rig.set.min_pages = 65
     node = run.rig.nodes.nodes["a"]
     run.rig.nodes.ends["a"].close()
@@ -249,32 +249,32 @@ def test_what_is_short_is_not_so_for_ever():
     rival.close()
     assert len(run.attempts(1200.0)) == 1
     assert not run.recovery.is_short and run.rig.kv.num_pages == 70
-    assert run.recovery._settled_s == SETTLED_S, "it was worth it"
+    assert run.recovery._settled_s == SETTLED_S, "the back-off is reset"
     [partition] = run.rig.set.partitions
     assert run.rig.kv.space.max_mappings == min(MAX_MAPPINGS, partition.max_mappings)
     assert 70 < partition.max_mappings < MAX_MAPPINGS
     run.close()
 
 
-# ---- the thread that asks
+# ---- the probing thread
 
 
-class Missing:
-    """A set of nodes of which some are missing; those that answer have memory."""
+class NodeSetStub:
+    """A set of nodes; the missing ones have returned with memory."""
 
     def __init__(self, *missing):
         self.missing = list(missing)
-        self.num_asked = 0
+        self.num_probes = 0
 
     def find_returned(self, is_over):
         assert not is_over()
-        self.num_asked += 1
+        self.num_probes += 1
         return list(self.missing)
 
 
-def test_without_a_thread_nodes_are_asked_later(monkeypatch, caplog):
+def test_nodes_are_probed_later_if_no_thread_can_start(monkeypatch, caplog):
     monkeypatch.setattr(recovery, "_PROBE_S", 0.01)
-    nodes = Missing("b")
+    nodes = NodeSetStub("b")
     prober, other = NodeProber(nodes), NodeProber(nodes)
 
     def fail(thread):
@@ -285,7 +285,7 @@ def test_without_a_thread_nodes_are_asked_later(monkeypatch, caplog):
         prober.start()
         other.start()
     other.stop()  # there is nothing to wait for
-    assert nodes.num_asked == 0 and not prober.is_back("b")
+    assert nodes.num_probes == 0 and not prober.is_back("b")
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 2 and "can't start new thread" in warnings[0]
     prober.start()
@@ -293,16 +293,16 @@ def test_without_a_thread_nodes_are_asked_later(monkeypatch, caplog):
     prober.stop()
 
 
-def test_what_was_found_in_an_earlier_search_is_forgotten(monkeypatch):
-    """b was back, and has gone again since: placing the K/V on it would fail."""
+def test_results_of_an_earlier_search_are_dropped(monkeypatch):
+    """Node b was back and is lost again, so K/V cannot be placed on it."""
     monkeypatch.setattr(recovery, "_PROBE_S", 0.01)
-    nodes = Missing("b")
+    nodes = NodeSetStub("b")
     prober = NodeProber(nodes)
     prober.start()
     wait_until(lambda: prober.is_back("b"))
     first = prober._thread
     nodes.missing = []
-    wait_until(lambda: prober._thread is None)  # no node is missing, so it has ended
+    wait_until(lambda: prober._thread is None)  # it has ended, since no node is missing
     first.join()
     monkeypatch.setattr(recovery, "_PROBE_S", 60.0)
     nodes.missing = ["b"]
@@ -313,20 +313,20 @@ def test_what_was_found_in_an_earlier_search_is_forgotten(monkeypatch):
     assert time.monotonic() - began < 10
 
 
-def test_what_is_being_found_when_somebody_is_lost_is_forgotten(monkeypatch):
+def test_a_probe_during_a_loss_is_dropped(monkeypatch):
     monkeypatch.setattr(recovery, "_PROBE_S", 0.01)
-    nodes = Missing("b")
+    nodes = NodeSetStub("b")
     prober = NodeProber(nodes)
-    found = nodes.find_returned
+    find_returned = nodes.find_returned
 
     def lost_meanwhile(is_over):
-        if nodes.num_asked < 3:
+        if nodes.num_probes < 3:
             assert not prober.is_back("b")
             prober.invalidate()
-        return found(is_over)
+        return find_returned(is_over)
 
     nodes.find_returned = lost_meanwhile
     prober.start()
     wait_until(lambda: prober.is_back("b"))
-    assert nodes.num_asked >= 4
+    assert nodes.num_probes >= 4
     prober.stop()

@@ -1,4 +1,4 @@
-"""A step computed as two batches in turn: the same tokens to the last bit."""
+"""A step that is split into two micro-batches gives the same tokens to the last bit."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from tests.support.nodes.late_attention import LateAttention
 
 
 class Scripted:
-    """Splits by a rule and records the reported times."""
+    """Splits steps in a given pattern and records the reported times."""
 
-    def __init__(self, *ways: bool) -> None:
-        self.ways = ways
-        self.asked: list[tuple[int, int]] = []
+    def __init__(self, *pattern: bool) -> None:
+        self.pattern = pattern
+        self.calls: list[tuple[int, int]] = []
         self.reported: list[tuple[bool, float]] = []
 
     def splits(self, num_decodes: int, num_prompt_rows: int) -> bool:
-        self.asked.append((num_decodes, num_prompt_rows))
-        return self.ways[len(self.asked) % len(self.ways)]
+        self.calls.append((num_decodes, num_prompt_rows))
+        return self.pattern[len(self.calls) % len(self.pattern)]
 
     def learn(self, num_decodes: int, num_prompt_rows: int, is_split: bool, seconds: float) -> None:
-        assert self.asked[-1] == (num_decodes, num_prompt_rows)
+        assert self.calls[-1] == (num_decodes, num_prompt_rows)
         self.reported.append((is_split, seconds))
 
 
@@ -74,7 +74,7 @@ def loaded(model: str | Path, **settings: object) -> Iterator[Runtime]:
 def generate(
     runtime: Runtime, attention: PlannedAttention, microbatches: MicrobatchPolicy | None
 ) -> list[tuple[list[int], list[object]]]:
-    """Tokens and their log-probabilities, request by request; they come one after the other."""
+    """Returns the tokens and log-probabilities of each request; two requests arrive per step."""
     clock = iter(range(10**6))
     runner = ModelRunner(
         runtime.model,
@@ -85,7 +85,7 @@ def generate(
     )
     scheduler = Scheduler(SchedulerLimits(8, 64, 30), runtime.kv)
     waiting = requests(runtime.spec.vocab_size, 14)
-    everyone, logprobs = list(waiting), {id(s): [] for s in waiting}
+    sequences, logprobs = list(waiting), {id(s): [] for s in waiting}
     while waiting or scheduler.has_work():
         for sequence in waiting[:2]:
             scheduler.add(sequence)
@@ -95,11 +95,11 @@ def generate(
         result: StepResult = runner.run(plan, lambda: None)
         expected = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
         assert result.sampled == expected
-        for sequence, found in zip(result.sampled, result.logprobs or [], strict=True):
-            logprobs[id(sequence)].append(found)
+        for sequence, entry in zip(result.sampled, result.logprobs or [], strict=True):
+            logprobs[id(sequence)].append(entry)
         scheduler.update(plan, result.tokens)
     runtime.kv.close_all()
-    return [(sequence.token_ids, logprobs[id(sequence)]) for sequence in everyone]
+    return [(sequence.token_ids, logprobs[id(sequence)]) for sequence in sequences]
 
 
 CASES = [
@@ -113,19 +113,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "settings"), CASES, ids=str)
-def test_halves_give_the_same_bits(model, settings) -> None:
+def test_microbatches_give_the_same_bits(model, settings) -> None:
     with loaded(model if model == "default" else checkpoint(*model), **settings) as runtime:
         expected = generate(runtime, runtime.attention, None)
         late = LateAttention(runtime.attention)
         assert generate(runtime, late, Scripted(False)) == expected
         num_steps = len(late.steps)
-        for ways in ((True,), (True, True, False)):
-            late, microbatches = LateAttention(runtime.attention), Scripted(*ways)
+        for pattern in ((True,), (True, True, False)):
+            late, microbatches = LateAttention(runtime.attention), Scripted(*pattern)
             assert generate(runtime, late, microbatches) == expected
             num_split = sum(is_split for is_split, _ in microbatches.reported)
             assert len(late.steps) == num_steps + num_split and num_split > 15
         # a step of one sequence does not ask the policy, and times come from the clock
-        assert all(decodes + rows > 1 for decodes, rows in microbatches.asked)
+        assert all(decodes + rows > 1 for decodes, rows in microbatches.calls)
         assert {seconds for _, seconds in microbatches.reported} == {1.0}
 
 
@@ -140,8 +140,8 @@ def one_step(late: LateAttention, runtime: Runtime) -> Iterator[tuple[ModelRunne
     runtime.kv.close_all()
 
 
-def test_one_half_computes_while_the_other_waits() -> None:
-    """Each begins its next layer between the other's begin and wait."""
+def test_one_microbatch_computes_while_the_other_waits() -> None:
+    """Each micro-batch begins its next layer between the other's begin and wait."""
     with loaded(checkpoint("llama"), dtype="float32") as runtime:
         late = LateAttention(runtime.attention)
         with one_step(late, runtime) as (runner, plan):
@@ -156,7 +156,7 @@ def test_one_half_computes_while_the_other_waits() -> None:
         assert len(starts[0]) + len(starts[1]) == len(plan.sequences)
 
 
-def test_a_failing_half_fails_the_step_and_the_next_one_is_right() -> None:
+def test_a_failing_microbatch_fails_only_its_step() -> None:
     with loaded(checkpoint("llama"), dtype="float32") as runtime:
         late = LateAttention(runtime.attention, fails_at=(1, 1))
         with one_step(late, runtime) as (runner, plan):
@@ -167,7 +167,7 @@ def test_a_failing_half_fails_the_step_and_the_next_one_is_right() -> None:
             assert again == alone.run(plan, lambda: None) and again.tokens
 
 
-def test_local_attention_is_never_halved() -> None:
+def test_local_attention_is_never_split() -> None:
     with loaded(checkpoint("qwen2", "window"), dtype="float32") as runtime:
         assert not runtime.attention.is_remote
         assert ModelRunner(runtime.model, runtime.kv, runtime.attention)._microbatches is None
@@ -176,7 +176,7 @@ def test_local_attention_is_never_halved() -> None:
 
 
 @torch.inference_mode()
-def test_a_pass_stops_once_in_each_layer() -> None:
+def test_slices_stop_once_in_each_layer() -> None:
     decoder = load(checkpoint("gpt2"))
     attention = ListAttention(decoder.attention_layers())
     slices = decoder.slices(torch.tensor([1, 2]), torch.tensor([0, 1]), attention)

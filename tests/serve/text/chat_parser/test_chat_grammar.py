@@ -1,4 +1,4 @@
-"""The grammars of calls: what random tokens make of them is read back, and fits the schemas."""
+"""Random texts of the tool call grammars are parsed back to calls that fit their schemas."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def matcher(form: StructuredOutput) -> LLMatcher:
     return made
 
 
-def written(form: StructuredOutput, rng: random.Random, max_bytes: int = 4000) -> str:
-    """Random bytes that the grammar lets through; it ends where the grammar does."""
+def random_text(form: StructuredOutput, rng: random.Random, max_bytes: int = 4000) -> str:
+    """Returns a random text of the grammar, up to where the grammar ends."""
     made = matcher(form)
     text = bytearray()
     while not made.is_stopped():
@@ -92,9 +92,9 @@ def read(chat: ChatFormat, text: str, *, is_open: bool = False) -> list[Part]:
 
 @pytest.mark.parametrize("style", TOOL_FORMATS)
 @pytest.mark.parametrize("seed", range(8))
-def test_calls_that_must_come_are_read_back(style: str, seed: int) -> None:
+def test_forced_calls_are_parsed_back(style: str, seed: int) -> None:
     chat = ChatFormat(tools=TOOL_FORMATS[style])
-    text = written(forced_calls(chat, TOOLS, parallel=True, is_open=False), random.Random(seed))
+    text = random_text(forced_calls(chat, TOOLS, parallel=True, is_open=False), random.Random(seed))
     parts = read(chat, text)
     assert not any(isinstance(part, Text) for part in parts), text
     names = {part.number: part.name for part in parts if isinstance(part, ToolCallStart)}
@@ -114,11 +114,11 @@ def test_calls_that_must_come_are_read_back(style: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("style", TOOL_FORMATS)
-def test_one_call_where_several_are_not_wanted(style: str) -> None:
+def test_only_one_call_without_parallel_calls(style: str) -> None:
     chat = ChatFormat(tools=TOOL_FORMATS[style])
     form = forced_calls(chat, TOOLS[1:], parallel=False, is_open=False)
     for seed in range(4):
-        parts = read(chat, written(form, random.Random(seed)))
+        parts = read(chat, random_text(form, random.Random(seed)))
         assert [type(part) for part in parts] == [ToolCallStart, ToolCallArguments]
 
 
@@ -139,18 +139,18 @@ def test_reasoning_may_come_first() -> None:
     assert not accepts(form, '{"a": 1}')
 
 
-def test_arguments_of_strict_tools_fit_where_calls_may_come() -> None:
+def test_arguments_of_strict_tools_fit_in_optional_calls() -> None:
     form = calls_or_content(ChatFormat(), TOOLS, None, parallel=True, is_open=False)
     good = '{"name": "weather", "arguments": {"city": "Rome", "unit": "c"}}'
     bad = good.replace('"c"', '"k"')
-    for text, is_fine in (
+    for text, is_accepted in (
         ("Hello {} <tool", True),
         (f"I look.\n<tool_call>\n{good}\n</tool_call>", True),
         (f"<tool_call>\n{good}\n</tool_call>\n{CALL} and", True),
         (f"I look.\n<tool_call>\n{bad}\n</tool_call>", False),
         ('<tool_call>\n{"name": "now", "arguments": {"any": [1]}}\n</tool_call>', True),
     ):
-        assert accepts(form, text) is is_fine, text
+        assert accepts(form, text) is is_accepted, text
     once = calls_or_content(ChatFormat(), TOOLS, None, parallel=False, is_open=False)
     assert accepts(once, f"{CALL} and")
 
@@ -159,7 +159,7 @@ def test_arguments_of_strict_tools_fit_where_calls_may_come() -> None:
 def test_strict_tools_of_other_formats(style: str) -> None:
     chat = ChatFormat(tools=TOOL_FORMATS[style])
     form = calls_or_content(chat, TOOLS, None, parallel=True, is_open=False)
-    calls = written(forced_calls(chat, TOOLS, parallel=True, is_open=False), random.Random(3))
+    calls = random_text(forced_calls(chat, TOOLS, parallel=True, is_open=False), random.Random(3))
     assert accepts(form, calls)
     assert accepts(form, "Hello, {}")
 
@@ -173,16 +173,14 @@ def test_strict_tools_of_other_formats(style: str) -> None:
         (StructuredOutput("choice", '["yes", "n\\"o"]'), 'n"o', "no"),
     ],
 )
-def test_calls_or_the_content_that_is_asked_for(
-    content: StructuredOutput, good: str, bad: str
-) -> None:
+def test_calls_or_structured_content(content: StructuredOutput, good: str, bad: str) -> None:
     form = calls_or_content(ChatFormat(), TOOLS, content, parallel=True, is_open=False)
     assert accepts(form, CALL)
     assert accepts(form, good)
     assert not accepts(form, bad)
 
 
-def test_a_clients_grammar_has_no_place_for_calls() -> None:
+def test_calls_beside_a_clients_grammar_are_refused() -> None:
     with pytest.raises(RequestError) as caught:
         calls_or_content(
             ChatFormat(), TOOLS, StructuredOutput("grammar", "x"), parallel=True, is_open=False

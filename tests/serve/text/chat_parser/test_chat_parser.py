@@ -1,4 +1,4 @@
-"""Calls and reasoning read from text: each format, whatever is wrong with it, cut anywhere."""
+"""Tool calls and reasoning are parsed from text in every format, malformed or in any pieces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_settings_name_the_formats() -> None:
 
 
 def parse(parser: AnswerParser, pieces: list[str]) -> list[tuple[str, ...]]:
-    """The parts, joined; each call's id left out."""
+    """Returns the parts with adjacent texts joined and without call ids."""
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)
@@ -61,7 +61,7 @@ def parse(parser: AnswerParser, pieces: list[str]) -> list[tuple[str, ...]]:
                 item = ("call", str(number), name)
             case ToolCallArguments(number, text):
                 item = ("arguments", str(number), text)
-        assert item[-1], "no part is empty"
+        assert item[-1], "a part is empty"
         if joined and joined[-1][:-1] == item[:-1] and item[0] != "call":
             joined[-1] = (*item[:-1], joined[-1][-1] + item[-1])
         else:
@@ -152,7 +152,7 @@ def test_reasoning(text: str, is_open: bool, parts: list[tuple[str, ...]]) -> No
         assert parse(make(None, reasoning=True, is_open=is_open), pieces) == parts
 
 
-def test_calls_come_behind_the_reasoning_only() -> None:
+def test_calls_count_only_after_the_reasoning() -> None:
     text = f"<think>{HERMES}</think>\n{HERMES}"
     expected = [("reasoning", HERMES), *call()]
     assert parse(make("hermes", reasoning=True), list(text)) == expected
@@ -173,7 +173,7 @@ FRAGMENTS = [
     is_open=st.booleans(),
     seed=st.integers(0, 1 << 16),
 )
-def test_cuts_change_nothing(
+def test_the_parts_do_not_depend_on_the_pieces(
     fragments: list[str], style: str | None, reasoning: bool, is_open: bool, seed: int
 ) -> None:
     text = "".join(fragments)
@@ -187,18 +187,18 @@ def test_cuts_change_nothing(
     if style is None and not reasoning:
         assert whole == ([("text", text)] if text else [])
     if not any(kind == "call" for kind, *_ in whole) and not reasoning:
-        assert "".join(item[-1] for item in whole) == text, "text that is no call is whole"
+        assert "".join(item[-1] for item in whole) == text, "text without a call is complete"
 
 
 def test_a_call_streams() -> None:
-    """The name is out before the arguments are, and they come as they are written."""
+    """The name comes before the arguments are complete, and these come piece by piece."""
     parser = make("hermes")
     assert parser.push('<tool_call>\n{"name": "f", "argum') == []
     assert [type(part) for part in parser.push('ents": {"a')] == [ToolCallStart, ToolCallArguments]
     assert parser.push('": [1') == [ToolCallArguments(0, '": [1')]
 
 
-def test_what_is_held_is_bounded() -> None:
+def test_held_text_is_bounded() -> None:
     start = '<tool_call>{"arguments": "'
     for size, is_call in ((1000, True), (MAX_HELD_CHARS, False)):
         text = f'{start}{{}}{" " * size}", "name": "f"}}'
@@ -209,7 +209,7 @@ def test_what_is_held_is_bounded() -> None:
         assert is_call or whole == [("text", text)]
 
 
-def test_what_follows_arguments_is_bounded() -> None:
+def test_text_after_arguments_is_bounded() -> None:
     extra = ', "x": "' + "y" * MAX_EXTRA_CHARS
     whole = parse(make("hermes"), [f"<tool_call>{CALL[:-1]}{extra}"])
     assert whole == [*call(), ("text", extra)]
@@ -219,14 +219,14 @@ def test_what_follows_arguments_is_bounded() -> None:
 @pytest.mark.parametrize(
     "text", ["<tool_call>{" * 8_000, "{" * 50_000, "<tool_call>" + "[" * 50_000, " \n" * 10_000]
 )
-def test_nonsense_is_quick(text: str) -> None:
+def test_malformed_text_takes_linear_time(text: str) -> None:
     for style in TOOL_FORMATS:
         pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
         assert "".join(item[-1] for item in parse(make(style), pieces)) == text
 
 
-def test_arguments_that_are_no_text_are_escaped() -> None:
-    """Half of a surrogate pair in a call that is read whole does not reach the answer as such."""
+def test_lone_surrogates_in_arguments_are_escaped() -> None:
+    """The arguments of a call that is parsed as a whole can be encoded in UTF-8."""
     text = '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>'
     parts = parse(make("hermes"), [text])
     parts[1][-1].encode()
@@ -236,7 +236,7 @@ def test_arguments_that_are_no_text_are_escaped() -> None:
 @pytest.mark.parametrize(
     "arguments", ['{"a": 1e999}', '{"a": NaN}', "[" * 9999, '"' + "9" * 5000 + '"', "3"]
 )
-def test_arguments_that_are_no_json_object_are_text(arguments: str) -> None:
+def test_a_call_whose_arguments_are_not_an_object_is_text(arguments: str) -> None:
     text = f'<tool_call>{{"arguments": {arguments}, "name": "f"}}'
     assert parse(make("hermes"), [text]) == [("text", text)]
 
@@ -252,7 +252,7 @@ def test_arguments_that_are_no_json_object_are_text(arguments: str) -> None:
         ("{% if tools %}<|channel|>{% endif %}", "hermes", False, None),
     ],
 )
-def test_the_format_is_the_templates(
+def test_the_template_chooses_the_format(
     template: str, tools: str, is_native: bool, reasoning: str | None
 ) -> None:
     style = choose_format(template, "auto", "auto")
@@ -266,7 +266,7 @@ def test_settings_choose_the_format() -> None:
     assert (style.tools.name, style.has_native_tools, style.reasoning) == ("mistral", True, None)
     assert choose_format("", "none", "deepseek_r1").tools is None
     described = choose_format("", "mistral", "auto")
-    assert described.tools is TOOL_FORMATS["hermes"], "as they are described"
+    assert described.tools is TOOL_FORMATS["hermes"], "the format in which the tools are described"
     assert not described.has_native_tools
 
 
