@@ -1,7 +1,7 @@
-"""Attention over the engine's K/V tiles, and what libraries do with contiguous bf16 K/V.
+"""Attention over the engine's K/V tiles, and libraries' attention over contiguous bf16 K/V.
 
 A tile holds several layers, as in the engine, and the layers take turns, so that every call reads
-its K/V from memory. Operations: 4 x head_dim for each query head and key that it sees.
+its K/V from memory. A query head and a key that it attends to count as 4 x head_dim operations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.gpu.record import Figures, Record
 from bench.gpu.timing import Timing, device, time_works
 
-_LAYERS = 16  # of a tile
+_LAYERS = 16  # layers of a tile
 _FILL_ROWS = 32768
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -32,6 +32,8 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class Heads:
+    """The numbers of query and K/V heads, and the values of a head."""
+
     query: int = 32
     kv: int = 8
     dim: int = 128
@@ -61,7 +63,7 @@ def run(record: Record) -> None:
         )
     record.run(f"prefill {length} own bf16", partial(prefill, heads, length, "bf16"))
     record.run(f"prefill {length} own int8", partial(prefill, heads, length, "int8"))
-    for kind in ("bf16", "int8") if not record.is_dry else ():  # it checks itself at length
+    for kind in ("bf16", "int8") if not record.is_dry else ():  # its own check needs long prompts
         made = partial(library_prefill, heads, length, kind)
         record.run(f"prefill {length} library {kind}", made)
     for candidate in _candidates():
@@ -78,13 +80,13 @@ def run(record: Record) -> None:
 
 @dataclass
 class Step:
-    """One step's rows over the K/V of some layers. attend: of each layer, a call; layer_bytes:
-    K/V of one token in one layer, scales included; tiles, k, v: the last layer's."""
+    """One step's rows over the K/V of some layers. attend: a call for each layer. layer_bytes: K/V
+    of one token in one layer, scales included. tiles, k, v: those of the last layer."""
 
     attend: list[Callable[[], Tensor]]
     layer_bytes: int
     memory: Tensor
-    """Keeps the K/V alive, since the calls know only its address."""
+    """Keeps the K/V alive, since the calls have only its address."""
     tiles: Any
     q: Tensor
     """[T, H, D]"""
@@ -165,14 +167,14 @@ def prefill(heads: Heads, length: int, kind: str) -> Figures:
 
 
 def library_prefill(heads: Heads, length: int, kind: str) -> Figures:
-    """As the engine takes a long chunk to a library: what is in the tiles is gathered first."""
+    """Times a long chunk as the engine computes it with a library, after gathering the tiles."""
     from ops.cuda.attention import PrefillChunk
     from ops.cuda.prefill import LibraryPrefill
 
     step = make_step(heads, [length], [length], kind)
     library = LibraryPrefill(list(_candidates()), device())
     if not library.prepare([step.tiles]):
-        raise RuntimeError("no library's attention is right here")
+        raise RuntimeError("no library's attention passes its check on this device")
     out, prompt = torch.empty_like(step.q), PrefillChunk(0, 0, length, length)
     call = partial(library.attend, step.tiles, step.memory.data_ptr(), prompt, step.q, out)
     chosen = ", ".join(candidate.name for candidate in library._chosen.values())
@@ -186,7 +188,8 @@ def _prefill_figures(timing: Timing, heads: Heads, length: int, step: Step) -> F
 
 
 def _candidates() -> list[Any]:
-    """cuda_prefill's; without a GPU none of them runs but our own kernel."""
+    """Returns the candidates of ops/cuda/prefill.py, of which only our own kernel runs without a
+    GPU."""
     from ops.cuda.prefill import Candidate, installed, own_attention
 
     if torch.cuda.is_available():
@@ -206,7 +209,7 @@ def _prefill_operations(heads: Heads, length: int) -> float:
 
 
 def _contiguous(heads: Heads, batch: int, length: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q: [B, H, rows, D]; k, v: [B, Hk, length, D]."""
+    """Returns random q: [B, H, rows, D] and k, v: [B, Hk, length, D] in bf16."""
     kind: dict[str, Any] = {"device": device(), "dtype": torch.bfloat16}
     q = torch.randn(batch, heads.query, rows, heads.dim, **kind)
     k, v = (torch.randn(batch, heads.kv, length, heads.dim, **kind) for _ in range(2))
@@ -232,7 +235,7 @@ def decode_rivals() -> dict[str, Rival]:
 def _sdpa_decode(
     backend: str | None, as_rows: bool, heads: Heads, batch: int, context: int
 ) -> Figures:
-    """as_rows: the query heads of one K/V head as rows of one head."""
+    """Times PyTorch's attention. as_rows: query heads of a K/V head are rows of one head."""
     q, k, v = _contiguous(heads, batch, context, 1)
     if as_rows:
         q = q.view(batch, heads.kv, heads.query // heads.kv, heads.dim)
@@ -253,7 +256,7 @@ def _time_sdpa(backend: str | None, q: Tensor, k: Tensor, v: Tensor, **options: 
 
 
 def _dense_prefill(attend: Callable[..., Tensor], heads: Heads, length: int) -> Figures:
-    """On contiguous bf16 K/V, [L, Hk, D]."""
+    """Times attention of one prompt over contiguous bf16 K/V, [L, Hk, D]."""
     kind: dict[str, Any] = {"device": device(), "dtype": torch.bfloat16}
     q = torch.randn(length, heads.query, heads.dim, **kind)
     k, v = (torch.randn(length, heads.kv, heads.dim, **kind) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The device's ceilings, measured on random data in the same run as everything else."""
+"""The device's ceilings, measured on random data in the same run as all other figures."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -23,13 +23,14 @@ from bench.gpu.record import Figures, Record
 from bench.gpu.timing import device, make_events, time_works
 
 _QUERIED = "clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw,power.limit,pstate"
-READ_BLOCK = 8192  # values that a program reads at once
+READ_BLOCK = 8192  # values that a program of the kernel reads at once
 _PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "flash-attn", "cuda-bindings")
 
 
 @triton.jit
 def read_kernel(x_at, out_at, num_blocks, BLOCK: tl.constexpr):
-    """x: num_blocks * BLOCK int32, below 2^31 -> out[program]: the xor of what it reads."""
+    """Writes the xor of the blocks that each program reads. x: num_blocks * BLOCK int32, fewer than
+    2^31 values; out: [programs, BLOCK]."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int32)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
@@ -38,7 +39,7 @@ def read_kernel(x_at, out_at, num_blocks, BLOCK: tl.constexpr):
 
 
 def read_all(x: Tensor, out: Tensor) -> None:
-    """x: int32, a multiple of READ_BLOCK values; out: [programs, READ_BLOCK] int32."""
+    """Reads x: int32, a multiple of READ_BLOCK values. out: [programs, READ_BLOCK] int32."""
     read_kernel[(out.shape[0],)](x, out, x.numel() // READ_BLOCK, BLOCK=READ_BLOCK, num_warps=8)
 
 
@@ -47,7 +48,7 @@ def multiply_kernel(
     a_at, b_at, out_at, repeats,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, IS_INT8: tl.constexpr,
 ):  # fmt: skip
-    """The product of the same two tiles, added up `repeats` times: a: [M, K], b: [N, K]."""
+    """Adds the product of the same two tiles `repeats` times. a: [M, K], b: [N, K]."""
     rows, cols, depth = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     a = tl.load(a_at + rows[:, None] * K + depth[None, :])
     b = tl.load(b_at + cols[None, :] * K + depth[:, None])
@@ -64,7 +65,8 @@ def multiply_kernel(
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, repeats: int, num_warps: int = 8) -> int:
-    """Every program multiplies a: [M, K] by b: [N, K]; out: [programs, M, N]. The operations."""
+    """Multiplies a: [M, K] by b: [N, K] in every program. out: [programs, M, N], the results.
+    Returns the number of operations."""
     (rows, depth), cols = a.shape, b.shape[0]
     multiply_kernel[(out.shape[0],)](
         a, b, out, repeats,
@@ -107,7 +109,7 @@ def _versions() -> Figures:
 
 
 def clocks() -> Figures:
-    """Reads the clocks; sets nothing."""
+    """Returns the device's clocks, temperature and power, and changes none of them."""
     command = ["nvidia-smi", f"--query-gpu={_QUERIED},driver_version", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
@@ -134,7 +136,7 @@ def _random_bytes(count: int) -> torch.Tensor:
 
 
 def _copy(size: int) -> Figures:
-    """Measures copying; bytes read and bytes written count."""
+    """Measures copying. The rate counts the bytes read and the bytes written."""
     source = _random_bytes(size)
     target = torch.empty_like(source)
     timing = time_works([lambda: target.copy_(source)])
@@ -142,7 +144,7 @@ def _copy(size: int) -> Figures:
 
 
 def _read(size: int) -> Figures:
-    """Measures reading with some numbers of programs; the best counts."""
+    """Measures reading with several numbers of programs and returns the best figures."""
     values = _random_bytes(size).view(torch.int32)
     counts = (132, 264, 528, 1056) if torch.cuda.is_available() else (2,)
     best: Figures = {"rate": 0.0}
@@ -166,14 +168,14 @@ def _best(probes: dict[str, Probe]) -> Figures:
     for name, probe in probes.items():
         try:
             rates[name] = probe()["rate"]
-        except Exception as problem:  # not every device has every product
-            error = problem
-            errors[f"{name}_error"] = f"{type(problem).__name__}: {problem}"[:200]
+        except Exception as raised:  # not every device has every product
+            error = raised
+            errors[f"{name}_error"] = f"{type(raised).__name__}: {raised}"[:200]
     if error is not None and not rates:
         raise error
     best = max(rates, key=rates.__getitem__)
     each = {f"{name} Top/s": round(rate / 1e12, 3) for name, rate in rates.items()}
-    return {"rate": rates[best], "way": best, **each, **errors}
+    return {"rate": rates[best], "probe": best, **each, **errors}
 
 
 def _rate(operations: float, work: Callable[[], object]) -> Figures:
@@ -214,7 +216,7 @@ def _fp8_probes(width: int, is_dry: bool) -> dict[str, Probe]:
 
 
 def _loops(dtype: torch.dtype, sums: torch.dtype, is_dry: bool) -> dict[str, Probe]:
-    """Returns products of tiles that stay in registers, in some shapes."""
+    """Returns probes of tiles that stay in registers, for several shapes."""
 
     def loop(rows: int, cols: int, depth: int, num_warps: int) -> Figures:
         a, b = _matrix(rows, depth, dtype), _matrix(cols, depth, dtype)
@@ -230,7 +232,7 @@ def _loops(dtype: torch.dtype, sums: torch.dtype, is_dry: bool) -> dict[str, Pro
 
 
 def _launches() -> Figures:
-    """Measures a tiny kernel in a graph of many, and as a graph of its own each time."""
+    """Measures a tiny kernel in a graph of many kernels, and in a graph of its own."""
     x = torch.zeros(32, device=device())
     figures: Figures = {"in_a_graph_us": 1e6 * time_works([lambda: x.add_(1.0)]).seconds}
     if not torch.cuda.is_available():

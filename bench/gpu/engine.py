@@ -1,7 +1,7 @@
-"""The whole engine on random weights: decoding at several batch sizes, prompts, a mixture.
+"""The whole engine on random weights: decoding at several batch sizes, prompts, and mixed requests.
 
-The engine is as a user gets it: threads, scheduler, sampling and text included. A decode case is
-taken from the moment when every request has its first token to when the first one ends.
+The engine is complete, with threads, scheduler, sampling and text. A decode case lasts from the
+moment when every request has its first token until the first request ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.gpu.steps import (
     ModelSizes,
     StepClock,
     gap_share,
-    late_places,
+    late_periods,
     periods,
     with_growth,
 )
@@ -40,15 +40,16 @@ _MAX_LOG_LINES = 60
 
 @dataclass
 class EnginePlan:
-    """The measurements of one shape. decodes: (batch, context, tokens in the window)."""
+    """The measurements of one shape. decodes: batch, context, and tokens of each request that are
+    timed. prefills: tokens of prompts."""
 
     shape: str
     decodes: tuple[tuple[int, int, int], ...]
     prefills: tuple[int, ...]
     streams: tuple[int, int, int] = (64, 1024, 100)
-    """requests, prompt, tokens to answer"""
+    """Requests, tokens of a prompt, tokens of an answer."""
     mixed: tuple[int, int, int] = (64, 2048, 256)
-    """requests, longest prompt, longest answer"""
+    """Requests, tokens of the longest prompt and of the longest answer."""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -117,7 +118,7 @@ def measure(record: Record, plan: EnginePlan) -> None:
 
 
 class _Lines(logging.Handler):
-    """Keeps what the engine logs while it starts, with the seconds since the start."""
+    """Keeps the engine's log lines with the seconds since the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class _Lines(logging.Handler):
 
 
 class _Client:
-    """The sink of one request, which notes when tokens came."""
+    """The sink of one request, which notes when its tokens came."""
 
     def __init__(self, ended: threading.Semaphore) -> None:
         self.times: list[tuple[float, int]] = []
@@ -153,12 +154,12 @@ class _Client:
         self._ended.release()
 
     def wake(self) -> None:
-        """Does nothing: no thread sleeps."""
+        """Does nothing, since no thread waits for tokens."""
 
 
 @dataclass
 class _Run:
-    """Notes requests from submission to the last token."""
+    """Requests that were submitted together, and the times of their tokens."""
 
     began: float
     clients: list[_Client]
@@ -172,7 +173,7 @@ class _Run:
         return [client.times[-1][0] for client in self.clients]
 
     def num_tokens(self, first: float = 0.0, last: float = float("inf")) -> int:
-        """That came after `first`, up to `last`."""
+        """Returns the number of tokens that came after `first` and not after `last`."""
         return sum(n for c in self.clients for at, n in c.times if first < at <= last)
 
 
@@ -211,7 +212,8 @@ class _Bench:
         return run.firsts[0] - run.began
 
     def _decode_window(self, batch: int, context: int, count: int) -> tuple[_Run, float, float]:
-        """Tokens enough for the lead of those whose prompt is computed first."""
+        """Returns a run and the times between which all its requests decode. Answers are longer
+        than `count`, since the first sequences decode while later prompts are computed."""
         lead = -(-batch * context // self._rows) + 2
         self._clock.clear()
         run = self._requests([context] * batch, [count + lead] * batch)
@@ -221,11 +223,11 @@ class _Bench:
         return run, first, last
 
     def decode(self, batch: int, context: int, count: int) -> Figures:
-        """seconds: of a step, on the device, the median."""
+        """Measures decode steps. seconds: the median period of a step on the device."""
         run, first, last = self._decode_window(batch, context, count)
         steps = self._clock.steps(first, last)
         times = periods(steps)
-        late = late_places(times)
+        late = late_periods(times)
         grown = with_growth(late, steps, self._clock.maps)
         middle = context + statistics.mean(
             sum(n for at, n in client.times if at <= (first + last) / 2) for client in run.clients
@@ -250,7 +252,7 @@ class _Bench:
         }
 
     def prefill(self, length: int) -> Figures:
-        """seconds: until the first token, the median of three prompts."""
+        """Measures prompts. seconds: until the first token, the median of three prompts."""
         waits, busy = [], []
         for _ in range(1 if self._record.is_dry else 3):
             self._clock.clear()
@@ -269,7 +271,7 @@ class _Bench:
         }
 
     def streams(self) -> Figures:
-        """Sends all requests at once and waits for the last answer, as for the peers."""
+        """Sends all requests at once and waits for the last answer, as with Transformers."""
         count, prompt, answer = self._plan.streams
         times, decodes = [], []
         for _ in range(1 if self._record.is_dry else 2):
@@ -284,7 +286,7 @@ class _Bench:
         }
 
     def mixed(self) -> Figures:
-        """Measures prompts and answers of all lengths: the gaps between a request's tokens."""
+        """Measures requests of random lengths, and the gaps between tokens of a request."""
         count, longest, most = self._plan.mixed
         lengths = [self._rng.randint(2, longest) for _ in range(count)]
         answers = [self._rng.randint(2, most) for _ in range(count)]
@@ -306,8 +308,8 @@ class _Bench:
         }
 
     def profile(self, batch: int, context: int, count: int) -> Figures:
-        """Where the device was idle, from the profiler's record of its work: gaps between any two
-        kernels, and those above 5 us, which are not inside a graph."""
+        """Returns the share of time in which the device was idle, from the profiler's events: all
+        gaps between kernels, and those above 5 us, which are not inside a graph."""
         from torch.profiler import ProfilerActivity, profile
 
         figures: Figures = {}
@@ -318,7 +320,7 @@ class _Bench:
             for event in found.events()
             if "CUDA" in str(event.device_type)
         )
-        # the last part, when all of them decode
+        # Only in the last third do all requests decode.
         spans = spans[2 * len(spans) // 3 : -50]
         idle = idle_times(spans)
         whole = spans[-1][1] - spans[0][0]
@@ -329,7 +331,8 @@ class _Bench:
 
 
 def idle_times(spans: Sequence[tuple[float, float]]) -> list[float]:
-    """Between spans that are in the order of their begin and may overlap."""
+    """Returns the gaps between spans (begin, end), which are in the order of their begin and may
+    overlap."""
     found, end = [], spans[0][1]
     for begin, until in spans[1:]:
         if begin > end:

@@ -1,8 +1,8 @@
-"""Products at the shapes of the 8B model: every format, the library's products, tuned tiles.
+"""Products at the shapes of the 8B model, in every format, with libraries' products to compare.
 
-A layer's "product" is the kernel alone, on rows that are quantized already; "whole" is the layer as
-the engine calls it, with norm, quantization and residual. Operands take turns, so that no cache
-holds a weight from one call to the next.
+A layer's "product" is the kernel alone, on rows that are quantized already. "whole" is the layer as
+the engine calls it, with norm, quantization and residual. Several sets of operands take turns, so
+that no cache holds a weight from one call to the next.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from ops.backend import Fusion, LinearOp, Norm
 
 _RIVAL_ROWS = (64, 2048)
 _WHOLE_ROWS = (64, 1, 2048)
-# Of the tuned rows; what the engine's steps have most comes first.
+# The numbers of rows for which tiles are tuned, in the order of their importance.
 _TUNED_ROWS = (8192, 64, 1, 16, 2048, 4, 256, 8, 32, 128, 2, 512)
 _TUNE_S = 35.0
 _WORKERS = 10
 
 
 class Layer(NamedTuple):
-    """num_rows: of the weight. adds: to a residual, in fp32."""
+    """A linear layer. num_rows: rows of the weight. adds: the result is added to a residual in
+    fp32."""
 
     name: str
     num_in: int
@@ -98,7 +99,7 @@ def fusion_of(layer: Layer, kind: str = "int8") -> Fusion:
 
 
 def make_op(kind: str, layer: Layer) -> LinearOp:
-    """Returns a layer with random weights. kind: int8, fp8, int4 or bf16."""
+    """Returns an operator with random weights. kind: int8, fp8, int4 or bf16."""
     backend = get_backend("cuda")
     weight = torch.randn(layer.num_rows, layer.num_in, device=device(), dtype=torch.bfloat16)
     weight *= layer.num_in**-0.5
@@ -120,8 +121,8 @@ def make_op(kind: str, layer: Layer) -> LinearOp:
 
 
 def make_rows(kind: str, layer: Layer, count: int) -> tuple[Tensor, Tensor | None]:
-    """(what the layer is called with, its residual or None). Between quantized layers the
-    residual stream is fp32."""
+    """Returns the layer's input and its residual, None if it has none. Between quantized layers
+    the residual stream is fp32."""
     stream = torch.bfloat16 if kind == "bf16" else torch.float32
     x = torch.randn(count, layer.num_in, device=device())
     x = x.to(stream) if layer.has_norm else x.bfloat16()
@@ -134,7 +135,7 @@ _WEIGHT_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / 64, "bf16": 2.0}
 
 
 def whole(kind: str, layer: Layer, count: int) -> Figures:
-    """Times the layer as the engine calls it. bytes: input rows, weights, results."""
+    """Times the layer as the engine calls it. bytes: those of input rows, weights and results."""
     weight_bytes = int(layer.num_rows * layer.num_in * _WEIGHT_BYTES[kind])
     ops = [make_op(kind, layer) for _ in range(num_sets(weight_bytes))]
     x, residual = make_rows(kind, layer, count)
@@ -146,7 +147,7 @@ def whole(kind: str, layer: Layer, count: int) -> Figures:
 
 
 def product(layer: Layer, count: int) -> Figures:
-    """int8 alone, with the tile that is chosen for it."""
+    """Times the int8 product alone, with the tile that is chosen for it."""
     from ops.cuda.tune import FUSED, LIBRARY
     from ops.triton_kernels.linear import library_linear, scaled_linear
     from ops.triton_kernels.rows import quantize_rows
@@ -156,7 +157,7 @@ def product(layer: Layer, count: int) -> Figures:
     x, residual = make_rows("int8", layer, count)
     rows = quantize_rows(x)
     choice = op.choice(count, layer.adds)
-    if choice.implementation == FUSED:  # its tile, after a kernel for the rows
+    if choice.implementation == FUSED:  # the same tile, without quantizing the rows
         choice = choice._replace(implementation="triton")
     dtype = torch.float32 if layer.adds or layer.is_head else torch.bfloat16
     out = torch.empty(count, layer.num_out, device=device(), dtype=dtype)
@@ -189,7 +190,7 @@ def _operations(layer: Layer, count: int) -> float:
 def _jobs(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, int]]:
     for count in _TUNED_ROWS:
         for layer in layers:
-            # logits are of sampled rows; the square one is for one row of the table
+            # Only sampled rows have logits, and only one target needs the square layer.
             if (layer.is_head and count > 256) or (layer.name == SQUARE.name and count != 8192):
                 continue
             if count == 8192 and layer.name != SQUARE.name:
@@ -198,7 +199,7 @@ def _jobs(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, int]]:
 
 
 def _tune(layers: tuple[Layer, ...], budget_s: float) -> Figures:
-    """Tunes the tiles; the engine's sections find the table in the cache."""
+    """Tunes the tiles and writes them to the cache, where the engine's sections find them."""
     from ops.cuda import tune
 
     ops: dict[str, Any] = {layer.name: make_op("int8", layer) for layer in layers}
@@ -209,7 +210,7 @@ def _tune(layers: tuple[Layer, ...], budget_s: float) -> Figures:
 
 
 def warm(record: Record) -> None:
-    """Runs every candidate tile once, in many processes, so that tuning finds them compiled."""
+    """Runs every candidate tile once, in several processes, so that tuning finds them compiled."""
     record.run("candidates", lambda: _warm(record))
 
 
@@ -282,7 +283,7 @@ def _scaled_mm(num_out: int, num_in: int, count: int) -> Figures:
         torch.randn(num_out, num_in, device=device()).to(kind)
         for _ in range(num_sets(num_out * num_in))
     ]
-    # scales per row and per channel, as our layers have them
+    # Scales are per row and per channel, as in our layers.
     rows = torch.rand(count, 1, device=device())
     channels = torch.rand(1, num_out, device=device())
     timing = time_works(

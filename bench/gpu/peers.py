@@ -1,7 +1,7 @@
-"""Transformers at 64 streams on the same shape: each way that it has to be fast, the best counts.
+"""Transformers at 64 streams on the same shape, in each of its fast modes; the best one counts.
 
-Every request has the same length, so that the padded batch wastes nothing. tokens_per_s are tokens
-that were generated over the whole time, prompts included, as for our engine's "streams".
+Every request has the same length, so that the batch has no padding. tokens_per_s are the generated
+tokens over the whole time, prompts included, as in our engine's case "streams".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.gpu.record import Figures, Record
 from bench.gpu.timing import device
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-_COMPILE_S = 35.0  # not worth beginning with less
+_COMPILE_S = 35.0  # a compiled mode does not start with less time left
 
 
 def run(record: Record) -> None:
@@ -32,7 +32,7 @@ def run(record: Record) -> None:
     if not models:
         return
     ids = torch.randint(2, SHAPES[plan.shape]["vocab_size"], (count, prompt), device=device())
-    ways: dict[str, Callable[[int], int]] = {
+    modes: dict[str, Callable[[int], int]] = {
         "generate, dynamic cache": partial(_generate, models[0], ids, {}),
         "generate_batch": partial(_generate_batch, models[0], ids),
         "generate, static cache, compiled": partial(
@@ -40,17 +40,17 @@ def run(record: Record) -> None:
         ),
     }
     if record.is_dry:
-        ways = dict(list(ways.items())[:1])
-    for name, way in ways.items():
+        modes = dict(list(modes.items())[:1])
+    for name, mode in modes.items():
         if "compiled" in name and record.left_s() < _COMPILE_S:
-            record.fail(name, "no time was left to compile")
+            record.fail(name, "there was no time left to compile it")
             continue
-        record.run(name, partial(_timed, way, answer))
-        _tidy()
+        record.run(name, partial(_timed, mode, answer))
+        _free_caches()
 
 
 def _load(models: list[Any], shape: str) -> Figures:
-    """Returns a model with random weights that are made on the device."""
+    """Appends a model to models, with random weights that are made on the device."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     settings = SHAPES[shape] | {"rope_theta": 500000.0, "rms_norm_eps": 1e-5}
@@ -64,14 +64,14 @@ def _load(models: list[Any], shape: str) -> Figures:
     return {"load_s": time.perf_counter() - began, "dtype": str(model.dtype)}
 
 
-def _timed(way: Callable[[int], int], answer: int) -> Figures:
-    """way: generates so many tokens for each, and returns how many there are. The second of two
-    runs, the first of which compiles and warms up."""
+def _timed(mode: Callable[[int], int], answer: int) -> Figures:
+    """Times the second of two runs, the first of which compiles and warms up. mode: a function
+    that generates `answer` tokens for each request and returns the number of all tokens."""
     warm_up = time.perf_counter()
-    way(answer)
+    mode(answer)
     began = time.perf_counter()
-    tokens = way(answer)
-    _wait()
+    tokens = mode(answer)
+    _synchronize()
     whole = time.perf_counter() - began
     return {
         "total_s": whole,
@@ -92,7 +92,7 @@ def _generate(model: Any, ids: torch.Tensor, options: dict[str, Any], answer: in
         pad_token_id=0,
         **options,
     )
-    _wait()
+    _synchronize()
     return int(out[:, ids.shape[1] :].numel())
 
 
@@ -103,18 +103,18 @@ def _generate_batch(model: Any, ids: torch.Tensor, answer: int) -> int:
         max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     found = model.generate_batch(ids.tolist(), generation_config=config)
-    _wait()
+    _synchronize()
     tokens = sum(len(each.generated_tokens) for each in found.values())
     assert tokens == ids.shape[0] * answer, f"{tokens} tokens came"
     return tokens
 
 
-def _wait() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def _tidy() -> None:
+def _free_caches() -> None:
     """Frees caches of one mode before the next."""
     gc.collect()
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Results of one section of the GPU report, on disk after every case."""
+"""The results of one section of the GPU report, which are on disk after every case."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# What a section's process ends with when its device can no longer be used: a fresh process goes
-# on with the next case.
+# The exit code of a section's process whose device can no longer be used. A new process goes on
+# with the next case.
 LOST_DEVICE = 75
 _TRACE_LINES = 12
 _DEVICE_FAULTS = (
@@ -30,8 +30,8 @@ Figures = dict[str, Any]
 
 
 def is_device_fault(error: Exception) -> bool:
-    """Whether the process can no longer use its device: a library that refuses a shape says much
-    the same, but the next call after it works."""
+    """Returns whether the process can no longer use its device. A library that refuses a shape has
+    a similar message, but the next call works."""
     if not any(fault in str(error) for fault in _DEVICE_FAULTS):
         return False
     torch: Any = sys.modules.get("torch")
@@ -46,9 +46,9 @@ def is_device_fault(error: Exception) -> bool:
 
 
 class Record:
-    """Cases and errors by name. A file that is there already is gone on with.
+    """The cases and errors of a section by name. It continues a file that exists.
 
-    limit_s: what this process may take. is_dry: tiny shapes, on whatever device there is.
+    limit_s: seconds that this process may take. is_dry: tiny shapes on any device.
     """
 
     def __init__(self, path: Path, *, limit_s: float = 3600.0, is_dry: bool = False) -> None:
@@ -71,8 +71,8 @@ class Record:
         self._write()
 
     def run(self, name: str, work: Callable[[], Figures]) -> Figures | None:
-        """What the case brings; None if it fails or did in a process before. Ends the process
-        if its device is lost."""
+        """Runs a case that the file does not have, and returns its figures, or None if it has
+        failed, now or in an earlier process. Ends the process if its device is lost."""
         if name in self.cases or name in self.errors:
             return self.cases.get(name)
         try:
@@ -83,8 +83,8 @@ class Record:
             if is_device_fault(error):
                 print(f"{name}: the device is lost: {error}", file=sys.stderr)
                 sys.stderr.flush()
-                os._exit(LOST_DEVICE)  # nothing of the device can be tidied up
-            gc.collect()  # the frames of what failed held memory
+                os._exit(LOST_DEVICE)  # nothing on the device can be released any more
+            gc.collect()  # the frames of the failed case held memory
         return self.cases.get(name)
 
     def _write(self) -> None:

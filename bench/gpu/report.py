@@ -1,11 +1,11 @@
-"""Every GPU measurement in one command: python -m bench.gpu.report (`make gpu`).
+"""Runs every GPU measurement: python -m bench.gpu.report (`make gpu`).
 
-Every section runs in a process of its own, with a limit of its own within the budget of all; one
-that fails, hangs or loses its device costs nothing but its own cases. After every case DEVICE.json
-and DEVICE.md in --out are whole, so that a run may be ended at any time. What a section finds on a
-device is not judged by the exit code: 0 means that there is a report, 1 that there is no GPU.
+Every section runs in a process of its own, with a time limit within the budget of all sections. One
+that fails, hangs or loses its device costs only its own cases. After every case DEVICE.json and
+DEVICE.md in --out are complete, so that a run may be ended at any time. The exit code does not
+depend on the figures: 0 means that there is a report, 1 that there is no GPU.
 
---dry-run needs no GPU: tiny shapes on the CPU, Triton interpreted, for finding mistakes.
+--dry-run needs no GPU. It runs tiny shapes on the CPU with Triton interpreted, to find mistakes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ ROOT = Path(__file__).parents[2]
 BUDGET_S = 520.0
 _POLL_S = 0.1
 _MAX_RESTARTS = 6
-_MIN_S = 5.0  # with less left, a section is not begun
-_RESERVE_S = 6.0  # of the budget, for ending
+_MIN_S = 5.0  # a section does not start with less time left
+_RESERVE_S = 6.0  # seconds of the budget that are kept for ending sections
 _UNKNOWN = "unknown device"
 
 
 @dataclass(frozen=True)
 class Section:
-    """target: "module:function", called with a Record. Neighbours of one stage run at once; what
-    is in the background runs on until `after` names it."""
+    """A part of the report. target: "module:function", called with a Record. Neighbours with the
+    same stage run at once. A background section runs on until a section names it in `after`."""
 
     name: str
     target: str
@@ -55,16 +55,16 @@ class Section:
 
 SECTIONS = (
     Section("environment", "bench.gpu.ceilings:environment", 60, "device, driver, versions"),
-    Section("build", "bench.gpu.tests:build", 240, "the library of the CPU", is_background=True),
+    Section("build", "bench.gpu.tests:build", 240, "the native library", is_background=True),
     Section("smoke-linear", "bench.gpu.smoke:linear", 90, "int8 products are right", "first"),
-    Section("smoke-formats", "bench.gpu.smoke:formats", 90, "fp8, 4 bits, bf16, too", "first"),
+    Section("smoke-formats", "bench.gpu.smoke:formats", 90, "fp8, 4-bit, bf16 are right", "first"),
     Section("smoke-attention", "bench.gpu.smoke:attention", 90, "attention is right", "first"),
     Section("smoke-sampling", "bench.gpu.smoke:sampling", 90, "rows, sampling are right", "first"),
     Section("warm-up", "bench.gpu.linear:warm", 90, "compiles candidates for tuning", "first"),
     Section("ceilings", "bench.gpu.ceilings:run", 40, "bandwidths, peaks, launches"),
     Section("linear", "bench.gpu.linear:run", 85, "products at the shapes of the 8B model"),
-    Section("attention", "bench.gpu.attention:run", 50, "decoding and prefill, and rivals"),
-    Section("rows", "bench.gpu.rows:run", 25, "what is bound by memory; sampling"),
+    Section("attention", "bench.gpu.attention:run", 50, "decode and prefill, and libraries"),
+    Section("rows", "bench.gpu.rows:run", 25, "kernels bound by memory; sampling"),
     Section("memory", "bench.gpu.tests:memory", 20, "the driver's virtual memory"),
     Section("engine-8b", "bench.gpu.engine:run_8b", 100, "the engine, 8B-shaped", after="build"),
     Section("transformers", "bench.gpu.peers:run", 80, "Transformers at 64 streams"),
@@ -90,7 +90,7 @@ class Child:
     _found: tuple[int, dict[str, Any]] = (0, {"cases": {}, "errors": {}})
 
     def entry(self) -> dict[str, Any]:
-        """For the report."""
+        """Returns the section's entry in the report."""
         stamp = self.out.stat().st_mtime_ns if self.out.is_file() else 0
         if stamp != self._found[0]:
             self._found = stamp, json.loads(self.out.read_text())
@@ -102,7 +102,7 @@ class Child:
 
 
 class Parent:
-    """Runs sections and keeps the report. Uses no device itself."""
+    """Runs sections and writes the report. It uses no device itself."""
 
     def __init__(self, out: Path, *, budget_s: float, is_dry: bool = False) -> None:
         self._out = out
@@ -118,7 +118,7 @@ class Parent:
         return self._budget_s - (time.monotonic() - self._began_s) - _RESERVE_S
 
     def run(self, sections: Sequence[Section]) -> None:
-        """Runs stage by stage and leaves no process of a section behind."""
+        """Runs the stages one after the other. No process of a section is left afterwards."""
         try:
             for _, group in groupby(sections, lambda s: s.stage or s.name):
                 self._run_stage(list(group))
@@ -203,7 +203,7 @@ class Parent:
 
     @staticmethod
     def _kill(child: Child) -> None:
-        """Ends the whole process group, as a section may have children."""
+        """Kills the whole process group, as a section may have children."""
         assert child.process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, signal.SIGKILL)
@@ -257,7 +257,7 @@ class Parent:
         return self._out / f"{stem}{suffix}"
 
     def write(self) -> None:
-        """Names the files once the device's name is known."""
+        """Writes both files, if the device's name is known."""
         report = self.report()
         if report["device"] == _UNKNOWN:
             return
@@ -269,7 +269,7 @@ class Parent:
             part.replace(path)
 
     def num_failures(self) -> int:
-        """Prints them."""
+        """Prints all failures and returns their number."""
         count = 0
         for name, entry in self.report()["sections"].items():
             failures = [
@@ -316,21 +316,23 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.report", description=__doc__)
-    parser.add_argument("target", nargs="?", help="a section's MODULE:FUNCTION, here and now")
-    parser.add_argument("--section-file", type=Path, help="its results")
-    parser.add_argument("--limit", type=float, default=3600.0, help="its seconds")
+    parser.add_argument(
+        "target", nargs="?", help="run this section's MODULE:FUNCTION in this process"
+    )
+    parser.add_argument("--section-file", type=Path, help="file of the section's results")
+    parser.add_argument("--limit", type=float, default=3600.0, help="the section's seconds")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, all in all")
-    parser.add_argument("--only", metavar="A,B", help="these sections")
-    parser.add_argument("--list", action="store_true", help="the sections")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of all sections")
+    parser.add_argument("--only", metavar="A,B", help="run only these sections")
+    parser.add_argument("--list", action="store_true", help="list the sections")
+    parser.add_argument("--dry-run", action="store_true", help="run tiny shapes on the CPU")
     args = parser.parse_args()
     if args.list:
         for section in SECTIONS:
             print(f"{section.name:16} {section.limit_s:4.0f} s  {section.about}")
         return 0
     if args.target:
-        signal.alarm(int(args.limit) + 10)  # in case the parent is no more
+        signal.alarm(int(args.limit) + 10)  # ends the section if the parent has died
         path = args.section_file or Path(tempfile.mkdtemp()) / "section.json"
         run_section(args.target, Record(path, limit_s=args.limit, is_dry=args.dry_run))
         if args.section_file is None:

@@ -1,4 +1,4 @@
-"""Kernels that only memory limits: rows between products, storing K/V, sampling."""
+"""Kernels that are bound by memory: rows between products, storing K/V, sampling."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _norm(count: int, width: int) -> Figures:
 
 
 def _append(heads: Heads, count: int, kind: str) -> Figures:
-    """k turned, k and v quantized and written; read from the qkv rows, 64 sequences' turn."""
+    """Times rotating k, and quantizing and writing k and v, which are read from the qkv rows."""
     from ops.cuda.attention import KVTiles, Rotation, layer_bytes
     from ops.triton_kernels.kv import append
 
@@ -94,11 +94,11 @@ def _append(heads: Heads, count: int, kind: str) -> Figures:
 
 
 def make_sampler(kind: str, batch: int, vocab: int) -> tuple[Any, Any]:
-    """Returns a DeviceSampler with its sampling parameters, and the step's plan."""
+    """Returns a DeviceSampler that has uploaded a step's plan, and the plan."""
     from ops.cuda.device_sampler import DeviceSampler
     from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
 
-    options: dict[str, Any] = {"temperature": float(kind != "greedy")}  # 1: logits stay
+    options: dict[str, Any] = {"temperature": float(kind != "greedy")}  # 1 keeps the logits
     if kind.startswith("top-p"):
         options["top_p"] = float(kind.split()[1])
     if kind.startswith("top-k"):
@@ -111,9 +111,9 @@ def make_sampler(kind: str, batch: int, vocab: int) -> tuple[Any, Any]:
 
 
 def sample(kind: str, batch: int, vocab: int) -> Figures:
-    """bytes: every logit read once."""
+    """Times sampling. bytes: those of all logits, read once."""
     sampler, plan = make_sampler(kind, batch, vocab)
-    # as far apart as a model's; where they are close to each other, nothing can be left out
+    # The logits differ as much as a model's. If they were closer, the kernel could skip none.
     logits = [
         2.5 * torch.randn(batch, vocab, device=device()) for _ in range(num_sets(4 * batch * vocab))
     ]

@@ -1,7 +1,7 @@
-"""Every kernel once, on the device, against a reference in fp64: what only a real GPU shows.
+"""Runs every kernel once on the device against a reference in fp64, to find what only a GPU shows.
 
-An error is ||out - expected|| / ||expected||. What int8, fp8 and bf16 numbers lose is within the
-bounds; a wrong index is far outside.
+An error is ||out - expected|| / ||expected||. The bounds allow for the rounding of int8, fp8 and
+bf16 numbers; a wrong index is far outside them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.gpu.timing import device, relative_error
 from ops import get_backend
 from ops.backend import NF4_VALUES, Fusion, LinearOp
 
-# Of rows in int8 times weights in int8; of both in e4m3; of int4 weights that are exact; of bf16.
+# Bounds of the error. Rows and weights are int8, or both e4m3; 4-bit weights are exact.
 _BOUNDS = {"int8": 0.03, "fp8": 0.08, "int4": 0.03, "nf4": 0.03, "bf16": 0.02}
 
 
@@ -48,21 +48,21 @@ LARGE = (
 
 
 def linear(record: Record) -> None:
-    """int8, which the engine takes by default."""
+    """Checks int8 products, which are the engine's default."""
     _products(record, "int8", (1, 64, 1000), (1, 3, 17, 130))
     layer, count = (SMALL[3], 3) if record.is_dry else (LARGE[1], 300)
-    record.run("int8: a row's bits are its own", partial(_own_bits, layer, count))
+    record.run("int8: a row's bits do not depend on other rows", partial(_own_bits, layer, count))
 
 
 def formats(record: Record) -> None:
-    """The other ones."""
+    """Checks the products in the other formats."""
     for kind in _BOUNDS:
         if kind != "int8":
             _products(record, kind, (1, 64), (17, 130))
 
 
 def _products(record: Record, kind: str, large: tuple[int, ...], small: tuple[int, ...]) -> None:
-    """Rows by the size of the layer."""
+    """Checks the large and the small layers, each with its numbers of rows."""
     pairs = [*itertools.product(LARGE, large), *itertools.product(SMALL, small)]
     if record.is_dry:
         pairs = [(layer, 3) for layer in SMALL[2:]]
@@ -78,7 +78,7 @@ def _linear(kind: str, layer: Layer, count: int) -> Figures:
 
 
 def _make(kind: str, layer: Layer) -> tuple[LinearOp, Tensor, Fusion]:
-    """(the layer, the weights it was made of, what is around it)."""
+    """Returns an operator, the weights from which it was made, and its fusion."""
     backend = get_backend("cuda")
     fusion = fusion_of(layer, kind)
     weight = torch.randn(layer.num_rows, layer.num_in, device=device()) * layer.num_in**-0.5
@@ -117,7 +117,7 @@ def _expected(x: Tensor, weight: Tensor, fusion: Fusion, residual: Tensor | None
 
 
 def _own_bits(layer: Layer, count: int) -> Figures:
-    """Checks that the first rows alone have the results that they have among many."""
+    """Checks that the first rows alone have the same results as among many rows."""
     op, _, _ = _make("int8", layer)
     x, residual = make_rows("int8", layer, count)
 
@@ -148,9 +148,9 @@ def attention(record: Record) -> None:
             decoding = [1] * len(lengths), lengths
             record.run(f"decode {about}", partial(_attend, heads, *decoding, kind, window))
             chunks = [7, 19] if record.is_dry else [7, 130, 300]
-            past = [0, 5, 200][: len(chunks)]
-            known = [rows + before for rows, before in zip(chunks, past, strict=True)]
-            merged = decoding[0] + chunks, lengths + known
+            prefixes = [0, 5, 200][: len(chunks)]
+            kv_lens = [rows + prefix for rows, prefix in zip(chunks, prefixes, strict=True)]
+            merged = decoding[0] + chunks, lengths + kv_lens
             record.run(f"merged {about}", partial(_attend, heads, *merged, kind, window))
 
 
@@ -162,16 +162,16 @@ def _attend(
     q, k, v = step.q, step.k, step.v
     out = step.attend[0]()
     expected = torch.empty_like(out, dtype=torch.float64)
-    row = place = 0
+    row = start = 0
     for rows, length in zip(num_rows, kv_lens, strict=True):
-        keys, values = k[place : place + length], v[place : place + length]
+        keys, values = k[start : start + length], v[start : start + length]
         expected[row : row + rows] = _softmax_attention(q[row : row + rows], keys, values, window)
-        row, place = row + rows, place + -(-length // 16) * 16
+        row, start = row + rows, start + -(-length // 16) * 16
     return check(out, expected, 0.03 if kind == "int8" else 0.01)
 
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """q: [n, H, D], the last n of L positions; k, v: [L, Hk, D]."""
+    """Returns attention in fp64. q: [n, H, D], the last n of L positions; k, v: [L, Hk, D]."""
     rows, heads, dim = q.shape
     length, kv_heads, _ = k.shape
     keys, values = (
@@ -203,14 +203,14 @@ def sampling(record: Record) -> None:
 
 
 def _sampled(kind: str, batch: int, vocab: int) -> Figures:
-    """Checks that a sampled token is allowed, and the same in a second call."""
+    """Checks that sampled tokens are allowed, and that a second call samples the same ones."""
     sampler, plan = make_sampler(kind, batch, vocab)
     logits = 2.5 * torch.randn(batch, vocab, device=device())
     tokens = sampler.run(logits.clone(), plan.kind).long().cpu()
     again = sampler.run(logits.clone(), plan.kind).long().cpu()
     assert torch.equal(tokens, again), "the same seeds gave other tokens"
-    ordered, places = logits.double().cpu().sort(dim=1, descending=True)
-    rank = (places == tokens[:, None]).int().argmax(1)
+    ordered, ids = logits.double().cpu().sort(dim=1, descending=True)
+    rank = (ids == tokens[:, None]).int().argmax(1)
     if kind == "greedy":
         allowed = torch.ones(batch, dtype=torch.int64)
     elif kind.startswith("top-k"):

@@ -1,4 +1,4 @@
-"""When a device's steps began and ended: periods, gaps, steps that were late. And their bounds.
+"""Times of a device's steps (periods, gaps, late steps) and the bounds of steps.
 
 A decode step must at least read all weights and the K/V of its contexts, and multiply every weight
 with every row:
@@ -12,7 +12,7 @@ needs 4 x heads x head_dim operations a layer for each pair of a row and a key t
 
     operations  2 x (layers' weights x n + head) + 2 x layers x heads x head_dim x n (n + 1)
 
-Norms, activations and sampling count for nothing: they hide behind the rest at best.
+Norms, activations and sampling do not count, since at best other work hides them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ import torch
 from bench.gpu.timing import make_events
 
 LATE = 1.03
-_WINDOW = 15  # steps around one that say what is usual: contexts grow, slowly
+_WINDOW = 15  # neighbouring steps whose median is usual, as steps grow slowly with contexts
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Weights of the layers and of the head, 1 byte each in int8; attention_width: operations of
-    a row and a key, all layers."""
+    """The numbers of weights in the layers and in the head, 1 byte each in int8. attention_width:
+    operations of a row and a key in all layers."""
 
     layer_weights: int
     head_weights: int
@@ -43,7 +43,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, shape: dict[str, Any]) -> ModelSizes:
-        """shape: of bench.common.checkpoints.SHAPES."""
+        """Returns the sizes of one of bench.common.checkpoints.SHAPES."""
         hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
         q = shape["num_attention_heads"] * shape["head_dim"]
         kv = shape["num_key_value_heads"] * shape["head_dim"]
@@ -69,8 +69,8 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds. submitted: by the host's clock; begin and end by the device's. was_late: the device
-    had nothing to do any more when the host had submitted this one."""
+    """The times of a step in seconds: submitted by the host's clock, begin and end by the device's.
+    was_late: the device was idle when the host submitted the step."""
 
     submitted: float
     begin: float
@@ -79,19 +79,19 @@ class Step:
 
 
 def periods(steps: Sequence[Step]) -> list[float]:
-    """Seconds from one begin to the next."""
+    """Returns the seconds from the begin of each step to the begin of the next."""
     return [b.begin - a.begin for a, b in itertools.pairwise(steps)]
 
 
 def gap_share(steps: Sequence[Step]) -> float:
-    """Of the time from the first begin to the last, what lies between the end of a step and the
-    begin of the next."""
+    """Returns the share of the time from the first begin to the last that lies between the end of a
+    step and the begin of the next."""
     gaps = sum(b.begin - a.end for a, b in itertools.pairwise(steps))
     return gaps / (steps[-1].begin - steps[0].begin)
 
 
-def late_places(times: Sequence[float]) -> list[int]:
-    """Returns the periods of more than LATE times the median of those around them."""
+def late_periods(times: Sequence[float]) -> list[int]:
+    """Returns the indices of periods above LATE times the median of the periods around them."""
     half = _WINDOW // 2
     found = []
     for i, seconds in enumerate(times):
@@ -103,12 +103,13 @@ def late_places(times: Sequence[float]) -> list[int]:
 
 
 def with_growth(
-    places: Sequence[int], steps: Sequence[Step], maps: Sequence[tuple[float, float]]
+    late: Sequence[int], steps: Sequence[Step], maps: Sequence[tuple[float, float]]
 ) -> list[int]:
-    """Those of the late periods while whose making pages were mapped: between the submissions of
-    the step before and of the one that begins late. maps: (begin, end) by the host's clock."""
+    """Returns the late periods during which pages were mapped, between the submissions of the step
+    before and of the step that begins late. late: indices of periods. maps: (begin, end) of calls
+    that mapped pages, by the host's clock."""
     found = []
-    for i in places:
+    for i in late:
         first = steps[max(0, i - 1)].submitted
         last = steps[i + 1].submitted
         if any(begin < last and end > first for begin, end in maps):
@@ -118,13 +119,14 @@ def with_growth(
 
 @dataclass
 class StepClock:
-    """Sees all that is submitted to a step device of this process, and when pages are mapped."""
+    """Notes every step that a step device of this process gets, and when pages are mapped."""
 
     maps: list[tuple[float, float]] = field(default_factory=list)
     _marks: list[tuple[float, Any, Any, bool]] = field(default_factory=list)
 
     def watch(self) -> None:
-        """From now on. Before an engine is made; for the life of the process."""
+        """Notes steps from now on. Call it before an engine is made; it lasts until the process
+        ends."""
         from memory.pages.cuda_vmm import CudaMemory
         from memory.pages.linux_vmm import LinuxMemory
         from serve.runner.step_device import CudaStepDevice, HostStepDevice
@@ -156,7 +158,8 @@ class StepClock:
         return noted
 
     def steps(self, first: float, last: float) -> list[Step]:
-        """Submitted between two moments of the host's clock. The device has passed them."""
+        """Returns the steps that were submitted between two times of the host's clock, when the
+        device has completed them."""
         marks = [mark for mark in list(self._marks) if first <= mark[0] <= last]
         if not marks:
             return []
@@ -168,7 +171,9 @@ class StepClock:
         def seconds(event: Any) -> float:
             return float(origin.elapsed_time(event)) * 1e-3
 
-        return [Step(at, seconds(begin), seconds(end), late) for at, begin, end, late in marks]
+        return [
+            Step(at, seconds(begin), seconds(end), was_late) for at, begin, end, was_late in marks
+        ]
 
     def clear(self) -> None:
         self.maps.clear()
@@ -176,7 +181,7 @@ class StepClock:
 
 
 def _mark(device: Any) -> Any:
-    """An event in the device's stream, or the host's clock."""
+    """Returns an event that it records in the device's stream, or the host's time on a CPU."""
     if device.device.type != "cuda":
         return time.perf_counter()
     (event,) = make_events(1)

@@ -1,8 +1,8 @@
-"""The GPU report's judgement: shares of the ceilings of the same run, targets, and markdown.
+"""The GPU report's targets, with shares of the ceilings of the same run, and its markdown.
 
-Pure: from the JSON of a report to text. A case with `seconds` has what it must move and compute at
-least in `bytes` and `operations` (of the type `unit`); its bound is the larger of bytes over the
-bandwidth and operations over the peak.
+The functions are pure, from the JSON of a report to text. A case with `seconds` has the least bytes
+and operations that it needs in `bytes` and `operations` (of the type `unit`). Its bound is the
+larger of bytes over the bandwidth and operations over the peak.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Cases = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes and operations per second as measured; 0: not known. peaks: by type."""
+    """Measured bytes and operations per second, 0 where they are not known. peaks: by type."""
 
     copy: float
     read: float
@@ -39,7 +39,7 @@ class Ceilings:
         return _share(case, "operations", self.peaks.get(str(case.get("unit")), 0.0))
 
     def bound_share(self, case: dict[str, Any], bandwidth: float | None = None) -> float | None:
-        """bandwidth: the copy's by default."""
+        """Returns the share of the bound. bandwidth: that of copying by default."""
         moved = _share(case, "bytes", self.copy if bandwidth is None else bandwidth)
         computed = self.peak_share(case)
         found = [share for share in (moved, computed) if share is not None]
@@ -59,7 +59,7 @@ def cases_of(report: dict[str, Any], section: str) -> Cases:
 
 @dataclass(frozen=True)
 class Row:
-    """reached: None if it was not measured."""
+    """A target. reached: None if it was not measured."""
 
     target: str
     measured: str
@@ -69,7 +69,7 @@ class Row:
 def _at_least(
     target: str, values: dict[str, float | None], least: float, form: str = "{:.0%}"
 ) -> Row:
-    """Returns a row of all values by name, reached where each is at least `least`."""
+    """Returns a row of all values by name, which is reached if each is at least `least`."""
     known = {name: value for name, value in values.items() if value is not None}
     text = ", ".join(f"{name} {form.format(value)}".strip() for name, value in known.items())
     missing = [name for name in values if name not in known]
@@ -81,7 +81,7 @@ def _at_least(
 
 
 def targets(report: dict[str, Any]) -> list[Row]:
-    """Returns the targets on an H200, in their order."""
+    """Returns the targets on an H200 in their order, with what the report has of them."""
     ceilings = Ceilings.of(report)
     linear, attention = cases_of(report, "linear"), cases_of(report, "attention")
     engine = cases_of(report, "engine-8b")
@@ -181,7 +181,7 @@ def _over_rivals(cases: Cases, ours: str, rivals: str) -> float | None:
     return min(times) / own if times and own else None
 
 
-# What the engine may take, over its own tiles.
+# The kinds of prefill attention that the engine may choose, over its own tiles.
 _PREFILLS = ("prefill 8192 own bf16", "prefill 8192 library bf16")
 
 

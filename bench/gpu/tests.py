@@ -1,7 +1,7 @@
 """Sections of the GPU report that are not figures: the build, the tests, the driver's memory.
 
-Also a pytest plugin (-p bench.gpu.tests): every result goes into a file at once, so that those of
-a run that is ended count, too.
+The module is also a pytest plugin (-p bench.gpu.tests) that writes every result to a file at once,
+so that the results of a run that is killed count, too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 from bench.gpu.record import Figures, Record
 
 ROOT = Path(__file__).parents[2]
-_RESULTS = "GPU_REPORT_TESTS"  # the plugin's file
+_RESULTS = "GPU_REPORT_TESTS"  # environment variable with the path of the plugin's file
 _LIBRARIES = {"ops._native": "_native*.so", "transport._windows": "_windows*.so"}
 
-# The kernels, then what stands on them.
+# First the tests of kernels, then those of code that calls them.
 TESTS = (
     "tests/ops/triton_kernels/test_*.py",
     "tests/ops/cuda/test_*.py",
@@ -43,8 +43,8 @@ TESTS = (
     "tests/serve/scheduler/test_queue_policies.py",
     "tests/serve/engine/test_engine_faults.py",
 )
-_COMPILED = "_compiled.py"  # for devices that are not there
-_END_S = 12.0  # for pytest to end by itself
+_COMPILED = "_compiled.py"  # tests that compile for other devices
+_END_S = 12.0  # seconds of the limit that are kept for ending pytest
 
 
 def build(record: Record) -> None:
@@ -52,7 +52,8 @@ def build(record: Record) -> None:
 
 
 def _build() -> Figures:
-    """In build/gpu, with this Python's headers; the libraries go where they are imported from."""
+    """Builds in build/gpu with this Python's headers, and copies the libraries to the folders from
+    which they are imported."""
     began_s = time.monotonic()
     if all(_is_importable(name) for name in _LIBRARIES):
         return {"built": False, "build_s": 0.0}
@@ -63,7 +64,7 @@ def _build() -> Figures:
     _call(["cmake", "--build", str(folder), "--parallel"])
     for name, pattern in _LIBRARIES.items():
         for library in folder.glob(pattern):
-            # whole at once: other sections are importing meanwhile
+            # The library is replaced at once, since other sections import it meanwhile.
             target = ROOT / name.partition(".")[0] / library.name
             part = target.with_suffix(".part")
             shutil.copy2(library, part)
@@ -87,7 +88,7 @@ def _call(command: list[str]) -> None:
 
 
 def memory(record: Record) -> None:
-    """bench.kernels.cuda_vmm: what the driver does, and how fast."""
+    """Runs bench.kernels.cuda_vmm, which checks and times the driver's virtual memory."""
     record.run("driver", partial(_memory, record))
 
 
@@ -102,7 +103,7 @@ def _memory(record: Record) -> Figures:
     found = json.loads(lines[-1])
     for what, holds in found["checks"].items():
         if not holds:
-            record.fail(f"driver: {what}", "it does not")
+            record.fail(f"driver: {what}", "this does not hold")
     figures: Figures = {"checks": found["checks"], "us": found["us"]}
     for row in found["us"]:
         figures[f"map {row['pages']} pages us"] = round(row["map_us"], 1)
@@ -155,7 +156,8 @@ def run(record: Record) -> None:
 
 
 def _count(record: Record, results: Path, is_complete: bool) -> None:
-    """failed: with errors at set-up and end, each test once."""
+    """Records the counts of outcomes. A test counts once; errors at its set-up and end count as
+    failures."""
     outcomes: dict[str, str] = {}
     for line in results.read_text().splitlines():
         entry = json.loads(line)
@@ -172,7 +174,7 @@ def _count(record: Record, results: Path, is_complete: bool) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """pytest's hook; with several workers it is called in the process that collects them."""
+    """Writes a result, as pytest's hook, in the main process if there are several workers."""
     path = os.environ.get(_RESULTS)
     if path is None or os.environ.get("PYTEST_XDIST_WORKER"):
         return

@@ -1,4 +1,4 @@
-"""How long work on a GPU takes: events, graphs for what is short, buffers that no cache holds."""
+"""Times work on a GPU by events, with graphs for short work and operands that no cache holds."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 Work = Callable[[], object]
 
-# A call from Python may take some 100 us longer than its kernels, so what is short is timed in a
-# graph.
+# A call from Python may take 100 us longer than its kernels, so short work is timed in a graph.
 _SHORT_S = 0.8e-3
 _GRAPH_S = 1e-3
 _MAX_GRAPH_CALLS = 2000
-# Several times the L2 of any GPU (H200: 60 MB).
+# This is several times the L2 cache of any GPU (60 MB on an H200).
 _ROTATED_BYTES = 192 << 20
 _MAX_SETS = 64
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of one call; spread: (90th - 10th percentile) / median."""
+    """The median seconds of one call. spread: (90th - 10th percentile) / median. how: the method
+    of timing."""
 
     seconds: float
     spread: float
@@ -39,17 +39,17 @@ def device() -> torch.device:
 
 
 def num_sets(num_bytes: int) -> int:
-    """Returns how many sets of operands of this size to use in turn."""
+    """Returns how many sets of operands of this size must take turns to be in no cache."""
     if not torch.cuda.is_available():
         return 1
     return max(1, min(_MAX_SETS, -(-_ROTATED_BYTES // max(1, num_bytes))))
 
 
 def time_works(works: Sequence[Work], target_s: float = 0.15) -> Timing:
-    """The same work on different operands, in turn."""
+    """Times calls of the same work on different operands, in turn, for about target_s seconds."""
     if not torch.cuda.is_available():
         return _time_on_host(works)
-    for work in works:  # compiles, allocates
+    for work in works:  # the first calls compile and allocate
         work()
     torch.cuda.synchronize()
     estimate = _estimate_s(works)
@@ -98,7 +98,7 @@ def _time_by_events(works: Sequence[Work], estimate: float, target_s: float) -> 
 
 
 def _time_in_graph(works: Sequence[Work], estimate: float, target_s: float) -> Timing | None:
-    """Returns None where the work cannot be captured."""
+    """Returns None if the work cannot be captured in a graph."""
     calls = int(min(_MAX_GRAPH_CALLS, max(len(works), _GRAPH_S / estimate)))
     calls = max(1, calls // len(works)) * len(works)
     graph = torch.cuda.CUDAGraph()
@@ -107,7 +107,7 @@ def _time_in_graph(works: Sequence[Work], estimate: float, target_s: float) -> T
             for i in range(calls):
                 works[i % len(works)]()
     except Exception:
-        # a fault of the device shows again here; anything else was about capturing
+        # A fault of the device raises again here; any other error came from capturing.
         torch.cuda.synchronize()
         return None
     graph.replay()
@@ -131,7 +131,7 @@ def _summary(seconds: list[float], how: str) -> Timing:
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """||out - expected|| / ||expected|| in fp64; infinite where out is not finite."""
+    """Returns ||out - expected|| / ||expected|| in fp64, or infinity if out is not finite."""
     out, expected = out.double().cpu(), expected.double().cpu()
     if not bool(torch.isfinite(out).all()):
         return float("inf")

@@ -18,7 +18,7 @@ from bench.gpu import report as gpu_report
 from bench.gpu.engine import idle_times
 from bench.gpu.record import Record, is_device_fault
 from bench.gpu.report import SECTIONS, Parent, Section
-from bench.gpu.steps import ModelSizes, Step, gap_share, late_places, periods, with_growth
+from bench.gpu.steps import ModelSizes, Step, gap_share, late_periods, periods, with_growth
 from bench.gpu.targets import Ceilings, markdown, targets
 from bench.gpu.timing import relative_error, time_works
 
@@ -306,10 +306,10 @@ def test_gaps_and_late_steps_by_hand():
     assert gap_share(steps) == pytest.approx((0.1 + 0.1 + 0.6) / 3.5)
     # contexts that grow make no step late; twice the time does
     times = [1 + 0.001 * i for i in range(60)]
-    assert late_places(times) == []
+    assert late_periods(times) == []
     times[3], times[40], times[59] = 2.0, 1.08, 2.0
-    assert late_places(times) == [3, 40, 59]
-    assert late_places([1.0, 1.0, 2.0]) == [2]
+    assert late_periods(times) == [3, 40, 59]
+    assert late_periods([1.0, 1.0, 2.0]) == [2]
     # submitted at 0 .. 3.5: the period that begins at 2 is late; pages mapped at 3 to 3.1
     assert with_growth([2], steps, [(3.0, 3.1)]) == [2]
     assert with_growth([2], steps, [(0.2, 0.3), (4.0, 4.1)]) == []
