@@ -115,7 +115,7 @@ def with_server(
     return uvloop.run(run())
 
 
-def ask(
+def send_all(
     *replies: Reply, times: int = 1, **settings: Any
 ) -> tuple[list[Record], list[str], RawServer]:
     """Returns the records and errors of sequential requests, and the server."""
@@ -137,6 +137,7 @@ def ask(
     return records, errors, server
 
 
-def one(*parts: bytes | float | str, **settings: Any) -> tuple[Record, str]:
-    records, errors, _ = ask(list(parts), **settings)
+def send_one(*parts: bytes | float | str, **settings: Any) -> tuple[Record, str]:
+    """Returns the record and error of one request with this reply."""
+    records, errors, _ = send_all(list(parts), **settings)
     return records[0], errors[0]

@@ -38,10 +38,10 @@ from tests.support.http.fakes_raw_http import (
     UNTIL_CLOSED,
     RawServer,
     Reply,
-    ask,
     event,
     framed,
-    one,
+    send_all,
+    send_one,
     text,
     with_server,
 )
@@ -55,21 +55,21 @@ KEY = "abcd-my-own-key"
 
 def test_a_late_close_is_a_failure() -> None:
     """The server had the request for a while: it may have worked on it."""
-    _, errors, server = ask(WHOLE, [0.1, CLOSE], WHOLE, times=2)
+    _, errors, server = send_all(WHOLE, [0.1, CLOSE], WHOLE, times=2)
     assert errors[1].startswith("0 connection_lost")
     assert len(server.requests) == 2
 
 
 def test_what_is_sent_again_keeps_its_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.load.client.http_client.RACE_S", 5.0)
-    records, errors, _ = ask(WHOLE, [0.1, CLOSE], WHOLE, times=2)
+    records, errors, _ = send_all(WHOLE, [0.1, CLOSE], WHOLE, times=2)
     assert errors == ["", ""]
     assert records[1].chunks_s[0] - records[1].sent_s > 0.09
 
 
 def test_a_request_is_sent_again_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.load.client.http_client.RACE_S", 5.0)
-    _, errors, server = ask(WHOLE, [CLOSE], [CLOSE], WHOLE, times=2)
+    _, errors, server = send_all(WHOLE, [CLOSE], [CLOSE], WHOLE, times=2)
     assert errors[1].startswith("0 connection_lost") and len(server.requests) == 3
 
 
@@ -115,7 +115,7 @@ def test_counts_that_are_none(value: Any) -> None:
 def test_counts() -> None:
     assert (count(0), count(7), count(7.0), count((1 << 31) - 1)) == (0, 7, 7, (1 << 31) - 1)
     usage = event(b'{"choices": [], "usage": {"prompt_tokens": -1, "completion_tokens": 1e30}}')
-    record, error = one(CHUNKED, framed(event(text("a", "stop")), usage, DONE), b"0\r\n\r\n")
+    record, error = send_one(CHUNKED, framed(event(text("a", "stop")), usage, DONE), b"0\r\n\r\n")
     assert error == "" and record.prompt_tokens is None and record.output_tokens is None
 
 
@@ -194,7 +194,7 @@ FLOOD = [framed(b"x" * 65536)] * 17
     ],
 )
 def test_floods_end_the_connection(reply: Reply, expected: str) -> None:
-    _, errors, server = ask(reply, WHOLE, times=2, timeout_s=3.0)
+    _, errors, server = send_all(reply, WHOLE, times=2, timeout_s=3.0)
     assert errors[0].startswith(expected)
     assert errors[1] == "" and server.num_connections == 2
 
@@ -254,7 +254,7 @@ def test_errors_do_not_command_a_terminal() -> None:
     error = call_error(400, json.dumps(body).encode())
     assert (str(error), error.code) == ("a]0;tb cde f", "x[2J")
     assert str(call_error(500, b"\x1b[31mno \x00words\r\n")) == "[31mno words"
-    _, error_text = one(CHUNKED, framed(event(b"\x1b[31m"), DONE), b"0\r\n\r\n")
+    _, error_text = send_one(CHUNKED, framed(event(b"\x1b[31m"), DONE), b"0\r\n\r\n")
     assert "bad_answer" in error_text and "\x1b" not in error_text
 
 
@@ -303,7 +303,7 @@ def refused(body: bytes) -> Reply:
     ],
 )
 def test_a_key_that_is_echoed_is_hidden(reply: Reply) -> None:
-    _, error = one(*reply, api_key=KEY, headers={"X-Token": KEY + "2"})
+    _, error = send_one(*reply, api_key=KEY, headers={"X-Token": KEY + "2"})
     assert "***" in error and "abcd" not in error
 
     async def use(target: ServerTarget) -> None:

@@ -26,8 +26,8 @@ from tests.support.http.fakes_raw_http import (
     UNTIL_CLOSED,
     RawServer,
     Reply,
-    ask,
     framed,
+    send_all,
     with_server,
 )
 
@@ -37,14 +37,14 @@ WHOLE: Reply = [CHUNKED, framed(GOOD), b"0\r\n\r\n"]
 
 
 def test_connections_are_used_again() -> None:
-    _, errors, server = ask(WHOLE, WHOLE, WHOLE, times=3)
+    _, errors, server = send_all(WHOLE, WHOLE, WHOLE, times=3)
     assert errors == ["", "", ""]
     assert server.num_connections == 1
 
 
 def test_connections_that_the_server_closes_are_not() -> None:
     closing: Reply = [UNTIL_CLOSED, GOOD, CLOSE]
-    _, errors, server = ask(closing, closing, times=2)
+    _, errors, server = send_all(closing, closing, times=2)
     assert errors == ["", ""]
     assert server.num_connections == 2
 
@@ -52,20 +52,20 @@ def test_connections_that_the_server_closes_are_not() -> None:
 def test_a_kept_connection_that_was_closed_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server closes it when the next request is on its way, before any answer."""
     monkeypatch.setattr("bench.load.client.http_client.RACE_S", 5.0)  # this machine may be slow
-    _, errors, server = ask(WHOLE, [CLOSE], WHOLE, times=2)
+    _, errors, server = send_all(WHOLE, [CLOSE], WHOLE, times=2)
     assert errors == ["", ""]
     assert server.num_connections == 2 and len(server.requests) == 3
 
 
 def test_nothing_else_is_sent_twice() -> None:
-    _, errors, server = ask(WHOLE, [b"HTTP/1.1 200 OK\r\n", CLOSE], times=2)
+    _, errors, server = send_all(WHOLE, [b"HTTP/1.1 200 OK\r\n", CLOSE], times=2)
     assert errors[1].startswith("0 connection_lost")
     assert len(server.requests) == 2
 
 
 def test_after_a_failure_the_next_request_is_well() -> None:
     refused: Reply = [b"HTTP/1.1 429 X\r\nContent-Length: 2\r\n\r\n{}"]
-    _, errors, server = ask(refused, [b"garbage\r\n\r\n"], WHOLE, times=3)
+    _, errors, server = send_all(refused, [b"garbage\r\n\r\n"], WHOLE, times=3)
     assert errors[0].startswith("429") and "not HTTP" in errors[1] and errors[2] == ""
     assert server.num_connections == 2
 
@@ -123,7 +123,7 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     settings = {"headers": {"X-Team": "a"}, "extra": {"top_k": 1}}
-    _, _, server = ask(WHOLE, **settings)
+    _, _, server = send_all(WHOLE, **settings)
     head, body = server.requests[0]
     assert head.startswith(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:")
     assert b"\r\nAuthorization: Bearer secret\r\n" in head and b"\r\nX-Team: a\r\n" in head

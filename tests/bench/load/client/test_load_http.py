@@ -21,7 +21,7 @@ from tests.support.http.fakes_raw_http import (
     Reply,
     event,
     framed,
-    one,
+    send_one,
     text,
 )
 
@@ -85,7 +85,7 @@ def test_an_error_field_is_data() -> None:
     ],
 )
 def test_good_answers(parts: Reply) -> None:
-    record, error = one(*parts)
+    record, error = send_one(*parts)
     assert error == ""
     assert len(record.chunks_s) == 2
     assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (5, 3, 2)
@@ -98,7 +98,7 @@ def test_every_byte_in_a_read_of_its_own() -> None:
     parts: Reply = []
     for byte in answer:
         parts += [bytes([byte]), 0.0]
-    record, error = one(*parts)
+    record, error = send_one(*parts)
     assert error == "" and len(record.chunks_s) == 2
 
 
@@ -113,14 +113,14 @@ def test_every_byte_in_a_read_of_its_own() -> None:
 def test_what_carries_text_is_a_chunk(delta: dict[str, Any]) -> None:
     chunks = [{"role": "assistant", "content": ""}, delta, {}]
     events = [event(json.dumps({"choices": [{"delta": value}]}).encode()) for value in chunks]
-    record, error = one(CHUNKED, framed(*events, DONE), b"0\r\n\r\n")
+    record, error = send_one(CHUNKED, framed(*events, DONE), b"0\r\n\r\n")
     assert error == "" and len(record.chunks_s) == 1
 
 
 def test_times_are_those_of_the_reads() -> None:
     first, second = event(text("a")), event(text("b", "stop"))
     parts = [0.1, CHUNKED, framed(first), 0.15, framed(second + second), b"0\r\n\r\n"]
-    record, error = one(*parts)
+    record, error = send_one(*parts)
     assert error == ""
     assert 0.09 < record.chunks_s[0] - record.sent_s < 0.5
     assert 0.14 < record.chunks_s[1] - record.chunks_s[0] < 0.6
@@ -128,7 +128,7 @@ def test_times_are_those_of_the_reads() -> None:
 
 
 def test_without_usage_the_tokens_are_unknown() -> None:
-    record, error = one(CHUNKED, framed(event(text("a", "stop")), DONE), b"0\r\n\r\n")
+    record, error = send_one(CHUNKED, framed(event(text("a", "stop")), DONE), b"0\r\n\r\n")
     assert error == "" and record.output_tokens is None and record.prompt_tokens is None
 
 
@@ -140,7 +140,7 @@ def test_a_server_that_does_not_stream() -> None:
         }
     ).encode()
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    record, error = one(head % len(body), body)
+    record, error = send_one(head % len(body), body)
     assert error == "" and len(record.chunks_s) == 1 and record.output_tokens == 1
 
 
@@ -183,7 +183,7 @@ def test_a_server_that_does_not_stream() -> None:
     ],
 )
 def test_failures(parts: Reply, expected: str) -> None:
-    _, error = one(*parts)
+    _, error = send_one(*parts)
     assert error.startswith(expected)
 
 
@@ -206,7 +206,7 @@ def test_error_bodies(body: bytes, code: str, message: str) -> None:
 
 
 def test_a_time_limit() -> None:
-    _, error = one(CHUNKED, framed(event(text("a"))), 5.0, timeout_s=0.1)
+    _, error = send_one(CHUNKED, framed(event(text("a"))), 5.0, timeout_s=0.1)
     assert error == "0 timeout: no whole answer within 0.1 s"
 
 

@@ -171,7 +171,7 @@ ACCEPTED: list[tuple[str, Any, dict[str, Any]]] = [
     ("P21", (COMPLETION, CHAT), {"structured_outputs": {"regex": "[a-z]+"}}),
     ("P15", (COMPLETION, CHAT), {"allowed_token_ids": [VOCAB - 1], "bad_words": ["x"]}),
     ("P27", (COMPLETION, CHAT), {"functions": None, "function_call": None}),
-    ("T1", (COMPLETION,), {"prompt": ""}),  # this model has a BOS
+    ("T1", (COMPLETION,), {"prompt": ""}),  # this model has a BOS token
     ("P7", (COMPLETION, CHAT), {"top_k": 10**9}),  # above the vocabulary, so no token is cut off
     ("P15", (COMPLETION, CHAT), {"stop_token_ids": [], "bad_words": []}),  # empty lists are valid
     ("T3", (COMPLETION,), {"prompt": [VOCAB - 1]}),

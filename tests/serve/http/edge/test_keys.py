@@ -92,7 +92,7 @@ def test_a_key_in_the_query_and_two_keys_are_refused() -> None:
 
 @pytest.mark.row("A3")
 def test_every_route_but_public_ones_needs_a_key() -> None:
-    """Only the public routes that PUBLIC lists are answered without a key."""
+    """Only the routes in PUBLIC and the files of the page are answered without a key."""
 
     async def check(served: Served) -> None:
         routes = served.server.app.routes

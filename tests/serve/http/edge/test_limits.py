@@ -174,7 +174,7 @@ uvloop.run(main())
 
 @pytest.mark.process
 def test_health_without_free_files_and_recovery() -> None:
-    """A process with 96 files gets 200 connections."""
+    """A process that may open 96 files gets 200 connections."""
     command = [sys.executable, "-c", FEW_FILES]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None

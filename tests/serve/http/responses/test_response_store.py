@@ -54,7 +54,7 @@ def test_only_the_owner_sees_a_response() -> None:
 
 
 def test_an_owner_of_many_responses_evicts_only_its_own() -> None:
-    """Only responses of the owner with the most responses or bytes are evicted."""
+    """The store evicts responses of the owner with the largest share, in number or bytes."""
     store = ResponseStore(max_entries=4, max_bytes=1 << 20)
     store.put("mine", make_response("alice"))
     for response_id in "abcdefgh":

@@ -99,7 +99,8 @@ async def connect_all(port: int, count: int) -> list[socket.socket]:
 @pytest.mark.row("C10", "C11")
 @pytest.mark.parametrize("is_half_head", [False, True])
 def test_silent_connections_and_incomplete_heads(is_half_head: bool) -> None:
-    """Each of 1,000 costs at most 25 kB, health is answered at once, and deadlines end them."""
+    """Each of 1,000 connections costs at most 25 kB. Health is answered at once, and deadlines end
+    the connections."""
     count = 1000
 
     async def check(served: Served) -> None:
