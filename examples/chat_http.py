@@ -1,4 +1,7 @@
-"""Streams an answer over plain HTTP with aiohttp: python -m examples.chat_http [URL] [QUESTION]"""
+"""Streams an answer over plain HTTP with aiohttp.
+
+Usage: python -m examples.chat_http [URL] [QUESTION]
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Generates from many prompts at once without a server: python -m examples.offline [MODEL]"""
+"""Generates from many prompts at once without a server.
+
+Usage: python -m examples.offline [MODEL]
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Uses the official openai package with a running server (`serve run`):
-python -m examples.openai_client [URL]"""
+"""Uses the official openai package with a running server (`serve run`).
+
+Usage: python -m examples.openai_client [URL]
+"""
 
 from __future__ import annotations
 

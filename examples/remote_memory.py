@@ -1,5 +1,7 @@
-"""Keeps K/V and attention on two memory nodes, here processes of this machine:
-python -m examples.remote_memory [MODEL]"""
+"""Runs attention on two memory nodes that hold the K/V; here they are processes of this machine.
+
+Usage: python -m examples.remote_memory [MODEL]
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ PROMPTS = ["Once there was a fox", "One day a little cat", "Once there was a bra
 
 
 def start_node(url: str, stack: ExitStack) -> None:
-    """Starts `serve node URL`. With tcp:// a node can be any machine, and needs a key
-    (--memory-node-key-file, and memory_node_key_file below)."""
+    """Starts `serve node URL`, which the stack terminates.
+
+    With tcp:// a node can run on any machine. It then needs a key: --memory-node-key-file here, and
+    memory_node_key_file in `LLM`."""
     command = [sys.executable, "-m", "serve", "node", url, "--kv-cache-bytes", "64M"]
     node = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     stack.callback(node.wait)

@@ -1,5 +1,7 @@
-"""Streams several answers at once from an engine in this process:
-python -m examples.streaming [MODEL]"""
+"""Streams several answers at once from an engine in this process.
+
+Usage: python -m examples.streaming [MODEL]
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ QUESTIONS = ["What is your name?", "Tell me a short story."]
 
 
 async def answer(engine: Engine, question: str) -> str:
-    """Streams one answer; abort() in `finally` frees the request's memory on an early exit."""
+    """Streams and returns one answer; abort() frees the request's memory even on an early exit."""
     params = SamplingParams(max_tokens=48, temperature=0.7, seed=1)
     stream = engine.submit_chat([{"role": "user", "content": question}], params)
     text = ""

@@ -1,7 +1,8 @@
-"""Trains the embedded model: python -m examples.train_default_model --out DIR.
+"""Trains the built-in model: python -m examples.train_default_model --out DIR.
 
---seed determines the text, the tokenizer and the weights; the number of steps is fixed and does not
-depend on time. At the end an evaluation is written as eval.json beside the weights.
+--seed determines the training text and the weights; the tokenizer is always the same. The number of
+steps is fixed and does not depend on time. At the end the program writes an evaluation, eval.json,
+beside the weights.
 """
 
 import argparse
@@ -23,12 +24,12 @@ from examples.default_model.muon import make_optimizers, schedule
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The size of a training; its last long_steps steps have long chats, the others short rows."""
+    """The sizes of a training run, whose last long_steps steps train on long chats."""
 
     shape: Shape = field(default_factory=Shape)
     tokenizer_dialogs: int = 60_000
     steps: int = 9000
-    long_steps: int = 642  # the last ones of `steps`
+    long_steps: int = 642  # part of `steps`
     rows: int = 8
     length: int = 256
     long_rows: int = 2
@@ -59,7 +60,7 @@ def batch_of(plan: Plan, encoder: Encoder, seed: int, step: int) -> Batch:
 def fit(
     plan: Plan, model: Llama, encoder: Encoder, seed: int, device: str, checkpoint: Path | None
 ) -> float:
-    """Trains the model and returns the seconds that it took, including those before a resume."""
+    """Trains the model and returns the seconds that this took, including those before a resume."""
     optimizers = make_optimizers(model)
     base_lrs = [[g["lr"] for g in o.param_groups] for o in optimizers]
     first, before_s, started = 0, 0.0, time.monotonic()
@@ -137,7 +138,7 @@ def main() -> None:
         "steps": plan.steps,
         "parameters": num_params,
         "minutes": round(minutes, 1),
-        "cpu_minutes": round(cpu_minutes, 1),  # of all threads, since the last resume
+        "cpu_minutes": round(cpu_minutes, 1),  # CPU time of all threads since the last resume
         "threads": args.threads,
         "device": args.device,
         "torch": torch.__version__,

@@ -1,1 +1,1 @@
-"""Helpers of train_default_model.py: model, data, optimizer, greedy answers, evaluation."""
+"""The parts of train_default_model.py: corpus, data, model, optimizer, evaluation, export."""

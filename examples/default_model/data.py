@@ -1,6 +1,6 @@
-"""From dialogs to packed rows of tokens: tokenizer training, encoding, first-fit packing.
+"""Trains the tokenizer, encodes dialogs and packs them into rows of tokens by first fit.
 
-The batch of a step follows from (seed, step) alone, so a stopped run goes on with the same text.
+(seed, step) alone determine the batch of a step, so a resumed run continues with the same text.
 """
 
 import random
@@ -22,12 +22,12 @@ BOS, SYSTEM, USER, ASSISTANT, END = SPECIAL = (
     "<|end|>",
 )
 TOKENIZER_SEED = 1_000_000
-SHORT_ANSWER, SHORT_WEIGHT = 24, 2.0  # a wrong token spoils a short answer, not a story
-USER_SHARE, USER_WEIGHT = 0.25, 0.3  # of the tokens that only the user says
+SHORT_ANSWER, SHORT_WEIGHT = 24, 2.0  # one wrong token spoils a short answer but not a story
+USER_SHARE, USER_WEIGHT = 0.25, 0.3  # the share of user tokens that are trained, and their weight
 
 
 class Batch(NamedTuple):
-    """All [B, T]. A row holds whole dialogs; documents tells them apart."""
+    """Rows of whole dialogs; each tensor is [B, T], and `documents` numbers the dialogs."""
 
     tokens: Tensor
     documents: Tensor
@@ -60,12 +60,12 @@ class Encoder:
         self.ids = {t: tokenizer.token_to_id(t) for t in SPECIAL}
 
     def prompt(self, dialog: Dialog) -> list[int]:
-        """The dialog so far and the sign that the model is to speak."""
+        """Returns the tokens of the dialog and the token that begins the model's answer."""
         tokens, _ = self.dialog(dialog)
         return [*tokens, self.ids[ASSISTANT]]
 
     def dialog(self, dialog: Dialog, *, is_start: bool = True) -> tuple[list[int], list[float]]:
-        """Tokens, and for each the weight of saying it; zero for what the model does not say."""
+        """Returns the tokens and their loss weights, which are zero outside the model's answers."""
         tokens, spoken = ([self.ids[BOS]], [0.0]) if is_start else ([], [])
         for message in dialog:
             body = self.tokenizer.encode(message["content"], add_special_tokens=False).ids
@@ -77,7 +77,7 @@ class Encoder:
 
 
 def make_batch(encoder: Encoder, seed: int, step: int, rows: int, length: int, chats: int) -> Batch:
-    """The first `chats` rows are one long chat each: dialogs run on as turns of one document."""
+    """Packs one batch. Each of the first `chats` rows is one document: dialogs joined to a chat."""
     rng = random.Random(f"pack-{seed}-{step}")
     stream = dialogs(f"train-{seed}-{step}")
     tokens = torch.full((rows, length), encoder.ids[END])
@@ -92,7 +92,7 @@ def make_batch(encoder: Encoder, seed: int, step: int, rows: int, length: int, c
         documents[at, start:stop] = at if at < chats else rows + number
         user = [USER_WEIGHT if rng.random() < USER_SHARE else 0.0 for _ in ids]
         if start == 0 or at >= chats:
-            user[0] = 0.0  # nothing can foretell the start of a document
+            user[0] = 0.0  # the start of a document is not predictable
         weights[at, start:stop] = torch.tensor(
             [weight or u for weight, u in zip(spoken, user, strict=True)]
         )
@@ -102,7 +102,7 @@ def make_batch(encoder: Encoder, seed: int, step: int, rows: int, length: int, c
 def _placements(
     encoder: Encoder, stream: Iterator[Dialog], used: list[int], length: int, chats: int
 ) -> Iterator[tuple[int, list[int], list[float]]]:
-    """(row, tokens, spoken) by first fit, until twenty dialogs in a row find no room."""
+    """Yields (row, tokens, weights) by first fit, until twenty consecutive dialogs do not fit."""
     misses = 0
     while misses < 20:
         dialog = next(stream)

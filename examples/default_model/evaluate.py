@@ -1,4 +1,4 @@
-"""Greedy answers to held-out questions, judged by rule, counted per kind; perplexity of a text."""
+"""Judges greedy answers to held-out questions by rules, and measures the perplexity of a text."""
 
 import math
 from collections import Counter
@@ -21,7 +21,9 @@ class Case(NamedTuple):
 
 
 def cases(encoder: Encoder, count: int, max_tokens: int) -> list[Case]:
-    """Every turn of `count` held-out dialogs, with the right answers of the turns before it."""
+    """Returns every turn of `count` held-out dialogs, after the right answers to its earlier turns.
+
+    It leaves out prompts of more than `max_tokens` tokens."""
     out: list[Case] = []
     for turns in heldout_turns(0, count):
         dialog: list[dict[str, str]] = []
@@ -36,13 +38,13 @@ def cases(encoder: Encoder, count: int, max_tokens: int) -> list[Case]:
 
 @torch.inference_mode()
 def answer_all(model: Llama, encoder: Encoder, prompts: list[list[int]], limit: int) -> list[str]:
-    """Greedy, sixty-four prompts of similar length at a time."""
+    """Returns greedy answers of up to `limit` tokens, in batches of prompts of similar length."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
     for first in range(0, len(order), 64):
-        some = order[first : first + 64]
-        said = greedy(model, [prompts[i] for i in some], encoder.ids[END], limit)
-        for i, tokens in zip(some, said, strict=True):
+        batch = order[first : first + 64]
+        outputs = greedy(model, [prompts[i] for i in batch], encoder.ids[END], limit)
+        for i, tokens in zip(batch, outputs, strict=True):
             answers[i] = encoder.tokenizer.decode(tokens, skip_special_tokens=False)
     return answers
 
@@ -54,7 +56,7 @@ def is_right(turn: Turn, reply: str) -> bool:
 
 
 def evaluate(model: Llama, encoder: Encoder, num_dialogs: int) -> tuple[dict[str, Any], list[str]]:
-    """The share of right answers per kind, and up to forty wrong ones as text."""
+    """Returns the share of right answers per kind, and up to forty wrong answers as text."""
     asked = cases(encoder, num_dialogs, max_tokens=600)
     replies = answer_all(model, encoder, [c.prompt for c in asked], limit=220)
     total: Counter[str] = Counter()
@@ -91,7 +93,7 @@ def _documents(text: str, encoder: Encoder) -> Iterator[list[int]]:
 
 @torch.inference_mode()
 def perplexity(model: Llama, encoder: Encoder, text: str) -> dict[str, float]:
-    """Per token over all tokens but the first of each dialog, each dialog read by itself."""
+    """Returns the perplexity per token of separate dialogs, without the first token of each."""
     loss, count = 0.0, 0
     device = next(model.parameters()).device
     for ids in _documents(text, encoder):

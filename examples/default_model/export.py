@@ -1,4 +1,4 @@
-"""Writes the folder that serve/ and Hugging Face load: weights in bfloat16, configs, tokenizer."""
+"""Writes a model folder for serve/ and Hugging Face: bfloat16 weights, configs and tokenizer."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def write_model(out: Path, model: Llama, tokenizer: Tokenizer) -> None:
 
 
 def read_weights(out: Path, model: Llama) -> None:
-    """Loads what write_model wrote: the model is then exactly as rounded as the file."""
+    """Loads the weights that write_model wrote, so that the model is rounded as the file is."""
     weights = load_file(out / "model.safetensors")
     model.load_state_dict({n.removeprefix("model."): w.float() for n, w in weights.items()})
 

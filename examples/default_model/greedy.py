@@ -1,7 +1,8 @@
-"""Greedy answers to many prompts at once, for the evaluation only: serving is the job of serve/.
+"""Generates greedy answers to many prompts at once, for the evaluation only.
 
-One K/V table per layer, [B, Hk, L, D]; every row writes at its own positions and looks back from
-there, so prompts of different lengths share a batch and padding is overwritten before it is seen.
+Each layer has K/V tables [B, Hk, L, D]. Every row writes at its own positions and attends to
+earlier ones, so prompts of different lengths share a batch, and padding is overwritten before a row
+attends to it.
 """
 
 import torch
@@ -12,7 +13,7 @@ from examples.default_model.model import Layer, Llama, rotary_tables, rotate
 
 
 def greedy(model: Llama, prompts: list[list[int]], end: int, limit: int) -> list[list[int]]:
-    """The tokens said after each prompt, without the end token; at most `limit`."""
+    """Returns at most `limit` tokens for each prompt, without the end token."""
     device = next(model.parameters()).device
     starts = torch.tensor([len(p) for p in prompts], device=device)
     width = int(starts.max())
@@ -21,18 +22,18 @@ def greedy(model: Llama, prompts: list[list[int]], end: int, limit: int) -> list
     positions = torch.arange(width, device=device).expand(len(prompts), -1)
     hidden = state.run(padded, positions)
     hidden = hidden[torch.arange(len(prompts), device=device), starts - 1]
-    said: list[list[int]] = [[] for _ in prompts]
-    is_open = [True] * len(prompts)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    is_running = [True] * len(prompts)
     for step in range(limit):
         tokens = model.logits(hidden).argmax(-1)
         for row, token in enumerate(tokens.tolist()):
-            is_open[row] = is_open[row] and token != end
-            if is_open[row]:
-                said[row].append(token)
-        if not any(is_open):
+            is_running[row] = is_running[row] and token != end
+            if is_running[row]:
+                outputs[row].append(token)
+        if not any(is_running):
             break
         hidden = state.run(tokens[:, None], (starts + step)[:, None])[:, 0]
-    return said
+    return outputs
 
 
 class _State:
@@ -49,7 +50,7 @@ class _State:
         self.keys = torch.arange(length, device=device)
 
     def run(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens, positions: [B, T]; the last hidden states, [B, T, hidden]."""
+        """Returns the last hidden states, [B, T, hidden]. tokens, positions: [B, T]."""
         x = self.model.embed_tokens(tokens)
         for layer, (keys, values) in zip(self.model.layers, self.tables, strict=True):
             assert isinstance(layer, Layer)

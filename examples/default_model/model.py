@@ -1,6 +1,6 @@
-"""A plain Llama in torch for training: the parameter names are those of Hugging Face.
+"""A plain Llama in torch for training, with the parameter names of Hugging Face.
 
-No cache and no sampling: serving is the job of serve/. Loss is computed at chosen positions only.
+It has no cache and no sampling, and computes the loss only at positions with a weight.
 """
 
 from dataclasses import asdict, dataclass
@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(shape: Shape, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos, sin: [length, head_dim]."""
+    """Returns cos and sin, each [length, head_dim]."""
     half = torch.arange(0, shape.head_dim, 2, device=device).float() / shape.head_dim
     angles = torch.outer(torch.arange(length, device=device).float(), shape.rope_theta**-half)
     angles = torch.cat((angles, angles), dim=-1)
@@ -46,7 +46,7 @@ def rotary_tables(shape: Shape, length: int, device: torch.device) -> tuple[Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [B, H, T, D]."""
+    """Returns x with rotary embeddings applied. x: [B, H, T, D]."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
@@ -116,7 +116,9 @@ class Llama(nn.Module):
             nn.init.normal_(weight, std=0.02 * (deep if is_output else 1.0))
 
     def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """tokens, documents: [B, T]; a token sees earlier tokens of its own document only."""
+        """Returns the last hidden states, [B, T, hidden]. tokens, documents: [B, T].
+
+        A token attends only to earlier tokens of its own document and to itself."""
         cos, sin = rotary_tables(self.shape, tokens.shape[1], tokens.device)
         mask = None
         if documents is not None:
@@ -131,7 +133,7 @@ class Llama(nn.Module):
         return F.linear(hidden, self.embed_tokens.weight)
 
     def loss(self, tokens: Tensor, documents: Tensor, weights: Tensor) -> Tensor:
-        """Weighted cross-entropy; weights: [B, T], of predicting each token, mostly zero."""
+        """Returns the weighted cross-entropy. weights: [B, T], of predicting each token."""
         hidden = self.hidden(tokens, documents)[:, :-1]
         kept = weights[:, 1:] > 0
         logits = self.logits(hidden[kept]).float()

@@ -1,7 +1,7 @@
-"""Muon for most matrices of the layers, AdamW for the rest: both as one optimizer list.
+"""Optimizes most matrices of the layers with Muon and the other parameters with AdamW.
 
-Muon orthogonalizes the momentum of a matrix by a Newton-Schulz iteration; matrices of one shape
-are stacked, so that the iteration is a few batched products.
+Muon orthogonalizes the momentum of a matrix by a Newton-Schulz iteration. Matrices of one shape
+are stacked, so that the iteration consists of a few batched products.
 """
 
 import torch
@@ -11,7 +11,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(update: Tensor, steps: int = 5) -> Tensor:
-    """update: [N, rows, cols]; nearly the nearest (semi-)orthogonal matrix of each."""
+    """Returns approximately the nearest (semi-)orthogonal matrices. update: [N, rows, cols]."""
     is_tall = update.shape[-2] > update.shape[-1]
     x = update.mT if is_tall else update
     x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
@@ -51,8 +51,11 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon would let the queries and keys grow until attention looks at one token only: there is
-    no norm on them in a Llama. They are left to AdamW, with everything that is not a matrix."""
+    """Returns Muon and AdamW.
+
+    AdamW optimizes the query and key projections, the embedding and all parameters that are not
+    matrices. Muon would let queries and keys, which have no norm in a Llama, grow until attention
+    selects a single token."""
     named = dict(model.named_parameters())
     is_key = {n: "q_proj" in n or "k_proj" in n for n in named}
     is_other = {n: "embed" in n or p.ndim != 2 for n, p in named.items()}
@@ -69,6 +72,6 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def schedule(step: int, total: int, warmup: int = 100, decay_share: float = 0.6) -> float:
-    """Warm up, hold, then fall in a straight line to zero at the last step."""
+    """Returns the learning rate factor: warm-up, a constant part, then a linear fall to zero."""
     falling = (total - step) / max(1, int(total * decay_share))
     return min(1.0, (step + 1) / min(warmup, max(1, total // 4)), falling)

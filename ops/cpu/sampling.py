@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ops.cpu import native_library
 
-# kernels.h: struct Draw and struct Drawn
+# kernels.h: struct SamplingInputs and struct SampledRow
 _DRAW = struct.Struct("=QQdQQQQQfffffiiiiii4x")
 MAX_TOP = 20
 SAMPLED_ROW = np.dtype(

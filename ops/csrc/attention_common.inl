@@ -55,7 +55,7 @@ MS_INLINE f32x16 soft_capped(const AttentionLayer& layer, f32x16 score) {
 MS_INLINE f32x16 alibi(f32x16 score, i32x16 distance, f32x16 slope) {
   return score + to_float(distance) * (slope * LOG2E);
 }
-MS_INLINE bool bends(const AttentionLayer& layer) { return layer.soft_cap > 0.0f || layer.slopes; }
+MS_INLINE bool changes_scores(const AttentionLayer& layer) { return layer.soft_cap > 0.0f || layer.slopes; }
 
 // Returns the factor for a row's sums at the end, its sink included, and writes lse unless it is
 // null. Where attention is cut into parts, the sink belongs to the part with the row's own key.

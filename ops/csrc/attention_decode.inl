@@ -113,7 +113,7 @@ MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, cons
   }
 }
 
-__attribute__((noinline)) void bend_scores(const AttentionLayer& layer, const Scratch& s, int row, int first,
+__attribute__((noinline)) void change_scores(const AttentionLayer& layer, const Scratch& s, int row, int first,
                                            f32x16* score, int tiles) {
   for (int t = 0; t < tiles; t++) {
     if (layer.soft_cap > 0.0f) score[t] = soft_capped(layer, score[t]);
@@ -131,32 +131,32 @@ struct Weights {
 
 // Computes the softmax of R rows' scores x over a stretch.
 template <int R, int TILES, bool MASKED>
-MS_INLINE void soften(const HeadShape& shape, const AttentionLayer& layer, const Scratch& s, int row,
+MS_INLINE void softmax_stretch(const HeadShape& shape, const AttentionLayer& layer, const Scratch& s, int row,
                       const Stretch& at, f32x16 (&x)[MAX_ROWS][STRETCH_TILES], Weights& w) {
   i32x16 seen[TILES];
   f32x16 top[R], sum[R];
-  float worth[R];
+  float gain[R];
   unroll<R>([&](auto r) MS_LAMBDA {
     unroll<TILES>([&](auto t) MS_LAMBDA { x[r][t] = x[r][t] * s.q_scale[row + r]; });
   });
-  if (bends(layer))
-    for (int r = 0; r < R; r++) bend_scores(layer, s, row + r, at.first, x[r], TILES);
+  if (changes_scores(layer))
+    for (int r = 0; r < R; r++) change_scores(layer, s, row + r, at.first, x[r], TILES);
   unroll<TILES>([&](auto t) MS_LAMBDA {
     const i32x16 position = LANES + (at.first + t * TILE);
     if (MASKED) seen[t] = (position >= s.low) & (position < s.high);
   });
-  f32x16 more[TILES], less_by[TILES];
+  f32x16 order[TILES], order_factor[TILES];
   unroll<TILES>([&](auto t) MS_LAMBDA {
     f32x16 largest = {};
     for (int g = 0; g < shape.num_groups; g++)
       largest = max_magnitude(
           largest, from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.v_scales) + g * TILE));
-    more[t] = binary_order(largest), less_by[t] = power_of_two(-more[t]);
+    order[t] = binary_order(largest), order_factor[t] = power_of_two(-order[t]);
   });
   unroll<R>([&](auto r) MS_LAMBDA {
     top[r] = splat(NOTHING);
     unroll<TILES>([&](auto t) MS_LAMBDA {
-      x[r][t] = x[r][t] + more[t];
+      x[r][t] = x[r][t] + order[t];
       if (MASKED) x[r][t] = select(seen[t], x[r][t], splat(NOTHING));
       top[r] = max(top[r], x[r][t]);
     });
@@ -167,22 +167,22 @@ MS_INLINE void soften(const HeadShape& shape, const AttentionLayer& layer, const
     unroll<TILES>([&](auto t) MS_LAMBDA {
       x[r][t] = exp2_neg(x[r][t] - top[r]);
       if (MASKED) x[r][t] = select(seen[t], x[r][t], splat(0.0f));
-      sum[r] += x[r][t] * less_by[t];
+      sum[r] += x[r][t] * order_factor[t];
     });
   });
   unroll<R>([&](auto r) MS_LAMBDA {
     const f32x16 before = splat(s.m[row + r]), now = max(before, top[r]);
     const float less = exp2_neg(before - now)[0];
-    worth[r] = exp2_neg(top[r] - now)[0];
+    gain[r] = exp2_neg(top[r] - now)[0];
     w.shrink[r] = less;
     s.m[row + r] = now[0];
-    s.l[row + r] = s.l[row + r] * less + reduce_add(sum[r]) * worth[r];
+    s.l[row + r] = s.l[row + r] * less + reduce_add(sum[r]) * gain[r];
   });
   for (int g = 0; g < shape.num_groups; g++) {
     f32x16 scale[TILES], largest = {};
     unroll<TILES>([&](auto t) MS_LAMBDA {
       scale[t] = from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.v_scales) + g * TILE);
-      scale[t] = scale[t] * less_by[t];
+      scale[t] = scale[t] * order_factor[t];
       if (MASKED) scale[t] = select(seen[t], scale[t], splat(0.0f));
       largest = max_magnitude(largest, scale[t]);
     });
@@ -191,7 +191,7 @@ MS_INLINE void soften(const HeadShape& shape, const AttentionLayer& layer, const
     unroll<TILES>([&](auto t) MS_LAMBDA { scale[t] = scale[t] * step; });
     unroll<R>([&](auto r) MS_LAMBDA {
       unroll<TILES>([&](auto t) MS_LAMBDA { store_i16(w.p[g][r] + t * TILE, to_int_nearest(x[r][t] * scale[t])); });
-      w.unit[g][r] = largest[0] * (1.0f / WEIGHT_STEPS) * worth[r];
+      w.unit[g][r] = largest[0] * (1.0f / WEIGHT_STEPS) * gain[r];
     });
   }
 }
@@ -258,8 +258,8 @@ __attribute__((noinline)) void stretch_rows(const HeadShape& shape, const Attent
   query_key<R, 0, TILES>(shape, s, row, at, scores);
 #endif
   const bool is_whole = at.first >= s.low && at.first + TILES * TILE <= s.high;
-  if (is_whole) soften<R, TILES, false>(shape, layer, s, row, at, scores, w);
-  else soften<R, TILES, true>(shape, layer, s, row, at, scores, w);
+  if (is_whole) softmax_stretch<R, TILES, false>(shape, layer, s, row, at, scores, w);
+  else softmax_stretch<R, TILES, true>(shape, layer, s, row, at, scores, w);
   if (shape.group == 8) {
     for (int d = 0; d < shape.dim; d += 16)
       add_values_by_8<R, TILES>(shape, s, row, at, d, d / 8, w);

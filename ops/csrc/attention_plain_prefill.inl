@@ -297,7 +297,7 @@ struct PrefillCall {
       for (int i = 0; i < count; i++) {
         const int next = block.first + KEY_BLOCK;
         prefetch_keys(next + i * share, next + (i + 1) * share < end ? next + (i + 1) * share : end, kv_head);
-        show<U>(tiles[i], block, n);
+        add_keys<U>(tiles[i], block, n);
       }
     }
     for (int i = 0; i < count; i++) {
@@ -308,7 +308,7 @@ struct PrefillCall {
 
   // Adds those of the first n keys of a block that are visible to the tile.
   template <class U>
-  void show(const QueryTile& tile, const KeyBlock& block, int n) const {
+  void add_keys(const QueryTile& tile, const KeyBlock& block, int n) const {
     int from = tile.min_low - block.first, to = tile.max_high - block.first;
     from = from > 0 ? from / AT_ONCE * AT_ONCE : 0;
     to = (to < n ? to : n) + AT_ONCE - 1;

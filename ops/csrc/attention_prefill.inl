@@ -28,12 +28,12 @@ struct WideStretch {
   int32_t* v;                          // [dim / 16][STRETCH / 2][16] pairs of tokens
   float *k_scale, *v_scale, *v_weight; // [groups][STRETCH]; v_weight: the number of steps of a weight of 1
   float* v_top;                        // [groups]: the largest v_scale
-  float *more, *less_by;               // [STRETCH]: binary order of V's scales, moved into the scores; 2^-more
+  float *order, *order_factor;               // [STRETCH]: binary order of V's scales, moved into the scores; 2^-order
   int first, tiles;
 };
 
 // Memory for a tile's scores and weights.
-struct WeightRoom {
+struct WeightBuffers {
   float* scores;  // [STRETCH][vecs][16]
   int32_t* p;     // [groups][STRETCH / 2][vecs][16] pairs of 15-bit weights
   float* v_step;  // [groups][vecs][16]: steps per unit of weight * v_scale, for masked rows
@@ -60,8 +60,8 @@ MS_INLINE i32x16 sees(const RowTile& tile, int c, int position) {
 
 // Applies the changes that a few models make to scores, and masks, to the scores of AT_ONCE tokens.
 template <int C>
-__attribute__((noinline)) void bend_and_mask(const AttentionLayer& layer, const RowTile& tile, float* scores,
-                                             const float* more, int position) {
+__attribute__((noinline)) void change_and_mask(const AttentionLayer& layer, const RowTile& tile, float* scores,
+                                             const float* order, int position) {
   for (int r = 0; r < AT_ONCE; r++)
     for (int c = 0; c < C; c++) {
       float* at = scores + (r * C + c) * 16;
@@ -71,7 +71,7 @@ __attribute__((noinline)) void bend_and_mask(const AttentionLayer& layer, const 
         const i32x16 own = load<i32x16>(tile.position + 16 * c);
         x = alibi(x, (position + r) - own, load<f32x16>(tile.slope + 16 * c));
       }
-      store(at, select(sees<C>(tile, c, position + r), x + more[r], splat(NOTHING)));
+      store(at, select(sees<C>(tile, c, position + r), x + order[r], splat(NOTHING)));
     }
 }
 
@@ -79,12 +79,12 @@ __attribute__((noinline)) void bend_and_mask(const AttentionLayer& layer, const 
 template <int C>
 MS_INLINE void score_rows(const HeadShape& shape, const AttentionLayer& layer, const RowTile& tile,
                           const WideStretch& at, int from, int to, float* scores, f32x16 (&top)[C]) {
-  const bool has_bends = bends(layer);
+  const bool has_changes = changes_scores(layer);
   for (int key = from; key < to; key += AT_ONCE) {
     float* run = scores + key * C * 16;
     const int32_t* k = at.k + key / TILE * (TILE * shape.dim / 2) + key % TILE * 2;
     const int position = at.first + key;
-    const bool is_rough = has_bends || position < tile.max_low || position + AT_ONCE > tile.min_high;
+    const bool is_unfinished = has_changes || position < tile.max_low || position + AT_ONCE > tile.min_high;
     const int32_t* q = tile.q;
     for (int g = 0; g < shape.num_groups; g++) {
       i32x16 sum[AT_ONCE][C];
@@ -103,14 +103,14 @@ MS_INLINE void score_rows(const HeadShape& shape, const AttentionLayer& layer, c
           else x = fma(x, splat(scale[r]), load<f32x16>(to_score));
           if (is_last) {
             x = x * load<f32x16>(tile.q_scale + 16 * c);
-            if (!is_rough) x = x + at.more[key + r], top[c] = max(top[c], x);
+            if (!is_unfinished) x = x + at.order[key + r], top[c] = max(top[c], x);
           }
           store(to_score, x);
         });
       });
     }
-    if (!is_rough) continue;
-    bend_and_mask<C>(layer, tile, run, at.more + key, position);
+    if (!is_unfinished) continue;
+    change_and_mask<C>(layer, tile, run, at.order + key, position);
     unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
       unroll<C>([&](auto c) MS_LAMBDA { top[c] = max(top[c], load<f32x16>(run + (r * C + c) * 16)); });
     });
@@ -121,12 +121,12 @@ MS_INLINE void score_rows(const HeadShape& shape, const AttentionLayer& layer, c
 // each row.
 template <int C>
 __attribute__((noinline)) void edge_scales(const HeadShape& shape, const RowTile& tile, const WideStretch& at,
-                                           const WeightRoom& room) {
+                                           const WeightBuffers& buffers) {
   for (int g = 0; g < shape.num_groups; g++)
     for (int i = 0; i < C * 16; i++) {
       const int to = g * C * 16 + i;
       if (i && tile.low[i] == tile.low[i - 1] && tile.high[i] == tile.high[i - 1]) {
-        room.unit[to] = room.unit[to - 1], room.v_step[to] = room.v_step[to - 1];
+        buffers.unit[to] = buffers.unit[to - 1], buffers.v_step[to] = buffers.v_step[to - 1];
         continue;
       }
       f32x16 largest = {};
@@ -136,8 +136,8 @@ __attribute__((noinline)) void edge_scales(const HeadShape& shape, const RowTile
         const f32x16 scale = load<f32x16>(at.v_scale + g * STRETCH + t * TILE);
         largest = max_magnitude(largest, select(seen, scale, f32x16{}));
       }
-      room.unit[to] = reduce_magnitude(largest);
-      room.v_step[to] = steps_of(room.unit[to]);
+      buffers.unit[to] = reduce_magnitude(largest);
+      buffers.v_step[to] = steps_of(buffers.unit[to]);
     }
 }
 
@@ -146,13 +146,13 @@ __attribute__((noinline)) void edge_scales(const HeadShape& shape, const RowTile
 // the stretch are visible to all rows.
 template <int C, bool IS_WHOLE>
 MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const WideStretch& at, int from, int to,
-                          const WeightRoom& room, const f32x16 (&top)[C], f32x16 (&sum)[C]) {
+                          const WeightBuffers& buffers, const f32x16 (&top)[C], f32x16 (&sum)[C]) {
   alignas(64) float sums[TILE * C * 16];
   for (int j = 0; j < TILE; j += 2) {
     f32x16 even[C], odd[C];
     unroll<C>([&](auto c) MS_LAMBDA { even[c] = odd[c] = f32x16{}; });
     for (int key = from / TILE * TILE + j; key < to; key += TILE) {
-      const float* x = room.scores + key * C * 16;
+      const float* x = buffers.scores + key * C * 16;
       const int position = at.first + key;
       const bool masks = !IS_WHOLE && (position < tile.max_low || position + 2 > tile.min_high);
       f32x16 a[C], b[C];
@@ -163,15 +163,15 @@ MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const Wid
           a[c] = select(sees<C>(tile, c, position), a[c], f32x16{});
           b[c] = select(sees<C>(tile, c, position + 1), b[c], f32x16{});
         }
-        even[c] += a[c] * at.less_by[key], odd[c] += b[c] * at.less_by[key + 1];
+        even[c] += a[c] * at.order_factor[key], odd[c] += b[c] * at.order_factor[key + 1];
       });
       for (int g = 0; g < shape.num_groups; g++) {
         const float* scale = (IS_WHOLE ? at.v_weight : at.v_scale) + g * STRETCH + key;
-        int32_t* p = room.p + (g * (STRETCH / 2) + key / 2) * C * 16;
+        int32_t* p = buffers.p + (g * (STRETCH / 2) + key / 2) * C * 16;
         unroll<C>([&](auto c) MS_LAMBDA {
           f32x16 low = splat(scale[0]), high = splat(scale[1]);
           if (!IS_WHOLE) {
-            const f32x16 step = load<f32x16>(room.v_step + (g * C + c) * 16);
+            const f32x16 step = load<f32x16>(buffers.v_step + (g * C + c) * 16);
             low = low * step, high = high * step;
           }
           low = a[c] * low, high = b[c] * high;
@@ -195,34 +195,34 @@ MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const Wid
 
 // Adds tokens [from, to) of a stretch to C * 16 rows.
 template <int C>
-__attribute__((noinline)) void show_stretch(const HeadShape& shape, const AttentionLayer& layer, const RowTile& tile,
-                                            const WideStretch& at, int from, int to, const WeightRoom& room) {
-  f32x16 top[C], sum[C], shrink[C], worth[C];
+__attribute__((noinline)) void tile_stretch(const HeadShape& shape, const AttentionLayer& layer, const RowTile& tile,
+                                            const WideStretch& at, int from, int to, const WeightBuffers& buffers) {
+  f32x16 top[C], sum[C], shrink[C], gain[C];
   unroll<C>([&](auto c) MS_LAMBDA { top[c] = splat(NOTHING); });
-  score_rows<C>(shape, layer, tile, at, from, to, room.scores, top);
+  score_rows<C>(shape, layer, tile, at, from, to, buffers.scores, top);
   const bool is_whole = tile.max_low <= at.first && tile.min_high >= at.first + at.tiles * TILE;
   if (is_whole) {
-    for (int i = 0; i < shape.num_groups * C * 16; i += 16) store(room.unit + i, splat(at.v_top[i / (C * 16)]));
-    weigh_rows<C, true>(shape, tile, at, from, to, room, top, sum);
+    for (int i = 0; i < shape.num_groups * C * 16; i += 16) store(buffers.unit + i, splat(at.v_top[i / (C * 16)]));
+    weigh_rows<C, true>(shape, tile, at, from, to, buffers, top, sum);
   } else {
-    edge_scales<C>(shape, tile, at, room);
-    weigh_rows<C, false>(shape, tile, at, from, to, room, top, sum);
+    edge_scales<C>(shape, tile, at, buffers);
+    weigh_rows<C, false>(shape, tile, at, from, to, buffers, top, sum);
   }
   unroll<C>([&](auto c) MS_LAMBDA {
     const f32x16 before = load<f32x16>(tile.m + 16 * c), now = max(before, top[c]);
-    shrink[c] = exp2_neg(before - now), worth[c] = exp2_neg(top[c] - now);
+    shrink[c] = exp2_neg(before - now), gain[c] = exp2_neg(top[c] - now);
     store(tile.m + 16 * c, now);
-    store(tile.l + 16 * c, load<f32x16>(tile.l + 16 * c) * shrink[c] + sum[c] * worth[c]);
+    store(tile.l + 16 * c, load<f32x16>(tile.l + 16 * c) * shrink[c] + sum[c] * gain[c]);
   });
   for (int g = 0; g < shape.num_groups; g++)
     unroll<C>([&](auto c) MS_LAMBDA {
-      float* unit = room.unit + (g * C + c) * 16;
-      store(unit, load<f32x16>(unit) * (1.0f / WEIGHT_STEPS) * worth[c]);
+      float* unit = buffers.unit + (g * C + c) * 16;
+      store(unit, load<f32x16>(unit) * (1.0f / WEIGHT_STEPS) * gain[c]);
     });
   for (int d = 0; d < shape.dim; d += AT_ONCE) {
     const int g = d / shape.group;
     const int32_t* v = at.v + (d / 16 * (STRETCH / 2) + from / 2) * 16 + d % 16;
-    const int32_t* p = room.p + (g * (STRETCH / 2) + from / 2) * C * 16;
+    const int32_t* p = buffers.p + (g * (STRETCH / 2) + from / 2) * C * 16;
     i32x16 total[AT_ONCE][C];
     unroll<AT_ONCE>([&](auto r) MS_LAMBDA { unroll<C>([&](auto c) MS_LAMBDA { total[r][c] = i32x16{}; }); });
     for (int pair = from / 2; pair < to / 2; pair++, p += C * 16, v += 16) multiply_pairs<C, 1>(total, p, v);
@@ -230,18 +230,18 @@ __attribute__((noinline)) void show_stretch(const HeadShape& shape, const Attent
     unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
       unroll<C>([&](auto c) MS_LAMBDA {
         const f32x16 old = load<f32x16>(acc + (r * C + c) * 16) * shrink[c];
-        const f32x16 unit = load<f32x16>(room.unit + (g * C + c) * 16);
+        const f32x16 unit = load<f32x16>(buffers.unit + (g * C + c) * 16);
         store(acc + (r * C + c) * 16, fma(to_float(total[r][c]), unit, old));
       });
     });
   }
 }
 
-using ShowStretch = void (*)(const HeadShape&, const AttentionLayer&, const RowTile&, const WideStretch&, int, int,
-                             const WeightRoom&);
+using TileStretch = void (*)(const HeadShape&, const AttentionLayer&, const RowTile&, const WideStretch&, int, int,
+                             const WeightBuffers&);
 template <size_t... C>
-constexpr ShowStretch show_stretch_for(int vecs, std::index_sequence<C...>) {
-  constexpr ShowStretch all[] = {show_stretch<C + 1>...};
+constexpr TileStretch tile_stretch_for(int vecs, std::index_sequence<C...>) {
+  constexpr TileStretch all[] = {tile_stretch<C + 1>...};
   return all[vecs - 1];
 }
 

@@ -48,7 +48,7 @@ class RowTask {
     at_ = memory().data() + -reinterpret_cast<uintptr_t>(memory().data()) % 64 / 4;
     stretch_ = {ints(STRETCH * dim_ / 2), ints(STRETCH * dim_ / 2), take(STRETCH * groups), take(STRETCH * groups),
                 take(STRETCH * groups), take(MAX_GROUPS), take(STRETCH), take(STRETCH), 0, 0};
-    room_ = {take(STRETCH * TILE_ROWS), ints(groups * (STRETCH / 2) * TILE_ROWS), take(groups * TILE_ROWS),
+    buffers_ = {take(STRETCH * TILE_ROWS), ints(groups * (STRETCH / 2) * TILE_ROWS), take(groups * TILE_ROWS),
              take(groups * TILE_ROWS)};
     tiles().resize(count);
     for (int i = 0; i < count; i++) begin(tiles()[i], first_of(i), end_of(i));
@@ -63,7 +63,7 @@ class RowTask {
         widen(first, high);
         for (int i = 0; i < count; i++) {
           prefetch_next(first + STRETCH, high, i, count);
-          show(tiles()[i]);
+          add_stretch(tiles()[i]);
         }
       }
       for (RowTile& tile : tiles()) end_split(tile, split <= low, split + SPLIT < high);
@@ -108,8 +108,8 @@ class RowTask {
         tile.low[lane] = call_.low_of(position), tile.high[lane] = call_.high_of(seq_, position);
         tile.position[lane] = position;
         tile.slope[lane] = call_.layer.slopes ? call_.layer.slopes[head] : 0.0f;
-        const float worth = round_row(query(row), dim_, rounded[i]);
-        tile.q_scale[lane] = worth * (call_.layer.scale * LOG2E);
+        const float step_value = round_row(query(row), dim_, rounded[i]);
+        tile.q_scale[lane] = step_value * (call_.layer.scale * LOG2E);
       }
       for (int pair = 0; pair < dim_ / 2; pair += 16) {
         f32x16 x[16];
@@ -151,11 +151,11 @@ class RowTask {
       f32x16 largest = {};
       for (int g = 0; g < shape.num_groups; g++)
         largest = max_magnitude(largest, load<f32x16>(stretch_.v_scale + g * STRETCH + t));
-      const f32x16 more = binary_order(largest), less_by = power_of_two(-more);
-      store(stretch_.more + t, more), store(stretch_.less_by + t, less_by);
+      const f32x16 order = binary_order(largest), order_factor = power_of_two(-order);
+      store(stretch_.order + t, order), store(stretch_.order_factor + t, order_factor);
       for (int g = 0; g < shape.num_groups; g++) {
         float* scale = stretch_.v_scale + g * STRETCH + t;
-        store(scale, load<f32x16>(scale) * less_by);
+        store(scale, load<f32x16>(scale) * order_factor);
       }
     }
     for (int g = 0; g < shape.num_groups; g++) {
@@ -178,14 +178,14 @@ class RowTask {
     }
   }
 
-  void show(const RowTile& tile) const {
+  void add_stretch(const RowTile& tile) const {
     int from = tile.min_low - stretch_.first, to = tile.max_high - stretch_.first;
     const int end = stretch_.tiles * TILE;
     from = from > 0 ? from / AT_ONCE * AT_ONCE : 0;
     to = ((to < end ? to : end) + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     if (from >= to) return;
-    const ShowStretch run_tile = show_stretch_for(tile.vecs, std::make_index_sequence<TILE_VECS>{});
-    run_tile(call_.shape, call_.layer, tile, stretch_, from, to, room_);
+    const TileStretch run_tile = tile_stretch_for(tile.vecs, std::make_index_sequence<TILE_VECS>{});
+    run_tile(call_.shape, call_.layer, tile, stretch_, from, to, buffers_);
   }
 
   void end_split(RowTile& tile, bool is_first, bool is_more) {
@@ -220,7 +220,7 @@ class RowTask {
   const int kv_head_, from_, to_, dim_;
   float* at_;
   WideStretch stretch_;
-  WeightRoom room_;
+  WeightBuffers buffers_;
 };
 
 void attend_rows(const AttendCall& call, const SequenceRows& seq, int kv_head, int from, int to) {

@@ -32,7 +32,7 @@ int enter(int ring, unsigned submit, unsigned complete, unsigned flags, const vo
   return static_cast<int>(syscall(__NR_io_uring_enter, ring, submit, complete, flags, arg, size));
 }
 
-int enroll(int ring, unsigned what, const void* arg, unsigned count) {
+int register_with(int ring, unsigned what, const void* arg, unsigned count) {
   return static_cast<int>(syscall(__NR_io_uring_register, ring, what, arg, count));
 }
 
@@ -61,7 +61,7 @@ IoRing::IoRing(int fd, unsigned depth, bool sqpoll, bool iopoll)
   }
   map_queues(&params);
   // A registered file saves the descriptor look-up of every operation, and the ring keeps it open.
-  has_fixed_file_ = enroll(ring_, IORING_REGISTER_FILES, &fd_, 1) == 0;
+  has_fixed_file_ = register_with(ring_, IORING_REGISTER_FILES, &fd_, 1) == 0;
 }
 
 IoRing::~IoRing() {
@@ -102,13 +102,13 @@ void IoRing::unmap_queues() {
 
 void IoRing::register_buffers(std::vector<Region> regions) {
   std::lock_guard lock(submit_mutex_);
-  if (!regions_.empty()) enroll(ring_, IORING_UNREGISTER_BUFFERS, nullptr, 0);
+  if (!regions_.empty()) register_with(ring_, IORING_UNREGISTER_BUFFERS, nullptr, 0);
   regions_.clear();
   if (regions.empty()) return;
   std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) { return a.address < b.address; });
   std::vector<iovec> buffers;
   for (const Region& region : regions) buffers.push_back({reinterpret_cast<void*>(region.address), region.size});
-  if (enroll(ring_, IORING_REGISTER_BUFFERS, buffers.data(), static_cast<unsigned>(buffers.size())) < 0)
+  if (register_with(ring_, IORING_REGISTER_BUFFERS, buffers.data(), static_cast<unsigned>(buffers.size())) < 0)
     fail(errno, "io_uring: registering buffers");
   regions_ = std::move(regions);
 }
@@ -143,7 +143,7 @@ size_t IoRing::submit(const std::vector<Operation>& operations) {
   }
   in_flight_ += count;
   __atomic_store_n(sq_tail_, tail, __ATOMIC_RELEASE);
-  if (!sqpoll_) return hand_over(count);
+  if (!sqpoll_) return submit_queued(count);
   // The kernel's submission thread sleeps after SQPOLL_IDLE_MS without work and must be woken.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (__atomic_load_n(sq_flags_, __ATOMIC_ACQUIRE) & IORING_SQ_NEED_WAKEUP)
@@ -152,7 +152,7 @@ size_t IoRing::submit(const std::vector<Operation>& operations) {
 }
 
 // Submits `count` entries and removes those that the kernel does not accept from the queue.
-unsigned IoRing::hand_over(unsigned count) {
+unsigned IoRing::submit_queued(unsigned count) {
   unsigned left = count;
   int busy = 0, number = 0;
   while (left > 0) {

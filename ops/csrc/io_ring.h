@@ -52,7 +52,7 @@ class IoRing {
   void map_queues(const void* params);
   void unmap_queues();
   void fill(io_uring_sqe& entry, const Operation& operation) const;
-  unsigned hand_over(unsigned count);
+  unsigned submit_queued(unsigned count);
   void drain(std::vector<Event>& events);
 
   int ring_ = -1, fd_ = -1;

@@ -158,7 +158,7 @@ struct Rotation {
 };
 
 // The sampling parameters of one row, as ops/cpu/sampling.py packs them.
-struct Draw {
+struct SamplingInputs {
   uint64_t seed, position;
   double top_p;
   const int64_t* tokens;  // prompt and output, for the penalties
@@ -174,7 +174,7 @@ struct Draw {
 };
 
 constexpr int MAX_TOP = 20;
-struct Drawn {
+struct SampledRow {
   int32_t token, rank, num_top;
   float logprob;
   int32_t top_tokens[MAX_TOP];
@@ -198,9 +198,9 @@ struct Kernels {
   double (*multiply_bf16)(int64_t rounds);  // returns 0 without such an instruction
   void (*argmax)(const float* logits, size_t stride, int rows, int size, int32_t* out);
   // Adjusts the logits in place; returns false if a plan names a token outside [0, size).
-  bool (*sample)(float* logits, size_t stride, int rows, int size, const Draw*, Drawn* out);
+  bool (*sample)(float* logits, size_t stride, int rows, int size, const SamplingInputs*, SampledRow* out);
   bool (*describe_tokens)(const float* logits, size_t stride, int rows, int size, const int32_t* tokens,
-                          int num_top, Drawn* out);
+                          int num_top, SampledRow* out);
   void (*linear_int4)(const LinearInt4&, const Quantized&, int rows, void* out, size_t out_stride,
                       DType, bool add);
   void (*decode_plain)(const PlainSequence*, int count, const PlainLayer&, const void* q, size_t q_stride, DType q_type,

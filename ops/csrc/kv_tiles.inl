@@ -33,7 +33,7 @@ struct Lane {
   int t, row;
   bool is_cold;  // the first lane of this tile in this task, whose lines are in no cache
 };
-constexpr int MOST_LANES = 16, LANES_FLOATS = 2048;
+constexpr int MAX_LANES = 16, MAX_LANE_FLOATS = 2048;
 
 // Writes N dimensions (16 or 8) from d on to a lane of K.
 template <int N>
@@ -64,8 +64,8 @@ MS_INLINE void store_v(const HeadShape& shape, const Lane& lane, int d, i32x16 x
 // Quantizes x[i], the [dim] numbers of lane i, to bytes and one fp16 scale for each group, N at a time.
 template <int N, bool IS_K>
 MS_INLINE void store_lanes(const HeadShape& shape, const Lane* lanes, int count, const float* const* x) {
-  alignas(64) float top[MOST_LANES] = {};
-  uint16_t halves[MOST_LANES];
+  alignas(64) float top[MAX_LANES] = {};
+  uint16_t halves[MAX_LANES];
   for (int g = 0; g < shape.num_groups; g++) {
     const int first = g * shape.group, end = first + shape.group;
     for (int i = 0; i < count; i++) {
@@ -75,7 +75,7 @@ MS_INLINE void store_lanes(const HeadShape& shape, const Lane* lanes, int count,
     }
     scales_to_half(halves, load<f32x16>(top) / 127.0f);
     const f32x16 scale = from_half(halves), inverse = select(scale > 0.0f, 1.0f / scale, splat(0.0f));
-    alignas(64) float steps[MOST_LANES];
+    alignas(64) float steps[MAX_LANES];
     store(steps, inverse);
     for (int i = 0; i < count; i++) {
       const f32x16 step = splat(steps[i]);
@@ -93,13 +93,13 @@ MS_INLINE void store_lanes(const HeadShape& shape, const Lane* lanes, int count,
 
 template <int N>
 __attribute__((noinline)) void store_block(const HeadShape& shape, const Lane* lanes, int count, const Rotation& by) {
-  alignas(64) float turned[LANES_FLOATS];
-  const float* x[MOST_LANES];
+  alignas(64) float rotated[MAX_LANE_FLOATS];
+  const float* x[MAX_LANES];
   for (int i = 0; i < count; i++) {
     x[i] = lanes[i].k;
     if (!by.cos) continue;
     const size_t at = static_cast<size_t>(lanes[i].row) * by.half;
-    float* to = turned + i * shape.dim;
+    float* to = rotated + i * shape.dim;
     rotate_head(to, x[i], by.cos + at, by.sin + at, by.half);
     std::memcpy(to + 2 * by.half, x[i] + 2 * by.half, sizeof(float) * (shape.dim - 2 * by.half));
     x[i] = to;
@@ -125,7 +125,7 @@ class LaneBlocks {
   LaneBlocks(const Step& step, const CacheLayer& layer, const HeadShape& shape, const float* k, const float* v,
              size_t stride, int first, int end)
       : step_(step), layer_(layer), shape_(shape), k_(k), v_(v), stride_(stride), row_(first), end_(end) {
-    place(true);
+    locate_row(true);
   }
 
   // Writes at most `most` next lanes to `to`; returns their number.
@@ -137,13 +137,13 @@ class LaneBlocks {
       touch_lane(shape_, to[count++]);
       if (++head_ < layer_.num_kv_heads) continue;
       head_ = 0;
-      if (++row_ < end_) place(false);
+      if (++row_ < end_) locate_row(false);
     }
     return count;
   }
 
  private:
-  void place(bool is_first) {
+  void locate_row(bool is_first) {
     while (row_ >= step_.sequences[sequence_].first_row + step_.sequences[sequence_].num_rows) sequence_++;
     const SequenceRows& seq = step_.sequences[sequence_];
     const int position = seq.first_position + row_ - seq.first_row;
@@ -179,14 +179,14 @@ void append_kv(const Step& step, const CacheLayer& layer, const float* k, const 
   const HeadShape shape(layer);
   int rows = 0;
   for (int s = 0; s < step.num_sequences; s++) rows += step.sequences[s].num_rows;
-  const int most = LANES_FLOATS / shape.dim < MOST_LANES ? LANES_FLOATS / shape.dim : MOST_LANES;
+  const int most = MAX_LANE_FLOATS / shape.dim < MAX_LANES ? MAX_LANE_FLOATS / shape.dim : MAX_LANES;
   const int share = 1 + 4096 / (layer.num_kv_heads * shape.dim);
   const auto store_some = shape.group >= 16 ? store_block<16> : store_block<8>;
   ms::Team::get().parallel((rows + share - 1) / share, [&](int task) {
     const int first = next_tile(step, task * share, rows), end = next_tile(step, (task + 1) * share, rows);
     if (first >= end) return;
     LaneBlocks blocks(step, layer, shape, k, v, stride, first, end);
-    Lane lanes[2][MOST_LANES];
+    Lane lanes[2][MAX_LANES];
     int count = blocks.take(lanes[0], most);
     for (int turn = 0; count; turn ^= 1) {
       const int next = blocks.take(lanes[turn ^ 1], most);

@@ -146,8 +146,8 @@ NB_MODULE(_native, m) {
   });
   m.def("multiply_i8", [](int64_t rounds) { return kernels().multiply_i8(rounds); });
   m.def("multiply_bf16", [](int64_t rounds) { return kernels().multiply_bf16(rounds); });
-  m.attr("DRAW_BYTES") = sizeof(Draw);
-  m.attr("DRAWN_BYTES") = sizeof(Drawn);
+  m.attr("DRAW_BYTES") = sizeof(SamplingInputs);
+  m.attr("DRAWN_BYTES") = sizeof(SampledRow);
   m.attr("MAX_TOP") = MAX_TOP;
   m.def("argmax", [](uintptr_t logits, size_t stride, int rows, int size) {
     std::vector<int32_t> out(rows);
@@ -155,15 +155,16 @@ NB_MODULE(_native, m) {
     kernels().argmax(pointer<float>(logits), stride, rows, size, out.data());
     return out;
   });
-  m.def("sample", [](uintptr_t logits, size_t stride, int rows, int size, uintptr_t draws, uintptr_t out) {
+  m.def("sample", [](uintptr_t logits, size_t stride, int rows, int size, uintptr_t inputs, uintptr_t out) {
     nb::gil_scoped_release release;
-    return kernels().sample(pointer<float>(logits), stride, rows, size, pointer<Draw>(draws), pointer<Drawn>(out));
+    return kernels().sample(pointer<float>(logits), stride, rows, size, pointer<SamplingInputs>(inputs),
+                            pointer<SampledRow>(out));
   });
   m.def("describe_tokens", [](uintptr_t logits, size_t stride, int rows, int size, uintptr_t tokens, int num_top,
                               uintptr_t out) {
     nb::gil_scoped_release release;
     return kernels().describe_tokens(pointer<float>(logits), stride, rows, size, pointer<int32_t>(tokens), num_top,
-                                     pointer<Drawn>(out));
+                                     pointer<SampledRow>(out));
   });
   bind_linear(m);
   bind_storage(m);

@@ -194,7 +194,7 @@ double total_of(const View& view) {
 }
 
 // Returns a value near the k-th largest that at least k logits reach; LOWEST if k is too large.
-float reached_by(const View& view, int k) {
+float lower_bound_of(const View& view, int k) {
   static thread_local List<float> copy;
   const bool coarse = k <= view.num_blocks();
   if (!coarse && k > view.num_groups()) return LOWEST;
@@ -248,28 +248,28 @@ double total_of(const Candidates& all) {
   return total;
 }
 
-struct Found {
+struct FoundCandidate {
   Candidate candidate;
   double mass;  // sum of the weights up to and including the candidate
 };
 
 // Returns the first candidate, in the given order, at which the mass exceeds (or reaches) the target.
-Found walk(const Candidate* all, size_t count, double mass, double target, bool reaching) {
-  Found last{all[0], mass};
+FoundCandidate find_by_mass(const Candidate* all, size_t count, double mass, double target, bool is_inclusive) {
+  FoundCandidate last{all[0], mass};
   for (size_t i = 0; i < count; i++) {
     mass += all[i].weight;
     if (i == 0 || all[i].weight > 0.0) last = {all[i], mass};
-    if (reaching ? mass >= target : mass > target) break;
+    if (is_inclusive ? mass >= target : mass > target) break;
   }
   return last;
 }
 
 constexpr int BINS = 256;
-constexpr size_t FEW = 64;
+constexpr size_t MAX_SORTED = 64;
 
 // Sorts `all` into bins of equal width from the largest scaled logit down, and keeps only the bin in
 // which the mass exceeds the target. Returns the mass of the bins before it.
-double narrow(Candidates& all, float high, float low, double before, double target, bool reaching) {
+double keep_bin(Candidates& all, float high, float low, double before, double target, bool is_inclusive) {
   double masses[BINS] = {};
   const double scale = (BINS - 1) / (static_cast<double>(high) - low);
   auto bin_of = [&](const Candidate& c) {
@@ -282,26 +282,26 @@ double narrow(Candidates& all, float high, float low, double before, double targ
     if (masses[bin] == 0.0) continue;  // the rounded sum may stay below the target; the last bin is taken then
     chosen = bin, chosen_before = before;
     before += masses[bin];
-    if (reaching ? before >= target : before > target) break;
+    if (is_inclusive ? before >= target : before > target) break;
   }
   all.erase(std::remove_if(all.begin(), all.end(), [&](const Candidate& c) { return bin_of(c) != chosen; }),
             all.end());
   return chosen_before;
 }
 
-// As walk(), but in descending order; equal scaled logits in `all` must be ordered by token id.
-Found descend(const Candidates& all, double target, bool reaching) {
+// As find_by_mass(), but in descending order; equal scaled logits in `all` must be ordered by token id.
+FoundCandidate find_descending(const Candidates& all, double target, bool is_inclusive) {
   static thread_local Candidates left;
   left = all;
   double before = 0.0;
-  while (left.size() > FEW) {
+  while (left.size() > MAX_SORTED) {
     float high = left[0].scaled, low = high;
     for (const Candidate& each : left) high = std::max(high, each.scaled), low = std::min(low, each.scaled);
-    if (high == low) return walk(left.data(), left.size(), before, target, reaching);
-    before = narrow(left, high, low, before, target, reaching);
+    if (high == low) return find_by_mass(left.data(), left.size(), before, target, is_inclusive);
+    before = keep_bin(left, high, low, before, target, is_inclusive);
   }
   std::sort(left.begin(), left.end(), comes_before);
-  return walk(left.data(), left.size(), before, target, reaching);
+  return find_by_mass(left.data(), left.size(), before, target, is_inclusive);
 }
 
 void keep_best(Candidates& all, size_t k) {
@@ -316,7 +316,7 @@ void keep_best(Candidates& all, size_t k) {
 void gather_mass(const View& view, double enough, Candidates& to) {
   for (int k : {view.num_blocks() / 2, view.num_groups() / 8, view.num_groups() / 2}) {
     if (k == 0) continue;
-    gather(view, reached_by(view, k) / view.temperature, to);
+    gather(view, lower_bound_of(view, k) / view.temperature, to);
     if (total_of(to) >= enough) return;
   }
   gather(view, LOWEST, to);
@@ -334,7 +334,7 @@ double uniform(uint64_t seed, uint64_t position) {
 }
 
 // Samples from the whole row, by token id, without top-k, top-p or min-p.
-int draw_any(const View& view, double u) {
+int sample_whole_row(const View& view, double u) {
   const double target = u * total_of(view);
   double before = 0.0;
   int block = 0, last = 0;
@@ -353,43 +353,43 @@ int draw_any(const View& view, double u) {
     weigh(scaled, top, w);
     for (int j = 0; j < 16; j++) all[i - begin + j] = {w[j / 8][j % 8], scaled[0][j], i + j};
   }
-  return walk(all, end - begin, last_before, target, false).candidate.token;
+  return find_by_mass(all, end - begin, last_before, target, false).candidate.token;
 }
 
 // Returns whether probabilities are relative to the whole row, that is without min-p and top-k.
-bool needs_whole_sum(const Draw& plan, int size) {
-  return plan.temperature > 0.0f && !(plan.min_p > 0.0f) && (plan.top_k <= 0 || plan.top_k >= size);
+bool needs_whole_sum(const SamplingInputs& inputs, int size) {
+  return inputs.temperature > 0.0f && !(inputs.min_p > 0.0f) && (inputs.top_k <= 0 || inputs.top_k >= size);
 }
 
-int draw(const View& view, const Draw& plan) {
+int sample_row(const View& view, const SamplingInputs& inputs) {
   static thread_local Candidates kept;
   const float top = top_of(view) / view.temperature;
-  const double u = uniform(plan.seed, plan.position);
-  const bool has_k = plan.top_k > 0 && plan.top_k < view.size, has_p = plan.top_p < 1.0;
-  const bool is_whole = needs_whole_sum(plan, view.size);
+  const double u = uniform(inputs.seed, inputs.position);
+  const bool has_k = inputs.top_k > 0 && inputs.top_k < view.size, has_p = inputs.top_p < 1.0;
+  const bool is_whole = needs_whole_sum(inputs, view.size);
   if (!(std::fabs(top) <= -LOWEST)) return first_top(view);
-  if (is_whole && !has_p) return draw_any(view, u);
+  if (is_whole && !has_p) return sample_whole_row(view, u);
   float least = LOWEST;
-  if (plan.min_p > 0.0f) least = top + static_cast<float>(std::log(static_cast<double>(plan.min_p)));
+  if (inputs.min_p > 0.0f) least = top + static_cast<float>(std::log(static_cast<double>(inputs.min_p)));
   double total;
   if (is_whole) {
     total = total_of(view);
-    gather_mass(view, plan.top_p * total, kept);
+    gather_mass(view, inputs.top_p * total, kept);
   } else {
-    if (has_k) least = std::max(least, reached_by(view, plan.top_k) / view.temperature);
+    if (has_k) least = std::max(least, lower_bound_of(view, inputs.top_k) / view.temperature);
     gather(view, least, kept);
-    if (has_k) keep_best(kept, plan.top_k);
+    if (has_k) keep_best(kept, inputs.top_k);
     total = total_of(kept);
   }
   if (kept.empty()) return first_top(view);
-  if (!has_p && !has_k) return walk(kept.data(), kept.size(), 0.0, u * total, false).candidate.token;
-  if (!has_p) return descend(kept, u * total, false).candidate.token;
-  const Found last = descend(kept, plan.top_p * total, true);
-  const Found chosen = descend(kept, u * last.mass, false);
+  if (!has_p && !has_k) return find_by_mass(kept.data(), kept.size(), 0.0, u * total, false).candidate.token;
+  if (!has_p) return find_descending(kept, u * total, false).candidate.token;
+  const FoundCandidate last = find_descending(kept, inputs.top_p * total, true);
+  const FoundCandidate chosen = find_descending(kept, u * last.mass, false);
   return (comes_before(last.candidate, chosen.candidate) ? last : chosen).candidate.token;
 }
 
-void describe(const View& view, int num_top, Drawn& out) {
+void describe(const View& view, int num_top, SampledRow& out) {
   static thread_local Candidates best;
   const double lse = static_cast<double>(top_of(view)) + std::log(total_of(view));
   const float chosen = view.x[out.token];
@@ -401,7 +401,7 @@ void describe(const View& view, int num_top, Drawn& out) {
   }
   out.num_top = std::min(num_top, view.size);
   if (out.num_top == 0) return;
-  gather(view, reached_by(view, out.num_top), best);
+  gather(view, lower_bound_of(view, out.num_top), best);
   out.num_top = std::min(out.num_top, static_cast<int>(best.size()));
   std::partial_sort(best.begin(), best.begin() + out.num_top, best.end(), comes_before);
   for (int i = 0; i < out.num_top; i++) {
@@ -426,8 +426,8 @@ bool are_tokens(const Token* tokens, int count, int size) {
   return true;
 }
 
-bool is_adjusted(const Draw& plan) {
-  return plan.num_tokens || plan.num_biases || plan.num_forbidden || plan.mask;
+bool is_adjusted(const SamplingInputs& inputs) {
+  return inputs.num_tokens || inputs.num_biases || inputs.num_forbidden || inputs.mask;
 }
 
 // Sets logits to minus infinity where the mask has no bit. Most words are all zeros or all ones.
@@ -447,22 +447,22 @@ void apply_mask(float* x, int size, const uint32_t* mask) {
 
 // Applies penalties, biases, forbidden tokens and the mask. Returns false and changes nothing if a
 // token is not in the vocabulary.
-bool adjust(float* x, int size, const Draw& plan) {
-  const int num_output = plan.num_tokens ? plan.num_tokens - plan.num_prompt : 0;
-  const int64_t* output = num_output ? plan.tokens + plan.num_prompt : nullptr;
-  if (!are_tokens(plan.tokens, plan.num_tokens, size) || !are_tokens(plan.bias_tokens, plan.num_biases, size) ||
-      !are_tokens(plan.forbidden, plan.num_forbidden, size))
+bool adjust(float* x, int size, const SamplingInputs& inputs) {
+  const int num_output = inputs.num_tokens ? inputs.num_tokens - inputs.num_prompt : 0;
+  const int64_t* output = num_output ? inputs.tokens + inputs.num_prompt : nullptr;
+  if (!are_tokens(inputs.tokens, inputs.num_tokens, size) || !are_tokens(inputs.bias_tokens, inputs.num_biases, size) ||
+      !are_tokens(inputs.forbidden, inputs.num_forbidden, size))
     return false;
-  if (plan.repetition != 1.0f)
-    change_each(x, plan.tokens, plan.num_tokens,
-                [&](float v, int) { return v > 0.0f ? v / plan.repetition : v * plan.repetition; });
-  if (plan.presence != 0.0f)
-    change_each(x, output, num_output, [&](float v, int) { return v - plan.presence; });
-  if (plan.frequency != 0.0f)
-    for (int i = 0; i < num_output; i++) x[output[i]] -= plan.frequency;
-  change_each(x, plan.bias_tokens, plan.num_biases, [&](float v, int i) { return v + plan.biases[i]; });
-  for (int i = 0; i < plan.num_forbidden; i++) x[plan.forbidden[i]] = -std::numeric_limits<float>::infinity();
-  if (plan.mask) apply_mask(x, size, plan.mask);
+  if (inputs.repetition != 1.0f)
+    change_each(x, inputs.tokens, inputs.num_tokens,
+                [&](float v, int) { return v > 0.0f ? v / inputs.repetition : v * inputs.repetition; });
+  if (inputs.presence != 0.0f)
+    change_each(x, output, num_output, [&](float v, int) { return v - inputs.presence; });
+  if (inputs.frequency != 0.0f)
+    for (int i = 0; i < num_output; i++) x[output[i]] -= inputs.frequency;
+  change_each(x, inputs.bias_tokens, inputs.num_biases, [&](float v, int i) { return v + inputs.biases[i]; });
+  for (int i = 0; i < inputs.num_forbidden; i++) x[inputs.forbidden[i]] = -std::numeric_limits<float>::infinity();
+  if (inputs.mask) apply_mask(x, size, inputs.mask);
   return true;
 }
 
@@ -503,21 +503,21 @@ void argmax(const float* logits, size_t stride, int rows, int size, int32_t* out
 // its raw view, which is the same one or one after the views of all rows.
 class Views {
  public:
-  Views(float* logits, size_t stride, int rows, int size, const Draw* plans) : size_(size), raw_(rows) {
+  Views(float* logits, size_t stride, int rows, int size, const SamplingInputs* all_inputs) : size_(size), raw_(rows) {
     for (int row = 0; row < rows; row++) {
-      const Draw& plan = plans[row];
-      const bool is_logged = plan.num_logprobs >= 0;
-      const float temperature = plan.temperature > 0.0f ? plan.temperature : 1.0f;
-      const bool is_raw = is_logged && temperature == 1.0f && !is_adjusted(plan);
-      const bool is_whole = needs_whole_sum(plan, size), is_cut = !is_whole || plan.top_p < 1.0;
-      add(logits + row * stride, temperature, is_raw || (plan.temperature > 0.0f && is_cut), is_raw || is_whole);
+      const SamplingInputs& inputs = all_inputs[row];
+      const bool is_logged = inputs.num_logprobs >= 0;
+      const float temperature = inputs.temperature > 0.0f ? inputs.temperature : 1.0f;
+      const bool is_raw = is_logged && temperature == 1.0f && !is_adjusted(inputs);
+      const bool is_whole = needs_whole_sum(inputs, size), is_cut = !is_whole || inputs.top_p < 1.0;
+      add(logits + row * stride, temperature, is_raw || (inputs.temperature > 0.0f && is_cut), is_raw || is_whole);
       raw_[row] = is_raw ? row : -1;
     }
     for (int row = 0; row < rows; row++) {
-      if (plans[row].num_logprobs < 0 || raw_[row] >= 0) continue;
+      if (all_inputs[row].num_logprobs < 0 || raw_[row] >= 0) continue;
       raw_[row] = static_cast<int>(all_.size());
       add(logits + row * stride, 1.0f, true, true);
-      if (is_adjusted(plans[row])) copy(all_.back());
+      if (is_adjusted(all_inputs[row])) copy(all_.back());
     }
     const size_t groups = all_[0].num_groups(), blocks = all_[0].num_blocks();
     maxima_.resize(all_.size() * (groups + blocks));
@@ -550,19 +550,19 @@ class Views {
   List<double> sums_;
 };
 
-void finish(const Views& views, int row, const Draw& plan, Drawn& out) {
-  out.token = plan.temperature > 0.0f ? draw(views[row], plan) : first_top(views[row]);
+void finish(const Views& views, int row, const SamplingInputs& inputs, SampledRow& out) {
+  out.token = inputs.temperature > 0.0f ? sample_row(views[row], inputs) : first_top(views[row]);
   out.num_top = 0;
-  if (plan.num_logprobs >= 0) describe(views[views.raw(row)], plan.num_logprobs, out);
+  if (inputs.num_logprobs >= 0) describe(views[views.raw(row)], inputs.num_logprobs, out);
 }
 
-bool sample(float* logits, size_t stride, int rows, int size, const Draw* plans, Drawn* out) {
-  const Views views(logits, stride, rows, size, plans);
+bool sample(float* logits, size_t stride, int rows, int size, const SamplingInputs* all_inputs, SampledRow* out) {
+  const Views views(logits, stride, rows, size, all_inputs);
   auto& team = ms::Team::get();
   const int shares = views[0].num_shares();
   std::atomic<bool> is_good{true};
-  team.parallel(std::any_of(plans, plans + rows, is_adjusted) ? rows : 0, [&](int row) {
-    if (is_adjusted(plans[row]) && !adjust(logits + row * stride, size, plans[row])) is_good = false;
+  team.parallel(std::any_of(all_inputs, all_inputs + rows, is_adjusted) ? rows : 0, [&](int row) {
+    if (is_adjusted(all_inputs[row]) && !adjust(logits + row * stride, size, all_inputs[row])) is_good = false;
   });
   if (!is_good) return false;
   if (are_cut(rows, shares)) {
@@ -571,7 +571,7 @@ bool sample(float* logits, size_t stride, int rows, int size, const Draw* plans,
     team.parallel(tasks, [&](int task) {
       if (views[task / shares].needs_sums) add_up(views[task / shares], task % shares);
     });
-    team.parallel(rows, [&](int row) { finish(views, row, plans[row], out[row]); });
+    team.parallel(rows, [&](int row) { finish(views, row, all_inputs[row], out[row]); });
     return true;
   }
   // Rows are processed one by one, so that the second pass finds a row in the cache.
@@ -581,8 +581,8 @@ bool sample(float* logits, size_t stride, int rows, int size, const Draw* plans,
   };
   for_rows(rows, size, SHARE / 8, [&](int row) {
     prepare(views[row]);
-    if (plans[row].num_logprobs >= 0 && views.raw(row) != row) prepare(views[views.raw(row)]);
-    finish(views, row, plans[row], out[row]);
+    if (all_inputs[row].num_logprobs >= 0 && views.raw(row) != row) prepare(views[views.raw(row)]);
+    finish(views, row, all_inputs[row], out[row]);
   });
   return true;
 }
@@ -590,7 +590,7 @@ bool sample(float* logits, size_t stride, int rows, int size, const Draw* plans,
 // Writes the log-probability, rank and top tokens of tokens[i] in row i. Returns false and writes
 // nothing if a token is not in the vocabulary.
 bool describe_tokens(const float* logits, size_t stride, int rows, int size, const int32_t* tokens, int num_top,
-                     Drawn* out) {
+                     SampledRow* out) {
   if (!are_tokens(tokens, rows, size)) return false;
   for_rows(rows, size, SHARE / 8, [&](int row) {
     static thread_local List<float> maxima;

@@ -11,17 +11,17 @@ class Channel::Use {
   explicit Use(Channel& channel) : channel_(channel) {
     channel_.num_uses_.fetch_add(1);
     if (channel_.is_closed_.load()) {
-      channel_.drop(1);
+      channel_.end_uses(1);
       throw PeerLost("the connection is closed");
     }
   }
-  ~Use() { channel_.drop(1); }
+  ~Use() { channel_.end_uses(1); }
 
  private:
   Channel& channel_;
 };
 
-void Channel::drop(int uses) {
+void Channel::end_uses(int uses) {
   if (num_uses_.fetch_sub(uses) == uses) free_memory();
 }
 
@@ -90,14 +90,14 @@ std::optional<Message> Channel::poll_at_once() {
 }
 
 void Channel::release(uint64_t number) {
-  give_back(number);
-  drop(1);
+  free_message(number);
+  end_uses(1);
 }
 
 void Channel::close() {
   if (is_closed_.exchange(true)) return;
   link_->end("the connection is closed");
-  drop(1);
+  end_uses(1);
 }
 
 }  // namespace ms

@@ -40,7 +40,7 @@ class Channel {
   virtual bool is_quick_to_receive() { return false; }
   virtual uint64_t send(const Segments& segments, size_t bytes, int64_t deadline_ns) = 0;
   virtual std::optional<Message> receive(int64_t deadline_ns) = 0;
-  virtual void give_back(uint64_t number) = 0;
+  virtual void free_message(uint64_t number) = 0;
   virtual void free_memory() = 0;
 
   [[noreturn]] void throw_lost() const { throw PeerLost(link_->reason()); }
@@ -54,7 +54,7 @@ class Channel {
  private:
   // Counts the uses of the memory: one while the end is open, one per running operation and held frame.
   class Use;
-  void drop(int uses);
+  void end_uses(int uses);
   void check_size(size_t bytes) const;
   template <class Operation>
   auto guarded(Operation operation);

@@ -19,7 +19,7 @@
 namespace ms {
 namespace {
 
-constexpr char BEAT = 'h';
+constexpr char HEARTBEAT_BYTE = 'h';
 
 }  // namespace
 
@@ -68,7 +68,7 @@ class Monitor {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  std::vector<std::shared_ptr<Link>> alive() {
+  std::vector<std::shared_ptr<Link>> live_links() {
     std::lock_guard lock(mutex_);
     std::vector<std::shared_ptr<Link>> found;
     for (auto it = links_.begin(); it != links_.end();) {
@@ -85,7 +85,7 @@ class Monitor {
     epoll_event events[64];
     for (;;) {
       int64_t due = next_beat;
-      for (const auto& link : alive()) due = std::min(due, link->deadline_ns());
+      for (const auto& link : live_links()) due = std::min(due, link->deadline_ns());
       const int64_t wait_ms = std::clamp<int64_t>((due - now_ns()) / 1'000'000 + 1, 0, HEARTBEAT_NS / 1'000'000);
       const int count = epoll_wait(epoll_, events, 64, static_cast<int>(wait_ms));
       for (int i = 0; i < count; i++) {
@@ -97,7 +97,7 @@ class Monitor {
         if (link) link->listen();
       }
       const int64_t now = now_ns();
-      const auto links = alive();
+      const auto links = live_links();
       for (const auto& link : links) {
         if (now < link->deadline_ns()) continue;
         link->listen();  // this thread may have been late itself
@@ -107,7 +107,7 @@ class Monitor {
         }
       }
       if (now < next_beat) continue;
-      for (const auto& link : links) link->beat();
+      for (const auto& link : links) link->send_heartbeat();
       next_beat = now + HEARTBEAT_NS;
     }
   }
@@ -152,7 +152,7 @@ double Link::silence_s() const {
 }
 
 void Link::end(const std::string& reason) {
-  std::shared_ptr<Memory> sleeper;
+  std::shared_ptr<Memory> waiter;
   std::shared_ptr<Link> other;
   {
     std::lock_guard lock(mutex_);
@@ -167,10 +167,10 @@ void Link::end(const std::string& reason) {
       control_fd_ = -1;
     }
     if (is_ours && event_fd_ >= 0) eventfd_write(event_fd_, 1);
-    sleeper = std::move(sleeper_);
+    waiter = std::move(waiter_);
     other = other_.lock();
   }
-  if (sleeper) sleeper->wake();
+  if (waiter) waiter->wake();
   if (other) other->end("the peer closed the connection");
 }
 
@@ -183,9 +183,9 @@ int Link::event_fd() {
   return event_fd_;
 }
 
-void Link::set_sleeper(std::shared_ptr<Memory> memory) {
+void Link::set_waiter(std::shared_ptr<Memory> memory) {
   std::lock_guard lock(mutex_);
-  if (!is_over() || !memory) sleeper_ = std::move(memory);
+  if (!is_over() || !memory) waiter_ = std::move(memory);
 }
 
 int64_t Link::deadline_ns() const { return heard_ns_.load() + LOST_AFTER_NS; }
@@ -199,7 +199,7 @@ void Link::listen() {
     const ssize_t got = recv(control_fd_, bytes, sizeof bytes, MSG_DONTWAIT);
     if (got > 0) {
       heard_ns_ = now_ns();
-      if (std::count(bytes, bytes + got, BEAT) != got) reason = "the peer sent what is no heartbeat";
+      if (std::count(bytes, bytes + got, HEARTBEAT_BYTE) != got) reason = "the peer sent what is no heartbeat";
     } else if (got == 0) {
       reason = "the peer closed the connection";
     } else if (errno != EAGAIN && errno != EINTR) {
@@ -211,14 +211,14 @@ void Link::listen() {
 
 void Link::reset() {
   std::lock_guard lock(mutex_);
-  const sockaddr nowhere{AF_UNSPEC, {}};
-  if (control_fd_ >= 0) (void)!connect(control_fd_, &nowhere, sizeof nowhere);
+  const sockaddr unspecified{AF_UNSPEC, {}};
+  if (control_fd_ >= 0) (void)!connect(control_fd_, &unspecified, sizeof unspecified);
 }
 
-void Link::beat() {
+void Link::send_heartbeat() {
   std::lock_guard lock(mutex_);
   // listen() detects a failure.
-  if (control_fd_ >= 0) (void)!send(control_fd_, &BEAT, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (control_fd_ >= 0) (void)!send(control_fd_, &HEARTBEAT_BYTE, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 }  // namespace ms

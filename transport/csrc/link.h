@@ -37,12 +37,12 @@ class Link : public std::enable_shared_from_this<Link> {
   // Returns a descriptor, made on the first call, that is readable as soon as the link is over.
   int event_fd();
   // Sets the memory whose futex waiters are woken at the end; null for none.
-  void set_sleeper(std::shared_ptr<Memory> memory);
+  void set_waiter(std::shared_ptr<Memory> memory);
 
  private:
   friend class Monitor;
   void listen();  // reads the control connection
-  void beat();
+  void send_heartbeat();
   // Tells a reachable peer of the end at once, by a RST. Heartbeats and the end of a stream would wait
   // for acknowledgements, which do not come where the connection is cut in one direction.
   void reset();
@@ -54,7 +54,7 @@ class Link : public std::enable_shared_from_this<Link> {
   std::string reason_;
   const int pid_;
   int control_fd_, event_fd_ = -1, watched_by_ = -1;  // the monitor's epoll
-  std::shared_ptr<Memory> sleeper_;
+  std::shared_ptr<Memory> waiter_;
   std::weak_ptr<Link> other_;
 };
 

@@ -45,7 +45,7 @@ uint64_t MirroredChannel::send(const Segments& segments, size_t bytes, int64_t d
   if (link_->is_over()) throw_lost();
   if (!found) throw TimedOut("the peer's window is full");
   const uint32_t crc = gather(mirror_->payload() + offset, segments);
-  const Descriptor made = ring_.outbox.add(offset, bytes, crc, ring_.inbox.tell());
+  const Descriptor made = ring_.outbox.add(offset, bytes, crc, ring_.inbox.take_credit());
   mirror_->slot(made.number) = made;
   writer_->write(PAYLOAD_AT + offset, bytes, DESCRIPTORS_AT + made.number % NUM_SLOTS * sizeof made);
   return made.number;
@@ -64,10 +64,10 @@ std::optional<Message> MirroredChannel::receive(int64_t deadline_ns) {
   return ring_.take();
 }
 
-void MirroredChannel::give_back(uint64_t number) {
+void MirroredChannel::free_message(uint64_t number) {
   ring_.inbox.release(number);
   if (!ring_.inbox.is_credit_due() || link_->is_over()) return;
-  mirror_->header().consumed.store(ring_.inbox.tell(), std::memory_order_relaxed);
+  mirror_->header().consumed.store(ring_.inbox.take_credit(), std::memory_order_relaxed);
   writer_->tell();
 }
 

@@ -84,16 +84,16 @@ void Inbox::release(uint64_t number) {
   is_released_[number % NUM_SLOTS] = true;
   num_released_++;
   while (num_consumed_ < num_taken_ && is_released_[(num_consumed_ + 1) % NUM_SLOTS])
-    untold_bytes_ += bytes_[++num_consumed_ % NUM_SLOTS];
+    uncredited_bytes_ += bytes_[++num_consumed_ % NUM_SLOTS];
 }
 
 bool Inbox::is_credit_due() const {
-  return num_consumed_ - num_told_ >= NUM_SLOTS / 2 || untold_bytes_ >= window_bytes_ / 2;
+  return num_consumed_ - num_credited_ >= NUM_SLOTS / 2 || uncredited_bytes_ >= window_bytes_ / 2;
 }
 
-uint64_t Inbox::tell() {
-  num_told_ = num_consumed_;
-  untold_bytes_ = 0;
+uint64_t Inbox::take_credit() {
+  num_credited_ = num_consumed_;
+  uncredited_bytes_ = 0;
   return num_consumed_;
 }
 

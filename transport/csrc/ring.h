@@ -91,13 +91,13 @@ class Inbox {
   void release(uint64_t number);
   bool is_credit_due() const;
   // Returns the credit to send to the peer and records it as sent.
-  uint64_t tell();
+  uint64_t take_credit();
   uint64_t num_held() const { return num_taken_ - num_released_; }
 
  private:
   size_t window_bytes_;
-  uint64_t num_taken_ = 0, num_released_ = 0, num_consumed_ = 0, num_told_ = 0;
-  size_t untold_bytes_ = 0;
+  uint64_t num_taken_ = 0, num_released_ = 0, num_consumed_ = 0, num_credited_ = 0;
+  size_t uncredited_bytes_ = 0;
   std::array<bool, NUM_SLOTS> is_released_{};
   std::array<size_t, NUM_SLOTS> bytes_{};
 };

@@ -14,11 +14,11 @@ SharedChannel::SharedChannel(std::shared_ptr<Memory> own, std::shared_ptr<Memory
       own_(std::move(own)),
       peers_(std::move(peers)),
       ring_(own_->base(), own_->window_bytes(), peers_->window_bytes()) {
-  link_->set_sleeper(own_);
+  link_->set_waiter(own_);
 }
 
 void SharedChannel::free_memory() {
-  link_->set_sleeper(nullptr);
+  link_->set_waiter(nullptr);
   own_.reset();
   peers_.reset();
 }
@@ -37,7 +37,7 @@ uint64_t SharedChannel::send(const Segments& segments, size_t bytes, int64_t dea
   if (link_->is_over()) throw_lost();
   if (!found) throw TimedOut("the peer's window is full");
   const uint32_t crc = gather(peers_->payload() + offset, segments);
-  const Descriptor made = ring_.outbox.add(offset, bytes, crc, ring_.inbox.tell());
+  const Descriptor made = ring_.outbox.add(offset, bytes, crc, ring_.inbox.take_credit());
   publish(peers_->slot(made.number), made);
   wake_peer();
   return made.number;
@@ -48,10 +48,10 @@ std::optional<Message> SharedChannel::receive(int64_t deadline_ns) {
   return ring_.take();
 }
 
-void SharedChannel::give_back(uint64_t number) {
+void SharedChannel::free_message(uint64_t number) {
   ring_.inbox.release(number);
   // A store is cheap, so every release sends its credit.
-  peers_->header().consumed.store(ring_.inbox.tell(), std::memory_order_release);
+  peers_->header().consumed.store(ring_.inbox.take_credit(), std::memory_order_release);
   wake_peer();
 }
 

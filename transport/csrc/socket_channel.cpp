@@ -47,7 +47,7 @@ void SocketChannel::free_memory() {
 
 // ---- receiving
 
-void SocketChannel::pump() {
+void SocketChannel::read_available() {
   if (corrupt_ || is_at_end_) return;
   try {
     while (read_some()) {
@@ -133,10 +133,10 @@ void SocketChannel::end_frame() {
 
 std::optional<Message> SocketChannel::receive(int64_t deadline_ns) {
   const auto has_arrived = [&] {
-    if (num_polled_ == num_arrived_) pump();
+    if (num_polled_ == num_arrived_) read_available();
     return num_polled_ != num_arrived_ || corrupt_ || is_at_end_;
   };
-  tell_credit();
+  send_credit();
   wait(deadline_ns, has_arrived, [&](int64_t until) { sleep(until, false); });
   if (num_polled_ != num_arrived_) return arrived_[num_polled_++ % NUM_SLOTS];
   if (corrupt_) throw *corrupt_;
@@ -149,9 +149,9 @@ void SocketChannel::check_stalled() const {
   if (is_in_frame_ && now_ns() - read_ns_ > STALLED_NS) link_->end("the peer stopped within a message");
 }
 
-void SocketChannel::give_back(uint64_t number) {
+void SocketChannel::free_message(uint64_t number) {
   inbox_.release(number);
-  tell_credit();
+  send_credit();
 }
 
 // ---- sending
@@ -174,11 +174,11 @@ bool SocketChannel::flush() {
 }
 
 // Sends a credit if one is due. Returns false if it is due but the socket is full.
-bool SocketChannel::tell_credit() {
+bool SocketChannel::send_credit() {
   if (!flush()) return false;
   if (!inbox_.is_credit_due() || fd_ < 0) return true;
   credit_ = Descriptor{};
-  credit_.consumed = inbox_.tell();
+  credit_.consumed = inbox_.take_credit();
   credit_.head_crc = credit_.crc();
   credit_left_ = sizeof credit_;
   return flush();
@@ -189,7 +189,7 @@ uint64_t SocketChannel::send(const Segments& segments, size_t bytes, int64_t dea
   const auto has_room = [&] {
     if (!flush()) return false;
     if (outbox_.find_room(bytes, offset)) return true;
-    pump();
+    read_available();
     return corrupt_ || is_at_end_ || outbox_.find_room(bytes, offset);
   };
   const bool found = wait(deadline_ns, has_room, [&](int64_t until) { sleep(until, credit_left_ > 0); });
@@ -210,7 +210,7 @@ uint64_t SocketChannel::send(const Segments& segments, size_t bytes, int64_t dea
     crc = crc32c(segments);
     for_each_run(segments, [&](const uint8_t* run, size_t size) { pieces.push_back({const_cast<uint8_t*>(run), size}); });
   }
-  head = outbox_.add(offset, bytes, crc, inbox_.tell());
+  head = outbox_.add(offset, bytes, crc, inbox_.take_credit());
   pieces[0] = {&head, sizeof head};
   if (bytes <= COPIED_BYTES) {
     std::memcpy(copied_.data(), &head, sizeof head);
@@ -234,7 +234,7 @@ void SocketChannel::write_all(std::vector<iovec>& pieces, int64_t deadline_ns) {
         continue;
       } else {
         if (!is_temporary(errno)) is_at_end_ = true;
-        pump();
+        read_available();
         return is_at_end_ || corrupt_;
       }
     }

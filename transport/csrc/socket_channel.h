@@ -23,18 +23,18 @@ class SocketChannel final : public Channel {
  protected:
   uint64_t send(const Segments& segments, size_t bytes, int64_t deadline_ns) override;
   std::optional<Message> receive(int64_t deadline_ns) override;
-  void give_back(uint64_t number) override;
+  void free_message(uint64_t number) override;
   void free_memory() override;
 
  private:
   static constexpr size_t STAGE_BYTES = 16384, COPIED_BYTES = 65536;
 
-  void pump();
+  void read_available();
   bool read_some();
   void begin_frame(const Descriptor& head);
   void add_payload(size_t bytes);
   void end_frame();
-  bool tell_credit();
+  bool send_credit();
   bool flush();
   void write_all(std::vector<iovec>& pieces, int64_t deadline_ns);
   void sleep(int64_t deadline_ns, bool to_write);

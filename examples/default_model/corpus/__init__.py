@@ -1,8 +1,8 @@
-"""The text on which the built-in model is trained and measured, written by rules from a seed.
+"""Generates the text on which the built-in model is trained and measured, by rules from a seed.
 
-The package is pure Python and knows neither a tokenizer nor torch. Begin with dialogs.py, which
-mixes the other modules' turns. `python -m examples.default_model.corpus` prints dialogs and
-writes the files of bench/data.
+The package is pure Python without a tokenizer or torch. Its entry point is dialogs.py, which mixes
+the turns of the other modules. `python -m examples.default_model.corpus` prints dialogs and writes
+the files of bench/data.
 """
 
 from examples.default_model.corpus.dialogs import (

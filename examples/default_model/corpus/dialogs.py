@@ -1,7 +1,7 @@
-"""The mixture: dialogs of one to four turns, requests for a load generator, a held-out text.
+"""Mixes turns into dialogs of one to four turns, requests of a load generator and held-out text.
 
-Everything follows from the seed alone. Training draws from `train_seed`s and evaluation from
-`heldout_seed`s, which never meet.
+The seed alone determines the text. Training uses seeds of `train_seed` and evaluation seeds of
+`heldout_seed`, which never coincide.
 """
 
 import json
@@ -56,8 +56,6 @@ _STORY_ASKS = (
     "Give me {s}.",
     "Make up {s}.",
 )
-
-
 _AGAIN = (
     "Tell me another one",
     "Another story please",
@@ -83,8 +81,8 @@ def heldout_seed(number: int) -> str:
     return f"heldout-{number}"
 
 
-def _who(rng: random.Random) -> str:
-    """Mostly an animal, but anything can be a hero: the word is to be copied, not known."""
+def _random_hero(rng: random.Random) -> str:
+    """Returns a hero, mostly an animal. Other words teach the model to copy unknown words."""
     pick = rng.random()
     if pick < 0.08:
         return unknowns.made_up_word(rng)
@@ -94,9 +92,9 @@ def _who(rng: random.Random) -> str:
 
 
 def _topic(rng: random.Random) -> tuple[dict[str, str], str, tuple[str, ...]]:
-    """What the story is to be about: cast settings, the words asking for it, words it must say."""
+    """Returns settings of the cast, the words that ask for this topic, and words to mention."""
     pick = rng.random()
-    animal = _who(rng)
+    animal = _random_hero(rng)
     about = f" about {words.article(animal)}"
     if pick < 0.22:
         return {}, "", ()
@@ -145,7 +143,7 @@ def _thing_or_place(
 
 
 def _length(rng: random.Random) -> tuple[int, str]:
-    """A number of sentences, and how it is asked for; "{a}" is where the topic goes."""
+    """Returns a number of sentences and a phrase that asks for it; the topic replaces its "{a}"."""
     if rng.random() < 0.42:
         phrase = rng.choice(list(_NAMED_LENGTHS))
         return _NAMED_LENGTHS[phrase], phrase + "{a}"
@@ -195,7 +193,7 @@ def _reply_to_offer(rng: random.Random) -> Turn:
 
 
 def _user_story_turns(rng: random.Random) -> list[Turn]:
-    """The user tells one of the larger stories and asks about it."""
+    """Returns turns in which the user tells a longer story and asks about it."""
     told = tell(rng, rng.choice([2, 3, 3, 4, 5, 6]))
     chosen = rng.sample(told.questions, min(len(told.questions), rng.choice([1, 1, 2])))
     ask, answer = chosen[0]
@@ -225,7 +223,7 @@ def _some_turns(rng: random.Random) -> list[Turn]:
 
 
 def turns(rng: random.Random) -> list[Turn]:
-    """One dialog as turns; long ones are rare but are there, as a chat goes on."""
+    """Returns the turns of one dialog; long dialogs are rare."""
     wanted = rng.choices([1, 2, 3, 4], [55, 22, 13, 10])[0]
     out: list[Turn] = []
     if rng.random() < 0.1:
@@ -249,14 +247,14 @@ def messages(rng: random.Random, dialog_turns: list[Turn]) -> Dialog:
 
 
 def dialogs(seed: int | str) -> Iterator[Dialog]:
-    """Endless dialogs; an int is a training seed."""
+    """Yields dialogs without end; an int is the number of a training seed."""
     rng = random.Random(train_seed(seed) if isinstance(seed, int) else seed)
     while True:
         yield messages(rng, turns(rng))
 
 
 def mixed_requests(seed: int, n: int) -> list[Dialog]:
-    """Returns n requests in the natural mixture: dialogs that end with a question."""
+    """Returns n requests, which are dialogs that end with a question."""
     stream = dialogs(f"requests-{seed}")
     return [next(stream)[:-1] for _ in range(n)]
 
@@ -271,13 +269,13 @@ def frozen_requests(n: int = 2000) -> str:
 
 
 def heldout_turns(number: int, count: int) -> list[list[Turn]]:
-    """The questions of an evaluation, with their turns before them."""
+    """Returns the turns of `count` dialogs for an evaluation."""
     rng = random.Random(heldout_seed(number))
     return [turns(rng) for _ in range(count)]
 
 
 def heldout_text(seed: int = 0, size: int = 80_000) -> str:
-    """About `size` characters of rendered dialogs that training never draws."""
+    """Returns about `size` characters of rendered dialogs that training never uses."""
     stream, parts, length = dialogs(heldout_seed(seed)), [], 0
     while length < size:
         text = render(next(stream))
@@ -287,6 +285,6 @@ def heldout_text(seed: int = 0, size: int = 80_000) -> str:
 
 
 def render(dialog: Dialog) -> str:
-    """The chat template of the model, as text."""
+    """Returns the dialog in the chat template of the model."""
     body = "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in dialog)
     return f"<|bos|>{body}\n"

@@ -1,10 +1,10 @@
-"""The plots of the stories: what may be said, in which order, and what is kept when it is short.
+"""The plots of the stories: their sentences, their order and the sentences that short stories keep.
 
 A plot has templates for stories of one and two sentences and twelve slots for longer ones. A slot
-is (rank, templates): a story of n sentences keeps exactly the slots of rank <= n, in order. Fields
-introduce themselves on first use ("a little fox named Ruby", then "Ruby"), so that every subset
-reads well: {h} hero, {f} friend, {o} thing, {p} "in the forest", {to} "to the forest", {skill},
-{food}, {plant}, {he} {his} {him} for the hero. Templates hold no full stop.
+is (rank, templates): a story of n sentences keeps exactly the slots of rank <= n, in order. The
+first use of a field introduces it ("a little fox named Ruby", then "Ruby"), so that every subset
+reads well. The fields are {h} hero, {f} friend, {o} thing, {p} "in the forest", {to} "to the
+forest", {skill}, {food}, {plant}, and {he} {his} {him} for the hero. Templates have no full stop.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Plot(NamedTuple):
     one: tuple[str, ...]
     two: tuple[str, ...]  # the second sentence of a two-sentence story
     slots: tuple[tuple[int, tuple[str, ...]], ...]
-    asks: tuple[tuple[int, tuple[str, ...], str], ...]  # (rank it needs, questions, answer)
+    asks: tuple[tuple[int, tuple[str, ...], str], ...]  # (required rank, questions, answer)
 
 
 FOUND = Plot(

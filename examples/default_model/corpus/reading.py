@@ -1,6 +1,6 @@
-"""Small texts with questions about them, all answered by the text itself (or said to be missing).
+"""Small texts with questions about them; an answer is in the text, or says that it is not.
 
-Knows nothing of the told stories of stories.py; a text here is a handful of shuffled facts.
+A text here consists of a few shuffled facts and is independent of stories.py.
 """
 
 import random
@@ -240,7 +240,7 @@ def _cap(text: str) -> str:
 
 
 def small_text(rng: random.Random) -> tuple[str, list[tuple[str, str]], list[tuple[str, str]]]:
-    """The text, what may be asked about it, and questions it leaves open."""
+    """Returns a text, (question, answer) pairs about it, and pairs that it leaves open."""
     first, second = _people(rng)
     count = rng.choice([1, 2, 2, 3, 3, 4, 5])
     makers = rng.sample(_MAKERS, count + 1)
@@ -266,7 +266,7 @@ _OPENINGS = ("one day ", "yesterday ", "then ", "in the morning ", "today ", "la
 
 
 def _flowing(rng: random.Random, sentences: list[str], subjects: list[str]) -> list[str]:
-    """With pronouns where the same one acts again, and small words in front."""
+    """Returns the sentences with pronouns for a repeated subject and with introductory words."""
     out, before = [], ""
     if rng.random() < 0.3:
         out.append(_opening(rng, subjects[0]))
@@ -307,7 +307,7 @@ def _key_words(sentence: str, people: set[str]) -> set[str]:
 
 
 def _clash(fact: Fact, facts: list[Fact], people: set[str]) -> bool:
-    """Whether a question would have two answers: a noun or a question occurs twice."""
+    """Returns whether a question would have two answers, as a noun or a question occurs twice."""
     keys = _key_words(fact.sentence, people)
     asks = {question for question, _ in fact.asks}
     return any(
@@ -316,7 +316,7 @@ def _clash(fact: Fact, facts: list[Fact], people: set[str]) -> bool:
 
 
 def reading_turns(rng: random.Random) -> list[Turn]:
-    """A text with a question, and now and then one or two more questions about it."""
+    """Returns a text with a question, and sometimes one or two more questions about it."""
     text, asks, missing = small_text(rng)
     rng.shuffle(asks)
     chosen = asks[: rng.choice([1, 1, 1, 2, 3])]

@@ -1,6 +1,6 @@
-"""Greetings, questions about the model itself, jokes, and what it honestly cannot answer.
+"""Greetings, questions about the model itself, jokes, and questions that it cannot answer.
 
-Replies are drawn from small fixed sets, so that a reply is judged by membership.
+Replies come from small fixed sets, so that a reply is judged by membership.
 """
 
 import random
@@ -295,7 +295,7 @@ def poem(rng: random.Random) -> Turn:
 
 
 def name_game(rng: random.Random) -> list[Turn]:
-    """The user says a name, and may ask for it again later."""
+    """Returns turns in which the user says a name and perhaps asks for it later."""
     name = unknowns.any_name(rng)
     tells = [f"My name is {name}.", f"I am {name}.", f"Hi, I'm {name}", f"Hello, my name is {name}"]
     tells += [f"You can call me {name}", f"I'm called {name}."]

@@ -1,6 +1,6 @@
-"""Tells a story of exactly n sentences from a plot and a cast, and remembers the facts it told.
+"""Tells a story of exactly n sentences from a plot and a cast, with questions about its facts.
 
-Knows nothing of dialogs. A sentence ends with a full stop and holds no other one.
+A sentence has exactly one full stop, at its end.
 """
 
 import random
@@ -16,9 +16,9 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 @dataclass(slots=True)
 class Cast:
-    """Who and what one story is about; `known` is what has been introduced to the reader."""
+    """The characters and things of one story; `known` has the fields that it has introduced."""
 
-    hero_kind: str  # "" for a child that has only a name
+    hero_kind: str  # "" for a child, who has only a name
     hero: str
     trait: str
     is_girl: bool
@@ -51,11 +51,13 @@ class Story:
     text: str
     sentences: int
     cast: Cast
-    questions: list[tuple[str, str]]  # what may be asked about it, and the answer
+    questions: list[tuple[str, str]]  # pairs of a question about it and the answer
 
 
 def make_cast(rng: random.Random, topic: dict[str, str] | None = None) -> Cast:
-    """topic fixes some of hero_kind, hero, trait, friend_kind, thing, colour, place."""
+    """Returns a random cast.
+
+    `topic` fixes some of hero_kind, hero, trait, friend_kind, thing, colour and place."""
     topic = topic or {}
     hero = topic.get("hero") or rng.choice(words.GIRLS + words.BOYS)
     friend = rng.choice([n for n in words.GIRLS + words.BOYS if n != hero])
@@ -148,7 +150,7 @@ def _template_sets(plot: Plot, sentences: int) -> list[tuple[str, ...]]:
 
 
 def plots_for(topic: dict[str, str], sentences: int) -> list[Plot]:
-    """Plots that surely mention what was asked for at this length."""
+    """Returns the plots that always mention the requested topic at this length."""
     wanted = [fields for key, fields in _TOPIC_FIELDS.items() if key in topic]
     return [p for p in PLOTS if all(_always_mentions(p, sentences, w) for w in wanted)]
 
@@ -166,7 +168,7 @@ def tell(rng: random.Random, sentences: int, topic: dict[str, str] | None = None
 def _questions(plot: Plot, sentences: int, cast: Cast, rng: random.Random) -> list[tuple[str, str]]:
     told = set(cast.known)
     pairs: list[tuple[str, str]] = []
-    name_them = rng.random() < 0.6  # or ask with "the fox"
+    name_them = rng.random() < 0.6  # otherwise questions say "the fox"
     hero = cast.hero if name_them or not cast.hero_kind else f"the {cast.hero_kind}"
     if sentences > 2:
         for rank, questions, answer in plot.asks:

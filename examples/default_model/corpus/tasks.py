@@ -1,7 +1,7 @@
 """Short tasks with one right answer: sums, counting, opposites, words, days, facts.
 
-Every function draws one Turn. The answer depends on the question alone, so that it can be judged
-by equality.
+Every function returns one random Turn. The answer depends only on the question, so that equality
+judges it.
 """
 
 import random
@@ -13,7 +13,7 @@ from examples.default_model.corpus.turn import Turn, typed
 MAX_NUMBER = 20
 MAX_COMPARED = 20
 MAX_COUNT = 20
-MAX_REPEATED = 5  # how often a word is said, how many words are listed
+MAX_REPEATED = 5  # the most repetitions of a word, and the most words of a list
 TOO_BIG = f"That is too big for me. I can add and subtract numbers up to {MAX_NUMBER}."
 TOO_FAR = f"I can count up to {MAX_COUNT} only."
 TOO_MANY = f"That is too many for me. I can do it up to {MAX_REPEATED} times."
@@ -236,7 +236,7 @@ def category(rng: random.Random) -> Turn:
 
 
 def list_some(rng: random.Random) -> Turn:
-    """Some different words of one group: any would be right, the answer has its first ones."""
+    """Asks for some words of a group. Any would be right; the answer has the first ones."""
     plural = rng.choice(list(words.LISTABLE))
     number = rng.choice([1, 2, 2, 3, 3, 3, 4, 5, 5])  # up to MAX_REPEATED
     asked = words.NUMBER_WORDS[number] if rng.random() < 0.5 else str(number)

@@ -1,7 +1,7 @@
-"""One question with its right answer, and the ways people really type a question.
+"""A question with its right answer, and the variations in which people type a question.
 
-A Turn also says how a reply is judged: it must be one of `accepted`, or for free text have the
-asked number of sentences and mention every one of `must_say`.
+A Turn also defines how a reply is judged. It must equal `answer` or one of `accepted`; a free text
+must have the requested number of sentences and mention every word of `must_say`.
 """
 
 import random
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from examples.default_model.corpus.words import split_words
 
-_ORDERS = frozenset(
+_IMPERATIVES = frozenset(
     split_words(
         "Tell Write Give Make Count Add Subtract Spell Say Repeat Name List Calculate "
         "Compute Explain Show Translate Define Recommend Introduce"
@@ -24,8 +24,8 @@ class Turn:
     kind: str
     question: str
     answer: str
-    accepted: frozenset[str] = frozenset()  # further right answers
-    sentences: int = 0  # > 0: free text of so many sentences
+    accepted: frozenset[str] = frozenset()  # further right answers besides `answer`
+    sentences: int = 0  # the number of sentences of a free text, or 0
     must_say: tuple[str, ...] = ()
 
     def is_right(self, reply: str) -> bool:
@@ -41,13 +41,13 @@ def count_sentences(text: str) -> int:
 
 
 def typed(rng: random.Random, text: str, *, slips: bool = False) -> str:
-    """The text as somebody in a hurry would type it."""
+    """Returns the text as a person in a hurry might type it."""
     pick = rng.random()
     if pick < 0.45 or len(text) < 3:
         return text
     if pick < 0.53:
-        is_order = text.split()[0] in _ORDERS
-        text = "Please " + text[0].lower() + text[1:] if is_order else text
+        is_imperative = text.split()[0] in _IMPERATIVES
+        text = "Please " + text[0].lower() + text[1:] if is_imperative else text
     elif pick < 0.56:
         text = text.rstrip(".!?") + rng.choice([", please", " please", "??", "!"])
     if pick < 0.50 or pick > 0.80:
@@ -62,7 +62,7 @@ def typed(rng: random.Random, text: str, *, slips: bool = False) -> str:
 
 
 def _slip(rng: random.Random, text: str) -> str:
-    """Swaps two neighbouring letters; never digits, which would change the question."""
+    """Swaps two neighbouring letters, but not digits, which would change the question."""
     at = rng.randrange(1, len(text) - 2)
     if not text[at : at + 2].isalpha():
         return text

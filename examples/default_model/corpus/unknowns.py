@@ -1,7 +1,7 @@
-"""Questions the model cannot answer, as broad as possible, with no answers in sight.
+"""Questions that the model cannot answer, of as many kinds as possible.
 
-Frames are filled with everyday words, with made-up words and with scraps of code, so that the
-model learns "none of what I know" from the shape and not from a list.
+Everyday words, made-up words and scraps of code fill the frames, so that the model recognizes an
+unknown question by its form and not from a list.
 """
 
 import random
@@ -217,7 +217,7 @@ def made_up_word(rng: random.Random) -> str:
 
 
 def any_name(rng: random.Random) -> str:
-    """A person's name; sometimes one never seen before."""
+    """Returns a person's name, sometimes a made-up one."""
     if rng.random() < 0.2:
         return made_up_word(rng).capitalize()
     return rng.choice(words.GIRLS + words.BOYS)

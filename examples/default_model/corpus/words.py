@@ -1,6 +1,6 @@
 """Word lists of the corpus: names, animals, places, things, opposites, facts.
 
-Plain data. Every other module of the corpus draws from here; nothing here draws anything.
+The other modules of the corpus choose from these lists.
 """
 
 
@@ -47,7 +47,7 @@ THINGS = split_words(
     "basket flute map doll feather ribbon spoon bottle balloon umbrella button letter "
     "candle"
 )
-# name -> (preposition of rest, the place); "to the place" is how one gets there
+# name -> preposition of rest; the preposition of motion is always "to"
 PLACES = {
     "forest": "in",
     "garden": "in",
@@ -100,7 +100,7 @@ CATEGORIES = {
     "piece of furniture": FURNITURE[:-1],
     "colour": COLOURS[:-1],
 }
-LISTABLE = {  # the plural that is asked for -> where the words come from
+LISTABLE = {  # the plural in the question -> its words
     "animals": CAST_ANIMALS[:30],
     "fruits": FRUITS,
     "vegetables": VEGETABLES,
