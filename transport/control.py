@@ -29,9 +29,9 @@ from transport.base import PeerLostError, RefusedError, TransportError, Transpor
 MAGIC = b"mergstp1"  # the handshake's own version, which is meant never to change
 DATA_MAGIC = b"mergdat1"
 PROTOCOL_VERSION = 1
-"""Of everything after the handshake. Both ends must have the same."""
+"""The version of everything after the handshake. Both ends must have the same."""
 HANDSHAKE_S = 1.0
-"""Until a peer has proved that it knows the key, and again until it is set up."""
+"""The time for a peer to prove that it knows the key, and again for its set-up."""
 MAX_MESSAGE_BYTES = 4096
 MIN_KEY_BYTES = 16
 TOKEN_BYTES = 32

@@ -20,7 +20,7 @@ from transport.base import TransportError
 from transport.verbs import RdmaUnavailableError, constants, pyverbs
 
 _MELLANOX = 0x02C9
-_BLOCK_BYTES = 64  # of a send queue: one request each, here
+_BLOCK_BYTES = 64  # of a block of the send queue, which here has one request
 _RDMA_WRITE = 0x08  # the opcode of mlx5's requests
 _REPORT = 0x08  # ask for a completion
 _INLINE = 1 << 31
@@ -28,12 +28,12 @@ _INIT_QUEUE_PAIR = 1  # mlx5dv_init_obj
 
 
 class GpuUnavailableError(RdmaUnavailableError):
-    """What this GPU, driver, device or library cannot do. The host can, in its stead."""
+    """This GPU, driver, device or library lacks a feature; the host can do the work instead."""
 
 
 class Gpu:
-    """The calls of `cuda.bindings.driver`, of which each returns (error, value...). The device's
-    context is current on every thread that uses this."""
+    """Calls `cuda.bindings.driver`, whose functions return (error, value...). The device's context
+    must be current on every thread that uses this."""
 
     def __init__(self, driver: Any, device: Any) -> None:
         self.driver = driver
@@ -57,19 +57,19 @@ class Gpu:
 class DeviceRegion:
     """Device memory that a queue pair's device reads and its peer may write, until it is closed.
 
-    Whoever writes to it names `address_of` a place and `key`.
+    A writer addresses it by `address_of` and `key`.
     """
 
     def __init__(self, gpu: Gpu, domain: Any, address: int, num_bytes: int) -> None:
-        """domain: the queue pair's protection domain. The range is mapped as long as this lives.
+        """domain: the queue pair's protection domain. The range must stay mapped until `close`.
 
-        ValueError: not whole pages of the host's size. GpuUnavailableError.
+        Raises ValueError unless the range consists of whole host pages, and GpuUnavailableError.
         """
         if address % mmap.PAGESIZE or num_bytes % mmap.PAGESIZE or num_bytes <= 0:
             raise ValueError(f"{num_bytes} bytes at {address:#x} are not whole pages")
         gpu.require("DMA_BUF_SUPPORTED")
         driver = gpu.driver
-        # Otherwise a synchronous copy may return before it is seen by the device's reads.
+        # Otherwise a synchronous copy may return before the device's reads see its result.
         sync = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
         gpu.call("cuPointerSetAttribute", 1, sync, address)
         kind = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
@@ -80,7 +80,7 @@ class DeviceRegion:
             if hasattr(api, "MREx"):
                 self._region = api.MREx(domain, num_bytes, access, fd=fd, iova=address)
                 self._first = address
-            else:  # whose addresses begin at 0
+            else:  # addresses of a DmaBufMR begin at 0
                 self._region = api.DmaBufMR(domain, num_bytes, access, dmabuf=fd, offset=0)
                 self._first = 0
         except pyverbs("pyverbs_error").PyverbsError as error:
@@ -91,16 +91,16 @@ class DeviceRegion:
 
     @property
     def key(self) -> int:
-        """For the peer's writes."""
+        """The key for the peer's writes."""
         return int(self._region.rkey)
 
     @property
     def local_key(self) -> int:
-        """For our own sends."""
+        """The key for sends of this end."""
         return int(self._region.lkey)
 
     def address_of(self, address: int) -> int:
-        """What work requests call this place."""
+        """Returns the address by which work requests name this device address."""
         if not self._address <= address < self._address + self._num_bytes:
             raise ValueError(f"{address:#x} is not in the region")
         return address - self._address + self._first
@@ -110,41 +110,42 @@ class DeviceRegion:
 
 
 class StreamReceiver:
-    """Has streams wait for the numbers that a peer writes behind its messages."""
+    """Makes streams wait for the numbers that a peer writes after its messages."""
 
     def __init__(self, gpu: Gpu, *, is_device_memory: bool) -> None:
-        """is_device_memory: the messages, not only the numbers. GpuUnavailableError."""
+        """is_device_memory: the messages, not only the numbers, are in device memory. Raises
+        GpuUnavailableError."""
         self._gpu = gpu
         flags = gpu.driver.CUstreamWaitValue_flags
         self._flags = int(flags.CU_STREAM_WAIT_VALUE_GEQ)
         if is_device_memory:
-            # A number that has arrived does not mean that what was written before it is seen.
+            # A visible number does not imply that the writes before it are visible.
             gpu.require("CAN_FLUSH_REMOTE_WRITES")
             self._flags |= int(flags.CU_STREAM_WAIT_VALUE_FLUSH)
         self._is_64_bit = gpu.can("CAN_USE_64_BIT_STREAM_MEM_OPS")
 
     def wait(self, stream: Any, address: int, number: int) -> None:
-        """What is enqueued later runs once the word at this device address is `number` or more.
-        Nothing ends the wait if the peer is lost, except a write to the word from here."""
+        """Makes later work of the stream wait until the word at this device address is at least
+        `number`. If the peer is lost, only a write to the word from this end ends the wait."""
         if self._is_64_bit:
             self._gpu.call("cuStreamWaitValue64", stream, address, number, self._flags)
-        else:  # the low half: the comparison is cyclic
+        else:  # the low half suffices, because the comparison is cyclic
             low = number & 0xFFFFFFFF
             self._gpu.call("cuStreamWaitValue32", stream, address, low, self._flags)
 
 
 @dataclass(frozen=True, slots=True)
 class SendQueue:
-    """Of an mlx5 queue pair, as its device sees it: addresses in this process."""
+    """The send queue of an mlx5 queue pair, by addresses in this process."""
 
     queue_pair: int
     blocks: int
     num_blocks: int
     record: int
-    """How many blocks are filled: 4 bytes, big-endian, of which 2 count."""
+    """The address of the number of filled blocks: 4 bytes, big-endian, of which 2 count."""
     register: int
-    """Of the device: 8 bytes written here make it look. `other_register` bytes on there is a
-    second one, to be used in turn."""
+    """The device's doorbell: 8 bytes written here make it read the queue. A second doorbell
+    follows at `other_register` bytes; the two are used in turn."""
     other_register: int
 
 
@@ -167,8 +168,8 @@ class _DirectQueuePair(ctypes.Structure):
 
 
 def send_queue_of(context: Any, pair: Any, library: Any = None) -> SendQueue:
-    """The send queue of a queue pair of pyverbs that is connected and has sent nothing; after
-    this it sends by StreamSender only. library: libmlx5. GpuUnavailableError, with the reason.
+    """Returns the send queue of a pyverbs queue pair that is connected and has sent nothing. After
+    this only a StreamSender may send on it. library: libmlx5. Raises GpuUnavailableError.
     """
     if context.query_device().vendor_id != _MELLANOX:
         raise GpuUnavailableError("the RDMA device is not one of mlx5")
@@ -207,17 +208,17 @@ class Target(NamedTuple):
     key: int
     address: int
     number_address: int
-    """Where the number is written after the payload, under the same key."""
+    """The address to which the number is written after the payload, under the same key."""
 
 
 class StreamSender:
-    """Sends from a stream: the host places a message's requests in the send queue beforehand, and
-    the stream tells the device of them when it gets there. One stream at a time, and one sender
-    for each open device: they would share pages."""
+    """Sends from a stream. The host writes a message's requests into the send queue beforehand, and
+    the stream rings the device's doorbell when it reaches that point. Use it with one stream at a
+    time, and open one sender per device, since several would share pages."""
 
     def __init__(self, gpu: Gpu, queue: SendQueue) -> None:
-        """GpuUnavailableError: the driver does not map the device's register. For NVIDIA's it
-        must be loaded with PeerMappingOverride=1."""
+        """Raises GpuUnavailableError if the driver does not map the device's register. NVIDIA's
+        driver must be loaded with PeerMappingOverride=1."""
         self._gpu, self._queue = gpu, queue
         self._num_filled = self._num_done = 0
         gpu.require("CAN_USE_64_BIT_STREAM_MEM_OPS")
@@ -232,7 +233,7 @@ class StreamSender:
             raise GpuUnavailableError(f"the device's doorbell: {error}") from error
 
     def _map(self, address: int, flags: int) -> int:
-        """The device's address of a host address, of which the page is mapped."""
+        """Maps the page of a host address and returns its address for the device."""
         page = address - address % mmap.PAGESIZE
         self._gpu.call("cuMemHostRegister", page, mmap.PAGESIZE, flags)
         self._mapped.append(page)
@@ -241,10 +242,10 @@ class StreamSender:
     def send(
         self, stream: Any, source: Source, target: Target, number: int, *, reports: bool = False
     ) -> None:
-        """Once the stream has come here, the payload is written to the peer, and the number after
-        it. reports: a completion comes of it, which the caller takes, and says so by `done`.
+        """Makes the stream write the payload to the peer and then the number. reports: the write
+        has a completion, which the caller takes and reports by `done`.
 
-        ValueError: an empty payload. TransportError: the send queue is full.
+        Raises ValueError for an empty payload and TransportError if the send queue is full.
         """
         if not 0 < source.num_bytes < 1 << 31:  # 0 would be 2 GiB
             raise ValueError(f"a payload of {source.num_bytes} bytes")
@@ -264,13 +265,13 @@ class StreamSender:
             reports=reports,
         )
         record = (self._num_filled & 0xFFFF).to_bytes(4, "big")
-        # By default a write of a stream follows all that the stream did before it.
+        # By default a write of a stream comes after all earlier work of the stream.
         self._write(stream, 32, self._record, record)
         self._write(stream, 64, self._register, first)
         self._register ^= self._queue.other_register
 
     def _place(self, key: int, address: int, tail: bytes, *, reports: bool) -> bytes:
-        """Fill the next block with a write; its first 8 bytes."""
+        """Fills the next block with a write; returns its first 8 bytes."""
         queue, index = self._queue, self._num_filled
         segments = (16 + 16 + len(tail) + 15) // 16
         control = struct.pack(
@@ -294,11 +295,11 @@ class StreamSender:
         self._gpu.call(f"cuStreamWriteValue{bits}", stream, address, value, int(flags))
 
     def done(self, num_messages: int) -> None:
-        """So many messages, the oldest ones, are known to have reached the peer."""
+        """Records that the num_messages oldest messages have reached the peer."""
         self._num_done += 2 * num_messages
         assert self._num_done <= self._num_filled
 
     def close(self) -> None:
-        """The stream has finished what it was given."""
+        """Unmaps the pages. The stream must have finished its sends."""
         while self._mapped:
             self._gpu.call("cuMemHostUnregister", self._mapped.pop())

@@ -1,4 +1,4 @@
-"""What all listeners share: peers that wait to be accepted, and those that are connected."""
+"""The common part of all listeners: peers that wait to be accepted, and connected ones."""
 
 from __future__ import annotations
 

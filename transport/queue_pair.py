@@ -28,7 +28,7 @@ GID = re.compile("[0-9a-f]{4}(:[0-9a-f]{4}){7}")
 
 @dataclass(frozen=True, slots=True)
 class QueuePairAddress:
-    """What one end sends over the control connection so that the other end can write."""
+    """The address that one end sends over the control connection so that its peer can write."""
 
     queue_pair: int
     packet_number: int
@@ -187,7 +187,7 @@ class QueuePair:
 
     def is_ordered(self) -> bool:
         """Returns whether the device promises that memory fills in the order of the peer's writes.
-        If not, only `num_arrived` tells that all of them have arrived. Call it once connected."""
+        If not, only `num_arrived` shows that they have all arrived. Call it after `connect`."""
         write = self._e.IBV_WR_RDMA_WRITE
         return bool(self.pair.query_data_in_order(write, 0))
 

@@ -34,9 +34,9 @@ from transport.verbs import RdmaUnavailableError, open_port
 __all__ = ["RdmaTransport", "RdmaUnavailableError"]
 
 MAX_WINDOW_BYTES = 1 << 30
-"""As much is registered at both ends, which takes the memory for good."""
+"""Both ends register this much memory, which stays locked."""
 SET_UP_S = 5.0
-"""For the queue pairs, once the peer is known: registering memory touches all of it."""
+"""The time to set up queue pairs with a known peer. Registering memory touches all of it."""
 FLUSH_S = 0.5
 _LOOK_AGAIN_S = 0.1  # a full send queue wakes no thread, so it is polled
 

@@ -41,7 +41,7 @@ class AttentionStep:
 
 
 class Ticket(NamedTuple):
-    """What `begin` returns and `finish` takes: the layer and its queries."""
+    """A layer and its queries, which `begin` returns and `finish` takes."""
 
     layer: int
     q: Tensor

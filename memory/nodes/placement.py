@@ -59,7 +59,7 @@ def partition_evenly(count: int, num_shards: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one node holds: part `index` of `count`. partition is head, request or sequence."""
+    """The shard of one node: part `index` of `count`. partition is head, request or sequence."""
 
     partition: str
     index: int

@@ -48,7 +48,7 @@ INFINITY = tl.constexpr(float("inf"))
 # There is a sum of probabilities for logits at most 1.5, 3, 4.5, ... below the largest.
 EDGES = 8
 _EDGE_STEP = tl.constexpr(1.5)
-# With 2^44 for the largest, the sum over this many logits stays below 2^63.
+# The largest probability is 2^44, so that the sum over this many logits stays below 2^63.
 MAX_VOCABULARY = (1 << 19) - 1
 
 

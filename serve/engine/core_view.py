@@ -1,4 +1,4 @@
-"""What other threads may read while the core works. Values may be one step old."""
+"""Values that other threads may read while the core works. They may be one step old."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CoreView:
         return self._masks.grammars
 
     def pools(self) -> dict[str, tuple[int, float]]:
-        """For each pool: the number of waiting items and the seconds of work so far. Pool 1 is
+        """Returns the number of waiting items and the seconds of work of each pool. Pool 1 is
         "tokenize", pool 2 "compute" and pool 3 "output"."""
         return {
             "tokenize": (self._tokenize.num_waiting, self._tokenize.busy_s),

@@ -1,6 +1,6 @@
-"""What the loop does when memory nodes are lost, ask to leave, or come back.
+"""Handles memory nodes that are lost, ask to leave, or come back.
 
-The engine has the tokens of all sequences, so K/V that is out of reach is computed again: its
+The engine has the tokens of all sequences, so K/V that is out of reach is computed again. Its
 sequences wait like preempted ones, the memory is placed on other nodes (memory/nodes/node_set.py),
 and clients notice only a pause. If no memory is found for a while, requests end with an error.
 """

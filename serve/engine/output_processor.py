@@ -39,8 +39,8 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class StepRecord:
-    """What a step produced: tokens[i] and logprobs[i] belong to sequences[i]. finished: the
-    sequences that ended, with or without a token. error: why they ended, if by an error."""
+    """The results of a step: tokens[i] and logprobs[i] belong to sequences[i]. finished: the
+    sequences that ended, with or without a token. error: the error that ended them, if any."""
 
     sequences: list[Sequence]
     tokens: list[int]
@@ -63,7 +63,7 @@ class RequestTimes:
 
 
 class OutputState:
-    """What pool 3 knows of one sequence. No other thread touches it."""
+    """The output state of one sequence. Only the thread of pool 3 uses it."""
 
     __slots__ = (
         "_detokenizer",

@@ -1,6 +1,6 @@
-"""What a tokenized request must satisfy before it may enter the loop.
+"""Checks a tokenized request before it may enter the loop.
 
-Every mistake is reported here, with the parameter's name, so that nothing behind has to check.
+Every mistake is reported here, with the parameter's name, so that later code need not check.
 Token ids are compared with the width of the logits, which may exceed the tokenizer's vocabulary.
 """
 

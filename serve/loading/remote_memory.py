@@ -68,7 +68,7 @@ _WIRE_TYPES = {torch.float32: WireType.FLOAT32, torch.bfloat16: WireType.BFLOAT1
 
 @dataclass(slots=True)
 class RemoteMemory:
-    """What replaces local K/V: accounting, attention and the nodes, which are closed last."""
+    """The K/V of memory nodes: accounting, attention and the nodes, which `close` closes last."""
 
     kv: KVMemory
     attention: RemoteAttention

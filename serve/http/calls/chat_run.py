@@ -52,7 +52,7 @@ class ChatRequest:
 
 
 class ChatStep(NamedTuple):
-    """What a step adds to a choice: the engine's delta and its text as parts. finish_reason is set
+    """One step of a choice: the engine's delta and its text as parts. finish_reason is set
     in the last step of a choice: "stop", "length" or "tool_calls"."""
 
     choice: int

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the server's state, a call, a route."""
+"""The context that all endpoints share: the engine, the server's state, a call, a route."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ T = TypeVar("T", bound=ParsedBody)
 
 
 class ServerState(Enum):
-    """What the server can answer. It answers API calls only when it is READY."""
+    """The state of the server, which answers API calls only when it is READY."""
 
     LOADING = "loading"
     READY = "ready"

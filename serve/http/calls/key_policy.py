@@ -1,4 +1,4 @@
-"""What an API key allows, applied to each request of one call.
+"""Applies the permissions of an API key to each request of one call.
 
 Requests share cached K/V only with requests of the same key, unless the operator lets all keys
 share it: the time to the first token would otherwise reveal which prompts other keys have sent.

@@ -1,4 +1,4 @@
-"""What an operator sees: health, metrics, access logs, traces, /openapi.json and the page.
+"""Serves operators: health, metrics, access logs, traces, /openapi.json and the page.
 
 It reads the engine's statistics and the server's counters and changes neither. It does not take
 part in answering API calls. Begin with metrics.py and health.py.

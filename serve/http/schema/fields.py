@@ -22,7 +22,7 @@ Schema = dict[str, Any]
 
 
 class Unknown:
-    """What happens to unknown parameters: they are refused, or collected in `names`."""
+    """Refuses unknown parameters, or collects them in `names`."""
 
     def __init__(self, *, refuse: bool = True) -> None:
         self.refuse = refuse
