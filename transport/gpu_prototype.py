@@ -175,7 +175,7 @@ def send_queue_of(context: Any, pair: Any, library: Any = None) -> SendQueue:
         raise GpuUnavailableError("the RDMA device is not one of mlx5")
     address = getattr(pair, "qp", None)
     if address is None:
-        raise GpuUnavailableError("this release of pyverbs does not tell a queue pair's address")
+        raise GpuUnavailableError("this release of pyverbs does not expose a queue pair's address")
     if library is None:
         try:
             library = ctypes.CDLL("libmlx5.so.1")
