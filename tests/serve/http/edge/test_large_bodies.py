@@ -26,7 +26,7 @@ PROMPTS = 200
 
 
 class SlicedEngine(FakeEngine):
-    """most_at_once: the largest number of submissions in one turn of the event loop."""
+    """Counts submissions. most_at_once: the largest number in one turn of the event loop."""
 
     at_once = most_at_once = 0
 
@@ -41,7 +41,7 @@ class SlicedEngine(FakeEngine):
 
 
 class WatchedTokenizer(FakeTokenizer):
-    """threads: the threads that called token_text."""
+    """Records the threads that call token_text."""
 
     def __init__(self) -> None:
         self.threads: set[int] = set()

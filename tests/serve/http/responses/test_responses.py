@@ -317,7 +317,7 @@ def test_an_empty_answer_has_an_empty_message(
     assert [item.type for item in response.output] == ["message"]
 
 
-def test_kept_responses(fake: openai.OpenAI) -> None:
+def test_stored_responses(fake: openai.OpenAI) -> None:
     response = fake.responses.create(model="m", input="hello")
     assert fake.responses.retrieve(response.id) == response
     items = fake.responses.input_items.list(response.id)
@@ -340,7 +340,7 @@ def test_kept_responses(fake: openai.OpenAI) -> None:
     )
 
 
-def test_a_streamed_response_is_kept_and_an_unstored_one_is_not(fake: openai.OpenAI) -> None:
+def test_a_streamed_response_is_stored_unless_store_is_false(fake: openai.OpenAI) -> None:
     with fake.responses.stream(model="m", input="hello") as stream:
         response = stream.get_final_response()
     assert fake.responses.retrieve(response.id).output_text == TEXT
