@@ -1,4 +1,4 @@
-"""Quantized checkpoints, written here nibble by nibble: loaded, computed, refused by name."""
+"""Quantized checkpoints, written here nibble by nibble, are loaded and computed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def rounding_linear(weight: Tensor, bias: Tensor | None, fusion: Fusion) -> LinearOp:
-    """A plain product on rows rounded to int8 as the kernels round them."""
+    """Returns a plain product on rows rounded to int8 as the kernels round them."""
     reference = ReferenceBackend()
     size = weight.shape[1]
     before = reference.pack_linear(torch.eye(size), None, Fusion(fusion.norm))
@@ -65,7 +65,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("variant", ["base", "bias"])
-def test_logits_are_those_of_the_numbers_it_stands_for(case, variant, tmp_path):
+def test_logits_equal_those_of_the_plain_numbers(case, variant, tmp_path):
     packed, plain = write(tmp_path, *CASES[case], variant=variant)
     ids, backend = token_ids(40), get_backend("cpu")
     settings = {"dtype": torch.float32, "backend": backend}
@@ -74,7 +74,7 @@ def test_logits_are_those_of_the_numbers_it_stands_for(case, variant, tmp_path):
         plain, make_linear=joining(rounding_linear), make_head=NATIVE.int8, **settings
     )
     rounded_logits, plain_logits = run(rounded, ids), run(load_model(plain, **settings), ids)
-    # apart from values so near to a half that the order of a sum decides where they go
+    # apart from values so near to a half that the order of a sum decides their rounding
     assert relative(got, rounded_logits) < 0.02
     assert relative(got, plain_logits) < 1.2 * relative(rounded_logits, plain_logits)
 
@@ -96,7 +96,7 @@ def test_a_product_is_exact_on_whole_rows(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_unpacked_it_is_the_plain_model(case, tmp_path):
+def test_an_unpacked_checkpoint_is_the_plain_model(case, tmp_path):
     packed, plain = write(tmp_path, *CASES[case], variant="bias")
     ids, settings = token_ids(40), {"dtype": torch.float32, "backend": get_backend("cpu")}
     got = run(load_model(packed, unpack=True, **settings), ids)
@@ -104,15 +104,15 @@ def test_unpacked_it_is_the_plain_model(case, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["int4", "nf4"])
-def test_rounded_weights_are_what_the_product_takes(dtype):
+def test_rounded_weights_equal_the_weights_of_the_product(dtype):
     rounded = {"int4": quantize_int4, "nf4": quantize_nf4}[dtype](torch.randn(24, 100))
     x = torch.randint(-127, 128, (3, 100)).float()
     x[:, 0] = 127.0
     torch.testing.assert_close(rounded.linear(None)(x), x @ rounded.plain().T, rtol=1e-4, atol=1e-3)
 
 
-def test_a_quantized_checkpoint_that_does_not_bear_int8_rows_is_unpacked(tmp_path, caplog):
-    """OPT's outlying activations were rounded to int8 without a word."""
+def test_a_quantized_checkpoint_that_cannot_use_int8_rows_is_unpacked(tmp_path, caplog):
+    """OPT's outlying activations must not be rounded to int8."""
     packed, _ = write(tmp_path, GPTQ, four_bits(GPTQ))
     config, spec = EngineConfig(model=str(packed)), read_spec(packed)
     with caplog.at_level("INFO"):
@@ -125,7 +125,7 @@ def test_a_quantized_checkpoint_that_does_not_bear_int8_rows_is_unpacked(tmp_pat
 
 @pytest.mark.parametrize("case", ["w8a8", "gptq-order", "awq"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_engine_unpacks_where_it_is_asked_to(case, dtype, tmp_path):
+def test_the_engine_unpacks_on_request(case, dtype, tmp_path):
     packed, plain = write(tmp_path, *CASES[case])
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     said = []
@@ -152,15 +152,15 @@ def test_larger_groups(method, group, tmp_path):
     assert bool(((got - x.double() @ wide.double().T).abs() <= bound).all())
 
 
-def test_a_quantized_head_is_taken(tmp_path):
+def test_a_quantized_head_is_used(tmp_path):
     packed, plain = write(tmp_path, GPTQ | {"lm_head": True}, four_bits(GPTQ), head=True)
     settings = {"dtype": torch.float32, "backend": get_backend("cpu")}
     got = run(load_model(packed, make_linear=NATIVE.int8, **settings), token_ids(20))
     assert relative(got, run(load_model(plain, **settings), token_ids(20))) < 0.1
 
 
-def test_layers_left_plain_are_rounded_here(tmp_path):
-    """modules_to_not_convert: their tensors are plain, whatever the lists say."""
+def test_layers_left_plain_are_rounded_at_load(tmp_path):
+    """Tensors in modules_to_not_convert are plain, whatever else the config lists."""
     down = [name for name in LAYERS if "down_proj" in name]
 
     def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -214,7 +214,7 @@ def test_the_group_of_four_bit_weights_is_a_setting(dtype):
 
 
 class Allocations(TorchDispatchMode):
-    """The most bytes of tensors made under it that were alive at once."""
+    """Records the largest number of bytes of tensors that were alive at once under it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", ["gptq", "gptq-order", "awq"])
 def test_unpacking_takes_two_bytes_a_weight(case, tmp_path):
-    """It took eight: shifts of all words at once, in 32 bits."""
+    """Unpacking all words at once in 32 bits would take eight."""
     config, quantize = CASES[case]
     name = "model.layers.0.mlp.down_proj"
     tensors, _ = quantize(name, torch.randn(512, 1024))
@@ -242,5 +242,5 @@ def test_unpacking_takes_two_bytes_a_weight(case, tmp_path):
     assert form is not None
     with Allocations() as allocations:
         form.load(tensors.__getitem__, [name])
-    # scales and zero points of groups of 32 are a few tenths more
+    # scales and zero points of groups of 32 add a few tenths
     assert 512 * 1024 < allocations.most < 2.5 * 512 * 1024

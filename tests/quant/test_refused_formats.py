@@ -1,4 +1,4 @@
-"""Quantized checkpoints that cannot be served as they are meant: refused, by the key or tensor."""
+"""Quantized checkpoints that cannot be served as they are meant are refused, by key or tensor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def _with(config: Json, key: str, value: object) -> Json:
-    """A copy with a value at a dotted key."""
+    """Returns a copy with a value at a dotted key."""
     first, _, rest = key.partition(".")
     return config | {first: _with(config[first], rest, value) if rest else value}
 
@@ -114,7 +114,7 @@ def _shuffle(tensors: Tensors, name: str) -> None:
 
 
 def _scale(tensors: Tensors, name: str, value: float) -> None:
-    """One of a tensor's scales, which are made fp32 to hold it."""
+    """Sets one of a tensor's scales; they become fp32 to hold it."""
     tensors[name] = tensors[name].float()
     tensors[name][0, 0] = value
 
@@ -159,7 +159,7 @@ def test_damaged_tensors_are_named(case, damage, named, tmp_path):
     assert named in str(caught.value)
 
 
-# Tensors that writers put everywhere, as zeros where they mean nothing.
+# Tensors that some writers add everywhere, as zeros where they have no effect.
 OTHERS: list[tuple[str, str, Tensor]] = [
     ("gptq", f"{OUT}.bias", torch.ones(64, dtype=torch.float16)),
     ("gptq", f"{Q}.bias", torch.ones(64, dtype=torch.float16)),
@@ -175,7 +175,7 @@ OTHERS: list[tuple[str, str, Tensor]] = [
 
 @pytest.mark.parametrize(("case", "name", "value"), OTHERS)
 def test_a_tensor_that_would_change_the_numbers_is_not_dropped(case, name, value, tmp_path, caplog):
-    """It was, with a line in the log; one of zeros changes nothing and needs no line."""
+    """A tensor of zeros changes nothing and is not logged."""
     packed, _ = write(tmp_path, *CASES[case])
     tensors = load_file(packed / "model.safetensors")
     settings = {"dtype": torch.float32, "backend": get_backend("cpu")}
@@ -187,8 +187,8 @@ def test_a_tensor_that_would_change_the_numbers_is_not_dropped(case, name, value
         load_model(packed, **settings)
 
 
-def test_an_order_is_needed_only_where_config_asks_for_one(tmp_path):
-    """And where all inputs share a group, it says nothing."""
+def test_the_order_of_inputs_is_needed_only_where_config_asks_for_it(tmp_path):
+    """It is not needed either where all inputs share a group."""
     channel = GPTQ | {"group_size": -1}
     for config, shown in ((GPTQ, GPTQ), (channel, channel | {"desc_act": True})):
         packed, _ = write(tmp_path / str(shown["group_size"]), shown, four_bits(config))

@@ -1,4 +1,5 @@
-"""How many examples a property-based test draws: few in `make test`, all in `make test-full`."""
+"""Sets how many examples a property-based test draws: few in `make test`, all in `make
+test-full`."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def finish(run):
     return run.longest_gap_s
 
 
-def go_on(run, seconds):
+def run_for(run, seconds):
     end = run.world.now + seconds
     run.work(lambda: run.world.now >= end)
 
@@ -73,7 +73,7 @@ def test_a_stopped_node_is_abandoned_in_time(partition):
     [sequence] = run.clients[0].state.sequences
     node = run.nodes[run.engine.kv.partition_of(sequence.kv_range) if partition == "request" else 0]
     node.stop()
-    run.world.after(20.0, node.go_on)
+    run.world.after(20.0, node.resume)
     assert 1.25 < finish(run) < 3.0
 
 
@@ -110,10 +110,10 @@ def test_the_accounting_has_no_pages_without_nodes():
     assert core.kv.num_pages
     for node in run.nodes:
         node.kill()
-    go_on(run, 0.5)
+    run_for(run, 0.5)
     assert not core.kv.num_pages
     run.nodes[1].start()
-    go_on(run, 1.0)
+    run_for(run, 1.0)
     assert core.kv.num_pages
     finish(run)
 
@@ -129,12 +129,12 @@ def test_without_memory_for_a_moment_requests_wait():
 def test_a_draining_node_is_left_at_once_and_taken_back():
     run = make(num_tokens=79)
     run.nodes[0].drain()
-    go_on(run, 0.2)
+    run_for(run, 0.2)
     assert run.nodes[0].bytes_leased == 0
     run.nodes[0].kill()
     run.nodes[0].start()
     run.work(lambda: run.clients[0].reason is not None)
-    go_on(run, 8.0)
+    run_for(run, 8.0)
     assert all(node.bytes_leased for node in run.nodes)
     assert finish(run) < 0.3
 
@@ -143,7 +143,7 @@ def test_an_idle_engine_leaves_a_draining_node():
     run = make()
     run.work(lambda: run.clients[0].reason is not None)
     run.nodes[1].drain()
-    go_on(run, 0.5)
+    run_for(run, 0.5)
     assert run.nodes[1].bytes_leased == 0
     finish(run)
 
@@ -153,11 +153,11 @@ def test_a_full_node_is_not_waited_for():
     run.nodes[0].kill()
     run.nodes[0].start()
     run.nodes[0].fill(run.engine.template, 4096)
-    go_on(run, 30.0)
+    run_for(run, 30.0)
     assert run.engine.nodes.num_lost == 1
     assert run.nodes[0].process.stats().num_refused > 3  # it was asked beside the work
     run.nodes[0].empty()
-    go_on(run, 3.0)
+    run_for(run, 3.0)
     assert run.nodes[0].bytes_leased
     finish(run)
 
@@ -202,7 +202,7 @@ def test_memory_too_small_for_a_request_ends_that_request():
     run = make(num_nodes=2, node=0.7, num_tokens=79)
     short = Client([run._token() for _ in range(8)], 20)
     run.nodes[0].kill()
-    go_on(run, 0.2)
+    run_for(run, 0.2)
     run.clients.append(short)
     run._begin(short, 1)
     run.work(lambda: run.clients[0].reason is not None)
@@ -225,7 +225,7 @@ def test_a_node_without_sequences_can_leave_during_the_work():
     [sequence] = run.clients[0].state.sequences
     other = run.nodes[1 - run.engine.kv.partition_of(sequence.kv_range)]
     other.drain()
-    go_on(run, 0.3)
+    run_for(run, 0.3)
     assert other.bytes_leased == 0
     assert run.clients[0].reason is None
     assert finish(run) < 0.3

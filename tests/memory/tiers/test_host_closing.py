@@ -43,13 +43,13 @@ def test_closing_is_bounded_in_time(pages, caplog):
 def test_closing_beside_a_copy_that_never_ends(pages):
     copier = FailingCopier()
     tier = HostTier(PAGE, 2 * PAGE, copier)
-    copier.may_go_on.clear()
+    copier.may_continue.clear()
     futures = fill(pages, tier, [0, 1])
-    assert copier.is_asked.wait(10)
+    assert copier.has_started.wait(10)
     assert not tier.close(0.1)
     assert [future.result(0) for future in futures] == [False, False]
     assert not copier.is_closed
-    copier.may_go_on.set()
+    copier.may_continue.set()
     tier._worker._thread.join(5)
     assert not tier._worker._thread.is_alive()
 
@@ -60,14 +60,14 @@ def test_closing_beside_a_load_that_never_ends(pages):
     copier = FailingCopier()
     tier = HostTier(PAGE, 2 * PAGE, copier)
     results(fill(pages, tier, [0, 1]))
-    copier.is_asked.clear()
-    copier.may_go_on.clear()
+    copier.has_started.clear()
+    copier.may_continue.clear()
     (first,) = tier.load_many([(name(0), pages.address(20))])
-    assert copier.is_asked.wait(10)
+    assert copier.has_started.wait(10)
     (second,) = tier.load_many([(name(1), pages.address(21))])
     assert not tier.close(0.1)
     assert not first.done() and not second.result(0)
-    copier.may_go_on.set()
+    copier.may_continue.set()
     assert first.result(10) and pages[20] == content(name(0), PAGE)
     assert pages[21] == bytes(PAGE)
 

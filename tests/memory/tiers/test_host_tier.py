@@ -205,15 +205,15 @@ def test_discarded_pages_are_not_found(pages):
     assert tier.flush()
     assert tier.discard(name(0)) and not tier.discard(b"unknown")
     assert fetch(pages, tier, 0) is None
-    copier.may_go_on.clear()
-    copier.is_asked.clear()
+    copier.may_continue.clear()
+    copier.has_started.clear()
     futures = fill(pages, tier, [1])
-    assert copier.is_asked.wait(10)
+    assert copier.has_started.wait(10)
     futures += fill(pages, tier, [2, 1])
     for number in (1, 2):
         assert tier.discard(name(number))
         pages[number] = b"\xaa" * PAGE
-    copier.may_go_on.set()
+    copier.may_continue.set()
     assert results(futures) == [False] * 3
     assert fetch(pages, tier, 1) is fetch(pages, tier, 2) is None
     assert results(fill(pages, tier, [1])) == [True]
@@ -227,12 +227,12 @@ def test_discarded_pages_are_not_found(pages):
 def test_the_caller_never_waits_for_a_copy(pages):
     copier = FailingCopier()
     tier = HostTier(PAGE, 8 * PAGE, copier, max_requests=4)
-    copier.may_go_on.clear()
+    copier.may_continue.clear()
     futures = fill(pages, tier, [0, 1, 2, 3])
     assert not wait(futures, timeout=0.05).done
     assert results(fill(pages, tier, [4])) == [False], "too many"
     assert not tier.contains(name(5))
-    copier.may_go_on.set()
+    copier.may_continue.set()
     assert results(futures) == [True] * 4
     tier.close()
 
@@ -242,17 +242,17 @@ def test_flush_includes_earlier_requests(pages):
     tier = HostTier(PAGE, 4 * PAGE, copier, below)
     results(fill(pages, tier, [0]))
     assert tier.flush()
-    copier.may_go_on.clear()
-    copier.is_asked.clear()
+    copier.may_continue.clear()
+    copier.has_started.clear()
     load = tier.load_many([(name(0), pages.address(20))])
-    assert copier.is_asked.wait(10)
+    assert copier.has_started.wait(10)
     fill(pages, tier, [1])
     answers: list[bool] = []
     flushing = threading.Thread(target=lambda: answers.append(tier.flush()))
     flushing.start()
     while not tier._worker._flushes:
         time.sleep(0.001)
-    copier.may_go_on.set()
+    copier.may_continue.set()
     flushing.join(10)
     assert answers == results(load) == [True]
     assert sorted(below.pages) == [name(0), name(1)]

@@ -1,5 +1,5 @@
-"""The attention kernels compiled for GPUs that are not here: that they fit, hardly spill, load
-wide and use the tensor cores."""
+"""The attention kernels compile for GPUs that are not present: they fit, hardly spill, load wide
+and use the tensor cores."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def compiled() -> dict[str, Compiled]:
     return compile_module(__name__)
 
 
-def test_all_fit_and_hardly_spill(compiled):
+def test_all_kernels_fit_and_hardly_spill(compiled):
     assert len(compiled) >= 20
     for name, found in compiled.items():
         arch = int(name.rsplit("_", 1)[-1]) if name[-2:] in ("80", "89", "90") else 90
         limit = SHARED_LIMITS.get(arch, SHARED_LIMITS[90])
         assert found.shared <= limit, f"{name}: {found.shared} bytes of shared memory"
-        # fp32 is for comparison alone, and four scales a head are rare (most on sm_89); elsewhere
-        # a few of 168 or 255 registers
+        # fp32 serves comparison only, and four scales a head are rare (most on sm_89); other cases
+        # spill a few of 168 or 255 registers
         of_rare = 640 if arch == 89 else 256
         allowed = 1024 if "fp32" in name else of_rare if "int8_4" in name else 48
         assert found.stack <= allowed, f"{name}: {found.stack} bytes of stack"
@@ -132,15 +132,16 @@ def test_all_fit_and_hardly_spill(compiled):
 def test_decode_copies_keys_and_values_16_bytes_at_a_time(compiled, name):
     ptx = compiled[f"decode_{name}"].ptx
     copies = Counter(re.findall(r"cp\.async\.c\w\.shared\.global .*, (0x\w+)", ptx))
-    # 128 threads copy 64 keys and values of 128 dimensions, in three places for three stages
+    # 128 threads copy 64 keys and values of 128 dimensions, in three stages
     size = 2 if name == "bf16_90" else 1
     assert copies["0x10"] == 3 * 2 * 64 * 128 * size // 16 // 128
-    of_scales = {"int8_2": {"0x8"}, "int8_1": {"0x4"}}  # all of a token's
+    of_scales = {"int8_2": {"0x8"}, "int8_1": {"0x4"}}  # all scales of a token
     assert copies.keys() - {"0x10"} == of_scales.get(name[:6], set())
     assert "mma.sync" in ptx and "ldmatrix" in ptx
-    # nothing byte by byte, int8 V above all: no tensor core takes it as its tokens lie apart
+    # nothing is loaded byte by byte, least of all int8 V, whose tokens are too far apart for tensor
+    # cores
     assert not re.search(r"ld\.(global|shared)\.\w*8 ", ptx)
-    # and no 16 bits that would be waited for
+    # no load of 16 bits that the program waits for
     assert not re.search(r"ld\.global\.\w*16 ", ptx)
 
 

@@ -1,4 +1,4 @@
-"""Decoding attention over K/V tiles, through the work lists of StepArrays."""
+"""Decode attention over K/V tiles, through the work lists of StepArrays."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_windows(window):
     check(tiles, attend(tiles, q, min_split=64), q)
 
 
-def test_padding_is_zeros_and_writes_to_no_one_else():
+def test_padding_rows_are_zeros_and_write_nothing_else():
     tiles = make(4, 2, 64, INT8, 64, lens=[20, 70], q_dtype=FP32)
     q = random_q(4, 4, 64, FP32)
     out = attend(tiles, q, padding=2)

@@ -1,4 +1,4 @@
-"""Rows into K/V tiles and out of them."""
+"""Kernels write rows into K/V tiles and read them back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_rotate(heads, dim, half, dtype, in_place):
     expected = ReferenceBackend().rotary(x, turn.cos, turn.sin).float()
     before = x.clone()
     found = rotate(x, turn, x if in_place else None)
-    # a sum of two rounded products, rounded: what cancels out is as inexact as they are
+    # a rounded sum of two rounded products: where they cancel, the error is that of the products
     bound = 2 * (2**-23 + (BF16 if dtype != FP32 else 0)) * before.float().abs().amax()
     assert (found.float() - expected).abs().max() <= bound
     assert torch.equal(found[..., 2 * half :], before[..., 2 * half :])
@@ -51,8 +51,8 @@ def test_rotate_without_rows():
         (2, 96, INT8, 32),
     ],
 )
-def test_append_writes_what_it_must_and_nothing_else(kv_heads, dim, dtype, group):
-    """Byte for byte, the poison around it too; rows numbered below 0 are left out."""
+def test_append_writes_its_rows_and_nothing_else(kv_heads, dim, dtype, group):
+    """Compared byte for byte, with the poison around it; rows numbered below 0 are skipped."""
     lens = [17, 3]
     kv = [random_kv(length, kv_heads, dim, torch.bfloat16) for length in lens]
     expected = Tiles(kv_heads, kv_heads, dim, dtype, group, lens=lens, kv=kv)
@@ -68,7 +68,7 @@ def test_append_writes_what_it_must_and_nothing_else(kv_heads, dim, dtype, group
     assert torch.equal(tiles.memory, expected.memory)
 
 
-def test_append_of_zeros_and_of_what_fp16_scales_cannot_hold():
+def test_append_of_zeros_and_of_values_beyond_fp16_scales():
     tiles = Tiles(1, 1, 64, INT8, 32, lens=[3])
     k = torch.zeros(3, 1, 64, device=DEVICE)
     k[1, 0, :32], k[2, 0, 5] = 1e-9, 1e9
@@ -92,7 +92,7 @@ def test_append_rotates_k_in_fp32_before_it_quantizes(half, group):
     append(tiles.layer, tiles.base, k.to(DEVICE), v.to(DEVICE), numbers, turn)
     (found, found_v), (k64, v64) = tiles.read(0), expected.read(0)
     assert torch.equal(found_v, v64)
-    # a fused product may round one step the other way
+    # a fused product may round one step differently
     step = float(k64.abs().max()) / 127 * 1.01 if group else 1e-6
     assert (found - k64).abs().max() <= step
     assert (found - k64).abs().gt(1e-6).double().mean() < 0.02

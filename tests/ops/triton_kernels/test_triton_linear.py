@@ -1,4 +1,4 @@
-"""int8 products on CUDA (ops/triton_kernels/linear.py, ops/cuda/linear.py) against fp64."""
+"""int8 products on CUDA (ops/triton_kernels/linear.py, ops/cuda/linear.py), against fp64."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def some_norm(kind: str, n: int) -> Norm:
 
 
 def random_codes(rows: int, inputs: int) -> Quantized:
-    """Filled up to 16 inputs with zeros."""
+    """Returns random codes, padded with zeros to a multiple of 16 inputs."""
     codes = torch.randint(-127, 128, (rows, inputs), dtype=torch.int8)
     codes = functional.pad(codes, (0, -inputs % 16)).to(DEVICE)
     return Quantized(codes, torch.rand(rows, device=DEVICE) + 0.5)
 
 
 def exact(x: Quantized, weight: ScaledWeight) -> torch.Tensor:
-    """[M, N] fp64, with the bias."""
+    """Returns the product with the bias: [M, N] fp64."""
     y = (x.codes.double() @ weight.codes.double().T) * x.scales.double()[:, None]
     y *= weight.scales.double()
     return y if weight.bias is None else y + weight.bias.double()
 
 
 def check_close(found: torch.Tensor, want: torch.Tensor) -> None:
-    """want: fp64. In bf16 within a step (interpreted, values are cut off, not rounded)."""
+    """want: fp64. bf16 may be off by one step, since the interpreter truncates."""
     rtol = 2**-7 if found.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(found.double(), want, rtol=rtol, atol=1e-5 * want.abs().max().item())
 
@@ -73,7 +73,7 @@ def test_sums_are_exact(tile, rows, outputs, inputs):
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-def test_all_that_follows_the_sums(tile):
+def test_scales_bias_activation_and_residual(tile):
     rows, outputs, inputs = 19, 38, 96
     x, w = random_codes(rows, inputs), random_codes(outputs, inputs)
     w = ScaledWeight(w.codes, w.scales * 1e-4, torch.randn(outputs, device=DEVICE))
@@ -91,7 +91,7 @@ def test_all_that_follows_the_sums(tile):
 
 
 def test_no_tile_changes_a_bit():
-    """Nor does the library's product, nor the same scratch used again."""
+    """The library's product and a reused scratch give the same bits, too."""
     x, w = random_codes(24, 160), random_codes(48, 160)
     w = ScaledWeight(w.codes, w.scales * 1e-4, torch.randn(48, device=DEVICE))
     for is_gated in (False, True):
@@ -118,7 +118,7 @@ EDGES = {
 def layer_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fusion: Fusion
 ) -> torch.Tensor:
-    """fp64, with weights and rows rounded as the layer rounds them."""
+    """Computes in fp64, with weights and rows rounded as the layer rounds them."""
     rows, w = quantize_rows(x, fusion.norm), quantize_rows(weight.float())
     y = exact(rows, ScaledWeight(w.codes, w.scales, bias))
     if fusion.is_gated:
@@ -145,7 +145,8 @@ def test_layer(fusion, rows):
 
 
 def test_parts_pieces_and_given_codes(monkeypatch):
-    """However a weight comes, the packed one is the same."""
+    """The packed weight is the same whether the layer's weight comes whole, in pieces or as
+    codes."""
     weight, bias = torch.randn(34, 48, dtype=torch.bfloat16), torch.randn(34)
     for fusion in (NO_FUSION, Fusion(None, "silu", True)):
         whole = Int8Linear(weight, bias, fusion, device=DEVICE).weight
@@ -180,7 +181,7 @@ def test_strided_rows_no_rows_and_a_wide_residual():
     assert torch.equal(residual[:, 30:], before[:, 30:])
 
 
-def test_zeros_and_what_is_not_finite():
+def test_zeros_nan_and_infinity():
     weight = torch.randn(20, 32)
     weight[3] = 0
     layer = Int8Linear(weight, None, device=DEVICE)
@@ -199,7 +200,7 @@ def test_too_many_inputs_are_refused():
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_every_candidate_gives_the_same(capability):
-    """Of small products, which still take every path; too slow to interpret for large ones."""
+    """Small products take every path of the candidates; large ones are too slow to interpret."""
     x, w = random_codes(64, 1100), random_codes(48, 1100)
     w = ScaledWeight(w.codes, w.scales)
     for rows in (4, 16, 32, 64):

@@ -1,4 +1,4 @@
-"""Products with 4-bit and with fp8 weights on CUDA against fp64."""
+"""Products with 4-bit and with fp8 weights on CUDA, against fp64."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def layer4(weight: Int4Weight, bias=None, fusion: Fusion = NO_FUSION, **how) -> 
 
 
 def reference(x: torch.Tensor, plain: torch.Tensor, bias, fusion: Fusion, dtype=torch.int8):
-    """fp64, with rows rounded as the layer rounds them. plain: [out, in]."""
+    """Computes in fp64, with rows rounded as the layer rounds them. plain: [out, in]."""
     norm = fusion.norm and fusion.norm._replace(weight=fusion.norm.weight.to(DEVICE))
     codes, scales = quantize_rows(x, norm, dtype=dtype)
     codes = codes[:, : plain.shape[1]].double()
@@ -106,7 +106,7 @@ def test_int4_takes_half_the_bytes():
     assert layer.size_bytes == 64 * 512 // 2 + 4 * 64 * 8 + 4 * 64
 
 
-def test_int4_what_is_not_finite_stays_in_its_row():
+def test_int4_nan_and_infinity_stay_in_their_row():
     layer, x = layer4(quantize_int4(torch.randn(20, 64))), torch.randn(4, 64, device=DEVICE)
     x[1, 3], x[2] = float("nan"), 0
     found = layer(x)
@@ -124,7 +124,7 @@ def unpack_kernel(packed_at, zeros_at, out_at, NF4: tl.constexpr, ASM: tl.conste
 @pytest.mark.cuda
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="machine instructions")
 def test_unpacking_by_words_equals_unpacking_by_bytes():
-    """The machine's byte permutations against the interpreter's arithmetic, all codes."""
+    """The machine's byte permutations equal the interpreter's arithmetic for all codes."""
     packed = torch.arange(256, device=DEVICE).to(torch.uint8).view(torch.int8)
     for is_nf4 in (False, True):
         for zero in (0, 8, 16):
@@ -136,7 +136,7 @@ def test_unpacking_by_words_equals_unpacking_by_bytes():
 
 
 def fp8_plain(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] fp32, rounded to e4m3 per channel by torch."""
+    """Returns [out, in] fp32, rounded to e4m3 per channel by torch."""
     steps = weight.abs().amax(1, keepdim=True) / 448
     return (weight / steps).to(torch.float8_e4m3fn).float() * steps
 
@@ -153,7 +153,7 @@ def test_fp8_layer(fusion):
     x = torch.randn(20, 90, device=DEVICE)
     want = reference(x, fp8_plain(weight), bias, fusion, torch.float8_e4m3fn)
     layer = Fp8Linear([weight[:10], weight[10:]], bias, fusion, device=DEVICE)
-    # a weight on the border of two steps may go either way
+    # a weight halfway between two steps may be rounded either way
     far = (layer(x).double() - want).abs().max()
     assert far <= 0.01 * want.abs().max()
     assert torch.equal(layer(x[3:9]), layer(x[3 : 7 + 2]))
@@ -185,7 +185,7 @@ def test_fp8_product():
 @pytest.mark.parametrize("fusion", EDGES.values(), ids=EDGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_plain_layer(fusion, dtype):
-    """Equal to the reference's steps in the same type."""
+    """The layer equals the reference's steps in the same type."""
     weight, bias = torch.randn(36, 90).to(dtype), torch.randn(36).to(dtype)
     x = torch.randn(7, 90).to(dtype).to(DEVICE)
     norm = fusion.norm and fusion.norm._replace(weight=fusion.norm.weight.to(DEVICE))

@@ -1,6 +1,7 @@
 """The row and linear kernels as machine code.
 
-ops.triton_* are imported in the child process alone, in this one they may be interpreted."""
+Only the child process imports ops.triton_kernels, since this process may interpret the kernels.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ def after_library_case() -> Case:
     )
 
 
-def few_case(name: str, tile, *, arch: int = 90, x: str = "*fp32", **switches) -> Case:
+def small_batch_case(name: str, tile, *, arch: int = 90, x: str = "*fp32", **switches) -> Case:
     from ops.triton_kernels.small_batch import MAX_REGISTERS, small_batch_kernel
 
     pointers = dict.fromkeys(
@@ -157,12 +158,12 @@ def few_case(name: str, tile, *, arch: int = 90, x: str = "*fp32", **switches) -
     )
 
 
-def few_cases() -> Iterator[Case]:
+def small_batch_cases() -> Iterator[Case]:
     from ops.triton_kernels.linear import Tile
 
     tile = Tile(8, 32, 512, 4, 5, swap=True)
-    yield few_case("few_stream", tile, ACT=1, GATED=True)
-    yield few_case(
+    yield small_batch_case("few_stream", tile, ACT=1, GATED=True)
+    yield small_batch_case(
         "few_stream_long",
         Tile(8, 16, 1024, 4, 4, swap=True, split_k=2),
         x="*bf16",
@@ -170,7 +171,7 @@ def few_cases() -> Iterator[Case]:
         ONE_BLOCK=False,
         EVEN_K=False,
     )
-    yield few_case("few_stream_80", tile, arch=80, NORM=2, NORM_BIAS=True)
+    yield small_batch_case("few_stream_80", tile, arch=80, NORM=2, NORM_BIAS=True)
 
 
 def int4_case(name: str, tile, *, group: int = 64, is_nf4: bool = False, arch: int) -> Case:
@@ -224,7 +225,7 @@ def int4_cases() -> Iterator[Case]:
 def compile_cases() -> Iterator[Case]:
     yield from row_cases()
     yield from int8_cases()
-    yield from few_cases()
+    yield from small_batch_cases()
     yield from int4_cases()
 
 
@@ -247,14 +248,14 @@ def test_rows_are_read_wide(compiled):
 
 
 def loop_of(ptx: str, instruction: str) -> str:
-    """The code between the label before the first such instruction and the jump back to it."""
+    """Returns the code from the label before the first such instruction to the jump back to it."""
     before, after = ptx[: ptx.index(instruction)], ptx[ptx.index(instruction) :]
     label = re.findall(r"^(\$L__BB\w+):", before, re.MULTILINE)[-1]
     return before[before.rindex(f"{label}:") :] + after[: after.rindex(label)]
 
 
-def test_products_are_the_tensor_cores(compiled):
-    """On sm_90 wgmma from shared memory for whole tiles of 64 rows, else mma."""
+def test_products_use_tensor_cores(compiled):
+    """On sm_90, whole tiles of 64 rows use wgmma from shared memory; the others use mma."""
     kinds = {
         "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8": ("int8_large_residual", "int4_large"),
         "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32": (
@@ -276,7 +277,7 @@ def test_products_are_the_tensor_cores(compiled):
 
 
 def test_loops_only_copy_and_multiply(compiled):
-    """16 bytes a copy; no load waits in the loop, nothing is written to shared memory by hand."""
+    """Copies have 16 bytes, no load waits in the loop, and no thread writes to shared memory."""
     for name, one in compiled.items():
         if "stream" not in name and "large" not in name:
             continue
@@ -285,8 +286,9 @@ def test_loops_only_copy_and_multiply(compiled):
         assert "ld.global" not in loop and "st.shared" not in loop, name
 
 
-def test_few_rows_are_written_before_they_are_read(compiled):
-    """Weights are asked for first; between a program's codes and their copies is a barrier."""
+def test_small_batch_rows_are_written_before_they_are_read(compiled):
+    """Weights are requested first, and a barrier lies between a program's codes and their
+    copies."""
     for name in ("few_stream", "few_stream_long", "few_stream_80"):
         ptx = compiled[name].ptx
         assert ptx.index("ld.volatile.global.b8") < ptx.index("ld.global.v4"), name
@@ -295,6 +297,6 @@ def test_few_rows_are_written_before_they_are_read(compiled):
 
 
 def test_tiles_share_an_sm(compiled):
-    """Two programs of the square tile with a residual: registers, shared memory."""
+    """Two programs of the square tile with a residual fit in registers and shared memory."""
     square = compiled["int8_square_residual"]
     assert square.registers * 256 * 2 <= 65536 and 2 * square.shared <= SHARED_LIMITS[90]

@@ -1,4 +1,4 @@
-"""Attention of prompt chunks over K/V tiles, several sequences at once."""
+"""Prefill attention over K/V tiles, with chunks of several sequences at once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def make(heads, kv_heads, dim, dtype, group=None, window=None, *, lens, q_dtype=
 
 
 def attend(tiles: Tiles, q, num_rows, *, past_only=False):
-    """(out, lse) of the chunks' rows, one after the other."""
+    """Returns (out, lse) of the chunks' rows, one chunk after another."""
     from ops.triton_kernels.prefill import prefill
 
-    if past_only:  # the work list of as many rows whose K/V is there too
+    if past_only:  # the work list of as many rows whose K/V are there too
         arrays = tiles.arrays(
             num_rows, 0, kv_lens=[a + b for a, b in zip(tiles.lens, num_rows, strict=True)]
         )
@@ -105,7 +105,7 @@ def test_past_and_own_keys_merged_are_the_whole():
     out = sum(o * (part - lse).exp()[..., None] for o, part in (tiles_past, tiles_own))
     torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-5)
-    assert (tiles_past[1][rows[0] :] == -torch.inf).all()  # the second one has no past
+    assert (tiles_past[1][rows[0] :] == -torch.inf).all()  # the second sequence has no prefix
     assert not tiles_past[0][rows[0] :].any()
 
 

@@ -1,4 +1,4 @@
-"""Rows between products (ops/triton_kernels/rows.py) against fp64."""
+"""Row kernels between products (ops/triton_kernels/rows.py) against fp64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTHS = (1, 17, 64, 200)
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch, seeded):
-    """Rows of more than 64 values need several blocks."""
+    """Makes rows of more than 64 values need several blocks."""
     monkeypatch.setattr("ops.triton_kernels.rows.MAX_BLOCK", 64)
 
 
@@ -31,7 +31,6 @@ def a_norm(kind: str, n: int, *, has_bias: bool = True) -> Norm:
 
 
 def exact_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """In fp64."""
     x, weight = x.double(), norm.weight.double()
     if norm.kind == "rms":
         return REFERENCE.rms_norm(x, weight, norm.eps)
@@ -49,7 +48,8 @@ def test_norm(kind, width):
     found = norm_rows(x.bfloat16(), norm)
     assert found.dtype == torch.bfloat16
     want = exact_norm(x.bfloat16(), norm)
-    torch.testing.assert_close(found.double(), want, rtol=2**-7, atol=1e-5)  # interpreted: cut off
+    # the interpreter truncates
+    torch.testing.assert_close(found.double(), want, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e-12, 1e10, 3e18])
@@ -79,7 +79,7 @@ def test_activation(kind):
 
 
 def check_codes(values: torch.Tensor, x, **how) -> None:
-    """values: what is quantized, in fp64."""
+    """values: the input of the quantization, in fp64."""
     width = values.shape[1]
     codes, scales = quantize_rows(x, **how)
     assert codes.shape == (len(x), -(-width // 16) * 16) and not codes[:, width:].any()
@@ -100,7 +100,7 @@ def test_quantize(width, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantize_what_an_activation_gives(kind):
+def test_quantize_the_output_of_an_activation(kind):
     x = torch.randn(3, 140, device=DEVICE)
     check_codes(_activate(x.double(), kind), x, activation=kind)
     gate, up = x.double().chunk(2, 1)
@@ -129,7 +129,7 @@ def test_strided_and_no_rows():
     assert gated_rows(wide[:0], "silu").shape == (0, 150)
 
 
-def test_what_is_not_finite_stays_in_its_row():
+def test_nan_and_infinity_stay_in_their_row():
     x = torch.randn(5, 100, device=DEVICE)
     x[1, 3], x[2, 99], x[3] = float("nan"), -float("inf"), 0.0
     for norm in (None, a_norm("rms", 100)):
@@ -144,7 +144,7 @@ def test_what_is_not_finite_stays_in_its_row():
 
 
 def test_no_bit_depends_on_the_block(monkeypatch):
-    """Sums of squares are sums of integers."""
+    """Sums of squares are sums of integers, so their order does not matter."""
     x = 10 * torch.randn(3, 500, device=DEVICE)
     for kind in ("rms", "layer"):
         norm, found = a_norm(kind, 500), []

@@ -1,4 +1,4 @@
-"""The kernels of device-side sampling against their definitions in float64."""
+"""The kernels of device-side sampling, against their definitions in float64."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ops.triton_kernels.sample_token import uniform
 from ops.triton_kernels.sampling import weigh
 from serve.runner.sampler import uniform as uniform_on_the_host
 
-# numpy's, of the interpreter: infinities and NaNs are subtracted, and masked out afterwards
+# numpy, as the interpreter, subtracts infinities and NaNs that are masked out afterwards
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-# the sums are exact to about 1e-10: an oracle that is nearer to a border decides nothing
+# The sums are exact to about 1e-10, so a decision nearer to a boundary is not checked.
 MARGIN = 1e-9
 KINDS = ["normal", "peaked", "ties", "flat", "holes"]
 CUTS = [
@@ -102,8 +102,8 @@ def test_argmax_is_the_first_of_the_largest(size):
 @pytest.mark.parametrize(
     ("kind", "size"), [*((kind, 97) for kind in KINDS), ("peaked", 600), ("ties", 600)]
 )
-def test_draws_what_the_definition_says(kind, size):
-    """Lists that fit and lists that overflow (more than 200 candidates)."""
+def test_samples_equal_the_definition(kind, size):
+    """Candidate lists fit in some rows and overflow in others (more than 200 candidates)."""
     cuts = [(cut, 0.7 if i % 2 else 1.0) for i, cut in enumerate(CUTS)]
     rows = make_rows(kind, len(cuts), size)
     choices = [{"seed": i, "temperature": t, **cut} for i, (cut, t) in enumerate(cuts)]
@@ -122,7 +122,7 @@ def test_draws_what_the_definition_says(kind, size):
     "cut", [{"top_k": 4}, {"top_p": 0.55}, {"top_k": 6, "top_p": 0.6}, {"min_p": 0.4}]
 )
 def test_exactly_the_kept_tokens_are_drawn(cut):
-    """Ties at the border: the lower token ids stay."""
+    """Of tokens with equal logits at the boundary, the lower token ids stay."""
     row = torch.tensor([0.0, 0.0, 0.5, -1.0, 0.0, 0.0, 0.5, 0.0])
     expected = expected_draw(row, 0.5, temperature=1.0, **cut)
     count = 40 if "min_p" in cut else 14
@@ -150,7 +150,7 @@ def test_nan_is_never_drawn():
 
 @pytest.mark.exhaustive
 def test_distribution():
-    """Chi-square, 5 degrees of freedom, p ~ 0.001."""
+    """Chi-square test with 5 degrees of freedom, p ~ 0.001."""
     size, count = 6, 120
     logits = torch.randn(size, generator=torch.Generator().manual_seed(5))
     got = draw(logits.repeat(count, 1), [{"seed": i, "temperature": 1.3} for i in range(count)])

@@ -1,4 +1,4 @@
-"""The kernels of device-side sampling compile for GPUs, without spills, with wide loads."""
+"""The kernels of device-side sampling compile for GPUs, without spills and with wide loads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Norm, rounding and product as one kernel (ops/triton_kernels/small_batch.py): the bits of the
-separate ones."""
+"""The fused norm, rounding and product (ops/triton_kernels/small_batch.py) has the bits of the
+separate kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def some_weight(outputs: int, inputs: int, *, has_bias: bool = True) -> ScaledWe
 def both(
     x: torch.Tensor, fusion: Fusion, weight: ScaledWeight, *, adds: bool = False, tile: Tile = TILE
 ) -> list[torch.Tensor]:
-    """What the separate kernels give and what the fused one gives, the residual in place."""
+    """Returns the results of the separate kernels and of the fused one, with the residual in
+    place."""
     num_out = len(weight.codes) // (2 if fusion.is_gated else 1)
     residual = torch.randn(len(x), num_out, device=DEVICE) if adds else None
     outs = []
@@ -68,7 +69,7 @@ EDGES = {
 @pytest.mark.parametrize(("fusion", "adds"), EDGES.values(), ids=EDGES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_the_bits_of_separate_kernels(fusion, adds, rows):
-    """Inputs that are no multiple of 16, in two blocks, and two tiles of outputs."""
+    """The inputs are no multiple of 16 and fill two blocks, the outputs two tiles."""
     x = 10 * torch.randn(rows, 75, device=DEVICE)
     want, found = both(x, fusion, some_weight(38, 75), adds=adds)
     assert torch.equal(found, want) and found.isfinite().all()
@@ -76,7 +77,7 @@ def test_the_bits_of_separate_kernels(fusion, adds, rows):
 
 @pytest.mark.parametrize("split", [1, 2, 3])
 def test_parts_of_the_inputs(split):
-    """Of the third some are empty; the scratch is left as it was found."""
+    """Some of three parts are empty, and the scratch is left as it was."""
     weight = some_weight(20, 256, has_bias=False)
     x = torch.randn(2, 256, device=DEVICE)
     for _ in range(2):
@@ -94,7 +95,7 @@ def test_rows_longer_than_the_registers(kind):
     assert torch.equal(found, want)
 
 
-def test_zeros_and_what_is_not_finite():
+def test_zeros_nan_and_infinity():
     x = torch.randn(4, 50, device=DEVICE)
     x[0], x[1, 3], x[2, 7] = 0, float("nan"), float("inf")
     for norm in (None, some_norm("rms", 50)):
@@ -103,7 +104,7 @@ def test_zeros_and_what_is_not_finite():
         assert found[3].isfinite().all() and torch.equal(found[[0, 3]], want[[0, 3]])
 
 
-def test_rows_under_the_results_are_refused():
+def test_rows_that_overlap_the_results_are_refused():
     weight, wide = some_weight(32, 32), torch.randn(3, 64, device=DEVICE)
     x, out = wide[:2, :32], wide[1:, 31:63]
     with pytest.raises(AssertionError, match="others write"):
@@ -112,8 +113,8 @@ def test_rows_under_the_results_are_refused():
     assert not small_batch._overlap(wide[0], wide[1]) and not small_batch._overlap(wide[1], wide[0])
 
 
-def test_a_layer_takes_it(monkeypatch):
-    """Where it was measured to be best."""
+def test_a_layer_uses_the_fused_kernel(monkeypatch):
+    """The layer uses the fused kernel where it was measured to be the fastest."""
     layer = Int8Linear(torch.randn(36, 50), None, Fusion(some_norm("rms", 50)), device=DEVICE)
     x = torch.randn(3, 50, device=DEVICE)
     calls = []

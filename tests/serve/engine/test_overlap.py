@@ -8,7 +8,7 @@ from memory.pages.layer_groups import LayerGroup
 from serve.request import FinishReason
 from serve.scheduler.sequence import PENDING_TOKEN, SequenceStatus, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
-from tests.support.cuda.late_device import EOS, expected_tokens
+from tests.support.cuda.late_runner import EOS, expected_tokens
 from tests.support.engine.fakes import make_request
 from tests.support.engine.overlap_rig import Bench
 

@@ -18,10 +18,11 @@ from serve.engine.pools import ComputeThread
 from serve.errors import EngineStoppedError
 from serve.request import FinishReason
 from serve.text.tokenizer import Tokenizer
-from tests.support.cuda.late_device import LateDevice, LateRunner
+from tests.support.cuda.late_device import LateDevice
+from tests.support.cuda.late_runner import LateRunner
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.engine_rig import go
-from tests.support.engine.overlap_rig import Bench, OneByOne
+from tests.support.engine.overlap_rig import Bench, SynchronousRunner
 
 NUM_TOKENS = 60  # so few ids that stop strings occur
 
@@ -42,7 +43,7 @@ class Rig:
 
     def _make(self, settings, kv):
         self.runner = LateRunner(kv, self.device, num_tokens=NUM_TOKENS, **settings)
-        return self.runner if self.overlaps else OneByOne(self.runner)
+        return self.runner if self.overlaps else SynchronousRunner(self.runner)
 
     async def __aenter__(self):
         await self.engine.start()

@@ -15,7 +15,7 @@ from serve.pooling import PoolingParams
 from serve.request import FinishReason
 from serve.scheduler.sequence import PENDING_TOKEN, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
-from tests.support.cuda.late_device import EOS, check_prompt_rows, expected_tokens
+from tests.support.cuda.late_runner import EOS, check_prompt_rows, expected_tokens
 from tests.support.engine.fakes import check_mapping, make_request
 from tests.support.engine.overlap_rig import Bench
 

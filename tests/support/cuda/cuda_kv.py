@@ -1,4 +1,4 @@
-"""K/V tiles written and read by torch alone, and what attention over them must give."""
+"""K/V tiles that torch alone writes and reads, and the expected attention over them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ops.cuda.attention import CudaAttentionLayer, KVTiles, StepArrays, layer_by
 from ops.reference import attention_fp64, round_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Largest error of one rounding to bf16; the interpreter cuts instead.
+# Largest error of one rounding to bf16; the interpreter truncates instead.
 BF16 = 2.0**-8 if DEVICE == "cuda" else 2.0**-7
 
 
 class Tiles:
-    """The second of three layers in the tiles of several sequences; all else is poison."""
+    """The second of three layers in the tiles of several sequences; all other memory is poison."""
 
     def __init__(self, heads, kv_heads, dim, dtype, group=None, window=None, lens=(), kv=None):
         size = layer_bytes(kv_heads, dim, dtype, group)
@@ -29,7 +29,7 @@ class Tiles:
         self.lens, stride = list(lens), self.layer.tile_stride
         tiles = [-(-length // 16) for length in self.lens]
         self.starts = [16 * (3 + sum(tiles[:i])) for i in range(len(tiles))]
-        # no numbers: NaN as bf16, fp32 and fp16 (the scales)
+        # NaN as bf16, fp32 and fp16 (the scales)
         poison = 0x7F if dtype == torch.int8 else 0xFF
         total = (sum(tiles) + 4) * stride
         memory = torch.full((total + 16,), poison, dtype=torch.uint8, device=DEVICE)
@@ -40,7 +40,8 @@ class Tiles:
             self.write(i, k, v)
 
     def parts(self, memory: Tensor, sequence: int, length: int | None = None):
-        """[tiles, ...] copies of K [Hk, 16, D], V alike or [Hk, D, 16], scales [Hk, 16, 2, G]."""
+        """Returns [tiles, ...] copies of K [Hk, 16, D], V as K or [Hk, D, 16], scales [Hk, 16,
+        2, G]."""
         layer = self.layer
         heads, dim, groups = layer.num_kv_heads, layer.head_dim, layer.num_groups
         count = -(-(self.lens[sequence] if length is None else length) // 16)
@@ -56,14 +57,15 @@ class Tiles:
         return [x.contiguous().view(kind).view(shape) for x, kind, shape in found]
 
     def by_token(self, parts: list[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-        """Views of K and V in parts: [tiles, Hk, 16, D] and, if there are any, their scales."""
+        """Returns views of K and V in parts: [tiles, Hk, 16, D] and, if there are any, their
+        scales."""
         k, v, *scales = parts
         if not scales:
             return [(k, None), (v, None)]
         return [(k, scales[0][..., 0, :]), (v.transpose(2, 3), scales[0][..., 1, :])]
 
     def write(self, sequence: int, k: Tensor, v: Tensor) -> None:
-        """k, v: [L, Hk, D] as `append` must put them, without it."""
+        """Writes k, v: [L, Hk, D] as `append` must write them, without it."""
         layer, length = self.layer, len(k)
         at = torch.arange(length)
         parts = self.parts(self.memory, sequence)
@@ -86,7 +88,7 @@ class Tiles:
         view.copy_(packed)
 
     def read(self, sequence: int, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """[L, Hk, D] float64, multiplied with their scales."""
+        """Returns K and V, [L, Hk, D] float64, multiplied with their scales."""
         length = self.lens[sequence] if length is None else length
         parts = self.parts(self.memory, sequence, length)
         found = []
@@ -98,7 +100,7 @@ class Tiles:
         return found[0], found[1]
 
     def arrays(self, num_rows, num_decodes, *, padding=(0, 0), kv_lens=None, **sizes) -> StepArrays:
-        """A step of all sequences; padding: decode rows and rows more than needed."""
+        """Returns a step of all sequences; padding: decode rows and rows more than needed."""
         layer = self.layer
         lens = self.lens if kv_lens is None else kv_lens
         decodes = num_decodes + padding[0]
@@ -113,7 +115,7 @@ class Tiles:
         return arrays
 
     def expected(self, q: Tensor, sequence: int, kv_len: int | None = None, past_only=False):
-        """(out, lse, bound of out) of rows q: [n, H, D], the last of kv_len, in float64."""
+        """Returns (out, lse, bound of out) of rows q: [n, H, D], the last of kv_len, in float64."""
         k, v = self.read(sequence, kv_len)
         q, scale, window = q.cpu(), self.layer.scale, self.layer.window
         first = len(k) if past_only else len(k) - len(q)
@@ -121,7 +123,7 @@ class Tiles:
         if q.dtype == torch.float32:
             return out, lse, torch.full_like(out, 1e-5)
         spread, _ = attention_fp64(q, k, v.abs(), scale, window=window, first_position=first)
-        # weights and the result are rounded; with many scales also what they are multiplied with
+        # weights and the result are rounded; with several scales also the values
         score = 0.0
         if self.layer.num_groups > 2:
             score = scale * BF16 * float(q.double().norm(dim=-1).max() * k.norm(dim=-1).max())
@@ -131,14 +133,14 @@ class Tiles:
 
 
 def random_kv(length: int, kv_heads: int, dim: int, dtype=torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """[L, Hk, D] each, rounded to dtype."""
+    """Returns k and v, [L, Hk, D] each, rounded to dtype."""
     return torch.randn(length, kv_heads, dim).to(dtype), torch.randn(length, kv_heads, dim).to(
         dtype
     )
 
 
 def random_q(rows: int, heads: int, dim: int, dtype=torch.bfloat16) -> Tensor:
-    """[rows, H, D], a strided part of a larger tensor whose rest is poison."""
+    """Returns [rows, H, D], a strided part of a larger tensor whose rest is poison."""
     whole = torch.full((rows, heads + 2, dim), float("nan"), device=DEVICE, dtype=dtype)
     whole[:, :heads] = torch.randn(rows, heads, dim, device=DEVICE).to(dtype)
     return whole[:, :heads]

@@ -18,7 +18,7 @@ def driver():
 
 @pytest.fixture
 def memory(driver):
-    """Whatever a test did, nothing is left behind."""
+    """Checks that every test frees all of its device memory."""
     memory = CudaMemory(PAGE, 16, driver=driver)
     yield memory
     memory.close()

@@ -1,4 +1,5 @@
-"""What the tests of device-side sampling share: steps of a sampler, the definition of a draw."""
+"""What the tests of device-side sampling share: steps of a sampler, and the definition of
+sampling."""
 
 from __future__ import annotations
 
@@ -22,21 +23,22 @@ def make_sampler(vocab_size, max_rows=16, num_slots=16, config=SMALL):
 
 
 def strided(rows):
-    """The same rows, apart from each other and off the alignment."""
+    """Returns the same rows, apart from each other and unaligned."""
     wide = torch.full((rows.shape[0], rows.shape[1] + 7), float("nan"), device=DEVICE)
     wide[:, 3 : 3 + rows.shape[1]] = rows
     return wide[:, 3 : 3 + rows.shape[1]]
 
 
 def step(sampler, logits, rows):
-    """One step over a strided copy of logits. Returns (plan, tokens)."""
+    """Runs a step over a strided copy of logits. Returns (plan, tokens)."""
     plan = sampler.plan(rows)
     sampler.upload(plan)
     return plan, sampler.run(strided(logits), plan.kind).tolist()
 
 
 def draw(logits, choices, length=4, config=SMALL):
-    """One token for each row; DeviceSamplingInputs arguments as dictionaries."""
+    """Samples one token for each row; choices are DeviceSamplingInputs arguments as
+    dictionaries."""
     rows = [
         Row(DeviceSamplingInputs(**choice), i, [0] * length) for i, choice in enumerate(choices)
     ]
@@ -45,7 +47,7 @@ def draw(logits, choices, length=4, config=SMALL):
 
 
 class Expected(NamedTuple):
-    """margin: how far the nearest border of the decision is, in parts of the kept mass."""
+    """margin: distance to the nearest boundary of the decision, as a fraction of the kept mass."""
 
     token: int
     margin: float
@@ -53,7 +55,7 @@ class Expected(NamedTuple):
 
 
 def expected_draw(row, u, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
-    """Cut and invert, by token id, one row that is sorted whole. row: [V] fp32."""
+    """Cuts and inverts, by token id, one row that is sorted whole. row: [V] fp32."""
     scaled = row / torch.tensor(temperature, dtype=torch.float32)
     if min_p > 0:
         floor = np.float32(math.log(float(np.float32(min_p))))

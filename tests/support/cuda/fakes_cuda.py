@@ -1,9 +1,8 @@
-"""A CUDA driver without a device: the calls of `cuda.bindings.driver` that we use, strictly.
+"""A CUDA driver without a device: the used calls of `cuda.bindings.driver`, strictly.
 
-What the real one leaves undefined (a released handle, a second release) is an AssertionError
-here. Device memory is a bytearray for each handle, full of garbage at first, so that two
-addresses of one handle show the same bytes. Kernels run as late as they may: when somebody
-synchronises.
+What is undefined on a real driver (a released handle, a second release) is an AssertionError here.
+Device memory is a bytearray for each handle, full of garbage at first, so that two addresses of one
+handle show the same bytes. Kernels run as late as possible, when the host synchronises.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def CUmemAllocationProp() -> SimpleNamespace:
         type=CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_INVALID,
         location=_location(),
         requestedHandleTypes=None,
-        win32HandleMetaData=0xDEAD,  # whoever forgets to clear it is refused
+        win32HandleMetaData=0xDEAD,  # a caller that does not clear it is refused
         allocFlags=SimpleNamespace(gpuDirectRDMACapable=0),
     )
 
@@ -69,7 +68,7 @@ class Mapping:
 
 
 class FakeDriver(Streams):
-    """One device (number 0). Every call locks, so that it can be used from any thread."""
+    """One device (number 0). Every call locks, so that any thread can use it."""
 
     CUresult = CUresult
     CUdevice_attribute = CUdevice_attribute
@@ -103,7 +102,7 @@ class FakeDriver(Streams):
     # What tests set and look at.
 
     def fail(self, call: str, error: CUresult, after: int = 0) -> None:
-        """One call of that name fails: the one after the next `after` ones."""
+        """Makes one call of that name fail, after the next `after` ones."""
         assert error != CUresult.CUDA_SUCCESS
         self._due[call] = [*[None] * after, error]
 
@@ -112,7 +111,7 @@ class FakeDriver(Streams):
 
     @property
     def num_live(self) -> tuple[int, int, int, int]:
-        """Handles, mappings, reservations, references to the context."""
+        """Returns the numbers of handles, mappings, reservations and references to the context."""
         return len(self.handles), len(self.mappings), len(self.reservations), self.num_retained
 
     def read(self, address: int, size: int) -> bytes:
@@ -125,7 +124,8 @@ class FakeDriver(Streams):
                 part[:], data = data[: len(part)], data[len(part) :]
 
     def launch(self, address: int, data: bytes) -> None:
-        """A kernel that writes; an illegal address is noticed later and kills the context."""
+        """Queues a kernel that writes; an illegal address is noticed later and kills the
+        context."""
         with self.lock:
             self.queue(0, lambda: self.write(address, data))
 
@@ -163,7 +163,7 @@ class FakeDriver(Streams):
         return None
 
     def _mappings_in(self, address: int, size: int) -> list[Mapping]:
-        """They must fill the addresses, and each must lie in them as a whole."""
+        """Returns the mappings that fill the addresses; each must lie in them as a whole."""
         found, end = [], address + size
         while address < end:
             require(address in self.mappings)
@@ -249,7 +249,8 @@ class FakeDriver(Streams):
         require(size > 0 and flags == 0)
         self._check_aligned(size, alignment)
         address = self._next_address
-        self._next_address += size + self.granularity  # a hole, so that overruns are caught
+        # an unreserved gap, so that overruns are caught
+        self._next_address += size + self.granularity
         self.reservations[address] = size
         return address
 

@@ -1,7 +1,7 @@
 """The fake driver's streams, events and page-locked host memory.
 
-Work runs as late as it may: when somebody synchronises, or asks a second time whether it has
-ended. So a copy that nobody waited for reads and writes what is there much later.
+Work runs as late as possible: when the host synchronises, or queries an event a second time. So a
+copy that the host did not wait for reads and writes what is there much later.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tests.support.cuda.fakes_cuda_types import (
     require,
 )
 
-_OFFSET = 256  # of host memory from a page's start: nobody promises more
+_OFFSET = 256  # offset of host memory from a page's start, as alignment to pages is not promised
 
 
 @dataclass(eq=False)
 class Event:
-    """A place in a stream's queue."""
+    """A position in a stream's queue."""
 
     stream: int = 0
-    is_over: bool = True  # nothing recorded yet
+    is_over: bool = True  # not recorded yet
 
 
 class Streams:
-    """Stream 0 is there from the start; the others do not wait for it."""
+    """Stream 0 always exists; the others do not wait for it."""
 
     CUstream_flags = CUstream_flags
     CUevent_flags = CUevent_flags
@@ -48,7 +48,7 @@ class Streams:
 
     @property
     def num_live_host(self) -> tuple[int, int, int]:
-        """Host allocations, streams, events."""
+        """Returns the numbers of host allocations, streams and events."""
         return len(self.host), len(self._queues) - 1, len(self._events)
 
     def read(self, address: int, size: int) -> bytes:
@@ -115,7 +115,7 @@ class Streams:
     @driver_call()
     def cuStreamDestroy(self, stream: int) -> None:
         require(stream in self._queues, CUresult.CUDA_ERROR_INVALID_HANDLE)
-        assert stream and not self._queues[stream], "work in it goes on"
+        assert stream and not self._queues[stream], "work is queued in it"
         del self._queues[stream]
 
     @driver_call()
@@ -125,8 +125,10 @@ class Streams:
     @driver_call()
     def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
         require(flags == 0)
-        mark = self._event(event)
-        self.queue(stream, lambda: None if mark.is_over else self.run(mark.stream, mark))
+        recorded = self._event(event)
+        self.queue(
+            stream, lambda: None if recorded.is_over else self.run(recorded.stream, recorded)
+        )
 
     @driver_call(values=1)
     def cuEventCreate(self, flags: int) -> int:
@@ -143,14 +145,14 @@ class Streams:
     @driver_call()
     def cuEventRecord(self, event: int, stream: int) -> None:
         self._event(event)
-        mark = self._events[event] = Event(stream, is_over=False)
-        self.queue(stream, lambda: setattr(mark, "is_over", True))
+        recorded = self._events[event] = Event(stream, is_over=False)
+        self.queue(stream, lambda: setattr(recorded, "is_over", True))
 
     @driver_call()
     def cuEventQuery(self, event: int) -> None:
-        mark = self._event(event)
-        if not mark.is_over:
-            self.run(mark.stream, mark)  # the device goes on meanwhile
+        recorded = self._event(event)
+        if not recorded.is_over:
+            self.run(recorded.stream, recorded)  # the device progresses meanwhile
             raise Refused(CUresult.CUDA_ERROR_NOT_READY)
 
     @driver_call()

@@ -1,4 +1,4 @@
-"""What the fake CUDA driver is made of: its enumerations, and how a call is refused."""
+"""The enumerations of the fake CUDA driver, and its way to refuse a call."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def require(condition: bool, error: CUresult = CUresult.CUDA_ERROR_INVALID_VALUE
 
 
 def driver_call(*, values: int = 0, context: bool = True) -> Callable[[Any], Any]:
-    """A driver call. values: how many it returns; context: it needs a current context."""
+    """Wraps a driver call. values: how many it returns; context: whether it needs a current
+    context."""
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

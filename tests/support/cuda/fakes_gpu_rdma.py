@@ -1,6 +1,5 @@
-"""A GPU and an mlx5 device that share memory, strictly: what the real ones leave undefined is an
-AssertionError here. Streams run when the test says so, and stop at a wait that is not fulfilled.
-"""
+"""A GPU and an mlx5 device that share memory. What is undefined on real ones is an
+AssertionError here. Streams run when the test says so, and stop at a wait that is not fulfilled."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 PAGE = mmap.PAGESIZE
 DEVICE = 7
 DEVICE_BASE = 1 << 40
-_MAPPED = 1 << 44  # from a host address to the device's
+_MAPPED = 1 << 44  # offset from a host address to the device's
 
 
 class CUresult(enum.IntEnum):
@@ -48,7 +47,7 @@ class CUstreamWriteValue_flags(enum.IntFlag):
 
 
 class Pages:
-    """Zeroed host memory that begins with a page."""
+    """Zeroed host memory that begins at a page boundary."""
 
     def __init__(self, num_bytes: int = PAGE) -> None:
         self.map = mmap.mmap(-1, num_bytes)
@@ -80,12 +79,12 @@ class FakeDriver:
     # ---- what tests do
 
     def run(self) -> None:
-        """As far as the stream gets."""
+        """Runs the stream as far as it gets."""
         while self.queue and self.queue[0]():
             self.queue.pop(0)
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """A kernel."""
+        """Queues a kernel."""
         self.queue.append(lambda: work() is None)
 
     def read(self, address: int, num_bytes: int) -> bytes:
@@ -177,7 +176,7 @@ class FakeDriver:
             assert host - host % PAGE in self.registered
             ctypes.memmove(host, data, num_bytes)
             if self.nic is not None:
-                self.nic.see(host)
+                self.nic.on_register_write(host)
             return True
 
         self.queue.append(write)
@@ -185,11 +184,12 @@ class FakeDriver:
 
 
 class FakeNic:
-    """The sending half of an mlx5 queue pair: looks at its queue when its register is written."""
+    """The sending half of an mlx5 queue pair, which reads its queue when its register is
+    written."""
 
     NUMBER = 0x4321
     BUFFER_BYTES = 0x100
-    AT = 0x800  # of the register in its page
+    AT = 0x800  # the register's offset in its page
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = Pages(-(-num_blocks * 64 // PAGE) * PAGE)
@@ -203,7 +203,7 @@ class FakeNic:
         self._next_register = self.AT
 
     def direct(self, objects, kind) -> int:
-        """mlx5dv_init_obj"""
+        """Stands in for mlx5dv_init_obj."""
         assert kind.value == 1
         pair, out = objects._obj[0], objects._obj[1]
         if pair != 0xC0FFEE:
@@ -223,7 +223,7 @@ class FakeNic:
         ctypes.memmove(out, head, len(head))
         return 0
 
-    def see(self, host: int) -> None:
+    def on_register_write(self, host: int) -> None:
         if host - host % PAGE != self.register.address:
             return
         assert host == self.register.address + self._next_register

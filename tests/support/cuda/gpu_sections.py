@@ -1,4 +1,4 @@
-"""Sections for the tests of the GPU report: none of them needs a device."""
+"""Sections for the tests of the GPU report, none of which needs a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def good(record: Record) -> None:
 
 
 def half(record: Record) -> None:
-    """One case that works, one that does not, one more."""
+    """Has one case that works, one that fails, and one more."""
     record.run("first", lambda: {"seconds": 1e-3})
     record.run("broken", lambda: {"seconds": 1 / 0})
     record.run("last", lambda: {"seconds": 2e-3, "bytes": 4e9})
@@ -33,7 +33,7 @@ def crash(record: Record) -> None:
 
 
 def hang(record: Record) -> None:
-    """With a child of its own, which must not outlive it."""
+    """Hangs with a child process of its own, which must not outlive it."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     record.put("before", child=child.pid)
     time.sleep(600)
@@ -51,7 +51,7 @@ def lose_device(record: Record) -> None:
 
 
 def look(record: Record) -> None:
-    """What the report says while the sections run."""
+    """Records what the report says while the sections run."""
     path = Path(os.environ["GPU_REPORT_SEEN"])
     record.put("seen", text=path.read_text() if path.is_file() else "")
 

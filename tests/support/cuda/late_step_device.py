@@ -1,5 +1,5 @@
-"""A step device that does its work later, in a thread of its own: what the host overwrote or freed
-too early shows in the results."""
+"""A step device that works later, in a thread of its own, so that memory that the host
+overwrites or frees too early shows in the results."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from torch import Tensor
 from serve.runner.step_device import Event, Work
 
 
-class LateMark:
+class LateEvent:
     def __init__(self) -> None:
-        self._passed = threading.Event()
+        self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def passed(self, error: BaseException | None) -> None:
+    def complete(self, error: BaseException | None) -> None:
         self._error = error
-        self._passed.set()
+        self._done.set()
 
     @property
-    def is_passed(self) -> bool:
-        return self._passed.is_set()
+    def is_done(self) -> bool:
+        return self._done.is_set()
 
     def wait(self) -> None:
-        assert self._passed.wait(30), "the device hangs"
+        assert self._done.wait(30), "the device hangs"
         if self._error is not None:
             raise self._error
 
 
 class LateStepDevice:
-    """delay_s: before each piece of work. before: called in the device's thread with the number of
-    the work; it may raise, as a device's error does."""
+    """delay_s: delay before each piece of work. before: called in the device's thread with the
+    number of the work; it may raise, as a device's error does."""
 
     device = torch.device("cpu")
     stream = 0
@@ -48,18 +48,18 @@ class LateStepDevice:
         self.is_lost = False
         self.num_submitted = 0
         self.events: list[tuple[str, int, float]] = []
-        self.marks: list[LateMark] = []
-        self._work: queue.SimpleQueue[tuple[int, Work, LateMark] | None] = queue.SimpleQueue()
+        self.submitted: list[LateEvent] = []
+        self._work: queue.SimpleQueue[tuple[int, Work, LateEvent] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def submit(self, work: Work) -> Event:
-        mark = LateMark()
-        self.marks.append(mark)
+        event = LateEvent()
+        self.submitted.append(event)
         self._note("submit", self.num_submitted)
-        self._work.put((self.num_submitted, work, mark))
+        self._work.put((self.num_submitted, work, event))
         self.num_submitted += 1
-        return mark
+        return event
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 0x5A, dtype=torch.uint8)
@@ -75,8 +75,8 @@ class LateStepDevice:
         return 64 << 20
 
     def wait(self) -> None:
-        for mark in self.marks:
-            assert mark._passed.wait(30), "the device hangs"
+        for event in self.submitted:
+            assert event._done.wait(30), "the device hangs"
 
     def check(self) -> None:
         if self.is_lost:
@@ -91,7 +91,7 @@ class LateStepDevice:
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            number, work, mark = item
+            number, work, event = item
             time.sleep(self.delay_s)
             error: BaseException | None = None
             self._note("begin", number)
@@ -101,5 +101,5 @@ class LateStepDevice:
             except BaseException as raised:
                 error = raised
             self._note("end", number)
-            mark.passed(error)
+            event.complete(error)
             del item, work

@@ -1,7 +1,7 @@
-"""Triton kernels compiled ahead of time for GPUs that are not here.
+"""Triton kernels compiled ahead of time for GPUs that are not present.
 
-Under TRITON_INTERPRET=1 nothing compiles, so a whole test module's cases are compiled in one
-child process: the module has a function `compile_cases()` that yields Cases, and its tests read
+TRITON_INTERPRET=1 disables compilation, so a test module's cases are compiled in one child process:
+the module has a function `compile_cases()` that yields Cases, and its tests read
 `compile_module(__name__)`.
 """
 
@@ -25,7 +25,7 @@ SHARED_LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel and everything that shapes its code.
+    """A kernel and everything that determines its code.
 
     signature: types of the arguments that are not in constexprs ("*i8", "*bf16", "*fp32", "i32",
     ...). Pointers and the arguments in `divisible` are multiples of 16. arch: 80, 89 or 90.
@@ -44,7 +44,8 @@ class Case:
 
 
 class Compiled(NamedTuple):
-    """shared: bytes; registers and stack (bytes; more than 0 means spills): of a thread."""
+    """shared: bytes. registers and stack (bytes; more than 0 means spills) are those of a
+    thread."""
 
     ptx: str
     shared: int
@@ -55,7 +56,7 @@ class Compiled(NamedTuple):
 
 
 def compile_case(case: Case, folder: Path) -> Compiled:
-    """Not under TRITON_INTERPRET=1. The cubin is left in folder."""
+    """Compiles a case, not under TRITON_INTERPRET=1, and leaves the cubin in folder."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -89,7 +90,7 @@ def compile_case(case: Case, folder: Path) -> Compiled:
 
 
 def compile_module(module: str, timeout_s: float = 300) -> dict[str, Compiled]:
-    """All Cases of a module's compile_cases(), by name, in a child process."""
+    """Compiles all Cases of a module's compile_cases() in a child process; returns them by name."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
         env["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")

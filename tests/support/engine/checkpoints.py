@@ -41,7 +41,7 @@ CORPUS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One checkpoint: settings over the family's base, and a change of the saved directory."""
+    """A checkpoint: settings over the family's base, and a change of the saved directory."""
 
     family: str
     name: str
@@ -54,14 +54,14 @@ class Variant:
 
 
 def edit_json(file: Path, change: Callable[[Json], object]) -> None:
-    """Rewrite a JSON file after `change` has edited its object in place."""
+    """Rewrites a JSON file after `change` has edited its object in place."""
     values = json.loads(file.read_text())
     change(values)
     file.write_text(json.dumps(values))
 
 
 def _old_config(path: Path) -> None:
-    """config.json as Transformers 4 wrote it."""
+    """Rewrites config.json as Transformers 4 wrote it."""
 
     def change(values: Json) -> None:
         rope = values.pop("rope_parameters")
@@ -75,7 +75,7 @@ def _old_config(path: Path) -> None:
 
 
 def _without_prefix(path: Path) -> None:
-    """Tensor names of a checkpoint saved from the model without its head, as gpt2's are."""
+    """Removes the prefix of tensor names, as in a checkpoint saved without the head (gpt2)."""
     from safetensors.torch import load_file, save_file
 
     file = path / "model.safetensors"
@@ -142,8 +142,8 @@ VARIANTS: list[Variant] = [
     Variant("gpt2", "no-prefix", {}, finish=_without_prefix),
 ]
 
-# Sequences of many windows: the pages behind them are given back. Not in VARIANTS, as references
-# of that length take their time.
+# Sequences span many windows, so that pages behind them are released. Not in VARIANTS, as
+# references of that length are slow.
 _LONG: Json = {"max_position_embeddings": 640, "sliding_window": 24}
 LONG_VARIANTS = [
     Variant(
@@ -193,7 +193,7 @@ def find_variant(family: str, name: str) -> Variant:
 
 
 def make_checkpoint(directory: Path, family: str, variant: str = "base", seed: int = 0) -> Path:
-    """Write the checkpoint into directory / "family-variant-seed" and return that path."""
+    """Writes the checkpoint into directory / "family-variant-seed" and returns that path."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -212,8 +212,9 @@ def make_checkpoint(directory: Path, family: str, variant: str = "base", seed: i
 
 
 def _randomize(model: torch.nn.Module, seed: int) -> None:
-    """Norm weights around 1, everything else around 0; embeddings small, so that the blocks
-    and not the last token decide the next one even where input and output tables are tied."""
+    """Draws norm weights around 1 and all others around 0. Embeddings are small, so that the
+    blocks and not the last token decide the next one even where input and output tables are
+    tied."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -226,14 +227,14 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
             elif "embed" in name or "wte" in name:
                 parameter.copy_(0.25 * noise)
             else:
-                # ungated activations have a mean, which would drown what depends on the token
+                # ungated activations have a mean, which would outweigh what depends on the token
                 gain = 0.5 if "fc2" in name or "mlp.c_proj" in name else 1.6
                 parameter.copy_(noise * gain * min(parameter.shape) ** -0.5)
 
 
 @functools.cache
 def _tokenizer_json(num_tokens: int) -> str:
-    """A byte-level BPE tokenizer with BOS in front, trained on CORPUS."""
+    """Returns a byte-level BPE tokenizer with BOS in front, trained on CORPUS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -253,7 +254,7 @@ def _tokenizer_json(num_tokens: int) -> str:
 
 
 def write_tokenizer(path: Path, num_tokens: int = 315) -> None:
-    """tokenizer.json and tokenizer_config.json with a chat template; BOS is 0, EOS is 1."""
+    """Writes tokenizer.json and tokenizer_config.json with a chat template; BOS is 0, EOS is 1."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "tokenizer.json").write_text(_tokenizer_json(num_tokens), encoding="utf-8")
     config = {
@@ -268,7 +269,7 @@ def write_tokenizer(path: Path, num_tokens: int = 315) -> None:
 
 @functools.cache
 def _directory() -> Path:
-    """Checkpoints stay between runs: they depend on this file and on Transformers' version only."""
+    """Returns the cache directory, named by this file's content and Transformers' version."""
     source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     name = f"transformers-{importlib.metadata.version('transformers')}-{source}"
     return ROOT / "build" / "test-checkpoints" / name
@@ -276,7 +277,7 @@ def _directory() -> Path:
 
 @functools.cache
 def checkpoint(family: str, variant: str = "base", seed: int = 0) -> Path:
-    """The checkpoint, made once on this machine. Read-only: copy it to change it."""
+    """Returns the checkpoint, made once on this machine. It is read-only: copy it to change it."""
     path = _directory() / f"{find_variant(family, variant)}-{seed}"
     if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -289,21 +290,21 @@ def checkpoint(family: str, variant: str = "base", seed: int = 0) -> Path:
 
 @functools.cache
 def reference_model(path: Path) -> Any:
-    """Transformers' own model of a checkpoint, fp32."""
+    """Returns Transformers' own model of a checkpoint, fp32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def reference_logits(path: Path, token_ids: list[int]) -> torch.Tensor:
-    """[T, vocab] of one sequence."""
+    """Returns the logits of one sequence, [T, vocab]."""
     with torch.no_grad():
         logits: torch.Tensor = reference_model(path)(torch.tensor([token_ids])).logits[0]
     return logits
 
 
 def reference_greedy(path: Path, token_ids: list[int], num_tokens: int) -> list[int]:
-    """num_tokens of greedy decoding, end-of-sequence tokens included like any other."""
+    """Returns num_tokens of greedy decoding; end-of-sequence tokens do not stop it."""
     ids = list(token_ids)
     for _ in range(num_tokens):
         ids.append(int(reference_logits(path, ids)[-1].argmax()))

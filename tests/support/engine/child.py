@@ -1,4 +1,4 @@
-"""Python in a process of its own."""
+"""Runs Python in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def output_of(*arguments: object, **environment: str) -> str:
-    """stdout of `python arguments`, which must succeed within two minutes."""
+    """Returns the stdout of `python arguments`, which must succeed within two minutes."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
@@ -23,5 +23,5 @@ def output_of(*arguments: object, **environment: str) -> str:
 
 
 def last_json(text: str) -> Any:
-    """The measuring scripts end with one line of JSON."""
+    """Returns the last line as JSON, which measuring scripts print."""
     return json.loads(text.splitlines()[-1])

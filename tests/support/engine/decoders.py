@@ -1,4 +1,4 @@
-"""A decoder on the slow reference, and checkpoints that are changed."""
+"""A decoder on the slow reference, and changed checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from serve.models import Decoder, load_model
 
 
 class ListAttention:
-    """K and V of one sequence in lists, softmax written out. Checks the order of the seam."""
+    """K and V of one sequence in lists, with the softmax written out; also checks the order of
+    calls."""
 
     def __init__(self, layers: list[AttentionLayer]) -> None:
         self.layers = layers
@@ -57,7 +58,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def run(decoder: Decoder, ids: list[int], chunks: list[int] | None = None) -> Tensor:
-    """Logits of all positions, computed in chunks of the given lengths."""
+    """Returns the logits of all positions, computed in chunks of the given lengths."""
     attention = ListAttention(decoder.attention_layers())
     parts, start = [], 0
     for length in chunks or [len(ids)]:

@@ -1,4 +1,4 @@
-"""Stand-ins: memory that only remembers, a clock that is set, a runner that follows a script."""
+"""Fakes of the engine's parts: memory, K/V managers, requests, sequences and a scripted runner."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from serve.scheduler.step_plan import SchedulerLimits, StepPlan
 
 
 class FakeMemory:
-    """VirtualMemory as a dictionary: page number at each mapped page-sized offset.
+    """VirtualMemory as a dictionary: the page number at each mapped page-sized offset.
 
-    content: what copying or a test has written to a page, by position.
+    content: what copies or a test wrote to a page, by position.
     """
 
     maps_during_kernels = True
@@ -46,7 +46,7 @@ class FakeMemory:
         is_failing = self.fail_next == "map"
         for i in range((num_pages + 1) // 2 if is_failing else num_pages):
             self.mapped[offset + i * self.page_bytes] = first_page + i
-        self._maybe_fail("map")  # with half of it there, as a device may leave it
+        self._maybe_fail("map")  # half of the pages are mapped, as a device may leave them
 
     def _maybe_fail(self, call: str) -> None:
         if self.fail_next == call:
@@ -97,19 +97,19 @@ def make_kv(
 
 
 def make_partitioned_kv(
-    num_members: int, *args: Any, **kwargs: Any
+    num_partitions: int, *args: Any, **kwargs: Any
 ) -> tuple[PartitionedKV, list[FakeMemory]]:
-    """As many of make_kv's, one after the other."""
+    """Makes that many K/V managers with consecutive ranges, as partitions of one."""
     made = [make_kv(*args, **kwargs)]
     first = made[0][0]
-    for number in range(1, num_members):
+    for number in range(1, num_partitions):
         start = number * first.range_tokens * len(first.ranges)
         made.append(make_kv(*args, **kwargs, first_start=start))
     return PartitionedKV([kv for kv, _ in made]), [memory for _, memory in made]
 
 
 def check_mapping(kv: KVManager, memory: FakeMemory) -> None:
-    """What the address space shows is what the manager believes, sequences' pages at least."""
+    """Checks that the address space maps what the manager believes, at least sequences' pages."""
     expected: dict[int, int] = {}
     starts = set()
     for number, group in enumerate(kv.layout.groups):
@@ -119,11 +119,11 @@ def check_mapping(kv: KVManager, memory: FakeMemory) -> None:
             assert kv.space.maps(part.index, held, part.num_released), f"range {item.index}"
             start = kv.group_offset(number) + item.index * kv.range_tokens * group.token_bytes
             starts.add(start)
-            for place, page in enumerate(kv.space.mapped(part.index)):
+            for slot, page in enumerate(kv.space.mapped(part.index)):
                 if page >= 0:
-                    expected[start + place * kv.page_bytes] = page
+                    expected[start + slot * kv.page_bytes] = page
     assert memory.mapped == expected
-    # neighbours in memory and in the file are one mapping
+    # pages that are adjacent in memory and in the file are one mapping
     num_mappings = sum(
         offset in starts or expected.get(offset - kv.page_bytes, -2) + 1 != page
         for offset, page in expected.items()
@@ -138,7 +138,7 @@ def make_request(
     prompt: Iterable[int] | None = None,
     **params: object,
 ) -> Request:
-    """prompt: token ids; by default num_prompt from 10 on."""
+    """prompt: token ids; by default num_prompt ids from 10 on."""
     settings: dict[str, object] = {"temperature": 0.0, "seed": 0} | params
     sampling = SamplingParams(max_tokens=num_tokens, **settings)  # type: ignore[arg-type]
     ids = range(10, 10 + num_prompt) if prompt is None else prompt
@@ -156,7 +156,8 @@ def make_scheduler(
 
 
 class ScriptedRunner:
-    """Tokens from a function of the sequence; `fails` makes a step raise for some sequences."""
+    """Samples tokens from a function of the sequence; `fails` makes a step raise for some
+    sequences."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Runs without a server: a small merged-step engine in virtual time, and a plain queue."""
+"""Load runs without a server: a small merged-step engine in virtual time, and a plain queue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def arrivals(qps: float, count: int, seed: int) -> list[float]:
 
 
 def queue_run(qps: float, seed: int, *, service_s: float = 0.1, count: int = 4000) -> RunResult:
-    """M/D/1: one server, first come first served; an answer of one chunk at its end."""
+    """Simulates M/D/1: one server, first come first served, one chunk at the end of each answer."""
     free_s = 0.0
     records = []
     for index, due_s in enumerate(arrivals(qps, count, seed)):
@@ -52,8 +52,8 @@ def queue_run(qps: float, seed: int, *, service_s: float = 0.1, count: int = 400
 def engine_run(
     qps: float, *, count: int = 200, seed: int = 0, lag_s: float = 0.0002, tokens_known: bool = True
 ) -> RunResult:
-    """Merged steps: every running sequence gets a token, the rest of the budget is prefill. Some
-    requests are cancelled, some fail."""
+    """Simulates merged steps: every running sequence gets a token, and prefill gets the rest of
+    the budget. A few requests are cancelled, a few fail."""
     rng = random.Random(seed)
     due = arrivals(qps, count, seed)
     records = [
@@ -127,9 +127,11 @@ def engine_run(
     )
 
 
-def _token(record: Record, now_s: float, answer: int, rng: random.Random, told: bool) -> None:
+def _token(
+    record: Record, now_s: float, answer: int, rng: random.Random, tokens_known: bool
+) -> None:
     record.chunks_s.append(now_s)
-    if told:
+    if tokens_known:
         record.chunk_tokens.append(1)
     if rng.random() < 0.0006:
         record.outcome, record.finished_s = Outcome.CANCELLED, now_s
@@ -138,5 +140,5 @@ def _token(record: Record, now_s: float, answer: int, rng: random.Random, told: 
         record.error = "503: <b>no memory</b> & more"
     elif len(record.chunks_s) >= answer:
         record.outcome, record.finished_s = Outcome.OK, now_s + 0.0005
-        record.output_tokens = len(record.chunks_s) if told else None
+        record.output_tokens = len(record.chunks_s) if tokens_known else None
         record.finish_reason = "stop"

@@ -1,4 +1,4 @@
-"""Sequences by name, and a scheduler with an order and a clock."""
+"""Sequences by name, and a scheduler with a queue policy and a clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEVER = frozenset()
 
 
 def make(name, num_prompt=4, num_tokens=4, *, client=None, arrival_s=0.0, tokens=None, **params):
-    """The sequences of a request; unlike prompts unless `tokens` says so."""
+    """Returns a request's sequences; prompts differ unless `tokens` is given."""
     request = make_request(num_prompt, name, num_tokens, **params)
     number = crc32(name.encode()) >> 1
     ids = tokens or (number, *range(10, 9 + num_prompt))
@@ -45,7 +45,7 @@ def at_rate(order, rows_per_s):
 
 
 def drained(order):
-    """The order in which everybody is taken."""
+    """Takes every sequence from the queue and returns their names in that order."""
     taken = []
     while order:
         sequence = next(iter(order))
@@ -55,8 +55,7 @@ def drained(order):
 
 
 class Rig:
-    """A scheduler with a prefix cache and a clock: a step takes a millisecond and another for
-    each row."""
+    """A scheduler with a prefix cache and a clock. A step takes 1 ms plus 1 ms for each row."""
 
     def __init__(
         self, order, num_pages=64, max_num_seqs=4, budget=16, chunk=None, cache=True, num_memories=1

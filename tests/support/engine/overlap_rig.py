@@ -1,4 +1,4 @@
-"""Scheduler and steps on a late device, turned by hand."""
+"""A scheduler and a step executor on a late device, advanced by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import PENDING_TOKEN, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
 from serve.scheduler.waiting_queue import make_queue
-from tests.support.cuda.late_device import EOS, LateDevice, LateMemory, LateRunner
+from tests.support.cuda.late_device import LateDevice, LateMemory
+from tests.support.cuda.late_runner import EOS, LateRunner
 from tests.support.engine.fakes import make_request
 
 PAGE_BYTES = 320  # 5 tokens of FULL
@@ -21,7 +22,8 @@ FULL = (LayerGroup(64),)
 
 
 class Records:
-    """What pool 3 would be told: tokens by sequence, and who ended with a step."""
+    """What the output thread would get: tokens by sequence, and the sequences that ended with a
+    step."""
 
     def __init__(self):
         self.tokens = defaultdict(list)
@@ -39,8 +41,8 @@ class Records:
         pass
 
 
-class OneByOne:
-    """The same runner without its launch: steps are not overlapped."""
+class SynchronousRunner:
+    """The same runner without `launch`, so that steps are not overlapped."""
 
     def __init__(self, runner):
         self.run = runner.run
@@ -48,7 +50,8 @@ class OneByOne:
 
 
 class Bench:
-    """num_pages: beyond what one sequence of max_len needs. ended: by `_end`, and why."""
+    """num_pages: pages beyond what one sequence of max_len needs. ended: why `_end` ended a
+    sequence."""
 
     def __init__(
         self,
@@ -67,15 +70,15 @@ class Bench:
         self.limits = limits or SchedulerLimits(4, 32, 32)
         self.device = LateDevice(seconds)
         self.memory = LateMemory(PAGE_BYTES, self.device)
-        books = {
+        kv_settings = {
             "num_ranges": self.limits.max_num_seqs,
             "max_model_len": max_len,
             "groups": groups,
             "max_rows": self.limits.max_chunk_tokens,
             "in_background": False,
         }
-        longest = KVManager(self.memory, num_pages=1, **books).pages_for(max_len)
-        self.kv = KVManager(self.memory, num_pages=longest + num_pages, **books)
+        longest = KVManager(self.memory, num_pages=1, **kv_settings).pages_for(max_len)
+        self.kv = KVManager(self.memory, num_pages=longest + num_pages, **kv_settings)
         self.scheduler = Scheduler(
             self.limits,
             self.kv,
@@ -87,7 +90,7 @@ class Bench:
         self.records = Records()
         self.ended = {}
         self.steps = make_executor(
-            self.runner if overlaps else OneByOne(self.runner),
+            self.runner if overlaps else SynchronousRunner(self.runner),
             self.scheduler,
             self.records,
             end_sequence=self._end,
@@ -101,7 +104,7 @@ class Bench:
         self.ended[sequence] = reason
 
     def add(self, request_id="r", num_prompt=5, num_tokens=8, **params):
-        """One sequence; what it may stop at is EOS unless it ignores that."""
+        """Adds one sequence; its only stop token is EOS, unless it ignores that."""
         params = {"ignore_eos": True} | params
         request = make_request(num_prompt, request_id, num_tokens, **params)
         (sequence,) = make_sequences(request, frozenset({EOS}))
@@ -109,7 +112,7 @@ class Bench:
         return sequence
 
     def step(self):
-        """The plan, or None: there was none, and what was in flight was taken in."""
+        """Runs a step and returns its plan, or None after the steps in flight are completed."""
         plan = self.scheduler.schedule(self.device.now_s)
         if plan is None:
             assert self.steps.drain(), "nothing can be scheduled"
@@ -118,7 +121,7 @@ class Bench:
         return plan
 
     def run(self):
-        """Until all have ended."""
+        """Runs until all sequences have ended."""
         for _ in range(1000):
             if not self.scheduler.has_work():
                 self.steps.drain()
@@ -130,7 +133,7 @@ class Bench:
         assert not self.device.faults, self.device.faults[:3]
         assert not self.runner.in_flight and self.device.is_idle
         assert self.scheduler._num_preempted_pages == 0 and self.kv.num_in_use == 0
-        for sequence, told in self.records.tokens.items():
-            assert told == sequence.token_ids[sequence.num_prompt_tokens :]
-            assert PENDING_TOKEN not in told
+        for sequence, reported in self.records.tokens.items():
+            assert reported == sequence.token_ids[sequence.num_prompt_tokens :]
+            assert PENDING_TOKEN not in reported
         self.kv.check_integrity()

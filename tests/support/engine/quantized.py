@@ -80,7 +80,7 @@ AWQ: Json = {
 
 
 class Codes(NamedTuple):
-    """4-bit codes [out, in], scales and zero points [out, groups], the group of each input."""
+    """4-bit codes [out, in], scales and zero points [out, groups], and the group of each input."""
 
     codes: Tensor
     scales: Tensor
@@ -93,7 +93,8 @@ class Codes(NamedTuple):
 
 
 def to_codes(weight: Tensor, group: int, order: Tensor | None = None, sym: bool = False) -> Codes:
-    """Rounded per group. order: the inputs, the first group's first; else as they stand."""
+    """Rounds a weight per group. order: the inputs, those of the first group first; by default
+    as they are."""
     num_in = weight.shape[1]
     size = num_in if group == -1 else group
     group_of = torch.empty(num_in, dtype=torch.long)
@@ -114,11 +115,12 @@ def to_codes(weight: Tensor, group: int, order: Tensor | None = None, sym: bool 
     return Codes(steps.clamp(0, 15), scale, zero, group_of)
 
 
-def words(values: Tensor, places: list[int]) -> Tensor:
-    """[n, m] of 4 bits -> [n, m / 8] int32; value places[i] of eight goes to bits 4i..4i+3."""
+def words(values: Tensor, positions: list[int]) -> Tensor:
+    """Packs [n, m] of 4 bits into [n, m / 8] int32; value positions[i] of eight goes to bits
+    4i..4i+3."""
     out = torch.zeros(values.shape[0], values.shape[1] // 8, dtype=torch.int64)
     for column in range(out.shape[1]):
-        for i, place in enumerate(places):
+        for i, place in enumerate(positions):
             out[:, column] |= (values[:, 8 * column + place].long() & 15) << (4 * i)
     return torch.where(out >= 2**31, out - 2**32, out).int()
 
@@ -156,7 +158,8 @@ Quantize = Callable[[str, Tensor], tuple[Tensors, Tensor]]
 
 
 def four_bits(config: Json, *, has_order: bool = False) -> Quantize:
-    """Writer of a layer's tensors in the format of a GPTQ or AWQ config, and what they mean."""
+    """Returns a writer of a layer's tensors in the format of a GPTQ or AWQ config, and their
+    plain values."""
 
     def quantize(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
         order = None
@@ -196,7 +199,7 @@ CASES: dict[str, tuple[Json, Quantize]] = {
 def write(
     path: Path, config: Json, quantize: Quantize, *, variant: str = "base", head: bool = False
 ) -> tuple[Path, Path]:
-    """(the quantized checkpoint, a plain one with the same numbers)"""
+    """Returns (the quantized checkpoint, a plain one with the same numbers)."""
     source = checkpoint("llama", variant)
     packed, plain = path / "packed", path / "plain"
     for target in (packed, plain):

@@ -1,4 +1,4 @@
-"""An engine that says to a memory node whatever a test wants it to say."""
+"""An engine that sends a memory node any message that a test wants."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def page_bytes(request: AttachRequest = REQUEST) -> int:
 
 
 class RawEngine:
-    """One end of a connection to a node."""
+    """The engine's end of a connection to a node."""
 
     def __init__(self, endpoint, request: AttachRequest = REQUEST):
         self.endpoint = endpoint
@@ -66,13 +66,13 @@ class RawEngine:
 
     @classmethod
     def beside(cls, node, request: AttachRequest = REQUEST) -> RawEngine:
-        """Whose messages the node handles in the thread that sends them."""
+        """Connects in-process, so that the node handles messages in the sending thread."""
         ours, theirs = direct_pair()
         node.adopt(theirs)
         return cls(ours, request)
 
     def send(self, message: bytes) -> None:
-        """A node that has ended the connection is found out by `receive`."""
+        """Sends a message; a connection that the node has ended shows in `receive`."""
         with contextlib.suppress(PeerLostError):
             post_bytes(self.endpoint, message)
 
@@ -87,21 +87,21 @@ class RawEngine:
             self.endpoint.release(frame)
 
     def error(self) -> ErrorCode:
-        """That the node answers; then it must have ended the connection."""
+        """Returns the error code that the node sends before it ends the connection."""
         header, message = self.receive()
-        while header.kind is Kind.PARTIAL:  # of what was sent before
+        while header.kind is Kind.PARTIAL:  # answers to earlier messages
             header, message = self.receive()
         assert header.kind is Kind.ERROR, header
         content = read_json(memoryview(message))
         assert content["text"]
         try:
-            assert self.endpoint.poll(PATIENCE_S) is None, "it goes on"
+            assert self.endpoint.poll(PATIENCE_S) is None, "the connection stays open"
         except PeerLostError:
             return ErrorCode(content["code"])
         raise AssertionError("the connection goes on")
 
     def attach(self) -> int:
-        """Pages that it grants."""
+        """Attaches and returns the number of granted pages."""
         self.send(pack_json(Kind.ATTACH, self.request.epoch, self.request.to_json()))
         header, message = self.receive()
         assert (header.kind, header.epoch) == (Kind.ATTACHED, self.request.epoch)
@@ -110,7 +110,8 @@ class RawEngine:
         return num_pages
 
     def plan(self, edits=(), queries=(), appends=(), number=None, epoch=None) -> int:
-        """Tuples of integers; EditKind first in edits. Its number."""
+        """Sends a plan, given as tuples of integers with the EditKind first in edits. Returns
+        its number."""
         self.num_plans += 1
         number = self.num_plans if number is None else number
         plan = NodePlan(
@@ -141,7 +142,7 @@ class RawEngine:
         return self.rows[layer].read_partial(body, header)
 
     def map_ranges(self, num_places=2) -> None:
-        """Places of each range and group show pages of their own."""
+        """Maps pages of its own in each range and group."""
         self.plan(self.all_mapped(num_places))
 
     def all_mapped(self, num_places: int) -> list[tuple[int, ...]]:
@@ -157,7 +158,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 class Witness:
-    """An engine that keeps to the rules, and knows what its queries must give."""
+    """An engine that keeps to the protocol and checks its queries' results."""
 
     NUM_TOKENS = 50
 
@@ -185,7 +186,7 @@ class Witness:
         return cls(ours)
 
     def check(self) -> None:
-        """The same bits as ever."""
+        """The result has the same bits every time."""
         plan = self.engine.plan(queries=[(0, 3, self.NUM_TOKENS)])
         found = []
         for layer, q in enumerate(self.q):

@@ -1,5 +1,5 @@
-"""A model whose files are cut, overwritten and deleted while it runs. In a process of its own:
-reading a file's pages that are gone would kill it."""
+"""Runs a model whose files are truncated, overwritten and deleted. It runs in a process of its
+own, since reading file pages that are gone would kill it."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ for source in sys.argv[1:]:
         for file in path.glob("*.safetensors"):
             size = file.stat().st_size
             os.truncate(file, 0)
-            os.truncate(file, size)  # zeros now
+            os.truncate(file, size)  # the file has zeros now
             os.truncate(file, 0)
         shutil.rmtree(path)
         after = llm.generate([[5, 6, 7], [300, 9]], params)

@@ -1,4 +1,4 @@
-"""The real scheduler on a clock that a known law of step times moves."""
+"""The real scheduler on a clock that advances by a known function of the step's work."""
 
 from __future__ import annotations
 
@@ -18,20 +18,27 @@ SLO_S = 0.1
 
 
 class Simulation:
-    """Requests on a machine; the model is taught by the steps, as in the engine."""
+    """Runs requests on a simulated machine; steps train the step time model, as in the engine."""
 
     def __init__(
-        self, slo_s=SLO_S, budget=256, law=cpu, max_num_seqs=32, noise=0.0, order=None, cache=False
+        self,
+        slo_s=SLO_S,
+        budget=256,
+        step_seconds=cpu,
+        max_num_seqs=32,
+        noise=0.0,
+        order=None,
+        cache=False,
     ):
         kv, _ = make_kv(4096, max_num_seqs, max_model_len=32_768, tokens_per_page=64)
         limits = SchedulerLimits(max_num_seqs, budget, budget, slo_s)
         hasher = PrefixHasher(kv.page_end) if cache else None
         self.scheduler = Scheduler(limits, kv, hasher=hasher, order=order)
-        self.law = law
+        self.step_seconds = step_seconds
         self.noise = noise
         self.random = random.Random(0)
         self.now_s = 0.0
-        self.steps = []  # (seconds, rows of prompts by name), of each
+        self.steps = []  # (seconds, prompt rows by name) of each step
         self.ttft_s = {}
         self.waiting_first = {}
 
@@ -52,7 +59,7 @@ class Simulation:
             self.now_s += 0.01
             return
         scheduler.kv.commit()
-        seconds = self.law(StepWork.of(plan)) * self.random.lognormvariate(0.0, self.noise)
+        seconds = self.step_seconds(StepWork.of(plan)) * self.random.lognormvariate(0.0, self.noise)
         names = {
             sequence.request.request_id: rows
             for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True)
@@ -69,7 +76,7 @@ class Simulation:
     def run_until(self, condition, limit_s=1000.0):
         end_s = self.now_s + limit_s
         while not condition():
-            assert self.now_s < end_s, "it takes too long"
+            assert self.now_s < end_s, "the condition is not met in time"
             self.step()
 
     def start_streams(self, count, num_tokens=20_000):
@@ -82,7 +89,7 @@ class Simulation:
         self.steps.clear()
 
     def warm_up(self):
-        """Prompts without company, of which the model learns the most."""
+        """Runs prompts alone, which teach the model the most."""
         for number, length in enumerate((700, 300, 40, 1500)):
             self.add(f"warm-up {number}", length)
             self.run_until(lambda number=number: f"warm-up {number}" in self.ttft_s)

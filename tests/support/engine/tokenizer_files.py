@@ -14,7 +14,7 @@ LEARNED = [*CORPUS, "the the the fox fox dog", "line\nbreaks", "emoji 0123456789
 
 @functools.cache
 def metaspace_json(scheme: str) -> str:
-    """tokenizer.json in the style of Llama 2: BPE, Metaspace, byte fallback."""
+    """Returns a tokenizer.json in the style of Llama 2: BPE, Metaspace, byte fallback."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 

@@ -1,4 +1,4 @@
-"""A small store, and pages that repeat their key: what tests of the disk tier share."""
+"""A small disk tier, and pages that repeat their key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def put(store, pages, *keys, **options) -> list[bool]:
 
 
 def found(store, pages, key) -> bool:
-    """Whether it is there; if so it must be right."""
+    """Whether a key is found; its page must then be right."""
     pages.fill(63, b"garbage")
     if not store.load(key, pages.at(63)).result():
         return False

@@ -1,4 +1,4 @@
-"""A BlockFile that goes wrong on purpose, in front of a real one, and memory to move about."""
+"""A BlockFile that fails on purpose, in front of a real one, and memory for its pages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import replace
 from memory.tiers.block_file import ALIGNMENT, BlockFile, Done, Transfer
 from memory.tiers.direct_io import address_of, open_block_file
 
-# "write" or "read", number of the transfer -> None (as it is), an errno, "torn" (half of it is
-# written, and success said), "short" (half is written, then EIO) or "hold" (until `release`).
+# "write" or "read" and the transfer's number -> None (no fault), an errno, "torn" (half of it is
+# written, and success reported), "short" (half is written, then EIO) or "hold" (until `release`).
 Plan = Callable[[str, int], int | str | None]
 
 
@@ -70,7 +70,7 @@ def _failing(done: Done) -> Done:
 
 
 def faulty(plan: Plan):
-    """(opener, list that the opened file is put in)."""
+    """Returns (opener, list that the opened file is put in)."""
     opened: list[FaultyFile] = []
 
     def opener(fd: int, *, is_direct: bool, depth: int, io: str) -> FaultyFile:
@@ -82,7 +82,7 @@ def faulty(plan: Plan):
 
 
 class Pages:
-    """Aligned memory for some pages, and their content by number."""
+    """Aligned memory for some pages, with their content by number."""
 
     def __init__(self, page_bytes: int, num_pages: int) -> None:
         self.page_bytes = page_bytes
@@ -93,7 +93,7 @@ class Pages:
         return self._base + page * self.page_bytes
 
     def fill(self, page: int, text: bytes) -> int:
-        """The page repeats `text`; its address."""
+        """Fills the page with repetitions of `text` and returns its address."""
         content = repeated(text, self.page_bytes)
         ctypes.memmove(self.at(page), content, self.page_bytes)
         return self.at(page)

@@ -34,14 +34,15 @@ class Pages:
 
 
 class FailingCopier(MemoryCopier):
-    """`fail_next`: one batch is garbage; `is_lost`: nobody knows; `may_go_on`: until it is set."""
+    """`fail_next`: the next batch is garbage; `is_lost`: copies end in an unknown state;
+    `may_go_on`: copies wait until it is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fail_next = self.is_lost = self.is_unordered = False
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
-        self.is_asked = threading.Event()
+        self.may_continue = threading.Event()
+        self.may_continue.set()
+        self.has_started = threading.Event()
 
     @property
     def is_closed(self) -> bool:
@@ -52,8 +53,8 @@ class FailingCopier(MemoryCopier):
             raise OSError(5, "no event")
 
     def copy(self, copies, size_bytes, *, to_host):
-        self.is_asked.set()
-        assert self.may_go_on.wait(10)
+        self.has_started.set()
+        assert self.may_continue.wait(10)
         if self.is_lost:
             raise OSError(5, "the device is gone")
         if self.fail_next:
@@ -76,14 +77,14 @@ def name(number: int) -> bytes:
 
 
 def fill(pages: Pages, tier: HostTier, numbers: list[int]) -> list[Future[bool]]:
-    """Store these keys from the pages of the same numbers."""
+    """Stores these keys from the pages of the same numbers."""
     for number in numbers:
         pages[number] = content(name(number), PAGE)
     return tier.store_many([(name(number), pages.address(number)) for number in numbers])
 
 
 def fetch(pages: Pages, tier: HostTier, number: int, timeout_s: float = 10) -> bytes | None:
-    """What is loaded under a key, into the last page."""
+    """Loads a key into the last page and returns its bytes, or None."""
     pages[31] = bytes(PAGE)
     (future,) = tier.load_many([(name(number), pages.address(31))])
     return pages[31] if future.result(timeout_s) else None

@@ -1,4 +1,4 @@
-"""int8 K/V on real kernels and what attention over it must give, for several test files."""
+"""int8 K/V on real kernels and the expected attention over it, for several test files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Cache:
         self.group, self.heads = form.group, heads
         self.tile_bytes = 2 * form.tile_bytes
         self.range_bytes = -(-tokens // TILE_TOKENS) * self.tile_bytes
-        # 0x7f7f is not a number in fp16: whoever reads what was not written finds out
+        # 0x7f7f is NaN in fp16, so that reading unwritten memory shows
         self.memory = torch.full((sequences * self.range_bytes + 64,), 0x7F, dtype=torch.uint8)
         self.address = self.memory.data_ptr() + -self.memory.data_ptr() % 64
         self.op = Int8Attention(
@@ -47,14 +47,14 @@ class Cache:
 
 
 def score_error(q: Tensor, stored_k: Tensor, scale: float) -> float:
-    """How far a score may be off: q is rounded to 1 / 32,512 of its largest."""
+    """Bounds a score's error: q is rounded to 1 / 32,512 of its largest value."""
     step = float(q.abs().max()) / 32512
     most = float(stored_k.abs().sum(-1).max()) if len(stored_k) else 0.0
     return scale * step * most + 1e-5
 
 
 def out_error(of_score: float, stored_v: Tensor) -> float:
-    """Of the result: weights are rounded to 1 / 65,534 of a stretch's largest, 64 of them against
-    values up to 127 steps."""
+    """Bounds a result's error: weights are rounded to 1 / 65,534 of a stretch's largest, 64 of
+    them against values up to 127 steps."""
     most = float(stored_v.abs().max()) if len(stored_v) else 0.0
     return most * (2 * of_score + 64 / 65534) + 1e-5

@@ -1,7 +1,7 @@
 """A model of sequences on the KV manager that knows what every page must hold.
 
 Each computed token writes a value that stands for all tokens up to it, as real K/V does, in each
-layer group. Whoever gets a page it must not have, or loses one, has a wrong value somewhere.
+layer group. A sequence that gets a wrong page, or loses one, reads a wrong value.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KVModel:
         return True
 
     def advance(self, sequence: ModelSequence, num_tokens: int) -> bool:
-        """Compute up to num_tokens more; a finished prompt gets one more token."""
+        """Computes up to num_tokens more; a finished prompt gets one more token."""
         if sequence.num_computed == len(sequence.tokens):
             if len(sequence.tokens) == self.kv.max_model_len:
                 return False
@@ -67,7 +67,7 @@ class KVModel:
         return True
 
     def num_missing(self, sequence: ModelSequence, num_tokens: int) -> int:
-        """Pages that it needs to have so many tokens."""
+        """Returns the number of pages that it needs to have so many tokens."""
         parts = sequence.kv_range.parts
         return sum(max(0, p.group.slots_for(num_tokens) - len(p.pages)) for p in parts)
 
@@ -79,13 +79,13 @@ class KVModel:
         self.running.remove(sequence)
 
     def _pages(self, sequence: ModelSequence, number: int, position: int) -> list[dict[int, int]]:
-        """Those of a group that hold bytes of the position's tile."""
+        """Returns the pages of a group that hold bytes of the position's tile."""
         group, page_bytes = self.kv.layout.groups[number], self.kv.page_bytes
         tile_bytes = group.tile_tokens * group.token_bytes
         begin = position // group.tile_tokens * tile_bytes
         last = (begin + tile_bytes - 1) // page_bytes
         pages = sequence.kv_range.parts[number].pages[begin // page_bytes : last + 1]
-        assert -1 not in pages, f"position {position} of group {number} is given back"
+        assert -1 not in pages, f"position {position} of group {number} is released"
         return [self.memory.content.setdefault(page, {}) for page in pages]
 
     @staticmethod
@@ -93,7 +93,7 @@ class KVModel:
         return hash((number, sequence.salt, *sequence.tokens[: position + 1]))
 
     def check_reads(self, sequence: ModelSequence) -> None:
-        """What kernels read of it from now on is its own."""
+        """Checks that kernels read the sequence's own values from now on."""
         for number, group in enumerate(self.kv.layout.groups):
             first = 0
             if group.window is not None:
@@ -108,7 +108,8 @@ class KVModel:
         self.kv.check_integrity()
         for sequence in self.running:
             assert len(sequence.kv_range.pages) <= self.kv.pages_for(len(sequence.tokens))
-            if not any(part.copies for part in sequence.kv_range.parts):  # else not committed
+            # otherwise copies are not committed
+            if not any(part.copies for part in sequence.kv_range.parts):
                 self.check_reads(sequence)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""A store of pages whose transfers happen when a test lets them, and go wrong when it says so."""
+"""A store of pages whose transfers end, and fail, when a test says so."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from memory.prefix.store_stats import StoreStats
 
 
 def content(key: bytes, size: int) -> bytes:
-    """What a test keeps under a key: every key has its own bytes."""
+    """Returns a key's page content; every key has its own bytes."""
     block = hashlib.blake2b(key).digest()
     return (block * (size // len(block) + 1))[:size]
 
 
 class LateStore:
     """Pages in a dictionary. mode: "at once", "held" (until `release`), "refused" (nothing is
-    done) or "failing" (garbage is read, nothing is written, and it is known when it has ended)."""
+    done) or "failing" (the transfer is made, reads garbage or writes nothing, and returns
+    False)."""
 
     def __init__(self, page_bytes: int) -> None:
         self.mode = "at once"
@@ -36,7 +37,7 @@ class LateStore:
         return len(self._held)
 
     def release(self, count: int = 1 << 30) -> None:
-        """End that many of the held transfers, the first ones."""
+        """Ends the first `count` held transfers."""
         with self._lock:
             due, self._held = self._held[:count], self._held[count:]
         for transfer in due:

@@ -1,4 +1,4 @@
-"""What every native linear layer promises of its rows."""
+"""Every native linear layer passes this check of its rows."""
 
 from __future__ import annotations
 

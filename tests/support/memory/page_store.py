@@ -1,5 +1,4 @@
-"""A store of pages in front of `tests.support.engine.fakes.FakeMemory` that does what its plan
-says."""
+"""A store of pages in front of `tests.support.engine.fakes.FakeMemory` that follows its plan."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class Clock:
 
 class FakeStore:
     """Addresses are page numbers. Memory is read and written when a transfer ends, as a disk may
-    do it: whoever changes a page meanwhile, or takes it away, is found out."""
+    do, so that a page that changes or is taken away meanwhile shows."""
 
     def __init__(self, memory: FakeMemory, plan: Plan = lambda kind, key: None) -> None:
         self.plan = plan
@@ -34,7 +33,7 @@ class FakeStore:
         self.pages: dict[bytes, dict[int, int]] = {}
         self.room = 1024
         self.largest_batch = 0
-        self.close_s: float | None = None  # that it had
+        self.close_s: float | None = None  # the time limit that `close` got
         self._held: list[tuple[str, bytes, int, Future[bool], object]] = []
 
     def store_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
@@ -54,7 +53,7 @@ class FakeStore:
             future: Future[bool] = Future()
             before = dict(self.memory.content.get(page, {}))
             if kind == "load":
-                self.memory.content[page] = {-1: -1}  # garbage until then
+                self.memory.content[page] = {-1: -1}  # garbage until the load ends
             transfer = (kind, key, page, future, before)
             if fate == "hold":
                 self._held.append(transfer)

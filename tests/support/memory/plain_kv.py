@@ -1,4 +1,4 @@
-"""bf16 and fp32 K/V as memory/ lays them, and what attention over them must give."""
+"""bf16 and fp32 K/V in the layout of memory/, and the expected attention over them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ops.reference import ReferenceBackend
 
 REFERENCE = ReferenceBackend()
 TYPES = [torch.float32, torch.bfloat16]
-EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # of one rounding, relative
+EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # relative error of one rounding
 Attend = Callable[[Tensor, KeyValues, float, int | None], Partial]
 
 
 class Range:
-    """K and V of one sequence in the middle of three layers; what is not its own is NaN."""
+    """K and V of one sequence in the middle of three layers; all else is NaN."""
 
     def __init__(self, kv_heads: int, dim: int, length: int, dtype: torch.dtype) -> None:
         layer = AttentionLayer(kv_heads, kv_heads, dim, 1.0)
@@ -33,15 +33,14 @@ class Range:
         self.k, self.v = k.normal_(), v.normal_()
 
     def view(self, length: int | None = None) -> KeyValues:
-        """The first `length` positions."""
+        """Returns the first `length` positions."""
         return self._cache.views(self.first, self.length if length is None else length)[1]
 
 
 def exact(
     attend: Attend, q: Tensor, cache: KeyValues, scale: float, window: int | None
 ) -> tuple[Partial, Tensor]:
-    """The reference's attend in float64, and how far each element may lie from it, by what is
-    rounded."""
+    """Returns the reference's attend in float64 and a bound of each element's rounding error."""
     wide = KeyValues(cache.k.double(), cache.v.double())
     expected = attend(q.double(), wide, scale, window)
     spread = attend(q.double(), KeyValues(wide.k, wide.v.abs()), scale, window).out

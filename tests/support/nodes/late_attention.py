@@ -1,4 +1,4 @@
-"""Attention that, like remote attention, exists only after a wait for it."""
+"""Attention whose results, like those of remote attention, exist only after a wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LateAttention:
     is_remote = True
 
     def __init__(self, inner: PlannedAttention, fails_at: tuple[int, int] | None = None) -> None:
-        """fails_at: (plan, layer) whose wait raises."""
+        """fails_at: the (plan, layer) whose wait raises."""
         self.inner = inner
         self.fails_at = fails_at
         self.events: list[tuple[str, int, int]] = []

@@ -28,7 +28,7 @@ MAX_ROWS = 256
 
 
 class Nodes:
-    """Memory nodes by name, which a test can make unreachable."""
+    """Memory nodes by name; a test can make them unreachable."""
 
     def __init__(self, names, capacity_bytes=16 * MIB):
         backend = get_backend("cpu")
@@ -115,8 +115,8 @@ class RemoteRig:
         )
 
     def step(self, rows, inputs):
-        """rows: (range, number of rows, tokens after them). inputs: (q, k, v) for each layer.
-        Every layer's result."""
+        """Returns every layer's result. rows: (range, number of rows, tokens after them).
+        inputs: (q, k, v) for each layer."""
         for item, num_rows, kv_len in rows:
             assert self.kv.grow(item, kv_len, kv_len - num_rows)
         self.kv.commit()
@@ -139,7 +139,7 @@ class RemoteRig:
 
 
 def reference(layer: AttentionLayer, q, k, v):
-    """q: [n, H, D], the last n positions; k, v: [L, Hk, D], in fp64."""
+    """Returns attention in fp64. q: [n, H, D], the last n positions; k, v: [L, Hk, D]."""
     n, heads, _ = q.shape
     length, kv_heads, _ = k.shape
     k = k.double().repeat_interleave(heads // kv_heads, 1)

@@ -1,4 +1,4 @@
-"""Clients of the fault simulation: what they asked for, and what came of it."""
+"""Clients of the fault simulation: their requests and results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.nodes.sim_model import expected_tokens
 
 @dataclass
 class Client:
-    """One request and what came of it."""
+    """One request and its result."""
 
     prompt: list[int]
     num_tokens: int
@@ -38,7 +38,8 @@ class Client:
 
 
 class Sink:
-    """clock: of the run. is_excused(client, error): whether it may end so."""
+    """clock: the run's clock. is_excused(client, error): whether the request may end with this
+    error."""
 
     def __init__(
         self,

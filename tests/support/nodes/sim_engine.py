@@ -1,5 +1,5 @@
-"""The engine of the fault simulation: its real loop, scheduler, K/V accounting, links and recovery,
-driven step by step in virtual time."""
+"""The engine of the fault simulation: its real loop, scheduler, K/V accounting, links and
+recovery, driven step by step in virtual time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from serve.scheduler.step_plan import SchedulerLimits
 from tests.support.nodes.remote_setup import make_partitions, template_of
 from tests.support.nodes.sim_model import FIRST_TOKEN, NUM_TOKENS, ExactModel, layers
 from tests.support.nodes.sim_nodes import SimNode
-from tests.support.nodes.sim_world import InTurn, SimEndpoint, World
+from tests.support.nodes.sim_world import SequentialExecutor, SimEndpoint, World
 
 MAX_LEN = 160
 MAX_RUNNING = 5
@@ -48,7 +48,7 @@ def geometry_of(partition: str, num_nodes: int) -> PageGeometry:
 
 
 class SimProber(NodeProber):
-    """Asks in virtual time, between two steps."""
+    """Probes nodes in virtual time, between two steps."""
 
     def __init__(self, nodes: NodeSet, world: World) -> None:
         super().__init__(nodes)
@@ -73,7 +73,7 @@ class SimProber(NodeProber):
 
 
 class SimCore(EngineCore):
-    """Without threads: what they would do is called in turn."""
+    """Has no threads; their work is called in turn."""
 
     def __init__(self, world: World, nodes: NodeSet, **settings) -> None:
         self.world = world
@@ -87,7 +87,8 @@ class SimCore(EngineCore):
             compute=None,
             **settings,
         )
-        self._output._records = queue.Queue()  # unbounded, because nothing reads them meanwhile
+        # unbounded, since the queue is read only between steps
+        self._output._records = queue.Queue()
 
     def _make_recovery(self, nodes):
         recovery = super()._make_recovery(nodes)
@@ -110,8 +111,8 @@ class SimCore(EngineCore):
         self._prepare(state, prompt)
         return state
 
-    def turn(self) -> bool:
-        """Messages and a step; whether there was anything to compute."""
+    def run_step(self) -> bool:
+        """Processes messages and runs a step; returns whether there was work."""
         self._drain_inbox()
         self.prober.work()
         has_work = self._scheduler.has_work()
@@ -136,12 +137,12 @@ class SimCore(EngineCore):
         self._close_memory()
 
 
-class SometimesHalves:
+class RandomMicrobatches:
     """A microbatch policy that chooses at random."""
 
-    def __init__(self, world: World, share: float) -> None:
+    def __init__(self, world: World, probability: float) -> None:
         self._world = world
-        self._share = share
+        self._share = probability
 
     def splits(self, num_decodes, num_prompt_rows):
         return self._world.random.random() < self._share
@@ -151,7 +152,7 @@ class SometimesHalves:
 
 
 class SimEngine:
-    """An engine over the nodes. local_pages: of its own memory, for when no node is left."""
+    """An engine over the nodes. local_pages: pages of its own memory, for when no node is left."""
 
     def __init__(
         self, world: World, nodes: list[SimNode], partition: str, local_pages: int
@@ -179,7 +180,7 @@ class SimEngine:
             lambda url, timeout_s: by_url[url].connect(timeout_s),
             local=self._attach_own if local_pages else None,
             clock=world.clock,
-            pool=lambda count: InTurn(world),
+            pool=lambda count: SequentialExecutor(world),
         )
         for one in partitions:
             self.nodes.place(one, needs_all=True)
@@ -201,7 +202,7 @@ class SimEngine:
         return engine_end
 
     def _make_tail_cache(self) -> PromptTailCache | None:
-        """Sometimes, and sometimes with room for few."""
+        """Returns none, a small one or a large one, at random."""
         size_bytes = self.world.random.choice([0, 0, 64 << 10, 1 << 20])
         if not size_bytes:
             return None
@@ -233,7 +234,7 @@ class SimEngine:
             kv,
             attention,
             memory=self.nodes,
-            microbatches=SometimesHalves(world, world.random.choice([0.0, 0.3, 1.0])),
+            microbatches=RandomMicrobatches(world, world.random.choice([0.0, 0.3, 1.0])),
             clock=world.clock,
         )
         policy = make_policy(

@@ -3,9 +3,9 @@
     python -m tests.support.nodes.sim_faults --count 1000          # seeds 0 to 999
     python -m tests.support.nodes.sim_faults --seed 17 --verbose   # one of them, with a log
 
-Requests come and go at random while nodes are killed, stopped, cut off, slow, full, on their way
-out, or send and get what no transport would deliver. In the end every client has the tokens of a
-fault-free run, each once; the K/V accounting is consistent; nodes hold nothing any more.
+Requests start and are cancelled at random while nodes are killed, stopped, cut off, slow, full,
+draining, or send and get messages that no transport would deliver. At the end every client has the
+tokens of a fault-free run, each once, the K/V accounting is consistent, and nodes lease no memory.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from tests.support.nodes.sim_model import FIRST_TOKEN, NUM_TOKENS
 from tests.support.nodes.sim_nodes import Recorder, SimNode
 from tests.support.nodes.sim_world import SimEndpoint, World
 
-_SPAN_S = 6.0  # in which requests and faults begin
-_MOST_S = 150.0  # of virtual time
-_GOOD_S = 3.0  # a node that can be had for so long has been found
+_SPAN_S = 6.0  # requests and faults begin in this time
+_MOST_S = 150.0  # limit of a run, in virtual time
+_GOOD_S = 3.0  # a node that has been available for so long has been found
 _AFTER_S = 60.0  # until nodes have noticed everything
 
 
 class Run:
-    """One schedule."""
+    """One fault schedule."""
 
     def __init__(
         self,
         seed: int,
-        tell: Callable[[str], None] = lambda text: None,
+        report: Callable[[str], None] = lambda text: None,
         *,
         partition: str | None = None,
         num_nodes: int | None = None,
         local_factor: int | None = None,
         node_factor: float | None = None,
     ) -> None:
-        """The factors: sequences of full length that fit into the engine's own memory, and into
-        that of one node. What is not given is drawn."""
+        """local_factor and node_factor: how many sequences of full length fit in the engine's
+        own memory and in that of one node. Arguments that are None are drawn at random."""
         self.world = World(seed)
         self.random = random.Random(seed + 1)
-        self.tell = tell
+        self.report = report
         self.counts: Counter[str] = Counter()
         choose = self.random.choice
         self.partition = partition or choose(["head", "head", "request", "sequence"])
@@ -67,8 +67,8 @@ class Run:
             local_factor = choose([0, 1, 4])
         self.local_pages = most * local_factor
         if node_factor is None:
-            has_shares = count > 1 and self.partition != "request"
-            node_factor = choose([1, 2, 5, 0.7 if has_shares else 1])
+            is_sharded = count > 1 and self.partition != "request"
+            node_factor = choose([1, 2, 5, 0.7 if is_sharded else 1])
         self.node_pages = max(1, int(most * node_factor))
         capacity = self.node_pages * pages.page_bytes
         for number in range(count):
@@ -80,22 +80,24 @@ class Run:
 
     def note(self, what: str, text: str = "") -> None:
         self.counts[what] += 1
-        self.tell(f"{self.world.now:8.3f} {what} {text}")
+        self.report(f"{self.world.now:8.3f} {what} {text}")
 
     def is_excused(self, client: Client, error: str | None) -> bool:
-        """Whether it may end: there was no memory, or not enough for it."""
+        """Whether a request may end with this error, since there was too little memory."""
         if error is None or "too small" not in error:
             return self._has_none()
-        num_good = len(self._found())
-        found = self.node_pages * (min(1, num_good) if self.partition == "request" else num_good)
+        num_good = len(self._available())
+        num_pages = self.node_pages * (
+            min(1, num_good) if self.partition == "request" else num_good
+        )
         need = self.engine.kv.pages_for(len(client.prompt) + client.num_tokens)
-        return need > max(found - 1, self.local_pages) or self._has_none()
+        return need > max(num_pages - 1, self.local_pages) or self._has_none()
 
     def _has_none(self) -> bool:
-        return self.local_pages < self.pages_needed and not self._found()
+        return self.local_pages < self.pages_needed and not self._available()
 
-    def _found(self) -> list[SimNode]:
-        """Nodes that could be had for a while."""
+    def _available(self) -> list[SimNode]:
+        """Returns the nodes that have been available for a while."""
         since = self.world.now - _GOOD_S
         return [n for n in self.nodes if n.good_since is not None and n.good_since <= since]
 
@@ -176,12 +178,12 @@ class Run:
     def _stop(self, node: SimNode) -> None:
         self.note("stop", node.url)
         node.stop()
-        self._later(self._seconds(), node.go_on)
+        self._later(self._seconds(), node.resume)
 
     def _cut(self, node: SimNode) -> None:
-        way = self.random.choice([(True, True), (True, False), (False, True)])
-        self.note("cut", f"{node.url} to, from: {way}")
-        node.cut(*way)
+        directions = self.random.choice([(True, True), (True, False), (False, True)])
+        self.note("cut", f"{node.url} to, from: {directions}")
+        node.cut(*directions)
         self._later(self._seconds(), node.heal)
 
     def _slow(self, node: SimNode) -> None:
@@ -198,7 +200,7 @@ class Run:
     def _hang(self, node: SimNode) -> None:
         self.note("hang", node.url)
         node.hang()
-        self._later(self.random.random() * 40, node.come_round)
+        self._later(self.random.random() * 40, node.recover)
 
     def _reset(self, node: SimNode) -> None:
         self.note("reset", node.url)
@@ -270,15 +272,15 @@ class Run:
         """Runs the engine's loop until is_over."""
         core, world = self.engine.core, self.world
         while not is_over():
-            assert world.now < _MOST_S, "it takes for ever"
-            if core.turn():
+            assert world.now < _MOST_S, "the run does not end"
+            if core.run_step():
                 world.wait(self.random.choice([0.002, 0.01, 0.03]))
             else:
                 core.idle()
                 world.wait(0.05)
             if self.random.random() < 0.05:
                 core.check()
-                core.stats()  # as those do who ask for metrics, also when there is no memory
+                core.stats()  # as metrics requests do, also when there is no memory
         core.check()
 
     def end(self) -> None:
@@ -312,9 +314,9 @@ class Run:
         return max(gaps, default=0.0)
 
 
-def run_schedule(seed: int, tell: Callable[[str], None] = lambda text: None) -> Run:
+def run_schedule(seed: int, report: Callable[[str], None] = lambda text: None) -> Run:
     """Runs a schedule; its errors name the seed."""
-    run = Run(seed, tell)
+    run = Run(seed, report)
     try:
         run.go()
     except Exception as error:

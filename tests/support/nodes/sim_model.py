@@ -1,9 +1,9 @@
 """A model whose tokens show every wrong number of K/V: attention in whole numbers.
 
-Weights are 1 or 2 (a key's component is 0 or ln 2) and values are small integers, so what
-attention must give is a sum of integers over a sum of weights. The first token's value tells the
-weights' sum, and what is left is rounded to integers again: no rounding error survives, and a
-single token that is missing, moved or foreign changes all tokens that follow.
+Weights are 1 or 2 (a key's component is 0 or ln 2) and values are small integers, so attention
+gives a sum of integers over a sum of weights. The first token's value tells the weights' sum, and
+the rest is rounded to integers again. No rounding error survives, and a single token that is
+missing, moved or foreign changes all tokens that follow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def layers() -> list[AttentionLayer]:
 
 
 def _mixed(*numbers: Tensor | int) -> Tensor:
-    """int64 numbers that depend on all of them, not negative."""
+    """Mixes numbers into non-negative int64 values that depend on all of them."""
     found = torch.zeros((), dtype=torch.int64)
     for number, factor in zip(numbers, _MIX * 2, strict=False):
         found = (found + number + 1) * factor
@@ -37,7 +37,7 @@ def _mixed(*numbers: Tensor | int) -> Tensor:
 
 
 class ExactModel:
-    """Decoder over tokens FIRST_TOKEN.. ; hidden: [T, 1] int64."""
+    """Decoder over tokens from FIRST_TOKEN on; hidden: [T, 1] int64."""
 
     def forward(self, input_ids, positions, attention):
         slices = self.slices(input_ids, positions, attention)
@@ -53,7 +53,7 @@ class ExactModel:
             ticket = attention.begin(layer, _queries(state, layer))
             pending = attention.finish(ticket, *_keys_values(state, positions, layer), None)
             yield
-            state = _taken_in(state, pending.wait())
+            state = _next_state(state, pending.wait())
         return state[:, None]
 
     def logits(self, hidden):
@@ -74,7 +74,7 @@ def _keys_values(state: Tensor, positions: Tensor, layer: int) -> tuple[Tensor, 
     return keys, torch.where(_DIMS == 0, is_first.long(), values).float()
 
 
-def _taken_in(state: Tensor, out: Tensor) -> Tensor:
+def _next_state(state: Tensor, out: Tensor) -> Tensor:
     sums = torch.nan_to_num(out[..., 1:] / out[..., :1], posinf=1e6, neginf=-1e6)
     factors = _mixed(torch.arange(HEADS)[:, None], torch.arange(DIM - 1))
     found = (sums.clamp(-1e6, 1e6).round().long() * factors).sum((1, 2))
@@ -111,7 +111,7 @@ class _Dense:
 
 @torch.inference_mode()
 def expected_tokens(prompt: list[int], count: int) -> list[int]:
-    """What follows the prompt, computed with nothing of ours but the model."""
+    """Returns what follows the prompt, computed with the model alone."""
     model, attention = ExactModel(), _Dense()
     rows, position = list(prompt), 0
     found: list[int] = []

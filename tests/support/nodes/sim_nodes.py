@@ -1,4 +1,4 @@
-"""Memory nodes in virtual time: the real node's code, and what can befall its machine."""
+"""Memory nodes in virtual time: the real node's code, and faults of its machine and network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IDLE_S = 0.002
 
 
 class SimNode:
-    """One machine with a node process. The engine reaches it, or not."""
+    """One machine with a node process, which the engine may or may not reach."""
 
     def __init__(self, world: World, url: str, capacity_bytes: int, backend) -> None:
         self.world = world
@@ -26,9 +26,10 @@ class SimNode:
         self.delay_s = 0.0002
         self.service_s = 0.0003
         self.is_stopped = self.is_hung = self.is_draining = False
-        self.is_cut_to = self.is_cut_from = False  # for messages of the engine, and of the node
-        self.good_since: float | None = 0.0  # since when an engine could have come
-        self.num_offences = 0  # of processes that are gone
+        # messages of the engine, and of the node, are cut off
+        self.is_cut_to = self.is_cut_from = False
+        self.good_since: float | None = 0.0  # since when an engine could attach
+        self.num_offences = 0  # of earlier processes
         self._backend = backend
         self._free_at = 0.0
         self._ends: list[tuple[SimEndpoint, SimEndpoint]] = []
@@ -46,12 +47,12 @@ class SimNode:
             self._changed()
 
     def kill(self) -> None:
-        """SIGKILL: its memory, its connections and what they carried are gone."""
+        """SIGKILL: its memory, its connections and their messages are gone."""
         if self.process is None:
             return
         process, self.process = self.process, None
         for engine, node in self._ends:
-            node.is_held = True  # nothing more is sent
+            node.is_held = True  # no more messages are sent
             node.on_event = lambda: None
             engine.lose_soon()
         process.close()
@@ -61,32 +62,32 @@ class SimNode:
         self._changed()
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Stops the process as SIGSTOP does."""
         self.is_stopped = True
         self._changed()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.is_stopped = False
         self._changed()
-        self._look_everywhere()
+        self._process_all_messages()
 
     def hang(self) -> None:
-        """It does nothing, but its heartbeats come."""
+        """The node does nothing, but its heartbeats arrive."""
         self.is_hung = True
         self._changed()
 
-    def come_round(self) -> None:
+    def recover(self) -> None:
         self.is_hung = False
         self._changed()
-        self._look_everywhere()
+        self._process_all_messages()
 
     def drain(self) -> None:
-        """SIGTERM."""
+        """Drains the node as SIGTERM does."""
         if self.process is not None:
             self.is_draining = True
             self.process.drain(0.0)
             self._changed()
-            self._look_everywhere()
+            self._process_all_messages()
 
     @property
     def bytes_leased(self) -> int:
@@ -112,14 +113,14 @@ class SimNode:
                 end.pump()
 
     def reset_connections(self) -> None:
-        """Both ends lose what is on its way."""
+        """Both ends lose their messages in flight."""
         for engine, node in self._ends:
             engine.lose()
             node.lose_soon()
 
     def hold(self) -> tuple[SimEndpoint, SimEndpoint] | None:
-        """What the engine has sent on its connection stays on its way, and the engine loses it:
-        later it arrives, when there may be a newer connection."""
+        """Messages of the engine stay in flight and the engine loses the connection. They arrive
+        later, when there may be a newer connection."""
         if not self._ends:
             return None
         engine, node = self._ends[-1]
@@ -136,7 +137,7 @@ class SimNode:
         return self._ends[-1] if self._ends else None
 
     def connect(self, timeout_s: float) -> SimEndpoint:
-        """As transport.connect does; what it takes is owed to the clock."""
+        """Connects as transport.connect does; the time that it takes is owed to the clock."""
         if self.process is None:
             raise PeerLostError("there is no listener")
         if self.is_stopped or self.is_cut_to or self.is_cut_from:
@@ -151,13 +152,13 @@ class SimNode:
         self._ends = [pair for pair in self._ends if not pair[1].is_closed]
         self._ends.append((engine, node))
         self.process.adopt(node)
-        node.on_event = lambda: self._look_soon(node)
+        node.on_event = lambda: self._process_messages_soon(node)
         return engine
 
     # ---- other engines
 
     def fill(self, request: AttachRequest, bytes_left: int) -> None:
-        """Another engine takes the memory, up to so much."""
+        """Another engine leases the memory except for bytes_left."""
         if self.process is None:
             return
         free = self.capacity_bytes - self.bytes_leased
@@ -199,28 +200,28 @@ class SimNode:
             engine.hear(not (self.is_stopped or self.is_cut_from))
             node.hear(not self.is_cut_to)
 
-    def _look_everywhere(self) -> None:
+    def _process_all_messages(self) -> None:
         for _, node in self._ends:
             for _ in range(node.num_waiting + 2):
-                self._look_soon(node)
+                self._process_messages_soon(node)
 
-    def _look_soon(self, node: SimEndpoint) -> None:
+    def _process_messages_soon(self, node: SimEndpoint) -> None:
         self._free_at = max(self._free_at, self.world.now) + self.service_s
-        self.world.after(self._free_at - self.world.now, lambda: self._look(node))
+        self.world.after(self._free_at - self.world.now, lambda: self._process_messages(node))
 
-    def _look(self, node: SimEndpoint) -> None:
+    def _process_messages(self, node: SimEndpoint) -> None:
         if self.process is None or self.is_stopped or self.is_hung:
             return
         if not (node.num_waiting or node.is_lost or node.was_used):
             return
         had = node.num_waiting
         node.on_arrival()
-        if had and self.world.random.random() < 0.5:  # then it has time for what was put off
-            self.world.after(_IDLE_S, lambda: self._look(node))
+        if had and self.world.random.random() < 0.5:  # it then has time for deferred work
+            self.world.after(_IDLE_S, lambda: self._process_messages(node))
 
 
 def rival_request(request: AttachRequest, number: int, size_bytes: int) -> AttachRequest:
-    """Of an engine with one layer, about so many bytes of K/V in one page."""
+    """Returns the request of an engine with one layer and about size_bytes of K/V in one page."""
     content = request.to_json() | {
         "engine": f"rival {number}",
         "epoch": 1,

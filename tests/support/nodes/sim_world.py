@@ -1,7 +1,7 @@
-"""Virtual time, and connections to memory nodes on which everything can go wrong.
+"""Virtual time, and connections to memory nodes with every kind of fault.
 
-The engine is the main thread: where it waits, events run until what it waits for has come. Nodes
-live in the events. Nothing here looks at a real clock, so that a schedule is its seed.
+The engine is the main thread: while it waits, events run until what it waits for has come. Nodes
+live in the events. Nothing here reads a real clock, so that a seed determines its schedule.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from transport.base import (
 )
 
 WINDOW_BYTES = 256 << 10
-_RESET_S = 0.05  # until the peer of a dead process knows
+_RESET_S = 0.05  # until the peer of a dead process notices
 
 
 class World:
-    """A clock and what happens when."""
+    """A clock and the events that are due."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
-        self.owed_s = 0.0  # time that attempts to connect have taken, side by side
+        self.owed_s = 0.0  # time of connection attempts made side by side
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._is_inside = False
@@ -47,7 +47,7 @@ class World:
         heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), act))
 
     def wait(self, seconds: float, done: Callable[[], bool] = lambda: False) -> None:
-        """Let so much time pass, or less if it is done before."""
+        """Lets the time pass, or less if `done` is true earlier."""
         assert not self._is_inside, "an event waits"
         end = self.now + seconds
         while not done() and self._events and self._events[0][0] <= end:
@@ -59,8 +59,8 @@ class World:
             self.now = end
 
 
-class InTurn(Executor):
-    """In place of threads that connect side by side: they take as long as the longest."""
+class SequentialExecutor(Executor):
+    """Replaces threads that connect side by side; together they take as long as the slowest."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -79,16 +79,17 @@ class InTurn(Executor):
 
 
 class SimEndpoint:
-    """One end. `path`: what lies between the two, asked whether bytes get through."""
+    """One end of a connection. gets_through: whether the network lets its bytes through."""
 
     def __init__(self, world: World, peer: Peer, is_engine: bool) -> None:
         self.peer = peer
         self.max_message_bytes = WINDOW_BYTES // 2
         self.on_arrival: Callable[[], object] = lambda: None
         self.other: SimEndpoint
-        self.mutate: Callable[[bytes], list[bytes]] | None = None  # what is sent, once
-        self.flip = False  # a bit of the next message, on its way
-        self.is_held = False  # what it sends stays on its way
+        # changes the next sent message, once
+        self.mutate: Callable[[bytes], list[bytes]] | None = None
+        self.flip = False  # flips a bit of the next message in flight
+        self.is_held = False  # its messages stay in flight
         self.gets_through: Callable[[], bool] = lambda: True
         self.delay_s: Callable[[], float] = lambda: 0.0
         self.was_used = False
@@ -99,7 +100,7 @@ class SimEndpoint:
         self._frames: dict[int, ctypes.Array] = {}
         self._num_taken = self._num_posted = self._bytes_out = 0
         self.is_closed = self._has_lost = False
-        self._silence = 0  # counts up when it begins or ends; odd: it is silent
+        self._silence = 0  # counts up when a silence begins or ends; odd means silent
 
     # ---- the Endpoint protocol
 
@@ -194,7 +195,7 @@ class SimEndpoint:
         self._world.after(at - self._world.now, self.pump)
 
     def pump(self) -> None:
-        """Deliver what is due, if it gets through."""
+        """Delivers the messages that are due, if the network lets them through."""
         while self._wire and self._wire[0][0] <= self._world.now + 1e-9:
             if self.is_held or not self.gets_through():
                 return
@@ -211,10 +212,10 @@ class SimEndpoint:
         self.on_event()
 
     def on_event(self) -> None:
-        """A message or the end has come: set by who runs this end."""
+        """Called when a message or the end has come; the owner of this end replaces it."""
 
     def lose(self) -> None:
-        """The peer is gone, at once. What had arrived before can still be taken."""
+        """The peer is gone at once. Messages that arrived earlier can still be taken."""
         if not self.is_lost:
             self._has_lost = True
             self._wire.clear()
@@ -224,22 +225,22 @@ class SimEndpoint:
         self._world.after(_RESET_S * self._world.random.random(), self.lose)
 
     def hear(self, hears: bool) -> None:
-        """Whether heartbeats come in; without them the peer is lost after a while."""
+        """Sets whether heartbeats arrive; without them the peer is lost after a while."""
         if hears == (self._silence % 2 == 0):
             return
         self._silence += 1
         if not hears:
             now_number = self._silence
             late_s = LOST_AFTER_S + self._world.random.random() * HEARTBEAT_S
-            self._world.after(late_s, lambda: self._still(now_number))
+            self._world.after(late_s, lambda: self._lose_if_silent(now_number))
 
-    def _still(self, number: int) -> None:
+    def _lose_if_silent(self, number: int) -> None:
         if self._silence == number:
             self.lose()
 
 
 def connected(world: World, node_peer: Peer) -> tuple[SimEndpoint, SimEndpoint]:
-    """The engine's end and the node's."""
+    """Returns the engine's end and the node's."""
     engine = SimEndpoint(world, node_peer, True)
     node = SimEndpoint(world, Peer("the engine", {}), False)
     engine.other, node.other = node, engine

@@ -1,4 +1,4 @@
-"""Whether there is an RDMA device for a test."""
+"""A fixture that skips a test without an RDMA device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transport.verbs import RdmaUnavailableError, open_port
 
 @pytest.fixture
 def device():
-    """Skips where there is none; where one is promised, that is a failure."""
+    """Skips where there is no device; where one is promised, that is a failure."""
     try:
         open_port().context.close()
     except RdmaUnavailableError as error:

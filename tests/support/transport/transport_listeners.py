@@ -1,4 +1,4 @@
-"""Listeners that strangers come to."""
+"""Listeners to which unauthenticated peers connect."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wait_for_refusals(listener, count: int) -> None:
 
 
 def all_from(sock: socket.socket) -> bytes:
-    """What it says until it closes."""
+    """Returns what the peer sends until it closes."""
     parts = []
     try:
         while part := sock.recv(4096):

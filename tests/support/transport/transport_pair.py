@@ -1,4 +1,4 @@
-"""Fixtures of the suite that every transport passes: a listener, and two ends that are connected.
+"""Fixtures of the suite that every transport passes: a listener, and two connected ends.
 
 TRANSPORT=rdma,rdma-polled in the environment runs it on those alone, where there is a device.
 """
@@ -41,7 +41,7 @@ def listener(transport_name, tmp_path):
 
 @pytest.fixture
 def pair(listener):
-    """The end that connected, and the one that was accepted."""
+    """Returns the end that connected and the one that was accepted."""
     one = transport.connect(
         listener.url, key=KEY, info={"we": "connect"}, window_bytes=WINDOW_BYTES
     )

@@ -1,5 +1,5 @@
-"""A peer made by hand, that says on the wire what it likes; and one in a process of its own:
-`python -m tests.support.transport.transport_peer URL HOW`."""
+"""A hand-made peer that sends arbitrary bytes, and a peer in a process of its own: `python -m
+tests.support.transport.transport_peer URL HOW`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def address_of(url: str) -> tuple[str, int]:
 
 
 def open_socket(url: str) -> socket.socket:
-    """Connected to a listener, and nothing said."""
+    """Connects to a listener and sends nothing."""
     if url.startswith("tcp:"):
         sock = socket.create_connection(address_of(url))
     else:
@@ -51,7 +51,7 @@ def descriptor(
     length: int | None = None,
     consumed: int = 0,
 ) -> bytes:
-    """Its checksums are right, whatever it says."""
+    """Returns a descriptor with valid checksums, whatever its fields say."""
     length = len(payload) if length is None else length
     fields = struct.pack("<QQQQQ", offset, length, consumed, crc32c(payload), number)
     return struct.pack(
@@ -59,7 +59,7 @@ def descriptor(
     )
 
 
-# Descriptors whose checksums are right, and that nobody can mean.
+# Descriptors with valid checksums and impossible fields.
 IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "length 2^63": {"length": 2**63},
     "length 2^31": {"length": 2**31},
@@ -80,7 +80,7 @@ def authenticated(url: str, key: bytes = KEY) -> control.Session:
 
 @contextlib.contextmanager
 def raw_tcp_peer(url: str) -> Iterator[socket.socket]:
-    """The data socket of an authenticated peer, whose heart beats."""
+    """Yields the data socket of an authenticated peer that sends heartbeats."""
     session = authenticated(url)
     theirs = control.exchange_hellos(session, control.hello("tcp", {}, WINDOW_BYTES))
     data = open_socket(url)
@@ -95,7 +95,7 @@ def raw_tcp_peer(url: str) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def child(url: str, how: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that connects to url, and then does as HOW says in main below."""
+    """Starts a process that connects to url and then acts as `main` does for HOW."""
     command = [sys.executable, "-m", "tests.support.transport.transport_peer", url, how]
     process = subprocess.Popen(command, cwd=ROOT)
     try:

@@ -1,4 +1,4 @@
-"""Messages for tests of the transports, and what makes and takes them."""
+"""Makes, sends and takes messages for tests of the transports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bytes_of(frame: Frame) -> bytes:
 
 
 def take(endpoint: Endpoint, timeout_s: float = PATIENCE_S) -> bytes:
-    """The next message, released."""
+    """Returns the next message and releases its frame."""
     frame = endpoint.poll(timeout_s)
     assert frame is not None
     data = bytes_of(frame)
@@ -38,7 +38,7 @@ def take(endpoint: Endpoint, timeout_s: float = PATIENCE_S) -> bytes:
 
 
 def fill(endpoint: Endpoint, data: bytes) -> int:
-    """Posts until there is no room; how many were posted."""
+    """Posts until there is no room; returns how many were posted."""
     for num_posted in range(1000):
         try:
             post(endpoint, data, timeout_s=0.05)
