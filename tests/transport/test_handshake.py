@@ -1,4 +1,4 @@
-"""Who may connect: strangers are refused, counted, learn nothing, and harm nobody."""
+"""Unauthenticated peers are refused and counted, learn nothing, and do not harm other peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import transport
 from tests.support.transport.transport_listeners import (
     all_from,
-    assert_a_peer_gets_in,
+    assert_a_peer_connects,
     connect,
     listener,
     wait_for_refusals,
@@ -28,7 +28,7 @@ __all__ = ["listener"]
 
 
 @pytest.mark.parametrize(
-    "said",
+    "data",
     [
         b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
         bytes.fromhex("16030100c8010000c40303") + bytes(range(200)),  # a TLS hello
@@ -40,26 +40,27 @@ __all__ = ["listener"]
     ids=["http", "tls", "pickle", "zeros", "ones", "old magic"],
 )
 @pytest.mark.row("M3")
-def test_what_is_no_handshake_is_closed_without_a_word(listener, said):
+def test_an_invalid_handshake_is_closed_without_a_reply(listener, data):
     with open_socket(listener.url) as sock:
-        sock.sendall(said)
+        sock.sendall(data)
         assert all_from(sock) == b""
     wait_for_refusals(listener, 1)
-    assert_a_peer_gets_in(listener)
+    assert_a_peer_connects(listener)
 
 
 @pytest.mark.timing
 @pytest.mark.row("M1", "M12")
-def test_a_hundred_strangers_who_say_little(listener, caplog):
-    """Silence, half a handshake, and a byte now and then: none outlasts the deadline, and who has
-    been silent for longest makes room for others. Threads, and lines in the log, stay few."""
+def test_a_hundred_slow_or_silent_strangers(listener, caplog):
+    """They send nothing, half a handshake, or a byte now and then. None outlasts the deadline,
+    and the longest silent one makes room for others. Threads and log lines stay few."""
     num_threads = threading.active_count()
     began = time.monotonic()
     *silent, slow, half = [open_socket(listener.url) for _ in range(100)]
     half.sendall(control.MAGIC + b"x")
     wait_for_refusals(listener, 100 - MAX_STRANGERS)
-    assert threading.active_count() <= num_threads + MAX_STRANGERS + 2  # some just end
-    assert_a_peer_gets_in(listener)
+    # some threads are about to end
+    assert threading.active_count() <= num_threads + MAX_STRANGERS + 2
+    assert_a_peer_connects(listener)
     with contextlib.suppress(ConnectionError):
         for byte in control.MAGIC + b"n" * 1000:
             slow.sendall(bytes([byte]))
@@ -71,26 +72,26 @@ def test_a_hundred_strangers_who_say_little(listener, caplog):
     for sock in (slow, half, *silent):
         sock.close()
     assert 1 <= sum("refused" in line.getMessage() for line in caplog.records) <= 2
-    assert_a_peer_gets_in(listener)
+    assert_a_peer_connects(listener)
 
 
 @pytest.mark.row("M2")
-def test_another_key(listener):
+def test_a_wrong_key_is_refused(listener):
     with pytest.raises(RefusedError, match="key"):
         connect(listener, b"not the key that they have here.")
     wait_for_refusals(listener, 1)
-    assert_a_peer_gets_in(listener)
+    assert_a_peer_connects(listener)
 
 
 def test_a_stranger_learns_a_nonce_and_nothing_else(listener):
     with open_socket(listener.url) as sock:
         sock.sendall(control.MAGIC + b"n" * 32 + b"no proof".ljust(32))
-        said = all_from(sock)
-    assert len(said) == len(control.MAGIC) + 32 and said.startswith(control.MAGIC)
+        data = all_from(sock)
+    assert len(data) == len(control.MAGIC) + 32 and data.startswith(control.MAGIC)
 
 
 class Recorder:
-    """A socket that remembers what was sent on it."""
+    """A socket that records what is sent on it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -114,11 +115,11 @@ def test_a_recorded_handshake_does_not_work_again(listener):
     with open_socket(listener.url) as sock:
         sock.sendall(recorder.sent)
         assert len(all_from(sock)) == len(control.MAGIC) + 32
-    wait_until(lambda: listener.num_refused >= 1)  # and the first one, when its time is up
+    wait_until(lambda: listener.num_refused >= 1)  # the first one is refused at its time limit
 
 
 def serve_once(tmp_path, behave) -> str:
-    """The url of who answers the first connection with behave(sock)."""
+    """Returns the URL of a server that answers the first connection with behave(sock)."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.bind(str(tmp_path / "fake"))
     server.listen()
@@ -140,7 +141,7 @@ def echo(sock):
 
 
 def without_the_key(sock):
-    """Lets everybody in, to hear what they say."""
+    """Completes the handshake without a proof, to get the client's messages."""
     control.receive_exactly(sock, len(control.MAGIC) + 32, time.monotonic() + PATIENCE_S)
     sock.sendall(control.MAGIC + b"s" * 32)
     control.receive_exactly(sock, 32, time.monotonic() + PATIENCE_S)
@@ -163,7 +164,7 @@ def test_a_server_without_the_key_is_refused(tmp_path, behave, reason):
 
 
 def test_a_proof_is_bound_to_its_side(tmp_path):
-    """A server that has only the client's own proof to show."""
+    """The server has only the client's own proof to show."""
 
     def behave(sock):
         deadline = time.monotonic() + PATIENCE_S
@@ -176,7 +177,7 @@ def test_a_proof_is_bound_to_its_side(tmp_path):
 
 
 @pytest.mark.row("M2")
-def test_versions_must_be_the_same(listener, tmp_path):
+def test_versions_must_be_equal(listener, tmp_path):
     session = authenticated(listener.url)
     session.send(control.hello(listener.name, {}, WINDOW_BYTES) | {"version": 99})
     refused = session.receive()["refused"]
@@ -212,7 +213,7 @@ def test_versions_must_be_the_same(listener, tmp_path):
     ],
     ids=str,
 )
-def test_a_hello_that_cannot_be_is_refused(listener, change):
+def test_an_impossible_hello_is_refused(listener, change):
     session = authenticated(listener.url)
     session.send(control.hello(listener.name, {}, WINDOW_BYTES) | change)
     assert "refused" in session.receive()
@@ -221,7 +222,7 @@ def test_a_hello_that_cannot_be_is_refused(listener, change):
 
 
 def sealed(session, body: bytes, length: int | None = None) -> bytes:
-    """As Session.send would, without its checks."""
+    """Seals a body as Session.send does, without its checks."""
     length = len(body) if length is None else length
     return length.to_bytes(2, "big") + body + session._mac(b"client", 1, body)
 
@@ -242,16 +243,16 @@ def sealed(session, body: bytes, length: int | None = None) -> bytes:
     ],
     ids=["empty", "long", "longest", "text", "list", "utf8", "deep", "inf", "mac", "changed"],
 )
-def test_control_messages_are_checked_before_they_are_believed(listener, message):
+def test_invalid_control_messages_end_the_connection(listener, message):
     session = authenticated(listener.url)
-    with contextlib.suppress(OSError):  # closed already, with a part unread
+    with contextlib.suppress(OSError):  # the listener may have closed it, with a part unread
         session.sock.sendall(message(session))
         session.sock.shutdown(socket.SHUT_WR)
-    said = all_from(session.sock)
-    assert b"refused" in said if b"e999" in message(session) else said == b""
+    data = all_from(session.sock)
+    assert b"refused" in data if b"e999" in message(session) else data == b""
     session.sock.close()
     wait_for_refusals(listener, 1)
-    assert_a_peer_gets_in(listener)
+    assert_a_peer_connects(listener)
 
 
 def sessions() -> tuple[control.Session, control.Session]:
@@ -263,7 +264,7 @@ def sessions() -> tuple[control.Session, control.Session]:
     )
 
 
-def test_a_control_message_is_believed_once_and_from_the_other_side():
+def test_a_control_message_is_accepted_once_and_from_the_other_side():
     client, server = sessions()
     client.send({"n": 1})
     sent = server.sock.recv(4096)
@@ -274,7 +275,7 @@ def test_a_control_message_is_believed_once_and_from_the_other_side():
         else:
             with pytest.raises(RefusedError, match="did not send"):
                 server.receive()
-    server.sock.sendall(sent)  # back to who said it
+    server.sock.sendall(sent)  # back to its sender
     with pytest.raises(RefusedError, match="did not send"):
         client.receive()
     client.sock.close()

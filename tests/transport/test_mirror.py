@@ -1,5 +1,5 @@
-"""Windows that are written through a mirror (transport/csrc/mirrored_channel.h): the device is a
-copy, made when the test says so."""
+"""Windows written through a mirror (transport/csrc/mirrored_channel.h); a copy that the test
+triggers stands in for the device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WINDOW_BYTES = 64 << 10
 
 
 class Copier:
-    """Writes into the other end's window: at once, or when `deliver` is called, and then with
-    descriptors ahead of their payloads if that is asked for."""
+    """Writes into the other end's window, at once or when `deliver` is called, and if asked for,
+    descriptors before their payloads."""
 
     def __init__(self, mirror: Memory) -> None:
         self.mirror = mirror
@@ -106,8 +106,8 @@ def test_laps_of_the_ring_through_a_mirror(is_ordered):
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])
-def test_credits_come_by_themselves(is_ordered):
-    """Nothing is sent back, so the receiver must tell what it has freed."""
+def test_credits_are_sent_without_messages(is_ordered):
+    """The receiver sends no message, so it must report what it has freed."""
     one, other = mirrored_pair(is_ordered)
     largest = b"x" * one.channel.max_message_bytes
     for data in [b""] * 200 + [largest] * 40:
@@ -121,7 +121,7 @@ def test_credits_come_by_themselves(is_ordered):
     assert take(other.channel) == largest
 
 
-def test_a_descriptor_ahead_of_its_payload_is_not_believed():
+def test_a_descriptor_before_its_payload_is_not_taken():
     one, other = mirrored_pair(is_ordered=False)
     one.writer.is_held = True
     post(one.channel, b"later")
@@ -132,7 +132,7 @@ def test_a_descriptor_ahead_of_its_payload_is_not_believed():
     assert take(other.channel) == b"later"
 
 
-def test_a_device_that_breaks_its_promise_is_found_out():
+def test_a_device_that_reorders_writes_is_detected():
     one, other = mirrored_pair(is_ordered=True)
     one.writer.is_held = True
     post(one.channel, b"later")
@@ -141,14 +141,14 @@ def test_a_device_that_breaks_its_promise_is_found_out():
     assert one.channel.is_lost and other.channel.is_lost
 
 
-def test_a_device_takes_only_so_much_at_a_time():
+def test_messages_are_limited_to_what_the_device_takes_at_once():
     one, _ = mirrored_pair(is_ordered=True, max_message_bytes=100)
     assert one.channel.max_message_bytes == 100
     with pytest.raises(ValueError, match="101"):
         post(one.channel, b"x" * 101)
 
 
-def test_what_the_writer_raises_is_seen_by_the_sender():
+def test_an_error_of_the_writer_reaches_the_sender():
     one, _ = mirrored_pair(is_ordered=True)
     one.writer.error = "the cable is cut"
     with pytest.raises(PeerLostError, match="cable"):

@@ -1,4 +1,5 @@
-"""What every transport promises of peers (transport/base.py): how they come and end."""
+"""Every transport keeps these promises about peers (transport/base.py): how they connect and
+end."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def test_close_from_another_thread_ends_a_wait(pair, which):
 
 
 def test_a_frame_outlives_close(pair):
-    """Its memory is freed when it is released: whoever computes on it is not struck down."""
+    """A frame's memory is freed at its release, so that a computation on it is safe."""
     one, other = pair
     data = noise(30_000)
     post(one, data)
@@ -112,7 +113,7 @@ def test_a_listener_has_many_peers_and_a_limit(transport_name, tmp_path):
         assert take(ends[2 * n + 1]) == b"%d" % n
     with pytest.raises(transport.base.RefusedError, match="3 peers"):
         transport.connect(listener.url, key=KEY)
-    wait_until(lambda: listener.num_refused == 1)  # counted after it is told
+    wait_until(lambda: listener.num_refused == 1)  # counted after the refusal is sent
     ends[0].close()
     with pytest.raises(PeerLostError):
         ends[1].poll(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""rdma://: what of it needs no device, and what only a device can show (`make test-rdma`)."""
+"""Tests of rdma://, without a device and with one (`make test-rdma`)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_absurd_address_is_refused(name, value):
 
 
 @pytest.mark.parametrize("values", [None, [], "queue_pair", {}, {"queue_pair": 17}])
-def test_what_is_no_address_is_refused(values):
+def test_invalid_addresses_are_refused(values):
     with pytest.raises(RefusedError, match="fields"):
         QueuePairAddress.from_wire(values)
 
@@ -94,18 +94,18 @@ def test_what_is_no_address_is_refused(values):
         "rdma://host:7070?gid=1&gid=2",
     ],
 )
-def test_a_url_that_cannot_be(url):
+def test_an_invalid_url_is_refused(url):
     for call in (transport.connect, transport.listen):
         with pytest.raises(ValueError, match="rdma://"):
             call(url, key=KEY)
 
 
-def test_a_window_that_would_take_the_machine():
+def test_a_window_larger_than_the_machine_is_refused():
     with pytest.raises(ValueError, match="window_bytes"):
         transport.connect("rdma://127.0.0.1:7070", key=KEY, window_bytes=2 << 30)
 
 
-def test_what_to_install_is_named(monkeypatch, tmp_path):
+def test_the_missing_package_is_named(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.partition(".")[0] == "pyverbs"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(verbs, "DEBIAN_PYVERBS", tmp_path / "pyverbs")
@@ -114,7 +114,7 @@ def test_what_to_install_is_named(monkeypatch, tmp_path):
         transport.listen("rdma://127.0.0.1:0", key=KEY)
 
 
-def test_without_a_device_it_says_so():
+def test_a_missing_device_is_named():
     try:
         open_port().context.close()
     except RdmaUnavailableError:
@@ -126,7 +126,7 @@ def test_without_a_device_it_says_so():
         pytest.skip("there is a device")
 
 
-def test_the_library_leaves_the_log_alone():
+def test_the_library_leaves_logging_unchanged():
     try:
         verbs.pyverbs("device")
     except RdmaUnavailableError as error:
@@ -159,7 +159,7 @@ def connected(listener):
 
 
 def resources() -> dict[str, int]:
-    """What the kernel holds for RDMA: queue pairs, registrations, ..."""
+    """Returns the kernel's counts of RDMA objects: queue pairs, registrations, ..."""
     text = subprocess.run(["rdma", "-j", "resource", "show"], capture_output=True, check=True)
     return {
         name: count
@@ -197,7 +197,7 @@ def test_the_port_and_gid_are_chosen(device):
 
 @pytest.mark.rdma
 @pytest.mark.parametrize("modes", ["01", "10"])
-def test_each_end_says_how_it_wants_to_be_written_to(device, modes):
+def test_each_end_says_how_to_write_to_it(device, modes):
     listener = transport.listen(f"rdma://127.77.0.1:0?imm={modes[0]}", key=KEY)
     url = listener.url.partition("?")[0] + f"?imm={modes[1]}"
     one = transport.connect(url, key=KEY)
@@ -222,7 +222,7 @@ def test_each_end_says_how_it_wants_to_be_written_to(device, modes):
     ],
 )
 @pytest.mark.row("M13")
-def test_an_absurd_peer_is_refused_and_nothing_else_happens(listener, absurd):
+def test_an_absurd_peer_is_refused_without_other_effects(listener, absurd):
     before = resources()
     host, port = listener.url.removeprefix("rdma://").split(":")
     with socket.create_connection((host, int(port))) as sock:
@@ -252,7 +252,7 @@ def test_a_write_that_the_device_refuses_ends_the_connection(listener):
 
 
 @pytest.mark.rdma
-def test_all_is_given_back(listener):
+def test_all_resources_are_freed(listener):
     for n in range(11):
         one, other = connected(listener)
         post(one, b"x" * n)
@@ -260,7 +260,7 @@ def test_all_is_given_back(listener):
         one.close()
         other.close()
         del one, other
-        if n == 0:  # what stays for good is there now
+        if n == 0:  # permanent objects exist now
             before, num_files = resources(), len(os.listdir("/proc/self/fd"))
     assert resources() == before
     assert len(os.listdir("/proc/self/fd")) == num_files
@@ -277,7 +277,7 @@ while True:
 
 @pytest.mark.rdma
 @pytest.mark.parametrize("which", ["poll", "post"])
-def test_a_killed_process_is_missed_at_once(listener, which):
+def test_a_killed_process_is_noticed_at_once(listener, which):
     process = subprocess.Popen([sys.executable, "-c", PEER, listener.url, KEY.decode()])
     try:
         end = listener.accept(PATIENCE_S)
@@ -287,7 +287,7 @@ def test_a_killed_process_is_missed_at_once(listener, which):
         killed = time.monotonic()
         with pytest.raises(PeerLostError):
             end.poll(PATIENCE_S) if which == "poll" else post_and_poll(end)
-        assert time.monotonic() - killed < 1.0  # on a machine that is emulated
+        assert time.monotonic() - killed < 1.0  # an emulated machine is slow
         end.close()
     finally:
         process.kill()

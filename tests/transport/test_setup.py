@@ -1,4 +1,4 @@
-"""What a connection is made of: tokens, windows, the socket's file; and what is left of it."""
+"""Setting up a connection: tokens, windows, the socket's file, and what remains of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import transport
 from tests.support.transport.transport_listeners import (
     all_from,
-    assert_a_peer_gets_in,
+    assert_a_peer_connects,
     connect,
     listen_at,
     listener,
@@ -27,12 +27,12 @@ from transport.base import PeerLostError, TransportError
 __all__ = ["listener"]
 
 
-def test_a_data_connection_needs_the_token_that_was_given_and_works_once(tmp_path):
+def test_a_data_connection_needs_its_token_and_works_once(tmp_path):
     with_tcp = listen_at("tcp://127.0.0.1:0")
     for token in (b"t" * control.TOKEN_BYTES, b"", b"short"):
         with open_socket(with_tcp.url) as sock:
             sock.sendall(control.DATA_MAGIC + token)
-            with contextlib.suppress(OSError):  # closed already
+            with contextlib.suppress(OSError):  # the listener may have closed it already
                 sock.shutdown(socket.SHUT_WR)
             assert all_from(sock) == b""
     wait_for_refusals(with_tcp, 3)
@@ -81,7 +81,7 @@ def unsealed() -> int:
     ids=["unsealed", "small", "no memory", "none"],
 )
 def test_only_a_sealed_window_of_the_right_size_is_mapped(tmp_path, make_fd):
-    """Who could shrink it could end us with SIGBUS."""
+    """A peer that could shrink its window could end this process with SIGBUS."""
     listener = listen_at(f"shm://{tmp_path}/s")
     num_fds = len(os.listdir("/proc/self/fd"))
     session = authenticated(listener.url)
@@ -96,11 +96,12 @@ def test_only_a_sealed_window_of_the_right_size_is_mapped(tmp_path, make_fd):
     session.sock.close()
     wait_for_refusals(listener, 1)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= num_fds + 1  # the one that recv left behind
+    # recv may have left one descriptor behind
+    assert len(os.listdir("/proc/self/fd")) <= num_fds + 1
     listener.close()
 
 
-def test_the_socket_is_its_owners_and_goes_with_the_listener(tmp_path):
+def test_the_socket_is_private_and_is_removed_with_the_listener(tmp_path):
     path = tmp_path / "s"
     before = os.umask(0)
     try:
@@ -120,7 +121,7 @@ def test_a_dead_listeners_socket_is_replaced_but_no_other_file(tmp_path):
     dead.bind(str(path))
     dead.close()
     listener = listen_at(f"shm://{path}")
-    assert_a_peer_gets_in(listener)
+    assert_a_peer_connects(listener)
     listener.close()
     path.write_text("precious")
     with pytest.raises(TransportError, match="no socket"):
@@ -128,7 +129,7 @@ def test_a_dead_listeners_socket_is_replaced_but_no_other_file(tmp_path):
     assert path.read_text() == "precious"
 
 
-def test_mistakes_are_named():
+def test_invalid_urls_and_settings_are_named():
     for url in ("udp://1.2.3.4:5", "", "/path"):
         with pytest.raises(ValueError, match=r"no transport|begins with its"):
             transport.connect(url, key=KEY)
@@ -146,7 +147,7 @@ def test_mistakes_are_named():
 
 
 @pytest.mark.parametrize("url", ["inproc://nobody", "shm:///nowhere/s", "tcp://127.0.0.1:1"])
-def test_nobody_there(url):
+def test_a_url_without_a_listener(url):
     with pytest.raises(TransportError, match="://"):
         transport.connect(url, key=KEY)
 
@@ -169,7 +170,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.row("M12")
-def test_a_thousand_connections_one_after_the_other_leave_nothing(tmp_path):
+def test_a_thousand_connections_in_turn_leak_nothing(tmp_path):
     urls = [f"shm://{tmp_path}/s", "tcp://127.0.0.1:0", "inproc://leaks"]
     listeners = [listen_at(url) for url in urls]
 
@@ -195,6 +196,6 @@ def test_a_thousand_connections_one_after_the_other_leave_nothing(tmp_path):
         made.close()
 
 
-def test_a_peers_words_stay_on_a_line_of_the_log():
+def test_a_peers_text_stays_on_one_line_of_the_log():
     said = control.printable("no\n\x1b[2Jroom" + "x" * 300, 20)
     assert said == "no??[2Jroomxxxxxxxxx"

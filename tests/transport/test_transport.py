@@ -1,4 +1,4 @@
-"""What every transport promises of messages (transport/base.py): one suite, for each of them."""
+"""Every transport keeps these promises about messages (transport/base.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from transport.base import Frame, Segment, TransportTimeoutError
 __all__ = ["listener", "pair", "transport_name"]
 
 
-def test_both_know_who_the_other_is(pair):
+def test_each_end_knows_its_peer(pair):
     one, other = pair
     assert one.peer.info == {"we": "serve"}
     assert other.peer.info == {"we": "connect"}
@@ -63,7 +63,7 @@ def test_the_largest_message_and_one_byte_more(pair):
     assert take(other) == b"still in order"
 
 
-def test_nothing_to_poll_is_none_at_once_and_after_the_time(pair):
+def test_poll_returns_none_at_once_and_after_its_timeout(pair):
     one, _ = pair
     assert one.poll() is None
     began = time.monotonic()
@@ -79,7 +79,7 @@ def test_poll_waits_for_what_comes_later(pair):
         began = time.monotonic()
         timer.start()
         assert take(other) == b"late"
-        assert time.monotonic() - began < 0.5  # who sleeps is woken
+        assert time.monotonic() - began < 0.5  # a sleeping poll is woken
         timer.join()
 
 
@@ -129,7 +129,7 @@ def test_the_sender_may_reuse_its_memory(pair):
     assert take(other) == before
 
 
-def test_post_waits_for_room_and_gives_up(pair):
+def test_post_waits_for_room_and_times_out(pair):
     one, other = pair
     data = noise(one.max_message_bytes)
     num_posted = fill(one, data)
@@ -140,7 +140,7 @@ def test_post_waits_for_room_and_gives_up(pair):
     assert take(other) == b"room again"
 
 
-def test_slots_are_limited_too(pair):
+def test_slots_are_limited(pair):
     one, other = pair
     num_posted = fill(one, b"")
     assert num_posted >= 8
@@ -148,7 +148,7 @@ def test_slots_are_limited_too(pair):
         assert take(other) == b""
 
 
-def test_a_waiting_post_goes_on_as_soon_as_there_is_room(pair):
+def test_a_waiting_post_continues_when_there_is_room(pair):
     one, other = pair
     data = noise(one.max_message_bytes)
     received = []
@@ -166,7 +166,7 @@ def test_a_waiting_post_goes_on_as_soon_as_there_is_room(pair):
 
 
 def test_frames_stay_until_released_in_any_order(pair):
-    """In a window that is nearly full all the time."""
+    """The window is nearly full all the time."""
     one, other = pair
     num_messages, most = 300, one.max_message_bytes // 2
     source = random.Random(3)
@@ -203,7 +203,7 @@ def test_a_frame_is_released_once(pair):
 
 
 def run_both(work, pair) -> None:
-    """work(end) for each of the two, in a thread of its own."""
+    """Runs work(end) for each of the two ends, in a thread of its own."""
     failures = []
 
     def run(end):
@@ -221,7 +221,7 @@ def run_both(work, pair) -> None:
 
 
 def test_both_directions_with_full_windows(pair):
-    """Each end posts most of what its peer's window holds, then takes what came."""
+    """Each end posts most of what its peer's window holds, then takes the messages."""
 
     def work(end):
         size = end.max_message_bytes
@@ -235,7 +235,7 @@ def test_both_directions_with_full_windows(pair):
 
 
 def test_both_post_more_than_any_buffer_holds(transport_name, tmp_path):
-    """Who sends goes on receiving, or both would wait for ever."""
+    """A posting end goes on receiving, or both would wait without end."""
     listener = transport.listen(url_for(transport_name, tmp_path), key=KEY)
     ends = [transport.connect(listener.url, key=KEY), listener.accept(PATIENCE_S)]
     data = noise(ends[0].max_message_bytes)
@@ -254,8 +254,8 @@ def test_both_post_more_than_any_buffer_holds(transport_name, tmp_path):
 
 @pytest.mark.timing
 def test_a_peer_that_is_busy_for_long_is_not_lost(tmp_path):
-    """It neither polls nor posts for a while; whoever posts to it waits, and that is all. Its heart
-    is heard. All transports at once, to wait once."""
+    """The peer neither polls nor posts for a while, and posts to it wait. Its heartbeats arrive.
+    All transports run at once, to wait once."""
     pairs, threads, closing = [], [], []
     for name in TRANSPORTS:
         listener = transport.listen(url_for(name, tmp_path), key=KEY)
@@ -283,7 +283,7 @@ def post_all(end, data: bytes, count: int) -> None:
 
 
 def test_random_traffic_both_ways(pair):
-    """Sizes of all kinds, several in flight, many laps of the ring."""
+    """Messages of all sizes, several in flight, go round the ring many times."""
     num_messages = 400
     source = random.Random(1)
     sizes = [

@@ -1,4 +1,4 @@
-"""What a peer, the network or the memory between may do to a connection that is made."""
+"""Faults of a peer, the network or the shared memory on an established connection."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from transport.base import (
 
 pytestmark = pytest.mark.timing
 
-HEAD_BYTES = 40  # of a descriptor; the rest means nothing
+HEAD_BYTES = 40  # size of a descriptor's head; the rest has no meaning
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -61,15 +61,15 @@ def accepted(listener):
     return endpoint
 
 
-# ---- a stream that is not what was sent
+# ---- corrupt streams
 
 
 def frame_of(number: int, payload: bytes, **what) -> bytes:
     return descriptor(number, payload, **what) + payload
 
 
-def test_frames_by_hand_arrive(tcp_listener):
-    """The other tests of streams change what here is right."""
+def test_hand_made_frames_arrive(tcp_listener):
+    """The other tests of streams change a frame that is valid here."""
     with raw_tcp_peer(tcp_listener.url) as data:
         endpoint = accepted(tcp_listener)
         for n in range(1, 4):
@@ -87,7 +87,8 @@ def test_frames_by_hand_arrive(tcp_listener):
 
 
 def take_all(endpoint) -> tuple[TransportError, list[bytes]]:
-    """What comes until the connection ends, held; and why it ended."""
+    """Takes messages until the connection ends; returns the error and the messages, which were
+    held."""
     taken = []
     try:
         while frame := endpoint.poll(PATIENCE_S):
@@ -113,7 +114,7 @@ STREAMS = {
 
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
 @pytest.mark.row("M4")
-def test_streams_that_nobody_sent(tcp_listener, stream):
+def test_corrupt_streams_end_the_connection(tcp_listener, stream):
     with raw_tcp_peer(tcp_listener.url) as data:
         endpoint = accepted(tcp_listener)
         data.sendall(stream())
@@ -126,7 +127,7 @@ def test_streams_that_nobody_sent(tcp_listener, stream):
         endpoint.close()
 
 
-def test_corrupt_input_is_seen_by_who_posts(tcp_listener):
+def test_corrupt_input_is_seen_by_a_waiting_post(tcp_listener):
     with raw_tcp_peer(tcp_listener.url) as data:
         endpoint = accepted(tcp_listener)
         fill(endpoint, noise(1000))
@@ -138,7 +139,7 @@ def test_corrupt_input_is_seen_by_who_posts(tcp_listener):
 
 @pytest.mark.row("M3")
 def test_random_streams_end_the_connection_only(tcp_listener):
-    """Whatever comes: frames up to the first bad one, then an error, and the next peer is well."""
+    """Frames up to the first bad one arrive, then an error, and the next peer is not affected."""
     source = random.Random(9)
     for n in range(60):
         with raw_tcp_peer(tcp_listener.url) as data:
@@ -170,7 +171,7 @@ def test_a_truncated_frame_is_a_lost_peer(tcp_listener):
 
 
 @pytest.mark.row("M7")
-def test_a_frame_that_stalls_half_way_ends_the_connection(tcp_listener):
+def test_a_frame_that_stalls_midway_ends_the_connection(tcp_listener):
     with raw_tcp_peer(tcp_listener.url) as data:
         endpoint = accepted(tcp_listener)
         data.sendall(frame_of(1, noise(1000))[:-1])
@@ -190,7 +191,7 @@ def post_in_time(endpoint, data: bytes) -> bool:
 
 @pytest.mark.row("M8")
 def test_a_peer_that_stops_reading_costs_only_its_own_connection(tcp_listener):
-    """It gives credit, so that nothing but the socket is full."""
+    """The peer gives credit, so that only the socket is full."""
     with raw_tcp_peer(tcp_listener.url) as data:
         stuck = accepted(tcp_listener)
         one = transport.connect(tcp_listener.url, key=KEY, window_bytes=WINDOW_BYTES)
@@ -200,7 +201,7 @@ def test_a_peer_that_stops_reading_costs_only_its_own_connection(tcp_listener):
         while post_in_time(stuck, chunk):
             num_posted += 1
             data.sendall(descriptor(0, consumed=num_posted))
-            assert num_posted * len(chunk) < 64 << 20  # what the kernel keeps is bounded
+            assert num_posted * len(chunk) < 64 << 20  # the kernel keeps a bounded amount
         assert stuck.is_lost
         post(one, b"alive")
         assert take(other) == b"alive"
@@ -219,8 +220,8 @@ def test_noise_on_the_control_connection_ends_it():
     theirs.close()
 
 
-def test_who_hears_nothing_resets_the_connection():
-    """It says so with what passes even where nothing is acknowledged any more."""
+def test_an_end_without_heartbeats_resets_the_connection():
+    """It sends a reset, which arrives even where data is not acknowledged any more."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         theirs = socket.create_connection(server.getsockname())
         ours, _ = server.accept()
@@ -239,11 +240,11 @@ def test_who_hears_nothing_resets_the_connection():
     theirs.close()
 
 
-# ---- a process that dies, hangs, or is only slow
+# ---- a process that dies, hangs or is slow
 
 
 def wait_for_end_of(endpoint, how: str) -> float:
-    """When the loss was seen by who waits in poll or post."""
+    """Returns when a waiting poll or post saw the loss."""
     data = noise(endpoint.max_message_bytes)
     with pytest.raises(PeerLostError):
         endpoint.poll(PATIENCE_S) if how == "poll" else post(endpoint, data)
@@ -252,7 +253,7 @@ def wait_for_end_of(endpoint, how: str) -> float:
 
 
 @pytest.mark.parametrize("how", ["poll", "post"])
-def test_a_killed_peer_is_seen_at_once(listener, how):
+def test_a_killed_peer_is_noticed_at_once(listener, how):
     with child(listener.url, "idle") as process:
         endpoint = accepted(listener)
         assert take(endpoint) == b"here"
@@ -273,7 +274,7 @@ def test_a_forked_copy_does_not_end_the_connection(listener):
     one = transport.connect(listener.url, key=KEY, window_bytes=WINDOW_BYTES)
     other = accepted(listener)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: there are other threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about other threads
         pid = os.fork()
     if pid == 0:
         try:
@@ -289,12 +290,12 @@ def test_a_forked_copy_does_not_end_the_connection(listener):
     other.close()
 
 
-def test_both_sides_of_the_library_agree():
+def test_python_and_the_library_agree_on_heartbeats():
     assert (_windows.HEARTBEAT_S, _windows.LOST_AFTER_S) == (HEARTBEAT_S, LOST_AFTER_S)
 
 
-def test_stopped_peers_are_seen_in_time(tmp_path):
-    """One of each transport, to wait once."""
+def test_stopped_peers_are_noticed_in_time(tmp_path):
+    """Runs one of each transport, to wait once."""
     seen = []
 
     def watch(url):
@@ -336,12 +337,12 @@ def test_a_short_stop_is_no_loss(listener):
 
 
 def test_a_busy_interpreter_is_no_loss(tcp_listener):
-    """The heart beats in a thread that needs no interpreter."""
+    """The heartbeat thread needs no interpreter."""
     one = transport.connect(tcp_listener.url, key=KEY, window_bytes=WINDOW_BYTES)
     other = accepted(tcp_listener)
     began = time.monotonic()
     size = 1_000_000
-    while time.monotonic() - began < LOST_AFTER_S + 0.2:  # each of them without a pause
+    while time.monotonic() - began < LOST_AFTER_S + 0.2:  # posts without a pause
         before = time.monotonic()
         assert pow(3, size, None) > 0
         if time.monotonic() - before < 0.5:
@@ -352,7 +353,7 @@ def test_a_busy_interpreter_is_no_loss(tcp_listener):
     other.close()
 
 
-def test_data_by_a_process_of_its_own(listener):
+def test_messages_to_another_process(listener):
     with child(listener.url, "echo"):
         endpoint = accepted(listener)
         assert take(endpoint) == b"here"

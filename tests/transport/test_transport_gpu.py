@@ -1,4 +1,4 @@
-"""transport/gpu_prototype.py against a fake GPU and a fake mlx5 device
+"""transport/gpu_prototype.py on a fake GPU and a fake mlx5 device
 (tests/support/cuda/fakes_gpu_rdma.py)."""
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def gpu(driver) -> Gpu:
 
 
 class Registered:
-    """MREx, or DmaBufMR: what it was called with."""
+    """Stands in for MREx and DmaBufMR, and records its arguments."""
 
     rkey, lkey = 0xA1, 0xA2
 
     def __init__(self, domain, num_bytes, access, **settings) -> None:
         fd = settings.get("fd", settings.get("dmabuf"))
-        os.fstat(fd)  # still open
+        os.fstat(fd)  # the descriptor is still open
         self.num_bytes, self.access, self.settings = num_bytes, access, settings
         self.is_closed = False
 
@@ -95,7 +95,7 @@ def test_device_memory_is_registered_under_its_own_addresses(gpu, driver, verbs)
     assert made.is_closed
 
 
-def test_or_under_offsets_where_there_is_nothing_better(gpu, driver, verbs):
+def test_device_memory_is_registered_under_offsets_otherwise(gpu, driver, verbs):
     del verbs.MREx
     region = DeviceRegion(gpu, "domain", DEVICE_BASE + PAGE, 2 * PAGE)
     assert region._region.settings == {"dmabuf": driver.fds[0], "offset": 0}
@@ -111,7 +111,7 @@ def test_only_whole_pages_are_registered(gpu, verbs):
             DeviceRegion(gpu, "domain", address, num_bytes)
 
 
-def test_why_device_memory_is_not_registered(gpu, driver, verbs):
+def test_reasons_why_device_memory_is_not_registered(gpu, driver, verbs):
     with pytest.raises(TransportError, match="cuMemGetHandleForAddressRange: CUDA_ERROR_INVALID"):
         DeviceRegion(gpu, "domain", DEVICE_BASE, 64 * PAGE)
 
@@ -131,7 +131,7 @@ def test_why_device_memory_is_not_registered(gpu, driver, verbs):
 
 
 @pytest.mark.parametrize("lacks", [set(), {"CAN_USE_64_BIT_STREAM_MEM_OPS"}])
-def test_a_stream_waits_for_the_number(gpu, driver, lacks):
+def test_a_stream_waits_for_a_message_number(gpu, driver, lacks):
     driver.lacks = lacks
     receiver = StreamReceiver(gpu, is_device_memory=True)
     seen = []
@@ -194,7 +194,7 @@ def test_the_send_queue_is_found(nic):
     )
 
 
-def test_a_message_leaves_when_the_stream_comes_to_it(gpu, driver, nic):
+def test_a_message_leaves_when_the_stream_reaches_it(gpu, driver, nic):
     sender = StreamSender(gpu, queue_of(nic))
     gate = StreamReceiver(gpu, is_device_memory=False)
     gate.wait(STREAM, DEVICE_BASE, 1)
@@ -239,14 +239,14 @@ def test_a_full_send_queue(gpu, driver, nic):
     assert nic.num_done == 10
 
 
-def test_a_payload_of_no_bytes_would_be_one_of_2_gib(gpu, nic):
+def test_payloads_of_0_bytes_and_of_2_gib_are_refused(gpu, nic):
     sender = StreamSender(gpu, queue_of(nic))
     for num_bytes in (0, 1 << 31):
         with pytest.raises(ValueError, match="payload"):
             send(sender, 1, num_bytes)
 
 
-def test_why_there_is_no_send_queue(nic):
+def test_reasons_why_there_is_no_send_queue(nic):
     library = SimpleNamespace(mlx5dv_init_obj=nic.direct)
     with pytest.raises(GpuUnavailableError, match="mlx5"):
         send_queue_of(context(vendor=0xFFFFFF), PAIR, library)
@@ -256,7 +256,7 @@ def test_why_there_is_no_send_queue(nic):
         send_queue_of(context(), SimpleNamespace(qp=1, qp_num=1), library)
 
 
-def test_why_a_stream_cannot_send(gpu, driver, nic):
+def test_reasons_why_a_stream_cannot_send(gpu, driver, nic):
     driver.is_peer_mapping_allowed = False
     with pytest.raises(GpuUnavailableError, match="doorbell: cuMemHostRegister"):
         StreamSender(gpu, queue_of(nic))

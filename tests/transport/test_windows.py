@@ -1,4 +1,4 @@
-"""A window whose bytes are not what was sent: nothing in it is believed before it is checked."""
+"""A receiver checks every byte of a window before it uses it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.support.transport.transport_rig import WINDOW_BYTES, noise, segment
 from transport import _windows
 from transport.base import CorruptMessageError, Segment
 
-HEAD_BYTES = 40  # of a descriptor; the rest means nothing
-NUMBER_AT = 8 * 32  # bits
+HEAD_BYTES = 40  # size of a descriptor's head; the rest has no meaning
+NUMBER_AT = 8 * 32  # in bits
 
 
 # ---- checksums
 
 
 def test_crc32c_of_the_standard():
-    """RFC 3720 B.4, and the usual check value."""
+    """The values are those of RFC 3720 B.4 and the usual check value."""
     assert crc32c(b"123456789") == 0xE3069283
     assert crc32c(bytes(32)) == 0x8A9136AA
     assert crc32c(b"\xff" * 32) == 0x62A8AB43
@@ -41,7 +41,7 @@ def slow_crc32c(data: bytes) -> int:
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 767, 768, 769, 6143, 6144, 6145, 20_001])
 def test_crc32c_of_all_lengths(size):
-    """The three streams joined are one, at any alignment; a copy has the same."""
+    """The three streams are joined to one at any alignment, and a copy has the same checksum."""
     data = np.frombuffer(noise(size + 3, size), np.uint8)[3:]
     expected = slow_crc32c(data.tobytes())
     copied = np.zeros(size + 16, np.uint8)
@@ -53,11 +53,11 @@ def test_crc32c_of_all_lengths(size):
     assert _windows.crc32c(data.ctypes.data + size // 2, size - size // 2, half) == expected
 
 
-# ---- a window whose bytes are not what was sent
+# ---- a window with corrupt bytes
 
 
 class OpenWindow:
-    """The receiving end of a pair in memory, with the window it reads from in our hands."""
+    """The receiving end of a pair in memory, with the window that it reads open to the test."""
 
     def __init__(self) -> None:
         self.memory = _windows.Memory.anonymous(WINDOW_BYTES)
@@ -78,14 +78,14 @@ class OpenWindow:
 
 
 @pytest.mark.row("M9")
-def test_every_flipped_bit_of_a_head_is_seen():
-    """Of the payload's place and length, the checksums and the number."""
+def test_every_flipped_bit_of_a_head_is_detected():
+    """The head holds the payload's position and length, the checksums and the number."""
     data = noise(1000)
     for bit in range(8 * HEAD_BYTES):
         window = OpenWindow()
         window.sender.post([segment(np.frombuffer(data, np.uint8))], 1.0)
         window.slot(1)[bit // 8] ^= 1 << bit % 8
-        if bit == NUMBER_AT:  # 1 became 0, which says that nothing has come yet
+        if bit == NUMBER_AT:  # 1 became 0, which says that no message has come yet
             assert window.receiver.poll(0.0) is None
             continue
         with pytest.raises(CorruptMessageError):
@@ -94,7 +94,7 @@ def test_every_flipped_bit_of_a_head_is_seen():
 
 
 @pytest.mark.row("M9")
-def test_every_flipped_bit_of_a_payload_is_seen():
+def test_every_flipped_bit_of_a_payload_is_detected():
     data = noise(100)
     for bit in range(8 * len(data)):
         window = OpenWindow()
@@ -105,7 +105,7 @@ def test_every_flipped_bit_of_a_payload_is_seen():
 
 
 @pytest.mark.parametrize("what", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_a_head_that_is_whole_but_impossible(what):
+def test_a_head_with_valid_checksums_and_impossible_fields(what):
     window = OpenWindow()
     window.write(1, descriptor(1, **what))
     with pytest.raises(CorruptMessageError):
@@ -114,7 +114,7 @@ def test_a_head_that_is_whole_but_impossible(what):
 
 @pytest.mark.parametrize("number", [2, 63, 65, 2**63, 2**64 - 1])
 @pytest.mark.row("M10")
-def test_a_number_that_is_not_due(number):
+def test_a_number_out_of_order(number):
     window = OpenWindow()
     window.write(1, descriptor(number))
     with pytest.raises(CorruptMessageError, match="1 is due"):
@@ -122,7 +122,7 @@ def test_a_number_that_is_not_due(number):
 
 
 @pytest.mark.row("M10")
-def test_an_old_descriptor_again_is_no_message():
+def test_a_repeated_descriptor_is_no_message():
     window = OpenWindow()
     for n in range(1, _windows.NUM_SLOTS + 1):
         window.sender.post([], 1.0)
@@ -138,7 +138,7 @@ def test_an_old_descriptor_again_is_no_message():
 
 
 @pytest.mark.parametrize("consumed", [1, 2**63, 2**64 - 1])
-def test_credit_that_nobody_can_have_given(consumed):
+def test_impossible_credit(consumed):
     window = OpenWindow()
     window.bytes(0, 8)[:] = np.frombuffer(struct.pack("<Q", consumed), np.uint8)
     with pytest.raises(CorruptMessageError):
@@ -171,7 +171,7 @@ def test_random_heads_never_lead_out_of_the_window():
 # ---- what is posted
 
 
-def test_segments_must_be_segments():
+def test_invalid_segments_are_refused():
     window = OpenWindow()
     data = np.zeros(8, np.uint8)
     for segments in ([1], [(1, 2, 3)], [("a", 1, 1, 1)], 5, [None]):

@@ -25,7 +25,7 @@ def connect(listener, key: bytes = KEY):
     return transport.connect(listener.url, key=key, window_bytes=WINDOW_BYTES)
 
 
-def assert_a_peer_gets_in(listener) -> None:
+def assert_a_peer_connects(listener) -> None:
     one = connect(listener)
     other = listener.accept(PATIENCE_S)
     assert other is not None
