@@ -29,7 +29,7 @@ def gpu(monkeypatch):
     return make
 
 
-def test_a_gpu_is_taken(gpu):
+def test_auto_chooses_a_usable_gpu(gpu):
     gpu()
     assert ops.best_backend() == "cuda"
 
@@ -50,7 +50,7 @@ def test_an_unusable_gpu_is_named_and_the_cpu_is_used(gpu, caplog, kwargs, why):
     assert why in caplog.text
 
 
-def test_the_interpreter_is_only_taken_when_asked_for(gpu, monkeypatch):
+def test_the_interpreter_is_only_used_on_request(gpu, monkeypatch):
     gpu()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert ops.best_backend() == "cpu"

@@ -128,11 +128,11 @@ def test_a_quantized_checkpoint_that_cannot_use_int8_rows_is_unpacked(tmp_path, 
 def test_the_engine_unpacks_on_request(case, dtype, tmp_path):
     packed, plain = write(tmp_path, *CASES[case])
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    said = []
+    token_ids = []
     for path in (packed, plain):
         with LLM(str(path), dtype=dtype, max_model_len=64) as llm:
-            said.append(llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids)
-    assert said[0] == said[1]
+            token_ids.append(llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids)
+    assert token_ids[0] == token_ids[1]
 
 
 @pytest.mark.parametrize("group", [64, 128])

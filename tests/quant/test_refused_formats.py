@@ -190,8 +190,10 @@ def test_a_tensor_that_would_change_the_numbers_is_not_dropped(case, name, value
 def test_the_order_of_inputs_is_needed_only_where_config_asks_for_it(tmp_path):
     """It is not needed either where all inputs share a group."""
     channel = GPTQ | {"group_size": -1}
-    for config, shown in ((GPTQ, GPTQ), (channel, channel | {"desc_act": True})):
-        packed, _ = write(tmp_path / str(shown["group_size"]), shown, four_bits(config))
+    for config, served_config in ((GPTQ, GPTQ), (channel, channel | {"desc_act": True})):
+        packed, _ = write(
+            tmp_path / str(served_config["group_size"]), served_config, four_bits(config)
+        )
         tensors = load_file(packed / "model.safetensors")
         without = {name: t for name, t in tensors.items() if not name.endswith("g_idx")}
         save_file(without, packed / "model.safetensors")

@@ -197,5 +197,5 @@ def test_a_thousand_connections_in_turn_leak_nothing(tmp_path):
 
 
 def test_a_peers_text_stays_on_one_line_of_the_log():
-    said = control.printable("no\n\x1b[2Jroom" + "x" * 300, 20)
-    assert said == "no??[2Jroomxxxxxxxxx"
+    text = control.printable("no\n\x1b[2Jroom" + "x" * 300, 20)
+    assert text == "no??[2Jroomxxxxxxxxx"

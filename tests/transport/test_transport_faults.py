@@ -230,10 +230,10 @@ def test_an_end_without_heartbeats_resets_the_connection():
     link.watch()
     theirs.settimeout(PATIENCE_S)
     began = time.monotonic()
-    said = []
+    received = []
     with pytest.raises(ConnectionResetError):
-        said.extend(iter(lambda: theirs.recv(100), b""))
-    assert said and time.monotonic() - began < LOST_AFTER_S + 0.25
+        received.extend(iter(lambda: theirs.recv(100), b""))
+    assert received and time.monotonic() - began < LOST_AFTER_S + 0.25
     while not link.is_over and time.monotonic() - began < PATIENCE_S:
         time.sleep(0.001)  # the reset is out before its sender has noted it
     assert link.is_over and "nothing was heard" in link.reason

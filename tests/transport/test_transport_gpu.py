@@ -216,12 +216,12 @@ def test_laps_of_the_send_queue_and_of_its_counter(gpu, driver, nic):
     sender = StreamSender(gpu, queue_of(nic))
     peer = nic.peer[0xBEEF]
     for number in range(1, 40_000):  # the counter has 16 bits
-        place, data = number % 7, number.to_bytes(4, "little")
-        driver.write(DEVICE_BASE + 32 * place, data)
-        source = Source(0xA2, DEVICE_BASE + 32 * place, 4)
-        sender.send(STREAM, source, Target(0xBEEF, 512 * place + 16, 8), number)
+        slot, data = number % 7, number.to_bytes(4, "little")
+        driver.write(DEVICE_BASE + 32 * slot, data)
+        source = Source(0xA2, DEVICE_BASE + 32 * slot, 4)
+        sender.send(STREAM, source, Target(0xBEEF, 512 * slot + 16, 8), number)
         driver.run()
-        assert peer[512 * place + 16 : 512 * place + 20] == data
+        assert peer[512 * slot + 16 : 512 * slot + 20] == data
         assert int.from_bytes(peer[8:16], "little") == number
         sender.done(1)
 

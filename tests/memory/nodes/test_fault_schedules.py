@@ -86,7 +86,7 @@ def test_a_short_partition_is_not_noticed(directions):
     assert run.engine.nodes.num_lost == 0
 
 
-def test_the_last_node_is_lost_and_own_memory_takes_over():
+def test_own_memory_replaces_the_last_lost_node():
     run = make(local=1, num_nodes=1)
     run.nodes[0].kill()
     assert finish(run) < 0.5
@@ -126,7 +126,7 @@ def test_without_memory_for_a_moment_requests_wait():
     assert 3.0 < finish(run) < 4.0
 
 
-def test_a_draining_node_is_left_at_once_and_taken_back():
+def test_a_draining_node_is_left_at_once_and_used_again_later():
     run = make(num_tokens=79)
     run.nodes[0].drain()
     run_for(run, 0.2)

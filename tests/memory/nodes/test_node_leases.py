@@ -219,7 +219,7 @@ def test_drain_asks_engines_to_leave_and_waits_for_them(served):
 
 
 @pytest.mark.timing
-def test_drain_does_not_wait_for_ever(served):
+def test_drain_ends_at_its_time_limit(served):
     engine = served.engine()
     engine.attach()
     began = time.monotonic()

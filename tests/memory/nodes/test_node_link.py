@@ -69,7 +69,7 @@ def test_pages_that_are_granted(num_pages):
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "match"),
     [
         (b"", "FORM"),
         (bytes(32), "FORM"),
@@ -88,8 +88,8 @@ def test_pages_that_are_granted(num_pages):
         (pack_json(Kind.ERROR, 1, {"code": 3, "text": "x" * 9999}), "STALE: x{500}$"),
     ],
 )
-def test_an_invalid_grant_is_an_error(message, said):
-    with pytest.raises(NodeError, match=said):
+def test_an_invalid_grant_is_an_error(message, match):
+    with pytest.raises(NodeError, match=match):
         Script(message).attach()
 
 

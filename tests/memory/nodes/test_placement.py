@@ -195,7 +195,7 @@ def test_the_chosen_partition(name, kv_heads, window, num_nodes, due):
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_heads", "window", "num_nodes", "said"),
+    ("name", "kv_heads", "window", "num_nodes", "match"),
     [
         ("head", 2, None, 3, "needs a K/V head for each of 3 nodes, the model has 2"),
         ("sequence", 4, 64, 2, "the model has sliding windows"),
@@ -203,8 +203,8 @@ def test_the_chosen_partition(name, kv_heads, window, num_nodes, due):
         ("auto", 4, None, 5, "supports 4 nodes at most, not 5"),
     ],
 )
-def test_an_impossible_partition_names_the_setting(name, kv_heads, window, num_nodes, said):
-    with pytest.raises(PlacementError, match=said) as caught:
+def test_an_impossible_partition_names_the_setting(name, kv_heads, window, num_nodes, match):
+    with pytest.raises(PlacementError, match=match) as caught:
         resolve_partition(name, [heads(kv_heads, window=window)], num_nodes)
     assert str(caught.value).startswith("memory_partition")
 

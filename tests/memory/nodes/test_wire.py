@@ -105,7 +105,7 @@ def test_random_bytes_are_refused(data):
 
 
 @pytest.mark.parametrize(
-    ("offset", "value", "said"),
+    ("offset", "value", "match"),
     [
         (0, b"\x00", "not a message"),
         (2, b"\x02", "version 2, here it is 1"),
@@ -117,11 +117,11 @@ def test_random_bytes_are_refused(data):
         (31, b"\x01", "not a message"),
     ],
 )
-def test_every_field_of_a_header_is_checked(offset, value, said):
+def test_every_field_of_a_header_is_checked(offset, value, match):
     data = bytearray(Header(Kind.QUERY, 1, 2, 3, WireType.INT8, 4).packed())
     read_header(memoryview(data))
     data[offset : offset + 1] = value
-    with pytest.raises(WireError, match=said) as caught:
+    with pytest.raises(WireError, match=match) as caught:
         read_header(memoryview(data))
     assert caught.value.code is ErrorCode.FORM
 

@@ -248,7 +248,7 @@ def test_unmapping_waits_only_for_users_of_the_range(driver):
     memory.close()
 
 
-def test_closing_goes_on_after_a_failure(driver):
+def test_closing_continues_after_a_failure(driver):
     memory = CudaMemory(PAGE, 4, driver=driver)
     memory.reserve(4 * PAGE)
     memory.map(0, 0, 4)

@@ -109,8 +109,8 @@ def test_unusable_files_are_replaced(tmp_path, pages, how, caplog):
     assert not store.contains(b"a") and put(store, pages, b"a") == [True]
     assert found(store, pages, b"a")
     store.close()
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len([line for line in said if "anew" in line or "not ours" in line]) == 1, said
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len([line for line in warnings if "anew" in line or "not ours" in line]) == 1, warnings
     store = open_store(tmp_path, persistent=True)
     assert found(store, pages, b"a")
     store.close()

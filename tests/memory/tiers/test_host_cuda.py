@@ -51,8 +51,8 @@ class Device:
         assert self.kv.grow(target, len(keys) * TOKENS)
         self.kv.commit()
         start = self.base + target.index * self.kv.range_tokens * self.kv.token_bytes
-        for place, key in enumerate(keys):
-            self.driver.launch(start + place * PAGE, content(key, PAGE))
+        for slot, key in enumerate(keys):
+            self.driver.launch(start + slot * PAGE, content(key, PAGE))
         self.kv.insert_prefix(target, keys, len(keys) * TOKENS)
         self.kv.close(target)
 
@@ -66,11 +66,11 @@ class Device:
         target = self.kv.open(hit.num_tokens, hit)
         self.kv.commit()
         assert self.driver.cuStreamSynchronize(0) == (CUresult.CUDA_SUCCESS,)
-        for place in range(len(target.pages)):
+        for slot in range(len(target.pages)):
             start = (
-                self.base + target.index * self.kv.range_tokens * self.kv.token_bytes + place * PAGE
+                self.base + target.index * self.kv.range_tokens * self.kv.token_bytes + slot * PAGE
             )
-            assert self.driver.read(start, PAGE) == content(keys[place], PAGE)
+            assert self.driver.read(start, PAGE) == content(keys[slot], PAGE)
         self.kv.close(target)
         return hit.num_tokens // TOKENS
 
@@ -92,7 +92,7 @@ class Device:
 
 
 def sequence(number: int, num_pages: int = 4) -> list[bytes]:
-    return [b"%d page %d" % (number, place) for place in range(num_pages)]
+    return [b"%d page %d" % (number, slot) for slot in range(num_pages)]
 
 
 @pytest.fixture
@@ -165,9 +165,9 @@ def test_the_compute_thread_neither_copies_nor_waits():
     calls = device.driver.calls_of
     before = calls["MainThread"].copy()
     page = next(iter(device.kv.prefixes.index.pages))
-    places = [(b"other", device.memory.page_address(page))]
-    assert device.tier.store_many(places)[0].result(10)
-    assert device.tier.load_many(places)[0].result(10)
+    addressed = [(b"other", device.memory.page_address(page))]
+    assert device.tier.store_many(addressed)[0].result(10)
+    assert device.tier.load_many(addressed)[0].result(10)
     used = calls["MainThread"] - before
     assert used == {"cuCtxGetCurrent": 2, "cuEventRecord": 2, "cuStreamWaitEvent": 2}
     assert calls["mergestep-host"]["cuMemcpyDtoHAsync"] == 5

@@ -25,7 +25,7 @@ from tests.support.memory.late_store import LateStore, content
 __all__ = ["pages"]
 
 
-def test_pages_come_back_from_host_memory(pages):
+def test_pages_are_loaded_from_host_memory(pages):
     copier = FailingCopier()
     tier = HostTier(PAGE, 8 * PAGE, copier)
     assert results(fill(pages, tier, [1, 2, 3])) == [True] * 3

@@ -121,15 +121,15 @@ def test_a_failing_or_wrong_kernel_is_not_chosen(attend, caplog):
 
 
 def test_the_quickest_is_chosen_for_each_shape():
-    taken = {"flashinfer": 3.0, "flash_attn": 2.0, "cudnn": 1.0}
-    times = {LIBRARIES[name].attend: t for name, t in taken.items()}
-    prefill = LibraryPrefill([LIBRARIES[name] for name in taken], DEVICE)
+    times_by_name = {"flashinfer": 3.0, "flash_attn": 2.0, "cudnn": 1.0}
+    times = {LIBRARIES[name].attend: t for name, t in times_by_name.items()}
+    prefill = LibraryPrefill([LIBRARIES[name] for name in times_by_name], DEVICE)
     shapes = [layer(), layer(window=9), layer(dim=96)]
     assert prefill.prepare(shapes, exact, lambda attend, tiles: times[attend])
     assert [c.name for c in prefill._chosen.values()] == ["cudnn", "flash_attn", "cudnn"]
 
 
-def test_installed_takes_what_can_be_imported():
+def test_installed_lists_libraries_that_can_be_imported():
     there = {
         "flashinfer": types.SimpleNamespace(single_prefill_with_kv_cache=None),
         "flash_attn": types.SimpleNamespace(flash_attn_func=flash_attn_func),

@@ -130,7 +130,7 @@ def test_large_products_have_enough_programs():
         assert narrow.split_k > 1
 
 
-def test_a_candidate_with_another_result_or_an_error_is_not_taken(monkeypatch, caplog):
+def test_a_candidate_with_another_result_or_an_error_is_not_chosen(monkeypatch, caplog):
     options = [Choice(TRITON, tile) for tile in (Tile(16, 32, 64, 4, n) for n in (2, 3, 4, 5))]
     times = dict(zip(options, (4.0, 1.0, 2.0, 3.0), strict=True))
 
