@@ -159,8 +159,7 @@ def test_a_later_epoch_replaces_the_earlier_one(served):
 @pytest.mark.parametrize("epoch", [1, 3])
 @pytest.mark.row("M11")
 def test_an_epoch_that_is_over_is_refused(served, epoch):
-    """An engine that returns after a network partition must not attach with an old epoch,
-    whether its successor is alive or not."""
+    """An engine with an old epoch cannot return, whether its successor is alive or not."""
     one = served.engine(epoch=3)
     one.attach()
     assert refused(served.engine(epoch=epoch)) is ErrorCode.STALE
@@ -242,8 +241,7 @@ def test_an_engine_learns_that_its_node_is_draining(served):
 
 @pytest.mark.parametrize("num_engines", [1, 3])
 def test_close_while_engines_are_served(served, num_engines):
-    """Kernels read windows and pages when `close` is called, and both stay valid until they have
-    ended."""
+    """Windows and pages that kernels read during the close stay valid until they end."""
     engines = [served.engine(engine=str(i), num_pages=30) for i in range(num_engines)]
     for engine in engines:
         engine.attach()

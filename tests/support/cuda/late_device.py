@@ -13,8 +13,8 @@ from tests.support.engine.fakes import FakeMemory
 
 
 class LateDevice:
-    """Runs queued work in order: when the host waits for it, in virtual time, or in a thread, each
-    piece for `seconds`.
+    """Runs queued work in order: in virtual time, when the host waits for it, or in a thread. Each
+    piece takes `seconds`.
 
     events: ("launch" | "begin" | "end", number). faults: errors that a step found. idle_s: time
     between steps, in virtual time.
