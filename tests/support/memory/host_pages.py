@@ -35,7 +35,7 @@ class Pages:
 
 class FailingCopier(MemoryCopier):
     """`fail_next`: the next batch is garbage; `is_lost`: copies end in an unknown state;
-    `may_go_on`: copies wait until it is set."""
+    `may_continue`: copies wait until it is set."""
 
     def __init__(self) -> None:
         super().__init__()
