@@ -1,1 +1,1 @@
-"""Where K and V live, and where attention runs."""
+"""Stores K and V, and runs attention on the machines that store them."""

@@ -21,7 +21,7 @@ LogprobRows = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """How a prompt's final hidden states become one embedding vector.
+    """Determines how a prompt's final hidden states become one embedding vector.
 
     kind: "mean" of all tokens, or the "last" token. normalize: scale the vector to length 1.
     dimensions: keep only the first so many, before normalizing; None keeps all. cache_salt and

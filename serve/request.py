@@ -41,7 +41,7 @@ Prompt = str | TextPrompt | TokensPrompt | list[int]
 
 
 class FinishReason(Enum):
-    """Why a sequence ended."""
+    """The reason why a sequence ended."""
 
     STOP = "stop"
     LENGTH = "length"

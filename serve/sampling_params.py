@@ -30,7 +30,7 @@ _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled and when a sequence ends.
+    """Determines how tokens are sampled and when a sequence ends.
 
     max_tokens: None means up to the model's context. default_max_tokens: the bound where
     max_tokens is None. temperature: 0 is greedy. top_k: 0 and -1 mean off.

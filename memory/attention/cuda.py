@@ -23,7 +23,7 @@ _DIM_UNIT = 16  # of a head, as the kernels have it
 
 
 class CudaKVLayout:
-    """Where each layer's part lies inside one tile's bytes. Head dimensions are padded with zeros
+    """The layout of all layers' K and V in one tile's bytes. Head dimensions are padded with zeros
     to a multiple of 16."""
 
     tile_tokens = TILE_TOKENS

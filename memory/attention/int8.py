@@ -16,7 +16,7 @@ from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
 
 
 class Int8KVLayout:
-    """Where each layer's K and V lie inside one tile's bytes."""
+    """The layout of all layers' K and V in one tile's bytes."""
 
     tile_tokens = TILE_TOKENS
 

@@ -19,7 +19,7 @@ from ops.backend import KeyValues
 
 
 class KVLayout:
-    """Where each layer's K and V lie inside one token's bytes."""
+    """The layout of all layers' K and V in one token's bytes."""
 
     tile_tokens = 1
 

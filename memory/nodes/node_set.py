@@ -38,7 +38,7 @@ Connect = Callable[[str, float], Endpoint]
 
 
 class NoNodeError(Exception):
-    """No node takes the K/V. The text says why."""
+    """No node can take the K/V; the message states the reason."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""How K/V is partitioned over memory nodes, in integers: by heads, sequences or tokens.
+"""Partitions K/V over memory nodes, in integers: by heads, sequences or tokens.
 
 In mode `head` every node has some K/V heads of every token, so the load is even for all lengths
 (Lamina, arXiv 2405.01814, section 4.2). In mode `sequence` stripes of 16 tokens go round the nodes,

@@ -1,4 +1,4 @@
-"""Which page is mapped at which page slot of the ranges, and the calls that change it.
+"""Records which page is mapped at each page slot of the ranges, and maps and unmaps pages.
 
 This is separate from the accounting (`memory.kv_manager`): a range may stay mapped to pages that
 it does not hold any more. No kernel reads there, and if the next sequence in the range gets the

@@ -1,4 +1,4 @@
-"""Which page has which slot of the file, and which page is evicted next: integers and keys only.
+"""Assigns slots of the file to pages and chooses pages to evict, with integers and keys only.
 
 +--------------------------------------------------------------------------------------+
 | A slot is free, or belongs to one entry until that is dropped and no load reads it.  |

@@ -1,4 +1,4 @@
-"""What the native linear layers share: sizes, biases, activations and norms of a `Fusion`."""
+"""Helpers of the native linear layers: sizes, biases, activations and norms of a `Fusion`."""
 
 from __future__ import annotations
 

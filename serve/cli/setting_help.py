@@ -35,7 +35,7 @@ PANELS = (SERVER, SECURITY, MODEL, SCHEDULING, MEMORY, NODES, LIMITS, LOGS)
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How a setting is offered.
+    """Describes the command-line option of a setting.
 
     metavar: the value's placeholder in the help. is_size: the value is a number of bytes or a size
     such as "2GiB". choices: values that the shell completes. flags, envs: further names of the

@@ -113,7 +113,7 @@ class Engine:
         )
 
     def stall_reason(self) -> str | None:
-        """Why the engine does not go on, in words; None if it does."""
+        """Returns the reason why the engine has stalled, as text; None if it has not."""
         if self._loaded is None or self._is_draining:
             return None
         core = self._loaded.core
@@ -146,7 +146,7 @@ class Engine:
 
     @property
     def chat_format(self) -> ChatFormat:
-        """How the model writes reasoning and tool calls."""
+        """The format of the model's reasoning and tool calls."""
         return self._chat_format
 
     def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""From an EngineConfig to a core that is ready to start: read, size, load, connect.
+"""Builds a core that is ready to start from an EngineConfig: read, size, load, connect.
 
 Start-up decisions (dtype, context length, pages, threads) are taken here and in serve.loading, and
 logged once.

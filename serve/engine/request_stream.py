@@ -175,7 +175,7 @@ class CallPolicy(Protocol):
 
     @property
     def arrived_s(self) -> float:
-        """When the call arrived, in seconds of the monotonic clock; latencies count from there."""
+        """The arrival of the call in seconds of the monotonic clock; latencies count from it."""
 
     def allowed(self, params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
         """Returns the parameters with the call's limits. Raises what refuses the request."""

@@ -47,7 +47,7 @@ class Watchdog:
             self._most_rows = max(self._most_rows, num_rows)
 
     def stall_reason(self) -> str | None:
-        """Why the engine has stalled, in words; None if it has not."""
+        """Returns the reason why the engine has stalled, as text; None if it has not."""
         if not self._is_output_alive():
             return "the thread that delivers answers has ended"
         seconds = self.stalled_s()

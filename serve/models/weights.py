@@ -1,4 +1,4 @@
-"""From a checkpoint to a Decoder: checks, concatenation of parts, streaming.
+"""Builds a Decoder from a checkpoint: checks, concatenation of parts, streaming.
 
 Presence and shape of all tensors are checked against the spec before the first is read. Then one
 product at a time is fetched, cast, concatenated and packed, so that at most one unpacked product is

@@ -52,7 +52,7 @@ class _OwnerEntries:
 
 
 class ResponseStore:
-    """At most max_entries responses and max_bytes of JSON. It is not thread-safe."""
+    """Keeps at most max_entries responses and max_bytes of JSON. It is not thread-safe."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries

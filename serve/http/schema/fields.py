@@ -138,7 +138,7 @@ class String:
 
 @dataclass(frozen=True, slots=True)
 class OneOfNames:
-    """One of a few names."""
+    """A field whose value is one of a few names."""
 
     names: tuple[str, ...]
 
