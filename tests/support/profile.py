@@ -14,7 +14,7 @@ QUICK_STEPS = 20
 
 
 def examples(most: int, *, steps: int | None = None, **others: Any) -> settings:
-    """Settings for `most` examples of `steps` steps in the thorough profile. The quick profile
+    """Returns settings: `most` examples of `steps` steps in the thorough profile. The quick profile
     draws the same few examples every time, so that `make test` gives one answer for one tree."""
     if not THOROUGH:
         most = min(most, QUICK_EXAMPLES)

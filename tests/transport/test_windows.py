@@ -168,7 +168,7 @@ def test_random_heads_never_lead_out_of_the_window():
     assert num_taken > 100
 
 
-# ---- what is posted
+# ---- posting
 
 
 def test_invalid_segments_are_refused():

@@ -18,7 +18,7 @@ from tests.support.cuda.fakes_cuda import CUresult, FakeDriver
 from tests.support.memory.late_store import LateStore, content
 
 PAGE = 4096
-TOKENS = 4  # of a page
+TOKENS = 4  # tokens per page
 EMPTY = (0, 0, 0, 0)
 UNKNOWN = CUresult.CUDA_ERROR_UNKNOWN
 

@@ -12,7 +12,7 @@ from memory.prefix.index import PrefixHasher
 from memory.tiers.disk_tier import DiskTier
 
 PAGE = 4096
-TOKENS = 4  # of a page
+TOKENS = 4  # tokens per page
 
 
 class Rig:

@@ -165,5 +165,5 @@ def test_a_step_with_long_chunks(window):
     out = attention.attend(arrays, q, 1, 66, True, prompts)
     for i, part in enumerate((slice(0, 1), slice(1, 61), slice(61, 66))):
         expected, _, bound = tiles.expected(q[part], i)
-        # keys and values are rounded to bf16 on the way
+        # keys and values are rounded to bf16 when they are stored
         assert ((out[part].cpu().double() - expected).abs() <= 4 * bound + 0.01).all()

@@ -93,7 +93,7 @@ def test_penalties_and_edits_equal_the_cpus():
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_counts_include_tokens_that_the_host_does_not_have(is_known):
-    """Two sequences have penalties, and both lose their rows of the table on the way."""
+    """Two sequences have penalties, and both lose their rows of the table in between."""
     size, num_steps = 40, 6
     logits = torch.randn(num_steps, 2, size, generator=torch.Generator().manual_seed(2))
     arguments = {

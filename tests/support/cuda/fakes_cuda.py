@@ -99,7 +99,7 @@ class FakeDriver(Streams):
         self._next_address = 1 << 40
         self._due: dict[str, list[CUresult | None]] = {}
 
-    # What tests set and look at.
+    # Methods for tests.
 
     def fail(self, call: str, error: CUresult, after: int = 0) -> None:
         """Makes one call of that name fail, after the next `after` ones."""

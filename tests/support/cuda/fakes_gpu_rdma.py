@@ -76,7 +76,7 @@ class FakeDriver:
         self._synchronous: set[int] = set()
         self.fds: list[int] = []
 
-    # ---- what tests do
+    # ---- methods for tests
 
     def run(self) -> None:
         """Runs the stream as far as it gets."""

@@ -53,7 +53,7 @@ class Rig:
         )
 
     def sink(self):
-        """A sink that nobody reads."""
+        """Returns a sink that ignores what it gets."""
         return SimpleNamespace(
             accept=lambda request: None,
             push=lambda delta: None,

@@ -1,4 +1,4 @@
-"""Random fault schedules over memory nodes in virtual time: a seed is a schedule.
+"""Random fault schedules over memory nodes in virtual time; a seed determines its schedule.
 
     python -m tests.support.nodes.sim_faults --count 1000          # seeds 0 to 999
     python -m tests.support.nodes.sim_faults --seed 17 --verbose   # one of them, with a log

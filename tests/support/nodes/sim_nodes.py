@@ -181,7 +181,7 @@ class SimNode:
         self._rivals.clear()
         self._changed()
 
-    # ---- its work
+    # ---- processing of messages
 
     def _changed(self) -> None:
         is_good = self.process is not None and not (

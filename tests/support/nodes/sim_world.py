@@ -167,7 +167,7 @@ class SimEndpoint:
         self._frames.clear()
         self._put_on_wire(None, 0)
 
-    # ---- what happens to it
+    # ---- delivery and faults
 
     @property
     def num_waiting(self) -> int:
