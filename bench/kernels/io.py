@@ -70,7 +70,7 @@ def _accesses(path: Path, size: int) -> tuple[list[DiskAccess], list[str]]:
 
 
 def _prepare(path: Path, size: int) -> bool:
-    """A file of noise, written past the page cache where that is possible (the answer)."""
+    """Writes a file of random bytes. Returns whether the page cache could be avoided."""
     fd, is_direct = open_direct(path, os.O_RDWR | os.O_CREAT)
     file = ThreadFile(fd, is_direct=is_direct, depth=4)
     try:
@@ -123,7 +123,7 @@ def measure_store(folder: Path, size: int, seconds: float, rounds: int) -> list[
                         raw = (before + _raw_rate(raw_way, pattern, seconds)) / 2
                         pairs[kind].append((ours, raw))
             finally:
-                store.close()  # before the memory goes
+                store.close()  # before its memory is unmapped
         for kind, shares in pairs.items():
             row: dict[str, Any] = {"what": kind, "page_bytes": page_bytes, "io": store.io}
             row["gb_s"] = statistics.median(ours for ours, _ in shares)
@@ -221,7 +221,7 @@ def report(cells: list[dict[str, Any]], store: list[dict[str, Any]], console: Co
 
 
 def _outside(cell: dict[str, Any]) -> str:
-    """What is left of the latency; a polling thread of the kernel works beside the wait."""
+    """Returns the latency that is not CPU time. A polling kernel thread runs during the wait."""
     if cell["cpu_us"] >= cell["mean_us"] or "SQPOLL" in cell["way"]:
         return "n/a"
     rest = cell["mean_us"] - cell["cpu_us"]

@@ -1,9 +1,9 @@
-"""What virtual-memory K/V costs: python -m bench.kernels.kv_memory [--quick].
+"""The cost of K/V in virtual memory: python -m bench.kernels.kv_memory [--quick].
 
-Steps of the embedded model whose sequences all grow, with pages mapped before the run, ahead by
-the thread, and at the step; what one page costs; decode attention over mapped pages against plain
-memory; how much is mapped in vain, and in how many mappings; what a model with sliding windows
-needs. Arms alternate within one run.
+It measures steps of the embedded model whose sequences all grow, with pages mapped before the run,
+ahead of need by a thread, and in the step; the cost of one page; decode attention over mapped pages
+and over plain memory; unused mapped memory and the number of mappings; and the memory of a model
+with sliding windows. Arms alternate within one run.
 """
 
 from __future__ import annotations

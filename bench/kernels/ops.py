@@ -1,11 +1,11 @@
-"""The CPU kernels against what the machine can do: `serve bench ops [--quick]`.
+"""The CPU kernels against the machine's ceilings: `serve bench ops [--quick]`.
 
-Every run of a kernel is preceded by a reading of the ceiling that binds it (reading memory, int8 or
-bf16 multiply-adds on registers, moving the same bytes) and followed by its peer, so that the ratios
-hold although the machine's speed drifts. Operands rotate through more memory than the caches hold.
-From kernels of microseconds the time of as many calls on no rows is subtracted, and from the moving
-they are held against too. Reported: medians, the ratios' own included. The last line is one JSON
-object.
+Before each run of a kernel comes a reading of the ceiling that binds it (reading memory, int8 or
+bf16 multiply-adds on registers, or moving the same bytes), and after it a run of its peer, so that
+the ratios hold although the machine's speed drifts. Operands rotate through more memory than the
+caches hold. The time of as many calls without rows is subtracted from kernels of microseconds, and
+from the moving with which they are compared. The figures and the ratios are medians. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from ops.cpu.native_ceilings import Ceilings
 
 _READ = 256 << 20
 _ROUNDS = 300_000
-_SETTLE_S = 0.02  # after it torch's threads do not spin any more
+_SETTLE_S = 0.02  # after this time torch's threads have stopped spinning
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """rate and limit in G bytes or G operations per second; share: the median of their ratios.
+    """A kernel's figures. rate, limit: G bytes or G operations per second. share: the median of
+    their ratios.
 
-    limit and share are None where the processor has no such instruction as the ceiling's.
-    speedup: over the peer, None where there is none.
+    limit and share are None where the processor lacks the ceiling's instruction. speedup: over the
+    peer, None where there is none.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Limits:
         self._half = 0
 
     def read(self, case: Case) -> float | None:
-        """G/s, now; None without the instruction."""
+        """Measures a ceiling now, in G/s. Returns None without its instruction."""
         if case.ceiling == "moved":
             assert case.beside is not None
             return case.work / _net_seconds(case.beside) / 1e9
@@ -82,13 +83,14 @@ def _seconds(run: Run) -> float:
 
 
 def _net_seconds(timed: Timed) -> float:
-    """Of the work alone; at least a twentieth of the whole, so that noise leaves something."""
+    """Returns the seconds of the work without its calls, but at least a twentieth of all seconds,
+    since noise may exceed the difference."""
     seconds = _seconds(timed.run)
     return seconds if timed.idle is None else max(seconds - _seconds(timed.idle), seconds / 20)
 
 
 def _peer_seconds(run: Run) -> float:
-    """With as many threads as ours has, which are asleep again afterwards."""
+    """Times the peer with as many threads as our kernels have, and waits until they sleep."""
     torch.set_num_threads(native_library.num_threads())
     seconds = _seconds(run)
     torch.set_num_threads(1)
@@ -97,7 +99,7 @@ def _peer_seconds(run: Run) -> float:
 
 
 def measure(case: Case, limits: Limits, rounds: int) -> Reading:
-    """`rounds` times the ceiling, the kernel and its peer, one after the other."""
+    """Measures the ceiling, the kernel and its peer in turn, `rounds` times."""
     case.timed.run()
     if case.peer is not None:
         _peer_seconds(case.peer)
@@ -143,10 +145,10 @@ def report(readings: list[Reading], console: Console) -> None:
 
 
 def run_and_report(*, quick: bool, only: str = "", json_file: Path | None = None) -> None:
-    """Measure the cases whose name holds `only`, print the table and the JSON line."""
+    """Measures the cases whose name contains `only`, and prints the table and the JSON line."""
     tables.check_file(json_file)
-    keep_freed_memory()  # as the engine does: results are not paid for with page faults
-    torch.set_num_threads(1)  # the other team of threads stays out of the way
+    keep_freed_memory()  # as in the engine, so that results cause no page faults
+    torch.set_num_threads(1)  # torch's threads do not compete with those of our kernels
     console = tables.console()
     head = {
         "isa": native_library.instruction_set(),
@@ -171,8 +173,8 @@ def run_and_report(*, quick: bool, only: str = "", json_file: Path | None = None
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels.ops", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few small shapes")
-    parser.add_argument("--only", default="", help="kernels whose name holds this")
+    parser.add_argument("--quick", action="store_true", help="run a few small shapes")
+    parser.add_argument("--only", default="", help="run only kernels whose name contains this")
     sets = native_library.library().instruction_sets()
     parser.add_argument("--isa", choices=sets, default=sets[0], help="instruction set")
     args = parser.parse_args()

@@ -29,9 +29,9 @@ def _attend_all(kv: Int8KV, step: Int8AttentionStep, q: Tensor) -> None:
 
 
 class Int8KV:
-    """Int8 K/V of some sequences of one length, in several layers; all zero until filled.
+    """Int8 K/V of some sequences of one length in several layers, which is zero until filled.
 
-    The kernels know only its address, so the caller keeps it alive.
+    The kernels have only its address, so the caller must keep it alive.
     """
 
     def __init__(self, sequences: int, context: int, dim: int, layers: int) -> None:
@@ -56,7 +56,7 @@ class Int8KV:
         self.bytes_read = form.token_bytes * context * sequences * layers
 
     def fill(self) -> Int8KV:
-        """Every position of every layer, with random values."""
+        """Fills every position of every layer with random values."""
         k = torch.randn(len(self.starts) * self.context, KV_HEADS, self.dim)
         whole = self.step(self.context)
         for op in self.ops:
@@ -99,7 +99,7 @@ def decode_cases(quick: bool) -> Iterator[Case]:
 
 
 def prefill_cases(quick: bool) -> Iterator[Case]:
-    """Only the unmasked part counts as work."""
+    """Yields prefill attention over int8 K/V. Only the unmasked part counts as work."""
     shapes = [(d, past) for d in (64, 128) for past in (0, 4096)]
     for dim, past in [(64, 0)] if quick else shapes:
         rows = 64 if quick else 512
@@ -116,7 +116,8 @@ def prefill_cases(quick: bool) -> Iterator[Case]:
 
 
 def past_cases(quick: bool) -> Iterator[Case]:
-    """What a memory node does: decode rows and chunks over the keys held before the step."""
+    """Yields the prefix attention of a memory node: decode rows and chunks over the keys that
+    existed before the step."""
     for dim, batch, context in [(64, 1, 512)] if quick else [(64, 8, 4096), (128, 8, 4096)]:
         layer_bytes = Int8KVFormat(KV_HEADS, dim, 64).token_bytes * context * batch
         kv = Int8KV(batch, context, dim, 1 if quick else max(1, FAR // layer_bytes)).fill()

@@ -1,9 +1,9 @@
-"""What bench.kernels.ops measures: every kernel at the shapes that serving meets.
+"""The cases of bench.kernels.ops: every kernel at the shapes that occur in serving.
 
-Operands rotate through more memory than the caches hold. What stands between the products
-("moved") is held against moving as many bytes: as many read from far memory, as many written, to
-memory as cold or as warm as the kernel's own destination. That ceiling is the whole team's on
-pieces of megabytes, however small the kernel's parts are.
+Operands rotate through more memory than the caches hold. Kernels between the products ("moved") are
+compared with moving as many bytes: the same number is read from far memory, and the same number is
+written to memory as cold or as warm as the kernel's own destination. All threads move pieces of
+megabytes for that ceiling, however small the kernel's parts are.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ SAMPLED: dict[str, dict[str, float | int]] = {
     "min-p": {"temperature": 1.0, "min_p": 0.05},
     "logprobs": {"temperature": 0.0, "logprobs": 5},
 }
-_PIECE = 2 << 20  # of a copy: the second-level caches of two cores
+_PIECE = 2 << 20  # bytes of a copied piece, the size of the second-level caches of two cores
 
 
 def merge_cases(quick: bool) -> Iterator[Case]:
-    """Two parts to one, in the place of the first."""
+    """Yields the merge of two partial results of attention into the first."""
     dim = 64
     for rows in (1, 16) if quick else (1, 16, 256):
         count = (8 << 20 if quick else FAR) // (2 * 4 * rows * HEADS * dim)
@@ -82,10 +82,10 @@ def _merge_all(parts: abc.Sequence[tuple[Tensor, Tensor]], lse: Tensor) -> None:
 
 
 def fused_cases(quick: bool) -> Iterator[Case]:
-    """Against moving what they must read and write, 1.3 times that at most.
+    """Yields fused kernels, which may take 1.3 times as long as moving the bytes they need.
 
-    Norm and quantization write where the product reads at once, so to memory that stays warm;
-    K/V is cold; choosing a token writes nothing to speak of.
+    Norm and quantization write to memory that the product reads at once, which stays warm. K/V is
+    cold. Choosing a token writes almost nothing.
     """
     hidden, inner, vocab, dim = 2048, 8192, 128_256, 64
     normed = Int8Linear(
@@ -104,8 +104,8 @@ def fused_cases(quick: bool) -> Iterator[Case]:
 
 
 def row_cases(quick: bool) -> Iterator[Case]:
-    """The rotation of q where it lies, and tokens drawn with temperature and top-p, which reads
-    the logits once at least."""
+    """Yields the rotation of q in place, and sampling with temperature and top-p, which reads the
+    logits at least once."""
     vocab, dim = 128_256, 64
     far = 8 << 20 if quick else FAR
     choice = sampling.SamplingInputs(seed=1, temperature=0.8, top_p=0.95)
@@ -120,7 +120,7 @@ def row_cases(quick: bool) -> Iterator[Case]:
         written = torch.zeros(q.numel() * 4, dtype=torch.uint8)
         yield _moving("RoPE of q", rows, q, rows * HEADS * dim * 4, timed, to=written)
         if rows <= 32:
-            # as peaked as a model's: some hundred tokens have nearly all of the probability
+            # As with a model, some hundred tokens have nearly all of the probability.
             logits = 4 * torch.randn(max(1, far // (4 * rows * vocab)), rows, vocab)
             packed = sampling.packed_rows(rows)
             for row in range(rows):
@@ -177,13 +177,14 @@ def _on_each(run: Callable[[Tensor], object], operands: Tensor) -> Timed:
 
 
 def _append_case(rows: int, dim: int, far: int) -> Case:
-    """Decode rows of as many sequences, or one prompt of 512; other sequences every time."""
+    """Returns the append of decode rows of as many sequences, or of one prompt of 512 tokens, with
+    other sequences in each call."""
     is_prompt = rows == 512
     context, tiles = (rows, rows // TILE_TOKENS) if is_prompt else (TILE_TOKENS, rows)
     form = Int8KVFormat(KV_HEADS, dim, 64)
     count = max(1, far // (tiles * form.tile_bytes))
     kv = Int8KV(count if is_prompt else count * rows, context, dim, 1)
-    # the sequences of a step lie as far apart as the memory lets them
+    # The sequences of a step are as far apart as the memory allows.
     steps = [kv.step(rows if is_prompt else 1, kv.starts[i::count]) for i in range(count)]
     angle = torch.randn(rows, dim // 2)
     rotation = (angle.cos(), angle.sin())
@@ -203,7 +204,7 @@ def _append_all(
     calls: abc.Sequence[tuple[Int8AttentionStep, Tensor, Tensor]],
     rotation: tuple[Tensor, Tensor],
 ) -> None:
-    """Also holds on to kv: the steps know addresses."""
+    """Appends the rows of all steps. It gets kv to keep it alive, as steps have only addresses."""
     (op,) = kv.ops
     for step, k, v in calls:
         op.append(step, k, v, rotation)
@@ -212,8 +213,9 @@ def _append_all(
 def _moving(
     name: str, rows: int, operands: Tensor, written: int, timed: Timed, to: Tensor | None = None
 ) -> Case:
-    """operands: [parts, ...], all read. written: bytes for each part, which go to the same few
-    megabytes again and again, or to as much memory as they are, `to`."""
+    """Returns a case whose ceiling is moving the same bytes. operands: [parts, ...], all read.
+    written: bytes that each part writes, to the same few megabytes, or to `to`, which has room for
+    the bytes of all parts."""
     source = operands.view(-1).view(torch.uint8)
     num_written = written * len(operands)
     pieces = _pieces(source[:num_written])

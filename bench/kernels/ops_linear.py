@@ -21,7 +21,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Calls, and as many of the same functions with nothing to do, whose time is subtracted."""
+    """Calls, and as many calls of the same functions without rows, whose time is subtracted."""
 
     run: Run
     idle: Run | None = None
@@ -48,7 +48,8 @@ class Case:
 
 
 def linear_cases(quick: bool) -> Iterator[Case]:
-    """Weights out of cache: bound by their bytes up to M=8, by the multiply-adds from 16 on."""
+    """Yields products with weights in no cache. The bytes of the weights bind them up to M=8, the
+    multiply-adds from 16 on."""
     num_in, num_out = LINEAR_SHAPE
     copies = 2 if quick else FAR // (num_in * num_out)
     layers = [Int8Linear(torch.randn(num_out, num_in), None) for _ in range(copies)]
@@ -67,7 +68,7 @@ def linear_cases(quick: bool) -> Iterator[Case]:
 
 
 def gated_cases(quick: bool) -> Iterator[Case]:
-    """As a layer calls it: RMSNorm, gates and factors in one product, SiLU and multiply."""
+    """Yields an MLP's first layer with RMSNorm, gate and up in one product, and SiLU."""
     num_in, num_out = LINEAR_SHAPE
     size = 2 * num_in * num_out
     copies = 2 if quick else FAR // size
@@ -93,7 +94,8 @@ def _apply_all(layers: Sequence[LinearOp | Callable[[Tensor], Tensor]], x: Tenso
 
 
 def plain_cases(quick: bool) -> Iterator[Case]:
-    """As above, beside oneDNN's operator. fp32 multiplies at half the rate of bf16 at best."""
+    """Yields bf16 and fp32 products, with oneDNN as peer. fp32 multiplies at half the rate
+    of bf16 at most."""
     num_in, num_out = LINEAR_SHAPE
     shares = {1: 0.88, 8: 0.88, 16: 0.6, 32: 0.75, 64: 0.8, 512: 0.85}
     for dtype, name, targets in [
@@ -123,14 +125,14 @@ def plain_cases(quick: bool) -> Iterator[Case]:
 
 
 def _onednn(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """torch's packed product, an internal operator."""
+    """Returns torch's packed product, which is an internal operator."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     run = torch.ops.mkldnn._linear_pointwise.default
     return lambda x: run(x, packed, None, "none", [], "")
 
 
 def _int4_layers(kind: str, quick: bool) -> list[Int4Linear]:
-    """Random codes, as many layers as fill FAR."""
+    """Returns as many layers with random codes as fill FAR bytes."""
     num_in, num_out, group = LINEAR_SHAPE[0], LINEAR_SHAPE[1], 64
     shape = (num_out, num_in // group)
     codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
@@ -144,7 +146,7 @@ def _int4_layers(kind: str, quick: bool) -> list[Int4Linear]:
 
 
 def int4_cases(quick: bool) -> Iterator[Case]:
-    """Bound by their bytes at few rows, by the multiply-adds from 16 on."""
+    """Yields 4-bit products. Their bytes bind them at few rows, the multiply-adds from 16 on."""
     num_in, num_out = LINEAR_SHAPE
     for kind in INT4_KINDS:
         ops = _int4_layers(kind, quick)
