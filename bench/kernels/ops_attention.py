@@ -66,8 +66,8 @@ class Int8KV:
     def step(
         self, rows: int, starts: Sequence[int] | None = None, *, past_only: bool = False
     ) -> Int8AttentionStep:
-        """The last `rows` positions of each sequence, or of those that begin at `starts`; with
-        past_only those behind them."""
+        """Returns a step with the last `rows` positions of each sequence, or of the sequences that
+        begin at `starts`. With past_only it attends only to the positions before them."""
         starts = self.starts if starts is None else starts
         n = len(starts)
         where = (self.address, self.tile_bytes)

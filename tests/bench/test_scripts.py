@@ -1,4 +1,4 @@
-"""The measuring scripts run: each in its smoke mode, in a process of its own."""
+"""Each measuring script runs in its smoke mode, in a process of its own."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_ops_quick():
 
 
 def test_memory_policy_quick():
-    """Real scheduler, simulated time: more requests than by reserving the maximum."""
+    """With the real scheduler in simulated time, more requests run than with reserved maxima."""
     for results in last_json(output_of("-m", "bench.simulate.memory_policy", "--quick")).values():
         qps = {policy: result["qps"] for policy, result in results.items()}
         assert qps["predicted"] > 2 * qps["worst_case"] > 0
@@ -65,7 +65,7 @@ def test_memory_policy_quick():
 
 
 def test_long_prompt_quick(tmp_path):
-    """A prompt, streams and short requests on the real engine, with an SLO and without."""
+    """A prompt, streams and short requests run on the real engine, with an SLO and without."""
     file = tmp_path / "found.json"
     command = ("-m", "serve", "bench", "engine", "--long-prompt", "--quick", "--json", file)
     output_of(*command, XDG_CACHE_HOME=str(tmp_path))
@@ -79,7 +79,7 @@ def test_long_prompt_quick(tmp_path):
 
 @pytest.mark.parametrize("name", ["avx2", "portable"])
 def test_ops_without_a_bf16_product(name):
-    """Once a division by zero: there is no such ceiling, and so no share."""
+    """A processor without the ceiling's instruction has no share, and no division by zero."""
     if name not in native_library.library().instruction_sets():
         pytest.skip(f"no {name} here")
     readings = ops_readings("bench.kernels.ops", "--isa", name)
@@ -104,7 +104,7 @@ def test_http_overhead(tmp_path):
 
 
 def test_io_quick(tmp_path):
-    """Every way to the disk gives figures, and nothing is left in the folder."""
+    """Every kind of disk access has figures, and the folder is empty afterwards."""
     text = output_of("-m", "serve", "bench", "io", "--quick", "--dir", tmp_path)
     result = last_json(text)
     assert text.startswith(f"kernel {result['kernel']}, processors")
@@ -156,7 +156,7 @@ def test_transport_quick():
 
 
 def test_memory_nodes_quick(tmp_path):
-    """More runs at once over nodes, with the same tokens; every layer's path is timed."""
+    """More sequences run at once over nodes, with the same tokens, and layers are timed."""
     command = ("-m", "bench.nodes.memory_nodes", "capacity", "overlap", "layer", "--quick")
     found = last_json(output_of(*command, XDG_CACHE_HOME=str(tmp_path)))
     assert found["capacity"]["is_same"] and found["capacity"]["times"] > 1

@@ -1,4 +1,4 @@
-"""The ablation: what is off is off, and the answers are the same."""
+"""The ablation turns optimisations off, and the answers stay the same."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_prompts_first_have_the_whole_step_and_keep_others_waiting():
     assert scheduler.limits.max_num_batched_tokens == 8
 
 
-def test_nobody_enters_a_static_batch_that_decodes():
+def test_no_sequence_joins_a_static_batch_that_decodes():
     scheduler = scheduler_of(StaticBatches)
     scheduler.add(make_seq(6, request_id="a", num_tokens=2))
     scheduler.add(make_seq(6, request_id="b", num_tokens=3))
     assert step(scheduler) == [("a", 6), ("b", 2)]
-    assert step(scheduler) == [("b", 4)], "nobody decodes before all have their prompts"
+    assert step(scheduler) == [("b", 4)], "no sequence decodes before all prompts are computed"
     scheduler.add(make_seq(2, request_id="c", num_tokens=2))
     assert step(scheduler) == [("c", 2)], "it has not begun to decode"
     assert step(scheduler) == [("a", 1), ("b", 1), ("c", 1)]
@@ -66,7 +66,7 @@ def test_nobody_enters_a_static_batch_that_decodes():
 
 
 class Threads:
-    """A sink that notes who calls it, and the tokens."""
+    """A sink that notes the calling threads and the tokens."""
 
     def __init__(self):
         self.names, self.tokens, self.ended = set(), [], threading.Event()
@@ -90,7 +90,7 @@ class Threads:
 
 @pytest.mark.parametrize("core", [EngineCore, serial_core])
 def test_a_serial_core_does_everything_in_the_loops_thread(core):
-    """Tokenizing and detokenizing happen where the steps run, and nothing is lost when it ends."""
+    """Tokenizing and detokenizing run in the steps' thread, and no token is lost at the end."""
 
     def prompt():
         sink.names.add(threading.current_thread().name)
@@ -117,7 +117,7 @@ def test_a_serial_core_does_everything_in_the_loops_thread(core):
 @pytest.mark.timing
 @pytest.mark.skipif(not native_library.is_available(), reason="needs int8 products")
 def test_ablation_of_the_embedded_model(tmp_path, capsys):
-    """Every optimisation off in turn; the same tokens wherever the arithmetic is the same."""
+    """With each optimisation off, tokens are equal wherever the arithmetic is."""
     file, png = tmp_path / "ablation.json", tmp_path / "ablation.png"
     has_png = _has_matplotlib()
     result = ablation(
@@ -155,7 +155,7 @@ def _has_matplotlib():
 
 
 def test_exact_answers_need_no_prediction():
-    """Where every answer has max_tokens, reserving them is not worse: it is left out."""
+    """If every answer has max_tokens, reserving them is not worse and is left out."""
     names = [variant.name for variant in all_variants(None, ends_early=False)]
     assert "max_tokens reserved" not in names and "prompt only" in names
     assert not any("bfloat16" in name for name in names)
@@ -182,7 +182,7 @@ def test_what_cannot_be_run_is_refused_before(options, named):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("keeps", [True, False])
 def test_requests_of_a_data_set_are_taken_as_they_are(keeps, monkeypatch, tmp_path):
-    """With engines that stay, and with such as are loaded for their turn."""
+    """Engines stay loaded, or are loaded when their turn comes."""
     monkeypatch.setattr(command, "_fit", lambda model, count: keeps)
     asked = tmp_path / "asked.jsonl"
     lines = [{"token_ids": [5, 6, 7 + i], "output_len": 4} for i in range(6)]

@@ -1,4 +1,4 @@
-"""`make figures`: the table is made from documents, and takes the place between its marks."""
+"""`make figures` makes the table from documents and writes it between its marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`serve bench`: how long a search offers each rate, and what is left when a run fails."""
+"""How long a search of `serve bench` offers each rate, and its files when a run fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.support.engine.load_runs import queue_run
 
 @pytest.fixture
 def offered(monkeypatch):
-    """(rate, seed, requests) of each run of a queue that serves 10/s; rates in failing raise."""
+    """Returns the (rate, seed, requests) of each run of a queue that serves 10/s, and the rates
+    that raise."""
     asked, failing = [], {}
 
     def once(rate, seed, requests):

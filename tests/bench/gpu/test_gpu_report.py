@@ -1,4 +1,4 @@
-"""The GPU report without a GPU: its sections' fates, its budget, its judgement; dry runs."""
+"""The GPU report without a GPU: outcomes of sections, budget, targets, and dry runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(out: Path, *sections: Section, budget_s: float = 100) -> tuple[dict, str
 
 
 def is_alive(pid: int) -> bool:
-    """A killed process whose parent is gone is alive for nobody, even if it is not reaped yet."""
+    """Returns whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -54,7 +54,7 @@ def test_sections_that_fail_cost_only_themselves(tmp_path, capfd):
     assert found["crash"]["cases"] == {"before": {"seconds": 1.0}}
     assert found["half"]["status"] == "ok" and list(found["half"]["cases"]) == ["first", "last"]
     assert "ZeroDivisionError" in found["half"]["errors"]["broken"]
-    # after each fault a new process goes on with the next case
+    # After each fault a new process goes on with the next case.
     lost = found["lose_device"]
     assert lost["status"] == "ok" and len(lost["cases"]) == len(lost["errors"]) == 4
     assert len({case["process"] for case in lost["cases"].values()}) == 4
@@ -66,7 +66,7 @@ def test_sections_that_fail_cost_only_themselves(tmp_path, capfd):
 
 
 def test_a_device_that_goes_on_is_not_lost(monkeypatch):
-    """cuBLAS refuses a shape in the words of a fault."""
+    """cuBLAS refuses a shape with the message of a fault."""
     refused = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert is_device_fault(refused) and not is_device_fault(RuntimeError("another"))
@@ -120,7 +120,7 @@ def test_sections_of_one_stage_run_at_once(tmp_path):
 
 
 def test_what_runs_in_the_background(tmp_path):
-    """Later sections run beside it, but for one that comes after it."""
+    """Later sections run beside a background section, except one that names it in `after`."""
     slow = Section("slow", "tests.support.cuda.gpu_sections:slow", 20, "", is_background=True)
     later = Section("later", "tests.support.cuda.gpu_sections:moment", 20, "", after="slow")
     beside = Section("beside", "tests.support.cuda.gpu_sections:moment", 20, "")
@@ -177,7 +177,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
 @pytest.mark.process
 def test_the_command_line(tmp_path):
-    """Everything from the command to the files, with sections that need no device."""
+    """The command writes its files, with sections that need no device."""
     options = ["--dry-run", "--only", "memory,build", "--out", tmp_path]
     command = [sys.executable, "-m", "bench.gpu.report", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -190,7 +190,7 @@ def test_the_command_line(tmp_path):
     assert bad.returncode != 0 and "unknown sections: nothing" in bad.stderr
 
 
-# ---- the judgement, by hand
+# ---- targets, by hand
 
 
 def fake_report(**sections: dict) -> dict:
@@ -253,12 +253,12 @@ def test_targets_that_are_reached_and_that_are_not():
         *(True, False),  # 80 % and 50 % of the bound
         None,  # no prompt was measured
         *(True, False),  # gap, growth
-        True,  # 9x the better way
+        True,  # 9x the better mode
         True,
     ]
     assert "1.50x" in row_of(report, "the same").measured
     assert row_of(report, "against Transformers").measured == "9.0x"
-    # one that is missing leaves it open, one that is below decides
+    # A missing figure leaves the target open; a figure below it decides.
     del report["sections"]["linear"]["cases"]["int8 o M=1"]
     row = row_of(report, "int8 GEMM, M <= 16")
     assert row.reached is None and "not measured: o M=1" in row.measured
@@ -304,13 +304,13 @@ def test_gaps_and_late_steps_by_hand():
     steps = [Step(t, t, t + 0.9) for t in (0.0, 1.0, 2.0, 3.5)]
     assert periods(steps) == [1.0, 1.0, 1.5]
     assert gap_share(steps) == pytest.approx((0.1 + 0.1 + 0.6) / 3.5)
-    # contexts that grow make no step late; twice the time does
+    # Growing contexts make no step late; twice the time does.
     times = [1 + 0.001 * i for i in range(60)]
     assert late_periods(times) == []
     times[3], times[40], times[59] = 2.0, 1.08, 2.0
     assert late_periods(times) == [3, 40, 59]
     assert late_periods([1.0, 1.0, 2.0]) == [2]
-    # submitted at 0 .. 3.5: the period that begins at 2 is late; pages mapped at 3 to 3.1
+    # The period that begins at 2 is late, and pages are mapped from 3 to 3.1.
     assert with_growth([2], steps, [(3.0, 3.1)]) == [2]
     assert with_growth([2], steps, [(0.2, 0.3), (4.0, 4.1)]) == []
     assert idle_times([(0, 2), (1, 5), (3, 4), (7, 8), (8, 9)]) == [2]
@@ -352,7 +352,7 @@ def test_dry_run(name, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs for real where there is a GPU")
 def test_dry_run_of_the_engine(tmp_path):
-    """In a process of its own, as it watches every step device."""
+    """It runs in a process of its own, as it notes the steps of every device."""
     options = ["--dry-run", "--only", "engine-8b,warm-up", "--out", str(tmp_path)]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "bench.gpu.report", *options]

@@ -1,4 +1,4 @@
-"""The script for a real device runs on the fake one, and says so where there is no driver."""
+"""The script for a real device runs on a fake driver, and exits with a message without one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_report(capsys):
 
 
 class CopyingDriver(FakeDriver):
-    """Every mapping has bytes of its own: aliases do not work."""
+    """A driver whose mappings have bytes of their own, so that aliases do not work."""
 
     def cuMemMap(self, address, size, offset, handle, flags):
         result = super().cuMemMap(address, size, offset, handle, flags)
@@ -53,7 +53,7 @@ def test_a_driver_that_behaves_otherwise_is_found_out(capsys):
 
 
 def test_no_bindings_are_one_line():
-    """Also where the bindings are installed: the path hides them."""
+    """The test hides bindings that are installed."""
     code = (
         "import sys; sys.modules['cuda.bindings.driver'] = None\n"
         "import bench.kernels.cuda_vmm; sys.argv = ['cuda_vmm']; bench.kernels.cuda_vmm.main()\n"

@@ -87,7 +87,7 @@ def test_traffic_and_kv_of_a_token() -> None:
 
 @pytest.mark.parametrize("context", [4096, 8192])
 def test_the_bandwidth_that_the_paper_asks_for(context: int) -> None:
-    """At most 30 GB/s for up to 300 sequences of LLaMA3-70B on H100 and H20."""
+    """Up to 300 sequences of LLaMA3-70B on H100 and H20 need at most 30 GB/s."""
     asked = [
         asked_bytes_per_s(
             LLAMA_70B,
@@ -101,7 +101,7 @@ def test_the_bandwidth_that_the_paper_asks_for(context: int) -> None:
 
 
 def test_a_step_by_hand() -> None:
-    """40 GB of weights in two devices: 140 GB are left for K/V of 160 KB a token."""
+    """40 GB of weights on two devices leave 140 GB for K/V of 160 KB a token."""
     model = replace(published("made up", 40e9, 10, 1000, 1), kv_width=4000)
     found = homogeneous(cost_of(model, ROUND, 2), 1000)
     assert found is not None
@@ -114,7 +114,7 @@ def test_a_step_by_hand() -> None:
 
 
 def test_a_turn_of_a_and_b_by_hand() -> None:
-    """70 GB for each of two H100s: one batch hides nothing, so two are in flight."""
+    """Each of two H100s has 70 GB of weights; one batch hides nothing, so two are in flight."""
     model = published("made up", 140e9, 100, 10_000, 4)
     found = disaggregated(model, 1000, replace(ROUND, bytes_per_s=2e12), 2, 4)
     assert found is not None and found.name == "(2, 4)" and found.in_flight == 2
@@ -131,7 +131,7 @@ def test_a_turn_of_a_and_b_by_hand() -> None:
 
 
 def test_replicas_rotate() -> None:
-    """Two of them, where products are what takes long: three batches, more of each in a second."""
+    """With two replicas and long products, three batches are in flight and make more steps."""
     one, two = (disaggregated(LLAMA_70B, 1500, H20, a, 4) for a in (2, 4))
     assert one is not None and two is not None and one.batch == two.batch
     assert (one.in_flight, two.in_flight) == (2, 3)
@@ -167,8 +167,8 @@ def test_more_memory_devices_never_cost_throughput(model: Shape, context: float)
 
 
 def test_two_batches_in_flight() -> None:
-    """Twice as fast where products are bound by arithmetic and take as long as attention; where
-    they wait for the weights two are no better, and nowhere is it more than twice."""
+    """Two batches are twice as fast where products are bound by arithmetic and take as long as
+    attention, no faster where products are bound by weights, and never more than twice as fast."""
     batch = 1000.0
     products = products_s(cost_of(LLAMA_33B, H100), batch)
     half = products_s(cost_of(LLAMA_33B, H100), batch / 2)
@@ -183,7 +183,7 @@ def test_two_batches_in_flight() -> None:
 
 
 def test_links_bound_a_turn() -> None:
-    """Three batches of which each needs 2 s of the links: 6 s, however short the rest is."""
+    """Three batches of 2 s on the links take 6 s, however short the other work is."""
     assert turn_s(1.0, 1.0, 2.5, 2.0, 3, 2) == 6.0
     assert NETWORK.bytes_per_s * 8 == 400e9
 
@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 
 def test_the_context_counts_long_answers_more() -> None:
-    """All alike: the prompt and half the answer. Else above the mean of the requests."""
+    """Equal requests have a context of prompt and half the answer, others one above their mean."""
     prompt, output = Marginal.lognormal(1000, 999.999999), Marginal.lognormal(101, 100.9999999)
     alike = Published(prompt, output, num_requests=200)
     assert mean_context(alike) == pytest.approx(1000 + 50, rel=0.01)
@@ -211,7 +211,7 @@ def test_the_context_counts_long_answers_more() -> None:
 
 
 def test_what_is_printed() -> None:
-    """Twelve cases whose ratios follow from their figures; no choice is worse than Lamina's."""
+    """The ratios of twelve cases follow from their figures; no choice is worse than Lamina's."""
     result = last_json(output_of("-m", "bench.nodes.node_cost"))
     assert len({(case["model"], case["trace"]) for case in result["cases"]}) == 12
     for case in result["cases"]:

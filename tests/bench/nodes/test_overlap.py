@@ -1,4 +1,4 @@
-"""Overlap through the real decoder and runner: exact where only the injected costs take time."""
+"""Overlap through the real decoder and runner is exact where only injected costs take time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_two_batches_where_attention_takes_as_long_as_the_products() -> None:
 
 @pytest.mark.exhaustive
 def test_overlap_quick() -> None:
-    """In real time, however busy the machine is."""
+    """Bounds in real time hold on a busy machine."""
     early, two = last_json(output_of("-m", "bench.nodes.overlap", "--quick"))
     assert early["early_s"] < early["late_s"] and abs(early["error"]) < 0.8
     assert two["speedup"] > 1.2

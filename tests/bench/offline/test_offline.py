@@ -1,4 +1,4 @@
-"""Throughput, latency and start-up, on tiny models; and the arithmetic behind their figures."""
+"""Throughput, latency and start-up on tiny models, and the arithmetic of their figures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cost_of(weights, compute):
 
 
 def test_the_bound_of_a_step():
-    """Reading at few rows, products at many; attention and the last product are counted."""
+    """Reading binds few rows, products many; attention and the last product count."""
     spec = read_spec(checkpoint("llama"))
     cost = cost_of("int8", torch.float32)
     weights = cost.block_weights + cost.head_weights
@@ -88,7 +88,7 @@ def test_the_bound_knows_the_precision():
 
 
 def test_measurements_between_unlike_ceilings_are_repeated():
-    """The pair that agrees counts; if none does, the one that differs least, and it is known."""
+    """The pair of readings that agrees counts, or else the closest pair, marked unreliable."""
 
     async def run():
         return next(rates)
@@ -183,7 +183,7 @@ def test_a_server_that_does_not_start_says_why():
 
 
 def test_files_are_dropped_from_memory(tmp_path):
-    """Where the system can do it, and else it is told."""
+    """The files leave the page cache, or the function returns that they cannot."""
     file = tmp_path / "weights"
     file.write_bytes(bytes(1 << 20))
     assert startup._is_in_memory(file), "just written"
@@ -194,7 +194,7 @@ def test_files_are_dropped_from_memory(tmp_path):
 
 
 def test_fixed_requests():
-    """Exact lengths; lengths mixed for a model without a mixture of its own; the embedded one's."""
+    """Lengths are exact, random for a model without a mixture, or those of the embedded model."""
     path = str(checkpoint("llama"))
     exact = fixed_requests(path, count=3, input_len=7, output_len=2)
     assert [(len(w.token_ids), w.max_tokens, w.ignore_eos) for w in exact] == [(7, 2, True)] * 3

@@ -24,7 +24,7 @@ from serve.models import read_spec
 from serve.scheduler.step_time import StepWork
 from tests.support.profile import examples
 
-# As their authors count them (model cards; "total parameters" of the published checkpoints).
+# Counts of the authors (model cards; "total parameters" of the published checkpoints).
 PARAMETERS = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
@@ -100,7 +100,7 @@ def test_all_named_models_are_counted() -> None:
 
 
 def test_the_embedded_model_is_its_own_checkpoint() -> None:
-    """Row of the table and config.json agree; K/V as the engine lays it out."""
+    """The table and config.json agree, and K/V has the engine's layout."""
     named, read = load_shape("default"), load_shape(str(default_model_path()))
     assert replace(read, name="default") == named
     assert load_shape(str(default_model_path() / "config.json")) == read
@@ -132,7 +132,7 @@ def test_windows_are_read(tmp_path: Path) -> None:
 
 
 def test_bytes_of_weights() -> None:
-    """Llama-3.1-8B: 16 GB in bf16, half of it and a bf16 table of embeddings in int8."""
+    """Llama-3.1-8B has 16 GB in bf16; in int8 half of them and a bf16 table of embeddings."""
     shape = load_shape("llama-3.1-8b")
     table = 128256 * 4096
     norms = 65 * 4096
@@ -166,7 +166,7 @@ def test_unknown_models_are_named(tmp_path: Path) -> None:
 
 
 def test_the_table_of_devices() -> None:
-    """Dense peaks: none that is twice what the memory of its generation allows by mistake."""
+    """Peaks are dense: none is twice as high by mistake."""
     assert ALL_DEVICES["h100-sxm"].operations["bf16"] == 989e12
     assert ALL_DEVICES["h100-sxm"].bytes_per_s == 3.35e12
     assert ALL_DEVICES["h200"].memory_bytes == 141e9
@@ -227,7 +227,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_decode_step_by_hand() -> None:
-    """400 tokens seen, 40 bytes of K/V each and layer; all memory at once, less the cache."""
+    """A layer reads 400 tokens of 40 bytes of K/V, from memory but for the cached bytes."""
     read = (2000 + 160) * 2 + 400 * 2 * 40
     assert cost_of().resources(DECODES)["memory"] == 0.0, "less than the cache holds"
     multiplied = 2 * (2000 + 160) * 4 + 4 * 20 * 400 * 2
@@ -265,7 +265,8 @@ def test_expected_is_the_sum_of_its_stages() -> None:
 
 
 def test_several_devices_share_and_reduce() -> None:
-    """Two of them: half of the weights each, K/V of one head on both, two all-reduces a layer."""
+    """Each of two devices has half of the weights; both have the K/V head; a layer has two
+    all-reduces."""
     stages = {stage.name: stage for stage in cost_of(Efficiency(), number=2).stages(DECODES)}
     assert stages["products"].memory_s == pytest.approx(4000 / 2e12)
     assert stages["decode attention"].memory_s == pytest.approx(400 * 2 * 40 / 1e12)
@@ -279,7 +280,8 @@ def test_several_devices_share_and_reduce() -> None:
 
 
 def test_windows_bound_what_is_seen() -> None:
-    """One of two layers sees 10 tokens: 4 rows see 40 instead of 400 there, chunks 80 of 100."""
+    """One of two layers has a window of 10 tokens: 4 rows attend to 40 and not 400, chunks to 80
+    of 100."""
     windowed = replace(SMALL, windows=(10, None))
     cost = MachineCost(windowed, BF16, Machine(ROUND), BOUND)
     stages = {stage.name: stage for stage in cost.stages(DECODES)}
@@ -289,7 +291,7 @@ def test_windows_bound_what_is_seen() -> None:
 
 
 def test_products_take_the_best_type_there_is() -> None:
-    """int8 in int8, else in bf16; fp8 only where it is."""
+    """int8 multiplies in int8 or else in bf16, and fp8 only on devices that have it."""
     int8 = Precision("int8")
     with_int8 = cost_of(precision=int8).stages(CHUNK)[0].compute_s
     without = replace(ROUND, operations={"bf16": 1e14})
@@ -300,7 +302,7 @@ def test_products_take_the_best_type_there_is() -> None:
 
 
 def test_shares_of_products_by_rows() -> None:
-    """Rows over share along straight lines: 16 rows at a half cost 32, 32 at all of it 32."""
+    """Rows over share rise along straight lines; 16 rows at a half and 32 at 1 both cost 32."""
     curve = Efficiency(products=((16, 0.5), (32, 1.0)))
     assert [curve.product_rows(rows) for rows in (0, 8, 16, 24, 32, 64)] == [0, 16, 32, 32, 32, 64]
     bent = Efficiency(products=((16, 0.5), (48, 0.75)))

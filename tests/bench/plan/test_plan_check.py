@@ -51,7 +51,7 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 def test_steps_of_a_rig(tmp_path: Path) -> None:
-    """Decode rows and a chunk in one step, which can be repeated; pages go back."""
+    """A step with decode rows and a chunk can be repeated, and its pages are released."""
     path = random_checkpoint("tiny", folder=tmp_path)
     with StepRig(rig_config(path, "int8", 16 << 20, 256)) as rig:
         plan = rig.open([10, 100], [(16, 32)])

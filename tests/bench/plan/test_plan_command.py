@@ -60,7 +60,7 @@ def test_all_machines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_assumed_and_what_is_not_driven_is_marked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Every figure of a GPU; no machine is ranked as if this software ran on it."""
+    """Every figure of a GPU has a mark, and machines that the software does not drive have one."""
     names = ["h100-sxm", "mi300x", "epyc-9755", "zen5-2vcpu"]
     found = run("llama-3.2-1b", machines=names, disaggregated=True)
     said = capsys.readouterr().out

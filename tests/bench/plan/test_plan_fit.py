@@ -1,4 +1,4 @@
-"""A step's cost from traced steps: what generated them is found again, stalls and noise aside."""
+"""A step's cost fitted to traced steps recovers the true cost despite stalls and noise."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_made_the_steps_is_found() -> None:
 
 
 def test_noise_and_stalls_do_not_pull() -> None:
-    """Every tenth step takes 3 to 30 times as long: no prediction is off by more than 3 %."""
+    """Every tenth step takes 3 to 30 times as long, and no prediction is off by more than 3 %."""
     steps = random_steps(TRUTH, 1500, noise=0.1, stalled=0.1)
     found = fit_times(steps)
     assert all(
@@ -70,7 +70,7 @@ def test_noise_and_stalls_do_not_pull() -> None:
 
 
 def test_steps_that_vary_take_as_long_together() -> None:
-    """Log-normal by a quarter: the mean counts, not the shorter of like steps."""
+    """With log-normal noise of a quarter the fit follows the mean, not the shortest steps."""
     rng = random.Random(11)
     steps = [(work, s * rng.lognormvariate(0, 0.25)) for work, s in random_steps(TRUTH, 2000)]
     found = fit_times(steps)

@@ -56,7 +56,7 @@ def served(found: Serving | str) -> Serving:
 
 
 def test_capacity_is_what_the_engine_maps() -> None:
-    """The embedded model's pages for 64 MiB of K/V, but for what pads a page."""
+    """The plan's tokens equal those of the engine's pages, but for padding."""
     spec = read_spec(default_model_path())
     layout = Int8KVLayout(spec.attention_layers, 64)
     config = EngineConfig(kv_cache_bytes=64 << 20)
@@ -88,7 +88,7 @@ def test_weights_that_do_not_fit() -> None:
 
 
 def test_heads_on_two_devices_count_twice() -> None:
-    """Two K/V heads on four devices: room of two of them."""
+    """Two K/V heads on four devices have the room of two devices."""
     two, four = (cost_of("h100-sxm", n, "qwen2.5-0.5b") for n in (2, 4))
     weights = two.shape.weight_bytes(INT8)
     assert kv_bytes(two) == pytest.approx(2 * 0.9 * 80e9 - weights)
@@ -99,7 +99,7 @@ def test_heads_on_two_devices_count_twice() -> None:
 
 
 def test_a_prompt_alone() -> None:
-    """Chunks add up to the prompt, and the last one alone gives a token."""
+    """Chunks add up to the prompt, and only the last one samples a token."""
     seen: list[StepWork] = []
 
     class Cost:
@@ -116,7 +116,7 @@ def test_a_prompt_alone() -> None:
 
 
 def test_rates_and_times_of_a_load() -> None:
-    """As many prompt rows as answers' tokens ask for; a chunk is never longer than the SLO."""
+    """There are as many prompt rows as the answers' tokens need, and no chunk exceeds the SLO."""
     cost, batch = cost_of("h100-sxm"), 100
     slo = Slo(ttft_s=2.0, tpot_s=0.03)
     found = served(serve(cost, CHAT, slo, batch))
@@ -160,7 +160,7 @@ def test_a_tighter_slo_never_gives_more() -> None:
 
 
 def test_curves_rise() -> None:
-    """More sequences: longer between tokens, more tokens a second."""
+    """With more sequences the time between tokens and the tokens a second both rise."""
     points = curve(cost_of("l4"), CHAT)
     assert len(points) > 10
     assert all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(points))
@@ -176,7 +176,7 @@ def ranked(slo: Slo = Slo(), budget: Budget = Budget(), **more: Device) -> list[
 
 
 def test_the_cheapest_tokens_first() -> None:
-    """Then machines without a price, the fastest first."""
+    """Machines without a price follow, the fastest first."""
     found = [choice for choice in ranked() if choice.serving]
     assert {choice.machine.num_devices for choice in found} == {1, 2, 4, 8}
     prices = [choice.dollars_per_m for choice in found]
@@ -214,7 +214,7 @@ def test_a_budget() -> None:
 
 
 def test_what_no_machine_can() -> None:
-    """Without fp8, with too little memory, too slow: each with its reason."""
+    """Machines without fp8, with too little memory or too slow have their reasons."""
     fp8 = Precision("fp8", "bfloat16")
     chosen = choose(LLAMA_8B, fp8, Machine(DEVICES["a100-80"]), CHAT, Slo())
     assert chosen.serving is None and chosen.reason == "a100-80 does not multiply fp8"
@@ -223,7 +223,7 @@ def test_what_no_machine_can() -> None:
 
 
 def test_devices_share_heads() -> None:
-    """Heads of K/V may be on several devices, those of q may not."""
+    """A K/V head may be on several devices, a query head may not."""
     shape = load_shape("qwen2.5-7b")
     assert (shape.num_heads, shape.num_kv_heads) == (28, 4)
     for number in (1, 2, 4, 28):
@@ -243,7 +243,7 @@ def test_pairs_that_cannot_compute_are_left_out() -> None:
 
 
 def test_pairs_are_rated_with_the_network_there_is() -> None:
-    """More may be asked than is there, but never used."""
+    """A pair may need more bandwidth than the network has, but never uses more."""
     found = []
     for rate in (1e9, 50e9):
         device = replace(DEVICES["h100-sxm"], network=Link(rate, 33e-6))

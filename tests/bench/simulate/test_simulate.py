@@ -1,4 +1,4 @@
-"""The simulator: hand-computed clocks, and what must hold of every run."""
+"""The simulator, by clocks computed by hand and by properties of every run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve.errors import ConfigError
 
 
 class Law:
-    """A second for a step and a hundredth for each of its rows."""
+    """A step takes a second and a hundredth for each of its rows."""
 
     def seconds(self, work):
         return 1.0 + 0.01 * work.num_rows
@@ -42,7 +42,7 @@ def chunks(result, number=0):
 
 
 def test_one_request_alone():
-    """Its prompt is a step of 100 rows, and each further token one of one row."""
+    """The prompt takes a step of 100 rows, and each further token a step of one row."""
     result = run([Call(100, 3)], [5.0])
     assert chunks(result) == [7.0, 8.01, 9.02]
     record = result.records[0]
@@ -59,7 +59,7 @@ def test_one_request_alone():
 
 
 def test_two_requests_share_steps():
-    """The second one comes during the first one's prompt and enters with the next step."""
+    """The second request arrives during the first one's prompt and is in the next step."""
     result = run([Call(100, 4), Call(50, 2)], [0.0, 0.5])
     assert chunks(result, 0) == [2.0, 3.51, 4.53, 5.54]
     assert chunks(result, 1) == [3.51, 4.53]
@@ -79,8 +79,8 @@ def test_a_cut_answer_ends_with_its_limit():
 
 
 def test_out_of_memory_the_younger_one_computes_again():
-    """Five pages of four tokens: both have two pages for seven tokens and the eighth; the fifth
-    page is the first one's, and the second one starts again when that has ended."""
+    """There are five pages of four tokens. Both requests have two pages for eight tokens. The first
+    one gets the fifth page, and the second one is computed again when the first has ended."""
     calls = [Call(7, 6), Call(7, 6)]
     options = {"pages": 5, "max_model_len": 16, "memory_policy": "prompt_only"}
     result = run(calls, [0.0, 0.0], **options)
@@ -96,7 +96,7 @@ def test_an_idle_engine_wakes_up_for_a_message():
 
 
 def test_equal_runs_are_equal_tokens():
-    """The second prompt begins with two of the first one's blocks, the third with nothing."""
+    """The second prompt begins with two of the first one's blocks, the third with none."""
     calls = [Call(40, 1, runs=blocks(5, 6, 7)), Call(40, 1, runs=blocks(5, 6, 8)), Call(40, 1)]
     result = run(calls, [0.0, 10.0, 20.0])
     assert [record.cached_tokens for record in result.records] == [0, 32, 0]
@@ -106,7 +106,7 @@ def test_equal_runs_are_equal_tokens():
 
 
 def test_what_cannot_be_served_is_refused():
-    """As the engine refuses it: too long, too many at once."""
+    """The simulator refuses requests as the engine does: too long, or too many at once."""
     calls = [Call(1024, 1), Call(1000, 1, max_tokens=25), *[Call(10, 50)] * 5]
     result = run(calls, [0.0] * 7, max_num_seqs=1, max_num_waiting=2)
     outcomes = [record.outcome is Outcome.OK for record in result.records]
@@ -135,7 +135,7 @@ def blocks(*keys, size=16):
 
 
 def random_calls(seed, count=60):
-    """Short and long ones of three clients; every third shares its beginning with others."""
+    """Returns short and long requests of three clients, every third with a shared prefix."""
     rng = random.Random(seed)
     calls, arrivals_s, now_s = [], [], 0.0
     for number in range(count):
@@ -181,7 +181,8 @@ def test_every_request_ends_and_memory_is_free_again(policy, order):
 @pytest.mark.parametrize("policy", MEMORY_POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_fast_forward_changes_nothing(policy, order, seed):
-    """The same clock, step by step, with few and many running, scarce memory and shared pages."""
+    """The clock equals that of single steps, with few and many sequences, scarce memory and
+    shared pages."""
     calls, arrivals_s = random_calls(f"forward {seed}", 40)
     if seed == 1:
         calls = [replace(call, runs=()) for call in calls]
@@ -208,7 +209,7 @@ def test_fast_forward_changes_nothing(policy, order, seed):
 
 
 def test_fast_forward_is_one_question_for_many_steps(monkeypatch):
-    """A stream alone is asked about when it needs a page, and for its first and last token."""
+    """With one stream the scheduler runs when it needs a page, and for its first and last token."""
     load = LoadSimulation([Call(10, 400)], [0.0], Law(), settings(page_tokens=64))
     asked = []
     schedule = load.scheduler.schedule
@@ -218,7 +219,7 @@ def test_fast_forward_is_one_question_for_many_steps(monkeypatch):
 
 
 def test_a_long_run_keeps_less(monkeypatch):
-    """First and last token, how many, and a histogram of what is between them."""
+    """A large run keeps first and last token, their number, and a histogram of the gaps."""
     calls, arrivals_s = random_calls("long")
     options = {"pages": 48, "max_model_len": 180, "memory_policy": "prompt_only"}
     whole = run(calls, arrivals_s, **options)

@@ -107,7 +107,7 @@ def test_a_fitted_cost_is_a_machine(tmp_path):
 
 
 def test_the_plans_sizes():
-    """A GPU's pages and rows, K/V beside the weights, the context that fits."""
+    """A GPU has its page size and rows, K/V beside the weights, and the context that fits."""
     made = simulated_machine("llama-3.1-8b", None, {})
     engine = made.settings.engine
     assert engine.kv_page_bytes == 2 << 20 and engine.batched_tokens == 2048
@@ -131,7 +131,7 @@ def simulated_run(seed, count=400, qps=60.0, factor=1.0):
 
 
 def test_a_calibration_finds_what_a_run_was_made_of():
-    """Steps' law, the delay before the loop (within a step's time) and behind it."""
+    """It finds the step times, the delay before the loop (within a step's time) and after it."""
     real, calls, arrivals_s, settings = simulated_run(3)
     assert all(record.queue_s is not None for record in real.records)
     found = calibrate([real], simulated_run(4, qps=400.0)[0])
@@ -147,7 +147,7 @@ def test_a_calibration_finds_what_a_run_was_made_of():
 
 
 def test_a_run_is_checked_with_a_fit_that_has_not_seen_it(monkeypatch):
-    """One run of three is three times as slow, which the fit of the other two cannot know."""
+    """One run of three is three times as slow, which a fit of the other two does not see."""
     burst = simulated_run(9, qps=400.0)[0]
     made = [simulated_run(seed, factor=3.0 if seed == 0 else 1.0) for seed in range(3)]
     runs, settings = [run for run, *_ in made], made[0][3]
@@ -176,7 +176,7 @@ def test_a_run_is_checked_with_a_fit_that_has_not_seen_it(monkeypatch):
 
 
 def test_resampled_steps_are_those_of_their_size():
-    """Small ones with prompts were stalled now and then, large ones take half as long as fitted."""
+    """Some small steps with prompts stall, and large steps take half as long as fitted."""
     base = FittedCost(8, (1e-3, 0.0, 0.0, 0.0, 0.0, 0.0, 1e-3, 0.0), 100, 0.0, 0.0, 0.0)
     small, large = StepWork(1, 50, 1, samples=True), StepWork(100, 5000, 100, samples=True)
     first = StepWork(0, 0, 30, 450, 1, samples=True)

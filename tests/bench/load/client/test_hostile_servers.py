@@ -1,4 +1,4 @@
-"""The load generator against servers that hang, flood, lie, or repeat what they were told."""
+"""The load generator against servers that hang, flood, lie, or echo requests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KEY = "abcd-my-own-key"
 
 
 def test_a_late_close_is_a_failure() -> None:
-    """The server had the request for a while: it may have worked on it."""
+    """A request is not repeated after the server has had it for a while."""
     _, errors, server = send_all(WHOLE, [0.1, CLOSE], WHOLE, times=2)
     assert errors[1].startswith("0 connection_lost")
     assert len(server.requests) == 2
@@ -74,7 +74,7 @@ def test_a_request_is_sent_again_only_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def offered(server: RawServer, options: LoadOptions | None = None, **settings: Any) -> RunResult:
-    """One request, without samples."""
+    """Offers one request, without samples of the server's metrics."""
 
     async def use(target: ServerTarget) -> RunResult:
         target._has_metrics = False
@@ -165,7 +165,7 @@ def test_an_event_has_a_limit() -> None:
 
 @pytest.mark.timing
 def test_a_long_line_costs_as_much_as_it_is_long() -> None:
-    """Copied whole with each piece these would be 17 GB."""
+    """If each read copied the whole line, these would be 17 GB."""
     stream, began_s = EventStream(), time.process_time()
     for _ in range((1 << 15) - 1):
         stream.feed(b"x" * 32)
@@ -218,7 +218,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def silent(server: RawServer, use: Any, **settings: Any) -> Any:
-    """TimeoutError: it would hang."""
+    """Raises TimeoutError where a run would hang."""
 
     async def bounded(target: ServerTarget) -> Any:
         async with asyncio.timeout(3.0):
@@ -328,7 +328,7 @@ def test_short_values_are_not_hidden() -> None:
 
 
 def test_the_trace_ends_with_the_run() -> None:
-    """What it lost is told."""
+    """A note says how many steps are lost."""
     engine, asked = fake_engine(), []
 
     def trace_steps(max_steps: int = 2) -> StepTrace:

@@ -50,7 +50,7 @@ def test_connections_that_the_server_closes_are_not() -> None:
 
 
 def test_a_kept_connection_that_was_closed_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server closes it when the next request is on its way, before any answer."""
+    """The server closes a connection after the next request was sent, before any answer."""
     monkeypatch.setattr("bench.load.client.http_client.RACE_S", 5.0)  # this machine may be slow
     _, errors, server = send_all(WHOLE, [CLOSE], WHOLE, times=2)
     assert errors == ["", ""]

@@ -1,4 +1,4 @@
-"""What the load generator makes of a server's answer, with every oddity, over real sockets."""
+"""How the load generator reads answers with every oddity, over real sockets."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_time_limit() -> None:
     assert error == "0 timeout: no whole answer within 0.1 s"
 
 
-# ---- what servers tell about themselves
+# ---- metrics of servers
 
 
 def test_metrics_of_vllm() -> None:

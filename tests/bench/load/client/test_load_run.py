@@ -132,7 +132,7 @@ def test_failures_are_records() -> None:
 
 
 def test_requests_leave_no_cycles() -> None:
-    """Nothing is collected while a load runs: what a request leaves must go by itself."""
+    """No garbage is collected while a load runs, so a request must leave no cycles."""
     profile = Profile(first_s=(0.002, 0.004), gap_s=(0.001, 0.002), fault_rate=0.1)
 
     async def unreachable(url: str) -> int:

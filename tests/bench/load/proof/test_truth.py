@@ -1,4 +1,4 @@
-"""The proof of the load generator: its truth by hand, and that it would see a wrong figure."""
+"""The proof of the load generator: expected records by hand, and detection of wrong figures."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_closed_loop_by_hand() -> None:
 
 
 def shifted(late_s: float) -> list[Row]:
-    """A run with answers that much later than the truth, compared with it."""
+    """Compares a run whose answers are later than the expected ones."""
     profile = Profile()
     schedule = schedule_of(100, 200, seed=0)
     truth = true_records(profile, schedule)
@@ -98,7 +98,7 @@ def test_a_wrong_figure_is_found() -> None:
 
 
 def test_a_short_run() -> None:
-    """Against a server in a process of its own. Machines may be slow: times loosely."""
+    """The server runs in a process of its own; bounds on times are loose for slow machines."""
     profile = Profile(fault_rate=0.02)
     found = uvloop.run(check("short", profile, schedule_of(50, 50, seed=2)))
     rows = {row.name: row for row in found.rows}

@@ -46,7 +46,7 @@ def medians(summary: RunSummary) -> dict[str, float]:
 
 
 def test_metrics_of_one_request():
-    """TPOT divides by tokens, ICL counts chunks, and both starts are told apart."""
+    """TPOT divides by tokens, ICL counts chunks, and both starts have latencies of their own."""
     assert medians(summarize(run(record(queue_s=0.02)))) == pytest.approx(
         {
             "ttft_schedule": 101,
@@ -62,7 +62,7 @@ def test_metrics_of_one_request():
 
 
 def test_itl_is_per_token_where_chunks_tell_their_tokens():
-    """A chunk of four tokens after 200 ms: each of them waited for 50 ms."""
+    """Each token of a chunk of four tokens after 200 ms has waited for 50 ms."""
     found = summarize(run(record(chunk_tokens=[1, 4, 1], output_tokens=6))).latencies_ms
     assert found["itl"]["count"] == 5
     assert found["itl"]["mean"] == pytest.approx((4 * 50 + 200) / 5)
@@ -70,7 +70,7 @@ def test_itl_is_per_token_where_chunks_tell_their_tokens():
 
 
 def test_as_many_chunks_as_tokens_are_one_token_each():
-    """What a server over HTTP tells; with other numbers it is not known which chunk has more."""
+    """A server over HTTP reports one token a chunk; otherwise the chunks' tokens are unknown."""
     single = record(output_tokens=3, chunks_s=[1.1, 1.2, 1.5])
     found = summarize(run(single)).latencies_ms
     assert found["itl"] == found["icl"] and found["itl"]["max"] == pytest.approx(300)
@@ -95,7 +95,7 @@ def test_one_token_or_one_piece_has_no_tpot():
 
 
 def test_only_requests_due_in_the_window_count():
-    """By due time: one that was due before, but sent and answered within, does not count."""
+    """Requests count by due time, so one that is due before the window does not count."""
     early = record(scheduled_s=0.4, sent_s=1.2, chunks_s=[1.3], finished_s=1.3)
     summary = summarize(run(early, record(1), record(2, scheduled_s=2.1), window=(0.5, 2.0)))
     assert summary.latencies_ms["ttft_send"]["count"] == 1
@@ -122,12 +122,12 @@ def test_outcomes_are_counted_by_kind_and_not_timed():
 
 
 def thin(**change: Any) -> Record:
-    """Of 41 pieces only the first and the last are kept."""
+    """Only the first and the last of 41 chunks are kept."""
     return record(chunks_s=[1.1, 5.1], finished_s=5.1, num_chunks=41, output_tokens=41, **change)
 
 
 def test_records_that_keep_two_times_of_many():
-    """They have no gaps of their own; their tokens come over the whole answer."""
+    """They have no gaps; their tokens are spread over the whole answer."""
     kept = record(chunks_s=[1.1, 1.3], output_tokens=2, finished_s=1.3)
     summary = summarize(run(thin(), kept, window=(0.0, 6.0)))
     found = summary.latencies_ms
@@ -140,7 +140,7 @@ def test_records_that_keep_two_times_of_many():
 
 
 def test_gaps_that_were_only_counted():
-    """Nine of ten gaps are 50 ms long, the others 400 ms."""
+    """Nine of ten gaps are 50 ms long, and one is 400 ms long."""
     summary = summarize(run(thin(), gaps=[(0.05, 900_000), (0.4, 100_000)]))
     icl = summary.latencies_ms["icl"]
     assert icl["count"] == 1_000_000
@@ -155,7 +155,7 @@ def test_slo_of_gaps_where_only_their_mean_is_known():
 
 
 def test_lag_ends_when_the_generator_began():
-    """A connection that takes long is the server's time, and is seen from schedule."""
+    """A slow connection is time of the server, and counts from the schedule."""
     result = spread(400)
     for late in result.records[200:]:
         late.dispatched_s, late.sent_s = late.sent_s, late.sent_s + 0.02
@@ -189,7 +189,7 @@ def test_rates_count_what_happened_in_the_window():
 
 
 def test_rates_are_of_the_time_in_which_the_load_was_offered():
-    """Twice the load that a queue of 10/s can take: it answers 10/s, and 10/s until the end."""
+    """A queue of 10/s gets twice its load and answers 10/s until the end."""
     result = queue_run(20.0, 0, count=2000)
     result.window = (0.0, result.records[-1].finished_s)
     summary = summarize(result, Slo(e2e_s=20.0))
@@ -273,7 +273,7 @@ def test_each_limit_of_an_slo():
 
 
 def spread(count: int, lag_s: float = 0.0, **change: Any) -> RunResult:
-    """count requests, 10 a second; those of the second half are lag_s late."""
+    """Returns `count` requests, 10 a second, of which the second half is lag_s late."""
     records = [
         record(
             i,
@@ -298,7 +298,7 @@ def test_a_late_generator_makes_the_run_invalid():
 
 
 def test_a_rate_that_was_not_kept_makes_the_run_invalid():
-    """One late request in a thousand is no lag at p99, but a schedule that ends late is seen."""
+    """One late request in a thousand is no lag at p99, but a late end of the schedule is."""
     result = spread(1000)
     assert summarize(result).achieved_qps == pytest.approx(10)
     result.records[-1].sent_s = 101.0
@@ -338,7 +338,7 @@ def test_a_busy_client_is_advised():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("load", "is_steady"), [(0.5, True), (0.8, True), (1.2, False)])
 def test_over_saturation_is_seen(load, is_steady, seed):
-    """A queue of 100 ms a request."""
+    """A queue takes 100 ms a request."""
     result = queue_run(10 * load, seed, count=2000)
     result.window = (0.0, result.records[-1].finished_s)  # as it is when all are waited for
     warnings = summarize(result).verdict.warnings

@@ -1,4 +1,4 @@
-"""Runs of which much failed or was cut off, and what the report says of them; compared loads."""
+"""Reports of runs with many failed or unfinished requests, and comparisons of loads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.engine.load_runs import queue_run
 
 
 def lost(count: int, of: int, **change: Any) -> RunResult:
-    """The target is gone for the last of them."""
+    """The target is gone for the last requests."""
     result = spread(of, **change)
     for gone in result.records[of - count :]:
         gone.outcome, gone.chunks_s, gone.error = Outcome.FAILED, [], "refused"
@@ -50,7 +50,7 @@ def test_what_an_interruption_cut_off_did_not_fail():
 
 
 def test_the_rate_of_an_interrupted_run_is_what_was_sent():
-    """62 requests were due, and sent, within 10 s; 5 a second were planned."""
+    """62 requests are due and sent within 10 s, and 5 a second are planned."""
     records = [record(i, scheduled_s=i * 10 / 62, sent_s=i * 10 / 62) for i in range(1, 63)]
     result = run(*records, qps=5.0, was_interrupted=True)
     assert summarize(result).achieved_qps == pytest.approx(6.2)
@@ -58,7 +58,7 @@ def test_the_rate_of_an_interrupted_run_is_what_was_sent():
 
 
 def test_goodput_is_at_most_the_answers_of_the_same_time():
-    """Ten requests within a second whose answers take half as long: not all end meanwhile."""
+    """Ten requests within a second have answers of half a second, so some end after it."""
     records = [
         record(i, scheduled_s=i / 10, sent_s=i / 10, chunks_s=[i / 10 + 0.45], finished_s=9)
         for i in range(1, 11)
@@ -72,7 +72,7 @@ def test_goodput_is_at_most_the_answers_of_the_same_time():
 
 
 def test_the_best_second_is_any_second():
-    """Ten tokens around a full second; of less than two seconds none is the best."""
+    """The peak second may begin at any time; a window below two seconds has no peak."""
     at_s = [0.9, 0.95, 1.0, 1.05, 1.1, 3.0]
     answer = record(chunks_s=at_s, output_tokens=6, scheduled_s=0.0, sent_s=0.0, finished_s=3.0)
     name = "peak_output_tokens_per_s"
@@ -94,7 +94,7 @@ def test_a_few_ticks_that_the_host_kept_are_no_note():
 
 
 def test_a_target_that_was_gone_is_loud(tmp_path):
-    """In the exit code, in words, on the page, and beside a result without failures."""
+    """Failures show in the exit code, in words, on the page, and in a comparison."""
     paths = [tmp_path / f"{name}.json" for name in ("whole", "gone")]
     result = queue_run(5.0, 0, count=50)
     written_at(paths[0], result)

@@ -1,4 +1,4 @@
-"""What the load report prints and writes, what it leaves out, and comparing two of them."""
+"""What the load report prints, writes and leaves out, and the comparison of two reports."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def slower(run: RunResult, factor: float) -> RunResult:
 
 @pytest.fixture
 def results(tmp_path):
-    """A result, the same again with other seeds, and one whose answers took 1.5 times as long."""
+    """Writes a result, one with other seeds, and one whose answers took 1.5 times as long."""
     paths = [tmp_path / f"{name}.json" for name in ("first", "again", "slow")]
     for place, path in enumerate(paths):
         seeds = range(3) if place == 0 else range(10, 13)

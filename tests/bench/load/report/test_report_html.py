@@ -1,4 +1,4 @@
-"""The load report's page and picture: whole, self-contained, and safe to open."""
+"""The load report's page and picture are complete, self-contained and safe to open."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 class Page(HTMLParser):
-    """Fails on tags that do not nest; collects what a test asks for."""
+    """Fails on tags that do not nest, and collects links and texts for tests."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def written(tmp_path: Path, runs: list[RunResult], **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two rates, two seeds each, an SLO and a search."""
+    """Returns a measurement of two rates with two seeds each, an SLO and a search."""
     runs = [engine_run(qps, count=60, seed=seed) for qps in (4.0, 8.0) for seed in (1, 2)]
     search = find_max_qps(queue_run, Slo(e2e_s=0.5), attainment=0.9, resolution=0.5)
     slo = Slo(ttft_s=0.2, tpot_s=0.02)
@@ -191,7 +191,7 @@ def test_lanes_are_those_of_the_busiest_time():
 
 
 def test_rows_of_steps_are_spread_over_them():
-    """Bins half as long as the steps do not show a comb."""
+    """Bins of half a step's length show no comb."""
     edges = np.linspace(0.0, 1.0, 21)
     start = np.arange(0.0, 1.0, 0.1)
     rows = _rows_in(edges, start, start + 0.1, np.full(10, 30.0))

@@ -36,7 +36,7 @@ from tests.support.engine.load_runs import queue_run
     ],
 )
 def test_students_t(freedom, level, expected):
-    """Against the printed tables."""
+    """Quantiles equal those of the printed tables."""
     assert t_quantile(freedom, level) == pytest.approx(expected, rel=1e-5)
 
 
@@ -48,7 +48,7 @@ def test_t_interval():
 
 
 def test_wilson():
-    """The example of Newcombe 1998: 81 of 263."""
+    """The interval equals that of the example in Newcombe 1998, 81 of 263."""
     found = wilson(81, 263)
     assert found == pytest.approx((81 / 263, 0.2553, 0.3662), abs=5e-5)
     assert wilson(10, 10).high == 1.0 and 0.6 < wilson(10, 10).low < 0.8
@@ -57,7 +57,7 @@ def test_wilson():
 
 @pytest.mark.parametrize("count", [100, 1000])
 def test_intervals_of_one_run_cover_as_often_as_they_say(count):
-    """Skewed as latencies are; each interval holds its point and is within the data."""
+    """With skewed values, each interval contains its point and is within the data."""
     rng = np.random.default_rng(count)
     percents = (50, 90, 95, 99)
     z = [NormalDist().inv_cdf(percent / 100) for percent in percents]
@@ -76,7 +76,7 @@ def test_intervals_of_one_run_cover_as_often_as_they_say(count):
 
 
 def test_intervals_of_many_values_of_a_request_cover_too():
-    """Gaps of an answer are alike: 100 requests of 20 gaps, most of the spread between requests."""
+    """100 requests have 20 similar gaps each, with most of the spread between requests."""
     rng = np.random.default_rng(3)
     owners = np.repeat(np.arange(100), 20)
     truths = np.exp(math.hypot(0.5, 0.2) * np.array([0.0, NormalDist().inv_cdf(0.9)]))
@@ -90,7 +90,7 @@ def test_intervals_of_many_values_of_a_request_cover_too():
 
 @pytest.mark.parametrize(
     ("count", "share", "expected"),
-    # the tables of Hahn & Meeker; 368 is the first that has them: 0.99^368 <= 0.025
+    # From the tables of Hahn & Meeker; 368 is the first number with 0.99^368 <= 0.025.
     [(20, 0.5, (6, 15)), (100, 0.5, (40, 61)), (367, 0.99, None), (5, 0.5, None), (0, 0.5, None)],
 )
 def test_ranks_of_the_values_around_a_quantile(count, share, expected):
@@ -104,7 +104,7 @@ def test_ranks_of_many_values_are_the_normal_ones():
 
 
 def test_intervals_count_requests_not_gaps():
-    """A hundred equal values of each request tell no more than one."""
+    """A hundred equal values of a request narrow an interval no more than one."""
     values = np.random.default_rng(1).exponential(size=200)
     single = sample_intervals(values, np.arange(200), (50,))
     repeated = sample_intervals(np.repeat(values, 100), np.repeat(np.arange(200), 100), (50,))
@@ -121,7 +121,7 @@ def test_overlap():
 
 
 def waiting_below(limit: float, load: float) -> float:
-    """M/D/1, service 1: P(wait <= limit) (Erlang's formula)."""
+    """Returns P(wait <= limit) in an M/D/1 queue with a service time of 1 (Erlang's formula)."""
     return (1 - load) * sum(
         (load * (k - limit)) ** k / math.factorial(k) * math.exp(-load * (k - limit))
         for k in range(math.floor(limit) + 1)
@@ -129,7 +129,7 @@ def waiting_below(limit: float, load: float) -> float:
 
 
 def test_the_rate_found_is_the_analytic_one():
-    """M/D/1, 100 ms a request, 90 % of the answers within 500 ms: 400 ms of waiting."""
+    """In an M/D/1 queue of 100 ms a request, 90 % of answers within 500 ms wait 400 ms at most."""
     low, high = 0.0, 0.999
     for _ in range(50):
         middle = (low + high) / 2
@@ -177,7 +177,7 @@ def test_no_rate_is_low_enough():
 
 
 def test_what_even_one_request_alone_misses_ends_the_search():
-    """Halving the rate would take for ever, each time twice as long."""
+    """Halving the rate would not end, since each run takes twice as long."""
     rates = []
 
     def run(qps, seed):
@@ -236,7 +236,7 @@ def test_short_runs_do_not_pass_above_the_capacity(seed):
 
 
 def test_bursts_end_the_search():
-    """Were they let pass, the rate would double for ever."""
+    """If such a rate passed, the search would double it without end."""
     found = find_max_qps(
         lambda qps, seed: queue_run(qps, seed, count=40, service_s=1e-6), Slo(e2e_s=1.0)
     )

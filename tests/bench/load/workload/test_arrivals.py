@@ -1,4 +1,4 @@
-"""When requests are due: every process is ascending and its rate is exact."""
+"""Arrival times ascend and have the exact rate, whatever the process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_constant_is_constant() -> None:
     ("kind", "expected"), [("poisson", 1), ("gamma:0.25", 2), ("gamma:4", 0.5), ("gamma:100", 0.1)]
 )
 def test_gaps_vary_as_the_shape_says(kind: str, expected: float) -> None:
-    """Standard deviation over mean of a gamma distribution: 1 / sqrt(shape)."""
+    """A gamma distribution has a standard deviation of 1 / sqrt(shape) of its mean."""
     assert spread(arrival_times(kind, 100, 40_000, 0)) == pytest.approx(expected, rel=0.05)
 
 

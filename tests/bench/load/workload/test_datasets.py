@@ -1,4 +1,4 @@
-"""Which requests a data set consists of, and the one way to a schedule."""
+"""The requests of data sets, and the schedules that are made of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_random_ranges() -> None:
     ],
 )
 def test_another_seed_gives_other_prompts(settings: dict[str, Any]) -> None:
-    """A server's prefix cache knows nothing of a run with another seed, nor of the warm-up."""
+    """Runs with other seeds and the warm-up share no prefix in a server's cache."""
     dataset = DatasetSettings(**settings)
     runs = [works_of(count=8, seed=seed, **settings) for seed in (0, 1)]
     runs.append(make_warm_up(dataset, 8, 0, TOKENS))
@@ -86,7 +86,7 @@ def test_another_seed_gives_other_prompts(settings: dict[str, Any]) -> None:
 
 
 def test_mixed_takes_other_seeds_in_another_order_and_repeats_itself() -> None:
-    """Seed 0 has the order of the file. A larger load than the file has says that it repeats."""
+    """Seed 0 has the order of the file. A note says that a load larger than the file repeats it."""
     first, other = mixed_requests(0, num_mixed()), mixed_requests(1, num_mixed())
     assert mixed_requests(0, 10) == first[:10]
     assert first != other
@@ -167,7 +167,7 @@ def talk(*turns: tuple[str, str]) -> dict[str, Any]:
 
 
 def test_sharegpt(tmp_path: Path) -> None:
-    """The first question and answer; too short, too long, and one-sided ones are left out."""
+    """Only the first question and answer count; short, long and one-sided dialogs do not."""
     name = sharegpt(
         tmp_path,
         [
@@ -326,7 +326,7 @@ def test_arrivals_that_cannot_work(
 
 
 def test_a_trace_in_its_own_time(tmp_path: Path) -> None:
-    """From 0 on; a speedup divides, a qps stretches, a duration is the schedule's."""
+    """Times begin at 0. A speedup divides them, a rate stretches them, a duration cuts them."""
     dataset = DatasetSettings(trace_file(tmp_path), block_size=16)
 
     def times(speedup: float | None = None, **options: Any) -> tuple[float, list[float | None]]:
@@ -374,7 +374,7 @@ def test_a_schedule_that_would_not_fit_into_memory_is_refused() -> None:
 
 
 def test_many_requests_are_cheap() -> None:
-    """A million must take less than ten seconds; a tenth of them here."""
+    """A million requests must take less than ten seconds; this makes a tenth of them."""
     start_s = time.process_time()
     offer = make_calls(DatasetSettings("azure-conv"), POISSON, qps=100, requests=100_000)
     assert len(offer.calls) == 100_000 and offer.calls[-1].at_s == pytest.approx(1000)
@@ -382,7 +382,7 @@ def test_many_requests_are_cheap() -> None:
 
 
 def test_made_up_requests_do_not_ask_for_more_than_there_is_room_for():
-    """A server with that context refuses what asks for more; texts are sent as they are."""
+    """Lengths are fitted to the server's context; texts are sent unchanged."""
     from bench.load.workload.work import Call, Work, fit_context
 
     text = Call(10, 5, max_tokens=4096, work=Work(prompt="a", max_tokens=4096))

@@ -105,7 +105,7 @@ def test_burstgpt(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_trace(tmp_path: Path) -> None:
-    """Seconds after the file's first row; the end is not included."""
+    """A window is in seconds after the file's first row, and its end is not included."""
     at = [call.at_s for call in read(tmp_path, "mooncake", MOONCAKE, Part(start_s=0.5))[0]]
     assert at == [1.5, 4.0]
     at = [call.at_s for call in read(tmp_path, "mooncake", MOONCAKE, Part(end_s=3.0))[0]]
@@ -168,7 +168,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_published_lengths(name: str, seed: int) -> None:
-    """The published means within 1 %, and the medians."""
+    """Generated lengths have the published means within 1 %, and the medians."""
     trace = PUBLISHED[name]
     calls = published_calls(trace, 10_000, seed)
     for wanted, lengths in (
@@ -181,7 +181,7 @@ def test_published_lengths(name: str, seed: int) -> None:
 
 
 def test_the_published_figures() -> None:
-    """What the table in docs/workloads.md compares with: mean and median of the public files."""
+    """The table in docs/workloads.md compares with mean and median of the public files."""
     found = {
         name: (t.num_requests, t.prompt.mean, t.output.mean, t.prompt.median, t.output.median)
         for name, t in PUBLISHED.items()
@@ -208,7 +208,7 @@ def test_another_seed_gives_another_order_of_the_same_lengths() -> None:
 @pytest.mark.parametrize(("name", "expected"), [("kimi-conv", 0.374), ("kimi-ta", 0.59)])
 @pytest.mark.parametrize("count", [1000, 12_000])
 def test_prompts_share_beginnings_as_published(name: str, expected: float, count: int) -> None:
-    """The share of prompt tokens that earlier prompts had, with a cache that forgets nothing."""
+    """Returns the share of prompt tokens that a prefix cache without eviction has."""
     seen: set[int] = set()
     reused = total = 0
     for call in published_calls(PUBLISHED[name], count, 3):
@@ -223,7 +223,7 @@ def test_prompts_share_beginnings_as_published(name: str, expected: float, count
 
 
 def test_equal_blocks_follow_equal_blocks() -> None:
-    """A hash id stands for everything up to its block."""
+    """A hash id stands for all tokens up to the end of its block."""
     before: dict[int, tuple[int, ...]] = {}
     for call in published_calls(PUBLISHED["kimi-conv"], 2000, 0):
         keys = tuple(key for key, _ in call.runs)
@@ -244,7 +244,7 @@ def test_clients_answers_resemble_each_other() -> None:
 
 
 def test_max_tokens_of_clients() -> None:
-    """Two of three send none, or what the context leaves; the others cut few of their answers."""
+    """A third of the requests send max_tokens, which cut few answers and fit the context."""
     calls = published_calls(PUBLISHED["azure-conv"], 5000, 0)
     sent = [call for call in calls if call.max_tokens is not None]
     assert {call.max_tokens for call in sent} <= {64, 256, 1024, 4096, 16384}
