@@ -205,8 +205,8 @@ def test_what_does_not_fit_is_left_out() -> None:
 def test_the_context_counts_long_answers_more() -> None:
     """Equal requests have a context of prompt and half the answer, others one above their mean."""
     prompt, output = Marginal.lognormal(1000, 999.999999), Marginal.lognormal(101, 100.9999999)
-    alike = Published(prompt, output, num_requests=200)
-    assert mean_context(alike) == pytest.approx(1000 + 50, rel=0.01)
+    equal = Published(prompt, output, num_requests=200)
+    assert mean_context(equal) == pytest.approx(1000 + 50, rel=0.01)
     assert mean_context(AZURE_CONV) > 1.04 * (1154.7 + 211.1 / 2)
 
 

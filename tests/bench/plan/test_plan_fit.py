@@ -74,8 +74,8 @@ def test_steps_that_vary_take_as_long_together() -> None:
     rng = random.Random(11)
     steps = [(work, s * rng.lognormvariate(0, 0.25)) for work, s in random_steps(TRUTH, 2000)]
     found = fit_times(steps)
-    told = sum(found.seconds(work) for work, _ in steps) / sum(s for _, s in steps)
-    assert told == pytest.approx(1 - found.stalled_share) and found.stalled_share < 0.02
+    predicted = sum(found.seconds(work) for work, _ in steps) / sum(s for _, s in steps)
+    assert predicted == pytest.approx(1 - found.stalled_share) and found.stalled_share < 0.02
     for batch in (1, 16, 32):
         work = StepWork(batch, 500 * batch, batch, samples=True)
         assert found.seconds(work) == pytest.approx(TRUTH.seconds(work), rel=0.08)

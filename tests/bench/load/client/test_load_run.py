@@ -178,7 +178,7 @@ def test_cancellation_closes_connections(how: dict[str, Any]) -> None:
     assert all(served.is_closed for served in server.log if served.index in chosen)
 
 
-def test_who_is_cancelled_follows_from_the_seed() -> None:
+def test_cancelled_requests_follow_from_the_seed() -> None:
     def chosen(seed: int) -> list[int]:
         options = LoadOptions(seed=seed, cancel_rate=0.3, cancel_after_s=1)
         items = items_of(schedule_of(100, 100), options)

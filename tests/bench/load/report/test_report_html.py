@@ -160,17 +160,17 @@ def test_a_run_of_which_nothing_is_known_has_a_page(tmp_path):
     assert "INVALID" in page.text
 
 
-@pytest.mark.parametrize("told", ["samples", "neither"])
-def test_servers_that_tell_less(tmp_path, told):
+@pytest.mark.parametrize("source", ["samples", "neither"])
+def test_servers_that_tell_less(tmp_path, source):
     run = engine_run(6.0, count=40, tokens_known=False)
     run.steps, run.qps = [], math.inf
     run.health = []
-    if told == "neither":
+    if source == "neither":
         run.samples = []
     page = Page(written(tmp_path, [run]))
     assert page.tags["svg"] == 4
-    assert ("running (server)" in page.text) == (told == "samples")
-    assert ("K/V use, %" in page.text) == (told == "samples")
+    assert ("running (server)" in page.text) == (source == "samples")
+    assert ("K/V use, %" in page.text) == (source == "samples")
     assert "came without a token count" in page.text and "ITL (per token)" not in page.text
 
 

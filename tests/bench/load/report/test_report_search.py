@@ -221,7 +221,7 @@ def test_an_interrupted_run_ends_the_search():
 @pytest.mark.parametrize("seed", range(4))
 def test_short_runs_do_not_pass_above_the_capacity(seed):
     """400 requests at 1.1 times what the queue can serve wait 4 s at most: all within the SLO, and
-    only the rise tells that a longer run would not be."""
+    only their rise shows that a longer run would exceed it."""
     found = find_max_qps(
         lambda qps, seed: queue_run(qps, seed, count=400),
         Slo(e2e_s=10.0),

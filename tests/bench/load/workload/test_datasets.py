@@ -163,7 +163,10 @@ def sharegpt(directory: Path, content: Any) -> str:
 
 
 def talk(*turns: tuple[str, str]) -> dict[str, Any]:
-    return {"id": "x", "conversations": [{"from": who, "value": text} for who, text in turns]}
+    return {
+        "id": "x",
+        "conversations": [{"from": speaker, "value": text} for speaker, text in turns],
+    }
 
 
 def test_sharegpt(tmp_path: Path) -> None:
