@@ -104,14 +104,16 @@ class _Child:
 
     def __init__(self, script: Path, setup: dict[str, Any]) -> None:
         # Started by path with -P: importing `serve` would be slow, and its folders must not shadow
-        # modules. A session of its own keeps Ctrl-C in a terminal away from it.
+        # modules. A process group of its own keeps Ctrl-C in a terminal away from it. A session of
+        # its own would as well, but Linux schedules each session as a group, and a busy server has
+        # been seen to keep such a child from a shared core for 20 s.
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(MAIN), str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a traceback would contain a client's text
             bufsize=0,
-            start_new_session=True,
+            process_group=0,
         )
         assert self.process.stdin is not None, "stdin is a pipe"
         assert self.process.stdout is not None, "stdout is a pipe"

@@ -260,7 +260,6 @@ BOMBS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.timing
 @pytest.mark.row("G10")
 def test_plain_requests_continue_while_bombs_are_compiled(url: str) -> None:
     """Bombs are refused or answered, and plain requests are answered meanwhile."""
