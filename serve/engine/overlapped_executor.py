@@ -18,7 +18,7 @@ from memory.nodes.remote_attention import NodesLostError
 from serve.engine.pools import OutputThread
 from serve.engine.step_executor import EndSequence, StepExecutor
 from serve.runner.runner import OverlappingRunner, PendingStep, Runner, StepResult
-from serve.scheduler.in_flight import apply_launch, apply_result, roll_back
+from serve.scheduler.in_flight import apply_launch, roll_back
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
@@ -102,7 +102,7 @@ class OverlappedExecutor(StepExecutor):
             launched.plan, launched.began_s if busy_since_s is None else busy_since_s
         )
         plan, result = _without_ended(launched.plan, result)
-        self._deliver(plan, result, apply_result(self._scheduler, plan, result.tokens), now_s)
+        self._deliver(plan, result, self._scheduler.update(plan, result.tokens), now_s)
         return True
 
     def _launch_failed(self, plan: StepPlan, error: Exception) -> None:

@@ -2,8 +2,8 @@
 
 A step is in flight from its launch until its tokens are known. The next step is planned meanwhile,
 as if they were known: `apply_launch` counts the computed tokens at once and puts PENDING_TOKEN into
-token_ids for each token to come; `apply_result` replaces it and ends sequences. A length limit is
-known by count alone. A stop token is seen one step late; the row that the sequence has in flight
+token_ids for each token to come; `Scheduler.update` replaces it and ends sequences. A length limit
+is known by count alone. A stop token is seen one step late; the row that the sequence has in flight
 by then is dropped, and counts in no metric, prefix cache or output.
 
 Invariants: a sequence has rows in flight in at most two steps, and in one when the next step is
@@ -14,9 +14,8 @@ sequence while it runs, so that those rows can be computed again.
 
 from __future__ import annotations
 
-from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
-from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, finish_reason_after
+from serve.scheduler.sequence import PENDING_TOKEN, SequenceStatus
 from serve.scheduler.step_plan import StepPlan
 
 
@@ -31,36 +30,6 @@ def apply_launch(scheduler: Scheduler, plan: StepPlan) -> None:
             sequence.token_ids.append(PENDING_TOKEN)
     plan.contexts = contexts
     scheduler.chunks_in_flight = plan.sequences[plan.num_decodes :]
-
-
-def apply_result(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
-    """Applies a launched step's tokens and returns the sequences that ended.
-
-    The plan must hold no finished sequence (see StepPlan.unfinished). Results are applied in the
-    order of the launches.
-    """
-    assert plan.contexts is not None
-    finished: list[Sequence] = []
-    next_token = iter(tokens)
-    for sequence, rows, sampled, context in zip(
-        plan.sequences, plan.num_rows, plan.samples, plan.contexts, strict=True
-    ):
-        sequence.rows_in_flight -= rows
-        end = context + rows
-        if end >= sequence.next_cacheable_at:
-            scheduler.prefixes.insert(sequence, end)
-        if not sampled:
-            if end >= sequence.max_tokens_total:  # it only computes its prompt
-                scheduler.finish(sequence, FinishReason.LENGTH)
-                finished.append(sequence)
-            continue
-        token = next(next_token)
-        sequence.token_ids[end] = token
-        reason = finish_reason_after(sequence, token, end + 1)
-        if reason is not None:
-            scheduler.finish(sequence, reason)
-            finished.append(sequence)
-    return finished
 
 
 def roll_back(scheduler: Scheduler, plan: StepPlan) -> None:

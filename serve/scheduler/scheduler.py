@@ -42,7 +42,7 @@ _RECHECK_STEPS = 16
 
 class Scheduler:
     """Holds the waiting and running sequences. The loop calls schedule(), runs the plan, and calls
-    update() with the sampled tokens, or the functions of in_flight.py when steps overlap."""
+    update() with the sampled tokens. Where steps overlap, it calls apply_launch() in between."""
 
     def __init__(
         self,
@@ -326,44 +326,47 @@ class Scheduler:
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
         """Applies a step's result and returns the sequences that ended; their pages are free.
-        tokens[j] belongs to the j-th sampled sequence. For steps that do not overlap; it is
-        three times as fast as apply_launch and apply_result (serve/scheduler/in_flight.py)."""
+        tokens[j] belongs to the j-th sampled sequence. The plan holds no finished sequence. If it
+        was launched (serve/scheduler/in_flight.py), its rows are counted already."""
         finished: list[Sequence] = []
         next_token = iter(tokens)
-        # False if a one-row sequence is an unfinished or prompt-only prompt.
-        is_usual = all(plan.samples[: plan.num_decodes])
-        num_decodes = plan.num_decodes if is_usual else 0
-        for sequence, token in zip(plan.sequences[:num_decodes], next_token, strict=False):
-            sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
+        contexts, num_usual = plan.contexts, plan.num_decodes
+        # A one-row sequence may be an unfinished or a prompt-only prompt.
+        if contexts is not None or not all(plan.samples[:num_usual]):
+            num_usual = 0
+        for sequence, token in zip(plan.sequences[:num_usual], next_token, strict=False):
+            sequence.num_computed_tokens = end = sequence.num_computed_tokens + 1
             sequence.token_ids.append(token)
-            is_due = num_computed >= sequence.recheck_at or token in sequence.stop_ids
+            is_due = end >= sequence.recheck_at or token in sequence.stop_ids
             if is_due or sequence.mask is not None:
-                self._apply_progress(sequence, token, finished)
-        for index in range(num_decodes, len(plan.sequences)):
-            sequence = plan.sequences[index]
-            sequence.num_computed_tokens += plan.num_rows[index]
-            token = PENDING_TOKEN
-            if plan.samples[index]:
-                token = next(next_token)
-                sequence.token_ids.append(token)
-            self._apply_progress(sequence, token, finished)
+                self._apply_token(sequence, end, token, finished)
+        for index in range(num_usual, len(plan.sequences)):
+            sequence, rows = plan.sequences[index], plan.num_rows[index]
+            token = next(next_token) if plan.samples[index] else PENDING_TOKEN
+            if contexts is None:
+                sequence.num_computed_tokens = end = sequence.num_computed_tokens + rows
+            else:
+                sequence.rows_in_flight -= rows
+                end = contexts[index] + rows
+            if token != PENDING_TOKEN:
+                sequence.token_ids[end : end + 1] = [token]  # appends, or replaces PENDING_TOKEN
+            self._apply_token(sequence, end, token, finished)
         if finished:
             self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING]
         return finished
 
-    def _apply_progress(self, sequence: Sequence, token: int, finished: list[Sequence]) -> None:
-        """Caches complete pages and finishes a sequence that has reached its end. token is
-        PENDING_TOKEN if none was sampled."""
-        if sequence.num_computed_tokens >= sequence.next_cacheable_at:
-            self.prefixes.insert(sequence, sequence.num_computed_tokens)
+    def _apply_token(self, sequence: Sequence, end: int, token: int, ended: list[Sequence]) -> None:
+        """Caches complete pages of the first `end` tokens, and finishes a sequence that ends with
+        `token`, which is PENDING_TOKEN if none was sampled."""
+        if end >= sequence.next_cacheable_at:
+            self.prefixes.insert(sequence, end)
         if token != PENDING_TOKEN:
-            reason = finish_reason_after(sequence, token)
+            reason = finish_reason_after(sequence, token, end + 1)
         else:  # a prompt-only sequence ends when its prompt is computed
-            is_over = sequence.num_computed_tokens >= sequence.max_tokens_total
-            reason = FinishReason.LENGTH if is_over else None
+            reason = FinishReason.LENGTH if end >= sequence.max_tokens_total else None
         if reason is not None:
             self._finish(sequence, reason)
-            finished.append(sequence)
+            ended.append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """Ends a sequence from outside a step (abort, error); False if it has already ended."""
@@ -371,21 +374,22 @@ class Scheduler:
             return False
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
-            self._num_preempted_pages -= self._preempted_pages(sequence)
         self._finish(sequence, reason)
         return True
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Keeps the first num_tokens tokens; the step that produced the others failed."""
-        is_waiting = sequence.status is SequenceStatus.WAITING
-        self._num_preempted_pages -= self._preempted_pages(sequence) if is_waiting else 0
+        num_pages = self._preempted_pages(sequence)
         del sequence.token_ids[num_tokens:]
         sequence.recheck_at = 0
-        self._num_preempted_pages += self._preempted_pages(sequence) if is_waiting else 0
+        if sequence.status is SequenceStatus.WAITING:
+            self._num_preempted_pages += self._preempted_pages(sequence) - num_pages
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence. The caller removes it from `running`."""
+        if sequence.status is SequenceStatus.WAITING:  # it may have been preempted since its launch
+            self.waiting.remove(sequence)
+            self._num_preempted_pages -= self._preempted_pages(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         if sequence.rows_in_flight:
