@@ -62,8 +62,7 @@ class Scheduler:
             min(limits.max_num_batched_tokens, limits.max_chunk_tokens),
             limits.inter_token_slo_s,
         )
-        prefill_seconds = self.chunks.model.prefill_seconds
-        self.waiting.prefill_seconds = prefill_seconds
+        self.waiting.prefill_seconds = prefill_seconds = self.chunks.model.prefill_seconds
         self.prefixes = PrefixLookup(kv, hasher, prefill_seconds)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -96,12 +95,12 @@ class Scheduler:
         self.kv.prefixes.poll()
         rows = self.limits.max_num_batched_tokens
         decodes, prefilling = decode_rows(self.running, rows, self._grow, self.prefixes.is_on)
-        rows -= len(decodes)
         num_certain, num_preemptions = len(decodes), self.num_preemptions
         chunks: list[tuple[Sequence, int]] = []
         if prefilling or self.waiting:
             prompts = [(self._level_of(s), s) for s in prefilling]
-            budget = self.chunks.begin(prompts, decodes, rows, now_s, self._level_of_next(prompts))
+            level = self._level_of_next(prompts)
+            budget = self.chunks.begin(prompts, decodes, rows - num_certain, now_s, level)
             self._fill(StepDraft(budget, decodes, chunks), now_s)
             self.chunks.end(budget)
         if self.waiting.preempts:
@@ -111,9 +110,8 @@ class Scheduler:
         self._is_short = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
-        if self.num_preemptions > num_preemptions:
-            num_certain = 0
-        return make_plan(decodes, chunks, num_certain)
+        has_preempted = self.num_preemptions > num_preemptions
+        return make_plan(decodes, chunks, 0 if has_preempted else num_certain)
 
     def _fill(self, draft: StepDraft, now_s: float) -> None:
         """Gives a step's rows to short prompts, then to newly admitted ones, then to long ones,
@@ -132,8 +130,8 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             return
         context = sequence.num_computed_tokens
-        missing = len(sequence.token_ids) - context
-        rows = draft.budget.rows_for(context, min(missing, self.limits.max_chunk_tokens))
+        wanted = min(sequence.num_tokens - context, self.limits.max_chunk_tokens)
+        rows = draft.budget.rows_for(context, wanted)
         if not rows or self._grow(sequence, context + rows):
             draft.add(sequence, rows)
 
@@ -159,8 +157,7 @@ class Scheduler:
 
     def _memory_sharers(self, target: Range) -> list[Sequence]:
         """Returns the running sequences that share memory with `target`, its own included."""
-        shares_memory = self.kv.shares_memory
-        return [s for s in self.running if s.kv_range and shares_memory(s.kv_range, target)]
+        return [s for s in self.running if s.kv_range and self.kv.shares_memory(s.kv_range, target)]
 
     def preempt_lost(self, is_lost: Callable[[Range], bool]) -> int:
         """Preempts the sequences whose K/V was lost with a memory node; returns their number."""
@@ -378,10 +375,9 @@ class Scheduler:
         return True
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Keeps the first num_tokens tokens; the step that produced the others failed."""
+        """Keeps the first num_tokens tokens; the step that computed the others failed."""
         num_pages = self._preempted_pages(sequence)
         del sequence.token_ids[num_tokens:]
-        sequence.recheck_at = 0
         if sequence.status is SequenceStatus.WAITING:
             self._num_preempted_pages += self._preempted_pages(sequence) - num_pages
 
