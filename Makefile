@@ -58,8 +58,8 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Measures the README's table and writes it there, on a quiet machine: about half an hour. The first
-# run writes a 2.5 GB random checkpoint into ~/.cache/mergestep.
+# Measures the figures of README.md and docs/ and writes them there, on a quiet machine: about an
+# hour. The first run writes a 2.5 GB random checkpoint into ~/.cache/mergestep.
 figures: $(VENV)/.dev
 	$(BIN)/python -m bench.cli.figures
 

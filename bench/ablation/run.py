@@ -21,7 +21,7 @@ from bench.offline.saturated import Asking, Saturated, offer, saturate
 from serve import Engine
 from serve.engine.loader import load_engine
 
-RATE_SHARE = 0.6  # of the rate that "ours" reaches when saturated
+RATE_SHARE = 0.85  # of the rate that "ours" reaches when saturated: near the limit
 _WARM_UP = 16  # requests
 _RATE_ROUNDS = 2  # after the saturated ones, so that compared runs are close in time
 _SHORT_SHARE = 0.25  # of max_num_seqs average requests that short memory holds

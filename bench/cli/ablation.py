@@ -52,7 +52,7 @@ def ablation(
 
     model is a directory, "random:SHAPE", or None for the embedded model.
     dataset, requests, input_len and output_len are those of bench.offline.requests.fixed_requests.
-    qps is the rate for the latencies; None takes 60 % of the highest, at_rate=False omits them.
+    qps is the rate for the latencies; None takes 85 % of the highest, at_rate=False omits them.
     kv_cache_bytes is a K/V memory that is short; None takes enough for a quarter of the sequences.
     variants names those to run; None runs all.
     Returns what is written to json_file. Raises ConfigError before anything runs.

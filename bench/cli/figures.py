@@ -1,26 +1,35 @@
-"""Measures the figures of the README's table and writes them there: `make figures`.
+"""Measures the figures of the README and of docs/ and writes them there: `make figures`.
 
-Each row is one command of `serve bench` or `serve eval`, run in a process of its own on the code
-that is here, one after the other. Above the table stand the commit, the date, the machine and the
-ceilings that the machine reached meanwhile.
+Each row of the README's table is one command of `serve bench` or `serve eval`. Above the table
+stand the commit, the date, the machine and the ceilings that the machine reached meanwhile. A page
+of docs/ names the commands whose reports it shows in marks (see REPORT), and the printed report
+replaces what stands between them.
+
+Every command runs in a process of its own on the code that is here, one after the other. What was
+measured is kept in build/figures/COMMIT, so that an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.common.tables import number
 
+REPORT = re.compile(r"<!-- report: (?P<command>.+?) -->\n.*?<!-- end of report -->\n", re.DOTALL)
 BEGIN, END = "<!-- figures: make figures -->\n", "<!-- end of figures -->\n"
 LLAMA = "random:llama-1b"
+COLUMNS = "100"  # the width of a printed report
 Document = Any
 
 
@@ -149,13 +158,42 @@ ROWS = (
 )
 
 
+class Result(NamedTuple):
+    """What a command printed, the JSON it wrote (None for `python -m`), and its seconds."""
+
+    text: str
+    document: Document
+    seconds: float
+
+
+def measure(command: str, folder: Path) -> Result:
+    """Runs "serve ..." or "python -m ...", unless its result is in `folder` already. Raises
+    CalledProcessError if the command fails."""
+    name = re.sub(r"\W+", "-", command)
+    text_file, json_file = folder / f"{name}.txt", folder / f"{name}.json"
+    if not text_file.exists():
+        program, *words = shlex.split(command)
+        words = ["-m", program, *words, "--json", str(json_file)] if program == "serve" else words
+        began_s = time.monotonic()
+        process = subprocess.run(
+            [sys.executable, *words],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"COLUMNS": COLUMNS},
+        )
+        seconds = time.monotonic() - began_s
+        folder.mkdir(parents=True, exist_ok=True)
+        text_file.write_text(f"{seconds:.0f}\n{process.stdout}")
+    head, _, text = text_file.read_text().partition("\n")
+    document = json.loads(json_file.read_text()) if json_file.exists() else None
+    return Result(text, document, float(head))
+
+
 def run(row: Row, folder: Path, *, quick: bool) -> Document:
-    """The document that the row's command writes; CalledProcessError where it fails."""
-    file = folder / "figures.json"
+    """Returns the document that the row's command writes."""
     words = (row.quick or f"{row.command} --quick") if quick else row.command
-    command = [sys.executable, "-m", "serve", *words.split(), "--json", str(file)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return json.loads(file.read_text())
+    return measure(f"serve {words}", folder).document
 
 
 def heading(documents: list[Document]) -> str:
@@ -198,23 +236,52 @@ def with_table(page: str, made: str) -> str:
     return f"{before}{BEGIN}\n{made}\n{END}{after}"
 
 
+def commands_of(page: str) -> list[str]:
+    """Returns the commands whose reports a page shows."""
+    return [match["command"] for match in REPORT.finditer(page)]
+
+
+def with_reports(page: str, results: Mapping[str, Result]) -> str:
+    """Returns the page with the report of each of its commands between the command's marks."""
+
+    def block(match: re.Match[str]) -> str:
+        command = match["command"]
+        result = results[command]
+        lines = [line.rstrip() for line in result.text.splitlines() if not line.startswith("{")]
+        report = "\n".join([f"$ {command}   # took {result.seconds:.0f} s", *lines])
+        return f"<!-- report: {command} -->\n```text\n{report}\n```\n<!-- end of report -->\n"
+
+    return REPORT.sub(block, page)
+
+
+def _commit() -> str:
+    """Returns the name of the code that is measured; uncommitted changes make a name of its own."""
+    command = ["git", "describe", "--always", "--dirty"]
+    name = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    return f"{name}-{time.time():.0f}" if name.endswith("-dirty") else name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cli.figures", description=__doc__)
-    parser.add_argument("--page", type=Path, default=Path("README.md"))
-    parser.add_argument(
-        "--only", default="", help="rows whose command holds this; prints them only"
-    )
-    parser.add_argument("--quick", action="store_true", help="a dry run that prints; no figures")
+    parser.add_argument("--only", default="", help="measure and print the commands that hold this")
     args = parser.parse_args()
-    rows = [row for row in ROWS if args.only in row.command]
-    found: list[tuple[Row, Document]] = []
-    with tempfile.TemporaryDirectory(prefix="mergestep-figures-") as folder:
-        for place, row in enumerate(rows, 1):
-            print(f"{place}/{len(rows)}: serve {row.command}", file=sys.stderr, flush=True)
-            found.append((row, run(row, Path(folder), quick=args.quick)))
-            print(f"  {row.figure(found[-1][1])}", file=sys.stderr, flush=True)
-    if not args.quick and len(rows) == len(ROWS):
-        args.page.write_text(with_table(args.page.read_text(), table(found)))
+    readme = Path("README.md")
+    pages = [page for page in sorted(Path("docs").glob("*.md")) if REPORT.search(page.read_text())]
+    commands = [f"serve {row.command}" for row in ROWS]
+    commands += [command for page in pages for command in commands_of(page.read_text())]
+    commands = [c for c in dict.fromkeys(commands) if args.only in c]
+    folder = Path("build/figures") / _commit()
+    results: dict[str, Result] = {}
+    for index, command in enumerate(commands, 1):
+        print(f"{index}/{len(commands)}: {command}", file=sys.stderr, flush=True)
+        results[command] = measure(command, folder)
+        print(results[command].text, flush=True)
+    if args.only:
+        return
+    rows = [(row, results[f"serve {row.command}"].document) for row in ROWS]
+    readme.write_text(with_table(readme.read_text(), table(rows)))
+    for page in pages:
+        page.write_text(with_reports(page.read_text(), results))
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def ablation(
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences that run at once.")] = 64,
     qps: Annotated[
         float | None,
-        typer.Option(help="Rate for the latencies; the default is 60 % of the highest."),
+        typer.Option(help="Rate for the latencies; the default is 85 % of the highest."),
     ] = None,
     at_rate: Annotated[bool, typer.Option(help="Also measure latencies at a rate.")] = True,
     kv_cache_bytes: options.KVCacheBytes = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,31 @@ def test_a_page_without_marks_is_refused() -> None:
 def test_the_readme_has_the_marks() -> None:
     page = (Path(__file__).parents[3] / "README.md").read_text()
     assert figures.with_table(page, "x") != page
+
+
+def test_a_report_stands_between_the_marks_of_its_command() -> None:
+    page = "a\n<!-- report: serve bench ops -->\nold\n<!-- end of report -->\nb\n"
+    assert figures.commands_of(page) == ["serve bench ops"]
+    result = figures.Result('head  \n 1 GB/s\n{"json": 1}\n', None, 61.4)
+    assert figures.with_reports(page, {"serve bench ops": result}) == (
+        "a\n<!-- report: serve bench ops -->\n```text\n$ serve bench ops   # took 61 s\nhead\n"
+        " 1 GB/s\n```\n<!-- end of report -->\nb\n"
+    )
+
+
+def test_the_docs_name_commands_that_can_run() -> None:
+    pages = (Path(__file__).parents[3] / "docs").glob("*.md")
+    commands = [command for page in pages for command in figures.commands_of(page.read_text())]
+    assert commands
+    assert all(command.startswith(("serve bench ", "python -m bench.")) for command in commands)
+
+
+def test_a_measured_command_is_not_run_again(tmp_path: Path) -> None:
+    command = "python -m bench.no_such_module"
+    with pytest.raises(subprocess.CalledProcessError):
+        figures.measure(command, tmp_path)
+    (tmp_path / "python-m-bench-no_such_module.txt").write_text("2\nreport\n")
+    assert figures.measure(command, tmp_path) == ("report\n", None, 2.0)
 
 
 @pytest.mark.exhaustive
