@@ -174,6 +174,7 @@ def measure(command: str, folder: Path) -> Result:
     if not text_file.exists():
         program, *words = shlex.split(command)
         words = ["-m", program, *words, "--json", str(json_file)] if program == "serve" else words
+        folder.mkdir(parents=True, exist_ok=True)
         began_s = time.monotonic()
         process = subprocess.run(
             [sys.executable, *words],
@@ -183,7 +184,6 @@ def measure(command: str, folder: Path) -> Result:
             env=os.environ | {"COLUMNS": COLUMNS},
         )
         seconds = time.monotonic() - began_s
-        folder.mkdir(parents=True, exist_ok=True)
         text_file.write_text(f"{seconds:.0f}\n{process.stdout}")
     head, _, text = text_file.read_text().partition("\n")
     document = json.loads(json_file.read_text()) if json_file.exists() else None
