@@ -1,10 +1,10 @@
 """Gates on speed: a few ratios that a loss of a third breaks.
 
-Each is taken beside a reading of the machine in the same run, so it says the same on a slow day:
-the engine's rows beside a fixed single-threaded loop, HTTP beside the same load in this process,
-kernels beside the bandwidth and the multiply-adds that the machine reaches. Noise only lowers a
-figure, so the best of several tries counts. TYPICAL is what the development machine (2 vCPUs, Zen
-5) reaches; a gate is at two thirds of it.
+Each figure is divided by a reading of the machine in the same run, so that it says the same on a
+slow day: the engine's rows by a fixed single-threaded loop, HTTP by the same load in this process,
+kernels by the bandwidth and the multiply-adds that the machine reaches. Noise only lowers a figure,
+so the best of several tries counts. TYPICAL is what the development machine (2 vCPUs, Zen 5)
+reaches; a gate is at two thirds of it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TYPICAL = {
 
 
 def rounds_per_s() -> float:
-    """How often a second this interpreter goes round a loop of dictionary, list and integer work,
-    as a scheduler does: the median of five readings."""
+    """Returns how many rounds a second this interpreter makes of a loop with dictionary, list and
+    integer work, as a scheduler has it: the median of five readings."""
 
     def reading(rounds: int = 100_000) -> float:
         table: dict[int, list[int]] = {number: [] for number in range(64)}
@@ -51,7 +51,7 @@ def rounds_per_s() -> float:
 
 
 def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """The JSON document that `serve bench ...` writes."""
+    """Returns the JSON document that `serve bench ...` writes."""
     file = tmp_path / "figures.json"
     command = [sys.executable, "-m", "serve", "bench", *arguments, "--json", str(file)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
@@ -60,7 +60,7 @@ def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def gate(name: str, measure: Callable[[], float], *, is_cost: bool = False) -> None:
-    """Fails where the best of a few tries is beyond the gate. is_cost: lower is better."""
+    """Fails if the best of several tries is beyond the gate. is_cost: lower is better."""
     bound = TYPICAL[name] / GATE if is_cost else TYPICAL[name] * GATE
     tries: list[float] = []
     for _ in range(TRIES):
