@@ -5,13 +5,14 @@ No setting of the server chooses them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from serve.engine.core import EngineCore
+from serve.engine.loader import Parts
 from serve.engine.output_processor import OutputProcessor
 from serve.engine.pools import OutputThread
 from serve.scheduler.scheduler import Scheduler
@@ -45,6 +46,33 @@ def serial_core(**parts: Any) -> EngineCore:
     core = EngineCore(tokenize=pool, make_output=InLoopOutput, **parts)
     pool.core = core
     return core
+
+
+class _AnyToken(frozenset[int]):
+    """Holds every token as `in` sees it, and none for the sampler to forbid."""
+
+    def __contains__(self, token: object) -> bool:
+        return True
+
+
+def with_scripted_ends(parts: Parts, lengths: Mapping[tuple[int, ...], int]) -> Parts:
+    """Returns parts whose answers end after lengths[prompt] tokens, whatever the tokens are, as if
+    the model had ended them: the engine does not know the length."""
+
+    def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
+        scheduler = parts.scheduler(*args, **kwargs)
+        add = scheduler.add
+
+        def add_scripted(sequence: Sequence) -> None:
+            length = lengths[tuple(sequence.token_ids)]
+            sequence.stop_ids = _AnyToken()
+            sequence.min_tokens_total = sequence.num_prompt_tokens + length - 1
+            add(sequence)
+
+        scheduler.add = add_scripted  # type: ignore[method-assign]
+        return scheduler
+
+    return Parts(core=parts.core, scheduler=make_scheduler)
 
 
 def _decodes(sequence: Sequence) -> bool:

@@ -8,12 +8,13 @@ at a rate gets Poisson arrivals, the same for all variants, more slowly than "ou
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from bench.ablation.parts import with_scripted_ends
 from bench.ablation.variants import OURS, Variant
 from bench.load.workload.arrivals import arrival_times
 from bench.load.workload.work import Schedule, Work
@@ -42,7 +43,8 @@ class Round:
 class AblationPlan:
     """What is run. settings: of every engine. has_rate: latency at a rate is measured, too. qps,
     kv_cache_bytes (of variants with short memory): None lets the run choose. keeps_engines: all
-    engines stay loaded, else each is loaded for its turn."""
+    engines stay loaded, else each is loaded for its turn. ends: answers that end before max_tokens,
+    by prompt (with_scripted_ends); without any the model ends them."""
 
     model: str | None
     works: list[Work]
@@ -51,6 +53,7 @@ class AblationPlan:
     max_num_seqs: int
     has_rate: bool = True
     keeps_engines: bool = True
+    ends: Mapping[tuple[int, ...], int] = field(default_factory=dict)
     qps: float | None = None
     kv_cache_bytes: int | None = None
 
@@ -127,7 +130,8 @@ async def _open_target(
     settings |= plan.settings | variant.settings
     if variant.is_short:
         settings["kv_cache_bytes"] = short_bytes
-    load = partial(load_engine, parts=variant.parts)
+    parts = with_scripted_ends(variant.parts, plan.ends) if plan.ends else variant.parts
+    load = partial(load_engine, parts=parts)
     async with Engine(plan.model, load=load, **settings) as engine:
         target = Asking(engine)
         await saturate(target, plan.works[: _WARM_UP if plan.keeps_engines else 2])

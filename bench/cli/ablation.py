@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from serve.machine import available_memory
 from serve.models import read_spec
 
 _QUICK_REQUESTS, _QUICK_ROUNDS = 32, 2
+_ROOM = 4  # max_tokens of a request over the longest answer, where lengths are known
 
 
 def ablation(
@@ -76,6 +77,7 @@ def ablation(
         output_len=output_len,
         dataset=dataset,
     )
+    works, ends = _with_room(works)
     settings = _settings(path, works, dtype, compute_threads)
     ends_early = any(not work.ignore_eos for work in works)
     known = all_variants(_plain_dtype(path, settings), ends_early=ends_early)
@@ -90,6 +92,7 @@ def ablation(
         keeps_engines=_fit(path, len(wanted)),
         qps=qps,
         kv_cache_bytes=kv_cache_bytes,
+        ends=ends,
     )
     head = tables.Head.now(f"ablation, {EngineConfig.from_settings(path).model_name}")
     with tables.progress() as bar:
@@ -124,6 +127,20 @@ def ablation(
 
 def _has_pools(variants: Sequence[Variant]) -> bool:
     return any(variant.parts.core is serial_core for variant in variants)
+
+
+def _with_room(works: list[Work]) -> tuple[list[Work], dict[tuple[int, ...], int]]:
+    """Gives answers of a fixed length a limit of four times the longest one, as clients do that do
+    not know it. Returns the requests, and the lengths at which the answers end, by prompt."""
+    ends = {
+        tuple(work.token_ids): work.max_tokens
+        for work in works
+        if work.ignore_eos and work.token_ids is not None and work.max_tokens is not None
+    }
+    if len(ends) < len(works):  # the model ends some, or prompts repeat
+        return works, {}
+    limit = _ROOM * max(ends.values())
+    return [replace(work, max_tokens=limit, ignore_eos=False) for work in works], ends
 
 
 def _fit(model: str | None, count: int) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from bench.ablation.parts import PrefillFirst, StaticBatches, serial_core
+from bench.ablation.parts import PrefillFirst, StaticBatches, serial_core, with_scripted_ends
 from bench.ablation.variants import OURS, SHORT, all_variants, chosen
 from bench.cli import ablation as command
 from bench.cli.ablation import ablation
@@ -112,6 +112,26 @@ def test_a_serial_core_does_everything_in_the_loops_thread(core):
         assert names == {"mergestep-tokenize", "mergestep-output"}
     else:
         assert names == {"mergestep-compute"}
+
+
+def test_scripted_answers_end_at_their_length_and_not_before():
+    prompts = {(5, 6, 7): 9, (8, 9): 4}
+    whole = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    ending = SamplingParams(max_tokens=30, temperature=0)
+
+    async def answers(load, params):
+        async with Engine(checkpoint("llama"), load=load, max_num_seqs=2) as engine:
+            results = await asyncio.gather(
+                *(engine.generate(list(prompt), params) for prompt in prompts)
+            )
+        return [result.outputs[0] for result in results]
+
+    plain = asyncio.run(answers(load_engine, whole))
+    parts = with_scripted_ends(Parts(), prompts)
+    scripted = asyncio.run(answers(partial(load_engine, parts=parts), ending))
+    for long, short, length in zip(plain, scripted, prompts.values(), strict=True):
+        assert short.finish_reason == FinishReason.STOP.value
+        assert list(short.token_ids) == list(long.token_ids)[:length]
 
 
 @pytest.mark.timing
