@@ -174,7 +174,7 @@ class Backend(Protocol):
         Row i sees keys j <= L - n + i and, with a window w, only j > L - n + i - w.
         """
 
-    def past_attention(
+    def prefix_attention(
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
     ) -> Partial:
         """Computes prefix attention for q: [n, H, D], the n positions that follow the L of cache.

@@ -96,7 +96,7 @@ class ReferenceBackend:
     ) -> Partial:
         return _attend(q, cache, scale, window, cache.k.shape[2] - len(q))
 
-    def past_attention(
+    def prefix_attention(
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
     ) -> Partial:
         return _attend(q, cache, scale, window, cache.k.shape[2])

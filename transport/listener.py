@@ -1,7 +1,8 @@
 """Listening sockets: which connections are accepted, and how many at a time.
 
 One thread accepts; each connection is set up by a thread of its own within HANDSHAKE_S. Until a
-peer has proved that it knows the key it holds one of MAX_STRANGERS places, and is told nothing.
+peer has proved that it knows the key, it holds one of MAX_UNAUTHENTICATED places and gets no
+answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transport.listener_base import ListenerBase
 
 logger = logging.getLogger(__name__)
 
-MAX_STRANGERS = 16
+MAX_UNAUTHENTICATED = 16
 _LOG_EVERY_S = 5.0
 
 
@@ -47,7 +48,7 @@ class SocketListener(ListenerBase, ABC):
         self._key = key
         self._hello = control.hello(self.name, info, window_bytes)
         # The lock protects these, too.
-        self._strangers: list[socket.socket] = []  # oldest first
+        self._unauthenticated: list[socket.socket] = []  # oldest first
         self._num_coming = 0  # authenticated, not yet among the peers
         self._num_logged, self._logged_at = 0, -_LOG_EVERY_S
         self._thread = threading.Thread(target=self._accept_all, name=f"accept {url}", daemon=True)
@@ -104,19 +105,21 @@ class SocketListener(ListenerBase, ABC):
                 self._refuse(str(error))
 
     def _make_room(self, sock: socket.socket) -> None:
-        """Closes the oldest connection that is not authenticated, so that silent strangers cannot
-        keep peers out."""
+        """Closes the oldest connection that is not authenticated if all places are taken, so that
+        silent connections cannot keep peers out."""
+        oldest = None
         with self._lock:
-            oldest = self._strangers.pop(0) if len(self._strangers) >= MAX_STRANGERS else None
-            self._strangers.append(sock)
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                oldest = self._unauthenticated.pop(0)
+            self._unauthenticated.append(sock)
         if oldest is not None:
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)  # its thread notices and refuses it
 
     def _forget(self, sock: socket.socket) -> None:
         with self._lock:
-            if sock in self._strangers:
-                self._strangers.remove(sock)
+            if sock in self._unauthenticated:
+                self._unauthenticated.remove(sock)
 
     def _set_up(self, sock: socket.socket, address: str) -> None:
         deadline = time.monotonic() + control.HANDSHAKE_S

@@ -116,7 +116,7 @@ def load_instant(
             limits,
             kv,
             make_policy(config.memory_policy, kv, batched),
-            order=make_queue(config.order),
+            queue=make_queue(config.order),
         ),
         kv=kv,
         tokenizer=tokenizer,

@@ -1,4 +1,4 @@
-"""The attention cases of `serve bench ops`: int8 and bf16 K/V, decode, prefill and past attention.
+"""The attention cases of `serve bench ops`: decode, prefill and prefix, on int8 and bf16 K/V.
 
 K/V is laid out as memory/ lays it out; torch's attention on the same numbers is the peer.
 """
@@ -64,15 +64,15 @@ class Int8KV:
         return self
 
     def step(
-        self, rows: int, starts: Sequence[int] | None = None, *, past_only: bool = False
+        self, rows: int, starts: Sequence[int] | None = None, *, prefix_only: bool = False
     ) -> Int8AttentionStep:
         """Returns a step with the last `rows` positions of each sequence, or of the sequences that
-        begin at `starts`. With past_only it attends only to the positions before them."""
+        begin at `starts`. With prefix_only it attends only to the positions before them."""
         starts = self.starts if starts is None else starts
         n = len(starts)
         where = (self.address, self.tile_bytes)
         return Int8AttentionStep(
-            *where, starts, [rows] * n, [self.context] * n, past_only=past_only
+            *where, starts, [rows] * n, [self.context] * n, prefix_only=prefix_only
         )
 
 
@@ -115,23 +115,24 @@ def prefill_cases(quick: bool) -> Iterator[Case]:
         )
 
 
-def past_cases(quick: bool) -> Iterator[Case]:
+def prefix_cases(quick: bool) -> Iterator[Case]:
     """Yields the prefix attention of a memory node: decode rows and chunks over the keys that
     existed before the step."""
     for dim, batch, context in [(64, 1, 512)] if quick else [(64, 8, 4096), (128, 8, 4096)]:
         layer_bytes = Int8KVFormat(KV_HEADS, dim, 64).token_bytes * context * batch
         kv = Int8KV(batch, context, dim, 1 if quick else max(1, FAR // layer_bytes)).fill()
-        step, q = kv.step(1, past_only=True), torch.randn(batch, HEADS, dim)
+        step, q = kv.step(1, prefix_only=True), torch.randn(batch, HEADS, dim)
         timed = Timed(partial(_attend_all, kv, step, q))
         shape = f"B={batch} L={context} {HEADS}/{KV_HEADS} D={dim}"
-        yield Case("past attention", shape, "read", kv.bytes_read, 0.8, timed)
+        yield Case("prefix attention", shape, "read", kv.bytes_read, 0.8, timed)
     for dim, rows in [(64, 16)] if quick else [(d, n) for d in (64, 128) for n in (64, 256)]:
-        past = 64 if quick else 4096
-        kv = Int8KV(1, past, dim, 1).fill()
-        step, q = kv.step(rows, past_only=True), torch.randn(rows, HEADS, dim)
+        num_prefix = 64 if quick else 4096
+        kv = Int8KV(1, num_prefix, dim, 1).fill()
+        step, q = kv.step(rows, prefix_only=True), torch.randn(rows, HEADS, dim)
         timed = Timed(partial(_attend_all, kv, step, q))
-        shape = f"{rows} on {past} {HEADS}/{KV_HEADS} D={dim}"
-        yield Case("past attention", shape, "bf16", 4.0 * HEADS * dim * rows * past, 0.5, timed)
+        shape = f"{rows} on {num_prefix} {HEADS}/{KV_HEADS} D={dim}"
+        work = 4.0 * HEADS * dim * rows * num_prefix
+        yield Case("prefix attention", shape, "bf16", work, 0.5, timed)
 
 
 def plain_prefill_cases(quick: bool) -> Iterator[Case]:

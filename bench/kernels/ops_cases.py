@@ -22,10 +22,10 @@ from bench.kernels.ops_attention import (
     KV_HEADS,
     Int8KV,
     decode_cases,
-    past_cases,
     plain_decode_cases,
     plain_prefill_cases,
     prefill_cases,
+    prefix_cases,
 )
 from bench.kernels.ops_linear import (
     FAR,
@@ -252,6 +252,6 @@ def _pieces(x: Tensor) -> list[Tensor]:
 def cases(quick: bool) -> Iterator[Case]:
     linear = (linear_cases, gated_cases, plain_cases, int4_cases)
     plain = (plain_decode_cases, plain_prefill_cases)
-    attention = (decode_cases, prefill_cases, past_cases, *plain)
+    attention = (decode_cases, prefill_cases, prefix_cases, *plain)
     for make in (*linear, *attention, merge_cases, fused_cases, row_cases, sampler_cases):
         yield from make(quick)

@@ -49,11 +49,11 @@ class Int8PrefixAttention:
         self._ops = int8_ops(layout)
 
     def _step(
-        self, ranges: list[int], rows: list[int], keys: list[int], past_only: bool
+        self, ranges: list[int], rows: list[int], keys: list[int], prefix_only: bool
     ) -> Int8AttentionStep:
         starts = [index * self._range_bytes for index in ranges]
         return Int8AttentionStep(
-            self._address, self._layout.tile_bytes, starts, rows, keys, past_only=past_only
+            self._address, self._layout.tile_bytes, starts, rows, keys, prefix_only=prefix_only
         )
 
     def plan_queries(self, queries: Sequence[Query]) -> object:
@@ -121,7 +121,7 @@ class PlainPrefixAttention:
         row = len(singles)
         for num_rows, view in plan[row:]:
             cache = _reached(view[layer], shape.window)
-            out, lse = self._backend.past_attention(
+            out, lse = self._backend.prefix_attention(
                 q[row : row + num_rows], cache, shape.scale, shape.window
             )
             outs.append(out)

@@ -94,24 +94,24 @@ class PromptTailCache:
         self.address = self._memory.reserve(self.size_bytes)
         self._tails: dict[int, _Tail] = {}
 
-    def extend(self, start: int, past: int, num_rows: int) -> tuple[TailSpan, int] | None:
+    def extend(self, start: int, num_prefix: int, num_rows: int) -> tuple[TailSpan, int] | None:
         """Makes room for num_rows more rows of the prompt whose range begins at `start`.
 
-        past is the position of the first of them. Returns the prompt's span and the position of its
-        first cached token; None if the cache does not hold the prompt.
+        num_prefix is the position of the first of them. Returns the prompt's span and the position
+        of its first cached token; None if the cache does not hold the prompt.
         """
         tail = self._tails.get(start)
-        if tail is not None and tail.end != past:
+        if tail is not None and tail.end != num_prefix:
             self.drop(start)
             tail = None
         if tail is None:
-            if self._is_whole and past:
+            if self._is_whole and num_prefix:
                 return None
             if not (self.is_usable and self._kv.can_fit(num_rows)):
                 return None
-            tail = _Tail(self._kv.open(num_rows), past, past)
+            tail = _Tail(self._kv.open(num_rows), num_prefix, num_prefix)
             self._tails[start] = tail
-        length = past + num_rows - tail.first
+        length = num_prefix + num_rows - tail.first
         if not self._kv.grow(tail.range, length):
             self.drop(start)
             return None
@@ -121,7 +121,7 @@ class PromptTailCache:
             logger.warning("no memory to keep a prompt: %s", error)
             self.drop(start)
             return None
-        tail.end = past + num_rows
+        tail.end = num_prefix + num_rows
         return TailSpan(tail.range.start, length), tail.first
 
     def drop(self, start: int) -> None:

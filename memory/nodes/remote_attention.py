@@ -110,12 +110,12 @@ class RemoteAttention:
 
     def plan(self, step: AttentionStep) -> RemotePlan:
         number = next(self._numbers)
-        spans, pasts = self._extend_tails(step)
+        spans, num_prefix_tokens = self._extend_tails(step)
         planned: list[_NodeRows] = []
         for index, partition in enumerate(self._nodes.partitions):
             edits = partition.edits.take()
             for link in partition.links:
-                node, plan = self._plan_rows(link, step, index, pasts)
+                node, plan = self._plan_rows(link, step, index, num_prefix_tokens)
                 if not (edits or plan.queries or plan.appends):
                     continue
                 try:
@@ -133,29 +133,31 @@ class RemoteAttention:
         """Updates the prompt tail cache. Returns each sequence's span in it, and the number of
         tokens before the span, which only the nodes have."""
         spans: list[TailSpan | None] = [None] * len(step.starts)
-        pasts = [length - n for length, n in zip(step.kv_lens, step.num_rows, strict=True)]
+        num_prefix_tokens = [
+            length - n for length, n in zip(step.kv_lens, step.num_rows, strict=True)
+        ]
         tail_cache = self.tail_cache
         if tail_cache is None:
-            return spans, pasts
+            return spans, num_prefix_tokens
         if any(partition.is_local for partition in self._nodes.partitions):
             tail_cache.clear()  # the local node uses this memory now
-            return spans, pasts
+            return spans, num_prefix_tokens
         for i, start in enumerate(step.starts):
             if i < step.num_decodes:
                 tail_cache.drop(start)
                 continue
-            kept = tail_cache.extend(start, pasts[i], step.num_rows[i])
+            kept = tail_cache.extend(start, num_prefix_tokens[i], step.num_rows[i])
             if kept is not None:
-                spans[i], pasts[i] = kept
-        return spans, pasts
+                spans[i], num_prefix_tokens[i] = kept
+        return spans, num_prefix_tokens
 
     def _partitions_of(self, step: AttentionStep) -> set[int]:
         return {start // self._partition_tokens for start in step.starts}
 
     def _plan_rows(
-        self, link: NodeLink, step: AttentionStep, partition: int, pasts: Sequence[int]
+        self, link: NodeLink, step: AttentionStep, partition: int, num_prefix_tokens: Sequence[int]
     ) -> tuple[_NodeRows, NodePlan]:
-        """pasts: the prefix tokens of each sequence over which the nodes attend."""
+        """num_prefix_tokens: the prefix tokens of each sequence over which the nodes attend."""
         shard, row = link.shard, 0
         range_tokens = self._range_tokens
         first_start = partition * self._partition_tokens
@@ -164,14 +166,14 @@ class RemoteAttention:
         appends: list[Append] = []
         query_runs: list[tuple[int, int]] = []
         append_runs: list[tuple[int, int]] = []
-        for start, num_rows, kv_len, past in zip(
-            step.starts, step.num_rows, step.kv_lens, pasts, strict=True
+        for start, num_rows, kv_len, num_prefix in zip(
+            step.starts, step.num_rows, step.kv_lens, num_prefix_tokens, strict=True
         ):
             if not first_start <= start < end:
                 row += num_rows
                 continue
             index, position = (start - first_start) // range_tokens, kv_len - num_rows
-            keys = shard.num_tokens(past)
+            keys = shard.num_tokens(num_prefix)
             if keys:
                 queries.append(Query(index, num_rows, keys))
                 _extend(query_runs, row, num_rows)

@@ -133,25 +133,25 @@ class CpuBackend:
             length -= first
         if q.dtype not in self._flash_types:
             return self._reference.prefill_attention(q, cache, scale, window)
-        num_past = length - n
+        num_prefix = length - n
         if n <= _FOLD_ROWS or (window is not None and window < length):
             return _masked(q, cache, scale, window)
         # The prefix needs no mask and the chunk is causal, so the kernel skips masked keys. The two
         # parts are merged by their log-sum-exp.
-        own = _causal(q, KeyValues(cache.k[:, :, num_past:], cache.v[:, :, num_past:]), scale)
-        if num_past == 0:
+        own = _causal(q, KeyValues(cache.k[:, :, num_prefix:], cache.v[:, :, num_prefix:]), scale)
+        if num_prefix == 0:
             return own
-        past = _folded(q, cache.k[:, :, :num_past], cache.v[:, :, :num_past], scale, None)
-        return self.merge_partials([past, own])
+        prefix = _folded(q, cache.k[:, :, :num_prefix], cache.v[:, :, :num_prefix], scale, None)
+        return self.merge_partials([prefix, own])
 
-    def past_attention(
+    def prefix_attention(
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
     ) -> Partial:
         can_run = self._has_native and self._has_vectors
         if can_run and native_plain_attention.can_attend(q, cache):
-            return native_plain_attention.past_attention(q, cache, scale, window)
+            return native_plain_attention.prefix_attention(q, cache, scale, window)
         if q.dtype not in self._flash_types:
-            return self._reference.past_attention(q, cache, scale, window)
+            return self._reference.prefix_attention(q, cache, scale, window)
         n, length = q.shape[0], cache.k.shape[2]
         num_seeing = 0 if length == 0 else n if window is None else min(n, window - 1)
         out = torch.zeros(q.shape, dtype=q.dtype)

@@ -23,19 +23,19 @@ class Int8AttentionStep:
         num_rows: Sequence[int],
         kv_lens: Sequence[int],
         *,
-        past_only: bool = False,
+        prefix_only: bool = False,
     ) -> None:
         """starts: byte offset of each range from address; num_rows, kv_lens: as in the seam.
 
-        With past_only, kv_lens (perhaps 0) count the keys before the step. The rows attend to these
-        keys only, and append writes after them.
+        With prefix_only, kv_lens (perhaps 0) count the keys before the step. The rows attend to
+        these keys only, and append writes after them.
         """
         assert len(starts) == len(num_rows) == len(kv_lens), "one of each for every sequence"
         counts = zip(num_rows, kv_lens, strict=True)
-        assert all(n > 0 and length >= (0 if past_only else n) for n, length in counts)
+        assert all(n > 0 and length >= (0 if prefix_only else n) for n, length in counts)
         self.num_rows = sum(num_rows)
         self.plan: Any = library().StepPlan(
-            address, tile_bytes, starts, num_rows, kv_lens, past_only
+            address, tile_bytes, starts, num_rows, kv_lens, prefix_only
         )
 
 
@@ -43,8 +43,8 @@ class Int8Attention:
     """One layer over int8 K/V. append rotates, quantizes and stores; attend computes attention.
 
     window: keys a row sees, itself included; soft_cap: cap * tanh(score / cap); slopes: ALiBi, one
-    per head; sinks: a logit per head that is added to the denominator only. A past_only step leaves
-    sinks out, because they belong to the part with the row's own key.
+    per head; sinks: a logit per head that is added to the denominator only. A prefix_only step
+    leaves sinks out, because they belong to the part with the row's own key.
     """
 
     def __init__(

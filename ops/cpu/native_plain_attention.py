@@ -65,8 +65,8 @@ def prefill_attention(q: Tensor, cache: KeyValues, scale: float, window: int | N
     return _attend_rows(q, cache, scale, window, first_position)
 
 
-def past_attention(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> Partial:
-    """Computes Backend.past_attention, with the bits of prefill_attention's rule."""
+def prefix_attention(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> Partial:
+    """Computes Backend.prefix_attention, with the bits of prefill_attention's rule."""
     return _attend_rows(q, cache, scale, window, cache.k.shape[2])
 
 

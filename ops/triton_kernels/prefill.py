@@ -80,7 +80,7 @@ def prefill_kernel(
     lse,
     scale: tl.float32,
     WINDOW: tl.constexpr,
-    PAST_ONLY: tl.constexpr,
+    PREFIX_ONLY: tl.constexpr,
     HAS_LSE: tl.constexpr,
     GQA: tl.constexpr,
     ROWS: tl.constexpr,
@@ -113,7 +113,7 @@ def prefill_kernel(
         m = tl.arange(0, ROWS_PAD)
         rows = row + m // GQA
         is_row = (m < ROWS * GQA) & (rows < num_rows)
-        first_position = kv_len if PAST_ONLY else kv_len - num_rows
+        first_position = kv_len if PREFIX_ONLY else kv_len - num_rows
         position = first_position + rows
         PART: tl.constexpr = HEAD_DIM // PARTS
         d = tl.arange(0, PART_PAD)
@@ -186,9 +186,9 @@ def prefill(
     out: Tensor,
     lse: Tensor | None = None,
     *,
-    past_only: bool = False,
+    prefix_only: bool = False,
 ) -> None:
-    """Computes Backend.prefill_attention (past_only: past_attention) of several sequences at once.
+    """Computes Backend.prefill_attention, or prefix_attention if prefix_only, of several sequences.
 
     q, out: [T, H, D] with strided rows; lse: [T, H] fp32. starts: [S] int64, each sequence's
     token number of position 0; sequences: [S, 4] int32 of first row, rows, K/V length;
@@ -211,7 +211,7 @@ def prefill(
             row_stride(out),
             starts if lse is None else lse,
             tiles.scale * LOG2E,
-            PAST_ONLY=past_only,
+            PREFIX_ONLY=prefix_only,
             HAS_LSE=lse is not None,
             **constants(tiles, q.dtype, rows_per_tile),
             **chosen.options(),

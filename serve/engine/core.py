@@ -243,7 +243,7 @@ class EngineCore:
         """Polls memory nodes, gives unused pages back and writes some pages to the disk. Returns
         the seconds until there is more to do; None if there is no more."""
         if self._recovery is not None:
-            self._recovery.poll()
+            self._recovery.update_nodes()
         self.kv.trim()
         if self.kv.prefixes.write_unwritten():
             return _WRITE_WAIT_S
@@ -253,7 +253,7 @@ class EngineCore:
         """Schedules a step and runs it; the executor then updates the scheduler and hands the
         tokens to pool 3."""
         now_s = self._clock()
-        if self._recovery is not None and not self._recovery.is_ready():
+        if self._recovery is not None and not self._recovery.update_nodes():
             self._executor.pause()
             self._wait_for_memory()
             return
@@ -312,7 +312,7 @@ class EngineCore:
             self._deliver_end(ended)
 
     def _post_end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Called by pool 3: asks the loop to end a sequence."""
+        """Asks the loop to end a sequence, on behalf of pool 3."""
         self._inbox.put(lambda: self._end_sequence(sequence, reason))
 
     def _end_sequence(

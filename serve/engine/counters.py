@@ -7,11 +7,11 @@ those are made when the metrics are requested (serve/http/monitoring/exposition.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
 
+from serve.histogram import Histogram
 from serve.request import FinishReason
 
 # Upper bounds of buckets: seconds between tokens, to the first token, and of whole requests.
@@ -29,25 +29,6 @@ REQUEST_SECONDS = (
 )
 TOKENS = tuple(float(1 << i) for i in range(18))
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-
-
-class Histogram:
-    """counts[i] is the number of values up to bounds[i]; the last one counts those above all."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
 
 
 class RequestCounters:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 
 from memory.kv_memory import KVPartition
 from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
-from serve.scheduler.sequence import Sequence as TokenSequence
+from serve.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,9 @@ class NodeRecovery:
     def __init__(
         self,
         nodes: NodeSet,
-        partitions: Sequence[KVPartition],
+        partitions: abc.Sequence[KVPartition],
         scheduler: Scheduler,
-        end: Callable[[TokenSequence, FinishReason, str], None],
+        end: Callable[[Sequence, FinishReason, str], None],
         clock: Callable[[], float] = time.monotonic,
         prober: NodeProber | None = None,
     ) -> None:
@@ -65,7 +66,7 @@ class NodeRecovery:
         self._prober = NodeProber(nodes) if prober is None else prober
 
     def handle_loss(self, error: Exception) -> None:
-        """Called when a step has failed because nodes were lost."""
+        """Releases the lost memory after a step has failed because nodes were lost."""
         logger.warning("%s", error)
         self._prober.invalidate()
         self._release_lost()
@@ -90,13 +91,12 @@ class NodeRecovery:
         if num_lost:
             logger.info("K/V of %d sequences is computed again", num_lost)
 
-    def poll(self) -> None:
-        """Called in idle moments: leaves nodes that ask to leave, and takes nodes back."""
-        self.is_ready()
+    def update_nodes(self) -> bool:
+        """Leaves nodes that ask to leave, takes nodes back and places memory that has no node.
 
-    def is_ready(self) -> bool:
-        """Called before each step: leaves nodes, takes nodes back and places memory that has no
-        node. Returns whether there is memory to compute with."""
+        Returns whether there is memory to compute with. The loop calls it before each step and
+        when it is idle.
+        """
         now_s = self._clock()
         # Nodes to which nothing is sent at present may ask to leave too.
         is_due = now_s >= self._poll_at
@@ -121,7 +121,7 @@ class NodeRecovery:
         self._give_up()
         return False
 
-    def _place(self, numbers: Sequence[int]) -> None:
+    def _place(self, numbers: abc.Sequence[int]) -> None:
         """Places the memory of these partitions on nodes that can be reached."""
         now_s = self._clock()
         has_memory = len(numbers) < len(self.nodes.partitions)
@@ -170,7 +170,7 @@ class NodeRecovery:
         logger.info("memory nodes are back: %s", ", ".join(urls))
         self._place_again(back)
 
-    def _place_again(self, partitions: Sequence[NodePartition]) -> None:
+    def _place_again(self, partitions: abc.Sequence[NodePartition]) -> None:
         """Places the memory of these partitions anew. If that does not help, the next time comes
         later."""
         num_missing, num_pages = len(self.nodes.missing), self._scheduler.kv.num_pages

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serve.engine.counters import STEP_SECONDS, TOKENS, Histogram
+from serve.engine.counters import STEP_SECONDS, TOKENS
 from serve.engine.early_rejection import EarlyRejection
 from serve.engine.node_recovery import NodeRecovery
+from serve.histogram import Histogram
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import StepPlan
 

@@ -32,7 +32,8 @@ from serve.scheduler.sequence import Sequence
 _NUM_FORECASTS = 4
 # Sequences in all forecasts together that a check looks at: many sequences average out in one.
 _MAX_ENTRIES = 256
-_RECHECK_STEPS = 16
+# A sequence that did not fit is rechecked at every 16th step, even if no memory was freed.
+RECHECK_STEPS = 16
 
 
 class MemoryPolicy:
@@ -236,7 +237,7 @@ class ForecastPolicy(MemoryPolicy):
 
     def still_refuses(self, sequence: Sequence, step: int) -> bool:
         # no sequence has ended since the refusal: the others have only grown
-        return self._refused is sequence and step % _RECHECK_STEPS != 0
+        return self._refused is sequence and step % RECHECK_STEPS != 0
 
     def steps_left(self, step: int) -> list[int]:
         return [max(1, end - step) for end, _, _ in list(self._forecasts[0].entries)]

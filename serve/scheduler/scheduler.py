@@ -21,7 +21,7 @@ from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit, Range
 from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason
-from serve.scheduler.admission import MemoryPolicy, PromptOnlyPolicy
+from serve.scheduler.admission import RECHECK_STEPS, MemoryPolicy, PromptOnlyPolicy
 from serve.scheduler.chunking import ChunkPolicy, StepDraft
 from serve.scheduler.prefix_lookup import PrefixLookup
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, finish_reason_after
@@ -36,8 +36,6 @@ _MAX_PREFIX_WAITS = 16
 _MAX_SCANNED = 256
 # After this many consecutive steps without rows, a running prompt goes first.
 _MAX_STARVED_STEPS = 16
-# A sequence that did not fit is rechecked at every 16th step, even if no memory was freed.
-_RECHECK_STEPS = 16
 
 
 class Scheduler:
@@ -50,14 +48,14 @@ class Scheduler:
         kv: KVMemory,
         policy: MemoryPolicy | None = None,
         hasher: PrefixHasher | None = None,
-        order: WaitingQueue | None = None,
+        queue: WaitingQueue | None = None,
     ) -> None:
         """policy: admits sequences by memory; PromptOnlyPolicy by default. hasher: hashes pages for
-        the prefix cache; None: there is no cache. order: the queue policy; FCFS by default."""
+        the prefix cache; None: there is no cache. queue: the waiting queue; FCFS by default."""
         self.limits = limits
         self.kv = kv
         self.policy = PromptOnlyPolicy(kv) if policy is None else policy
-        self.waiting = WaitingQueue() if order is None else order
+        self.waiting = WaitingQueue() if queue is None else queue
         self.chunks = ChunkPolicy(
             min(limits.max_num_batched_tokens, limits.max_chunk_tokens),
             limits.inter_token_slo_s,
@@ -228,7 +226,7 @@ class Scheduler:
         if self.policy.still_refuses(sequence, self.num_steps):
             return True
         refused, num_available = self._refused
-        has_changed = self.kv.num_available > num_available or not self.num_steps % _RECHECK_STEPS
+        has_changed = self.kv.num_available > num_available or not self.num_steps % RECHECK_STEPS
         return refused is sequence and not has_changed
 
     def _is_starved(self, sequence: Sequence) -> bool:

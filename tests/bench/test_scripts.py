@@ -47,7 +47,12 @@ def test_ops_quick():
     readings = ops_readings("serve", "bench", "ops")
     names = {reading["name"] for reading in readings}
     assert {"int8 linear", "decode attention", "prefill attention", "RoPE + append"} <= names
-    assert {"past attention", "merge parts", "int8 gated linear", "bf16 decode attention"} <= names
+    assert {
+        "prefix attention",
+        "merge parts",
+        "int8 gated linear",
+        "bf16 decode attention",
+    } <= names
     assert {"RoPE of q", "greedy sampling", "top-p sampling", "int4 linear"} <= names
     assert {"sampler, greedy", "sampler, top-k, top-p", "sampler, logprobs"} <= names
     assert all(0 < r["share"] < 20 for r in readings if r["ceiling"] != "bf16")

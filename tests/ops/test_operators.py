@@ -122,11 +122,11 @@ def test_prefill_attention(cpu, dtype, window, n, past):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize(("n", "past"), [(1, 0), (3, 0), (1, 9), (7, 30), (80, 3), (30, 150)])
-def test_past_attention(cpu, dtype, window, n, past):
+def test_prefix_attention(cpu, dtype, window, n, past):
     q = torch.randn(n, 8, 32).to(dtype)
     cache = cache_of(past, 2, 32, dtype)
-    got = cpu.past_attention(q, cache, 0.2, window)
-    expected = REFERENCE.past_attention(q.double(), wide(cache), 0.2, window)
+    got = cpu.prefix_attention(q, cache, 0.2, window)
+    expected = REFERENCE.prefix_attention(q.double(), wide(cache), 0.2, window)
     close(got.out, expected.out, dtype)
     seen = expected.lse > float("-inf")
     assert torch.equal(got.lse > float("-inf"), seen)
@@ -137,7 +137,7 @@ def test_past_attention(cpu, dtype, window, n, past):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [32, 20])
-def test_past_and_own_keys_merge_to_the_whole(cpu, dtype, dim):
+def test_prefix_and_own_keys_merge_to_the_whole(cpu, dtype, dim):
     """Only some of the step's rows have a prefix."""
     q, cache = torch.randn(12, 8, dim).to(dtype), cache_of(40, 2, dim, dtype)
     whole = cpu.prefill_attention(q, cache, 0.2, 20)
@@ -147,7 +147,7 @@ def test_past_and_own_keys_merge_to_the_whole(cpu, dtype, dim):
     before = Partial(total.out[:5].clone(), total.lse[:5].clone())
     total.out[rows], total.lse[rows] = cpu.prefill_attention(q, own, 0.2, 20)
     past = KeyValues(cache.k[:, :, :28], cache.v[:, :, :28])
-    cpu.merge_into(total, cpu.past_attention(q, past, 0.2, 20), rows)
+    cpu.merge_into(total, cpu.prefix_attention(q, past, 0.2, 20), rows)
     close(total.out[rows], whole.out, dtype)
     close(total.lse[rows], whole.lse, dtype)
     assert torch.equal(total.out[:5], before.out)

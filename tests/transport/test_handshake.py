@@ -22,7 +22,7 @@ from tests.support.transport.transport_peer import authenticated, open_socket
 from tests.support.transport.transport_rig import KEY, PATIENCE_S, WINDOW_BYTES, wait_until
 from transport import control
 from transport.base import RefusedError, TransportError
-from transport.listener import MAX_STRANGERS
+from transport.listener import MAX_UNAUTHENTICATED
 
 __all__ = ["listener"]
 
@@ -50,16 +50,16 @@ def test_an_invalid_handshake_is_closed_without_a_reply(listener, data):
 
 @pytest.mark.timing
 @pytest.mark.row("M1", "M12")
-def test_a_hundred_slow_or_silent_strangers(listener, caplog):
+def test_a_hundred_slow_or_silent_unauthenticated_peers(listener, caplog):
     """They send nothing, half a handshake, or a byte now and then. None outlasts the deadline,
     and the longest silent one makes room for others. Threads and log lines stay few."""
     num_threads = threading.active_count()
     began = time.monotonic()
     *silent, slow, half = [open_socket(listener.url) for _ in range(100)]
     half.sendall(control.MAGIC + b"x")
-    wait_for_refusals(listener, 100 - MAX_STRANGERS)
+    wait_for_refusals(listener, 100 - MAX_UNAUTHENTICATED)
     # some threads are about to end
-    assert threading.active_count() <= num_threads + MAX_STRANGERS + 2
+    assert threading.active_count() <= num_threads + MAX_UNAUTHENTICATED + 2
     assert_a_peer_connects(listener)
     with contextlib.suppress(ConnectionError):
         for byte in control.MAGIC + b"n" * 1000:
@@ -83,7 +83,7 @@ def test_a_wrong_key_is_refused(listener):
     assert_a_peer_connects(listener)
 
 
-def test_a_stranger_learns_a_nonce_and_nothing_else(listener):
+def test_an_unauthenticated_peer_gets_a_nonce_and_nothing_else(listener):
     with open_socket(listener.url) as sock:
         sock.sendall(control.MAGIC + b"n" * 32 + b"no proof".ljust(32))
         data = all_from(sock)

@@ -13,7 +13,7 @@ import transport
 from tests.support.transport.transport_peer import open_socket
 from tests.support.transport.transport_rig import KEY, PATIENCE_S, WINDOW_BYTES, wait_until
 from transport import control
-from transport.listener import MAX_STRANGERS
+from transport.listener import MAX_UNAUTHENTICATED
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -62,14 +62,14 @@ def test_without_a_thread_a_connection_is_refused_and_the_next_one_is_not(listen
     """A refused connection takes no place, so that an earlier handshake in progress is not
     displaced."""
     early = open_socket(listener.url)
-    wait_until(lambda: listener._strangers)
+    wait_until(lambda: listener._unauthenticated)
     with monkeypatch.context() as patch:
         no_threads_for("handshake", patch)
-        for number in range(1, MAX_STRANGERS + 2):
+        for number in range(1, MAX_UNAUTHENTICATED + 2):
             with open_socket(listener.url) as sock:
                 assert sock.recv(1) == b"", "the connection is open"
             wait_until(lambda n=number: listener.num_refused == n)
-        assert len(listener._strangers) == 1
+        assert len(listener._unauthenticated) == 1
     session = control.authenticate_to(early, KEY, time.monotonic() + PATIENCE_S)
     assert_a_peer_connects(listener)
     session.sock.close()
@@ -105,11 +105,11 @@ def test_without_a_descriptor_the_listener_retries_with_pauses(listener, caplog)
 
 @pytest.mark.row("M1")
 def test_only_the_oldest_silent_connection_makes_room(listener):
-    silent = [open_socket(listener.url) for _ in range(MAX_STRANGERS)]
-    wait_until(lambda: len(listener._strangers) == MAX_STRANGERS)
+    silent = [open_socket(listener.url) for _ in range(MAX_UNAUTHENTICATED)]
+    wait_until(lambda: len(listener._unauthenticated) == MAX_UNAUTHENTICATED)
     assert_a_peer_connects(listener)
     wait_until(lambda: listener.num_refused == 1)
-    assert [is_closed(sock) for sock in silent] == [True] + [False] * (MAX_STRANGERS - 1)
+    assert [is_closed(sock) for sock in silent] == [True] + [False] * (MAX_UNAUTHENTICATED - 1)
     for sock in silent:
         sock.close()
-    wait_until(lambda: listener.num_refused == MAX_STRANGERS)
+    wait_until(lambda: listener.num_refused == MAX_UNAUTHENTICATED)

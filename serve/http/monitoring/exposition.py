@@ -21,7 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from serve.engine.counters import Histogram
+from serve.histogram import Histogram
 from serve.http.monitoring.metric_table import CACHE_INFO, SECTIONS, MetricSources, MetricSpec
 
 __all__ = ["CONTENT_TYPE", "Exposition"]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from serve.engine.counters import Histogram
 from serve.engine.stats import EngineStats
+from serve.histogram import Histogram
 from serve.http.edge.counters import HttpCounters
 
 if TYPE_CHECKING:

@@ -64,7 +64,7 @@ def compile_cases() -> Iterator[Case]:
             | {"sequences": "*i32", "tile_list": "*i32", "num_tiles": "*i32"}
             | {"out": f"*{q}", "out_stride": "i32", "lse": "*fp32"},
             prefill.constants(tiles, of_q, rows)
-            | {"PAST_ONLY": False, "HAS_LSE": False}
+            | {"PREFIX_ONLY": False, "HAS_LSE": False}
             | config.constants,
             config.num_warps,
             max_registers=config.max_registers,

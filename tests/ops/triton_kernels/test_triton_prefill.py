@@ -16,11 +16,11 @@ def make(heads, kv_heads, dim, dtype, group=None, window=None, *, lens, q_dtype=
     return Tiles(heads, kv_heads, dim, dtype, group, window, lens, kv)
 
 
-def attend(tiles: Tiles, q, num_rows, *, past_only=False):
+def attend(tiles: Tiles, q, num_rows, *, prefix_only=False):
     """Returns (out, lse) of the chunks' rows, one chunk after another."""
     from ops.triton_kernels.prefill import prefill
 
-    if past_only:  # the work list of as many rows whose K/V are there too
+    if prefix_only:  # the work list of as many rows whose K/V are there too
         arrays = tiles.arrays(
             num_rows, 0, kv_lens=[a + b for a, b in zip(tiles.lens, num_rows, strict=True)]
         )
@@ -31,16 +31,17 @@ def attend(tiles: Tiles, q, num_rows, *, past_only=False):
     lse = torch.full(q.shape[:2], float("nan"), device=DEVICE)
     prefill(
         q, tiles.layer, tiles.base, arrays.prompt_starts, arrays.prompts, arrays.tiles,
-        arrays.num_tiles, len(arrays.tiles), arrays.rows_per_tile, out, lse, past_only=past_only,
+        arrays.num_tiles, len(arrays.tiles), arrays.rows_per_tile, out, lse,
+        prefix_only=prefix_only,
     )  # fmt: skip
     return out, lse
 
 
-def check(tiles: Tiles, found, q, num_rows, *, past_only=False):
+def check(tiles: Tiles, found, q, num_rows, *, prefix_only=False):
     out, lse, first = *found, 0
     for i, rows in enumerate(num_rows):
         part = slice(first, first + rows)
-        expected, of_lse, bound = tiles.expected(q[part], i, past_only=past_only)
+        expected, of_lse, bound = tiles.expected(q[part], i, prefix_only=prefix_only)
         error = (out[part].cpu().double() - expected).abs()
         assert (error <= bound).all(), f"{i}: {float((error / bound).max())} of the bound"
         tolerance = 1e-5 if q.dtype == FP32 else 2e-2
@@ -78,35 +79,35 @@ def test_lengths_around_tiles_and_blocks(past):
 
 
 @pytest.mark.parametrize("window", [1, 20, 32, 65, 128, 1000])
-@pytest.mark.parametrize("past_only", [False, True])
-def test_windows(window, past_only):
+@pytest.mark.parametrize("prefix_only", [False, True])
+def test_windows(window, prefix_only):
     lens, rows = [100, 140, 40], [100, 70, 3]
     tiles = make(2, 1, 64, INT8, 64, window, lens=lens)
     q = random_q(sum(rows), 2, 64, FP32)
-    found = attend(tiles, q, rows, past_only=past_only)
-    check(tiles, found, q, rows, past_only=past_only)
+    found = attend(tiles, q, rows, prefix_only=prefix_only)
+    check(tiles, found, q, rows, prefix_only=prefix_only)
 
 
-def test_past_and_own_keys_merged_are_the_whole():
+def test_prefix_and_own_keys_merged_are_the_whole():
     lens, rows = [130, 65], [50, 65]
     past = [a - b for a, b in zip(lens, rows, strict=True)]
     tiles = make(4, 2, 64, INT8, 32, lens=lens)
     q = random_q(sum(rows), 4, 64, FP32)
     whole, whole_lse = attend(tiles, q, rows)
     tiles.lens = past
-    tiles_past = attend(tiles, q, rows, past_only=True)
+    tiles_prefix = attend(tiles, q, rows, prefix_only=True)
     own = Tiles(4, 2, 64, INT8, 32, lens=rows)
     # the same stored numbers, from each chunk's first token on
     for i, (length, n) in enumerate(zip(lens, rows, strict=True)):
         k, v = tiles.read(i, length)
         own.write(i, k[-n:].float(), v[-n:].float())
     tiles_own = attend(own, q, rows)
-    lse = torch.logaddexp(tiles_past[1], tiles_own[1])
-    out = sum(o * (part - lse).exp()[..., None] for o, part in (tiles_past, tiles_own))
+    lse = torch.logaddexp(tiles_prefix[1], tiles_own[1])
+    out = sum(o * (part - lse).exp()[..., None] for o, part in (tiles_prefix, tiles_own))
     torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-5)
-    assert (tiles_past[1][rows[0] :] == -torch.inf).all()  # the second sequence has no prefix
-    assert not tiles_past[0][rows[0] :].any()
+    assert (tiles_prefix[1][rows[0] :] == -torch.inf).all()  # the second sequence has no prefix
+    assert not tiles_prefix[0][rows[0] :].any()
 
 
 @pytest.mark.parametrize(("dtype", "group", "window"), [(INT8, 32, None), (BF16, None, 40)])

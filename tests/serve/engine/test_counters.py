@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from serve import Engine, SamplingParams
-from serve.engine.counters import Histogram, PoolCounters, RequestCounters
+from serve.engine.counters import PoolCounters, RequestCounters
 from serve.engine.output_processor import OutputProcessor, OutputState, RequestTimes, StepRecord
 from serve.engine.pools import MAX_COMPILING, PromptPool
 from serve.engine.stats import StepCounters
 from serve.engine.step_trace import StepTraces
 from serve.errors import OverloadedError
+from serve.histogram import Histogram
 from serve.http.edge.counters import LAG_POLL_S, MAX_REASONS, HttpCounters
 from serve.request import FinishReason, Request
 from serve.scheduler.sequence import Sequence, make_sequences

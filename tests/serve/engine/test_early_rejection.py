@@ -19,14 +19,14 @@ from serve.scheduler.admission import OraclePolicy
 from serve.scheduler.step_time import StepWork
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.fakes import ScriptedRunner, make_request
-from tests.support.engine.order_rig import Rig
+from tests.support.engine.queue_rig import Rig
 
 
 class RejectionRig:
     """Applies early rejection to the requests of a scheduler; a row takes a millisecond."""
 
     def __init__(self, slo_s, **settings):
-        self.scheduled = Rig(settings.pop("order", "fcfs"), num_pages=2000, **settings)
+        self.scheduled = Rig(settings.pop("queue_policy", "fcfs"), num_pages=2000, **settings)
         self.rejection = EarlyRejection(self.scheduled.scheduler, slo_s)
 
     def learn_row_time(self):
@@ -75,7 +75,7 @@ def test_waiting_and_running_prompts_count():
 
 
 def test_lower_priorities_do_not_count():
-    rig = RejectionRig(0.1, order="priority").learn_row_time()
+    rig = RejectionRig(0.1, queue_policy="priority").learn_row_time()
     rig.submit("a", 90, priority=1)
     rig.submit("b", 5, priority=0)
     with pytest.raises(OverloadedError):

@@ -49,7 +49,7 @@ class Walk(Bench):
             max_len=MAX_LEN,
             groups=groups,
             cache=rng.random() < 0.7,
-            order=queue_policy,
+            queue_policy=queue_policy,
             policy=self.policy,
             fails_launch=lambda s: fails == "launch" and self._fails(s),
             fails_wait=lambda s: fails == "wait" and self._fails(s),

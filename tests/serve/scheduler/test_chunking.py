@@ -180,7 +180,7 @@ def test_equal_long_prompts_are_computed_once():
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "mlfq", "fair"])
 @pytest.mark.parametrize("slo_s", [SLO_S, None])
 def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_priority(policy, slo_s):
-    simulation = Simulation(slo_s, order=make_queue(policy))
+    simulation = Simulation(slo_s, queue=make_queue(policy))
     simulation.warm_up()
     simulation.start_streams(4)
     simulation.add("long", 20_000)
@@ -194,7 +194,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_priority(policy, slo
 
 def test_a_lower_priority_comes_after_a_long_prompt():
     """Two prompts of priority 0, one of them long, leave no rows for the one of priority 1."""
-    simulation = Simulation(None, order=make_queue("priority"))
+    simulation = Simulation(None, queue=make_queue("priority"))
     simulation.warm_up()
     simulation.start_streams(2)
     simulation.add("behind", 3000, priority=1)
@@ -214,7 +214,7 @@ def test_a_lower_priority_comes_after_a_long_prompt():
 @pytest.mark.parametrize("policy", ["priority", "mlfq", "fair"])
 def test_other_queue_policies_keep_the_slo(policy):
     """This holds where a prompt gives its rows to another, as under priority and mlfq."""
-    simulation = Simulation(order=make_queue(policy))
+    simulation = Simulation(queue=make_queue(policy))
     simulation.warm_up()
     simulation.start_streams(8)
     simulation.add("late", 4000, priority=1)

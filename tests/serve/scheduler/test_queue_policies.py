@@ -11,7 +11,7 @@ from serve.scheduler.fair_queue import FairQueue
 from serve.scheduler.mlfq_queue import MlfqQueue
 from serve.scheduler.waiting_queue import PriorityQueue, WaitingQueue, make_queue
 from tests.support.engine.fakes import make_request
-from tests.support.engine.order_rig import at_rate, drained, make, name_of, names, seq
+from tests.support.engine.queue_rig import at_rate, drained, make, name_of, names, seq
 
 
 @pytest.mark.parametrize(

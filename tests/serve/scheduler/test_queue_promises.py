@@ -11,7 +11,7 @@ from serve.config import QUEUE_POLICIES
 from serve.request import FinishReason
 from serve.scheduler.fair_queue import FairQueue
 from serve.scheduler.mlfq_queue import MlfqQueue
-from tests.support.engine.order_rig import Rig
+from tests.support.engine.queue_rig import Rig
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -43,11 +43,11 @@ def test_every_sequence_finishes_in_a_random_walk(policy, seed):
     assert rig.scheduler.num_preemptions > 0
     rig.run()
     assert rig.scheduler.num_finished == total > 150
-    assert not rig.order._arrivals
-    if isinstance(rig.order, MlfqQueue):
-        assert not rig.order._jobs and not rig.order._running
-    if isinstance(rig.order, FairQueue):
-        assert not rig.order._queues and not rig.order._charged
+    assert not rig.queue._arrivals
+    if isinstance(rig.queue, MlfqQueue):
+        assert not rig.queue._jobs and not rig.queue._running
+    if isinstance(rig.queue, FairQueue):
+        assert not rig.queue._queues and not rig.queue._charged
     rig.kv.check_integrity()
 
 

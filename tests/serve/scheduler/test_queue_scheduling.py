@@ -7,7 +7,7 @@ import pytest
 from serve.config import QUEUE_POLICIES
 from serve.request import FinishReason
 from tests.serve.scheduler.test_scheduler import rows
-from tests.support.engine.order_rig import Rig, at_rate, names
+from tests.support.engine.queue_rig import Rig, at_rate, names
 
 
 def test_a_lower_priority_is_preempted_when_slots_are_few():
@@ -73,7 +73,7 @@ def test_a_long_prompt_gives_its_rows_to_a_request_of_higher_priority():
     """It continues in the same step with the remaining rows, and recomputes nothing."""
     for policy in ("priority", "mlfq"):
         rig = Rig(policy, budget=16)
-        at_rate(rig.order, 1000)
+        at_rate(rig.queue, 1000)
         long = rig.add("l", num_prompt=200, priority=1)
         for _ in range(3):
             rig.step()

@@ -114,11 +114,11 @@ class Tiles:
         arrays.upload(host)
         return arrays
 
-    def expected(self, q: Tensor, sequence: int, kv_len: int | None = None, past_only=False):
+    def expected(self, q: Tensor, sequence: int, kv_len: int | None = None, prefix_only=False):
         """Returns (out, lse, bound of out) of rows q: [n, H, D], the last of kv_len, in float64."""
         k, v = self.read(sequence, kv_len)
         q, scale, window = q.cpu(), self.layer.scale, self.layer.window
-        first = len(k) if past_only else len(k) - len(q)
+        first = len(k) if prefix_only else len(k) - len(q)
         out, lse = attention_fp64(q, k, v, scale, window=window, first_position=first)
         if q.dtype == torch.float32:
             return out, lse, torch.full_like(out, 1e-5)

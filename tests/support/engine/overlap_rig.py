@@ -61,7 +61,7 @@ class Bench:
         max_len=96,
         groups=FULL,
         cache=False,
-        order="fcfs",
+        queue_policy="fcfs",
         policy="prompt_only",
         seconds=0.0,
         overlaps=True,
@@ -84,7 +84,7 @@ class Bench:
             self.kv,
             make_policy(policy, self.kv, self.limits.max_num_batched_tokens),
             PrefixHasher(self.kv.page_end) if cache else None,
-            make_queue(order),
+            make_queue(queue_policy),
         )
         self.runner = LateRunner(self.kv, self.device, self.memory, **settings)
         self.records = Records()
@@ -127,7 +127,7 @@ class Bench:
                 self.steps.drain()
                 return
             self.step()
-        raise AssertionError("somebody never ends")
+        raise AssertionError("a sequence never ends")
 
     def check_rest(self):
         assert not self.device.faults, self.device.faults[:3]

@@ -27,13 +27,13 @@ class Simulation:
         step_seconds=cpu,
         max_num_seqs=32,
         noise=0.0,
-        order=None,
+        queue=None,
         cache=False,
     ):
         kv, _ = make_kv(4096, max_num_seqs, max_model_len=32_768, tokens_per_page=64)
         limits = SchedulerLimits(max_num_seqs, budget, budget, slo_s)
         hasher = PrefixHasher(kv.page_end) if cache else None
-        self.scheduler = Scheduler(limits, kv, hasher=hasher, order=order)
+        self.scheduler = Scheduler(limits, kv, hasher=hasher, queue=queue)
         self.step_seconds = step_seconds
         self.noise = noise
         self.random = random.Random(0)

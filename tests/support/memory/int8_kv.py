@@ -30,10 +30,10 @@ class Cache:
             **switches,
         )
 
-    def step(self, sequences, num_rows, kv_lens, past_only=False) -> Int8AttentionStep:
+    def step(self, sequences, num_rows, kv_lens, prefix_only=False) -> Int8AttentionStep:
         starts = [i * self.range_bytes for i in sequences]
         return Int8AttentionStep(
-            self.address, self.tile_bytes, starts, num_rows, kv_lens, past_only=past_only
+            self.address, self.tile_bytes, starts, num_rows, kv_lens, prefix_only=prefix_only
         )
 
     def fill(self, k: Tensor, v: Tensor, sequence=0, chunk=10**9) -> None:

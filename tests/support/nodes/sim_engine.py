@@ -125,7 +125,7 @@ class SimCore(EngineCore):
         return has_work
 
     def idle(self) -> None:
-        self._recovery.poll()
+        self._recovery.update_nodes()
         self.kv.trim()
 
     def check(self) -> None:

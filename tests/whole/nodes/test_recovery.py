@@ -71,7 +71,7 @@ class RecoveryRun:
         num_attached = process.stats().num_attached
         while self.now < until:
             self.now += 0.5
-            assert self.recovery.is_ready()
+            assert self.recovery.update_nodes()
             if (number := process.stats().num_attached) > num_attached:
                 times.append(self.now)
                 num_attached = number
@@ -93,7 +93,7 @@ def test_failing_attempts_to_attach_back_off():
     """Every attempt discards computed K/V, so attempts must not follow each other closely."""
     run = RecoveryRun("b")
     run.rig.nodes.kill("b")
-    assert run.recovery.is_ready() and run.urls() == ["a"]
+    assert run.recovery.update_nodes() and run.urls() == ["a"]
     began = run.now
     times = run.attempts(began + 1400.0)
     assert gaps(began, times) == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, 300.0]
@@ -104,14 +104,14 @@ def test_failing_attempts_to_attach_back_off():
 def test_a_success_resets_the_back_off():
     run = RecoveryRun("b")
     run.rig.nodes.kill("b")
-    assert run.recovery.is_ready()
+    assert run.recovery.update_nodes()
     assert len(run.attempts(run.now + 100.0)) == 4  # the next attempt is 80 s after the last
     run.rig.nodes.gone.clear()
     again = run.attempts(run.now + 100.0, "b")
     assert len(again) == 1 and run.urls() == ["a", "b"]
     run.rig.nodes.kill("b")
     run.now += 1.0
-    assert run.recovery.is_ready() and run.urls() == ["a"]
+    assert run.recovery.update_nodes() and run.urls() == ["a"]
     began = run.now
     run.rig.nodes.gone.clear()
     assert gaps(began, run.attempts(began + 50.0, "b")) == [5.0]
@@ -122,7 +122,7 @@ def test_a_loss_invalidates_earlier_probes():
     """A node that was back may be the one that is lost now."""
     run = RecoveryRun("b")
     run.rig.nodes.kill("b")
-    assert run.recovery.is_ready()
+    assert run.recovery.update_nodes()
     assert run.prober.num_invalidated == 1, "the loss is noticed between steps"
     run.rig.nodes.kill("a")
     run.recovery.handle_loss(ConnectionError("a step failed"))
@@ -133,7 +133,7 @@ def test_a_loss_invalidates_earlier_probes():
 def test_a_node_that_is_not_back_is_not_attached():
     run = RecoveryRun()
     run.rig.nodes.kill("b")
-    assert run.recovery.is_ready()
+    assert run.recovery.update_nodes()
     run.rig.nodes.gone.clear()
     assert run.attempts(run.now + 60.0) == []
     run.prober.urls.add("b")
@@ -151,7 +151,7 @@ def make_short() -> RecoveryRun:
     run.rig.set.min_pages = run.rig.kv.pages_for(run.rig.max_len)
     assert run.rig.kv.num_pages >= run.rig.set.min_pages
     run.rig.nodes.kill("b")
-    assert run.recovery.is_ready() and run.recovery.is_short
+    assert run.recovery.update_nodes() and run.recovery.is_short
     assert 0 < run.rig.kv.num_pages < run.rig.set.min_pages
     return run
 
@@ -165,7 +165,7 @@ def arrive(run, num_prompt, ago_s=0.0):
 
 def step(run):
     """Runs a step; returns the sequences that got rows."""
-    assert run.recovery.is_ready()
+    assert run.recovery.update_nodes()
     plan = run.scheduler.schedule(run.now)
     if plan is None:
         return []
@@ -241,7 +241,7 @@ def test_a_shortage_ends_when_a_node_has_memory_again():
     pages = node.stats().capacity_bytes // page_bytes()
     rival = RawEngine.beside(node, replace(REQUEST, engine="rival", num_pages=pages - 100))
     assert rival.attach() == pages - 100
-    assert run.recovery.is_ready() and run.recovery.is_short
+    assert run.recovery.update_nodes() and run.recovery.is_short
     left = run.rig.kv.num_pages
     assert 0 < left < 65
     assert gaps(1000.0, run.attempts(1080.0)) == [5.0, 10.0, 20.0, 40.0]

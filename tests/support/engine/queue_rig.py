@@ -39,17 +39,17 @@ def names(sequences):
     return "".join(map(name_of, sequences))
 
 
-def at_rate(order, rows_per_s):
-    order.prefill_seconds = lambda num_tokens, num_cached: (num_tokens - num_cached) / rows_per_s
-    return order
+def at_rate(queue, rows_per_s):
+    queue.prefill_seconds = lambda num_tokens, num_cached: (num_tokens - num_cached) / rows_per_s
+    return queue
 
 
-def drained(order):
+def drained(queue):
     """Takes every sequence from the queue and returns their names in that order."""
     taken = []
-    while order:
-        sequence = next(iter(order))
-        order.take(sequence)
+    while queue:
+        sequence = next(iter(queue))
+        queue.take(sequence)
         taken.append(sequence)
     return names(taken)
 
@@ -58,15 +58,22 @@ class Rig:
     """A scheduler with a prefix cache and a clock. A step takes 1 ms plus 1 ms for each row."""
 
     def __init__(
-        self, order, num_pages=64, max_num_seqs=4, budget=16, chunk=None, cache=True, num_memories=1
+        self,
+        queue_policy,
+        num_pages=64,
+        max_num_seqs=4,
+        budget=16,
+        chunk=None,
+        cache=True,
+        num_memories=1,
     ):
         self.kv = make_kv(num_pages, max_num_seqs, 256)[0]
         if num_memories > 1:
             self.kv = make_partitioned_kv(num_memories, num_pages, max_num_seqs, 256)[0]
         hasher = PrefixHasher(self.kv.page_end) if cache else None
         limits = SchedulerLimits(max_num_seqs, budget, chunk or budget)
-        self.order = make_queue(order) if isinstance(order, str) else order
-        self.scheduler = Scheduler(limits, self.kv, hasher=hasher, order=self.order)
+        self.queue = make_queue(queue_policy) if isinstance(queue_policy, str) else queue_policy
+        self.scheduler = Scheduler(limits, self.kv, hasher=hasher, queue=self.queue)
         self.limits = limits
         self.now_s = 0.0
         self.first_s, self.finished_s = {}, {}

@@ -11,7 +11,7 @@ import torch
 from ops.backend import KeyValues, Partial
 from ops.cpu import native_library
 from ops.cpu.native_partials import merge_into
-from ops.cpu.native_plain_attention import decode_attention, past_attention, prefill_attention
+from ops.cpu.native_plain_attention import decode_attention, prefill_attention, prefix_attention
 from ops.reference import attention_fp64, round_kv
 from quant.kv import TILE_TOKENS
 from tests.support.memory.int8_kv import Cache, out_error, score_error
@@ -39,14 +39,14 @@ def split(q, k, v, cache, past, *, scratch):
     n = len(q)
     cache.fill(k[:past], v[:past])
     scratch.fill(k[past:], v[past:])
-    own_lse, past_lse = torch.empty(n, q.shape[1]), torch.empty(n, q.shape[1])
+    own_lse, prefix_lse = torch.empty(n, q.shape[1]), torch.empty(n, q.shape[1])
     own = scratch.attend(q, n, lse=own_lse)
-    before = cache.op.attend(cache.step([0], [n], [past], past_only=True), q, past_lse)
-    merge_into(own, own_lse, before, past_lse)
+    before = cache.op.attend(cache.step([0], [n], [past], prefix_only=True), q, prefix_lse)
+    merge_into(own, own_lse, before, prefix_lse)
     return own, own_lse
 
 
-def test_int8_past_on_random_steps(isa):
+def test_int8_prefix_on_random_steps(isa):
     """Steps have several sequences, and the memory behind their keys is NaN."""
     pick = random.Random(11)
     for _ in range(12):
@@ -59,7 +59,7 @@ def test_int8_past_on_random_steps(isa):
         rows, lengths = [n for _, n in cases], [length for length, _ in cases]
         q = torch.randn(sum(rows), shape["heads"], shape["dim"])
         lse = torch.empty(q.shape[:2])
-        step = cache.step(range(len(cases)), rows, lengths, past_only=True)
+        step = cache.step(range(len(cases)), rows, lengths, prefix_only=True)
         out = cache.op.attend(step, q, lse)
         scale = shape["dim"] ** -0.5
         for (k, v), q_s, out_s, lse_s in zip(
@@ -90,7 +90,7 @@ SWITCHES = [
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_int8_past_and_own_keys_make_the_whole(isa, switches):
+def test_int8_prefix_and_own_keys_make_the_whole(isa, switches):
     for past, n in ((0, 1), (1, 1), (700, 1), (530, 1), (5, 40), (600, 33), (64, 70), (0, 9)):
         shape = {"heads": 4, "kv_heads": 2, "dim": 64, "group": 32}
         cache, scratch = (Cache(**shape, tokens=800, **switches) for _ in range(2))
@@ -103,7 +103,7 @@ def test_int8_past_and_own_keys_make_the_whole(isa, switches):
         assert float((lse - expected_lse).abs().max()) <= of_score + 1e-4
 
 
-def test_int8_rows_of_a_past_have_the_same_bits_in_any_step(isa):
+def test_int8_rows_of_a_prefix_have_the_same_bits_in_any_step(isa):
     """A row is computed beside other sequences, alone, on one thread, and with the heads of one
     node."""
     lengths, rows = [700, 16, 513, 5, 0, 300], [1, 30, 70, 1, 3, 2]
@@ -114,7 +114,7 @@ def test_int8_rows_of_a_past_have_the_same_bits_in_any_step(isa):
     for i, length in enumerate(lengths):
         cache.fill(k[i, :length], v[i, :length], i)
     lse = torch.empty(q.shape[:2])
-    step = cache.step(range(len(lengths)), rows, lengths, past_only=True)
+    step = cache.step(range(len(lengths)), rows, lengths, prefix_only=True)
     out = cache.op.attend(step, q, lse)
     threads = native_library.num_threads()
     native_library.set_num_threads(1)
@@ -131,7 +131,7 @@ def test_int8_rows_of_a_past_have_the_same_bits_in_any_step(isa):
                 for at in range(row, row + n, size):
                     queries = q[at : at + size, 8 * first : 8 * last]
                     part_lse = torch.empty(queries.shape[:2])
-                    one = part.step([0], [size], [length], past_only=True)
+                    one = part.step([0], [size], [length], prefix_only=True)
                     got = part.op.attend(one, queries, part_lse)
                     assert torch.equal(got, out[at : at + size, 8 * first : 8 * last])
                     assert torch.equal(part_lse, lse[at : at + size, 8 * first : 8 * last])
@@ -152,7 +152,7 @@ def test_int8_tiles_partitioned_over_nodes_make_the_whole(isa, nodes):
             here = torch.arange(past) // TILE_TOKENS % nodes == node
             cache, part_lse = Cache(**shape, tokens=800), torch.empty(n, 8)
             cache.fill(k[:past][here], v[:past][here])
-            step = cache.step([0], [n], [int(here.sum())], past_only=True)
+            step = cache.step([0], [n], [int(here.sum())], prefix_only=True)
             merge_into(out, lse, cache.op.attend(step, q, part_lse), part_lse)
         k, v = round_kv(k, 64), round_kv(v, 64)
         expected, expected_lse = attention_fp64(q, k, v, 0.125)
@@ -161,29 +161,29 @@ def test_int8_tiles_partitioned_over_nodes_make_the_whole(isa, nodes):
         assert float((lse - expected_lse).abs().max()) <= of_score + 1e-4
 
 
-def test_int8_rows_are_appended_behind_their_past(isa):
+def test_int8_rows_are_appended_behind_their_prefix(isa):
     whole, parts = (Cache(heads=2, kv_heads=2, dim=48, tokens=112) for _ in range(2))
     k, v = torch.randn(2, 112, 2, 48)
     whole.fill(k, v)
     for first, last in ((0, 30), (30, 31), (31, 100), (100, 112)):
-        step = parts.step([0], [last - first], [first], past_only=True)
+        step = parts.step([0], [last - first], [first], prefix_only=True)
         parts.op.append(step, k[first:last], v[first:last], None)
     used = [c.memory[c.address - c.memory.data_ptr() :][: c.range_bytes] for c in (whole, parts)]
     assert torch.equal(*used)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_plain_past_on_random_shapes(isa, dtype):
+def test_plain_prefix_on_random_shapes(isa, dtype):
     pick = random.Random(12)
     for _ in range(40):
         shape, window, length, rows = random_case(pick)
         kv = Range(shape["kv_heads"], shape["dim"], length, dtype)
         q = torch.randn(rows, shape["heads"], shape["dim"]).to(dtype)
-        got = past_attention(q, kv.view(), 0.1, window)
+        got = prefix_attention(q, kv.view(), 0.1, window)
         if length == 0:
             assert bool((got.lse == NOTHING).all()) and bool((got.out == 0).all())
             continue
-        expected, bound = exact(REFERENCE.past_attention, q, kv.view(), 0.1, window)
+        expected, bound = exact(REFERENCE.prefix_attention, q, kv.view(), 0.1, window)
         sees = expected.lse > NOTHING
         assert torch.equal(got.lse > NOTHING, sees)
         assert bool((got.out[~sees] == 0).all())
@@ -193,12 +193,12 @@ def test_plain_past_on_random_shapes(isa, dtype):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
-def test_plain_past_and_own_keys_make_the_whole(isa, dtype, window):
+def test_plain_prefix_and_own_keys_make_the_whole(isa, dtype, window):
     for past, n in ((0, 1), (3, 1), (600, 1), (130, 70), (5, 40)):
         kv, q = Range(2, 64, past + n, dtype), torch.randn(n, 8, 64).to(dtype)
         k, v = kv.view()
         own = prefill_attention(q, KeyValues(k[:, :, past:], v[:, :, past:]), 0.125, window)
-        before = past_attention(q, KeyValues(k[:, :, :past], v[:, :, :past]), 0.125, window)
+        before = prefix_attention(q, KeyValues(k[:, :, :past], v[:, :, :past]), 0.125, window)
         merge_into(*own, *before)
         expected, bound = exact(REFERENCE.prefill_attention, q, kv.view(), 0.125, window)
         error = torch.cat((own.out - expected.out, (own.lse - expected.lse)[..., None]), -1).abs()
@@ -208,14 +208,14 @@ def test_plain_past_and_own_keys_make_the_whole(isa, dtype, window):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_plain_rows_of_a_past_have_the_same_bits_in_any_call(isa, dtype):
+def test_plain_rows_of_a_prefix_have_the_same_bits_in_any_call(isa, dtype):
     """A row is computed alone, on one thread, and with the heads of one node."""
     kv, q = Range(3, 96, 333, dtype), torch.randn(70, 12, 96).to(dtype)
     k, v = kv.view()
-    whole = past_attention(q, kv.view(), 0.1, None)
+    whole = prefix_attention(q, kv.view(), 0.1, None)
     threads = native_library.num_threads()
     native_library.set_num_threads(1)
-    alone = past_attention(q, kv.view(), 0.1, None)
+    alone = prefix_attention(q, kv.view(), 0.1, None)
     native_library.set_num_threads(threads)
     assert torch.equal(alone.out, whole.out)
     assert torch.equal(alone.lse, whole.lse)
@@ -223,7 +223,7 @@ def test_plain_rows_of_a_past_have_the_same_bits_in_any_call(isa, dtype):
     for first, last in ((0, 1), (1, 3)):  # K/V heads
         cache, heads = KeyValues(k[:, first:last], v[:, first:last]), slice(4 * first, 4 * last)
         for rows in (slice(0, 70), slice(3, 4), slice(20, 53)):
-            got = past_attention(q[rows, heads], cache, 0.1, None)
+            got = prefix_attention(q[rows, heads], cache, 0.1, None)
             assert torch.equal(got.out, whole.out[rows, heads])
             assert torch.equal(got.lse, whole.lse[rows, heads])
         got = decode_attention(q[:5, heads], [cache] * 5, 0.1)
