@@ -2,9 +2,9 @@
 
 Each figure is divided by a reading of the machine in the same run, so that it says the same on a
 slow day: the engine's rows by a fixed single-threaded loop, HTTP by the same load in this process,
-kernels by the bandwidth and the multiply-adds that the machine reaches. Noise only lowers a figure,
-so the best of several tries counts. TYPICAL is what the development machine (2 vCPUs, Zen 5)
-reaches; a gate is at two thirds of it.
+kernels by the bandwidth and the multiply-adds that the machine reaches. Noise mostly lowers a
+figure, so two good tries of several pass; one could be a slow reading of the machine. TYPICAL is
+what the development machine (2 vCPUs, Zen 5) reaches; a gate is at two thirds of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 
 pytestmark = pytest.mark.timing
 
-TRIES = 10
+TRIES, PASSES = 10, 2
 GATE = 2 / 3
 TYPICAL = {
     "engine rows/s over the loop's rounds/s": 0.0108,
@@ -60,13 +60,13 @@ def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def gate(name: str, measure: Callable[[], float], *, is_cost: bool = False) -> None:
-    """Fails if the best of several tries is beyond the gate. is_cost: lower is better."""
+    """Fails unless two of several tries are within the gate. is_cost: lower is better."""
     bound = TYPICAL[name] / GATE if is_cost else TYPICAL[name] * GATE
     tries: list[float] = []
     for _ in range(TRIES):
         tries.append(measure())
         print(f"{name}: {tries[-1]:.4g} (gate {bound:.4g})")
-        if tries[-1] <= bound if is_cost else tries[-1] >= bound:
+        if sum(value <= bound if is_cost else value >= bound for value in tries) == PASSES:
             return
     pytest.fail(f"{name}: {tries} where {bound:.4g} is the gate")
 
@@ -75,7 +75,7 @@ def test_engine_machinery(tmp_path: Path) -> None:
     def rows() -> float:
         before = rounds_per_s()
         found = bench(tmp_path, "engine", "--tokens", "100", "--repeats", "1")
-        return float(found["warm_rows_per_s"] / statistics.mean([before, rounds_per_s()]))
+        return float(found["warm_rows_per_s"] / max(before, rounds_per_s()))
 
     gate("engine rows/s over the loop's rounds/s", rows)
 
@@ -84,8 +84,7 @@ def test_gap_between_two_steps(tmp_path: Path) -> None:
     def gap() -> float:
         before = rounds_per_s()
         found = bench(tmp_path, "engine", "--tokens", "100", "--repeats", "1")
-        after = rounds_per_s()
-        return float(1e-3 * found["paced_between_ms_p50"] * statistics.mean([before, after]))
+        return float(1e-3 * found["paced_between_ms_p50"] * max(before, rounds_per_s()))
 
     gate("loop rounds in the gap between two steps of 256 sequences", gap, is_cost=True)
 
@@ -111,7 +110,8 @@ def test_kernels(name: str, shape: str) -> None:
         printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
         readings = json.loads(printed.stdout.splitlines()[-1])["readings"]
         shares = [r["share"] for r in readings if r["shape"].startswith(shape)]
-        if shares == [] or shares[0] is None:
+        assert shares, f"no reading has a shape that begins with {shape}"
+        if shares[0] is None:
             pytest.skip("this processor has no such ceiling")
         return float(shares[0])
 
