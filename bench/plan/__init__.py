@@ -1,6 +1,7 @@
-"""`serve plan`: what a model costs on a machine, from its sizes and the machine's peaks.
+"""`serve plan`: predicts a model's cost on a machine from its sizes and the machine's peaks.
 
-It owns the cost model (cost.py) and what follows from it: shapes.py and hardware.py with their
-tables, what fits (capacity.py), what requests get (serving.py) and which machine is best
-(search.py). It loads no model and knows no scheduler. Begin reading with cost.py.
+The package owns the cost model (cost.py), the models and devices that it takes (shapes.py,
+hardware.py and their tables), and what follows from it: memory capacity (capacity.py), latency and
+throughput of requests (serving.py) and the ranking of machines (search.py). It loads no model and
+knows no scheduler. Begin reading with cost.py.
 """

@@ -1,12 +1,13 @@
-"""A step's cost fitted to the steps that a real engine ran (serve/engine/step_trace.py).
+"""Fits the cost of a step to the steps that a real engine ran (serve/engine/step_trace.py).
 
     seconds = fixed + row x rows + bent x rows beyond a bend + context x tokens before decode rows
             + pair x pairs + chunk x chunks + sequence x sequences + sample, if any is sampled
 
-No coefficient is negative, so more work never takes less. The bend is where products stop waiting
-for the weights: the one of BENDS that fits best. Least squares on errors relative to the
-prediction, which stalled steps do not pull: errors beyond a few times the median one weigh less
-(Huber), and steps of more than twice the time nothing.
+No coefficient is negative, so more work never takes less time. The bend is the number of rows at
+which products stop waiting for the weights: the one of BENDS that fits best. The fit minimises the
+squares of errors relative to the prediction. Stalled steps do not distort it: errors beyond a few
+times the median error have a lower weight (Huber), and steps that take more than twice their
+prediction have none.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class FittedCost:
-    """A fit. coefficients: seconds, in the order of TERMS; together they predict the whole time of
-    the num_steps steps that were not stalled. median_error, p90_error: relative errors of these
-    steps. stalled_share: the share of all time that stalled steps took beyond their prediction."""
+    """A fit. coefficients are seconds in the order of TERMS. Together they predict the total
+    time of the num_steps steps that were not stalled, whose relative errors are median_error and
+    p90_error. stalled_share is the share of all time that stalled steps took beyond their
+    prediction."""
 
     bend: int
     coefficients: tuple[float, ...]
@@ -48,7 +50,7 @@ class FittedCost:
     p90_error: float
 
     def seconds(self, work: StepWork) -> float:
-        """Returns the seconds of a step, 0 without rows."""
+        """Returns the seconds of a step; 0 without rows."""
         rows = work.num_rows
         if not rows:
             return 0.0
@@ -67,7 +69,7 @@ class FittedCost:
 
     @classmethod
     def load(cls, path: Path) -> FittedCost:
-        """Reads a file of `save`. Raises ConfigError where it is none."""
+        """Reads a file that `save` wrote. Raises ConfigError for any other file."""
         try:
             values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             coefficients = tuple(float(values["coefficients"][name]) for name in TERMS)
@@ -79,23 +81,23 @@ class FittedCost:
 
 
 def fit(steps: Sequence[TracedStep]) -> FittedCost:
-    """Fits traced steps. Raises ConfigError with fewer than MIN_STEPS."""
+    """Fits traced steps. Raises ConfigError if there are fewer than MIN_STEPS."""
     return fit_times([(step.work, step.ended_s - step.began_s) for step in steps])
 
 
 def fit_times(times: Sequence[tuple[StepWork, float]]) -> FittedCost:
-    """Fits pairs of a step's work and the seconds that it took, as `fit` does."""
+    """Fits pairs of a step's work and its seconds, as `fit` does."""
     usable = [(work, seconds) for work, seconds in times if work.num_rows and seconds > 0]
     if len(usable) < MIN_STEPS:
         raise ConfigError(f"a fit of the cost needs {MIN_STEPS} steps, not {len(usable)}")
     works = [work for work, _ in usable]
     seconds = np.array([seconds for _, seconds in usable])
     fits = [_fit_bend(works, seconds, bend) for bend in BENDS]
-    return min(fits, key=lambda found: (found.median_error + found.p90_error, found.bend))
+    return min(fits, key=lambda fitted: (fitted.median_error + fitted.p90_error, fitted.bend))
 
 
 def _features(works: Sequence[StepWork], bend: int) -> Array:
-    """Returns [steps, TERMS]."""
+    """Returns a float64 array [steps, TERMS]."""
     rows = [
         (
             1.0,
@@ -120,7 +122,7 @@ def _fit_bend(works: Sequence[StepWork], seconds: Array, bend: int) -> FittedCos
         rows = weights / scale
         coefficients = _non_negative(features * rows[:, None], seconds * rows)
         predicted = features @ coefficients
-        # errors relative to the measured time would favour the shorter one of equal steps
+        # errors relative to the measured time would favour the shorter of two equal steps
         scale = np.maximum(predicted, seconds / _STALLED)
         errors = np.abs(seconds - predicted) / scale
         usual = max(float(np.median(errors)), 1e-6)
@@ -141,14 +143,14 @@ def _fit_bend(works: Sequence[StepWork], seconds: Array, bend: int) -> FittedCos
 
 
 def _non_negative(matrix: Array, target: Array) -> Array:
-    """Returns the least-squares coefficients without negative ones (Lawson and Hanson)."""
+    """Returns the non-negative least-squares coefficients (Lawson and Hanson)."""
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
     scaled = matrix / scale
     count = scaled.shape[1]
-    found, is_free = np.zeros(count), np.zeros(count, dtype=bool)
+    solution, is_free = np.zeros(count), np.zeros(count, dtype=bool)
     for _ in range(10 * count):
-        slope = scaled.T @ (target - scaled @ found)
+        slope = scaled.T @ (target - scaled @ solution)
         slope[is_free] = -np.inf
         best = int(np.argmax(slope))
         if slope[best] <= 1e-9 * np.linalg.norm(target):
@@ -160,9 +162,9 @@ def _non_negative(matrix: Array, target: Array) -> Array:
             falls = is_free & (tried <= 0)
             if not falls.any():
                 break
-            share = np.min(found[falls] / np.maximum(found[falls] - tried[falls], 1e-300))
-            found = found + share * (tried - found)
-            is_free &= found > 1e-12
-        found = tried
-    coefficients: Array = found / scale
+            share = np.min(solution[falls] / np.maximum(solution[falls] - tried[falls], 1e-300))
+            solution = solution + share * (tried - solution)
+            is_free &= solution > 1e-12
+        solution = tried
+    coefficients: Array = solution / scale
     return coefficients

@@ -1,4 +1,4 @@
-"""How many tokens and sequences a machine has memory for, beside the weights."""
+"""The numbers of tokens and sequences that fit into a machine's memory beside the weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bench.plan.shapes import Precision, Shape
 
 
 def sequence_bytes(shape: Shape, precision: Precision, context: float) -> float:
-    """Returns the K/V bytes of one sequence; nothing is kept behind a window."""
+    """Returns the K/V bytes of one sequence; layers with a window keep only the window's tokens."""
     one = shape.kv_layer_bytes(precision)
     return sum(
         layers * one * (context if window is None else min(context, window))
@@ -16,9 +16,9 @@ def sequence_bytes(shape: Shape, precision: Precision, context: float) -> float:
 
 
 def kv_bytes(cost: MachineCost) -> float:
-    """Returns the K/V bytes on all devices together, beside the weights and the reserve
-    (Efficiency.memory); below 0 where the weights do not fit. Heads that have to be on two devices
-    count twice."""
+    """Returns the bytes for K/V on all devices together, without the weights and the reserve
+    (Efficiency.memory); negative if the weights do not fit. If devices outnumber the K/V heads,
+    several devices hold the same head, and only one copy counts."""
     machine = cost.machine
     room = machine.num_devices * cost.efficiency.memory * machine.device.memory_bytes
     copies = machine.num_devices / min(machine.num_devices, cost.shape.num_kv_heads)
@@ -26,10 +26,10 @@ def kv_bytes(cost: MachineCost) -> float:
 
 
 def max_tokens(cost: MachineCost) -> int:
-    """Returns how many tokens fit, of sequences that no window shortens."""
+    """Returns the number of tokens that fit if no sequence exceeds a window."""
     return max(0, int(kv_bytes(cost) / cost.shape.kv_token_bytes(cost.precision)))
 
 
 def max_sequences(cost: MachineCost, context: float) -> int:
-    """Returns how many sequences of this context fit."""
+    """Returns the number of sequences of this context that fit."""
     return max(0, int(kv_bytes(cost) / sequence_bytes(cost.shape, cost.precision, context)))

@@ -1,13 +1,14 @@
-"""Predictions against measured steps on this machine: `serve plan --check`.
+"""`serve plan --check`: compares predictions with measured steps on this machine.
 
-Every step of a real model (random weights of Llama-3.2-1B's shape) is preceded and followed by
-readings of the machine's ceilings; from their mean the step is predicted, so that the comparison
-holds although the machine's speed drifts. Reported: medians, of the ratios too. A step during
-which the ceilings changed by more than 15 % is repeated; if none held still, the row says so.
+The machine's ceilings are read before and after every step of a real model (random weights of
+Llama-3.2-1B's shape). The step is predicted from their mean, so the comparison holds although the
+machine's speed drifts. The report shows medians of times and of ratios. A step during which the
+ceilings change by more than 15 % is repeated; if the ceilings are steady in no repeat, the row has
+a mark.
 
-A row is at its limit where the bound, which no software can beat, is at least LIMIT of the
-prediction: what is left to the kernels is small there, and the prediction has to be within 25 %.
-Elsewhere (16 rows; one short sequence) the kernels' own shares decide.
+A step is at its limit if the bound, which no software can beat, is at least LIMIT of the
+prediction. Little depends on the kernels then, and the prediction must be within 25 %. Elsewhere
+the shares of the peaks that the kernels reach decide.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ LIMIT = 0.75
 TOLERANCE = 0.25
 DTYPES = ("int8", "bfloat16")
 _MIN_REPEATS, _MAX_REPEATS, _CASE_S = 3, 5, 0.5
-_MORE_REPEATS = 2  # where the ceilings do not hold still
+_MORE_REPEATS = 2  # if the ceilings are not steady
 _QUICK_REPEATS = 1
 
 
 class Case(NamedTuple):
-    """A step: `batch` decode rows after `context` tokens each, and a chunk of (rows, context)."""
+    """A step with `batch` decode rows, each after `context` tokens, and a chunk (rows, context)."""
 
     name: str
     batch: int = 0
@@ -50,7 +51,7 @@ class Case(NamedTuple):
     chunk: tuple[int, int] | None = None
 
     def rows_and_contexts(self) -> tuple[str, str]:
-        """Returns rows and contexts of the decode rows and of the chunk, for a table."""
+        """Returns the rows and the contexts of decode and chunk as texts for a table."""
         pairs = [(self.batch, self.context)] if self.batch else []
         pairs += [self.chunk] if self.chunk else []
         rows, contexts = zip(*pairs, strict=True)
@@ -75,9 +76,10 @@ QUICK = (Case("decode", 1, 64), Case("decode", 4, 64), Case("mixed", 2, 64, (64,
 
 @dataclass(frozen=True, slots=True)
 class CheckedStep:
-    """One case; medians, in seconds. ratio: predicted over measured, each step with its own
-    ceilings. limit: bound over predicted. drift: between the ceilings before and after. stages: of
-    the last prediction, by name."""
+    """The medians of one case, in seconds. ratio is predicted over measured, where each step is
+    predicted from its own ceilings; limit is bound over predicted; drift is between the ceilings
+    before and after. stages are those of the last prediction by name. read and i8 are the ceilings
+    in bytes and operations per second."""
 
     dtype: str
     case: Case
@@ -102,7 +104,8 @@ class CheckedStep:
 
 
 def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[CheckedStep]:
-    """Measures, prints the table and the JSON line. quick: a tiny model and three steps."""
+    """Measures the steps and prints a table and a line of JSON. quick takes a tiny model and three
+    steps."""
     path = model or random_checkpoint("tiny" if quick else "llama-1b")
     cases, repeats = (QUICK, _QUICK_REPEATS) if quick else (CASES, None)
     console = Console()
@@ -120,9 +123,9 @@ def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[Ch
 def check(
     path: Path, dtype: str, cases: Sequence[Case], repeats: int | None = None
 ) -> list[CheckedStep]:
-    """Checks each case. repeats: of each step; by default as many as fit into _CASE_S. A step
-    between two readings that differ by more than MAX_DRIFT is repeated, and left out if a steady
-    one is found."""
+    """Checks each case. Each step runs `repeats` times, by default as often as fits into _CASE_S. A
+    step between two readings that differ by more than MAX_DRIFT is repeated, and does not count if
+    another repeat is steady."""
     kv = "int8" if dtype == "int8" else "bfloat16"
     precision, shape = Precision(dtype, kv), load_shape(str(path))
     longest = max(sum(case.chunk or (case.context, 1)) for case in cases) + 16
@@ -206,9 +209,9 @@ def report(rows: Sequence[CheckedStep], console: Console) -> None:
         *("step", "rows", "context", "measured", "predicted", "error", "bound"),
         *("mostly", "GB/s", "TOP/s"),
         title=f"{rows[0].dtype}: steps on this machine, milliseconds",
-        caption=f"error: of each step with its own ceilings, the median. bound: its share of the "
-        f"measured time. *: at its limit, the bound is at least {LIMIT:.0%} of the prediction. "
-        "?: the ceilings did not hold still",
+        caption="error: median over the repeats, each with its own ceilings. bound: its share of "
+        f"the measured time. *: at its limit, the bound is at least {LIMIT:.0%} of the prediction. "
+        "?: the ceilings were not steady",
     )
     for row in rows:
         error = row.ratio - 1

@@ -1,15 +1,15 @@
-"""What a step takes on a machine: bytes over bandwidth, operations over peaks, stage by stage.
+"""The seconds of a step on a machine: bytes over bandwidth and operations over peaks, by stage.
 
-    products          weights once, 2 operations for each weight and row
-    last product      the same for the rows that a token is chosen for
-    decode attention  K/V of the decode rows' tokens, 4 operations for each and each number of q
-    prefill attention 4 operations for each pair of a row and a token, and each number of q
-    rows              inputs and outputs of products
-    network           two all-reduces a layer between n tensor-parallel devices (a ring)
+    products          reads the weights once, with 2 operations for each weight and row
+    last product      the same for the sampled rows
+    decode attention  reads K/V of the decode rows' tokens, with 4 x q_width operations for each
+    prefill attention 4 x q_width operations for each pair of a row and a token
+    rows              reads and writes inputs and outputs of products
+    network           two all-reduces per layer between n tensor-parallel devices (a ring)
 
-n devices share weights, heads and K/V equally (K/V at most between as many as there are heads of
-it). A window counts tokens as if all sequences had the mean context. What a chunk reads of the
-K/V before it is left out: each token serves all rows of the chunk.
+n devices divide weights, heads and K/V equally; K/V is divided between at most as many devices as
+it has heads. A window limits tokens as if all sequences had the mean context. The K/V that a chunk
+reads before it is left out, because all rows of the chunk share each token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from serve.scheduler.step_time import StepWork
 RESOURCES = ("memory", "compute", "network", "overheads")
 _ATTENTION_FACTORS = {"float32": (), "bfloat16": ("bf16",), "int8": ("bf16",)}
 _LOGIT_BYTES = 4
-_REDUCED_BYTES = 2  # of a number in an all-reduce
+_REDUCED_BYTES = 2  # a number in an all-reduce
 
 
 class StepCost(Protocol):
@@ -37,8 +37,7 @@ class StepCost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Seconds that one device spends reading and writing memory, multiplying, sending, and on the
-    rest."""
+    """Seconds that a device spends on memory, arithmetic, the network and fixed overheads."""
 
     name: str
     memory_s: float = 0.0
@@ -75,12 +74,12 @@ class Machine:
 
 
 def all_reduce_s(num_bytes: float, num_devices: int, link: Link, share: float = 1.0) -> float:
-    """Returns the seconds of a ring's all-reduce without the time that every exchange takes."""
+    """Returns the seconds of a ring all-reduce without latency. share: of the link's rate."""
     return 2 * (1 - 1 / num_devices) * num_bytes / (share * link.bytes_per_s)
 
 
 class Attention:
-    """Attention of all layers over K/V that is divided among a machine's devices by heads."""
+    """The cost of attention in all layers over K/V that a machine's devices divide by heads."""
 
     def __init__(
         self, shape: Shape, precision: Precision, machine: Machine, efficiency: Efficiency
@@ -96,16 +95,17 @@ class Attention:
         self._windows = shape.layers_by_window()
 
     def decode(self, rows: float, seen: float) -> Stage:
-        """Returns the stage of decode rows. seen: tokens of all rows, their own included."""
+        """Returns the stage of decode rows that attend to `seen` tokens, including their own."""
         tokens = self._in_windows(rows, seen)
         return Stage("decode attention", tokens * self._token_s, tokens * self._seen_s)
 
     def prefill(self, rows: float, pairs: float) -> Stage:
-        """Returns the stage of prompt rows. pairs: of a row and a token that it sees."""
+        """Returns the stage of prompt rows. pairs counts each row with each token it attends to."""
         return Stage("prefill attention", compute_s=self._in_windows(rows, pairs) * self._pair_s)
 
     def _in_windows(self, rows: float, tokens: float) -> float:
-        """Returns the tokens seen in all layers by rows that would see `tokens` without windows."""
+        """Returns the tokens of all layers that the rows attend to, `tokens` being those of one
+        layer without a window."""
         total = 0.0
         for window, layers in self._windows.items():
             total += layers * (tokens if window is None else min(tokens, rows * window))
@@ -113,8 +113,8 @@ class Attention:
 
 
 class MachineCost:
-    """The cost of a model's steps on a machine. Raises ConfigError where the machine cannot
-    compute in this precision."""
+    """The cost of a model's steps on a machine. Raises ConfigError if the machine cannot compute in
+    this precision."""
 
     def __init__(
         self, shape: Shape, precision: Precision, machine: Machine, efficiency: Efficiency
@@ -143,11 +143,11 @@ class MachineCost:
 
     @property
     def is_assumed(self) -> bool:
-        """Whether peaks or shares of them are not measured: then no time is."""
+        """Whether some peaks or shares, and with them all times, are assumed and not measured."""
         return not (self.efficiency.is_measured and self.machine.device.is_measured)
 
     def stages(self, work: StepWork) -> list[Stage]:
-        """Returns the stages of a step that has rows."""
+        """Returns the stages of a step with at least one row."""
         sampled = work.num_decodes + work.num_chunks if work.samples else 0
         seen = work.num_context + work.num_decodes
         return [
@@ -158,7 +158,7 @@ class MachineCost:
         ]
 
     def products(self, rows: float, sampled: float) -> list[Stage]:
-        """Returns the stages that need no K/V. sampled: rows of the last product."""
+        """Returns the stages that need no K/V; `sampled` rows have the last product."""
         efficiency = self.efficiency
         multiply_s = efficiency.product_rows(rows) * self._block_row_s
         last_s = efficiency.product_rows(sampled) * self._head_row_s
@@ -170,7 +170,7 @@ class MachineCost:
         ]
 
     def seconds(self, work: StepWork) -> float:
-        """Returns the seconds of a step, 0 without rows."""
+        """Returns the seconds of a step; 0 without rows."""
         if not work.num_rows:
             return 0.0
         if self.efficiency.is_overlapped:
@@ -178,22 +178,22 @@ class MachineCost:
         return sum(stage.seconds for stage in self.stages(work))
 
     def resources(self, work: StepWork) -> dict[str, float]:
-        """Returns the seconds by the resource that they are spent on."""
-        found = dict.fromkeys(RESOURCES, 0.0)
+        """Returns the seconds that are spent on each of RESOURCES."""
+        spent = dict.fromkeys(RESOURCES, 0.0)
         is_overlapped = self.efficiency.is_overlapped
         for stage in self.stages(work):
-            found["network"] += stage.network_s
-            found["overheads"] += stage.fixed_s
+            spent["network"] += stage.network_s
+            spent["overheads"] += stage.fixed_s
             if is_overlapped or stage.memory_s >= stage.compute_s:
-                found["memory"] += stage.memory_s
+                spent["memory"] += stage.memory_s
             if is_overlapped or stage.memory_s < stage.compute_s:
-                found["compute"] += stage.compute_s
+                spent["compute"] += stage.compute_s
         if is_overlapped:
-            found["memory"] = max(0.0, found["memory"] - self._cached_s)
-        return found
+            spent["memory"] = max(0.0, spent["memory"] - self._cached_s)
+        return spent
 
     def binds(self, work: StepWork) -> str:
-        """Returns the one of RESOURCES that most of the time is spent on."""
+        """Returns the resource on which most of the time is spent."""
         resources = self.resources(work)
         return max(resources, key=resources.__getitem__)
 

@@ -1,12 +1,18 @@
-"""Attention on memory devices: (a, b), as in Lamina (arXiv 2405.01814; SYSTEMS 2.1, 2.3, 2.5).
+"""The cost of a pair (a, b): attention runs on memory devices, as in Lamina (arXiv 2405.01814).
 
-r replicas of the weights on a compute devices, K/V on b memory devices, n batches of B / n in
-flight. A token sends q, k and v and gets its output, for each layer, and each layer has a round
-trip. With the times of one of these batches, each of them has had a step after
+The a compute devices hold r replicas of the weights, the b memory devices hold the K/V, and n
+batches of B / n sequences are in flight. In each layer a token sends q, k and v and receives its
+output, and each layer has a round trip. From the times of one such batch, every batch has had a
+step after
 
     max(products + attention + network, n attention, n products / r, n wire)
 
-and n is the best of 1 .. r + 1. What sending q early hides is left out (3 to 13 % in the paper).
+where wire is the transfer time without round trips, and n is the best of 1 .. r + 1. The time that
+sending q early hides (3 to 13 % in the paper) is left out.
+
+The network adds the share SLOWDOWN to a step of one batch if all links together have the rate
+
+    B x layers x 2 (q_width + kv_width) x 2 bytes / (SLOWDOWN x (products + attention))
 """
 
 from __future__ import annotations
@@ -24,13 +30,14 @@ from bench.plan.shapes import Precision, Shape
 from serve.errors import ConfigError
 
 WIRE_ELEMENT_BYTES = 2
-SLOWDOWN = 0.2  # alpha of SYSTEMS 2.1: the network may add a fifth
+SLOWDOWN = 0.2  # share of a step that the network may add, alpha in Lamina
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A configuration that works. step_s: between two tokens of a sequence. asked_bytes_per_s:
-    of all links together, so that the network adds SLOWDOWN; None without a network."""
+    """The figures of a configuration. step_s is the time between two tokens of a sequence.
+    asked_bytes_per_s is the rate of all links together at which the network adds SLOWDOWN; None
+    without a network."""
 
     name: str
     dollars_per_h: float | None
@@ -54,7 +61,7 @@ class Figures:
 
 
 def layer_traffic_bytes(shape: Shape) -> float:
-    """Returns the bytes of q, output, k and v of a token in a layer."""
+    """Returns the bytes of q, k, v and the output that a token sends and receives in a layer."""
     return 2.0 * (shape.q_width + shape.kv_width) * WIRE_ELEMENT_BYTES
 
 
@@ -67,20 +74,21 @@ def turn_s(
     products: float, attention: float, network: float, wire: float, in_flight: int, replicas: int
 ) -> float:
     """Returns the seconds until each batch in flight has had a step: the longest of one batch's own
-    time and the time of memory devices, replicas (Lamina's rotation) and links for all of them."""
+    time and the times that memory devices, replicas (in rotation) and links take for all batches.
+    The arguments are the seconds of one batch."""
     own = products + attention + network
     return max(own, in_flight * attention, in_flight * products / replicas, in_flight * wire)
 
 
 def asked_bytes_per_s(shape: Shape, batch: float, products: float, attention: float) -> float:
-    """Returns the rate of all links together with which the network adds SLOWDOWN (SYSTEMS 2.1)."""
+    """Returns the rate of all links together at which the network adds SLOWDOWN to a step."""
     traffic = batch * shape.num_layers * layer_traffic_bytes(shape)
     return traffic / (SLOWDOWN * (products + attention))
 
 
 def homogeneous(cost: MachineCost, context: float) -> Figures | None:
-    """Returns the figures of devices of one kind that do everything, with as many sequences as they
-    hold; None where the weights and one sequence do not fit."""
+    """Returns the figures of a machine without memory devices that decodes as many sequences as it
+    holds; None if the weights and one sequence do not fit."""
     machine = cost.machine
     batch = kv_bytes(cost) / sequence_bytes(cost.shape, cost.precision, context)
     if batch < 1:
@@ -92,7 +100,8 @@ def homogeneous(cost: MachineCost, context: float) -> Figures | None:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A model on a compute and b memory devices. efficiencies: of the one and the other kind."""
+    """A model whose products run on compute devices and whose attention runs on memory devices.
+    efficiencies are those of the compute and of the memory devices."""
 
     shape: Shape
     precision: Precision
@@ -103,8 +112,8 @@ class Split:
     def figures(
         self, context: float, a: int, b: int, *, tpot_s: float = inf, max_batch: float = inf
     ) -> Figures | None:
-        """Returns the figures of the largest batch that memory and the time between tokens allow;
-        None where a is no multiple of a replica, b exceeds the K/V heads, or no sequence fits."""
+        """Returns the figures of the largest batch that memory and tpot_s allow; None if `a` is not
+        a multiple of a replica's devices, b exceeds the K/V heads, or no sequence fits."""
         width = self._width()
         if a % width or b > self.shape.num_kv_heads:
             return None
@@ -134,7 +143,7 @@ class Split:
 
 
 class _Steps:
-    """Step times of one configuration, by the batch."""
+    """The step times of a configuration by batch size."""
 
     def __init__(self, split: Split, context: float, width: int, replicas: int, b: int) -> None:
         make, (fast, wide) = (split.shape, split.precision), split.efficiencies
@@ -151,7 +160,7 @@ class _Steps:
         return products_s(self._compute, rows), attention.seconds
 
     def best(self, batch: float) -> tuple[int, float]:
-        """Returns the batches in flight, and the seconds until each of them has had a step."""
+        """Returns the best number of batches in flight and the seconds until each had a step."""
         most = max(1, min(self._replicas + 1, int(batch)))
         return min(((n, self._step_s(batch, n)) for n in range(1, most + 1)), key=lambda f: f[1])
 
@@ -161,7 +170,7 @@ class _Steps:
         a = self._width * self._replicas
         return turn_s(
             *self.times(rows),
-            # a batch is on one replica at a time, and has no more links than that
+            # a batch is on one replica at a time and uses only the links of that replica
             self._round_trips_s + traffic / min(self._width, self._b),
             traffic / min(a, self._b),
             in_flight,
@@ -170,8 +179,8 @@ class _Steps:
 
 
 def slower(one: Device, other: Device) -> Link:
-    """Returns a link with the slower rate and the longer time of the two devices' networks. Raises
-    ConfigError if one has none."""
+    """Returns a link with the lower rate and the longer latency of the two devices' networks.
+    Raises ConfigError if a device has no network."""
     for device in (one, other):
         if device.network is None:
             raise ConfigError(f"disaggregated: hardware has no network for {device.name}")
@@ -183,7 +192,7 @@ def slower(one: Device, other: Device) -> Link:
 
 
 def _largest(steps: _Steps, most: float, tpot_s: float) -> int:
-    """Returns the largest whole batch that keeps the time, 0 if none does."""
+    """Returns the largest whole batch whose step takes at most tpot_s; 0 if none does."""
     low, high = 0, int(most) + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -192,6 +201,6 @@ def _largest(steps: _Steps, most: float, tpot_s: float) -> int:
 
 
 def best(candidates: Iterable[Figures | None]) -> Figures | None:
-    """Returns the candidate with a price and the most tokens per dollar."""
+    """Returns the candidate with the most tokens per dollar; None if none has a price."""
     priced = [figures for figures in candidates if figures and figures.tokens_per_dollar]
     return max(priced, key=lambda figures: figures.tokens_per_dollar or 0.0, default=None)

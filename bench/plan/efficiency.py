@@ -1,9 +1,9 @@
-"""Which shares of a device's peaks software reaches, and how many seconds it takes besides.
+"""The shares of a device's peaks that software reaches, and the overheads that it adds.
 
-BOUND is what no software can beat: every byte once, every operation at the peak, and reading,
-multiplying and sending at the same time. The others are expectations: one stage after the other,
-each at the share of the peak that kernels were measured to reach or, where is_measured is false,
-are assumed to reach.
+BOUND is the time that no software can beat: every byte is read once and every operation runs at the
+peak, while reading, multiplying and sending overlap. `expected` runs one stage after the other,
+each at the share of the peak that kernels were measured to reach or, if is_measured is false, are
+assumed to reach.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ Curve = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Shares of a peak, 1.0 being all of it.
+    """Shares of the peaks, where 1.0 is the whole peak, and overheads in seconds.
 
-    weights, kv: reading weights, and K/V for decode rows. products: multiplying, by the number of
-    rows (ascending; rows over share rise along straight lines in between). decode, prefill:
-    multiplying in attention. rows: moving rows between products; inf: they stay in caches.
-    network: sending over links. memory: the part of memory for weights and K/V. step_s, layer_s,
-    sequence_s: what each step, each of its layers and each sequence in it take besides.
-    is_overlapped: stages run at the same time, and only the fullest of memory, arithmetic and
-    network counts. is_measured: the shares come from measured kernels and are not assumed.
+    weights, kv     share of the bandwidth for reading weights, and K/V of decode rows
+    products        share of the arithmetic for products, as (rows, share) with ascending rows; in
+                    between, rows / share is interpolated linearly
+    decode, prefill share of the arithmetic for attention
+    rows            share of the bandwidth for moving rows between products; inf: rows stay in
+                    caches
+    network         share of the links' rate
+    memory          part of the memory that weights and K/V may take
+    step_s, layer_s, sequence_s
+                    overhead of each step, of each of its layers and of each sequence in it
+    is_overlapped   stages run at the same time, so the longest of memory, arithmetic and network
+                    counts
+    is_measured     the shares come from measured kernels and are not assumed
     """
 
     weights: float = 1.0
@@ -45,7 +51,7 @@ class Efficiency:
     is_measured: bool = True
 
     def product_rows(self, rows: float) -> float:
-        """Returns how many rows take as long at the whole peak as these at their share of it."""
+        """Returns how many rows take as long at the peak as `rows` take at their share of it."""
         return _rows_at_peak(self.products, rows)
 
 
@@ -60,7 +66,7 @@ def _rows_at_peak(curve: Curve, rows: float) -> float:
 
 BOUND = Efficiency(is_overlapped=True)
 
-# Measured: our kernels on two cores of Zen 5 (`serve bench ops`; docs/performance.md,
+# Measured shares of our kernels on two Zen 5 cores (`serve bench ops`; docs/performance.md,
 # docs/plan.md), and the time between their calls.
 _CPU = Efficiency(
     weights=0.95,
@@ -81,7 +87,7 @@ _CPU_PRODUCTS: dict[str, Curve] = {
 }
 _CPU_WEIGHTS = {"int4": 0.85, "nf4": 0.85}
 _CPU_DECODE = {"int8": 1.0, "bfloat16": 0.05, "float32": 0.08}  # by the type of K/V
-# Assumed, as in the model of memory devices (bench/nodes/node_cost.py): no kernel has run on a GPU.
+# Assumed shares, the same as in bench/nodes/node_cost.py; they are not measured on a GPU.
 _GPU = Efficiency(
     weights=0.8,
     kv=0.8,
@@ -98,7 +104,7 @@ _GPU = Efficiency(
 
 
 def expected(kind: str, precision: Precision) -> Efficiency:
-    """Returns what our kernels are expected to reach on a kind of device."""
+    """Returns the efficiency that our kernels are expected to reach on a kind of device."""
     if kind == "gpu":
         return _GPU
     return replace(

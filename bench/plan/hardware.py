@@ -1,5 +1,5 @@
-"""What devices can do: the packaged table of data sheets, a user's own file in the same form, and
-this machine, whose ceilings are measured."""
+"""The peaks of devices, from the packaged table of data sheets, a user's file of the same form, or
+measured ceilings of this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _OTHERS = {"cache_mb", "usd_per_h", "watts", "backend", "measured"}
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A device's link. bytes_per_s: each way; seconds: what every exchange takes besides."""
+    """A device's link. bytes_per_s is the rate in each direction, seconds the time that every
+    exchange adds."""
 
     bytes_per_s: float
     seconds: float
@@ -38,14 +39,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device with its dense peaks. operations: a second, by the type of the factors, where
-    multiply and add are two.
+    """A device with its dense peaks. operations has the operations per second by the type of the
+    factors; multiply and add are two operations.
 
-    cache_bytes: size of the last cache, which need not be read from memory at each step. peers:
-    the link to devices of its kind in the same machine; network: to other machines; None: there is
-    none, or it is not known. dollars_per_h, watts: None where not known. backend: one of BACKENDS,
-    the back end of this software that drives the device. is_measured: the peaks were measured and
-    are not those of a data sheet.
+    cache_bytes is the size of the last cache, which need not be read from memory in each step.
+    peers is the link to devices of the same kind in the machine, network the link to other
+    machines; None means that there is none or it is not known. dollars_per_h and watts are None if
+    they are not known. backend is one of BACKENDS, the back end of this software that drives the
+    device. is_measured means that the peaks were measured and are not those of a data sheet.
     """
 
     name: str
@@ -62,13 +63,14 @@ class Device:
     is_measured: bool = False
 
     def peak(self, *types: str) -> float | None:
-        """Returns the peak of the first of these types that the device has."""
+        """Returns the peak of the first of these types that the device multiplies; None if none."""
         return next((self.operations[name] for name in types if name in self.operations), None)
 
 
 def load_devices(file: Path | None = None) -> dict[str, Device]:
-    """Returns the packaged devices and those of a user's file, in which a section with the name of
-    a packaged device changes the keys that it has. ConfigError names file, section and key."""
+    """Returns the packaged devices and those of a user's file by name. A section of the file with
+    the name of a packaged device overrides the keys that it has. Raises ConfigError that names
+    file, section and key."""
     packaged = files("bench.plan").joinpath("hardware.toml").read_text(encoding="utf-8")
     sections: dict[str, dict[str, Any]] = tomllib.loads(packaged)
     if file is not None:
@@ -81,7 +83,8 @@ def load_devices(file: Path | None = None) -> dict[str, Device]:
 
 
 def read_toml(file: Path, setting: str) -> dict[str, Any]:
-    """Raises ConfigError with the setting and the file, and the line where it is not TOML."""
+    """Returns the content of a TOML file. Raises ConfigError with the setting, the file and, for
+    invalid TOML, the line."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -144,8 +147,8 @@ def _link(value: object, where: str) -> Link:
 
 
 def measure_here() -> Device:
-    """Measures this machine's ceilings, which takes a second, and imports torch. Raises
-    ConfigError without the native kernels, whose instructions are what is measured."""
+    """Measures this machine's ceilings, which takes a second and imports torch. Raises ConfigError
+    without the native kernels, which measure the instructions that they use."""
     import torch
 
     from bench.common.ceilings import Ceiling
@@ -157,10 +160,10 @@ def measure_here() -> Device:
 
 
 def device_of(ceiling: Ceiling) -> Device:
-    """Returns this machine with the measured ceilings and the memory that is free.
+    """Returns this machine with the measured ceilings and the available memory.
 
-    fp32 multiplies at half the rate of bf16, or at a quarter of the rate of int8 where there is no
-    bf16 instruction (as on Zen and on Xeons without AMX).
+    The fp32 rate is taken as half of the bf16 rate, or as a quarter of the int8 rate if the
+    processor has no bf16 instruction.
     """
     operations = {"int8": ceiling.i8, "fp32": ceiling.bf16 / 2 or ceiling.i8 / 4}
     if ceiling.bf16:
@@ -177,7 +180,7 @@ def device_of(ceiling: Ceiling) -> Device:
 
 
 def _cache_bytes() -> float:
-    """Returns the size of the last cache level, 0 where the system does not report it."""
+    """Returns the size of the last cache level; 0 if the system does not report it."""
     try:
         return float(max(0, os.sysconf("SC_LEVEL3_CACHE_SIZE")))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Curves of throughput against the time between tokens, with matplotlib."""
+"""Draws curves of throughput against the time between tokens with matplotlib."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ if TYPE_CHECKING:
 
 MAX_CURVES = 10
 _NOT_DRIVEN = {"cuda": "back end never run", "none": "no back end"}
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)  # a second time with crosses
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)  # then again with crosses
 
 
 def curve(cost: MachineCost, load: Load) -> list[tuple[float, float]]:
-    """Returns (seconds between tokens, tokens a second), from one sequence to what memory holds."""
+    """Returns pairs (seconds between tokens, tokens per second), from a batch of one sequence to
+    the largest that fits into memory."""
     points = []
     for batch in _batches(min(MAX_BATCH, max_sequences(cost, load.context))):
-        found = serve(cost, load, Slo(), batch)
-        if isinstance(found, str):
+        serving = serve(cost, load, Slo(), batch)
+        if isinstance(serving, str):
             break
-        points.append((found.step_s, found.tokens_per_s))
+        points.append((serving.step_s, serving.tokens_per_s))
     return points
 
 
 def _batches(most: int) -> list[int]:
-    """Returns batches up to the most, each about a quarter larger than the one before."""
-    found, batch = [], 1
+    """Returns batch sizes up to `most`, each about a quarter larger than the one before."""
+    batches, batch = [], 1
     while batch < most:
-        found.append(batch)
+        batches.append(batch)
         batch += max(1, batch // 4)
-    return [*found, most] if most else []
+    return [*batches, most] if most else []
 
 
 def plot(
@@ -59,8 +60,8 @@ def plot(
     slo: Slo,
     file: Path,
 ) -> None:
-    """Draws a curve for each machine, and a dashed one for the bound of the only machine. Raises
-    ConfigError where the file cannot be written."""
+    """Draws a curve for each machine and a dashed one for the bound. Raises ConfigError if the file
+    cannot be written."""
     from matplotlib.figure import Figure
 
     title = (
@@ -84,7 +85,7 @@ def plot(
 
 
 def _label(cost: MachineCost) -> str:
-    """Returns the machine's name and, below it, what of the curve is not measured."""
+    """Returns the machine's name and, below it, what about its curve is not measured."""
     doubts = ["assumed"] * cost.is_assumed
     if (backend := cost.machine.device.backend) in _NOT_DRIVEN:
         doubts.append(_NOT_DRIVEN[backend])

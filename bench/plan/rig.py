@@ -1,7 +1,7 @@
-"""Runs single steps of a real model on this machine, with any contexts and no scheduler.
+"""Runs single steps of a real model on this machine, with any contexts and without a scheduler.
 
-Pages are mapped and read, but hold zeros instead of computed K/V, since no kernel's time depends on
-values.
+Pages are mapped and read but hold zeros instead of computed K/V, since a kernel's time does not
+depend on values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 
 
 class StepRig:
-    """A loaded model; a context manager that frees its memory."""
+    """A loaded model. It is a context manager that frees its memory at exit."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.runtime: Runtime = load_runtime(config)
@@ -43,8 +43,8 @@ class StepRig:
         self.runtime.memory.close()
 
     def open(self, contexts: abc.Sequence[int], chunks: abc.Sequence[tuple[int, int]]) -> StepPlan:
-        """Returns a step with a decode row after each context, and chunks of (rows, context).
-        `close` gives its pages back."""
+        """Returns a step with a decode row after each context and with chunks (rows, context). The
+        caller frees its pages with `close`."""
         decodes = [self._sequence(context, 1) for context in contexts]
         prompts = [(self._sequence(context, rows), rows) for rows, context in chunks]
         plan = make_plan(decodes, prompts)
@@ -52,7 +52,7 @@ class StepRig:
         return plan
 
     def seconds(self, plan: StepPlan) -> float:
-        """Runs the step, which can be repeated, and returns its seconds."""
+        """Runs the step and returns its seconds; a step can run repeatedly."""
         began = time.perf_counter()
         self._runner.run(plan, lambda: None)
         return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""`serve plan`: what a model does on which machine, and what that costs."""
+"""`serve plan`: predicts a model's latency, throughput and price on machines and compares them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from serve.errors import ConfigError
 
 BATCHES = (1, 8, 16, 32, 64, 128)
 CONTEXTS = (512, 2048, 8192)
-PROMPT, OUTPUT = 1024, 256  # tokens, or what the context has room for
+PROMPT, OUTPUT = 1024, 256  # tokens; less where the context is too short
 _COUNTED = re.compile(r"(?:([0-9]{1,3})x)?(.+)")
 
 
@@ -50,17 +50,18 @@ def run(
     json_file: Path | None = None,
     png_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Prints what a model does on machines; returns it as it goes into json_file.
+    """Prints the predictions and returns them as they are written to json_file.
 
-    model: a name of models.toml, a checkpoint's directory or its config.json. hardware: a TOML
-    file with more devices, or other figures of those in hardware.toml. machines: names, "here"
-    (measured now) or a number of devices like "4xh100-sxm"; one of them is shown in detail, more
-    are compared; none: all devices, alone and as 2, 4 and 8. prompt, output: tokens of a request;
-    None: PROMPT and OUTPUT, or what the context has room for.
-    batches, contexts: of the table of one machine. ttft_s, tpot_ms: to be kept; usd_per_h,
-    usd_per_m (a million tokens of answers): not to be exceeded. disaggregated: (a, b), too.
-    top: rows of the comparison. Without a machine that serves there is no picture. ConfigError
-    names what cannot be.
+    model is a name of models.toml, a checkpoint's directory or its config.json. hardware is a TOML
+    file with more devices, or with other figures for those in hardware.toml. machines are names,
+    "here" (measured now) or several devices, such as "4xh100-sxm": one machine is shown in detail,
+    several are compared, and an empty list compares all devices, alone and as 2, 4 and 8.
+    prompt and output are a request's tokens; None takes PROMPT and OUTPUT, or what the context has
+    room for. batches and contexts are the rows and columns of one machine's table. ttft_s and
+    tpot_ms are the SLO, usd_per_h and usd_per_m (dollars per million output tokens) the budget.
+    disaggregated also ranks pairs of compute and memory devices. top is the number of rows of the
+    comparison. png_file is not written if no machine meets the SLO within the budget.
+    Raises ConfigError that names the wrong argument.
     """
     shape = load_shape(model)
     precision = find_precision(dtype, kv_dtype, shape)
@@ -112,13 +113,15 @@ def run(
 
 
 def is_served(result: Mapping[str, Any]) -> bool:
-    """Whether run found a machine, or a pair of devices, for what is wanted."""
+    """Returns whether `run` found a machine, or a pair of devices, within the SLO and budget."""
     return bool(result.get("disaggregated")) or any(
         choice["serving"] is not None for choice in result["machines"]
     )
 
 
 def find_precision(dtype: str, kv_dtype: str, shape: Shape) -> Precision:
+    """Returns the precision of two dtypes. The K/V type "auto" is that of the weights if K/V can
+    have it, else int8, or bfloat16 if the head_dim has no int8 group. Raises ConfigError."""
     if dtype not in WEIGHTS:
         raise ConfigError(f"dtype {dtype!r} is not one of: {', '.join(WEIGHTS)}")
     if kv_dtype == "auto":
@@ -173,7 +176,7 @@ def _bound(name: str, value: float | None) -> float:
 
 
 def find_machine(name: str, devices: dict[str, Device]) -> Machine:
-    """ "NAME", "here" or "NxNAME"."""
+    """Returns the machine called "NAME", "here" or "NxNAME". Raises ConfigError."""
     matched = _COUNTED.fullmatch(name)
     assert matched is not None or not name, f"{name!r}"
     number, kind = (matched[1], matched[2]) if matched else (None, name)
@@ -188,7 +191,7 @@ def find_machine(name: str, devices: dict[str, Device]) -> Machine:
 
 
 def require_divisible(name: str, machine: Machine, shape: Shape) -> None:
-    """ConfigError names the machine whose devices cannot share the model's heads."""
+    """Raises ConfigError with the machine's name if its devices cannot divide the model's heads."""
     try:
         shape.require_divisible(machine.num_devices)
     except ConfigError as error:
@@ -196,7 +199,7 @@ def require_divisible(name: str, machine: Machine, shape: Shape) -> None:
 
 
 def _costs(shape: Shape, precision: Precision, machine: Machine) -> tuple[MachineCost, MachineCost]:
-    """As expected, and at best."""
+    """Returns the expected cost, and the bound that no software can beat."""
     efficiency = expected(machine.device.kind, precision)
     return (
         MachineCost(shape, precision, machine, efficiency),

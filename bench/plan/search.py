@@ -1,4 +1,4 @@
-"""Which machine for a load, an SLO and a budget: all devices, alone and tensor parallel."""
+"""Ranks machines, and pairs of compute and memory devices, for a load, an SLO and a budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_COMPUTE, MAX_MEMORY = 4, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits in dollars an hour, and for a million tokens of answers; inf: none."""
+    """Limits in dollars per hour and per million output tokens; inf sets no limit."""
 
     dollars_per_h: float = inf
     dollars_per_m: float = inf
@@ -34,8 +34,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A machine and what it serves. reason: why it serves nothing (a limit of serving.best, or what
-    it cannot do), None if it serves. is_assumed: MachineCost.is_assumed."""
+    """A machine and its figures for the load. reason says why it cannot serve the load: a limit
+    of serving.best, the budget or an error; None if it can. is_assumed is that of MachineCost."""
 
     machine: Machine
     serving: Serving | None
@@ -46,7 +46,7 @@ class Choice:
 
     @property
     def dollars_per_m(self) -> float | None:
-        """The price of a million tokens of answers."""
+        """The price of a million output tokens."""
         dollars, serving = self.machine.dollars_per_h, self.serving
         if dollars is None or serving is None:
             return None
@@ -70,7 +70,7 @@ class Choice:
 
 
 def choose(shape: Shape, precision: Precision, machine: Machine, load: Load, slo: Slo) -> Choice:
-    """Returns what a machine serves at most with the kernels that are expected on it."""
+    """Returns the most that a machine serves with the expected efficiency of our kernels."""
     try:
         shape.require_divisible(machine.num_devices)
         cost = MachineCost(shape, precision, machine, _efficiency(machine.device, precision))
@@ -88,7 +88,7 @@ def choose(shape: Shape, precision: Precision, machine: Machine, load: Load, slo
 
 
 def all_machines(devices: Mapping[str, Device]) -> list[Machine]:
-    """Returns each device alone and, where it has peers, NUMBERS of them tensor parallel."""
+    """Returns each device alone and, if it has links to peers, in each of NUMBERS."""
     return [
         Machine(device, number)
         for device in devices.values()
@@ -105,9 +105,9 @@ def rank(
     slo: Slo,
     budget: Budget,
 ) -> list[Choice]:
-    """Returns the machines that serve within the budget, those with the cheapest tokens first, then
-    those without a price (which no budget admits), the fastest first, then those that do not
-    serve."""
+    """Returns a choice per machine: first those that serve the load within the budget, cheapest
+    tokens first, then those without a price (which no budget admits), fastest first, then those
+    that cannot serve it."""
     found = [choose(shape, precision, machine, load, slo) for machine in machines]
     return sorted((_within(choice, budget) for choice in found), key=_order)
 
@@ -138,9 +138,10 @@ def _order(choice: Choice) -> tuple[bool, bool, float]:
 
 @dataclass(frozen=True, slots=True)
 class SplitChoice:
-    """a compute devices and b memory devices. network_bytes_per_s: the rate of all links together;
-    used_bytes_per_s: what goes over them, at most that, since figures have this network's times.
-    figures.asked_bytes_per_s is what one batch needs to be only a fifth slower."""
+    """A configuration of `a` compute devices and b memory devices. network_bytes_per_s is the rate
+    of all links together, used_bytes_per_s the traffic over them, which never exceeds that rate as
+    the figures include the network's times. figures.asked_bytes_per_s is the rate at which one
+    batch is a fifth slower (disaggregated.SLOWDOWN)."""
 
     compute: Device
     memory: Device
@@ -173,9 +174,9 @@ def rank_splits(
     slo: Slo,
     budget: Budget,
 ) -> list[SplitChoice]:
-    """Returns, for each pair of a GPU that computes and a device that holds K/V, the (a, b) with
-    the most tokens per dollar (or, without a price, per device). Of the SLO only the time between
-    tokens counts, as prompts are computed elsewhere. Contexts are in the middle of the answers."""
+    """Returns the best (a, b) for each pair of a GPU that computes and a device that holds K/V: the
+    one with the most tokens per dollar or, without a price, per device. Only tpot_s of the SLO
+    applies, since prompts are computed elsewhere. Sequences are in the middle of their answers."""
     found = [
         best_of
         for one in devices
@@ -205,7 +206,7 @@ def _best_split(
         for b in range(1, MAX_MEMORY + 1):
             try:
                 figures = split.figures(context, a, b, tpot_s=slo.tpot_s, max_batch=MAX_BATCH)
-            except ConfigError:  # not in this precision
+            except ConfigError:  # a device cannot compute in this precision
                 return None
             if figures is not None and _affordable(figures, budget):
                 found.append((_worth(figures, a + b), a, b, figures))
@@ -222,7 +223,7 @@ def _best_split(
 
 
 def _worth(figures: Figures, num_devices: int) -> tuple[bool, float]:
-    """Returns a key to compare by; a configuration with a price ranks above one without."""
+    """Returns a sort key in which configurations with a price rank above those without."""
     per_dollar = figures.tokens_per_dollar
     if per_dollar is None:
         return False, figures.tokens_per_s / num_devices

@@ -1,16 +1,18 @@
-"""What a step's cost means for requests: time between tokens, to the first token, and rates.
+"""Predicts latency and throughput of requests from the cost of a step.
 
-Requests have prompts and answers of one length. B of them are in flight; each step has their B
-rows, and some steps rows of prompts besides, as our scheduler merges them:
+All requests have the same length, and B of them are in flight. Each step has their B decode rows;
+some steps also have prompt rows, as the scheduler merges them:
 
-    chunk           prompt rows of a step: as few as get all prompts through, or as many as keep
-                    the time between tokens, whichever gives more (and keeps that to the first)
-    share           of the steps that have prompt rows: B x prompt / (answer x chunk), at most 0.9
-    time per token  (1 - share) x step without + share x step with prompt rows, on average
-    first token     the prompt's steps, and before them half a step that is under way and, with
-                    Poisson arrivals (M/D/1), share / (2 - 2 share) x the time of a prompt's rows
+    chunk           prompt rows of a step: the fewest with which all prompts are computed in time,
+                    or the most that keep the time between tokens. Of those that keep the time to
+                    the first token, the chunk with more tokens a second is taken
+    share           share of the steps that have prompt rows: B x prompt / (answer x chunk), at
+                    most 0.9
+    time per token  (1 - share) x step without prompt rows + share x step with prompt rows
+    first token     half of the step in progress, the prompt's own steps, and the wait for earlier
+                    prompts with Poisson arrivals (M/D/1): share / (2 - 2 share) x the prompt's time
 
-Steps are counted with contexts in the middle of their answer (decode) or of their prompt (chunks).
+Decode rows are costed in the middle of their answers, chunks in the middle of their prompts.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from bench.plan.cost import MachineCost, StepCost
 from serve.scheduler.step_time import StepWork
 
 GRANULARITY = 16
-MAX_ROWS = {"cpu": 512, "gpu": 8192}  # of prompts in a step: more gain nothing
+MAX_ROWS = {"cpu": 512, "gpu": 8192}  # most prompt rows of a step; more gain nothing
 MAX_BATCH = 4096
 MAX_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A request's tokens: of its prompt and of its answer."""
+    """The tokens of a request's prompt and of its answer."""
 
     prompt: int
     output: int
@@ -45,7 +47,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Limits in seconds: to the first token on average, between two tokens at most. inf: none."""
+    """Limits in seconds: the mean time to the first token, and the longest between two tokens; inf
+    sets no limit."""
 
     ttft_s: float = inf
     tpot_s: float = inf
@@ -53,10 +56,12 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Figures of `batch` requests in flight all the time. chunk: prompt rows of a step that has
-    any. step_s: between two tokens of one sequence, on average; longest_s: of a step with prompt
-    rows. binds: what the average step mostly waits for. limit: what prevents a larger batch:
-    memory, tpot, ttft, prompts (computing them takes all steps) or batch (MAX_BATCH)."""
+    """Figures of a load that keeps `batch` requests in flight.
+
+    chunk is the number of prompt rows of a step that has any. step_s is the mean time between two
+    tokens of a sequence, longest_s the time of a step with prompt rows. binds names the resource
+    on which the average step spends most time. limit names what prevents a larger batch: memory,
+    tpot, ttft, prompts (computing them takes all steps) or batch (MAX_BATCH)."""
 
     batch: int
     chunk: int
@@ -73,12 +78,12 @@ class Serving:
 
 
 def decode_work(batch: int, context: int) -> StepWork:
-    """Returns a decode step of sequences that all have `context` tokens before it."""
+    """Returns a decode step of `batch` sequences with `context` tokens each."""
     return StepWork(batch, batch * context, batch, samples=True)
 
 
 def prefill_s(cost: StepCost, length: int, chunk: int) -> float:
-    """Returns the seconds of a prompt alone, in steps of `chunk` rows."""
+    """Returns the seconds that a prompt takes alone, in steps of `chunk` rows."""
     total, done = 0.0, 0
     while done < length:
         rows = min(chunk, length - done)
@@ -90,7 +95,7 @@ def prefill_s(cost: StepCost, length: int, chunk: int) -> float:
 
 
 def serve(cost: MachineCost, load: Load, slo: Slo, batch: int) -> Serving | str:
-    """Returns the figures, or which of tpot, ttft and prompts does not allow this batch."""
+    """Returns the figures, or the one of tpot, ttft and prompts that does not allow this batch."""
     decode = decode_work(batch, load.prompt + load.output // 2)
     most = _most_rows(cost, load, slo, decode)
     least = batch * load.prompt / (load.output * MAX_SHARE)
@@ -99,7 +104,7 @@ def serve(cost: MachineCost, load: Load, slo: Slo, batch: int) -> Serving | str:
         return "tpot"
     if least > most:
         return "prompts"
-    # the fewer, the more arithmetic hides behind reading; the more, the sooner a prompt is done
+    # fewer rows hide more arithmetic behind reading; more rows finish a prompt sooner
     tried = [_with_chunk(cost, load, decode, rows) for rows in (least, most)]
     kept = [serving for serving in tried if serving.ttft_s <= slo.ttft_s]
     return max(kept, key=lambda serving: serving.tokens_per_s) if kept else "ttft"
@@ -129,7 +134,8 @@ def _with_chunk(cost: MachineCost, load: Load, decode: StepWork, rows: int) -> S
 
 
 def _most_rows(cost: MachineCost, load: Load, slo: Slo, decode: StepWork) -> int:
-    """Returns the most prompt rows of a step, a multiple of GRANULARITY; 0 if there is no time."""
+    """Returns the most prompt rows, a multiple of GRANULARITY, with which a step keeps the SLO
+    between tokens; 0 if none do."""
     fits = partial(_fits, cost, load, slo, decode)
     low, high = 0, MAX_ROWS[cost.machine.device.kind] // GRANULARITY + 1
     while high - low > 1:
@@ -143,7 +149,7 @@ def _fits(cost: MachineCost, load: Load, slo: Slo, decode: StepWork, rows: int) 
 
 
 def _with_prompts(decode: StepWork, rows: int, load: Load) -> StepWork:
-    """Returns the step with rows of whole prompts and a part from the middle of another one."""
+    """Returns the decode step with `rows` prompt rows: whole prompts and the middle of another."""
     work = StepWork(decode.num_decodes, decode.num_context, decode.num_rows, samples=True)
     for _ in range(rows // load.prompt):
         work.add(load.prompt, 0)
@@ -153,8 +159,8 @@ def _with_prompts(decode: StepWork, rows: int, load: Load) -> StepWork:
 
 
 def best(cost: MachineCost, load: Load, slo: Slo) -> Serving | str:
-    """Returns the figures of the largest batch that memory and the SLO allow, which gives the most
-    tokens a second; the name of a limit if not even one sequence is served."""
+    """Returns the figures of the largest batch that memory and the SLO allow, which has the most
+    tokens a second, or the name of the limit that does not allow even one sequence."""
     room = max_sequences(cost, load.context)
     if not room:
         return "memory"

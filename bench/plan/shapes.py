@@ -1,6 +1,7 @@
-"""Models in numbers: what steps read, multiply and keep, by a checkpoint's config.json or a name.
+"""The sizes of models: the numbers that steps read, multiply and store.
 
-Names are those of models.toml, with dimensions from the published config.json files.
+A model is a checkpoint's config.json, or a name of models.toml, whose dimensions come from the
+published config.json files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _QUANTIZED = ("int8", "int4", "nf4", "fp8")
 _WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "fp8": 8.0}
 _GROUP_SCALE_BITS = 16
 _PLAIN_BYTES = {"float32": 4, "bfloat16": 2}
-# In which type products multiply, the best first; a device without one takes the next.
+# The types in which products multiply, best first; a device that lacks a type takes the next.
 _FACTORS = {
     "float32": ("fp32",),
     "bfloat16": ("bf16", "fp32"),
@@ -35,8 +36,8 @@ _FACTORS = {
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Types of weights and of K/V. 4-bit weights have a scale for weight_group inputs and are
-    multiplied with int8 rows; the last product and its weights are int8 then."""
+    """The types of weights and K/V. 4-bit weights have a scale per weight_group inputs and are
+    multiplied with int8 rows; the last product and its weights are then int8."""
 
     weights: str = "bfloat16"
     kv: str = "bfloat16"
@@ -45,7 +46,7 @@ class Precision:
 
     @property
     def weight_bits(self) -> float:
-        """Bits of a weight in a layer, with its part of the scales."""
+        """Bits of a weight in a layer, including its part of the scales."""
         if self.weights in ("int4", "nf4"):
             return 4 + _GROUP_SCALE_BITS / self.weight_group
         return _WEIGHT_BITS[self.weights]
@@ -57,16 +58,18 @@ class Precision:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """The types to multiply in, the best first."""
+        """The types in which products may multiply, best first."""
         return _FACTORS[self.weights]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model. block_parameters: in the products of all layers; head_parameters: of the last
-    product; other_parameters: norms, biases, positions. embedding_parameters: only looked up;
-    shared with the last product if is_tied. q_width, kv_width: numbers of a row's q, and of its k.
-    windows: one per layer, None where it sees all tokens.
+    """The sizes of a model.
+
+    block_parameters are in the products of all layers, head_parameters in the last product, and
+    other_parameters in norms, biases and positions. embedding_parameters are only looked up; they
+    are shared with the last product if is_tied. q_width and kv_width are the numbers in a row's q
+    and in its k. windows has one entry per layer, None if the layer attends to all tokens.
     """
 
     name: str
@@ -96,8 +99,8 @@ class Shape:
         return self.kv_width // self.head_dim
 
     def require_divisible(self, num_devices: int) -> None:
-        """Raises ConfigError where heads cannot be divided between tensor-parallel devices. Where
-        the devices are a multiple of the K/V heads, each K/V head is on several."""
+        """Raises ConfigError if the heads cannot be divided between tensor-parallel devices. If the
+        devices are a multiple of the K/V heads, each K/V head is on several devices."""
         heads, kv = self.num_heads, self.num_kv_heads
         if heads % num_devices or (kv % num_devices and num_devices % kv):
             raise ConfigError(
@@ -106,7 +109,7 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """The published number, in which shared parameters count once."""
+        """The published number of parameters, in which shared parameters count once."""
         own = 0 if self.is_tied else self.embedding_parameters
         return self.block_parameters + self.head_parameters + self.other_parameters + own
 
@@ -135,8 +138,8 @@ class Shape:
         return self.head_parameters * precision.head_bits / 8
 
     def weight_bytes(self, precision: Precision) -> float:
-        """Returns the bytes in memory. The embedding stays as published (16 bits, or 32 beside
-        fp32), in a second copy where a tied last product has another type; norms and biases are
+        """Returns the bytes of all weights in memory. The embedding has 16 bits, or 32 with fp32
+        weights; it is a second copy if a tied last product has another type. Norms and biases are
         fp32."""
         is_shared = self.is_tied and precision.weights in _PLAIN_BYTES
         looked_up = 0 if is_shared else self.embedding_parameters
@@ -171,7 +174,7 @@ def make_shape(
     embed: int | None = None,
     num_positions: int = 0,
 ) -> Shape:
-    """Returns a shape. norm_parameters: parameters for each number of a norm (weight, bias)."""
+    """Returns a shape. norm_parameters is 1 for norms with a weight, 2 with a bias too."""
     q, kv, layers, embed = heads * head_dim, kv_heads * head_dim, len(windows), embed or hidden
     ups = 2 if is_gated else 1
     products = hidden * (2 * q + 2 * kv) + (ups + 1) * hidden * ffn
@@ -199,8 +202,8 @@ def make_shape(
 
 
 def load_shape(model: str) -> Shape:
-    """Loads a name of models.toml, a checkpoint's directory or its config.json. Raises
-    ConfigError."""
+    """Returns the shape of a name of models.toml, a checkpoint's directory or its config.json.
+    Raises ConfigError."""
     families = known_models()
     if model in families:
         return _named(model, families[model])
@@ -226,7 +229,7 @@ def _named(name: str, row: dict[str, Any]) -> Shape:
 
 
 def _read(path: Path) -> Shape:
-    from serve.models import read_spec  # torch comes with it
+    from serve.models import read_spec  # imports torch
 
     spec = read_spec(path)
     norm_parameters = spec.has_norm_weight + spec.has_norm_bias

@@ -1,5 +1,5 @@
-"""The tables that `serve plan` prints. A mark stands beside every figure that is assumed (~) and
-every machine that this software does not drive (MARKS)."""
+"""The tables of `serve plan`. Assumed figures have the mark ~, and machines that this software does
+not drive have one of MARKS."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A decode step. fits: memory has room for `batch` sequences with this context."""
+    """A decode step. fits means that memory holds `batch` sequences of this context."""
 
     batch: int
     context: int
@@ -54,7 +54,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """One machine's decode steps, and prompts alone (tokens, expected and bound seconds)."""
+    """The decode steps of one machine, and prompts as (tokens, expected seconds, bound seconds)."""
 
     cost: MachineCost
     cells: list[Cell]
@@ -80,8 +80,8 @@ class Details:
 def details(
     cost: MachineCost, bound: MachineCost, batches: Sequence[int], contexts: Sequence[int]
 ) -> Details:
-    """Returns decode steps and prompts of one machine, as expected (cost) and at best (bound);
-    there are none where the weights do not fit."""
+    """Returns a machine's decode steps and prompts with their expected cost and their bound. Both
+    lists are empty if the weights do not fit."""
     if kv_bytes(cost) <= 0:
         return Details(cost, [], [])
     rows = MAX_ROWS[cost.machine.device.kind]
@@ -146,7 +146,7 @@ def _decode_table(found: Details) -> Table:
         "rows",
         *(f"{context:,} tokens" for context in contexts),
         title="Decode: milliseconds between tokens (bound), tokens/s, what it waits for",
-        caption="bound: no software can beat it on these peaks. grey: more than memory holds",
+        caption="bound: no software can beat it on these peaks. grey: memory does not hold them",
     )
     for batch in sorted({cell.batch for cell in found.cells}):
         row = [cell for cell in found.cells if cell.batch == batch]
@@ -164,15 +164,15 @@ def _decode_cell(cell: Cell, is_assumed: bool) -> str:
 
 
 def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Console) -> None:
-    """Prints the first `top` machines that serve, and for each reason those that do not."""
+    """Prints the first `top` machines that serve the load, and the others by reason."""
     served = [choice for choice in choices if choice.serving is not None]
     table = Table(
         _names("machine"),
         *("USD/h", "at once", "tokens/s", "req/s", "ms/token", "longest"),
-        *("first token", "USD/M", "waits for", "more:"),
+        *("first token", "USD/M", "waits for", "limit"),
         title=f"{load.prompt} + {load.output} tokens a request, the cheapest answers first",
-        caption="longest: a step with prompt rows. USD/M: for a million tokens of answers. "
-        "more: what keeps more sequences away",
+        caption="longest: a step with prompt rows. USD/M: dollars per million output tokens. "
+        "limit: what prevents a larger batch",
     )
     for choice in served[:top]:
         serving = choice.serving
@@ -207,8 +207,8 @@ def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> 
         *("USD/h", "at once", "in flight", "tokens/s", "ms/token", "USD/M"),
         *("GB/s used", "there", "asked"),
         title="Attention on memory devices, decoding alone: the best (a, b) of each pair",
-        caption="GB/s: of all links together; all times are with those there. asked: with which "
-        "one batch would be just a fifth slower",
+        caption="GB/s: of all links together; times include the links that are there. asked: the "
+        "rate at which one batch is a fifth slower",
     )
     for choice in choices[:top]:
         figures = choice.figures
@@ -232,18 +232,18 @@ def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> 
 
 
 def marked(device: Device, name: str) -> str:
-    """Returns the name with a mark where this software does not drive the device (yet)."""
+    """Returns the name, with a mark if this software does not drive the device."""
     return name + MARKS.get(device.backend, "")
 
 
 def print_meanings(devices: Iterable[Device], is_assumed: bool, console: Console) -> None:
-    """Prints what the marks mean that a table of these devices has."""
+    """Prints the meanings of the marks in a table of these devices."""
     for mark, meaning in meanings(devices, is_assumed).items():
         console.print(f"{mark.strip()}: {meaning}", highlight=False, style="dim")
 
 
 def meanings(devices: Iterable[Device], is_assumed: bool) -> dict[str, str]:
-    """Returns, by mark, what the marks of these devices and of their figures mean."""
+    """Returns the meanings of the marks of these devices and figures by mark."""
     used = {MARKS.get(device.backend, "") for device in devices} | {_tilde(is_assumed)}
     return {mark: meaning for mark, meaning in _MEANINGS.items() if mark in used}
 
@@ -253,7 +253,7 @@ def _tilde(is_assumed: bool) -> str:
 
 
 def _names(header: str) -> Column:
-    """Returns a column of whole names, which a user types next; other columns are wrapped."""
+    """Returns a column that is not wrapped, since a user copies its names."""
     return Column(header, no_wrap=True)
 
 
@@ -270,7 +270,7 @@ def _ms(seconds: float) -> str:
 
 
 def dollars(amount: float | None) -> str:
-    """Returns an amount in cents, or with two significant digits below ten of them."""
+    """Returns an amount with two decimals, or with two significant digits below 0.10."""
     if amount is None:
         return NONE
     if amount >= 0.1 or amount <= 0:

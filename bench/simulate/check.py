@@ -1,19 +1,18 @@
-"""The simulator beside real runs of the embedded model in this process, with its default settings
-and its mixed requests.
+"""Compares the simulator with real runs of the embedded model in this process.
 
-A run of all requests at once says what the engine can do; ROUNDS runs at each of SHARES of that
-rate follow. Every run's requests (times at which they were handed over, prompts' tokens, answers'
-lengths) go through the simulator twice, with two cost models (bench/plan/calibrate.py,
-resampled.py):
+The engine has its default settings and serves its mixed requests. A burst of all requests at once
+measures the capacity, and ROUNDS runs at each of SHARES of that rate follow. The requests of every
+run (arrival times, prompt tokens and answer lengths) are simulated twice, with two cost models
+(bench/plan/calibrate.py, resampled.py):
 
-    held out  fitted to the other runs at the same rate and the burst, none of whose steps belong to
-              the run that is simulated; medians of TTFT and TPOT should be within TOLERANCE
-    fitted    fitted to the steps in every other SLICE_S of the run itself, and the burst: what is
-              left when the machine's speed is known
+    held out  is fitted to the other runs at the same rate and to the burst, without a step of the
+              simulated run. Medians of TTFT and TPOT should be within TOLERANCE
+    fitted    is fitted to the steps in every other SLICE_S of the run itself and to the burst. It
+              shows the error that remains when the machine's speed is known
 
-The machine's speed drifts, since the generator and other processes share it, so two real runs at
-the same rate differ, too; the last column says by how much. Which sequences run together in which
-step, which of them wait, and for how long, is the simulator's own result in both cases.
+The machine's speed drifts, since the load generator and other processes share it. Two real runs at
+the same rate therefore differ as well, and the last column shows by how much. The simulator decides
+in both cases which sequences run together in a step, which wait, and for how long.
 
 Run: python -m bench.simulate.check [--quick]
 """
@@ -53,13 +52,13 @@ SHARES = (0.2, 0.4, 0.6)
 ROUNDS = 4
 SLICE_S = 0.25
 PERCENTS = (50, 90, 99)
-_IDLE_S = 1e-4  # between two steps: nothing was computed
+_IDLE_S = 1e-4  # a longer gap between two steps means that the engine was idle
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One metric at one rate, in milliseconds at PERCENTS. error: of the simulated median,
-    relative."""
+    """One metric at one rate, in milliseconds at PERCENTS. error is the relative error of the
+    simulated median."""
 
     share: float
     qps: float
@@ -72,8 +71,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A cost model and delays of runs at one rate. factor: the mean ratio of the steps' times to
-    the fitted ones."""
+    """The cost model and the delays of runs at one rate. factor is the ratio of the steps' total
+    time to the total of the fitted times."""
 
     fitted: FittedCost
     cost: ResampledCost
@@ -84,21 +83,21 @@ class Calibration:
 def calibrate(
     runs: Sequence[RunResult], burst: RunResult, *, every_other_slice: bool = False
 ) -> Calibration:
-    """Fits the steps of runs at one rate, or those in every other SLICE_S of them.
+    """Fits the steps of runs at one rate, or only those in every other SLICE_S.
 
-    burst: a run with larger steps, which those of the other runs grow into now and then.
+    burst is a run with larger steps, such as a simulated run may have now and then.
 
-    The mixed requests' prompts are computed in one step, so a request's first token comes with the
-    end of the step that it was first scheduled for. When a request was taken in is only known to
-    lie between that step's begin and the begin of the step before it.
+    The prompt of a mixed request is computed in one step, so its first token comes at the end of
+    the step that first schedules it. The time at which the loop got the request is only known to
+    lie between the start of that step and the start of the previous one.
     """
-    known = [
+    fitted_steps = [
         step
         for run in runs
         for step in run.steps
         if not every_other_slice or int(step.start_s / SLICE_S) % 2 == 0
     ]
-    times = [(_work(step), step.end_s - step.start_s) for step in (*known, *burst.steps)]
+    times = [(_work(step), step.end_s - step.start_s) for step in (*fitted_steps, *burst.steps)]
     fitted = fit_times(times)
     factor = sum(s for _, s in times) / sum(fitted.seconds(work) for work, _ in times)
     before_s, output_s = [], []
@@ -120,12 +119,12 @@ def calibrate(
 
 
 def calibrate_without(index: int, runs: Sequence[RunResult], burst: RunResult) -> Calibration:
-    """Fits all runs but runs[index]."""
+    """Fits all runs except runs[index]."""
     return calibrate([run for other, run in enumerate(runs) if other != index], burst)
 
 
 def _work(step: StepRow) -> StepWork:
-    """Returns a step's work. The mixed requests' prompts fit into a step, so each samples."""
+    """Returns a step's work. A prompt of a mixed request fits into a step, so each step samples."""
     return StepWork(
         step.num_decodes,
         step.num_context,
@@ -137,17 +136,18 @@ def _work(step: StepRow) -> StepWork:
 
 
 class Rig:
-    """A running engine and what the simulator has to know about it."""
+    """A running engine, and the settings with which the simulator imitates it."""
 
     def __init__(self, engine: Engine, target: EngineTarget) -> None:
         self._engine = engine
         self._target = target
         template = make_chat_template(engine.tokenizer)
-        assert template is not None, "the embedded model has one"
+        assert template is not None, "the embedded model has a chat template"
         self._template = template
 
     async def run(self, qps: float, count: int, seed: int) -> tuple[RunResult, list[Call]]:
-        """Returns the run and its calls with the lengths that they turned out to have."""
+        """Offers `count` requests at a rate. Returns the run and its calls with their actual
+        lengths."""
         schedule, _ = make_schedule(
             DatasetSettings("mixed", max_model_len=self._engine.max_model_len),
             ArrivalSettings("poisson" if qps < float("inf") else "inf"),
@@ -187,9 +187,9 @@ class Rig:
 
 @dataclass(frozen=True, slots=True)
 class RateResult:
-    """What was found at one rate. calibration: the first run's own. held_out, fitted: with a cost
-    model of the other runs, and of the run itself. repeated: the medians of TTFT and TPOT in the
-    later half of the real runs over those in the earlier half."""
+    """The comparisons at one rate. calibration is that of the first run itself. held_out uses cost
+    models of the other runs, fitted those of each run itself. repeated has the medians of TTFT and
+    TPOT in the later half of the real runs over those in the earlier half."""
 
     calibration: Calibration
     held_out: list[Comparison]
@@ -198,20 +198,20 @@ class RateResult:
 
 
 async def check(seconds: float, seed: int = 0) -> tuple[float, list[RateResult]]:
-    """Makes real runs of so many seconds at each of SHARES of the capacity, in ROUNDS parts.
-    Returns the capacity in requests/s, and what was found at each rate."""
+    """Runs the real engine for `seconds` at each of SHARES of its capacity, in ROUNDS parts.
+    Returns the capacity in requests per second and a result for each share."""
     results: list[RateResult] = []
     async with EngineTarget(engine := Engine()) as target:
         rig = Rig(engine, target)
-        await rig.run(math.inf, 64, seed)  # memory is touched
+        await rig.run(math.inf, 64, seed)  # warms up: memory is touched
         count = max(64, int(40 * seconds))
         burst, _ = await rig.run(math.inf, count, seed + 1)
         capacity = count / burst.window[1]
         seeds = itertools.count(seed + 2)
         for share in SHARES:
             qps = share * capacity
-            many = max(16, int(qps * seconds / ROUNDS))
-            real = [await rig.run(qps, many, next(seeds)) for _ in range(ROUNDS)]
+            per_run = max(16, int(qps * seconds / ROUNDS))
+            real = [await rig.run(qps, per_run, next(seeds)) for _ in range(ROUNDS)]
             results.append(compare_rate(share, real, burst, rig.settings))
     return capacity, results
 
@@ -222,7 +222,7 @@ def compare_rate(
     burst: RunResult,
     settings: Callable[[PoolDelays], SimulationSettings],
 ) -> RateResult:
-    """Simulates each run with a fit that has not seen it, and with its own."""
+    """Simulates each run with a fit to the other runs and with a fit to itself."""
     runs, middle = [run for run, _ in real], len(real) // 2
 
     def simulated(calibrations: Sequence[Calibration]) -> list[RunResult]:
@@ -247,19 +247,20 @@ def compare_rate(
 def compare(
     share: float, real: Sequence[RunResult], simulated: Sequence[RunResult]
 ) -> list[Comparison]:
-    found = []
-    for metric, of in (("TTFT", _ttft), ("TPOT", _tpot)):
+    """Returns a comparison for TTFT and one for TPOT."""
+    comparisons = []
+    for metric, seconds in (("TTFT", _ttft), ("TPOT", _tpot)):
         values = [
             sorted(
-                value for run in runs for record in run.records if (value := of(record)) is not None
+                s for run in runs for record in run.records if (s := seconds(record)) is not None
             )
             for runs in (real, simulated)
         ]
         one, other = ([1e3 * _quantile(v, percent) for percent in PERCENTS] for v in values)
         count = sum(len(run.records) for run in real)
         error = other[0] / one[0] - 1
-        found.append(Comparison(share, real[0].qps, count, metric, one, other, error))
-    return found
+        comparisons.append(Comparison(share, real[0].qps, count, metric, one, other, error))
+    return comparisons
 
 
 def _ttft(record: Record) -> float | None:
@@ -281,13 +282,13 @@ def show(capacity: float, results: Sequence[RateResult]) -> None:
         fitted, delays = result.calibration.fitted, result.calibration.delays
         print(
             f"{share:5.0%} fit of {fitted.num_steps} steps: median error"
-            f" {100 * fitted.median_error:.1f} %, on average {result.calibration.factor:.2f} times"
-            f" as long; {1e3 * delays.tokenize_s:.2f} ms before,"
-            f" {1e3 * delays.output_s:.2f} ms after"
+            f" {100 * fitted.median_error:.1f} %, steps take {result.calibration.factor:.2f} times"
+            f" the fit; delays: {1e3 * delays.tokenize_s:.2f} ms before the first step,"
+            f" {1e3 * delays.output_s:.2f} ms after a step"
         )
     print(
         f"{'load':>5} {'requests':>8} {'':5} {'p50':>15} {'p90':>15} {'p99':>15} {'held out':>8}"
-        f" {'fitted':>8} {'real again':>10}"
+        f" {'fitted':>8} {'repeated':>10}"
     )
     for result in results:
         rows = zip(result.held_out, result.fitted, result.repeated, strict=True)
@@ -309,13 +310,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="short runs, for tests")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of the runs at each rate")
+    parser.add_argument(
+        "--seconds", type=float, default=40.0, help="duration of the runs at each rate"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     machine = platform.processor() or platform.machine()
     print(
         f"machine: {machine}, Python {platform.python_version()}; milliseconds, real/simulated"
-        " with the fit that is held out"
+        " with the held-out fit; repeated: later over earlier real runs"
     )
     seconds = 2.0 if args.quick else args.seconds
     capacity, results = uvloop.run(check(seconds, args.seed))

@@ -1,20 +1,22 @@
-"""How many requests a second a fixed K/V memory serves, by admission policy.
+"""Finds how many requests per second a fixed K/V memory serves with each admission policy.
 
-All policies see the same traces in one run, through the real scheduler, K/V manager and policies;
-only the memory's system calls and the time are simulated. The memory is that of two sequences of
-the whole context. For each policy a bisection finds the highest rate at which the 99th percentile
-of the time per output token stays within one bound and the queue is stable: the 90th percentile of
-the time to first token is below five times what an average request takes alone. A step has at most
-256 rows; the bound is the time of such a step whose prompt rows stand in the middle of the context.
-The row "unlimited" has memory for all requests, so it shows what the computing alone allows. Where
-that is less than 2.5 times the worst case, no policy can reach 2.5 times.
+All policies serve the same traces in one run, with the real scheduler, K/V manager and policies;
+only time and the memory's system calls are simulated. The memory holds two sequences of the whole
+context. For each policy a bisection finds the highest rate that meets two conditions. The 99th
+percentile of the time per output token is at most the time of a step of 256 rows, the largest step,
+whose prompt rows are in the middle of the context. The queue is stable: the 90th percentile of the
+time to first token is below five times the time that an average request takes alone.
 
-A step takes fixed + rows * row + (K/V read by decode rows) * read + (products of prompt rows
-and the tokens before them) * pair. The coefficients, in seconds:
+The row "unlimited" has memory for all requests and shows what compute alone allows. If that is less
+than 2.5 times the rate of "worst_case", no policy can reach 2.5 times.
 
-    1B on 2 vCPUs   fitted by hand to docs/performance.md, within 20 % of its decode and prefill
-    8B on a GPU     not measured: int8 weights at 80 % of 4.8 TB/s and 0.8 ms of launching, 50 %
-                    of 1,979 TOP/s and 989 TFLOP/s (H200's sheet)
+A step takes fixed + rows * row + (tokens that decode rows attend to) * read + (pairs of a prompt
+row and a token before it) * pair. The coefficients, in seconds:
+
+    1B on 2 vCPUs   fitted by hand to measured decode and prefill, within 20 % (November 2026, 2
+                    vCPUs of an AMD EPYC Zen 5)
+    8B on a GPU     not measured: int8 weights at 80 % of 4.8 TB/s, 0.8 ms of launches, and 50 % of
+                    1,979 TOP/s and 989 TFLOP/s (data sheet of an H200)
     embedded model  2 ms for a step of 32 rows
 
 Run: python -m bench.simulate.memory_policy [--quick]
@@ -55,13 +57,14 @@ from serve.scheduler.step_time import StepWork
 POLICIES = ("unlimited", "oracle", "predicted", "worst_case", "prompt_only")
 MAX_NUM_SEQS = 256
 ROWS = 256
-WARM_UP = 0.1  # share of the requests that no figure counts
+WARM_UP = 0.1  # share of the requests that the figures leave out
 RESOLUTION = 1.01
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Seconds of a step, and how K/V lies in memory (as serve/loading/kv_sizing.py sizes it)."""
+    """The coefficients of a step's time, and the layout of K/V as serve/loading/kv_sizing.py sizes
+    it."""
 
     name: str
     fixed_s: float
@@ -73,12 +76,12 @@ class Machine:
     tile_tokens: int = 16
 
     def seconds(self, work: StepWork) -> float:
-        """Of a step, as a StepCost."""
+        """Returns the seconds of a step, as a StepCost does."""
         work_s = work.num_rows * self.row_s + work.num_context * self.read_s
         return self.fixed_s + work_s + work.num_pairs * self.pair_s
 
     def alone_s(self, num_prompt: float, num_output: float) -> float:
-        """A request without company."""
+        """Returns the seconds of a request that runs alone."""
         prefill = num_prompt * (self.row_s + self.fixed_s / ROWS + num_prompt / 2 * self.pair_s)
         return prefill + num_output * (self.fixed_s + self.row_s + num_prompt * self.read_s)
 
@@ -90,7 +93,7 @@ EMBEDDED = Machine("embedded model", 1.2e-3, 2.5e-5, 4e-8, 2e-8, 1_320, 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A trace on a machine. trace: None takes the embedded model's."""
+    """A trace on a machine. trace None is the trace of the embedded model's requests."""
 
     name: str
     machine: Machine
@@ -111,7 +114,8 @@ QUICK = (replace(CASES[0], num_requests=150), replace(CASES[4], num_requests=300
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One simulation. is_ok: within the bound and stable. waste: pages in use without a token."""
+    """The figures of a simulation. is_ok means that it meets both conditions. utilisation is the
+    share of the pages in use, and waste is the share of those pages' bytes without a token."""
 
     qps: float
     is_ok: bool
@@ -127,19 +131,20 @@ class Result:
 
 
 class Simulation:
-    """One trace, one policy, one rate."""
+    """Simulates a trace with one policy at one rate."""
 
     def __init__(self, case: Case, calls: list[Call], policy: str, qps: float) -> None:
         self.case, self.calls, self.qps = case, calls, qps
         machine = case.machine
         self.kv = self._kv(policy)
         self.lengths: dict[str, int] = {}
-        made: MemoryPolicy
+        admission: MemoryPolicy
         if policy == "oracle":
-            made = OraclePolicy(self.kv, lambda s: self.lengths[s.request.request_id], ROWS)
+            admission = OraclePolicy(self.kv, lambda s: self.lengths[s.request.request_id], ROWS)
         else:
-            made = make_policy("prompt_only" if policy == "unlimited" else policy, self.kv, ROWS)
-        self.scheduler = Scheduler(SchedulerLimits(MAX_NUM_SEQS, ROWS, ROWS), self.kv, made)
+            name = "prompt_only" if policy == "unlimited" else policy
+            admission = make_policy(name, self.kv, ROWS)
+        self.scheduler = Scheduler(SchedulerLimits(MAX_NUM_SEQS, ROWS, ROWS), self.kv, admission)
         self.engine = SimulatedEngine(self.scheduler, machine)
         prompt = statistics.fmean(call.num_prompt for call in calls)
         output = statistics.fmean(_num_generated(call) for call in calls)
@@ -166,12 +171,12 @@ class Simulation:
 
     def run(self) -> Result:
         scheduler, engine, calls = self.scheduler, self.engine, self.calls
-        # The same gaps at every rate, and the first request at once.
+        # the gaps scale with the rate, and the first request arrives at once
         due = arrival_times("poisson", self.qps, len(calls), seed=0)
         arrival_s = [at_s - due[0] for at_s in due]
         arrived = 0
         policy = scheduler.policy
-        # In a queue of this length, any new request waits for longer than the bound.
+        # in a longer queue, any new request waits for longer than the bound
         most_waiting = max(64, int(4 * self.qps * self.ttft_bound_s))
         while arrived < len(calls) or scheduler.has_work():
             while arrived < len(calls) and arrival_s[arrived] <= engine.now_s:
@@ -246,12 +251,13 @@ def _quantile(values: list[float], level: float) -> float:
 
 
 def highest_qps(case: Case, calls: list[Call], policy: str) -> Result:
-    """Bisection from what the computing alone cannot bear."""
+    """Returns the result at the highest rate that meets both conditions. The bisection begins 20 %
+    above the rate that compute alone allows when MAX_NUM_SEQS requests share each step."""
     prompt = statistics.fmean(call.num_prompt for call in calls)
     output = statistics.fmean(_num_generated(call) for call in calls)
     machine = case.machine
-    crowd = replace(machine, fixed_s=machine.fixed_s / MAX_NUM_SEQS)
-    high = 1.2 / crowd.alone_s(prompt, output)
+    full_batch = replace(machine, fixed_s=machine.fixed_s / MAX_NUM_SEQS)
+    high = 1.2 / full_batch.alone_s(prompt, output)
     best = Result(0.0, is_ok=False)
     low = high / 64
     while high / low > RESOLUTION:
@@ -264,14 +270,14 @@ def highest_qps(case: Case, calls: list[Call], policy: str) -> Result:
 
 
 def published_trace(trace: Published, count: int, max_model_len: int) -> list[Call]:
-    """Returns requests with the lengths, clients and max_tokens of a published trace;
-    bench/load/workload/published.py says which of them are known and which assumed."""
+    """Returns requests with the lengths, clients and max_tokens of a published trace.
+    bench/load/workload/published.py says which of these are known and which are assumed."""
     return _bounded(published_calls(trace, count, 0), max_model_len)
 
 
 def embedded_trace(count: int, max_model_len: int, seed: int = 0) -> list[Call]:
     """Returns the embedded model's mixed requests with the lengths of its greedy answers, which
-    are computed here, and max_tokens as in a published trace."""
+    this function computes, and with max_tokens as in a published trace."""
     from serve import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=None, temperature=0.0)
@@ -286,8 +292,8 @@ def embedded_trace(count: int, max_model_len: int, seed: int = 0) -> list[Call]:
 
 
 def _bounded(calls: list[Call], max_model_len: int) -> list[Call]:
-    """Cuts prompts to half of the context and answers to the rest; a request without a max_tokens
-    of its own may fill the context."""
+    """Limits prompts to half of the context and answers to the rest. A request without max_tokens
+    may fill the context."""
     bounded = []
     for call in calls:
         assert call.num_output is not None
@@ -306,7 +312,7 @@ def _trace(case: Case) -> list[Call]:
 
 
 def measure(is_quick: bool) -> dict[str, dict[str, Result]]:
-    """{case: {policy: the result at its highest rate}}; two processes."""
+    """Returns {case: {policy: result at its highest rate}}, computed in two processes."""
     cases = QUICK if is_quick else CASES
     traces = [_trace(case) for case in cases]
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
@@ -324,7 +330,7 @@ def measure(is_quick: bool) -> dict[str, dict[str, Result]]:
 
 
 def verdicts(results: dict[str, Result]) -> dict[str, tuple[float | None, bool]]:
-    """What must be shown: the figure, and whether it is reached."""
+    """Returns {target: (figure, whether it reaches the target)} of the policy "predicted"."""
     predicted, oracle, worst = (results[name] for name in ("predicted", "oracle", "worst_case"))
     over_worst, of_oracle = predicted.qps / worst.qps, predicted.qps / oracle.qps
     p90 = predicted.coverage_p90

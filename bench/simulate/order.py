@@ -1,18 +1,20 @@
-"""What a queue policy (`--order`) is worth: waiting times and shares, on a simulated clock.
+"""Compares queue policies (`--order`) by latency and fairness under a simulated clock.
 
-The scheduler, K/V manager, prefix cache and queue policies are the real ones; step times are those
-of bench/simulate/memory_policy.py's 1B model on 2 vCPUs. All policies see the same two traces:
+The scheduler, K/V manager, prefix cache and queue policies are the real ones. Step times are those
+of the 1B model on 2 vCPUs in bench/simulate/memory_policy.py. All policies serve the same two
+traces, whose lengths and rates are assumed, not measured:
 
     mixed    nine short questions (20-100 tokens, answers of 10-80, three clients, priority 0) for
              every long document (1,000-3,000 tokens, answers of 100-400, one client, priority 1),
-             Poisson arrivals at 90 % of what the machine can do. 16 sequences run at most,
-             with K/V for all of them ("roomy") or for two of the whole context ("tight")
-    backlog  all requests come at the beginning, ten of one client for each of another
+             with Poisson arrivals at 90 % of what the machine can serve. At most 16 sequences
+             run, with K/V for all of them ("roomy") or for two of the whole context ("tight")
+    backlog  all requests arrive at the beginning, ten of one client for each of another
 
-TTFT and latency count from arrival; recomputed: rows that were computed again, over all rows.
+TTFT and latency count from arrival. "recomputed" is the share of rows that were computed again.
 Fairness is the ratio of weighted tokens (prompt 1, answer 2) served to the two clients of the
-backlog when the first of them has nothing left waiting: 1 is fair. Lengths and rates are
-assumed, not measured. Run: python -m bench.simulate.order [--quick]
+backlog at the moment when one of them has no request waiting; 1 is fair.
+
+Run: python -m bench.simulate.order [--quick]
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ NUM_BACKLOG = 440
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request of a trace; its answer ends by itself after num_output tokens."""
+    """A request of a trace. Its answer ends with a stop token after num_output tokens."""
 
     arrival_s: float
     client: str
@@ -60,14 +62,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Seconds, tokens per second, shares of 1. fairness: None where the trace shows none."""
+    """The figures of a queue policy: seconds, tokens per second, counts of preemptions by priority
+    and for memory, and the share of recomputed rows. fairness is None until the backlog has run."""
 
     short_ttft_p50_s: float
     short_ttft_p99_s: float
     long_ttft_p99_s: float
     long_latency_p99_s: float
     tokens_per_s: float
-    given_way: int
+    priority_preemptions: int
     preempted: int
     recomputed: float
     fairness: float | None = None
@@ -82,7 +85,8 @@ def mixed_trace(count: int, seed: int = 0) -> list[Call]:
         else:
             client = rng.choice(("ann", "bob", "cat"))
             drawn.append((client, rng.randint(20, 100), rng.randint(10, 80), 0))
-    # what each takes in a full batch: prompts in whole steps, tokens in steps of MAX_NUM_SEQS
+    # seconds of each request in a full batch: prompts in whole steps, answers in decode steps of
+    # MAX_NUM_SEQS rows
     work_s = [
         prompt * (CPU.row_s + CPU.fixed_s / ROWS + prompt / 2 * CPU.pair_s)
         + output * (CPU.row_s + CPU.fixed_s / MAX_NUM_SEQS + prompt * CPU.read_s)
@@ -105,7 +109,7 @@ def backlog_trace(count: int, seed: int = 0) -> list[Call]:
 
 
 class Simulation:
-    """One trace with one queue policy. num_pages: of K/V memory."""
+    """Simulates a trace with one queue policy and num_pages pages of K/V memory."""
 
     def __init__(self, calls: list[Call], order: str, num_pages: int) -> None:
         self.calls = calls
@@ -138,7 +142,7 @@ class Simulation:
         return self._result()
 
     def fairness(self) -> float:
-        """Returns the fairness of a backlog of two clients."""
+        """Returns the fairness of a backlog of two clients, of which "many" sent more requests."""
         self._arrivals()
         while len({s.request.client for s in self.scheduler.waiting}) == 2:
             self._step()
@@ -157,7 +161,7 @@ class Simulation:
                 return
             room = MAX_MODEL_LEN - call.num_prompt
             params = SamplingParams(max_tokens=room, seed=0, priority=call.priority)
-            prompt = (number + 2, *(OTHER,) * (call.num_prompt - 1))  # no two share a prefix
+            prompt = (number + 2, *(OTHER,) * (call.num_prompt - 1))  # prompts share no prefix
             request = Request(str(number), None, prompt, params, call.arrival_s, call.client)
             self.sequences.append(make_sequence(request))
             self.engine.add(self.sequences[-1], call.num_output)
@@ -198,22 +202,24 @@ def _quantile(values: list[float], level: float) -> float:
 
 
 def measure(quick: bool) -> dict[str, dict[str, Result]]:
-    """Returns {memory: {queue policy: result}}."""
+    """Returns {"roomy" or "tight": {queue policy: result}}."""
     whole = -(-MAX_MODEL_LEN * CPU.token_bytes // CPU.page_bytes)
     calls = mixed_trace(NUM_REQUESTS // 10 if quick else NUM_REQUESTS)
     queue = backlog_trace(NUM_BACKLOG // 4 if quick else NUM_BACKLOG)
     fairness = {
         order: Simulation(queue, order, MAX_NUM_SEQS * whole).fairness() for order in QUEUE_POLICIES
     }
-    found: dict[str, dict[str, Result]] = {}
+    results: dict[str, dict[str, Result]] = {}
     for name, num_pages in (("roomy", MAX_NUM_SEQS * whole), ("tight", 2 * whole)):
-        found[name] = {order: Simulation(calls, order, num_pages).run() for order in QUEUE_POLICIES}
+        results[name] = {
+            order: Simulation(calls, order, num_pages).run() for order in QUEUE_POLICIES
+        }
     return {
         name: {
             order: Result(**(asdict(result) | {"fairness": fairness[order]}))
-            for order, result in results.items()
+            for order, result in by_order.items()
         }
-        for name, results in found.items()
+        for name, by_order in results.items()
     }
 
 
@@ -228,7 +234,8 @@ def _show(name: str, results: dict[str, Result]) -> None:
         print(
             f"  {order:9} {r.short_ttft_p50_s:12.2f} s {r.short_ttft_p99_s:6.2f} s"
             f" {r.long_ttft_p99_s:12.2f} s {r.long_latency_p99_s:10.1f} s {r.tokens_per_s:9.1f}"
-            f" {r.given_way:9} {r.preempted:9} {100 * r.recomputed:8.1f} % {r.fairness:8.2f}"
+            f" {r.priority_preemptions:9} {r.preempted:9} {100 * r.recomputed:8.1f} %"
+            f" {r.fairness:8.2f}"
         )
 
 
