@@ -10,7 +10,8 @@ from memory.pages.layer_groups import PageLayout
 
 
 class IdleRanges:
-    """Idle ranges stay mapped to their last pages; no kernel reads there."""
+    """The ranges that no sequence uses. They stay mapped to their last pages; no kernel reads
+    there."""
 
     def __init__(self, ranges: Sequence[Range], layout: PageLayout, space: AddressSpace) -> None:
         """All ranges are idle at first."""

@@ -88,18 +88,11 @@ class KVManager:
         self.match = self._finder.match
         self.num_shared_pages = self._finder.num_shared_pages
         self.insert_prefix = self._finder.insert
-        numbered = list(enumerate(self.layout.groups))
-        self.ranges = [
-            Range(
-                i,
-                [RangePart(group, number * num_ranges + i) for number, group in numbered],
-                first_start + i * self.range_tokens,
-            )
-            for i in range(num_ranges)
-        ]
+        self.ranges = _make_ranges(self.layout, num_ranges, first_start)
+        numbers = range(len(self.layout.groups))
         self.space = AddressSpace(
             memory,
-            offsets=[self._offset(number, i) for number, _ in numbered for i in range(num_ranges)],
+            offsets=[self._offset(number, i) for number in numbers for i in range(num_ranges)],
             max_mappings=min(max_mappings, most_mappings),
             in_background=in_background,
         )
@@ -348,3 +341,16 @@ class KVManager:
         assert held == self._num_held, f"{held} held, counted {self._num_held}"
         self.prefixes.check_integrity(owners)
         self.allocator.check_integrity(owners)
+
+
+def _make_ranges(layout: PageLayout, num_ranges: int, first_start: int) -> list[Range]:
+    """Returns closed ranges that follow one another from first_start on, in tokens."""
+    groups = list(enumerate(layout.groups))
+    return [
+        Range(
+            i,
+            [RangePart(group, number * num_ranges + i) for number, group in groups],
+            first_start + i * layout.range_tokens,
+        )
+        for i in range(num_ranges)
+    ]

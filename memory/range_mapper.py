@@ -19,7 +19,8 @@ _UNMAP_SLOTS = 64  # behind a window, unmapped in one call
 
 
 class RangeMapper:
-    """due: the indices of ranges that have grown since they were mapped."""
+    """Maps pages into the ranges of one pool. due: the indices of ranges that have grown since
+    they were mapped."""
 
     def __init__(
         self,

@@ -1,5 +1,9 @@
 """Tensor functions for one device, chosen once by name.
 
+This package owns the operators' contract and their back ends. It does not know requests, K/V ranges
+or models, and it imports no other package of ours. Begin with backend.py, the contract, and
+reference.py.
+
 `get_backend("auto")` is the only place that resolves "auto". A back end's module is imported when
 it is chosen, so that optional packages are only needed where they are used.
 """

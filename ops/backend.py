@@ -1,9 +1,8 @@
 """The contract of a device's operators; the docstrings define shapes and dtypes.
 
-A backend is a set of pure tensor functions. `ops/reference.py` computes them slowly and obviously,
-except for the quantized products, whose exact versions are in tests/ops. Letters in shapes: T rows
-of the step, S sequences, H query heads, Hk K/V heads, D head dim, L tokens of K/V. Nothing here
-knows requests, ranges or pages.
+A backend is a set of pure tensor functions. `ops/reference.py` computes them slowly and obviously.
+Letters in shapes: T rows of the step, S sequences, H query heads, Hk K/V heads, D head dim, L
+tokens of K/V. Nothing here knows requests, ranges or pages.
 """
 
 from __future__ import annotations

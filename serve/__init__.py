@@ -1,6 +1,9 @@
 """mergestep's public names, each imported on first use, so that `import serve` is fast.
 
-torch is imported with the engine, not with the package.
+This package owns the life of a request, from the command line or HTTP to its last token; its own
+modules are the nouns and settings that its folders share. It does not know kernels, page mapping or
+connections between machines. Begin with config.py and request.py, then engine/core.py. torch is
+imported with the engine, not with the package.
 """
 
 from __future__ import annotations

@@ -42,10 +42,13 @@ _SPARE_MAPPINGS = 64
 
 @dataclass(frozen=True, slots=True)
 class AttachRequest:
-    """A later epoch of an engine ends the session of an earlier one. group_layers and page_tokens
+    """An engine's request for a session with pages of a node.
+
+    A later epoch of an engine ends the session of an earlier one. group_layers and page_tokens
     have, for each layer group, the numbers of its layers and the tokens in one page; num_places has
     the page slots of a range. The engine wants num_pages pages and accepts min_pages. max_rows is
-    the most rows of one message. With is_question the node only answers what it would grant."""
+    the most rows of one message. With is_question the node only answers what it would grant.
+    """
 
     engine: str
     epoch: int

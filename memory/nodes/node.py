@@ -45,9 +45,11 @@ _MAX_ENGINES = 1024  # whose epochs are remembered
 
 @dataclass(frozen=True, slots=True)
 class NodeStats:
-    """bytes_leased of capacity_bytes are granted to num_engines engines. The others count since the
-    start: engines attached, engines refused (by the node, not by the transport), sessions ended by
-    an engine's protocol error, and queries."""
+    """A node's counters. bytes_leased of capacity_bytes are granted to num_engines engines.
+
+    The others count since the start: engines attached, engines refused (by the node, not by the
+    transport), sessions ended by an engine's protocol error, and queries.
+    """
 
     capacity_bytes: int
     bytes_leased: int

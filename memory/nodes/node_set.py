@@ -43,8 +43,11 @@ class NoNodeError(Exception):
 
 @dataclass(slots=True, eq=False)
 class NodePartition:
-    """urls are the nodes that may hold it. num_pages is 0 while it has no memory. Sequences are
-    admitted while there are at most max_mappings mappings."""
+    """A part of the K/V memory on one or several nodes, and the links to them.
+
+    urls are the nodes that may hold it. num_pages is 0 while it has no memory. Sequences are
+    admitted while there are at most max_mappings mappings.
+    """
 
     urls: list[str]
     edits: EditLog

@@ -39,7 +39,8 @@ class TailSpan(NamedTuple):
 
 @dataclass(slots=True)
 class _Tail:
-    """first: position of the first cached token. end: position after the last one."""
+    """A prompt's range in the cache. first: position of the first cached token. end: position
+    after the last one."""
 
     range: Range
     first: int

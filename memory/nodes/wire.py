@@ -52,9 +52,12 @@ class Kind(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """FORM: not a message of this version. FULL: the node has not enough memory. STALE: the epoch
+    """The code of an ERROR message.
+
+    FORM: not a message of this version. FULL: the node has not enough memory. STALE: the epoch
     or plan is over. RANGE: a number is outside of what was granted or mapped. SHAPE: sizes do not
-    fit each other. FAULT: an error of the node itself."""
+    fit each other. FAULT: an error of the node itself.
+    """
 
     FORM = 1
     FULL = 2
@@ -74,8 +77,11 @@ class WireType(IntEnum):
 
 
 class Header(NamedTuple):
-    """plan is the plan's number; it has 64 bits because 32 would be used up in weeks. rows is the
-    number of rows in the body's tensors."""
+    """The fixed-size header of a message.
+
+    plan is the plan's number; it has 64 bits because 32 would be used up in weeks. rows is the
+    number of rows in the body's tensors.
+    """
 
     kind: Kind
     epoch: int

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class MappingStats:
-    """num_calls: calls at step boundaries, which took `seconds` in all. num_ahead: calls of the
-    thread. num_waits: how often a step waited for the thread."""
+    """Counts of mapping calls. num_calls: calls at step boundaries, which took `seconds` in all.
+    num_ahead: calls of the thread. num_waits: how often a step waited for the thread."""
 
     num_calls: int = 0
     seconds: float = 0.0

@@ -20,7 +20,10 @@ class CudaError(OSError):
 
 
 class CudaDevice:
-    """Any thread may use it; each thread calls `enter` first."""
+    """A CUDA device's primary context, and the driver calls on it.
+
+    Any thread may use it; each thread calls `enter` first.
+    """
 
     def __init__(self, driver: Any, index: int, *, for_rdma: bool = False) -> None:
         """driver: None is `cuda.bindings.driver`. Raises CudaUnavailableError."""

@@ -14,7 +14,8 @@ _WARNING_S = 60.0
 
 
 class DiskHealth:
-    """It has no lock of its own: the caller holds the store's lock."""
+    """Counts the disk's reads, writes and errors, and decides when writes pause. It has no lock of
+    its own: the caller holds the store's lock."""
 
     def __init__(self, where: str, clock: Callable[[], float]) -> None:
         self.stats = StoreStats()

@@ -36,7 +36,8 @@ class DiskEntry:
 
 
 class SlotTable:
-    """It has no lock of its own: the caller holds the store's lock."""
+    """The slots of the file and their entries. It has no lock of its own: the caller holds the
+    store's lock."""
 
     def __init__(
         self, num_slots: int, forget: Callable[[DiskEntry], None], clock: Callable[[], float]

@@ -22,7 +22,8 @@ _PAUSE_S = 30.0  # after an index that could not be written
 
 
 class DiskWriter:
-    """`note` and `want_bytes` return at once; `flush` and `close` wait."""
+    """The writing thread and its queue. `note` and `want_bytes` return at once; `flush` and `close`
+    wait."""
 
     def __init__(
         self, file: BlockFile, log: IndexLog | None, live: Callable[[], list[StoredPage]]

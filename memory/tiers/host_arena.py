@@ -37,7 +37,10 @@ class HostEntry(Generic[Waiting]):
 
 
 class HostArena(Generic[Waiting]):
-    """num_slots slots. All operations but `age_again` take O(1)."""
+    """The num_slots slots of the host tier, their entries and the order of eviction.
+
+    All operations but `age_again` take O(1).
+    """
 
     def __init__(self, num_slots: int, on_evict: Callable[[bytes], None]) -> None:
         self.num_slots = num_slots

@@ -29,7 +29,7 @@ _Entry = HostEntry[TransferRequest]
 
 
 class HostWorker:
-    """The thread starts with the object; `stop` ends it."""
+    """The host tier's thread and its state. The thread starts with the object; `stop` ends it."""
 
     def __init__(
         self,

@@ -31,7 +31,8 @@ FORMAT = 1
 
 
 class Shape(NamedTuple):
-    """A product. kernel: int8, int4 or fp8; rows: the most rows it is for, a power of two."""
+    """The shape of a matrix product. kernel: int8, int4 or fp8; rows: the most rows it is for, a
+    power of two."""
 
     kernel: str
     rows: int
@@ -255,7 +256,8 @@ def choose(shape: Shape, device: torch.device) -> Choice:
 
 
 class Job(NamedTuple):
-    """A measurement. run computes the product with a choice, with the same result for each."""
+    """A product to measure. run computes it with a choice; the result is the same for each choice.
+    is_exact: all bits of the results must agree."""
 
     shape: Shape
     run: Callable[[Choice], torch.Tensor]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 from typer.core import TyperCommand
@@ -18,7 +18,7 @@ from serve.cli.model_files import find_model
 from serve.cli.reporting import reported, set_up_logging
 from serve.cli.run import RUN_HELP, run_command
 from serve.cli.setting_help import SERVER
-from serve.config import DEFAULT_MODEL
+from serve.config import DEFAULT_MODEL, EngineSettings
 from serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def chat(
     """Chat in the terminal, with a model in this process or a server."""
     given = {"temperature": temperature, "max_tokens": max_tokens}
     sampling = {name: value for name, value in given.items() if value is not None}
-    engine = {
+    engine: EngineSettings = {
         "dtype": dtype,
         "max_model_len": max_model_len,
         "compute_threads": compute_threads,
@@ -237,10 +237,11 @@ def _version() -> str:
         return "(not installed: a source tree)"
 
 
-def _engine(model: str | None, **settings: Any) -> Engine:
+def _engine(model: str | None, **settings: Unpack[EngineSettings]) -> Engine:
     from serve.engine.engine import Engine
 
     if model is None:
         return Engine(**settings)
     location = find_model(model)
-    return Engine(location.model, served_model_name=location.name, **settings)
+    settings["served_model_name"] = location.name
+    return Engine(location.model, **settings)

@@ -18,7 +18,8 @@ _MAX_FOLDERS = 10_000
 
 
 class ModelLocation(NamedTuple):
-    """model: the value for EngineConfig. name: the model's name in the cache, if it is there."""
+    """Where a model lies. model: the value for EngineConfig. name: the model's name in the cache,
+    if it is there."""
 
     model: str
     name: str | None = None

@@ -27,15 +27,16 @@ from serve.text.tokenizer import Tokenizer
 
 
 def make_chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The model's chat template, if it has one. Its worker process starts at the first use."""
+    """Returns the model's chat template, if it has one. Its worker process starts at the first
+    use."""
     if tokenizer.chat_template is None:
         return None
     return ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.named_tokens)
 
 
 def make_chat_format(tokenizer: Tokenizer, config: EngineConfig) -> ChatFormat:
-    """The format of reasoning and tool calls in the model's answers, by its template and the
-    settings."""
+    """Returns the format of reasoning and tool calls in the model's answers, which the template and
+    the settings determine."""
     style = choose_format(
         tokenizer.chat_template or "", config.tool_parser, config.reasoning_parser
     )
@@ -62,8 +63,8 @@ def encode_chat(
     template_kwargs: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation. Special tokens come from the template only, never from a
-    client's text. Raises RequestError for a conversation that the template refuses."""
+    """Returns the token ids of a conversation. Special tokens come from the template only, never
+    from a client's text. Raises RequestError for a conversation that the template refuses."""
     _check_size(messages, tokenizer, limits)
     if style is not None and not style.has_native_tools:
         flat = [{**item, "content": flatten_content(item.get("content"))} for item in messages]
@@ -96,7 +97,7 @@ def _check_size(
 
 
 def _continued(text: str) -> str:
-    """The text up to the end of the last message's content."""
+    """Returns the text up to the end of the last message's content."""
     before, found, _ = text.rpartition(CONTINUE)
     if not found:
         raise RequestError(

@@ -58,7 +58,8 @@ class EarlyRejection:
         return own_s
 
     def mark_queued(self, seconds: float) -> None:
-        """An admitted request has reached the scheduler's queue, or was aborted."""
+        """Ends the accounting of an admitted request that has reached the scheduler's queue or was
+        aborted. seconds: the result of its `admit`."""
         with self._lock:
             self._num_coming -= 1
             self._coming_s = self._coming_s - seconds if self._num_coming else 0.0
@@ -67,9 +68,12 @@ class EarlyRejection:
 def predicted_ttft_s(
     scheduler: Scheduler, request: Request, num_rows: int, seconds_before: float, num_before: int
 ) -> float:
-    """The predicted seconds to the first token of a request that arrives now and has num_rows
-    rows to compute. seconds_before, num_before: of the prompts that are accepted but not queued
-    yet. Any thread may call it; what it reads may be one step old."""
+    """Returns the predicted seconds to the first token of a request that arrives now and has
+    num_rows rows to compute.
+
+    seconds_before, num_before: prefill seconds and number of the prompts that are accepted but not
+    queued yet. Any thread may call it; what it reads may be one step old.
+    """
     model = scheduler.chunks.model
     num_tokens = len(request.prompt_token_ids)
     own_s = model.prefill_seconds(num_tokens, num_tokens - num_rows)
@@ -89,7 +93,8 @@ def predicted_ttft_s(
 
 
 def _steps_to_slot(scheduler: Scheduler, num_before: int) -> float:
-    """Steps until num_before requests and one more have had a slot, by the predicted lengths."""
+    """Returns the steps until num_before requests and one more have had a slot, by the predicted
+    lengths."""
     number = len(scheduler.running) + num_before + 1 - scheduler.limits.max_num_seqs
     left = scheduler.policy.steps_left(scheduler.num_steps)
     if number <= 0 or not left:

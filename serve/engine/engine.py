@@ -22,6 +22,7 @@ from serve.engine.outputs import (
     decode_prompt_logprobs,
     embedding_output,
 )
+from serve.engine.preprocessor import Encode
 from serve.engine.request_stream import CallPolicy, Hub, RequestStream
 from serve.engine.stats import EngineStats
 from serve.engine.step_trace import StepTrace
@@ -121,7 +122,7 @@ class Engine:
 
     @property
     def has_memory(self) -> bool:
-        """There is memory for K/V; with memory nodes there may be none for a while."""
+        """Whether there is memory for K/V; with memory nodes there may be none for a while."""
         return self._loaded is not None and self._loaded.core.kv.num_pages > 0
 
     @property
@@ -213,7 +214,7 @@ class Engine:
 
     def _submit(
         self,
-        prompt: Any,
+        prompt: Prompt | Encode,
         params: SamplingParams | PoolingParams,
         request_id: str | None,
         client: str | None,
@@ -236,7 +237,7 @@ class Engine:
         return stream
 
     async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[TokenDelta]:
-        """Deltas of one request. Leaving the loop early aborts the request."""
+        """Submits a prompt and yields its deltas. Leaving the loop early aborts the request."""
         stream = self.submit(prompt, params)
         try:
             async for delta in stream:
@@ -256,8 +257,8 @@ class Engine:
         request_id: str | None = None,
         client: str | None = None,
     ) -> EmbeddingOutput:
-        """A prompt's embedding. Raises what `submit` and its stream raise, and GenerationError.
-        Cancelling aborts the request."""
+        """Returns a prompt's embedding. Raises what `submit` and its stream raise, and
+        GenerationError. Cancelling aborts the request."""
         stream = self.submit_embedding(prompt, params, request_id=request_id, client=client)
         try:
             request = await stream.accepted()

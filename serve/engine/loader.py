@@ -142,7 +142,7 @@ def _with_device_defaults(config: EngineConfig, spec: ModelSpec) -> EngineConfig
 
 
 def _generation_defaults(path: Path) -> dict[str, object]:
-    """The defaults in generation_config.json, checked like a request's parameters."""
+    """Returns the defaults in generation_config.json, checked like a request's parameters."""
     defaults = dict(read_generation_defaults(path))
     sampling: dict[str, Any] = {k: v for k, v in defaults.items() if k != "eos_token_ids"}
     try:

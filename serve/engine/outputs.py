@@ -34,7 +34,7 @@ class CompletionOutput:
     error: str | None = None
 
     def extend(self, delta: TokenDelta, token_text: Callable[[int], str]) -> None:
-        """Append a delta of this sequence; token_text gives the text of a single token."""
+        """Appends a delta of this sequence; token_text gives the text of a single token."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         for item in delta.logprobs or ():
@@ -50,7 +50,7 @@ class CompletionOutput:
 def decode_prompt_logprobs(
     logprobs: Iterable[TokenLogprobs | None], token_text: Callable[[int], str]
 ) -> list[dict[int, Logprob] | None]:
-    """TokenDelta.prompt_logprobs in the form of CompletionOutput.logprobs."""
+    """Returns TokenDelta.prompt_logprobs in the form of CompletionOutput.logprobs."""
     return [None if item is None else _decode_logprobs(item, token_text) for item in logprobs]
 
 
@@ -88,8 +88,8 @@ class EmbeddingOutput:
 def embedding_output(
     request: Request, last: TokenDelta | None, metrics: RequestMetrics
 ) -> EmbeddingOutput:
-    """The embedding in a request's last delta. Raises GenerationError or EngineStoppedError if the
-    request ended without one."""
+    """Returns the embedding in a request's last delta. Raises GenerationError or EngineStoppedError
+    if the request ended without one."""
     if last is None or last.finish_reason is FinishReason.ABORT:
         raise EngineStoppedError("the request was aborted")
     if last.error is not None:

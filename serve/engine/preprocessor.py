@@ -84,8 +84,8 @@ class Preprocessor:
         request_id: str | None = None,
         client: str | None = None,
     ) -> RequestState:
-        """The state of a request that is not tokenized yet. It gets an id and a seed if the
-        caller gave none."""
+        """Returns the state of a request that is not tokenized yet. The request gets an id and a
+        seed if the caller gave none."""
         text = prompt if isinstance(prompt, str) else None
         number = next(self._counter)
         pooling = None
@@ -163,8 +163,10 @@ def prepare_sequences(
     *,
     shares_prefix: bool,
 ) -> list[Sequence]:
-    """The request's n sequences, with their masks and pool 3's state. shares_prefix: the prefix
-    cache is on, so only the first of the n sequences computes the prompt."""
+    """Returns the request's n sequences, with their masks and pool 3's state.
+
+    shares_prefix: the prefix cache is on, so only the first of the n sequences computes the prompt.
+    """
     sequences = make_sequences(prepared.request, eos_token_ids, prepared.page_keys)
     for sequence in sequences:
         computes_prompt = sequence.index == 0 or not shares_prefix

@@ -34,7 +34,7 @@ class RequestLimits:
 
 
 def check_request(request: Request, token_ids: Sequence[int], limits: RequestLimits) -> Request:
-    """The request with its token ids and with max_tokens resolved. Raises RequestError or
+    """Returns the request with its token ids and with max_tokens resolved. Raises RequestError or
     ContextLengthError."""
     params, pooling, vocab_size = request.params, request.pooling, limits.vocab_size
     if not isinstance(token_ids, (list, tuple)) or not token_ids:

@@ -71,7 +71,8 @@ class StepExecutor:
         """Waits for the step in flight and drops its result: all requests have ended."""
 
     def pause(self) -> None:
-        """Called before the loop waits: the waiting time belongs to no step."""
+        """Ends the timing of steps before the loop waits, because the wait belongs to no step, and
+        flushes the output."""
         self._busy_since_s = None
         self._output.flush()
 

@@ -1,4 +1,9 @@
-"""Loading of Hugging Face checkpoints as decoders."""
+"""Loads Hugging Face checkpoints as decoders.
+
+This folder owns the families of models, their specification and weights, and the decoder that all
+of them share. It does not know requests, steps or where K/V lies. Begin with spec.py and
+decoder.py.
+"""
 
 from serve.models.decoder import Decoder, run_interleaved
 from serve.models.families import FAMILIES

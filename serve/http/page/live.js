@@ -34,7 +34,7 @@ export class LiveView {
     this.drawAll();
   }
 
-  /** Reads, if somebody looks; with the key of now. */
+  /** Starts reading again, with the present key, if the view is visible. */
   restart() {
     this.stopping?.abort();
     this.stopping = null;

@@ -28,7 +28,7 @@ const chat = new Chat({
 
 let asking = null;
 
-/** Resolves to whether a key was given; several who ask at once share one dialog. */
+/** Resolves to whether a key was given; calls at the same time share one dialog. */
 function askKey() {
   asking ??= new Promise((resolve) => {
     const dialog = $("key-dialog");

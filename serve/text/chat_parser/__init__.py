@@ -1,6 +1,7 @@
 """The formats of reasoning and tool calls, and their incremental parsers.
 
-Parsers turn text into parts; nothing here knows the engine, the tokenizer or HTTP.
+This folder owns the formats and the parsers, which turn text into parts. It does not know the
+engine, the tokenizer or HTTP. Begin with parts.py and answer.py.
 """
 
 from __future__ import annotations

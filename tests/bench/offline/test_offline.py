@@ -224,7 +224,7 @@ def test_what_cannot_be_measured_is_refused_before(call, named):
         call()
 
 
-def test_a_file_that_cannot_be_written_is_told_before(tmp_path):
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path):
     with pytest.raises((ConfigError, OSError)):
         check_file(tmp_path / "nowhere" / "result.json")
 

@@ -166,7 +166,7 @@ def test_unknown_models_are_named(tmp_path: Path) -> None:
 
 
 def test_the_table_of_devices() -> None:
-    """Peaks are dense: none is twice as high by mistake."""
+    """Peak rates are those of dense matrices: no peak is twice as high by mistake."""
     assert ALL_DEVICES["h100-sxm"].operations["bf16"] == 989e12
     assert ALL_DEVICES["h100-sxm"].bytes_per_s == 3.35e12
     assert ALL_DEVICES["h200"].memory_bytes == 141e9

@@ -160,7 +160,7 @@ class DiskTierMachine(RuleBasedStateMachine):
         self.model: dict[bytes, bool] = {}  # key -> pinned
         self.swapped: set[bytes] = set()  # keys that were stored pinned
         self.fault: int | str | None = None
-        self.now = self.trouble_until = 0.0
+        self.now = self.failing_until = 0.0
         self.open()
 
     def open(self):
@@ -184,8 +184,8 @@ class DiskTierMachine(RuleBasedStateMachine):
             self.model[key] = pinned
             (self.swapped.add if pinned else self.swapped.discard)(key)
         else:
-            is_troubled = self.fault or self.now < self.trouble_until
-            assert is_troubled or sum(self.model.values()) >= 5
+            is_failing = self.fault or self.now < self.failing_until
+            assert is_failing or sum(self.model.values()) >= 5
         if pinned and ok:
             for _ in range(self.store._slots.entries[key].pins - 1):
                 assert self.store.unpin(key)
@@ -214,7 +214,7 @@ class DiskTierMachine(RuleBasedStateMachine):
     def break_or_mend(self, fault):
         self.torn_before = self.torn_before or fault == "torn"
         if self.fault:
-            self.trouble_until = self.now + 61
+            self.failing_until = self.now + 61
         self.fault = fault
 
     @rule()
@@ -225,7 +225,7 @@ class DiskTierMachine(RuleBasedStateMachine):
     def restart(self):
         self.store.close()
         self.model = {key: False for key in self.model if key not in self.swapped}
-        self.trouble_until = 0.0
+        self.failing_until = 0.0
         self.open()
 
     torn_before = False

@@ -84,7 +84,7 @@ def test_a_long_prompt_gives_its_rows_to_a_request_of_higher_priority():
         assert rig.num_rows == 200 + 3 + 6 + 3
 
 
-def test_a_withdrawn_decode_row_goes_to_another_sequence():
+def test_an_urgent_prompt_takes_the_row_of_a_preempted_decode():
     rig = Rig("priority", max_num_seqs=4, budget=4)
     for name in "abcd":
         rig.add(name, num_prompt=4, num_tokens=20, priority=1)

@@ -47,7 +47,7 @@ REQUEST = AttachRequest(
     max_rows=64,
 )
 NODE_BYTES = 4 << 20
-"""Of the node that tests are given."""
+"""The memory of the node that tests use."""
 PATIENCE_S = 20.0
 
 

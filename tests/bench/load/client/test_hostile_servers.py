@@ -84,7 +84,7 @@ def offered(server: RawServer, options: LoadOptions | None = None, **settings: A
     return result
 
 
-def test_what_is_sent_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resent_requests_are_counted_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.load.client.http_client.RACE_S", 5.0)
     result = offered(RawServer(WHOLE, [CLOSE], WHOLE))  # the first is the check
     assert result.records[0].outcome is Outcome.OK
