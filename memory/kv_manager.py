@@ -76,20 +76,18 @@ class KVManager:
         groups = groups or (LayerGroup(token_bytes, tile_tokens),)
         self.page_bytes = memory.page_bytes
         self.max_model_len = max_model_len
-        max_rows = max_rows or max_model_len
-        self.layout = PageLayout(groups, memory.page_bytes, max_model_len, max_rows)
-        self.token_bytes = self.layout.token_bytes
-        self.range_tokens = self.layout.range_tokens
-        self.page_end = self.layout.page_end
-        self.pages_for = self.layout.pages_for
+        rows = max_rows or max_model_len
+        self.layout = layout = PageLayout(groups, memory.page_bytes, max_model_len, rows)
+        self.token_bytes, self.range_tokens = layout.token_bytes, layout.range_tokens
+        self.page_end, self.pages_for = layout.page_end, layout.pages_for
         self.allocator = PageAllocator(num_pages)
         self.prefixes = PrefixCache(self.allocator, self.pages_for(max_model_len))
-        self._finder = PrefixFinder(self.layout, self.prefixes)
+        self._finder = PrefixFinder(layout, self.prefixes)
         self.match = self._finder.match
         self.num_shared_pages = self._finder.num_shared_pages
         self.insert_prefix = self._finder.insert
-        self.ranges = _make_ranges(self.layout, num_ranges, first_start)
-        numbers = range(len(self.layout.groups))
+        self.ranges = _make_ranges(layout, num_ranges, first_start)
+        numbers = range(len(layout.groups))
         self.space = AddressSpace(
             memory,
             offsets=[self._offset(number, i) for number in numbers for i in range(num_ranges)],
@@ -99,7 +97,7 @@ class KVManager:
         self._memory = memory
         self._most_mappings = most_mappings
         self.on_close: Callable[[Range], None] = lambda target: None
-        self._idle = IdleRanges(self.ranges, self.layout, self.space)
+        self._idle = IdleRanges(self.ranges, layout, self.space)
         self._promised = 0  # pages promised to open ranges, the sum of Range.promised_pages
         self._num_held = 0  # pages in ranges; one that n ranges share counts n times
         self._mapper = RangeMapper(

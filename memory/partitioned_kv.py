@@ -95,7 +95,7 @@ class PartitionedKV:
         return max(fitting, key=lambda partition: partition.num_available, default=None)
 
     def ranges_to_close(self, num_tokens: int, candidates: Sequence[Range]) -> list[Range] | None:
-        """The returned ranges are in one partition, in that of the last candidate if possible."""
+        """Returns ranges of one partition, that of the last candidate if possible."""
         numbers = [self.partition_of(target) for target in reversed(candidates)]
         for number in dict.fromkeys([*numbers, *range(len(self.partitions))]):
             own = [target for target in candidates if self.partition_of(target) == number]

@@ -133,7 +133,7 @@ def _num_breaks(mapped: array[int], first: int, end: int) -> int:
 
 
 def _continues(before: int, page: int) -> bool:
-    """Whether a slot continues the mapping or gap of the slot before it."""
+    """Returns whether a slot continues the mapping or gap of the slot before it."""
     return page == before == UNMAPPED or (page == before + 1 and UNMAPPED not in (before, page))
 
 

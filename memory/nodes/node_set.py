@@ -243,8 +243,8 @@ class NodeSet:
         return [url for url in found if not is_over() and self._has_room(url, num_there)]
 
     def _has_room(self, url: str, count: int | None) -> bool:
-        """Whether a node answers and has memory for one of `count` shards. None counts all nodes of
-        its partition."""
+        """Returns whether a node answers and has memory for one of `count` shards. None counts all
+        nodes of its partition."""
         try:
             endpoint = self.connect(url, self.connect_s)
         except (TransportError, OSError):

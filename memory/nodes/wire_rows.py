@@ -25,7 +25,7 @@ def kv_type(dtype: WireType) -> WireType:
 
 
 def fits_int8(head_dim: int) -> bool:
-    """Whether q and out with this head_dim can be sent in int8."""
+    """Returns whether q and out with this head_dim can be sent in int8."""
     return head_dim % 16 == 0
 
 

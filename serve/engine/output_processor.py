@@ -25,16 +25,16 @@ class Sink(Protocol):
     """Receives one request's results. The engine's threads call it, so it must not block."""
 
     def accept(self, request: Request) -> None:
-        """The request has been tokenized and checked, and goes to the scheduler."""
+        """Takes the tokenized and checked request, which goes to the scheduler."""
 
     def push(self, delta: TokenDelta) -> None:
-        """One of the request's sequences has new text or tokens, or has ended."""
+        """Takes new text or tokens of one of the request's sequences, or its end."""
 
     def fail(self, error: Exception) -> None:
-        """The request was refused; no delta will follow."""
+        """Takes the error with which the request was refused; no delta follows."""
 
     def wake(self) -> None:
-        """All deltas of a step have been pushed; the consumer may read them."""
+        """Wakes the consumer after all deltas of a step were pushed."""
 
 
 @dataclass(slots=True)

@@ -164,8 +164,10 @@ def make_executor(
     on_nodes_lost: Callable[[NodesLostError], None] | None,
     clock: Callable[[], float],
 ) -> StepExecutor:
-    """An OverlappedExecutor if the runner can overlap steps, else a StepExecutor. on_nodes_lost
-    is set where memory nodes hold the K/V; they take one step at a time."""
+    """Returns an OverlappedExecutor if the runner can overlap steps, else a StepExecutor.
+
+    on_nodes_lost is set where memory nodes hold the K/V; they take one step at a time.
+    """
     if isinstance(runner, OverlappingRunner):
         assert on_nodes_lost is None, "memory nodes need a runner of one step at a time"
         return OverlappedExecutor(

@@ -120,7 +120,7 @@ class RequestStream:
         return delta
 
     def _take(self) -> TokenDelta:
-        """The next delta, joined with those that follow it for the same sequence."""
+        """Returns the next delta, joined with those that follow it for the same sequence."""
         pending = self.sink.pending
         first = pending.popleft()
         if not pending or pending[0].index != first.index or first.finish_reason is not None:

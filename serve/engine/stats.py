@@ -118,7 +118,7 @@ def engine_stats(
     num_unfinished: int,
     clock: Callable[[], float],
 ) -> EngineStats:
-    """A snapshot for any thread; its values may be one step old."""
+    """Returns a snapshot of the statistics. Any thread may call it; values may be one step old."""
     kv, nodes = scheduler.kv, recovery.nodes if recovery else None
     prefixes, disk = kv.prefixes.stats, kv.prefixes.store_stats()
     coverage_p50, coverage_p90 = scheduler.policy.coverage()

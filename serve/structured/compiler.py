@@ -55,7 +55,7 @@ class GrammarCompiler:
         )
 
     def is_cached(self, structured: StructuredOutput) -> bool:
-        """Whether compile() returns at once."""
+        """Returns whether compile() returns at once."""
         return self.cache.get(structured) is not None
 
     def compile(self, structured: StructuredOutput) -> LLMatcher:

@@ -32,7 +32,7 @@ class MaskMaker:
         self._last: _Lists | None = None
 
     def is_slow(self, params: SamplingParams) -> bool:
-        """Whether make() has to compile a grammar."""
+        """Returns whether make() has to compile a grammar."""
         structured, compiler = params.structured, self._compiler
         if structured is None:
             return False

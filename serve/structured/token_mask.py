@@ -258,7 +258,7 @@ class SequenceMask:
         return FinishReason.STOP if matcher is not None and matcher.is_over else None
 
     def is_end(self, token: int) -> bool:
-        """Whether the token is an EOS or a stop token."""
+        """Returns whether the token is an EOS or a stop token."""
         return bool(self._ends[token >> 5] >> (token & 31) & 1)
 
     def _guarded(self, work: Callable[[], object]) -> float:

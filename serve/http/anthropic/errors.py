@@ -43,7 +43,7 @@ def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
 
 
 def anthropic_error(error: ApiError, request_id: str) -> web.Response:
-    """The error_shape of Anthropic's routes."""
+    """Returns an error response of Anthropic's routes; it is their error_shape."""
     response = web.Response(
         status=error_status(error),
         body=orjson.dumps(error_object(error, request_id)),

@@ -112,7 +112,7 @@ def choose_format(template: str, tool_parser: str, reasoning_parser: str) -> Cha
 
 
 def _opens(template: str, reasoning: ReasoningFormat) -> bool:
-    """Whether the end of a prompt begins the reasoning without always ending it."""
+    """Returns whether the end of a prompt begins the reasoning without always ending it."""
     last = template.rpartition("add_generation_prompt")[2]
     return last.count(reasoning.begin) > last.count(reasoning.end)
 
