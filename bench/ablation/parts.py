@@ -1,6 +1,6 @@
-"""Parts for load_engine that do what classic servers do in the place of some mechanisms.
+"""Parts for load_engine that replace some mechanisms with what classic servers do.
 
-No setting of the server chooses them.
+No setting of the server selects them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from serve.scheduler.step_plan import StepPlan
 
 
 class InLoop(Executor):
-    """Runs tokenizing in the loop's thread, before the next step."""
+    """Tokenizes in the loop's thread, before the next step."""
 
     def __init__(self) -> None:
         self.core: EngineCore | None = None
@@ -29,11 +29,11 @@ class InLoop(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         assert self.core is not None
         self.core.run_in_loop(partial(fn, *args, **kwargs))
-        return Future()  # no caller waits for it
+        return Future()  # no caller waits for this future
 
 
 class InLoopOutput(OutputThread):
-    """Detokenizes and delivers in the loop's thread, after the step. Its own thread stays idle."""
+    """Detokenizes and delivers in the loop's thread, after the step; its own thread is idle."""
 
     def __init__(self, processor: OutputProcessor) -> None:
         super().__init__(processor)
@@ -76,17 +76,18 @@ def with_scripted_ends(parts: Parts, lengths: Mapping[tuple[int, ...], int]) -> 
 
 
 def _decodes(sequence: Sequence) -> bool:
-    """Returns whether only the token sampled last is not computed yet."""
+    """Returns whether the sequence decodes: all its tokens are computed except the last sampled."""
     is_behind_by_one = sequence.num_computed_tokens + 1 == sequence.num_tokens
     return is_behind_by_one and sequence.num_output_tokens > 0
 
 
 class PrefillFirst(Scheduler):
-    """A step has prompt rows or decode rows; while there are prompts, no sequence decodes."""
+    """Schedules steps of prompt rows or of decode rows; no sequence decodes while there are prompt
+    rows."""
 
     def schedule(self, now_s: float) -> StepPlan | None:
         limits = self.limits
-        # decode rows that will not be computed take no rows from the prompts
+        # decode rows, which are removed below, must not take rows from the prompts
         num_decoding = sum(_decodes(sequence) for sequence in self.running)
         most = limits.max_num_batched_tokens + num_decoding
         self.limits = replace(limits, max_num_batched_tokens=most)
@@ -99,9 +100,9 @@ class PrefillFirst(Scheduler):
 
 
 class StaticBatches(PrefillFirst):
-    """No request enters a batch that has begun to decode until all of its sequences have ended."""
+    """Admits no request to a batch that has begun to decode until all of its sequences finish."""
 
-    _has_begun = False
+    _has_begun = False  # the batch has begun to decode
 
     def schedule(self, now_s: float) -> StepPlan | None:
         limits = self.limits

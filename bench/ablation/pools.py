@@ -1,8 +1,8 @@
-"""Pipelined pools in their intended place: beside a device that computes by itself.
+"""Measures pipelined pools beside a device that leaves the processor free.
 
-On a processor that computes the model as well, tokenizing and detokenizing take its time in any
-thread. Here the device takes a fixed time a step, none of it the processor's
-(bench/common/instant.py), and only the pools differ.
+On a processor that also computes the model, tokenizing and detokenizing take processor time in any
+thread. Here a scripted device takes a fixed time per step and no processor time
+(bench/common/instant.py), so only the pools differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROMPT = list(range(5, 21))
 
 
 class OnDevice(NamedTuple):
-    """Seconds of a step, by round, with pools and in one thread."""
+    """The seconds of a step in each round, with pools and in one thread."""
 
     device_s: float
     num_seqs: int
@@ -39,8 +39,8 @@ class OnDevice(NamedTuple):
 
 
 async def measure_pools(rounds: int, advance: Callable[[str], None]) -> OnDevice:
-    """Runs the rounds; advance(name) is called before each."""
-    found: list[list[float]] = [[], []]
+    """Runs the rounds, calling advance(name) before each."""
+    step_times: list[list[float]] = [[], []]
     async with AsyncExitStack() as stack:
         engines = []
         for parts in (Parts(), Parts(core=serial_core)):
@@ -48,14 +48,14 @@ async def measure_pools(rounds: int, advance: Callable[[str], None]) -> OnDevice
             engines.append((await stack.enter_async_context(engine), runner))
             await _step_s(engine, runner)
         for _ in range(rounds):
-            advance("a device of its own")
-            for seconds, (engine, runner) in zip(found, engines, strict=True):
+            advance("pools beside a device")
+            for seconds, (engine, runner) in zip(step_times, engines, strict=True):
                 seconds.append(await _step_s(engine, runner))
-    return OnDevice(_DEVICE_S, _NUM_SEQS, *found)
+    return OnDevice(_DEVICE_S, _NUM_SEQS, *step_times)
 
 
 def _engine(parts: Parts) -> tuple[Engine, list[InstantRunner]]:
-    """Returns an engine and a list that has its runner once the engine has started."""
+    """Returns an engine, and a list that holds its runner after the engine has started."""
     runners: list[InstantRunner] = []
 
     def make(kv: KVManager) -> InstantRunner:
@@ -68,7 +68,7 @@ def _engine(parts: Parts) -> tuple[Engine, list[InstantRunner]]:
 
 
 async def _step_s(engine: Engine, runners: list[InstantRunner]) -> float:
-    """Returns the seconds of a step, from sending the requests to the end of the last one."""
+    """Returns the mean seconds of a step from sending the requests to the end of the last one."""
 
     async def consume(stream: RequestStream) -> None:
         async for _ in stream:

@@ -1,4 +1,4 @@
-"""The report of an ablation: a table, JSON, and a bar chart where matplotlib is installed."""
+"""The report of an ablation: tables, the rows of its JSON, and a bar chart."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from bench.load.results.metrics import percentile
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant; lists have a value for each round. gain: requests a second of the variant it is
-    compared with over its own, in the same round; above 1 the optimisation pays. at_once: the same
-    ratio of the mean number of running sequences. same_tokens: share of the answers that equal
-    those of "ours". Latencies are milliseconds of all rounds; None: not measured."""
+    """The figures of a variant; lists have a value per round.
+
+    gain is the requests per second of the variant `against` over those of this one in the same
+    round; above 1 the optimisation pays. at_once is the same ratio of the mean numbers of running
+    sequences. same_tokens is the share of the answers that equal those of "ours". Latencies are
+    milliseconds over all rounds; None if they are not measured."""
 
     name: str
     optimisation: str
@@ -47,6 +49,7 @@ class Row:
 
 
 def rows_of(variants: Sequence[Variant], found: AblationResult) -> list[Row]:
+    """Returns a row for each variant."""
     answers = found.rounds[OURS][0].saturated.tokens
     rows = []
     for variant in variants:
@@ -95,9 +98,9 @@ def show(rows: Sequence[Row], found: AblationResult, max_num_seqs: int, console:
     if timed := [row for row in rows if row.ttft_p50_ms is not None]:
         console.print(_latency(timed, found.qps))
     lines = [
-        f"saturated: all at once, {max_num_seqs} sequences at most; a request has"
+        f"saturated: all requests at once, at most {max_num_seqs} sequences; a request has"
         f" {found.tokens_per_request:.0f} tokens on average; medians over the rounds and their"
-        " 90 % intervals, gains within a round"
+        " 90 % intervals; gains are computed within a round"
     ]
     if SHORT in found.rounds:
         tokens = found.short_bytes / found.kv_bytes_per_token
@@ -108,11 +111,11 @@ def show(rows: Sequence[Row], found: AblationResult, max_num_seqs: int, console:
 
 
 def show_device(found: OnDevice, console: Console) -> None:
-    """Prints the gain of the pools where the processor is free while a step runs."""
+    """Prints the gain of the pools when the processor is free during a step."""
     console.print(
-        f"pipelined pools beside a device that computes by itself ({1e3 * found.device_s:.0f} ms a"
-        f" step, {found.num_seqs} sequences; scripted, no model):"
-        f" {tables.spread([1e3 * s for s in found.pools_s])} ms a step, in one thread"
+        f"pipelined pools beside a scripted device without a model ({1e3 * found.device_s:.0f} ms"
+        f" per step, {found.num_seqs} sequences):"
+        f" {tables.spread([1e3 * s for s in found.pools_s])} ms per step, in one thread"
         f" {tables.spread([1e3 * s for s in found.serial_s])}: gain"
         f" {tables.spread([100 * (gain - 1) for gain in found.gains], '{:+.0f}'.format)} %",
         highlight=False,
@@ -121,7 +124,7 @@ def show_device(found: OnDevice, console: Console) -> None:
 
 
 def _throughput(rows: Sequence[Row]) -> Table:
-    columns = ("off", "what is there instead", "requests/s", "gain of it", "the talk's", "at once")
+    columns = ("off", "replaced by", "requests/s", "gain", "claimed", "at once")
     table = Table(*columns, "preempted", "tokens", title="saturated", title_justify="left")
     for row in rows:
         table.add_row(
@@ -146,7 +149,7 @@ def _less(row: Row) -> str:
 
 
 def _latency(rows: Sequence[Row], qps: float) -> Table:
-    title = f"milliseconds at {qps:.1f} requests/s (Poisson), TTFT since a request was due"
+    title = f"milliseconds at {qps:.1f} requests/s (Poisson); TTFT from when a request is due"
     columns = ("", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
     table = Table(*columns, title=title, title_justify="left")
     for row in rows:
@@ -156,7 +159,7 @@ def _latency(rows: Sequence[Row], qps: float) -> Table:
 
 
 def draw(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Draws a bar for each optimisation: requests a second with it over without it."""
+    """Draws a bar for each optimisation: requests per second with it over those without it."""
     from matplotlib.figure import Figure
 
     bars = [row for row in rows if row.name != row.against and row.name != SHORT]
@@ -171,6 +174,6 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     axes.barh(names, medians, xerr=[low, high], color=colours, capsize=3)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.invert_yaxis()
-    axes.set_xlabel("requests/s with it over without it; median and its 90 % interval")
+    axes.set_xlabel("requests/s with it over requests/s without it; median and 90 % interval")
     axes.set_title(textwrap.fill(title, 100), fontsize=9)
     figure.savefig(path, dpi=130)

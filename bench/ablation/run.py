@@ -1,8 +1,9 @@
 """Runs all variants one after the other, in rounds, on the same requests.
 
-The order moves by one from round to round, and prefixes are not cached: only what the length
-predictor has learned remains of an earlier round. A saturated run gets all requests at once; a run
-at a rate gets Poisson arrivals, the same for all variants, more slowly than "ours" can answer.
+The order of the variants rotates by one per round. Prefixes are not cached, so a round profits from
+earlier ones only by what the length predictor has learned. A saturated run gets all requests at
+once. A run at a rate gets Poisson arrivals, the same for all variants, at a lower rate than "ours"
+can serve.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from bench.offline.saturated import Asking, Saturated, offer, saturate
 from serve import Engine
 from serve.engine.loader import load_engine
 
-RATE_SHARE = 0.85  # of the rate that "ours" reaches when saturated: near the limit
+RATE_SHARE = 0.85  # share of the rate that "ours" reaches when saturated
 _WARM_UP = 16  # requests
-_RATE_ROUNDS = 2  # after the saturated ones, so that compared runs are close in time
-_SHORT_SHARE = 0.25  # of max_num_seqs average requests that short memory holds
-_SHORT_CONTEXTS = 2.2  # at least, since one sequence with K/V of twice the bytes has to fit
+_RATE_ROUNDS = 2  # follow the saturated rounds, so that compared runs are close in time
+_SHORT_SHARE = 0.25  # share of max_num_seqs average requests that short memory holds
+_SHORT_CONTEXTS = 2.2  # contexts it holds at least: a sequence with K/V twice as large must fit
 
 
 @dataclass(slots=True)
 class Round:
-    """One turn of a variant. ttft_s (since the request was due), tpot_s: of each request at the
-    rate; empty in rounds without a rate."""
+    """One turn of a variant. ttft_s (from the time at which a request was due) and tpot_s have an
+    entry for each request at the rate; they are empty in rounds without a rate."""
 
     saturated: Saturated
     ttft_s: list[float] = field(default_factory=list)
@@ -41,10 +42,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class AblationPlan:
-    """What is run. settings: of every engine. has_rate: latency at a rate is measured, too. qps,
-    kv_cache_bytes (of variants with short memory): None lets the run choose. keeps_engines: all
-    engines stay loaded, else each is loaded for its turn. ends: answers that end before max_tokens,
-    by prompt (with_scripted_ends); without any the model ends them."""
+    """The runs to make. settings are those of every engine. With has_rate, latency at a rate is
+    measured too. The run chooses qps, and kv_cache_bytes of variants with short memory, if they are
+    None. With keeps_engines all engines stay loaded, else each is loaded for its turn. ends are the
+    lengths of answers by prompt (with_scripted_ends); if there are none, the model ends them."""
 
     model: str | None
     works: list[Work]
@@ -59,14 +60,14 @@ class AblationPlan:
 
     @property
     def num_turns(self) -> int:
-        """How often each variant runs."""
+        """The number of runs of each variant."""
         rate_rounds = min(_RATE_ROUNDS, self.rounds) if self.has_rate else 0
         return self.rounds + rate_rounds + self.keeps_engines
 
 
 @dataclass(frozen=True, slots=True)
 class AblationResult:
-    """Rounds by variant, and the values that were chosen for them."""
+    """The rounds by variant, and the rate and memory that were chosen for them."""
 
     rounds: dict[str, list[Round]]
     qps: float
@@ -78,7 +79,8 @@ class AblationResult:
 async def measure(
     plan: AblationPlan, variants: Sequence[Variant], advance: Callable[[str], None]
 ) -> AblationResult:
-    """variants: "ours" first. advance(name): before each turn of a variant (num_turns)."""
+    """Runs the plan. The first of the variants must be "ours". advance(name) is called before each
+    turn of a variant."""
     rounds: dict[str, list[Round]] = {variant.name: [] for variant in variants}
     async with AsyncExitStack() as stack:
         advance(OURS)

@@ -1,4 +1,4 @@
-"""Which optimisation is off, what stands in its place, and what it is compared with."""
+"""The variants: which optimisation is off, what replaces it, and what it is compared with."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ OURS, SHORT = "ours", "short memory"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An engine without one optimisation. settings: those beside the run's. against: the variant
-    that has the optimisation. is_exact: it has the same arithmetic as "ours", so the same tokens.
-    has_rate: latency at a rate is measured, too. claim: the original system's figure."""
+    """An engine without one optimisation. claim is the gain that the original system claims for
+    it. against names the variant that has the optimisation. settings extend those of the run. An
+    exact variant has the arithmetic of "ours" and so the same tokens. is_short gives it short K/V
+    memory. With has_rate, latency at a rate is measured too."""
 
     name: str
     optimisation: str = ""
@@ -54,9 +55,9 @@ def _short(name: str, **settings: Any) -> Callable[..., Variant]:
 
 
 def all_variants(plain: str | None, *, ends_early: bool) -> list[Variant]:
-    """Returns all variants. plain: the type of products that are not int8, None where ours are not
-    int8 either. ends_early: answers end before max_tokens; otherwise reserving max_tokens is as
-    good as knowing the length."""
+    """Returns all variants. plain is the type that replaces int8, None if "ours" is not int8.
+    Without ends_early all answers have max_tokens, so reserving max_tokens is as good as knowing
+    the length, and that variant is left out."""
     found = [Variant(OURS), _POOLS, _STEPS, _STATIC]
     found.append(Variant(SHORT, against=OURS, is_short=True, has_rate=False))
     if ends_early:
@@ -75,7 +76,8 @@ def all_variants(plain: str | None, *, ends_early: bool) -> list[Variant]:
 
 
 def chosen(variants: list[Variant], names: list[str] | None) -> list[Variant]:
-    """Returns the named variants and those they are compared with. Raises ConfigError."""
+    """Returns the named variants and those with which they are compared; all if names is None.
+    Raises ConfigError for unknown names."""
     if names is None:
         return variants
     known = {variant.name: variant for variant in variants}

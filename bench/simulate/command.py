@@ -1,4 +1,4 @@
-"""`serve bench --simulate`: from options to simulated runs."""
+"""`serve bench --simulate`: turns options into simulated runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _NOT_SIMULATED = (
 
 
 def simulated(options: OnlineOptions) -> OfferOnce:
-    """Returns a function that offers one rate (None: the arrivals' own) with one seed and a number
-    of requests (None: the options'). Raises ConfigError for options that a simulation does not
-    have, and as bench.simulate.machine does."""
+    """Returns a function that offers one rate with one seed and a number of requests. None stands
+    for the rate of the arrivals and for the number in the options. Raises ConfigError for options
+    that a simulation does not have, and as bench.simulate.machine does."""
     for name in _NOT_SIMULATED:
         if getattr(options, name):
             raise ConfigError(f"{name} cannot be simulated")
@@ -76,16 +76,16 @@ def simulate_load(
     warmup_s: float = 0.0,
     on_progress: OnProgress | None = None,
 ) -> RunResult:
-    """Simulates calls at their times (at_s). Where the model would decide the length of an answer,
-    it is the smaller of max_tokens and ASSUMED_OUTPUT. The result's notes say what is assumed."""
-    known = [
+    """Simulates calls at their times (at_s). An answer whose length the model would decide has the
+    smaller of max_tokens and ASSUMED_OUTPUT tokens. The result's notes state all assumptions."""
+    with_lengths = [
         call
         if call.num_output is not None
         else replace(call, num_output=min(call.max_tokens or ASSUMED_OUTPUT, ASSUMED_OUTPUT))
         for call in calls
     ]
     result = simulate(
-        known,
+        with_lengths,
         [call.at_s or 0.0 for call in calls],
         machine.cost,
         machine.settings,
@@ -98,6 +98,7 @@ def simulate_load(
     num_assumed = sum(call.num_output is None for call in calls)
     if num_assumed:
         result.notes.append(
-            f"{num_assumed} answers whose length the model would decide: {ASSUMED_OUTPUT} tokens"
+            f"{num_assumed} answers, whose length the model would decide, are assumed to have"
+            f" {ASSUMED_OUTPUT} tokens"
         )
     return result

@@ -1,5 +1,5 @@
-"""An engine whose device is a formula: the real scheduler decides, a cost model says how long each
-step takes, and nothing else takes time."""
+"""An engine under a virtual clock: the real scheduler decides, a cost model gives the time of each
+step, and nothing else takes time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _STOPS = frozenset({EOS})
 
 @dataclass(slots=True)
 class Step:
-    """A step that has run, before the scheduler gets its tokens. sampled: the sequences that get a
-    token; firsts: those of them whose first token it is."""
+    """A step that has run but whose tokens the scheduler does not have yet. sampled are the
+    sequences that get a token, firsts those that get their first one."""
 
     plan: StepPlan
     work: StepWork
@@ -32,27 +32,27 @@ class Step:
 
 
 class SimulatedEngine:
-    """Runs steps under a virtual clock, now_s; each answer has the length that it is given."""
+    """Runs steps under the virtual clock now_s. Each answer has a given length."""
 
     def __init__(self, scheduler: Scheduler, cost: StepCost) -> None:
         self.scheduler = scheduler
         self.cost = cost
         self.now_s = 0.0
-        self._ends: dict[Sequence, int] = {}  # of sequences without a first token
+        self._ends: dict[Sequence, int] = {}  # by sequence that has no token yet
         self._last: Step | None = None
 
     def add(self, sequence: Sequence, num_output: int) -> None:
-        """Queues a sequence whose answer ends by itself after num_output tokens (or before that, at
-        max_tokens)."""
+        """Queues a sequence whose answer ends with a stop token after num_output tokens, or earlier
+        at max_tokens."""
         num_prompt = sequence.num_prompt_tokens
-        # the length at which its next token is the first one, and later the last one
+        # the length at which the next token is the first one, and later the last one
         sequence.history = num_prompt
         self._ends[sequence] = num_prompt + num_output - 1
         self.scheduler.add(sequence)
 
     def step(self, watch: Callable[[Step], None] = lambda step: None) -> list[Sequence] | None:
-        """Runs the next step. Returns the sequences that ended with it, or None where there was
-        nothing to run. watch gets the step before the scheduler gets its tokens."""
+        """Runs the next step. Returns the sequences that finished with it, or None if there was
+        nothing to run. Calls watch with the step before the scheduler gets its tokens."""
         scheduler = self.scheduler
         plan = scheduler.schedule(self.now_s)
         if plan is None:
@@ -72,13 +72,12 @@ class SimulatedEngine:
         return scheduler.update(plan, tokens)
 
     def forward(self, watch: Callable[[Step], None], until_s: float) -> None:
-        """Runs, after a step, those that are certain to repeat it and to begin before until_s,
-        without the scheduler. watch gets each of them; sequences may then still lack the tokens of
-        these steps."""
+        """Runs, without the scheduler, the steps that certainly repeat the last step's rows and
+        begin before until_s. Calls watch with each; sequences get all their tokens at the end."""
         if self._last is None or not (most := _num_steady_steps(self.scheduler, self._last.plan)):
             return
         plan, scheduler, context = self._last.plan, self.scheduler, self._last.work.num_context
-        most = min(most, *[_until_mark(s) for s in plan.sequences])
+        most = min(most, *[_num_plain_tokens(s) for s in plan.sequences])
         count = 0
         num_rows = plan.num_decodes
         while count < most and self.now_s < until_s:
@@ -93,7 +92,7 @@ class SimulatedEngine:
         _end_steady_steps(plan, count)
 
     def _answer(self, sampled: list[Sequence]) -> tuple[list[int], list[Sequence]]:
-        """Returns the next token of each sequence, and the sequences whose first token it is."""
+        """Returns the next token of each sequence, and the sequences that get their first one."""
         tokens = [OTHER] * len(sampled)
         firsts = []
         for index in [i for i, s in enumerate(sampled) if len(s.token_ids) == s.history]:
@@ -122,7 +121,7 @@ def _num_steady_steps(scheduler: Scheduler, plan: StepPlan) -> int:
 
 
 def _begin_steady_step(scheduler: Scheduler, now_s: float) -> None:
-    """Updates what schedule() would count for a steady step."""
+    """Updates the counters that schedule() would update for a steady step."""
     scheduler.waiting.tick(now_s)
     scheduler.num_steps += 1
     scheduler.num_page_steps += scheduler.kv.num_in_use
@@ -136,9 +135,9 @@ def _end_steady_steps(plan: StepPlan, num_steps: int) -> None:
         sequence.token_ids += tokens
 
 
-def _until_mark(sequence: Sequence) -> int:
-    """Returns the number of tokens before the next first or last one."""
-    assert isinstance(sequence.history, int), "set by add"
+def _num_plain_tokens(sequence: Sequence) -> int:
+    """Returns how many tokens a sequence gets before its next first or last one."""
+    assert isinstance(sequence.history, int), "add has set it"
     return sequence.history - len(sequence.token_ids)
 
 

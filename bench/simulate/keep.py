@@ -1,4 +1,4 @@
-"""Records a simulated run: a short one wholly, a long one as far as memory allows."""
+"""Records a simulated run: all of a short one, and a sample of a long one to limit memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 
-MOST_CHUNKS = 2_000_000  # up to which the times of all are kept
+MOST_CHUNKS = 2_000_000  # a run with more keeps only the first and last times
 MOST_STEPS = 20_000
 MOST_SAMPLES = 1_000
 _BIN = math.log(1.01)
 
 
 class Keeper:
-    """Keeps times of requests by their number. keeps_chunks: the times of all tokens, not only of
-    the first and the last one."""
+    """Keeps the times of requests by their number. With keeps_chunks it keeps the times of all
+    tokens, else only of the first and the last one."""
 
     def __init__(self, scheduler: Scheduler, num_calls: int, *, keeps_chunks: bool) -> None:
         self.keeps_chunks = keeps_chunks
@@ -28,7 +28,7 @@ class Keeper:
         self.num_preempted = 0
         self.rows: list[StepRow] = []
         self._scheduler = scheduler
-        self.stride = 1  # one of so many steps is kept
+        self.stride = 1  # every stride-th step is kept
         self._gaps: Counter[int] = Counter()
         self._chunks: dict[int, list[float]] = {}
         self._first_s = array("d", bytes(8 * num_calls))
@@ -38,7 +38,7 @@ class Keeper:
         self._num_cached = array("l", bytes(8 * num_calls))
         self._reasons = bytearray(num_calls)  # 0: not finished, 1: stop, 2: length
         self._num_preemptions = 0
-        self._stopped_s: dict[Sequence, float] = {}  # when preempted sequences last ran
+        self._stopped_s: dict[Sequence, float] = {}  # end of the last step before a preemption
 
     def watch(self, step: Step) -> None:
         """Records a step that has run."""
@@ -90,10 +90,10 @@ class Keeper:
             self.stride *= 2
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        """Records that a sequence ended at that time."""
+        """Records that a sequence finished at now_s."""
         number = number_of(sequence)
         self._last_s[number] = now_s
-        assert sequence.first_scheduled_s is not None, "it ran"
+        assert sequence.first_scheduled_s is not None, "the sequence has run"
         self._queue_s[number] = sequence.first_scheduled_s - sequence.request.arrival_s
         self._num_output[number] = sequence.num_output_tokens
         self._num_cached[number] = sequence.num_cached_tokens
@@ -101,7 +101,7 @@ class Keeper:
         self.num_preempted += sequence.num_preemptions > 0
 
     def fill(self, record: Record, output_s: float) -> None:
-        """Fills in a request's record. output_s: seconds from a step's end to the client."""
+        """Fills in a request's record. output_s is the delay from a step's end to the client."""
         number = record.index
         if not self._reasons[number]:
             return
@@ -122,13 +122,13 @@ class Keeper:
 
     @property
     def gaps(self) -> list[tuple[float, int]]:
-        """Times between tokens and their counts, where not all times are kept."""
+        """Pairs (seconds between tokens, count) of a run that does not keep all times."""
         return [
             (math.exp((number + 0.5) * _BIN), count) for number, count in sorted(self._gaps.items())
         ]
 
     def samples(self) -> list[ServerSample]:
-        """Returns what a server would report that is polled now and then."""
+        """Returns the samples that a server would report when polled."""
         num_pages = self._scheduler.kv.num_pages
         every = -(-len(self.rows) // MOST_SAMPLES) or 1
         return [

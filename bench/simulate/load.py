@@ -1,4 +1,4 @@
-"""Runs a load through a simulated engine: requests and their times in, a run's result out."""
+"""Runs a load through a simulated engine, from requests and arrival times to a run's result."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def simulate(
     warmup_s: float = 0.0,
     on_progress: OnProgress | None = None,
 ) -> RunResult:
-    """Runs every request to its end (num_output None: to its max_tokens, or the context's).
+    """Runs every request to its end, which without num_output is max_tokens or the context's end.
 
-    calls[i] comes arrivals_s[i] seconds after the start; they ascend. qps: the rate asked for, if
-    it is not that of arrivals_s. warmup_s: seconds at the beginning that do not count. on_progress
-    is called now and then, with simulated seconds. Raises ConfigError for settings that do not
-    work together.
+    calls[i] arrives arrivals_s[i] seconds after the start; arrivals_s ascend. qps is the nominal
+    rate, by default that of arrivals_s. warmup_s seconds at the beginning do not count.
+    on_progress is called every few thousand steps with simulated seconds. Raises ConfigError for
+    settings that contradict each other.
     """
     load = LoadSimulation(calls, arrivals_s, cost, settings)
     load.run(on_progress)
@@ -53,8 +53,8 @@ def simulate(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Turns garbage collection off: a simulation makes few cycles, and looking for them among its
-    many objects is slow."""
+    """Turns garbage collection off, because it is slow with many objects and a simulation creates
+    few reference cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -65,7 +65,7 @@ def _without_collections() -> Iterator[None]:
 
 
 class LoadSimulation:
-    """One run as serve/engine/core.py does it: requests arrive as messages between two steps."""
+    """Runs a load as serve/engine/core.py does: requests arrive as messages between two steps."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LoadSimulation:
         cost: StepCost,
         settings: SimulationSettings,
     ) -> None:
-        self.is_fast = True  # equal steps run without the scheduler
+        self.is_fast = True  # runs steps that repeat the last one without the scheduler
         self._calls = calls
         self._arrivals_s = arrivals_s
         self._settings = settings
@@ -95,7 +95,7 @@ class LoadSimulation:
         self._runs: dict[int, int] = {}
 
     def run(self, on_progress: OnProgress | None = None) -> None:
-        """Runs until the last request has ended."""
+        """Runs until the last request has finished."""
         with _without_collections():
             self._run(on_progress)
 
@@ -114,7 +114,7 @@ class LoadSimulation:
             if not scheduler.has_work():
                 if index == count:
                     break
-                engine.now_s = due[index][0]  # nothing to compute: the next message wakes it up
+                engine.now_s = due[index][0]  # the next message wakes up an idle engine
                 continue
             finished = engine.step(keeper.watch)
             if finished is None:
@@ -178,7 +178,7 @@ class LoadSimulation:
         self._engine.add(sequence, max_tokens if call.num_output is None else call.num_output)
 
     def _prompt(self, number: int, call: Call) -> tuple[int, ...]:
-        """Returns tokens that are equal where runs are, and new where there are none."""
+        """Returns tokens that are equal for equal runs and unique outside of runs."""
         if not self.scheduler.prefixes.is_on:
             prompt = self._prompts.get(call.num_prompt)
             if prompt is None:
@@ -194,7 +194,7 @@ class LoadSimulation:
 
     @property
     def num_preempted(self) -> int:
-        """Requests that were preempted at least once."""
+        """The number of requests that were preempted at least once."""
         return self._keeper.num_preempted
 
     def result(self, qps: float, seed: int) -> RunResult:
@@ -228,10 +228,10 @@ class LoadSimulation:
             f" {scheduler.num_priority_preemptions} of them for a higher priority"
         ]
         if len(keeper.rows) < keeper.num_steps:
-            notes.append(f"of {keeper.num_steps} steps every {keeper.stride}th is kept")
+            notes.append(f"every {keeper.stride}th of {keeper.num_steps} steps is kept")
         if not keeper.keeps_chunks:
             notes.append(
-                "of each answer the first and the last token's time are kept; times between tokens"
-                " are a histogram of 1 % steps"
+                "of each answer only the times of the first and last token are kept; times between"
+                " tokens are a histogram with bins of 1 %"
             )
         return notes

@@ -1,4 +1,4 @@
-"""A machine and a model for the simulator: what its steps take, and how its K/V memory is cut."""
+"""A machine and a model for the simulator: the cost of steps and the sizes of K/V memory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _DTYPES = {"auto": "int8"}
 
 
 class SimulatedMachine(NamedTuple):
-    """A machine and the engine's settings on it. name: the machine's, for reports. notes: what a
-    report must say of the machine, such as that its step times are not measured."""
+    """A machine and the engine's settings on it. name is the machine's name in reports, and notes
+    are what a report must state about it, such as that step times are not measured."""
 
     name: str
     cost: StepCost
@@ -44,9 +44,9 @@ def simulated_machine(
 ) -> SimulatedMachine:
     """Returns a machine with the engine's settings on it.
 
-    model: as load_shape takes it. machine: as `serve plan` takes it ("4xh100-sxm", "here"), or the
-    file of a fitted cost (FittedCost.save), which needs kv_cache_bytes. engine: settings of
-    EngineConfig. Raises ConfigError for unknown names and where memory is too small.
+    model is a name or path for load_shape. machine is a name of `serve plan` ("4xh100-sxm",
+    "here") or the file of a fitted cost (FittedCost.save), which needs kv_cache_bytes. engine has
+    settings of EngineConfig. Raises ConfigError for unknown names and if memory is too small.
     """
     shape = load_shape(model)
     config = EngineConfig.from_settings(**engine)
@@ -80,7 +80,7 @@ def simulated_machine(
 def _sized(
     config: EngineConfig, shape: Shape, precision: Precision, kind: str, room: int | None
 ) -> EngineConfig:
-    """Returns the settings with the sizes that the engine would find at its start
+    """Returns the settings with the sizes that an engine would choose at its start
     (serve/loading/kv_sizing.py)."""
     token_bytes = int(shape.kv_token_bytes(precision))
     longest = config.max_model_len or shape.max_model_len

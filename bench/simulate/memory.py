@@ -1,4 +1,4 @@
-"""K/V memory that is only accounted for: the real `KVManager` over pages that are never mapped."""
+"""K/V memory that exists only in the accounting: the real `KVManager` with pages never mapped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memory.pages.layer_groups import LayerGroup
 
 
 class NoMemory:
-    """A VirtualMemory without memory."""
+    """A VirtualMemory that does nothing."""
 
     maps_during_kernels = True
 
@@ -42,8 +42,8 @@ class NoMemory:
 
 @dataclass(slots=True)
 class AssumedMapping(MappingStats):
-    """Takes call_s for a system call and not the time that doing nothing takes here: prefix hits
-    are weighed against it, and a run must be repeatable."""
+    """Assumes call_s for a mapping call instead of measuring it. The scheduler weighs prefix hits
+    against this time, and a run must be repeatable."""
 
     call_s: float = 0.0
 
@@ -61,8 +61,8 @@ def make_kv(
     max_rows: int,
     map_call_s: float = 0.0,
 ) -> KVManager:
-    """Returns the real K/V manager without memory. map_call_s: assumed seconds of mapping a run of
-    pages."""
+    """Returns the real K/V manager without memory. map_call_s are the assumed seconds of a system
+    call that maps a run of pages."""
     kv = KVManager(
         NoMemory(page_bytes),
         num_pages=num_pages,

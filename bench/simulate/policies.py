@@ -1,9 +1,10 @@
-"""What a policy is worth on a given machine, on many requests: memory policies (with the queue
-policy fcfs) and queue policies (with the memory policy "predicted").
+"""Compares memory policies (with the queue policy fcfs) and queue policies (with the memory policy
+"predicted") on many requests.
 
-The requests have Azure-Conv's published lengths, its 24 clients and Poisson arrivals; llama-3.1-8b
-(int8) runs on one H100 with so little K/V memory that not all sequences fit. Run:
-python -m bench.simulate.policies [--requests 100000] [--qps 28] [--kv-gib 6]
+The requests have Azure-Conv's published lengths, its 24 clients and Poisson arrivals. llama-3.1-8b
+(int8) runs on one H100 whose K/V memory is too small for all sequences.
+
+Run: python -m bench.simulate.policies [--requests 100000] [--qps 28] [--kv-gib 6]
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case. answered: share of the requests; memory: mean share of the pages in use."""
+    """The figures of one case. answered is the share of the requests that succeed, memory the mean
+    share of the pages in use, preempted the share of the answers that were preempted."""
 
     policy: str
     order: str
@@ -95,9 +97,9 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=6.0)
     args = parser.parse_args()
     print(f"machine: {platform.processor() or platform.machine()}, {platform.python_version()}")
-    given = (args.requests, args.qps, int(args.kv_gib * (1 << 30)))
+    load = (args.requests, args.qps, int(args.kv_gib * (1 << 30)))
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        results = [job.result() for job in [pool.submit(run, *case, *given) for case in CASES]]
+        results = [job.result() for job in [pool.submit(run, *case, *load) for case in CASES]]
     print(
         f"{'policy':12} {'order':9} {'answered':>8} {'TTFT p50':>9} {'p99':>9} {'TPOT p50':>9}"
         f" {'p99':>9} {'running':>8} {'memory':>7} {'preempted':>9} {'took':>7}"

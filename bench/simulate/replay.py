@@ -1,6 +1,8 @@
-"""How fast the simulator is, with requests of Azure-Conv's published lengths, Poisson arrivals and
-an engine with its default settings: llama-3.1-8b (int8) on one H100, by default at about 90 % of
-the highest stable rate (36 requests/s).
+"""Measures the speed of the simulator.
+
+The requests have Azure-Conv's published lengths and Poisson arrivals. The engine has its default
+settings and serves llama-3.1-8b (int8) on one H100, by default at about 90 % of the highest stable
+rate (36 requests/s).
 
 Run: python -m bench.simulate.replay [--requests 1000000] [--qps 32.5]
 """
@@ -28,7 +30,8 @@ MAX_MODEL_LEN = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Seconds, GiB; prompt and output: mean tokens."""
+    """The figures of a replay. prompt and output are mean tokens, running is the mean number of
+    running sequences, and simulated_h are simulated hours, as TTFT and TPOT are simulated."""
 
     requests: int
     answered: int

@@ -1,4 +1,4 @@
-"""A step's cost drawn from the steps that a real engine ran."""
+"""Draws the cost of a step from the steps that a real engine ran."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ NEAREST = 24
 
 
 class ResampledCost:
-    """Multiplies the base cost by the ratio of a measured step of nearly the same size to its own
-    base cost. The step is one of the NEAREST, drawn at random: a bootstrap of the residuals,
-    conditional on the size. So errors of the base are corrected at sizes that were measured, and
-    stalls come as often as they did, to steps of the same kind.
+    """Multiplies the base cost of a step by the ratio of measured to base cost of a similar step.
 
-    Sizes are compared by the logarithms of decode rows, of prompt rows and of prompts; steps with
-    prompts and steps without are kept apart.
+    The similar step is drawn at random from the NEAREST measured ones: a bootstrap of residuals,
+    conditional on the size. This corrects errors of the base cost at measured sizes, and steps of a
+    kind stall as often as they did when measured. Sizes are compared by the logarithms of decode
+    rows, prompt rows and prompts. A step with prompts is compared only with such steps.
     """
 
     def __init__(

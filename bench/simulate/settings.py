@@ -1,5 +1,5 @@
-"""Settings of a simulated engine: the engine's own, and those that follow from its machine and
-model."""
+"""Settings of a simulated engine: those of EngineConfig, and those that its machine and model
+determine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from serve.scheduler.waiting_queue import make_queue
 
 @dataclass(frozen=True, slots=True)
 class PoolDelays:
-    """Seconds that a client waits beside the steps. tokenize_s and tokenize_token_s: for a prompt
-    and for each of its tokens, before the loop gets the request; output_s: from a step's end until
-    the client has its tokens."""
+    """Delays in seconds that a client has beside the steps. tokenize_s for each prompt and
+    tokenize_token_s for each of its tokens pass before the loop gets the request. output_s passes
+    from a step's end until the client has its tokens."""
 
     tokenize_s: float = 0.0
     tokenize_token_s: float = 0.0
@@ -33,9 +33,10 @@ class PoolDelays:
 
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    """engine: must have max_model_len, kv_cache_bytes and kv_page_bytes. groups: K/V of the layers
-    (memory.pages.layer_groups). map_call_s: seconds of a system call that maps pages, which prefix
-    hits are weighed against. Where calls share nothing (no runs), the prefix cache is left out."""
+    """The settings of a simulation. engine must have max_model_len, kv_cache_bytes and
+    kv_page_bytes. groups describe the K/V of the layers (memory.pages.layer_groups). map_call_s are
+    the seconds of a system call that maps pages, against which prefix hits are weighed. Raises
+    ConfigError if one of engine's three sizes is missing."""
 
     engine: EngineConfig
     groups: tuple[LayerGroup, ...]
@@ -53,7 +54,7 @@ class SimulationSettings:
         return self.engine.max_model_len
 
     def make_kv(self) -> KVManager:
-        """Raises ConfigError where the memory does not hold one whole context."""
+        """Returns a K/V manager. Raises ConfigError if memory does not hold one whole context."""
         engine = self.engine
         assert engine.kv_cache_bytes is not None and engine.kv_page_bytes is not None, "checked"
         kv = make_kv(
@@ -68,12 +69,13 @@ class SimulationSettings:
         if kv.pages_for(self.max_model_len) > kv.num_pages:
             raise ConfigError(
                 f"kv_cache_bytes {engine.kv_cache_bytes} holds less than one sequence of"
-                f" max_model_len {self.max_model_len}; raise the one or lower the other"
+                f" max_model_len {self.max_model_len}: raise kv_cache_bytes or lower max_model_len"
             )
         return kv
 
     def make_scheduler(self, *, has_prefixes: bool) -> Scheduler:
-        """Returns a scheduler as serve/engine/loader.py makes it."""
+        """Returns a scheduler as serve/engine/loader.py makes it. Without has_prefixes it has no
+        prefix cache."""
         engine, kv = self.engine, self.make_kv()
         limits = SchedulerLimits(
             engine.max_num_seqs,
@@ -81,11 +83,11 @@ class SimulationSettings:
             engine.chunk_tokens,
             engine.inter_token_slo_s,
         )
-        is_on = engine.prefix_cache and has_prefixes
+        has_cache = engine.prefix_cache and has_prefixes
         return Scheduler(
             limits,
             kv,
             make_policy(engine.memory_policy, kv, engine.batched_tokens, engine.length_predictor),
-            PrefixHasher(kv.page_end, b"simulation") if is_on else None,
+            PrefixHasher(kv.page_end, b"simulation") if has_cache else None,
             make_queue(engine.order),
         )
