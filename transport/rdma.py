@@ -118,8 +118,8 @@ class RdmaListener(SocketListener):
                 undo.callback(end.pair.close)
                 end.connect(theirs)
             except TransportError as error:
-                told = error if isinstance(error, RefusedError) else "no queue pair could be made"
-                session.send({"refused": str(told)})
+                reason = error if isinstance(error, RefusedError) else "no queue pair could be made"
+                session.send({"refused": str(reason)})
                 raise
             session.send(
                 {

@@ -152,7 +152,8 @@ class _File:
 
 
 class RingFile(_File):
-    """io_uring: the caller's thread submits; one thread reaps completions and runs callbacks."""
+    """A file on io_uring. The caller's thread submits; one thread reaps completions and runs
+    callbacks."""
 
     def __init__(
         self, fd: int, *, is_direct: bool, depth: int, io: str = "io_uring", ring: Any = None

@@ -25,7 +25,8 @@ from ops.triton_kernels.tiles import (
 
 
 class Rotation(NamedTuple):
-    """cos, sin: [T, R/2] fp32 of each row, for pairs (i, i + R/2) of the first R dimensions."""
+    """The rotation of each row's position. cos, sin: [T, R/2] fp32, for pairs (i, i + R/2) of the
+    first R dimensions."""
 
     cos: Tensor
     sin: Tensor

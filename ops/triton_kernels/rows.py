@@ -228,7 +228,8 @@ def rows_kernel(
 
 
 class Quantized(NamedTuple):
-    """codes: [T, N] int8 or e4m3, N zero-padded to a multiple of 16; scales: [T] fp32."""
+    """Quantized rows. codes: [T, N] int8 or e4m3, N zero-padded to a multiple of 16; scales: [T]
+    fp32."""
 
     codes: Tensor
     scales: Tensor

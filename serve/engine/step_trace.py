@@ -11,10 +11,12 @@ from serve.scheduler.step_time import StepWork
 
 
 class TracedStep(NamedTuple):
-    """began_s, ended_s: from the end of the step before (if the engine was busy) until the tokens
-    were there, on the engine's clock. num_running, num_waiting, pages_in_use: at ended_s; they
-    include sequences that end with this step and, with overlapped steps, what the next step has
-    been given already."""
+    """One step of a trace.
+
+    began_s, ended_s: from the end of the step before (if the engine was busy) until the tokens were
+    there, on the engine's clock. num_running, num_waiting, pages_in_use: at ended_s; they include
+    sequences that end with this step and, with overlapped steps, what the next step has already.
+    """
 
     began_s: float
     ended_s: float

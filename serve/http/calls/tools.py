@@ -50,7 +50,7 @@ _PATTERN_PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
-    """tools: those that the answer may call, in OpenAI's shape. choice: see ChatRequest."""
+    """The tools that an answer may call. tools: in OpenAI's shape. choice: see ChatRequest."""
 
     tools: list[dict[str, Any]]
     choice: str | tuple[str, str]

@@ -47,7 +47,8 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """digest: SHA-256 of the key. name: the client's name in logs and metrics."""
+    """A client's API key and its limits. digest: SHA-256 of the key. name: the client's name in
+    logs and metrics."""
 
     name: str
     digest: bytes

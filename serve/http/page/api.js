@@ -1,4 +1,4 @@
-// Calls of this server, with the key of this tab.
+// Calls the server with the API key that this tab keeps.
 
 const KEY = "mergestep.key";
 
@@ -8,7 +8,7 @@ export const key = {
   forget: () => sessionStorage.removeItem(KEY),
 };
 
-/** What the server answered instead of 2xx, or why there is no answer (status 0). */
+/** An answer other than 2xx, or the reason why there is no answer (status 0). */
 export class CallError extends Error {
   constructor(status, message, { code = null, retryAfter = null } = {}) {
     super(message);
@@ -25,13 +25,13 @@ async function toError(response) {
   try {
     error = (await response.json()).error ?? {};
   } catch {
-    // not ours: a proxy's page
+    // the body is not an error of this server but, for example, a proxy's page
   }
   const message = typeof error.message === "string" ? error.message : "The server gave no reason.";
   return new CallError(response.status, message, { code: error.code, retryAfter });
 }
 
-/** The response, if it is 2xx. body: sent as JSON. */
+/** Returns a 2xx response; throws CallError otherwise. body: sent as JSON. */
 export async function call(path, { body, signal } = {}) {
   const headers = {};
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
@@ -54,7 +54,7 @@ export async function call(path, { body, signal } = {}) {
   return response;
 }
 
-/** The data of each server-sent event, parsed; ends with the stream or at [DONE]. */
+/** Yields the parsed data of each server-sent event until [DONE] or the end of the stream. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -9,8 +9,10 @@ const log = $("log");
 const prompt = $("prompt");
 
 /**
+ * Shows the conversation and sends its turns.
  * askKey: () -> promise of whether a key was given. findModel: () -> promise of the model's name.
- * forgetModel: it is another one now. onStats: told the figures of every answer.
+ * forgetModel: called when the server does not have the model. onStats: called with the figures of
+ * every answer.
  */
 export class Chat {
   constructor({ askKey, findModel, forgetModel, onStats }) {
@@ -38,7 +40,7 @@ export class Chat {
     prompt.focus();
   }
 
-  /** Forgets the turns from a place on. */
+  /** Removes the turns from an index on. */
   cut(place) {
     for (const turn of this.turns.splice(place)) (turn.form ?? turn.node).remove();
     this.dismiss();
@@ -96,7 +98,7 @@ export class Chat {
     if (always || rest < 120) log.scrollTop = log.scrollHeight;
   }
 
-  /** Puts an editor in the place of a message; saving it asks again from there. */
+  /** Replaces a message by an editor; saving it sends the conversation again from there. */
   edit(turn) {
     if (this.isBusy) return;
     const field = el("textarea", { "aria-label": "Edit your message", rows: "3" });
@@ -187,7 +189,7 @@ export class Chat {
     if (!timing.reason) throw new CallError(0, "The answer broke off.");
   }
 
-  /** Once a frame, however many tokens came. */
+  /** Draws a turn at most once per frame, however many tokens came. */
   draw(turn) {
     turn.frame ||= requestAnimationFrame(() => {
       turn.frame = 0;
@@ -238,7 +240,7 @@ export class Chat {
     if (isBusy) this.say("Answering.");
   }
 
-  /** What went wrong, under the conversation, with a way to try again. */
+  /** Shows an error below the conversation, with a button to try again. */
   async fail(error) {
     if (error.code === "model_not_found") this.forgetModel();
     if (error.status === 401 && (await this.askKey())) {
@@ -261,7 +263,7 @@ export class Chat {
   }
 }
 
-/** An answer so far: what the model thought, folded away, and what it says. */
+/** Shows an answer so far: the folded reasoning and the text. */
 function show(turn) {
   if (turn.thoughts && !turn.folded) {
     turn.folded = el("details", { class: "thoughts" }, el("summary", {}, "Thoughts"), el("div"));
@@ -291,5 +293,5 @@ function countDown(button, seconds) {
   tick();
 }
 
-/** Enter, but not in the middle of a composed character. */
+/** Returns whether a key event is Enter outside of the composition of a character. */
 export const isSend = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;

@@ -1,8 +1,8 @@
-// The live view's pictures, each on a canvas of its own, in the page's colours.
+// Draws the live view's charts, each on its own canvas, in the page's colours.
 
 const HUES = [258, 168, 28, 318, 208, 88, 358, 128, 58, 288];
 
-/** The colours of now: they follow the system's light or dark. */
+/** Returns the current colours, which follow the system's light or dark mode. */
 export function palette() {
   const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue(name).trim();
@@ -17,13 +17,13 @@ export function palette() {
   };
 }
 
-/** One colour for each sequence, the same for as long as it runs. */
+/** Returns the colour of a sequence, which stays the same while it runs. */
 export function colourOf(number, { isDark }) {
   const hue = HUES[number % HUES.length];
   return isDark ? `hsl(${hue} 62% 62%)` : `hsl(${hue} 58% 52%)`;
 }
 
-/** The context of a canvas in CSS pixels, empty; null while it is not shown. */
+/** Clears a canvas and returns its context in CSS pixels; null while it is not shown. */
 function begin(canvas) {
   const { width, height } = canvas.getBoundingClientRect();
   if (!width || !height) return null;
@@ -36,7 +36,7 @@ function begin(canvas) {
   return { context, width, height };
 }
 
-/** The smallest of 4, 8, 16... that is not less. */
+/** Returns the smallest of 4, 8, 16... that is not below the value. */
 const nice = (value) => 2 ** Math.max(2, Math.ceil(Math.log2(Math.max(1, value))));
 
 function scaleLabel(context, text, colours) {
@@ -50,13 +50,13 @@ const BAR = 4;
 
 export const barsIn = (canvas) => Math.ceil(canvas.getBoundingClientRect().width / BAR) + 2;
 
-/** Bars of [milliseconds, decode rows, prefill rows], the newest at the right edge. */
+/** Draws a bar per [milliseconds, decode rows, prefill rows], the newest at the right edge. */
 export function drawSteps(canvas, steps, colours, shift) {
   const area = begin(canvas);
   if (!area) return;
   const { context, width, height } = area;
   const most = nice(steps.reduce((high, step) => Math.max(high, step[1] + step[2]), 1));
-  // square root: one decode row shows beside a prompt of hundreds
+  // With the square root, one decode row is visible beside a prompt of hundreds.
   const tall = (rows) => (rows ? Math.max(2, Math.sqrt(rows / most) * (height - 16)) : 0);
   context.fillStyle = colours.line;
   context.fillRect(0, height - 1, width, 1);
@@ -76,8 +76,8 @@ export function drawSteps(canvas, steps, colours, shift) {
 }
 
 /**
- * A cell for each page: those of the sequences, then cached ones, then free ones, of which only
- * some where there are many. Where even the others are too many, a cell stands for several.
+ * Draws a cell for each page: first the pages of sequences, then cached pages, then free pages as
+ * far as they fit. If the pages in use and cached do not fit, a cell stands for several pages.
  * Returns how many pages are drawn.
  */
 export function drawPages(canvas, { pages, sequences }, colours) {
@@ -110,7 +110,7 @@ export function drawPages(canvas, { pages, sequences }, colours) {
   return Math.min(pages.total, cells * share);
 }
 
-/** A line of numbers over time, the newest at the right edge. */
+/** Draws a line of numbers over time, the newest at the right edge. */
 export function drawRate(canvas, values, length, colours) {
   const area = begin(canvas);
   if (!area || values.length < 2) return;

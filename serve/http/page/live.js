@@ -1,4 +1,4 @@
-// The live view: reads /live while it is shown, and draws what comes.
+// The live view reads /live while it is shown, and draws the snapshots.
 
 import { call, events } from "./api.js";
 import { barsIn, drawPages, drawRate, drawSteps, palette } from "./draw.js";
@@ -34,7 +34,7 @@ export class LiveView {
     this.drawAll();
   }
 
-  /** Starts reading again, with the present key, if the view is visible. */
+  /** Stops reading, and starts again with the current key if the view is visible. */
   restart() {
     this.stopping?.abort();
     this.stopping = null;
@@ -89,7 +89,7 @@ export class LiveView {
     this.animate();
   }
 
-  /** All that is on its way is there. */
+  /** Shows the steps that are still moving in at once. */
   flush() {
     this.steps.push(...this.coming);
     this.steps.splice(0, this.steps.length - MAX_BARS);
@@ -159,7 +159,7 @@ export class LiveView {
     }
   }
 
-  /** Of an answer that ended: milliseconds, or null where there is none. */
+  /** Shows the figures of an ended answer. ttft, tpot: milliseconds, null if there is none. */
   showChat({ ttft, tpot, tokens, cached }) {
     const { chat } = this;
     if (ttft !== null) chat.ttft.push(ttft);

@@ -1,4 +1,4 @@
-// Wires the page up: the composer, the panels, the key.
+// Connects the page's parts: the composer, the panels and the key.
 
 import { call, key } from "./api.js";
 import { Chat, isSend } from "./chat.js";

@@ -1,14 +1,14 @@
-// Text of a model as DOM nodes: paragraphs, headings, lists, code, bold and italics. Nodes are made
-// with createElement and textContent only, so whatever the text says, it stays text. Links and
+// Converts a model's text to DOM nodes: paragraphs, headings, lists, code, bold and italics. Nodes
+// are made with createElement and textContent only, so no text is interpreted as HTML. Links and
 // images are shown as they are written.
 
 const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+#.-]{0,30})/;
 const ITEM = /^( {0,8})(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/;
 const HEADING = /^(#{1,6})\s+(.*)$/;
-// Bounded, so that no text takes more than linear time.
+// The lengths are bounded, so that matching takes linear time for every text.
 const INLINE = /`([^`]{1,400})`|\*\*(?=\S)([^*]{1,400})\*\*|\*(?=[^\s*])([^*]{1,400})\*(?!\*)/;
 
-/** An element with attributes, or with text and elements inside. */
+/** Makes an element with attributes and children, which are text or elements. */
 export function el(name, attributes = {}, ...children) {
   const node = document.createElement(name);
   for (const [attribute, value] of Object.entries(attributes)) {
@@ -18,7 +18,7 @@ export function el(name, attributes = {}, ...children) {
   return node;
 }
 
-/** [{kind, source, ...}] of a text; the last one may still grow. */
+/** Returns the blocks [{kind, source, ...}] of a text; the last one may still grow. */
 export function blocks(text) {
   const found = [];
   let lines = [];
@@ -111,7 +111,7 @@ function render(block) {
   return ITEM.test(block.source.split("\n", 1)[0]) ? list(block.source) : paragraph(block.source);
 }
 
-/** Shows a text that grows; only blocks that have changed are made again. */
+/** Shows a growing text; only the blocks that have changed are made again. */
 export class Shown {
   constructor(parent) {
     this.parent = parent;

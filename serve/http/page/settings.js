@@ -1,4 +1,4 @@
-// The sampling controls. An empty one is not sent: the server's default holds.
+// The sampling controls. An empty control is not sent, so that the server's default applies.
 
 import { el } from "./markdown.js";
 
@@ -32,7 +32,7 @@ export function makeFields() {
   }
 }
 
-/** What the fields ask for, by the API's names. */
+/** Returns the values of the controls by the API's parameter names. */
 export function sampling() {
   const found = {};
   for (const [name, , limits] of FIELDS) {

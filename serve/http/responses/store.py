@@ -17,9 +17,12 @@ ITEM_BYTES = 256  # an id and its table entry
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """owner: the client that may see it. body: the response as JSON. history: lists of items as
-    JSON, in order: the model's whole input without the instructions. Continued conversations share
-    the lists of their beginning. item_ids: the ids of the output's items."""
+    """A stored response and the conversation up to it.
+
+    owner: the client that may see it. body: the response as JSON. history: lists of items as JSON,
+    in order, which are the model's whole input without the instructions; continued conversations
+    share the lists of their beginning. item_ids: the ids of the output's items.
+    """
 
     owner: str
     body: bytes

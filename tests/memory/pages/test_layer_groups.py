@@ -139,7 +139,7 @@ def keys_of(kv, tokens: list[int]) -> list[bytes]:
 
 
 def filled(kv, num_tokens: int, close: bool = True) -> list[bytes]:
-    """Computes a sequence, closes it unless told otherwise, and returns its page keys."""
+    """Computes a sequence, closes it if `close`, and returns its page keys."""
     keys = keys_of(kv, list(range(num_tokens)))
     item = kv.open(num_tokens)
     for position in range(0, num_tokens, 8):
