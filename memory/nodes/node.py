@@ -45,11 +45,9 @@ _MAX_ENGINES = 1024  # whose epochs are remembered
 
 @dataclass(frozen=True, slots=True)
 class NodeStats:
-    """A node's counters. bytes_leased of capacity_bytes are granted to num_engines engines.
-
-    The others count since the start: engines attached, engines refused (by the node, not by the
-    transport), sessions ended by an engine's protocol error, and queries.
-    """
+    """A node's counters. bytes_leased of capacity_bytes are granted to num_engines engines. The
+    others count since the start: engines attached, engines refused (by the node, not by the
+    transport), sessions ended by an engine's protocol error, and queries."""
 
     capacity_bytes: int
     bytes_leased: int
