@@ -19,7 +19,7 @@ from bench.ablation.parts import with_scripted_ends
 from bench.ablation.variants import OURS, Variant
 from bench.load.workload.arrivals import arrival_times
 from bench.load.workload.work import Schedule, Work
-from bench.offline.saturated import Asking, Saturated, offer, saturate
+from bench.offline.saturated import RecordingTarget, Saturated, offer, saturate
 from serve import Engine
 from serve.engine.loader import load_engine
 
@@ -89,7 +89,7 @@ async def measure(
             stats = ours.engine.stats()
             qps = plan.qps or RATE_SHARE * first.requests_per_s
             short_bytes = plan.kv_cache_bytes or _short_bytes(plan, ours.engine, first)
-        targets: dict[str, Asking] = {}
+        targets: dict[str, RecordingTarget] = {}
         for variant in variants if plan.keeps_engines else ():
             advance(variant.name)
             kept = await stack.enter_async_context(_open_target(plan, variant, short_bytes))
@@ -114,8 +114,8 @@ async def measure(
 
 @asynccontextmanager
 async def _at_turn(
-    plan: AblationPlan, variant: Variant, short_bytes: int, kept: dict[str, Asking]
-) -> AsyncIterator[Asking]:
+    plan: AblationPlan, variant: Variant, short_bytes: int, kept: dict[str, RecordingTarget]
+) -> AsyncIterator[RecordingTarget]:
     if variant.name in kept:
         yield kept[variant.name]
         return
@@ -126,7 +126,7 @@ async def _at_turn(
 @asynccontextmanager
 async def _open_target(
     plan: AblationPlan, variant: Variant, short_bytes: int
-) -> AsyncIterator[Asking]:
+) -> AsyncIterator[RecordingTarget]:
     settings: dict[str, Any] = {"prefix_cache": False, "seed": 0}
     settings["max_num_seqs"] = plan.max_num_seqs
     settings |= plan.settings | variant.settings
@@ -135,7 +135,7 @@ async def _open_target(
     parts = with_scripted_ends(variant.parts, plan.ends) if plan.ends else variant.parts
     load = partial(load_engine, parts=parts)
     async with Engine(plan.model, load=load, **settings) as engine:
-        target = Asking(engine)
+        target = RecordingTarget(engine)
         await saturate(target, plan.works[: _WARM_UP if plan.keeps_engines else 2])
         yield target
 
@@ -146,7 +146,9 @@ def _short_bytes(plan: AblationPlan, engine: Engine, found: Saturated) -> int:
     return math.ceil(tokens * engine.stats().kv_bytes_per_token)
 
 
-async def _at_rate(target: Asking, works: list[Work], qps: float, seed: int, found: Round) -> None:
+async def _at_rate(
+    target: RecordingTarget, works: list[Work], qps: float, seed: int, found: Round
+) -> None:
     arrivals_s = arrival_times("poisson", qps, len(works), seed)
     for record in await offer(target, Schedule(qps, works, arrivals_s), seed):
         first_s, last_s = record.chunks_s[0], record.chunks_s[-1]

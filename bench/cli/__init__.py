@@ -1,5 +1,5 @@
-"""`serve bench ...` and `serve plan`: from options to calls.
+"""`serve bench ...` and `serve plan`: turns command-line options into calls.
 
-It owns the options of each command and nothing else. Every measurement is done by the folder
-that bears its name. Begin with main.py.
+The package owns the options of each command, and reports that need them. The measurements
+themselves are in the folders of bench that have their names. Begin with main.py.
 """

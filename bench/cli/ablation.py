@@ -1,4 +1,4 @@
-"""`serve bench ablation`: from options to variants, a table and files."""
+"""`serve bench ablation`: turns options into variants, and their figures into tables and files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import uvloop
 
 from bench.ablation import report
 from bench.ablation.parts import serial_core
-from bench.ablation.pools import measure_pools
-from bench.ablation.run import AblationPlan, measure
+from bench.ablation.pools import OnDevice, measure_pools
+from bench.ablation.run import AblationPlan, AblationResult, measure
 from bench.ablation.variants import Variant, all_variants, chosen
 from bench.common import tables
 from bench.common.checkpoints import model_directory
@@ -26,7 +26,7 @@ from serve.machine import available_memory
 from serve.models import read_spec
 
 _QUICK_REQUESTS, _QUICK_ROUNDS = 32, 2
-_ROOM = 4  # max_tokens of a request over the longest answer, where lengths are known
+_ROOM = 4  # max_tokens of a request over the longest answer, if lengths are known
 
 
 def ablation(
@@ -80,8 +80,7 @@ def ablation(
     works, ends = _with_room(works)
     settings = _settings(path, works, dtype, compute_threads)
     ends_early = any(not work.ignore_eos for work in works)
-    known = all_variants(_plain_dtype(path, settings), ends_early=ends_early)
-    wanted = chosen(known, variants)
+    wanted = chosen(all_variants(_plain_dtype(path, settings), ends_early=ends_early), variants)
     plan = AblationPlan(
         path,
         list(works),
@@ -89,21 +88,13 @@ def ablation(
         num_rounds,
         max_num_seqs,
         has_rate=at_rate,
-        keeps_engines=_fit(path, len(wanted)),
+        keeps_engines=_have_room(path, len(wanted)),
         qps=qps,
         kv_cache_bytes=kv_cache_bytes,
         ends=ends,
     )
     head = tables.Head.now(f"ablation, {EngineConfig.from_settings(path).model_name}")
-    with tables.progress() as bar:
-        total = 1 + len(wanted) * plan.num_turns + num_rounds
-        task = bar.add_task("loading", total=total)
-
-        def advance(name: str) -> None:
-            bar.update(task, description=name, advance=1)
-
-        found = uvloop.run(measure(plan, wanted, advance))
-        device = uvloop.run(measure_pools(num_rounds, advance)) if _has_pools(wanted) else None
+    found, device = _measure(plan, wanted)
     rows = report.rows_of(wanted, found)
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
@@ -125,26 +116,41 @@ def ablation(
     return result
 
 
-def _has_pools(variants: Sequence[Variant]) -> bool:
-    return any(variant.parts.core is serial_core for variant in variants)
+def _measure(
+    plan: AblationPlan, variants: Sequence[Variant]
+) -> tuple[AblationResult, OnDevice | None]:
+    """Returns the rounds of all variants and, if one of them has no pools, the gain of the pools
+    beside a scripted device. Shows the progress."""
+    has_pools = any(variant.parts.core is serial_core for variant in variants)
+    with tables.progress() as bar:
+        total = 1 + len(variants) * plan.num_turns + plan.rounds
+        task = bar.add_task("loading", total=total)
+
+        def advance(name: str) -> None:
+            bar.update(task, description=name, advance=1)
+
+        found = uvloop.run(measure(plan, variants, advance))
+        device = uvloop.run(measure_pools(plan.rounds, advance)) if has_pools else None
+    return found, device
 
 
 def _with_room(works: list[Work]) -> tuple[list[Work], dict[tuple[int, ...], int]]:
-    """Gives answers of a fixed length a limit of four times the longest one, as clients do that do
-    not know it. Returns the requests, and the lengths at which the answers end, by prompt."""
+    """Sets max_tokens of answers with fixed lengths to _ROOM times the longest one, as clients do
+    that do not know the lengths. Returns the requests, and the lengths of their answers by prompt;
+    no lengths if the model ends an answer or prompts repeat."""
     ends = {
         tuple(work.token_ids): work.max_tokens
         for work in works
         if work.ignore_eos and work.token_ids is not None and work.max_tokens is not None
     }
-    if len(ends) < len(works):  # the model ends some, or prompts repeat
+    if len(ends) < len(works):
         return works, {}
     limit = _ROOM * max(ends.values())
     return [replace(work, max_tokens=limit, ignore_eos=False) for work in works], ends
 
 
-def _fit(model: str | None, count: int) -> bool:
-    """Returns whether memory has room for so many engines of the model at once."""
+def _have_room(model: str | None, count: int) -> bool:
+    """Returns whether `count` engines of the model fit into memory together."""
     folder = EngineConfig.from_settings(model).model_path
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     return 2 * count * size < available_memory()
@@ -153,8 +159,8 @@ def _fit(model: str | None, count: int) -> bool:
 def _settings(
     model: str | None, works: Sequence[Work], dtype: str, compute_threads: int | None
 ) -> dict[str, Any]:
-    """Returns the engine's settings. Where all lengths are known, the context is no longer than the
-    longest request, so that the short memory can be small."""
+    """Returns the engine's settings. If all lengths are known, the context is that of the longest
+    request, so that the short memory can be small."""
     settings: dict[str, Any] = {"dtype": dtype, "compute_threads": compute_threads}
     if all(work.token_ids is not None and work.max_tokens is not None for work in works):
         longest = max(len(work.token_ids or ()) + (work.max_tokens or 0) for work in works)
@@ -164,8 +170,8 @@ def _settings(
 
 
 def _plain_dtype(model: str | None, settings: dict[str, Any]) -> str | None:
-    """Returns the type that replaces int8: bfloat16, or float32 without a bf16 product. None if
-    the model does not run in int8."""
+    """Returns the type that replaces int8: bfloat16, or float32 if the machine has no bf16 product;
+    None if the model does not run in int8."""
     config = EngineConfig.from_settings(model, **settings)
     spec = read_spec(config.model_path)
     precision = resolve_precision(config, spec)

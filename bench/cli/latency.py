@@ -1,4 +1,4 @@
-"""`serve bench latency`: from options to a table and a file."""
+"""`serve bench latency`: turns options into measurements, and these into a table and a file."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def latency(
 
 
 def _show(tally: Tally, result: dict[str, Any], shape: Shape, console: Console) -> None:
-    title = f"decoding from context {shape.context}; medians over the rounds and their range"
+    title = f"decoding from context {shape.context}; medians and ranges over the rounds"
     names = [name for name in result["tokens_per_s"] if name != "ours"]
     table = Table("", "tokens/s", "ms p50", "p99", "share of the bound", title=title)
     table.title_justify = "left"
@@ -123,15 +123,15 @@ def _show(tally: Tally, result: dict[str, Any], shape: Shape, console: Console) 
             cells.append("" if best is None else f"{ours / best:.2f}x")
         table.add_row(*cells)
     console.print(table)
-    console.print(f"first token {result['start_s']:.1f} s after the start, imports aside")
+    console.print(f"first token {result['start_s']:.1f} s after the start, without imports")
     _show_ceilings(result["ceilings"], console)
 
 
 def _show_ceilings(ceilings: dict[str, dict[str, float]], console: Console) -> None:
-    """Prints the ceilings beside each peer; where they differ, so may the figures."""
+    """Prints the ceilings beside each peer, since figures at different ceilings do not compare."""
     ours = Ceiling(**ceilings["ours"])
     for name, found in ceilings.items():
         line = f"beside {name}: {Ceiling(**found)}"
         if ours.drift(Ceiling(**found)) > MAX_DRIFT:
-            line += "  [yellow]differs from ours by more than 15 %: compare with care[/yellow]"
+            line += "  [yellow]differ from ours by more than 15 %: compare with care[/yellow]"
         console.print(line, highlight=False, soft_wrap=True)

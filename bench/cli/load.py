@@ -1,4 +1,4 @@
-"""The load test of `serve bench`: from its options to runs, and from the runs to a report."""
+"""The load test of `serve bench`: turns its options into runs, and the runs into a report."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from serve.cli.model_files import find_model
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
 
-LOWEST_SHARE = 64  # a search goes no lower than this fraction of its first rate
+LOWEST_SHARE = 64  # a search goes down to its first rate over this
 MIN_SEARCH_S = 30.0
-# A run lasts this many times the longest limit: a queue that grows by a tenth of the time is then
-# over the limit at the end.
+# A run lasts this many times the longest limit. A queue that grows by a tenth of the time then
+# exceeds the limit at the end.
 SEARCH_LIMITS = 10
 
 
@@ -107,7 +107,7 @@ def _shown_settings(options: OnlineOptions) -> dict[str, Any]:
 def _offer_all(
     options: OnlineOptions, slo: Slo | None, offer_once: OfferOnce
 ) -> SearchResult | None:
-    """Offers every rate with every seed, until the user interrupts; or searches for a rate."""
+    """Searches for a rate, or offers every rate with every seed until the user interrupts."""
     if options.find_max_qps:
         assert slo is not None, "OnlineOptions checks it"
         return _search(options, slo, offer_once)
@@ -119,11 +119,11 @@ def _offer_all(
 
 
 def _search(options: OnlineOptions, slo: Slo, offer_once: OfferOnce) -> SearchResult:
-    """Searches for the highest rate. Each rate is offered for long enough to show that it is too
-    high, unless the user gives a number of requests or a duration."""
+    """Searches for the highest rate. Each rate runs long enough to show that it is too high, unless
+    the user sets a number of requests or a duration."""
     (start,) = options.rates if len(options.rates) == 1 else (None,)
     if start is None:
-        raise ConfigError("find_max_qps needs one qps to begin with")
+        raise ConfigError("find_max_qps needs exactly one qps, its first rate")
     needed_s = max(MIN_SEARCH_S, SEARCH_LIMITS * slo.longest_s)
     is_given = options.requests is not None or options.duration is not None
 
@@ -133,8 +133,8 @@ def _search(options: OnlineOptions, slo: Slo, offer_once: OfferOnce) -> SearchRe
         taken_s = len(result.records) / qps
         if taken_s < needed_s and (count is None or len(result.records) < count):
             result.notes.append(
-                f"{len(result.records)} requests last {taken_s:.3g} s: a search needs"
-                f" {needed_s:g} s of them to see that a rate is too high"
+                f"{len(result.records)} requests last {taken_s:.3g} s, but a search needs"
+                f" {needed_s:g} s to see that a rate is too high"
             )
         return result
 
@@ -152,7 +152,7 @@ def _search(options: OnlineOptions, slo: Slo, offer_once: OfferOnce) -> SearchRe
 
 @contextlib.contextmanager
 def _offering(options: OnlineOptions) -> Iterator[OfferOnce]:
-    """Opens the target, yields the function that offers it one rate, and closes it."""
+    """Opens the target, yields a function that offers it one rate, and closes the target."""
     if options.simulate:
         from bench.simulate.command import simulated
 
@@ -205,8 +205,8 @@ def _target(options: OnlineOptions) -> Target:
 
         if options.model in known_models() and options.model != DEFAULT_MODEL:
             raise ConfigError(
-                f"{options.model} is a name of `serve plan`: --simulate takes it; a load needs a"
-                " model's directory"
+                f"{options.model} is a name of `serve plan`, which only --simulate takes; a load"
+                " needs a model's directory"
             )
         found = find_model(options.model)
         return EngineTarget(Engine(found.model, served_model_name=found.name, **options.engine))

@@ -22,7 +22,7 @@ from serve.errors import ConfigError
 
 
 class Bench(TyperCommand):
-    """The command `serve bench`, where a first word may name a measurement with its own options."""
+    """The command `serve bench`. Its first word may name a measurement that has its own options."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
@@ -39,8 +39,9 @@ def online(**given: Any) -> None:
 
     Latencies are counted from the time at which each request was due.
 
-    `serve bench NAME --help` describes each other measurement: throughput, latency, startup, ops,
-    io, engine, http, prefix-cache, nodes and ablation; compare sets results side by side.
+    `serve bench NAME --help` describes each of the other measurements: throughput, latency,
+    startup, ops, io, engine, http, prefix-cache, nodes and ablation; compare sets results side by
+    side.
     """
     engine = {name: given.pop(name) for name in ENGINE_SETTINGS}
     from bench.cli.load import run

@@ -71,7 +71,8 @@ def throughput(
 def latency(
     model: Model = None,
     batch: Annotated[
-        str | None, typer.Option(help="Numbers of decoding sequences, with commas; 1 to 64.")
+        str | None,
+        typer.Option(help="Numbers of decoding sequences, with commas; the default is 1 to 64."),
     ] = None,
     context: Annotated[
         int, typer.Option(help="Tokens of each sequence before the first step.")
@@ -110,7 +111,9 @@ def startup(
     ] = True,
     dtype: options.DType = "auto",
     compute_threads: options.ComputeThreads = None,
-    limit_s: Annotated[float, typer.Option("--limit", help="Most seconds for one start.")] = 600.0,
+    limit_s: Annotated[
+        float, typer.Option("--limit", help="Timeout of one start in seconds.")
+    ] = 600.0,
     json_file: JsonFile = None,
     quick: options.Quick = False,
 ) -> None:
@@ -164,7 +167,9 @@ def ablation(
     rounds: Annotated[
         int | None, typer.Option(help="Rounds of all variants; the default is 8.")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences that run at once.")] = 64,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Maximum number of sequences that run at once.")
+    ] = 64,
     qps: Annotated[
         float | None,
         typer.Option(help="Rate for the latencies; the default is 85 % of the highest."),
@@ -269,7 +274,7 @@ def prefix_cache(
     json_file: JsonFile = None,
     quick: options.Quick = False,
 ) -> None:
-    """Measure the first token with a prefix that is computed, in memory and on disk."""
+    """Measure the first token when the prefix is computed, cached in memory and cached on disk."""
     _measure("bench.engine.prefix_cache:prefix_cache", locals())
 
 

@@ -11,7 +11,7 @@ from bench.common.cli_options import whole_numbers
 from serve.cli.reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL
 
-_WANTED = "What is wanted"
+_LOAD = "Load, SLO and budget"
 NOT_SERVED = 3  # exit code
 
 
@@ -39,30 +39,30 @@ def plan(
     ] = "auto",
     prompt: Annotated[
         int | None,
-        typer.Option(help="Tokens of a prompt; the default is 1024.", rich_help_panel=_WANTED),
+        typer.Option(help="Tokens of a prompt; the default is 1024.", rich_help_panel=_LOAD),
     ] = None,
     output: Annotated[
         int | None,
-        typer.Option(help="Tokens of an answer; the default is 256.", rich_help_panel=_WANTED),
+        typer.Option(help="Tokens of an answer; the default is 256.", rich_help_panel=_LOAD),
     ] = None,
     ttft: Annotated[
         float | None,
-        typer.Option(help="Most ms to the first token.", rich_help_panel=_WANTED),
+        typer.Option(help="SLO: ms to the first token, on average.", rich_help_panel=_LOAD),
     ] = None,
     tpot: Annotated[
         float | None,
-        typer.Option(help="Most ms between tokens.", rich_help_panel=_WANTED),
+        typer.Option(help="SLO: ms between tokens, at most.", rich_help_panel=_LOAD),
     ] = None,
     usd_per_h: Annotated[
         float | None,
-        typer.Option("--usd-per-hour", help="Most dollars per hour.", rich_help_panel=_WANTED),
+        typer.Option("--usd-per-hour", help="Budget in dollars per hour.", rich_help_panel=_LOAD),
     ] = None,
     usd_per_m: Annotated[
         float | None,
         typer.Option(
             "--usd-per-million",
-            help="Most dollars per million output tokens.",
-            rich_help_panel=_WANTED,
+            help="Budget in dollars per million output tokens.",
+            rich_help_panel=_LOAD,
         ),
     ] = None,
     batch: Annotated[
@@ -98,7 +98,7 @@ def plan(
 ) -> None:
     """Predict how fast MODEL runs on machines, and compare their costs, from sizes and peaks.
 
-    The exit code is 3 if no machine serves what is wanted."""
+    The exit code is 3 if no machine meets the SLO within the budget."""
     set_up_logging("warning")
     with reported():
         if show_list:

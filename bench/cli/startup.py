@@ -1,4 +1,4 @@
-"""`serve bench startup`: from options to tables and a file."""
+"""`serve bench startup`: turns options into starts, and their times into tables and a file."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def startup(
     _show(starts, imports, console)
     if is_cold and not was_dropped:
         console.print(
-            "the model's files cannot be dropped from memory here: the cold starts are warm"
+            "the model's files could not be dropped from memory: the cold starts were warm"
         )
     result = {
-        "starts": {name: [asdict(start) for start in found] for name, found in starts.items()},
+        "starts": {name: [asdict(start) for start in each] for name, each in starts.items()},
         "was_cold": is_cold and was_dropped,
         "import_seconds": imports,
     }
@@ -81,29 +81,28 @@ def _show(starts: dict[str, list[Start]], imports: dict[str, float], console: Co
     table = Table("seconds since the spawn", *starts, title="medians and ranges")
     table.title_justify = "left"
     for mark in starts["warm"][0].at_s:
-        cells = [tables.spread([start.at_s[mark] for start in found]) for found in starts.values()]
+        cells = [tables.spread([start.at_s[mark] for start in each]) for each in starts.values()]
         table.add_row(mark, *cells)
-    sizes = [
-        tables.spread([start.rss_bytes / 2**20 for start in found]) for found in starts.values()
-    ]
+    sizes = [tables.spread([start.rss_bytes / 2**20 for start in each]) for each in starts.values()]
     table.add_row("resident when ready, MiB", *sizes)
     console.print(table)
-    lines = _phases(starts["warm"])
-    console.print("phases by the log, warm: " + ", ".join(lines), highlight=False, soft_wrap=True)
+    phases = ", ".join(_phases(starts["warm"]))
+    console.print(f"phases of warm starts, from the log: {phases}", highlight=False, soft_wrap=True)
     packages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in imports.items())
-    console.print(f"imports, seconds: {packages}", highlight=False, soft_wrap=True)
+    console.print(f"seconds of imports: {packages}", highlight=False, soft_wrap=True)
 
 
 def _phases(starts: list[Start]) -> list[str]:
-    """Returns the median seconds between lines of the log, up to readiness."""
-    said = [
+    """Returns the median seconds between lines of the log until the server is ready, as texts; none
+    if the starts log different numbers of lines."""
+    logs = [
         [(at_s, line) for at_s, line in start.lines if at_s <= start.at_s["/ready"]]
         for start in starts
     ]
-    if len({len(lines) for lines in said}) != 1:
+    if len({len(lines) for lines in logs}) != 1:
         return []
-    texts = [_short(line.partition(":")[2].strip() or line) for _, line in said[0]]
-    times = [[at_s for at_s, _ in lines] for lines in said]
+    texts = [_short(line.partition(":")[2].strip() or line) for _, line in logs[0]]
+    times = [[at_s for at_s, _ in lines] for lines in logs]
     gaps = [[later - earlier for earlier, later in pairwise([0.0, *row])] for row in times]
     medians = [statistics.median(column) for column in zip(*gaps, strict=True)]
     last = statistics.median(

@@ -1,10 +1,10 @@
-"""`serve bench latency`: how long the steps of a model take, against their bound and peers.
+"""`serve bench latency`: measures a model's steps and compares them with their bound and peers.
 
 A decode step has one row of each of `batch` sequences and no other rows. The sequences begin with a
-given context, and the times between tokens are those of the engine's trace. Prefill is the time
-from the submission of a prompt to its first token. Last come 16 mixed requests from end to end,
-with which peers are compared. The machine's ceilings are measured before and after each
-measurement, which is repeated, three times at most, when they differ by more than 15 %.
+given context, and step times are those of the engine's trace. Prefill is the time from the
+submission of a prompt to its first token. The last measurement runs 16 mixed requests from end to
+end and is compared with peers. The machine's ceilings are measured before and after each
+measurement, which is repeated up to three times if they differ by more than 15 %.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from serve.engine.step_trace import TracedStep
 MIXED = "mixed_16"
 _PEER_BATCH = 32  # the batch that the runners in bench/peers configure
 _PEER_CONTEXT = 256
-_ROWS = 256  # of a step, by default
-_LEAD = 4  # steps
+_ROWS = 256  # the default row budget of a step
+_LEAD = 4  # additional steps
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is measured: decoding `steps` steps at each batch from `context` tokens on, and
-    prefill of each length, num_prefills times."""
+    """What is measured: `steps` decode steps at each batch from `context` tokens on, num_prefills
+    prefills of each length and, with has_mixed, the mixed requests."""
 
     batches: tuple[int, ...]
     context: int
@@ -64,20 +64,21 @@ class Shape:
 
     @property
     def most_tokens(self) -> int:
-        """The tokens of a sequence."""
+        """The most tokens of a sequence in any measurement."""
         decoding = self.context + self.steps + lead(max(self.batches, default=1), self.context) + 2
         mixed = 640 if self.has_mixed else 0
         return max(decoding, mixed, *(length + 1 for length in self.prefills), 1)
 
 
 def lead(batch: int, context: int) -> int:
-    """Steps until the last of so many prompts has its first token, at most."""
+    """Returns an upper bound of the steps until the last of `batch` prompts has its first token."""
     return -(-batch * context // (_ROWS // 2)) + _LEAD
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One measurement. seconds: of each step, or each prompt; bound_s: of all of them together."""
+    """One measurement. rate is in tokens per second, seconds are those of each step or prompt, and
+    steps are the traced steps, for which a bound can be computed."""
 
     rate: float
     seconds: list[float]
@@ -85,7 +86,7 @@ class Timed:
 
 
 class Model:
-    """A started engine; measures columns."""
+    """Measures columns with a started engine."""
 
     def __init__(self, engine: Engine, shape: Shape) -> None:
         self._engine = engine
@@ -129,14 +130,14 @@ class Model:
         full = [
             step for step in trace.steps if step.work.num_decodes == step.work.num_rows == batch
         ]
-        # the first one comes behind a prompt's step, which may have warmed what it needs
+        # the first one follows a step with prompt rows, which may have warmed its caches
         steps = full[1 : 1 + self._shape.steps]
-        assert len(steps) == self._shape.steps, "the lead was too short"
+        assert len(steps) == self._shape.steps, "lead() is too small"
         seconds = [step.ended_s - step.began_s for step in steps]
         return Timed(batch * len(steps) / sum(seconds), seconds, steps)
 
     async def _run(self, requests: Sequence[tuple[list[int], int]]) -> int:
-        """Sends all requests at once; returns how many tokens came."""
+        """Sends all requests (prompt, max_tokens) at once and returns the number of tokens."""
 
         async def consume(stream: RequestStream) -> int:
             return sum([len(delta.token_ids) async for delta in stream])
@@ -162,7 +163,7 @@ def mixed_requests(vocab_size: int) -> list[Work]:
 
 
 class Tally:
-    """The figures of the rounds: lists by peer ("ours" is one) and column."""
+    """The figures of all rounds, as lists by engine ("ours" and peers) and column."""
 
     def __init__(self) -> None:
         self.rates: dict[str, dict[str, list[float]]] = {}
@@ -184,7 +185,7 @@ class Tally:
         self.ceilings.setdefault("ours", []).append(found.ceiling)
 
     def unreliable(self) -> list[str]:
-        """Columns during which the ceilings drifted."""
+        """Returns the columns that exceed their bound or during which the ceilings drifted."""
         shares, drifts = medians(self.shares), medians(self.drifts)
         return [c for c in shares if shares[c] > 1 or drifts[c] > MAX_DRIFT]
 
@@ -218,8 +219,8 @@ async def measure(
     peers: dict[str, str],
     advance: Callable[[str], None],
 ) -> tuple[Tally, float]:
-    """Rounds of all columns, ours and then the peers'; and the seconds to the first token.
-    advance(what): before each column and each peer."""
+    """Measures all columns and all peers in each round. Returns the figures, and the seconds from
+    the engine's start to its first token. Calls advance(name) before each column and peer."""
     began = time.perf_counter()
     tally = Tally()
     async with engine:
@@ -245,7 +246,8 @@ async def measure(
 def _peer_round(
     tally: Tally, name: str, command: str, shape: Shape, probe: Probe, model: Model
 ) -> Iterator[tuple[str, float]]:
-    """Runs a peer once, in a process of its own, between two readings of the ceilings."""
+    """Runs a peer once, in a separate process and between two readings of the ceilings. Yields its
+    columns and rates."""
     before = probe()
     found = run_peer(command, shape.peer_columns, mixed_requests(model.vocab_size))
     tally.ceilings.setdefault(name, []).append(before.mean(probe()))
@@ -255,5 +257,5 @@ def _peer_round(
 
 
 def needs_peer_shape(shape: Shape) -> bool:
-    """The runners decode 32 steps from a context of 256."""
+    """Returns whether the shape is the one that the runners in bench/peers measure."""
     return (shape.context, shape.steps) == (_PEER_CONTEXT, 32)

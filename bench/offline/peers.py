@@ -1,4 +1,4 @@
-"""Runs other engines: commands whose last line is JSON (bench/peers has some)."""
+"""Runs other engines, as commands that print a last line of JSON (bench/peers has some)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve.errors import ConfigError, MergestepError
 
 
 def parse_peers(given: Sequence[str]) -> dict[str, str]:
-    """Parses NAME=COMMAND items. Raises ConfigError."""
+    """Returns the commands of NAME=COMMAND items by name. Raises ConfigError for another form."""
     peers = {}
     for item in given:
         name, equals, command = item.partition("=")
@@ -26,7 +26,9 @@ def parse_peers(given: Sequence[str]) -> dict[str, str]:
 
 
 def run_peer(command: str, columns: Sequence[str], works: Sequence[Work]) -> dict[str, Any]:
-    """Adds --columns NAMES and --requests FILE, the mixed ones as JSON: [[ids, answer], ...]."""
+    """Runs a peer and returns its JSON. The command gets the options --columns NAMES and --requests
+    FILE, where FILE holds the mixed requests as [[token ids, max_tokens], ...]. Raises
+    MergestepError if the command fails."""
     with TemporaryDirectory() as folder:
         requests = Path(folder) / "requests.json"
         requests.write_text(json.dumps([[work.token_ids, work.max_tokens] for work in works]))

@@ -13,13 +13,14 @@ from serve.errors import ConfigError
 from serve.models import read_spec
 
 _LEAST = 16
-_FIRST_TOKEN = 300  # what comes before may be special
+_FIRST_TOKEN = 300  # lower token ids may be special
 
 
 def mixed_lengths(
     count: int, seed: int, max_prompt: int, max_output: int, vocab_size: int
 ) -> list[Work]:
-    """Returns random tokens with log-uniform lengths from 16: many short ones, a few long ones."""
+    """Returns requests of random tokens with log-uniform lengths from _LEAST on: many are short and
+    a few are long."""
     rng = random.Random(seed)
 
     def length(most: int) -> int:
@@ -43,10 +44,12 @@ def fixed_requests(
     output_len: int | None = None,
     dataset: str | None = None,
 ) -> list[Work]:
-    """Returns `count` requests. dataset: a name of bench.load.workload.datasets. Without one,
-    input_len gives exact lengths (answers of 128 tokens by default); without that it is the
-    embedded model's own mixture or, for another model, mixed lengths with output_len at most.
-    Raises ConfigError."""
+    """Returns `count` requests.
+
+    dataset is a name of bench.load.workload.datasets. Without it, prompts have exactly input_len
+    tokens and answers output_len, by default 128. Without both, the requests are the embedded
+    model's mixed requests or, for another model, mixed lengths with answers of at most output_len.
+    Raises ConfigError for lengths that the model's context does not hold."""
     if count < 1:
         raise ConfigError(f"requests must be a positive number, not {count}")
     for name, value in (("input_len", input_len), ("output_len", output_len)):
@@ -60,8 +63,8 @@ def fixed_requests(
     answer = output_len or 128
     if input_len is not None and input_len + answer > spec.max_model_len:
         raise ConfigError(
-            f"input_len {input_len} and {answer} tokens to answer are more than the model's"
-            f" context of {spec.max_model_len}"
+            f"input_len {input_len} and {answer} tokens to answer exceed the model's context of"
+            f" {spec.max_model_len}"
         )
     settings = DatasetSettings(
         dataset or ("mixed" if input_len is None else "random"),

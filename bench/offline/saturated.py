@@ -1,4 +1,4 @@
-"""Sends requests to a started engine all at once and traces its steps."""
+"""Sends all requests at once to a started engine and traces its steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from serve.engine.step_trace import TracedStep
 from serve.errors import GenerationError
 
 
-class Asking(EngineTarget):
-    """A target that keeps prompts and answers by the number of the request. The engine has been
-    started; the caller traces its steps."""
+class RecordingTarget(EngineTarget):
+    """A target that keeps prompts and answers by the number of the request. The caller starts and
+    stops the engine and traces its steps."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -59,8 +59,8 @@ class Asking(EngineTarget):
 
 @dataclass(frozen=True, slots=True)
 class Saturated:
-    """One run. seconds: from sending the requests to the end of the last one. prompts, tokens: of
-    each request."""
+    """One run. seconds count from sending the requests to the end of the last one. prompts and
+    tokens are the token ids of each request's prompt and answer."""
 
     seconds: float
     steps: list[TracedStep] = field(repr=False)
@@ -104,9 +104,9 @@ class Saturated:
         return max(step.num_running for step in self.steps)
 
 
-async def offer(target: Asking, schedule: Schedule, seed: int = 0) -> list[Record]:
-    """Offers a schedule. Raises GenerationError where a request fails, since figures of the rest
-    would mislead."""
+async def offer(target: RecordingTarget, schedule: Schedule, seed: int = 0) -> list[Record]:
+    """Offers a schedule and returns the records. Raises GenerationError if a request fails, since
+    the figures of the other requests would mislead."""
     records = (await run.offer(schedule, target, LoadOptions(seed=seed))).records
     failed = [record for record in records if record.outcome is not Outcome.OK]
     if failed:
@@ -114,7 +114,7 @@ async def offer(target: Asking, schedule: Schedule, seed: int = 0) -> list[Recor
     return records
 
 
-async def saturate(target: Asking, works: Sequence[Work]) -> Saturated:
+async def saturate(target: RecordingTarget, works: Sequence[Work]) -> Saturated:
     """Offers all requests at once and traces the steps."""
     engine = target.engine
     trace, before = engine.trace_steps(), engine.stats().num_preemptions

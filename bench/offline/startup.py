@@ -1,9 +1,8 @@
-"""`serve bench startup`: `serve run` in fresh processes, from spawn to the first token.
+"""`serve bench startup`: times `serve run` in fresh processes from the spawn to the first token.
 
-Warm: the system has the model's files in memory. Cold: before each start it is asked to forget
-them (posix_fadvise; nothing else on the machine is touched: Python's own files and torch's stay
-where they are), and whether it did is checked. Where imports take their time is read in one more
-process.
+Before a warm start the model's files are in the page cache. Before a cold start the system is asked
+to drop them (posix_fadvise), and the result is checked; files of Python and torch are not touched.
+One more process measures the time of imports.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ _IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+([\w.]+)")
 
 @dataclass(slots=True)
 class Start:
-    """One start. at_s: seconds since the spawn by mark (listening: all that is imported before is
-    there). rss_bytes: when it was ready. lines: what it said, and when."""
+    """One start. at_s has the seconds since the spawn by mark; at "listening" the imports before it
+    are done. rss_bytes is the resident memory when the server is ready. lines are those of the log
+    with their seconds."""
 
     at_s: dict[str, float] = field(default_factory=dict)
     rss_bytes: int = 0
@@ -44,8 +44,8 @@ class Start:
 
 
 def start_once(model: str | None, options: list[str], *, limit_s: float) -> Start:
-    """Starts a server once. Raises MergestepError with its last lines where it ends or is not ready
-    in time."""
+    """Starts a server once. Raises MergestepError with its last lines if it exits or is not ready
+    within limit_s."""
     port = _free_port()
     command = [sys.executable, "-m", "serve", "run", *([model] if model else [])]
     command += ["--port", str(port), "--log-level", "info", *options]
@@ -65,8 +65,8 @@ def start_once(model: str | None, options: list[str], *, limit_s: float) -> Star
             while _status(port, path) != 200:
                 if process.poll() is not None or time.perf_counter() - began > limit_s:
                     listener.join(1.0)
-                    words = "\n".join(line for _, line in found.lines[-5:])
-                    raise MergestepError(f"the server was not there for {path}:\n{words}")
+                    last_lines = "\n".join(line for _, line in found.lines[-5:])
+                    raise MergestepError(f"the server did not answer {path}:\n{last_lines}")
                 time.sleep(_POLL_S)
             found.at_s[mark] = time.perf_counter() - began
         found.rss_bytes = _rss_bytes(process.pid)
@@ -98,7 +98,7 @@ def _free_port() -> int:
 
 
 def _status(port: int, path: str) -> int | None:
-    """Returns None where no server listens."""
+    """Returns the status of a GET, None if no server listens."""
     with _connection(port) as connection:
         try:
             connection.request("GET", path)
@@ -138,8 +138,8 @@ def _rss_bytes(pid: int) -> int:
 
 
 def drop_from_memory(folder: Path) -> bool:
-    """Asks the system to drop a model's files from memory. Returns False where some of them are
-    still there or the system cannot tell."""
+    """Asks the system to drop a model's files from the page cache. Returns False if they are still
+    there or the system cannot tell."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
@@ -153,7 +153,7 @@ def drop_from_memory(folder: Path) -> bool:
 
 
 def _is_in_memory(path: Path) -> bool:
-    """Returns whether the file's middle is in memory; True where the system cannot tell."""
+    """Returns whether the middle of the file is in memory; True if the system cannot tell."""
     descriptor = os.open(path, os.O_RDONLY)
     middle = path.stat().st_size // 2 // _PAGE * _PAGE
     try:
@@ -166,8 +166,8 @@ def _is_in_memory(path: Path) -> bool:
 
 
 def import_seconds(most: int = 8) -> dict[str, float]:
-    """Returns the import times of `serve run` by package, the longest first and the rest together,
-    from -X importtime, which itself takes some time."""
+    """Returns the import seconds of `serve run` by package, longest first; the packages after the
+    first `most` are one entry. -X importtime measures them and adds some time itself."""
     code = "import serve.cli.main, serve.cli.server_process"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True
@@ -191,8 +191,9 @@ def measure(
     limit_s: float,
     advance: Callable[[str], None],
 ) -> tuple[dict[str, list[Start]], bool]:
-    """Returns the starts by name, made in turn, and whether the cold ones were cold."""
-    start_once(model, options, limit_s=limit_s)  # everything else is in memory then
+    """Returns warm and cold starts, which alternate, by name, and whether the model's files were
+    dropped before all cold ones."""
+    start_once(model, options, limit_s=limit_s)  # brings all files into memory
     starts: dict[str, list[Start]] = {"warm": []}
     if is_cold:
         starts["cold"] = []

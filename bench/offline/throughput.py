@@ -1,8 +1,8 @@
-"""`serve bench throughput`: a fixed set of requests, all at once, through an engine here.
+"""`serve bench throughput`: sends a fixed set of requests at once to an engine in this process.
 
-The ceilings of the machine are read before and after every repeat; the share of the bound is
-what the steps that ran must have taken at least, over what all of it took. A peer gets the same
-prompts and has to answer as many tokens to each, in turn with ours.
+The ceilings of the machine are read before and after every repeat. The share of the bound is the
+least time that the steps could have taken over the time of the run. A peer answers the same prompts
+with the same numbers of tokens, in turn with our engine.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from bench.common.ceilings import Ceiling, ModelCost, probe_for
 from bench.common.checkpoints import model_directory
 from bench.load.workload.work import Work
 from bench.offline.requests import fixed_requests
-from bench.offline.saturated import Asking, Saturated, saturate
-from bench.offline.transformers_peer import WAYS, Load, TransformersPeer, require_transformers
+from bench.offline.saturated import RecordingTarget, Saturated, saturate
+from bench.offline.transformers_peer import MODES, Load, TransformersPeer, require_transformers
 from serve import Engine
 from serve.errors import ConfigError
 
@@ -33,7 +33,8 @@ _WARM_UP = 16
 
 @dataclass(slots=True)
 class ThroughputRuns:
-    """The repeats: our runs, their shares of the bound, the ceilings, a peer's seconds by mode."""
+    """The repeats: our runs with their shares of the bound and ceilings, and the seconds of a peer
+    by mode."""
 
     runs: list[Saturated] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
@@ -77,10 +78,10 @@ def throughput(
 ) -> dict[str, Any]:
     """Runs all requests at once, several times; prints rates, steps and the share of the bound.
 
-    model: a directory, "random:SHAPE", None for the embedded one. dataset, requests
-    (128), input_len, output_len: as bench.offline.requests.fixed_requests has them. peer:
-    "transformers".
-    Returns what is written to json_file. ConfigError before anything runs.
+    model is a directory, "random:SHAPE", or None for the embedded model. dataset, requests (by
+    default 128), input_len and output_len are those of bench.offline.requests.fixed_requests. peer
+    is "transformers" or None. Returns what is written to json_file. Raises ConfigError before
+    anything runs.
     """
     tables.check_file(json_file)
     num_repeats = repeats or (1 if quick else 3)
@@ -112,7 +113,7 @@ def throughput(
     )
     head = tables.Head.now(f"throughput, {engine.model_name}")
     with tables.progress() as bar:
-        task = bar.add_task("loading", total=num_repeats * (1 if peer is None else 1 + len(WAYS)))
+        task = bar.add_task("loading", total=num_repeats * (1 if peer is None else 1 + len(MODES)))
 
         def advance(what: str) -> None:
             bar.update(task, description=what, advance=1)
@@ -136,7 +137,7 @@ async def _measure(
     found = ThroughputRuns()
     with ExitStack() as stack:
         async with engine:
-            target = Asking(engine)
+            target = RecordingTarget(engine)
             await saturate(target, works[:_WARM_UP])
             probe = probe_for(engine.config, engine.spec)
             cost = ModelCost.of(engine.config, engine.spec, engine.stats().kv_bytes_per_token)
@@ -151,11 +152,11 @@ async def _measure(
                 found.runs.append(run)
                 found.ceilings.append(before.mean(probe()))
                 found.shares.append(cost.bound_s(run.steps, found.ceilings[-1]) / run.seconds)
-                for way in WAYS if peer is not None else ():
+                for mode in MODES if peer is not None else ():
                     assert peer is not None
-                    advance(f"transformers, {way}")
+                    advance(f"transformers, {mode}")
                     load = Load(run.prompts, [len(tokens) for tokens in run.tokens])
-                    found.peer_s.setdefault(way, []).append(peer.run(way, load))
+                    found.peer_s.setdefault(mode, []).append(peer.run(mode, load))
     return found
 
 
@@ -190,10 +191,10 @@ def _show(found: ThroughputRuns, result: dict[str, Any], console: Console) -> No
         table.add_row("share of the bound", tables.spread(shares, "{:.0f}".format) + " %")
     console.print(table)
     console.print(f"ceilings: {found.ceilings[0]}", highlight=False)
-    for way, seconds in found.peer_s.items():
+    for mode, seconds in found.peer_s.items():
         rate = result["output_tokens"] / statistics.median(seconds)
         console.print(
-            f"transformers, {way}: {tables.spread(seconds)} s, {rate:.1f} output tokens/s"
+            f"transformers, {mode}: {tables.spread(seconds)} s, {rate:.1f} output tokens/s"
         )
     if found.peer_s:
-        console.print(f"over the faster way: {result['over_peer']:.2f}x")
+        console.print(f"our speed over its faster mode: {result['over_peer']:.2f}x")

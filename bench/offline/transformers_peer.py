@@ -1,7 +1,7 @@
-"""Hugging Face Transformers' generate, in a process of its own, on given requests.
+"""Runs given requests with Hugging Face Transformers' generate in a separate process.
 
-In two ways: all requests as one left-padded batch, which runs until the longest answer is done, and
-one request after the other. Greedy; only the tokens that were asked for count.
+It has two modes: one left-padded batch of all requests, which runs until the longest answer is
+done, and one request after the other. Answers are greedy, and only the requested tokens count.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 
 from serve.errors import ConfigError, MergestepError
 
-WAYS = ("one padded batch", "one by one")
+MODES = ("one padded batch", "one by one")
 
 
 class Load(NamedTuple):
-    """Requests: prompts and how many tokens to answer."""
+    """Requests: the token ids of their prompts and the numbers of tokens to answer."""
 
     prompts: Sequence[Sequence[int]]
     output_lens: Sequence[int]
 
 
 def require_transformers() -> None:
-    """Raises ConfigError where Transformers cannot be used."""
+    """Raises ConfigError if Transformers is not installed."""
     try:
         import transformers  # noqa: F401
     except ImportError as error:
@@ -38,8 +38,8 @@ def require_transformers() -> None:
 
 
 class TransformersPeer:
-    """Transformers as its user would run it, in a process of its own since the OpenMP threads of
-    two engines in one process would compete."""
+    """Transformers as a user would run it. It has its own process, since the OpenMP threads of two
+    engines in one process would compete."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         command = [sys.executable, "-m", __name__, str(path.resolve()), dtype]
@@ -54,10 +54,10 @@ class TransformersPeer:
         )
         self._receive()
 
-    def run(self, way: str, load: Load) -> float:
-        """Returns the seconds that a load takes."""
+    def run(self, mode: str, load: Load) -> float:
+        """Returns the seconds that a load takes in one of MODES."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([way, *load]) + "\n")
+        self._process.stdin.write(json.dumps([mode, *load]) + "\n")
         self._process.stdin.flush()
         return self._receive()
 
@@ -82,7 +82,8 @@ class TransformersPeer:
 
 
 def main() -> None:
-    """PATH DTYPE. A line of JSON for every load in, its seconds out; the first line: loaded."""
+    """Serves the model PATH in DTYPE (the two arguments): reads a load per line of JSON and prints
+    its seconds. The first line that it prints says that the model is loaded."""
     from transformers import AutoModelForCausalLM
 
     path, dtype = sys.argv[1:]
@@ -90,8 +91,8 @@ def main() -> None:
     model.eval()
     print(0.0, flush=True)
     for line in sys.stdin:
-        way, prompts, output_lens = json.loads(line)
-        run = _run_padded if way == WAYS[0] else _run_each
+        mode, prompts, output_lens = json.loads(line)
+        run = _run_padded if mode == MODES[0] else _run_each
         with torch.inference_mode():
             print(run(model, Load(prompts, output_lens)), flush=True)
 

@@ -18,7 +18,7 @@ MOST_SAMPLES = 1_000
 _BIN = math.log(1.01)
 
 
-class Keeper:
+class RunRecorder:
     """Keeps the times of requests by their number. With keeps_chunks it keeps the times of all
     tokens, else only of the first and the last one."""
 

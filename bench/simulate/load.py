@@ -12,7 +12,7 @@ from bench.load.client.record import Outcome, Progress, Record, RunResult
 from bench.load.workload.work import Call
 from bench.plan.cost import StepCost
 from bench.simulate.engine import OTHER, SimulatedEngine, make_sequence
-from bench.simulate.keep import MOST_CHUNKS, Keeper
+from bench.simulate.keep import MOST_CHUNKS, RunRecorder
 from bench.simulate.settings import SimulationSettings
 from serve.engine.early_rejection import EarlyRejection
 from serve.errors import OverloadedError
@@ -81,7 +81,7 @@ class LoadSimulation:
         self.scheduler = settings.make_scheduler(has_prefixes=any(call.runs for call in calls))
         scheduler = self.scheduler
         self._engine = SimulatedEngine(scheduler, cost)
-        self._keeper = Keeper(
+        self._recorder = RunRecorder(
             scheduler,
             len(calls),
             keeps_chunks=sum(call.num_output or 0 for call in calls) <= MOST_CHUNKS,
@@ -100,7 +100,7 @@ class LoadSimulation:
             self._run(on_progress)
 
     def _run(self, on_progress: OnProgress | None) -> None:
-        engine, scheduler, keeper = self._engine, self.scheduler, self._keeper
+        engine, scheduler, recorder = self._engine, self.scheduler, self._recorder
         delays = self._settings.delays
         due = sorted(
             (at_s + delays.before(call.num_prompt), number)
@@ -116,16 +116,16 @@ class LoadSimulation:
                     break
                 engine.now_s = due[index][0]  # the next message wakes up an idle engine
                 continue
-            finished = engine.step(keeper.watch)
+            finished = engine.step(recorder.watch)
             if finished is None:
                 assert scheduler.running, "work, but nothing can be scheduled"
                 continue
             for sequence in finished:
-                keeper.ended(sequence, engine.now_s)
+                recorder.ended(sequence, engine.now_s)
             self._num_unfinished -= len(finished)
             if self.is_fast:
-                engine.forward(keeper.watch, due[index][0] if index < count else math.inf)
-            if on_progress is not None and keeper.num_steps % _REPORT_STEPS == 0:
+                engine.forward(recorder.watch, due[index][0] if index < count else math.inf)
+            if on_progress is not None and recorder.num_steps % _REPORT_STEPS == 0:
                 on_progress(self._progress(index))
         if on_progress is not None:
             on_progress(self._progress(index))
@@ -195,10 +195,10 @@ class LoadSimulation:
     @property
     def num_preempted(self) -> int:
         """The number of requests that were preempted at least once."""
-        return self._keeper.num_preempted
+        return self._recorder.num_preempted
 
     def result(self, qps: float, seed: int) -> RunResult:
-        keeper, delays = self._keeper, self._settings.delays
+        recorder, delays = self._recorder, self._settings.delays
         records = []
         for number, (at_s, call) in enumerate(zip(self._arrivals_s, self._calls, strict=True)):
             record = Record(number, at_s, at_s, at_s, prompt_tokens=call.num_prompt)
@@ -206,7 +206,7 @@ class LoadSimulation:
             if number in self._refused:
                 record.outcome, record.error = Outcome.FAILED, self._refused[number]
             else:
-                keeper.fill(record, delays.output_s)
+                recorder.fill(record, delays.output_s)
             records.append(record)
         return RunResult(
             qps,
@@ -214,22 +214,22 @@ class LoadSimulation:
             "simulated",
             records,
             (0.0, max([record.finished_s for record in records], default=0.0)),
-            steps=keeper.rows,
-            samples=keeper.samples(),
+            steps=recorder.rows,
+            samples=recorder.samples(),
             notes=self._notes(),
-            gaps=keeper.gaps,
+            gaps=recorder.gaps,
         )
 
     def _notes(self) -> list[str]:
-        keeper, scheduler = self._keeper, self.scheduler
+        recorder, scheduler = self._recorder, self.scheduler
         notes = [
-            f"simulated: {keeper.num_steps} steps in {self._engine.now_s:.1f} s of virtual time,"
+            f"simulated: {recorder.num_steps} steps in {self._engine.now_s:.1f} s of virtual time,"
             f" {scheduler.num_preemptions} preemptions,"
             f" {scheduler.num_priority_preemptions} of them for a higher priority"
         ]
-        if len(keeper.rows) < keeper.num_steps:
-            notes.append(f"every {keeper.stride}th of {keeper.num_steps} steps is kept")
-        if not keeper.keeps_chunks:
+        if len(recorder.rows) < recorder.num_steps:
+            notes.append(f"every {recorder.stride}th of {recorder.num_steps} steps is kept")
+        if not recorder.keeps_chunks:
             notes.append(
                 "of each answer only the times of the first and last token are kept; times between"
                 " tokens are a histogram with bins of 1 %"

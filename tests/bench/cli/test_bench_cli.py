@@ -67,7 +67,7 @@ def test_every_option_of_a_load_is_offered() -> None:
             "one qps to begin",
         ),
         (("--html", "/nowhere/x.html"), "--html: there is no folder /nowhere"),
-        (("llama-3.1-8b",), "llama-3.1-8b is a name of `serve plan`: --simulate takes it"),
+        (("llama-3.1-8b",), "llama-3.1-8b is a name of `serve plan`, which only --simulate takes"),
     ],
 )
 def test_what_cannot_be_asked_for(arguments: tuple[str, ...], message: str) -> None:
