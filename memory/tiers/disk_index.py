@@ -3,6 +3,10 @@
 The file is a header and records of fixed size. A record has its own checksum and is appended after
 its page was written. A file that cannot be read is moved away or replaced; no exception is raised.
 
+It is a log of its own and not an SQLite database, because pages are looked up in memory and the
+file is read at start-up only, a change is an append of 64 bytes by the tier's writer thread, and
+the files that exist must stay readable.
+
 +--------------------------------------------------------------------------------------+
 | header, 128 bytes: magic, version u32, record size u32, page size u64, id [16],      |
 | SHA-256 of the identity [32], BLAKE2b-128 of all that, zeros.                        |
