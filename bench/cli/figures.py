@@ -39,8 +39,6 @@ class Row(NamedTuple):
     what: str
     command: str
     figure: Callable[[Document], str]
-    quick: str | None = None
-    """The command of a dry run; None: the same with --quick."""
 
 
 def _latency(found: Document) -> str:
@@ -109,7 +107,6 @@ ROWS = (
         " (tokens/s, and the share of what the machine's ceilings allow)",
         f"bench latency {LLAMA}",
         _latency,
-        "bench latency random:tiny --quick",
     ),
     Row("int8 linear layers by rows, over the machine's ceiling", "bench ops", _linear),
     Row(
@@ -118,13 +115,11 @@ ROWS = (
         f"bench throughput {LLAMA} --requests 16 --output-len 256 --dtype bfloat16"
         " --peer transformers --repeats 1",
         _throughput,
-        "bench throughput --quick --peer transformers",
     ),
     Row(
         "perplexity of the built-in model by precision, over fp32",
         "eval",
         _perplexity,
-        "eval --max-tokens 512",
     ),
     Row(
         "first token with 4,000 of 4,008 prompt tokens cached, 1B shape:"
@@ -147,7 +142,6 @@ ROWS = (
         "HTTP over in-process throughput, 32 streams, 1B shape in int8",
         f"bench http {LLAMA} --rounds 3",
         _http,
-        "bench http random:tiny --quick",
     ),
     Row("the same with the built-in model", "bench http", _http),
     Row(
@@ -188,12 +182,6 @@ def measure(command: str, folder: Path) -> Result:
     head, _, text = text_file.read_text().partition("\n")
     document = json.loads(json_file.read_text()) if json_file.exists() else None
     return Result(text, document, float(head))
-
-
-def run(row: Row, folder: Path, *, quick: bool) -> Document:
-    """Returns the document that the row's command writes."""
-    words = (row.quick or f"{row.command} --quick") if quick else row.command
-    return measure(f"serve {words}", folder).document
 
 
 def heading(documents: list[Document]) -> str:
