@@ -86,9 +86,17 @@ def test_a_stalled_reader_is_aborted_over_tls(authority: trustme.CA, files: File
             "127.0.0.1", port, ssl=trusting(authority), limit=1024
         )
         writer.write(request(RAW_BODY.replace(b"{", b'{"stream": true, ', 1)))
-        await reader.readline()
-        while not engine.aborted:
-            await asyncio.sleep(0.05)
+        assert (await reader.readline()).split()[1] == b"200"
+        async with asyncio.timeout(5):
+            while not engine.aborted:
+                await asyncio.sleep(0.05)
+        assert len(engine.aborted) == 1 and not engine.running
+        received = b""
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            async with asyncio.timeout(5):
+                while part := await reader.read(1 << 16):
+                    received += part
+        assert b"[DONE]" not in received, "the server closes the connection within the answer"
         writer.transport.abort()
 
     with_tls(check, engine, write_timeout_s=0.3, **files)
