@@ -26,6 +26,29 @@ def fill(kv, memory, pages, value):
         ctypes.memset(memory.page_address(page), value + number, PAGE_BYTES)
 
 
+def compute(kv, memory, keys, hit=None):
+    """A sequence fills the pages of these keys, page i with 10 + i, and leaves them to the prefix
+    cache. The pages of the hit come first and are filled already."""
+    num_tokens = 4 * len(keys)
+    num_hit = hit.num_tokens // 4 if hit else 0
+    item = kv.open(num_tokens, hit)
+    assert kv.grow(item, num_tokens)
+    kv.commit()
+    fill(kv, memory, item.pages[num_hit:], 10 + num_hit)
+    kv.insert_prefix(item, keys, num_tokens)
+    kv.close(item)
+
+
+def new_owners(kv, memory):
+    """Opens sequences that take 26 of the 32 pages, and fills them with another value."""
+    owners = [kv.open(64), kv.open(40)]
+    for owner, num_tokens in zip(owners, (64, 40), strict=True):
+        assert kv.grow(owner, num_tokens)
+        fill(kv, memory, owner.pages, 99)
+    kv.commit()
+    return owners
+
+
 def test_an_abandoned_write_is_never_loaded(tmp_path):
     """Pages A and B are on the disk and the write of C hangs. A load of C waits behind it, and
     the page that is being written gets a new owner."""
@@ -47,21 +70,11 @@ def test_an_abandoned_write_is_never_loaded(tmp_path):
     keys: list[bytes] = []
     PrefixHasher(kv.page_end, b"secret").extend(keys, list(range(12)))
 
-    item = kv.open(8)
-    assert kv.grow(item, 8)
-    kv.commit()
-    fill(kv, memory, item.pages, 10)
-    kv.insert_prefix(item, keys[:2], 8)
-    kv.close(item)
+    compute(kv, memory, keys[:2])
     while kv.prefixes.write_unwritten():
         kv.prefixes.wait(0.1)
     is_hung[0] = True
-    item = kv.open(12, kv.match(keys[:2], 8))
-    assert kv.grow(item, 12)
-    kv.commit()
-    fill(kv, memory, item.pages[2:], 12)
-    kv.insert_prefix(item, keys, 12)
-    kv.close(item)
+    compute(kv, memory, keys, kv.match(keys[:2], 8))
     assert kv.prefixes.write_unwritten()
     while kv.prefixes.num_evictable:
         kv.prefixes.evict()
@@ -69,15 +82,11 @@ def test_an_abandoned_write_is_never_loaded(tmp_path):
     assert kv.fetch(keys), "the store reports C as in flight"
     now[0] += 11
     kv.prefixes.poll()
-    others = [kv.open(64), kv.open(40)]
-    for other, num_tokens in zip(others, (64, 40), strict=True):
-        assert kv.grow(other, num_tokens)
-        fill(kv, memory, other.pages, 99)
-    kv.commit()
+    owners = new_owners(kv, memory)
     is_hung[0] = False
     opened[0].release()
-    for other in others:
-        kv.close(other)
+    for owner in owners:
+        kv.close(owner)
     until = time.monotonic() + 10
     while kv.prefixes.is_transferring and time.monotonic() < until:
         kv.prefixes.wait(0.1)

@@ -38,59 +38,93 @@ def layers() -> Iterator[tuple[str, KVTiles, torch.dtype, int]]:
 
 
 def compile_cases() -> Iterator[Case]:
-    from ops.triton_kernels import decode, kv, prefill
-
     for name, tiles, of_q, arch in layers():
-        q = NAMES[of_q]
-        shared = {"q": f"*{q}", "q_stride": "i32", "anchor": "*i32", "distance": "i64"}
-        shared |= {"starts": "*i64", "scale": "fp32"}
-        config = decode.config(tiles, of_q, arch)
-        yield Case(
-            f"decode_{name}_{arch}",
-            decode.decode_kernel,
-            shared | {"items": "*i32", "num_items": "*i32", "outs": "*fp32", "lses": "*fp32"},
-            decode.constants(tiles, of_q) | config.constants,
-            config.num_warps,
-            max_registers=config.max_registers,
-            arch=arch,
-            divisible=("q_stride", "distance"),
-        )
-        rows = prefill.tile_rows(tiles.heads_per_kv, tiles.head_dim)
-        config = prefill.config(tiles, of_q, arch)
-        yield Case(
-            f"prefill_{name}_{arch}",
-            prefill.prefill_kernel,
-            shared
-            | {"sequences": "*i32", "tile_list": "*i32", "num_tiles": "*i32"}
-            | {"out": f"*{q}", "out_stride": "i32", "lse": "*fp32"},
-            prefill.constants(tiles, of_q, rows)
-            | {"PREFIX_ONLY": False, "HAS_LSE": False}
-            | config.constants,
-            config.num_warps,
-            max_registers=config.max_registers,
-            arch=arch,
-            divisible=("q_stride", "out_stride", "distance"),
-        )
+        yield decode_case(name, tiles, of_q, arch)
+        yield prefill_case(name, tiles, of_q, arch)
         if arch == 90 and name in ("int8_2", "bf16"):
-            yield Case(
-                f"append_{name}",
-                kv.append_kernel,
-                {"k": f"*{q}", "k_stride": "i32", "v": f"*{q}", "v_stride": "i32"}
-                | {"cos": "*fp32", "sin": "*fp32", "rows": "*i64"}
-                | {"anchor": "*i64", "distance": "i64"},
-                kv.append_constants(tiles, tiles.head_dim // 2),
-                divisible=("k_stride", "v_stride", "distance"),
-            )
-            layer = decode.constants(tiles, of_q)
-            names = ("TILE_STRIDE", "KV_HEADS", "HEAD_DIM", "NUM_GROUPS", "TYPE")
-            yield Case(
-                f"gather_{name}",
-                kv.gather_kernel,
-                {"anchor": "*bf16", "distance": "i64", "start": "i64", "length": "i32"}
-                | {"k": "*bf16", "v": "*bf16"},
-                {key: layer[key] for key in names} | {"BLOCK": 64, "DIM_PAD": tiles.head_dim},
-                divisible=("distance",),
-            )
+            yield append_case(name, tiles, of_q)
+            yield gather_case(name, tiles, of_q)
+    yield from plain_cases()
+
+
+def common_arguments(of_q: torch.dtype) -> dict[str, str]:
+    """Returns the arguments that decode and prefill have in common."""
+    shared = {"q": f"*{NAMES[of_q]}", "q_stride": "i32", "anchor": "*i32", "distance": "i64"}
+    return shared | {"starts": "*i64", "scale": "fp32"}
+
+
+def decode_case(name: str, tiles: KVTiles, of_q: torch.dtype, arch: int) -> Case:
+    from ops.triton_kernels import decode
+
+    config = decode.config(tiles, of_q, arch)
+    return Case(
+        f"decode_{name}_{arch}",
+        decode.decode_kernel,
+        common_arguments(of_q)
+        | {"items": "*i32", "num_items": "*i32", "outs": "*fp32", "lses": "*fp32"},
+        decode.constants(tiles, of_q) | config.constants,
+        config.num_warps,
+        max_registers=config.max_registers,
+        arch=arch,
+        divisible=("q_stride", "distance"),
+    )
+
+
+def prefill_case(name: str, tiles: KVTiles, of_q: torch.dtype, arch: int) -> Case:
+    from ops.triton_kernels import prefill
+
+    rows = prefill.tile_rows(tiles.heads_per_kv, tiles.head_dim)
+    config = prefill.config(tiles, of_q, arch)
+    return Case(
+        f"prefill_{name}_{arch}",
+        prefill.prefill_kernel,
+        common_arguments(of_q)
+        | {"sequences": "*i32", "tile_list": "*i32", "num_tiles": "*i32"}
+        | {"out": f"*{NAMES[of_q]}", "out_stride": "i32", "lse": "*fp32"},
+        prefill.constants(tiles, of_q, rows)
+        | {"PREFIX_ONLY": False, "HAS_LSE": False}
+        | config.constants,
+        config.num_warps,
+        max_registers=config.max_registers,
+        arch=arch,
+        divisible=("q_stride", "out_stride", "distance"),
+    )
+
+
+def append_case(name: str, tiles: KVTiles, of_q: torch.dtype) -> Case:
+    from ops.triton_kernels import kv
+
+    q = NAMES[of_q]
+    return Case(
+        f"append_{name}",
+        kv.append_kernel,
+        {"k": f"*{q}", "k_stride": "i32", "v": f"*{q}", "v_stride": "i32"}
+        | {"cos": "*fp32", "sin": "*fp32", "rows": "*i64"}
+        | {"anchor": "*i64", "distance": "i64"},
+        kv.append_constants(tiles, tiles.head_dim // 2),
+        divisible=("k_stride", "v_stride", "distance"),
+    )
+
+
+def gather_case(name: str, tiles: KVTiles, of_q: torch.dtype) -> Case:
+    from ops.triton_kernels import decode, kv
+
+    layer = decode.constants(tiles, of_q)
+    names = ("TILE_STRIDE", "KV_HEADS", "HEAD_DIM", "NUM_GROUPS", "TYPE")
+    return Case(
+        f"gather_{name}",
+        kv.gather_kernel,
+        {"anchor": "*bf16", "distance": "i64", "start": "i64", "length": "i32"}
+        | {"k": "*bf16", "v": "*bf16"},
+        {key: layer[key] for key in names} | {"BLOCK": 64, "DIM_PAD": tiles.head_dim},
+        divisible=("distance",),
+    )
+
+
+def plain_cases() -> Iterator[Case]:
+    """Yields the kernels that do not depend on the layout of K/V."""
+    from ops.triton_kernels import decode, kv
+
     yield Case(
         "rotate",
         kv.rotate_kernel,

@@ -83,36 +83,15 @@ def engine_run(
             now_s = max(now_s, records[upcoming].sent_s)
             continue
         decodes = [index for index in running if not left[index]]
-        budget, chunks, first = BUDGET - len(decodes), 0, []
-        for index in running:
-            if left[index] and budget:
-                part = min(left[index], budget)
-                left[index] -= part
-                budget -= part
-                chunks += 1
-                if not left[index]:
-                    first.append(index)
-        rows = BUDGET - len(decodes) - budget
+        rows, chunks, first = _prefill(running, left, BUDGET - len(decodes))
         began_s = now_s
         now_s += 0.008 + 0.0003 * len(decodes) + 0.00012 * rows
         for index in decodes + first:
             _token(records[index], now_s, answers[index], rng, tokens_known)
             if not math.isnan(records[index].finished_s):
                 running.remove(index)
-        steps.append(
-            StepRow(
-                began_s,
-                now_s,
-                len(decodes),
-                rows,
-                chunks,
-                0,
-                0,
-                len(running),
-                len(waiting),
-                len(running) * PAGES // 30,
-            )
-        )
+        after = (len(running), len(waiting), len(running) * PAGES // 30)
+        steps.append(StepRow(began_s, now_s, len(decodes), rows, chunks, 0, 0, *after))
     health = [ProcessHealth(0, count, 0.31, 0.0001, 0.0011, 0.004, 0, 40)]
     return RunResult(
         qps,
@@ -125,6 +104,21 @@ def engine_run(
         samples=samples,
         health=health,
     )
+
+
+def _prefill(running: list[int], left: list[int], budget: int) -> tuple[int, int, list[int]]:
+    """Takes prompt tokens off `left`, up to the budget. Returns the number of tokens, the number
+    of chunks, and the requests whose prompts end here."""
+    rows, chunks, ended = 0, 0, []
+    for index in running:
+        if left[index] and rows < budget:
+            part = min(left[index], budget - rows)
+            left[index] -= part
+            rows += part
+            chunks += 1
+            if not left[index]:
+                ended.append(index)
+    return rows, chunks, ended
 
 
 def _token(
