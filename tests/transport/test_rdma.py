@@ -275,6 +275,7 @@ while True:
 """
 
 
+@pytest.mark.process
 @pytest.mark.rdma
 @pytest.mark.parametrize("which", ["poll", "post"])
 def test_a_killed_process_is_noticed_at_once(listener, which):

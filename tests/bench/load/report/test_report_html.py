@@ -216,6 +216,7 @@ def test_the_png(tmp_path):
     assert width == 1100 and 1500 < height < 4000
 
 
+@pytest.mark.process
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_chromium_opens_the_page(whole, tmp_path):
     path = tmp_path / "report.html"
