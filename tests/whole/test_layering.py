@@ -7,14 +7,13 @@ functions count. A folder without a row of its own belongs to the nearest one ab
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("serve", "memory", "ops", "quant", "transport", "bench")
+from tests.support.source_tree import PACKAGES, ROOT, imported, imports_of, sources, tree
+
 LOWER = {
     "ops": (),
     "transport": (),
@@ -154,52 +153,6 @@ ASYNCIO = (
     "serve/cli/chat.py",
 )
 FORBIDDEN_EVERYWHERE = {"pickle", "dill", "marshal", "shelve"}
-MAX_MODULES = 22
-
-
-def sources(*packages: str) -> list[Path]:
-    found = [path for package in packages for path in (ROOT / package).rglob("*.py")]
-    return sorted(path.relative_to(ROOT) for path in found)
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse((ROOT / path).read_text())
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Dotted names of all imports; `from package import module` gives both."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{path}: relative import"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def file_of(name: str) -> Path | None:
-    """The file that a dotted name stands for; None: a name inside a module, or not ours."""
-    path = Path(*name.split("."))
-    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
-        if (ROOT / candidate).is_file():
-            return candidate
-    return None
-
-
-@cache
-def imports_of(path: Path) -> frozenset[Path]:
-    """Our files that a file imports. A package stands for its __init__.py only where a name is
-    taken from it that is no module."""
-    found = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            found |= {file_of(alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            module = str(node.module)
-            for alias in node.names:
-                found.add(file_of(f"{module}.{alias.name}") or file_of(module))
-    return frozenset(other for other in found if other is not None and other != path)
 
 
 def row_of(path: Path) -> str:
@@ -342,14 +295,6 @@ def test_no_circles(folders: bool) -> None:
 
 def test_a_circle_is_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
-
-
-def test_no_folder_has_more_modules_than_one_can_overlook() -> None:
-    folders: dict[Path, int] = {}
-    for path in sources(*PACKAGES, "tests", "examples"):
-        if path.name != "__init__.py":
-            folders[path.parent] = folders.get(path.parent, 0) + 1
-    assert {folder: n for folder, n in folders.items() if n > MAX_MODULES} == {}
 
 
 def test_every_folder_of_modules_says_what_it_owns() -> None:
