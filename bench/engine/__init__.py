@@ -1,5 +1,5 @@
-"""Measurements of the engine's own machinery, HTTP, structured output and long runs.
+"""Measurements of the engine's own overhead, HTTP, structured output and long runs.
 
-Each module is one measurement, and `serve bench` offers some of them. None knows another. Begin
-with engine_overhead.py.
+Each module is one measurement and imports none of the others. `serve bench` offers some of them.
+Begin with engine_overhead.py.
 """

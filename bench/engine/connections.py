@@ -1,13 +1,14 @@
-"""What many and hostile connections cost: memory, health checks, other streams, the event loop.
+"""Measures the cost of many and of hostile connections.
 
-A server in a process of its own has an engine whose steps take 10 ms and compute nothing, so that
-only HTTP is measured. Four measurements:
+The server runs in a separate process with an engine whose steps take 10 ms and compute nothing, so
+only HTTP is measured. There are four measurements:
 
-idle: connections that send nothing. Growth of resident memory, time of /health meanwhile.
-storm: connections all at once. Seconds until the last is made, and until the last is answered.
-readers: streams whose clients do not read, next to some that are read. Time between tokens of the
-    latter, with and without the former, in turns; medians of the rounds.
-catalogue: hostile requests of every kind for a while. How late the server's event loop was.
+idle       connections that send nothing: growth of resident memory, and latency of /health
+storm      connections that are made at once: seconds until the last is made, and until the last is
+           answered
+readers    streams whose clients do not read, beside streams whose clients do: the time between
+           tokens of the latter, alone and beside the former in turn, as medians over the rounds
+catalogue  hostile requests of every kind: the lag of the server's event loop
 
 Run: python -m bench.engine.connections [--smoke] [idle storm readers catalogue]
 """
@@ -40,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 STEP_S = 0.01
-LONG_NAME = "m" * 500  # in every event: a stream that is not read fills the buffers sooner
+LONG_NAME = "m" * 500  # is in every event, so that a stream without reader fills the buffers sooner
 HOST = "127.0.0.1"
 GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LAG = "mergestep:event_loop_lag_seconds_bucket"
@@ -54,8 +55,8 @@ TARGETS = {
 
 
 class Sizes(NamedTuple):
-    """Sizes of the measurements. num_connected: connections of the storm. num_readers clients do
-    not read, num_healthy do, in `rounds` rounds."""
+    """Sizes of the measurements. The storm makes num_connected connections. In each of `rounds`
+    rounds num_readers clients do not read and num_healthy clients do."""
 
     num_idle: int = 10_000
     num_connected: int = 3_000
@@ -69,7 +70,7 @@ SMOKE = Sizes(200, 100, 20, 4, 1, 1.0)
 
 
 def serve() -> None:
-    """Runs the server of the measurements until its input ends."""
+    """Runs the server of the measurements until standard input ends."""
     from bench.common.instant import InstantRunner, load_instant
     from serve import Engine
     from serve.http import HttpServer, HttpSettings
@@ -127,7 +128,7 @@ def _raise_file_limit() -> None:
 
 
 def connect_all(port: int, number: int) -> tuple[list[socket.socket], float]:
-    """Returns connections begun at once, and the seconds until the last is made."""
+    """Opens connections at once. Returns them and the seconds until the last is made."""
     poll, waiting = select.epoll(), {}
     began_s = time.perf_counter()
     for _ in range(number):
@@ -147,7 +148,7 @@ def connect_all(port: int, number: int) -> tuple[list[socket.socket], float]:
 
 
 async def ask(port: int, data: bytes) -> tuple[int, float]:
-    """Status (0: closed without one) and seconds."""
+    """Sends a request. Returns its status, 0 if the server closes without one, and the seconds."""
     began_s = time.perf_counter()
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
@@ -216,7 +217,7 @@ def post(path: bytes, body: bytes, *lines: bytes) -> bytes:
 
 
 async def gaps_of_stream(port: int, max_tokens: int) -> list[float]:
-    """Seconds from one piece of the stream to the next."""
+    """Returns the seconds between the pieces of a stream."""
     reader, writer = await asyncio.open_connection(HOST, port)
     writer.write(completion(max_tokens))
     await reader.readuntil(b"\r\n\r\n")
@@ -238,7 +239,7 @@ async def healthy_p99_ms(port: int, sizes: Sizes) -> float:
 
 @asynccontextmanager
 async def stalled_readers(port: int, number: int) -> AsyncIterator[None]:
-    """Their answers are computed and wait in the server's buffers."""
+    """Opens streams that nothing reads and waits until the server has computed their answers."""
     loop = asyncio.get_running_loop()
     sockets = []
     for _ in range(number):
@@ -345,7 +346,7 @@ async def metrics(port: int) -> str:
 
 
 async def lag_buckets(port: int) -> dict[float, float]:
-    """Counts by upper bound in seconds, cumulative."""
+    """Returns the cumulative counts of the event loop's lag by upper bound in seconds."""
     families = text_string_to_metric_families(await metrics(port))
     return {float(s.labels["le"]): s.value for f in families for s in f.samples if s.name == LAG}
 
@@ -375,7 +376,7 @@ def report(results: dict[str, float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("which", nargs="*", choices=[*MEASUREMENTS, []], default=[])
-    parser.add_argument("--smoke", action="store_true", help="small numbers, a few seconds")
+    parser.add_argument("--smoke", action="store_true", help="small sizes, a few seconds")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

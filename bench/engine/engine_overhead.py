@@ -1,9 +1,9 @@
-"""What our own machinery costs: rows scheduled, detokenized and delivered per second.
+"""`serve bench engine`: measures the engine's own work per step, with a device that takes no time.
 
-`serve bench engine` has a device that takes no time (bench/common/instant.py); N asyncio consumers
-each read one stream to its end. It reports rows/s and the time per step. The device of a last wave
-takes 5 ms a step, in which the other pools can work; that wave shows how long the device waits
-between two steps for update, schedule, commit and flatten.
+Rows are scheduled, detokenized and delivered (bench/common/instant.py), and N asyncio consumers
+each read one stream to its end. The report has rows per second and the time per step. In a last
+wave the device takes 5 ms per step, during which the other pools can work; that wave shows how long
+the device waits between two steps for update, schedule, commit and flatten.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def _consume(stream: RequestStream) -> tuple[int, int]:
 
 async def measure(num_seqs: int, num_tokens: int, model: str | None = None) -> dict[str, Any]:
     """Runs three waves of num_seqs streams of num_tokens tokens: into untouched memory, with pages
-    mapped, and with a device that takes _DEVICE_S a step."""
+    mapped, and with a device that takes _DEVICE_S per step. Returns their figures by name."""
     runners: list[InstantRunner] = []
 
     def make(kv: Any) -> InstantRunner:
@@ -96,7 +96,7 @@ def engine(
     json_file: Path | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """Prints and returns medians over the repeats. model: the one whose tokenizer is used."""
+    """Prints and returns medians over the repeats. Only the tokenizer of the model is used."""
     tables.check_file(json_file)
     num_tokens, num_repeats = tokens or (20 if quick else 400), repeats or (1 if quick else 5)
     if min(seqs, num_tokens, num_repeats) < 1:
@@ -108,15 +108,15 @@ def engine(
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     title = f"{seqs} running sequences, {num_tokens} tokens each, medians of {num_repeats} runs"
-    table = Table("", "rows/s delivered", "ms a step, everything", title=title)
-    for wave, what in (("cold", "every page mapped and zeroed"), ("warm", "pages in place")):
+    table = Table("", "rows/s delivered", "ms per step in all", title=title)
+    for wave, what in (("cold", "maps and zeroes every page"), ("warm", "pages are mapped")):
         rows_per_s, step_ms = result[f"{wave}_rows_per_s"], result[f"{wave}_python_ms_per_step"]
         table.add_row(f"{wave}: {what}", f"{rows_per_s:,.0f}", f"{step_ms:.2f}")
     console.print(table)
     p50, mean, p99 = (result[f"paced_between_ms_{name}"] for name in ("p50", "mean", "p99"))
     console.print(
-        f"between two steps a {1e3 * _DEVICE_S:.0f} ms device waits {p50:.3f} ms p50,"
-        f" {mean:.3f} mean, {p99:.3f} p99",
+        f"a device with steps of {1e3 * _DEVICE_S:.0f} ms waits {p50:.3f} ms p50, {mean:.3f} mean,"
+        f" {p99:.3f} p99 between two steps",
         highlight=False,
     )
     tables.write(json_file, head, result)

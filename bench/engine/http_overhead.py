@@ -1,8 +1,8 @@
-"""What HTTP costs: tokens/s of streamed completions over the server, against in-process.
+"""`serve bench http`: compares streamed completions over HTTP with the same streams in process.
 
-`serve bench http` sends the same load (32 streams at once, greedy, fixed lengths) to `serve run` in
-a process of its own and to an Engine in this one, in interleaved rounds, and reports medians. The
-client shares the machine with the server, so its own work counts against HTTP.
+It sends the same load (32 streams at once, greedy, fixed lengths) to `serve run` in a separate
+process and to an Engine in this one, in interleaved rounds, and reports medians of tokens per
+second. The client shares the machine with the server, so its work counts against HTTP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from serve.errors import ConfigError
 
 
 class Shape(NamedTuple):
-    """A load: num_streams at once, with num_prompt tokens in and num_tokens out each."""
+    """A load of num_streams concurrent streams, with prompts of num_prompt tokens and answers of
+    num_tokens."""
 
     num_streams: int
     num_prompt: int
@@ -41,7 +42,7 @@ class Shape(NamedTuple):
 
 @contextmanager
 def server(model: str | None, dtype: str) -> Iterator[str]:
-    """Runs `serve run` on a free port; yields its URL when it is ready."""
+    """Runs `serve run` on a free port and yields its URL when it is ready."""
     command = [sys.executable, "-m", "serve", "run", *([model] if model else [])]
     command += ["--port", "0", "--dtype", dtype]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -137,8 +138,8 @@ def http(
     json_file: Path | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """Prints and returns medians over the rounds. model: a directory, "random:SHAPE", None for the
-    embedded model. output_len: by default 256 for the embedded model, 32 for another."""
+    """Prints and returns medians over the rounds. model is a directory, "random:SHAPE", or None for
+    the embedded model. output_len is by default 256 for the embedded model and 32 for others."""
     tables.check_file(json_file)
     path = model_directory(model)
     num_tokens = output_len or (4 if quick else 256 if path is None else 32)

@@ -1,22 +1,22 @@
-"""A long prompt beside streams and short requests: chunks by SLO against static chunk sizes.
+"""`serve bench engine --long-prompt`: a long prompt beside streams and short requests.
 
-`serve bench engine --long-prompt` runs one real engine per setting on a random checkpoint. Short
-requests come alone, then beside 8 decoding streams, then (every half second on average, at the
-same times in every run) beside the streams while a prompt of 32k tokens is computed. Times are
-taken where a client has them, in the event loop of this process.
+It compares chunks that follow an SLO with static chunk sizes, with one real engine per setting on a
+random checkpoint. Short requests are sent alone, then beside 8 decoding streams, then beside the
+streams while a prompt of 32k tokens is computed (every half second on average, at the same times in
+every run). Times are taken where a client takes them, in the event loop of this process.
 
     streams          time between two tokens while the long prompt is computed
     short            time to first token of the short requests: alone, beside the streams, and
-                     beside both. The bound is twice the time without load plus one step (the 99th
-                     percentile of the streams), since a request that comes when a step has just
-                     begun waits for all of it
-    long             time to first token of the long prompt, and its ratio to static chunk sizes:
-                     to the quickest of all, and to the quickest of those that keep the same SLO
+                     beside streams and long prompt. The bound is twice the time without load plus
+                     one step (the 99th percentile of the streams), since a request that arrives
+                     when a step has just begun waits for all of it
+    long             time to first token of the long prompt, and its ratio to the fastest static
+                     chunk size and to the fastest one that keeps the same SLO
     error            median relative error of the step-time model, as the engine reports it
-    others           cores that other processes took meanwhile: more than 0.1 spoils the figures,
-                     and the setting is run again, up to twice; the least disturbed run counts
+    others           cores that other processes used meanwhile. Above 0.1 the setting runs again,
+                     up to twice, and the least disturbed run counts
 
-A static chunk size is the number of prompt rows of every step; its step-time model learns, but
+With a static chunk size every step has this number of prompt rows; the step-time model learns but
 decides nothing.
 """
 
@@ -41,7 +41,7 @@ from serve import Engine, RequestStream, SamplingParams
 SHAPE = "small-32k"
 NUM_STREAMS = 8
 MAX_NUM_SEQS = 32
-BUDGET = 512  # rows of a step where the SLO decides
+BUDGET = 512  # most rows of a step whose chunk follows the SLO
 EVERY_S = 0.5
 SLOS_MS = [50.0, 100.0, 200.0]
 STATIC_CHUNKS = [32, 64, 128, 256, 512]
@@ -52,7 +52,8 @@ VOCABULARY = range(300, 4000)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Lengths in tokens. num_alone: short requests that come one after the other, without load."""
+    """Lengths in tokens. num_alone short requests run one after the other, without load and beside
+    the streams."""
 
     long_tokens: int = 32_768
     short_tokens: int = 64
@@ -62,7 +63,7 @@ class Load:
 
 @dataclass(slots=True)
 class Result:
-    """The figures of one setting."""
+    """The figures of one setting: an SLO or a static chunk size."""
 
     slo_ms: float | None
     chunk: int | None
@@ -93,7 +94,7 @@ class Result:
 
 
 def other_cpu_s() -> float:
-    """Returns processor seconds that other processes have used; 0 where /proc is missing."""
+    """Returns the processor seconds that other processes have used; 0 without /proc."""
     try:
         fields = Path("/proc/stat").read_text().split()[1:9]
     except OSError:
@@ -108,7 +109,7 @@ def quantile(values: list[float], level: float) -> float:
 
 
 class Client:
-    """Sends the load to one engine. Prompts are random, so that none share a prefix."""
+    """Sends the load to one engine. Prompts are random, so they share no prefix."""
 
     def __init__(self, engine: Engine, load: Load, seed: int = 0) -> None:
         self._engine = engine
@@ -172,7 +173,7 @@ async def measure(path: Path, load: Load, slo_ms: float | None, chunk: int | Non
         kv_cache_bytes=1 << 30,
     ) as engine:
         client = Client(engine, load)
-        await client.ttft(4 * BUDGET, 64)  # memory is touched, and the step-time model has learned
+        await client.ttft(4 * BUDGET, 64)  # touches memory and trains the step-time model
         for _ in range(load.num_alone):
             result.alone_s.append(await client.ttft(load.short_tokens, 4))
         tasks = await client.start_streams()
@@ -196,7 +197,8 @@ async def measure(path: Path, load: Load, slo_ms: float | None, chunk: int | Non
 
 
 def undisturbed(path: Path, load: Load, slo_ms: float | None, chunk: int | None) -> Result:
-    """Returns the run in which other processes took the least processor time."""
+    """Runs a setting, up to MAX_RUNS times, and returns the run in which other processes used the
+    least processor time."""
     results: list[Result] = []
     while len(results) < MAX_RUNS and all(r.other_cores > DISTURBED_CORES for r in results):
         results.append(uvloop.run(measure(path, load, slo_ms, chunk)))
@@ -204,7 +206,7 @@ def undisturbed(path: Path, load: Load, slo_ms: float | None, chunk: int | None)
 
 
 def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | None, bool]]:
-    """Returns the figures that a run with an SLO has to reach, and whether it does."""
+    """Returns {target: (figure, whether it reaches the target)} of a run with an SLO."""
     assert result.slo_ms is not None
     slo_s = result.slo_ms / 1e3
     kept = [static.long_s for static in statics if static.gap_p99_s <= slo_s]
@@ -220,7 +222,7 @@ def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | N
     of_kept = result.long_s / min(kept) if kept else None
     found["long over the best static that keeps the SLO <= 1.1"] = (
         of_kept,
-        of_kept is None or of_kept <= 1.1,  # no static chunk may keep the SLO
+        of_kept is None or of_kept <= 1.1,  # None: no static chunk keeps the SLO
     )
     error = result.error
     found["error < 0.1"] = (error, error is not None and error < 0.1)
@@ -260,8 +262,8 @@ def as_json(results: list[Result], statics: list[Result]) -> dict[str, Any]:
 
 
 def long_prompt(*, json_file: Path | None = None, quick: bool = False) -> dict[str, Any]:
-    """Measures all settings and prints and returns their figures by name; json_file gets them,
-    too. quick: a shorter prompt with one static chunk size and one SLO. Raises ConfigError where
+    """Measures all settings, prints their figures, writes them to json_file and returns them by
+    name. quick takes a shorter prompt, one static chunk size and one SLO. Raises ConfigError if
     json_file cannot be written."""
     tables.check_file(json_file)
     head = tables.Head.now("engine --long-prompt")
@@ -276,7 +278,7 @@ def long_prompt(*, json_file: Path | None = None, quick: bool = False) -> dict[s
     for result in adaptive:
         print(result.name)
         for text, (figure, is_reached) in verdicts(result, statics).items():
-            number = "none does" if figure is None else f"{figure:.3f}"
+            number = "none" if figure is None else f"{figure:.3f}"
             print(f"  {text}: {number}{'' if is_reached else ' NOT REACHED'}")
     found = as_json([*statics, *adaptive], statics)
     tables.write(json_file, head, found)

@@ -1,7 +1,7 @@
-"""Time to the first token with a cached prefix: `serve bench prefix-cache`.
+"""`serve bench prefix-cache`: measures the time to the first token with a cached prefix.
 
-It compares a prompt without a cached prefix, one whose prefix is in memory, and one whose prefix is
-on the disk after a restart: medians, and whether their tokens equal those of the first.
+It compares prompts without a cached prefix, with the prefix in memory, and with the prefix on disk
+after a restart. It reports medians, and whether the tokens equal those without a cached prefix.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import read_spec
 
-_TAIL = 8  # tokens of a prompt behind the prefix
-_ROOM = 64  # tokens beside the prefix
+_TAIL = 8  # tokens of a prompt after the prefix
+_ROOM = 64  # tokens of the context beside the prefix
 
 
 def prefix_cache(
@@ -34,30 +34,32 @@ def prefix_cache(
     json_file: Path | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """Prints and returns the figures. model: a directory, "random:SHAPE", None for the embedded
-    model. prefix: tokens that the prompts share."""
+    """Prints and returns the figures. model is a directory, "random:SHAPE", or None for the
+    embedded model. prefix is the number of tokens that the prompts share."""
     tables.check_file(json_file)
     path = model_directory("random:tiny" if quick and model == "random:llama-1b" else model)
     config = EngineConfig.from_settings(path)
     longest = read_spec(config.model_path).max_model_len
     length, num_repeats = prefix or (500 if quick else 4000), repeats or (2 if quick else 5)
     if not 1 <= length <= longest - _ROOM or num_repeats < 1:
-        raise ConfigError(f"prefix must be 1 to {longest - _ROOM} tokens here, repeats positive")
+        raise ConfigError(
+            f"prefix must be 1 to {longest - _ROOM} tokens with this model, and repeats positive"
+        )
     head = tables.Head.now(f"prefix-cache, {config.model_name}")
     with tempfile.TemporaryDirectory(prefix="mergestep-prefix-") as folder:
         found = measure(path, length, folder, num_repeats)
-    table = Table("prefix", "first token ms", "times sooner", "cached tokens", "same token")
+    table = Table("prefix", "TTFT, ms", "times faster", "cached tokens", "same token")
     table.title = f"{length} tokens cached, {_TAIL} new"
     rows: dict[str, Any] = {}
     base = statistics.median(seconds for seconds, _, _ in found["computed"])
-    for name, asked in found.items():
-        ms = [1e3 * seconds for seconds, _, _ in asked]
-        pairs = zip(asked, found["computed"], strict=False)
+    for name, answers in found.items():
+        ms = [1e3 * seconds for seconds, _, _ in answers]
+        pairs = zip(answers, found["computed"], strict=False)
         is_same = all(one[2] == first[2] for one, first in pairs)
-        cached = asked[0][1]
+        cached = answers[0][1]
         rows[name] = {"ms": ms, "cached_tokens": cached, "is_same": is_same}
-        sooner = 1e3 * base / statistics.median(ms)
-        table.add_row(name, tables.spread(ms), f"{sooner:.0f}", str(cached), str(is_same))
+        speedup = 1e3 * base / statistics.median(ms)
+        table.add_row(name, tables.spread(ms), f"{speedup:.0f}", str(cached), str(is_same))
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     console.print(table)
@@ -68,7 +70,8 @@ def prefix_cache(
 def measure(
     model: str | None, length: int, folder: str, repeats: int
 ) -> dict[str, list[tuple[float, int, list[int]]]]:
-    """Returns, by where the prefix is: seconds to the first token, cached tokens, the token."""
+    """Returns a list for each place of the prefix, with (seconds to the first token, number of
+    cached tokens, the token) for each prompt."""
     settings: dict[str, Any] = {"max_model_len": length + _ROOM, "max_num_seqs": 2}
     rng = random.Random(1)
     prompts = [[rng.randrange(300, 1000) for _ in range(length)]]

@@ -1,9 +1,9 @@
-"""A long load with cancellations: whether server and client return to where they began.
+"""Checks that server and client return to their baseline after a long load with cancellations.
 
-`serve run` has a process of its own, and the load generator in this one makes offer after offer;
-some requests are cancelled early, some after a few tokens. Both processes' memory, open files and
-threads are read every few seconds, and the server's K/V pages come from /metrics. The baseline is
-taken after a minute of the same load; both processes are idle then and at the end.
+`serve run` has its own process, and the load generator in this one makes one offer after another.
+Some requests are cancelled early, others after a few tokens. The memory, open files and threads of
+both processes are read every few seconds, and the K/V pages in use come from /metrics. The baseline
+is taken after a minute of the same load; both processes are idle then and at the end.
 
 Run: python -m bench.engine.soak [--minutes 20] [--qps 20]
 """
@@ -41,8 +41,8 @@ from bench.load.workload.schedule import ArrivalSettings, make_schedule
 
 SAMPLE_S = 5.0
 CANCEL_RATE = 0.2
-IDLE_S = 3.0  # the server trims its memory when it has had nothing to do for half a second
-# how much a process may have grown, since its allocator keeps some of the freed memory
+IDLE_S = 3.0  # the server trims its memory after half a second without work
+# a process may grow by this much, since its allocator keeps some of the freed memory
 GROWTH_SHARE, GROWTH_BYTES = 0.05, 24 << 20
 KEPT_PAGES = "mergestep:kv_pages in_use"
 UNFINISHED = "mergestep:requests_unfinished"
@@ -50,7 +50,7 @@ UNFINISHED = "mergestep:requests_unfinished"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One process: resident bytes, open files, threads."""
+    """The resident bytes, open files and threads of a process."""
 
     rss: int
     files: int
@@ -73,7 +73,8 @@ class Sample:
 
 @dataclass(slots=True)
 class Soak:
-    """Results. before, after: both processes idle. engine: figures of /metrics at the end."""
+    """The results. before and after are samples with both processes idle. engine has the figures of
+    /metrics at the end."""
 
     before: Sample
     after: Sample
@@ -82,8 +83,8 @@ class Soak:
     samples: list[Sample] = field(default_factory=list)
 
     def slope(self, which: str) -> float:
-        """Returns how many bytes a minute a process grew in the second half (Theil-Sen: the median
-        over all pairs of samples)."""
+        """Returns the growth of a process in bytes per minute during the second half, as the median
+        over all pairs of samples (Theil-Sen)."""
         later = self.samples[len(self.samples) // 2 :]
         points = [(sample.at_s, getattr(sample, which).rss) for sample in later]
         slopes = [
@@ -94,6 +95,7 @@ class Soak:
         return 60 * statistics.median(slopes) if slopes else 0.0
 
     def faults(self) -> list[str]:
+        """Returns a text for each figure that is not back at its baseline."""
         found = []
         for which in ("server", "client"):
             before, after = getattr(self.before, which), getattr(self.after, which)
@@ -138,19 +140,21 @@ async def _engine_figures(url: str) -> dict[str, float]:
     }
 
 
-class _Soaking:
+class _SoakTest:
+    """Offers the load to a server and takes the samples."""
+
     def __init__(self, pid: int, url: str, qps: float) -> None:
         self._pid, self._url, self._qps = pid, url, qps
         self._began_s = time.monotonic()
         self.samples: list[Sample] = []
         self.outcomes: Counter[str] = Counter()
 
-    def look(self) -> Sample:
+    def sample(self) -> Sample:
         at_s = time.monotonic() - self._began_s
         return Sample(at_s, Usage.of(self._pid), Usage.of(os.getpid()))
 
     async def load(self, duration_s: float, seed: int) -> None:
-        """Makes one offer, with a client of its own."""
+        """Makes one offer with a new client."""
         async with ServerTarget(ServerSettings(self._url)) as target:
             schedule, _ = make_schedule(
                 DatasetSettings(max_model_len=target.max_model_len),
@@ -176,11 +180,11 @@ class _Soaking:
     async def idle(self) -> Sample:
         await asyncio.sleep(IDLE_S)
         gc.collect()
-        return self.look()
+        return self.sample()
 
     async def watch(self) -> None:
         while True:
-            self.samples.append(self.look())
+            self.samples.append(self.sample())
             await asyncio.sleep(SAMPLE_S)
 
     async def run(self, minutes: float, offer_s: float) -> Soak:
@@ -203,11 +207,11 @@ class _Soaking:
 
 def run(minutes: float = 20.0, qps: float = 20.0, offer_s: float = 60.0) -> Soak:
     with _server() as (pid, url):
-        return uvloop.run(_Soaking(pid, url, qps).run(minutes, offer_s))
+        return uvloop.run(_SoakTest(pid, url, qps).run(minutes, offer_s))
 
 
 def show(soak: Soak, console: Console) -> None:
-    table = Table("", "before", "after", "a minute, second half")
+    table = Table("", "before", "after", "per minute, second half")
     for which in ("server", "client"):
         before, after = getattr(soak.before, which), getattr(soak.after, which)
         mib = [f"{usage.rss / 2**20:.1f} MiB" for usage in (before, after)]

@@ -1,9 +1,11 @@
-"""What structured output costs: `python -m bench.engine.structured`.
+"""Measures the cost of structured output.
 
-It measures compiling a grammar (in the child process and again in the server; cached), the mask of
-one token, and a decode step of 16 masked rows and one of 16 free rows, by turns in one run; then
-the time between two tokens of a stream, alone and beside a request of 128 sequences whose
-grammar is simple, or made to be slow.
+It measures the compilation of a grammar (new and cached), the mask of one token, and decode steps
+of 16 masked rows and of 16 free rows, which alternate in one run. It then measures the time between
+two tokens of a stream, alone and beside a request of 128 sequences whose grammar is simple or made
+to be slow.
+
+Run: python -m bench.engine.structured [--smoke]
 """
 
 from __future__ import annotations
@@ -43,17 +45,17 @@ WIDE = {
 }
 LONG_TEXT = {"type": "string", "minLength": 5000}
 ROWS = 16
-HOSTILE_N = 128  # sequences of the request beside a stream
+HOSTILE_N = 128  # sequences of the request that runs beside a stream
 HOSTILE_PROMPT = [5, 6, 7, 8]
 
 
 def with_tokens(tokenizer: Tokenizer, size: int) -> Tokenizer:
-    """Gives the tokenizer a vocabulary of that size: its own tokens and pairs of them."""
+    """Extends the tokenizer's vocabulary to `size` with pairs of its tokens, and returns it."""
     assert tokenizer.pieces is not None
     own = list(tokenizer.pieces)
-    known = set(own)
+    existing = set(own)
     pairs = (a + b for a, b in itertools.product(own[-600:], own[300:900]))
-    more = (piece for piece in pairs if piece not in known)
+    more = (piece for piece in pairs if piece not in existing)
     tokenizer.pieces = own + list(itertools.islice(more, size - len(own)))
     return tokenizer
 
@@ -65,27 +67,27 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def compile_times(compiler: GrammarCompiler) -> dict[str, float]:
-    """Returns milliseconds by case."""
+    """Returns the milliseconds of a compilation by case."""
     schemas = [StructuredOutput("json_schema", json.dumps(each)) for each in (PERSON, WIDE)]
     times = {"first of all (starts the child)": seconds(lambda: compiler.compile(schemas[0]))}
     for i in range(9):
         fresh = StructuredOutput("json_schema", json.dumps({**PERSON, "title": str(i)}))
         times[f"new {i}"] = seconds(lambda each=fresh: compiler.compile(each))  # type: ignore[misc]
     new = statistics.median([t for name, t in times.items() if name.startswith("new")])
-    known = [seconds(lambda: compiler.compile(schemas[0])) for _ in range(99)]
+    cached = [seconds(lambda: compiler.compile(schemas[0])) for _ in range(99)]
     return {
         "first of all (starts the child)": times["first of all (starts the child)"] * 1e3,
         "a new schema": new * 1e3,
         "a new one of 100 fields": seconds(lambda: compiler.compile(schemas[1])) * 1e3,
-        "a known one": statistics.median(known) * 1e3,
+        "a known one": statistics.median(cached) * 1e3,
     }
 
 
 def mask_times(
     compiler: GrammarCompiler, vocab_size: int, schema: object, count: int
 ) -> list[float]:
-    """Returns the microseconds of each of many tokens: accepting the token before, and the bits of
-    the next."""
+    """Returns the microseconds of each of at least `count` tokens: accepting the previous token,
+    computing the mask, and checking whether the answer ends."""
     structured = StructuredOutput("json_schema", json.dumps(schema))
     times: list[float] = []
     seed = 0
@@ -106,7 +108,8 @@ def mask_times(
 
 
 def step_times(rounds: int, num_tokens: int) -> dict[str, float]:
-    """Returns the milliseconds of a step of ROWS rows, medians of rounds by turns."""
+    """Returns the milliseconds of a step of ROWS rows by case, as medians over the rounds. The
+    cases alternate."""
     masked = StructuredOutput("json_schema", json.dumps(LONG_TEXT))
     settings = {"max_tokens": num_tokens, "ignore_eos": True, "seed": 1}
     cases = {
@@ -121,14 +124,13 @@ def step_times(rounds: int, num_tokens: int) -> dict[str, float]:
             for name, params in cases.items():
                 each = [params or cases["masked" if i == 0 else "free"] for i in range(ROWS)]
                 took = seconds(lambda: llm.generate(prompts, each, use_tqdm=False))  # type: ignore[arg-type]  # noqa: B023
-                if number:  # the first compiles
+                if number:  # the first round compiles
                     times[name].append(took / num_tokens * 1e3)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
 def grammars() -> dict[str, StructuredOutput | None]:
-    """Returns grammars by name, None for no grammar: a simple one, and three with very many
-    branches."""
+    """Returns grammars by name: none, a simple one, and three with very many branches."""
     many = range(400)
     rules = (f"t{i}: /[a-z]{{1,{i % 40 + 1}}}/ t{i * 7 % 400}?" for i in many)
     lark = "start: " + " | ".join(f"t{i}" for i in many) + "\n" + "\n".join(rules)
@@ -162,7 +164,7 @@ async def _other(engine: Engine, structured: StructuredOutput | None, num_tokens
 
 
 async def _gaps(engine: Engine, num_tokens: int) -> list[float]:
-    """Returns the seconds between tokens of one stream."""
+    """Returns the seconds between the tokens of one stream."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     gaps: list[float] = []
     last_s: float | None = None
@@ -175,7 +177,7 @@ async def _gaps(engine: Engine, num_tokens: int) -> list[float]:
 
 
 async def _measure(rounds: int, num_tokens: int) -> dict[str, dict[str, float]]:
-    """Returns milliseconds over all rounds; the cases take turns."""
+    """Returns percentiles of the milliseconds over all rounds by case. The cases alternate."""
     cases = grammars()
     found: dict[str, list[float]] = {name: [] for name in ("alone", *cases)}
     async with Engine(str(default_model_path()), max_num_seqs=HOSTILE_N + 2) as engine:
@@ -199,7 +201,8 @@ async def _measure(rounds: int, num_tokens: int) -> dict[str, dict[str, float]]:
 
 
 def gaps_beside(rounds: int, num_tokens: int) -> dict[str, dict[str, float]]:
-    """Returns the milliseconds between two tokens of a stream, beside each of the requests."""
+    """Returns percentiles of the milliseconds between two tokens of a stream, alone and beside a
+    request with each grammar."""
     return asyncio.run(_measure(rounds, num_tokens))
 
 
@@ -208,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", default="4096,128000")
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--smoke", action="store_true", help="see only that it runs")
+    parser.add_argument("--smoke", action="store_true", help="check only that it runs")
     args = parser.parse_args(arguments)
     if args.smoke:
         args.sizes, args.tokens, args.rounds = "4096", 3, 1
