@@ -1,7 +1,7 @@
 """The load generator behind `serve bench`.
 
-It owns workload/ (what is sent, and when), client/ (sending), results/ (figures), report/ (tables
-and pictures) and proof/ (a scripted server that checks the figures), each of which imports only
-those before it. It does not know how an engine works inside. Begin with workload/schedule.py and
-client/run.py.
+The package owns workload/ (the requests and their times), client/ (sending), results/ (figures),
+report/ (tables and pictures) and proof/ (a scripted server that checks the figures). Each of these
+imports only those before it. The package does not know how an engine works inside. Begin with
+workload/schedule.py and client/run.py.
 """

@@ -1,5 +1,5 @@
-"""Sending a workload and recording the answers.
+"""Sends a workload and records the answers.
 
-It owns connections, the parsing of streamed answers and the processes that send. It does not
-compute figures. Begin with run.py.
+The package owns connections, the parsing of streamed answers and the processes that send. It
+computes no figures. Begin with run.py.
 """

@@ -18,7 +18,8 @@ _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_c
 
 
 class CallError(MergestepError):
-    """A request's failure. status is HTTP's, or 0 for the connection and inside a stream."""
+    """The failure of a request. status is that of HTTP, or 0 for a failure of the connection or
+    inside a stream."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(printable(message))
@@ -59,7 +60,9 @@ class Answer:
         self.error: CallError | None = None
 
     def sent(self, at_s: float) -> None:
-        if math.isnan(self._record.sent_s):  # a request that is sent again keeps its first time
+        if math.isnan(
+            self._record.sent_s
+        ):  # a request that is sent again keeps its first sending time
             self._record.sent_s = at_s
 
     def head(self, status: int, content_type: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Measures whether the generator itself kept up: its event loop, its core, its files."""
+"""Measures whether the generator itself kept up: its event loop, CPU time and open files."""
 
 from __future__ import annotations
 
@@ -125,21 +125,21 @@ class Watch:
 
 def health_notes(health: ProcessHealth, file_limit: int | None) -> list[str]:
     """Returns notes on limits that were reached, except those of validity.py (CPU, loop lag)."""
-    who = f"client process {health.process}"
+    name = f"client process {health.process}"
     notes = []
     if health.core_wait > MAX_CORE_WAIT:
         notes.append(
-            f"{who} waited for a core during {health.core_wait:.0%} of the run, as this machine is"
+            f"{name} waited for a core during {health.core_wait:.0%} of the run, as this machine is"
             " busy with other work"
         )
     if file_limit is not None and health.max_connections > 0.95 * file_limit:
         notes.append(
-            f"{who} had as many connections as the limit of open files allows ({file_limit})"
+            f"{name} had as many connections as the limit of open files allows ({file_limit})"
         )
     if health.num_resent:
         notes.append(
-            f"{who} sent {health.num_resent} requests again on new connections, as the server"
-            " closed the kept ones at that moment; their times begin with the first sending"
+            f"{name} sent {health.num_resent} requests again on new connections, as the server"
+            " closed the kept ones at that moment; their times count from the first sending"
         )
     return notes
 

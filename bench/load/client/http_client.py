@@ -1,8 +1,8 @@
-"""An HTTP/1.1 client over kept connections, with only what a load generator needs.
+"""An HTTP/1.1 client with persistent connections and only the features that a load generator needs.
 
-The time of received bytes is taken when the event loop delivers them, before they are parsed; the
-time of a request just before its bytes are written. httptools (llhttp) parses the responses. A body
-without a length ends with its connection.
+The time of received bytes is taken when the event loop delivers them, before they are parsed. The
+time of a request is taken just before its bytes are written. httptools (llhttp) parses the
+responses. A body without a length ends with its connection.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.load.client.redact import printable
 from serve.errors import ConfigError, reason
 
 CONNECT_TIMEOUT_S = 10.0
-RACE_S = 0.05  # within it, a server that closes a kept connection may not have seen the request
+RACE_S = 0.05  # a server that closes a kept connection within it may not have seen the request
 MAX_HEAD = 1 << 16  # consecutive bytes of an answer outside its body
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2
 
@@ -35,7 +35,7 @@ class Sink(Protocol):
     error: CallError | None
 
     def sent(self, at_s: float) -> None:
-        """Notes the sending; called once more if the request is sent again."""
+        """Records the time of sending. It is called again if the request is sent again."""
 
     def head(self, status: int, content_type: bytes) -> None: ...
 
@@ -49,7 +49,8 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server. root: the URL without /v1. prefix: its path. head: every request's header lines."""
+    """The address of a server. root is the URL without /v1, prefix its path, and head the header
+    lines of every request."""
 
     root: str
     host: str
@@ -71,7 +72,7 @@ class Address:
         if host and parts.username is not None:
             raise ConfigError("url holds a user or a password; give them as a header")
         if not host or parts.scheme not in ("http", "https") or parts.query:
-            # A password with a slash is where no pattern expects one.
+            # no pattern finds a password that contains a slash
             shown = root.rpartition("@")[2].partition("?")[0]
             raise ConfigError(f"url {printable(shown)} is not the address of a server")
         is_tls = parts.scheme == "https"
@@ -223,8 +224,8 @@ class Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Connections to one server, kept and used again, the last one first. Their number has no
-    limit. A client belongs to one event loop, and its owner closes it."""
+    """Keeps connections to one server and reuses the last one first. Their number has no limit. A
+    client belongs to one event loop, and its owner closes it."""
 
     def __init__(self, address: Address) -> None:
         self.address = address

@@ -1,8 +1,8 @@
-"""Several client processes for one load that would keep one process too busy.
+"""Divides a load that is too large for one process between several client processes.
 
-Each is a new interpreter (`python -m bench.load.client.worker`), with which messages are exchanged
-over its standard input and output: a length of four bytes, then JSON. Nothing is pickled.
-time.perf_counter is the same in all processes of a machine, so that all start at one time.
+Each process is a new interpreter (`python -m bench.load.client.worker`). Messages go over its
+standard input and output, as a length of four bytes and JSON; nothing is pickled. All processes of
+a machine share the clock time.perf_counter, so they start at the same time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 def record_from(values: dict[str, Any]) -> Record:
-    """Returns the record of JSON's values, where null stands for NaN."""
+    """Returns the record of a JSON object, in which null stands for NaN."""
     for name in ("sent_s", "finished_s", "dispatched_s"):
         if values[name] is None:
             values[name] = math.nan
@@ -85,7 +85,7 @@ def _health_from(values: dict[str, Any]) -> ProcessHealth:
 
 
 class Crew:
-    """The client processes, used inside `async with`, at whose beginning all are ready."""
+    """The client processes. `async with` starts them and waits until all are ready."""
 
     def __init__(
         self, count: int, items: list[Item], settings: ServerSettings, options: LoadOptions
@@ -181,7 +181,7 @@ class Crew:
             self._progress[number].ttfts_s[:0] = before
 
     async def _write(self, number: int, message: dict[str, Any]) -> None:
-        """Writes to a process. A process that has ended is noticed by _read."""
+        """Writes to a process; _read notices if the process has ended."""
         stdin = self._processes[number].stdin
         assert stdin is not None
         with contextlib.suppress(OSError, RuntimeError):  # the latter is uvloop's

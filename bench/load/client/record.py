@@ -11,7 +11,7 @@ from enum import StrEnum
 
 class Outcome(StrEnum):
     """How a request ended. The client cancels CANCELLED requests on purpose. INCOMPLETE requests
-    had not ended when the run's grace was over."""
+    had not ended at the end of the run's grace time."""
 
     OK = "ok"
     FAILED = "failed"
@@ -23,13 +23,13 @@ class Outcome(StrEnum):
 class Record:
     """One request.
 
-    scheduled_s: when it was due. dispatched_s: when the generator began with it, before it opened a
-    connection. sent_s: when it was given to the socket or engine. chunks_s: when each piece of text
-    arrived. chunk_tokens: the tokens of each piece; empty if unknown, as it is for a server.
-    finished_s: when the answer ended. output_tokens, prompt_tokens, cached_tokens: the server's
-    `usage`, or None. queue_s: the time before it was first scheduled, or None if unknown. process:
-    the client process that sent it. num_chunks: the number of pieces, where chunks_s has only the
-    first and the last.
+    The request was due at scheduled_s. The generator began with it at dispatched_s, before it
+    opened a connection, and gave it to the socket or engine at sent_s. A piece of text arrived at
+    each of chunks_s and has chunk_tokens tokens; chunk_tokens is empty if unknown, as for a server.
+    The answer ended at finished_s. output_tokens, prompt_tokens and cached_tokens are the server's
+    `usage`, or None. queue_s is the time before the request was first scheduled, None if unknown.
+    process is the number of the client process. num_chunks is the number of pieces if chunks_s has
+    only the first and the last.
     """
 
     index: int
@@ -55,9 +55,9 @@ class Record:
 class StepRow:
     """One merged step of an engine in this process, or of a simulated one.
 
-    num_context: tokens before the decode rows. num_pairs: products of prompt rows and tokens before
-    them (serve.scheduler.step_time.StepWork). Sequences and pages are those at end_s, with the
-    sequences that end with the step (serve.engine.step_trace.TracedStep).
+    num_context counts the tokens before the decode rows, and num_pairs the pairs of a prompt row
+    and a token before it (serve.scheduler.step_time.StepWork). Sequences and pages are those at
+    end_s, including sequences that finish with the step (serve.engine.step_trace.TracedStep).
     """
 
     start_s: float
@@ -74,7 +74,7 @@ class StepRow:
 
 @dataclass(slots=True)
 class ServerSample:
-    """A server's own figures at one time. kv_usage is from 0 to 1."""
+    """Figures that a server reports about itself at one time. kv_usage is from 0 to 1."""
 
     at_s: float
     num_running: float
@@ -84,10 +84,11 @@ class ServerSample:
 
 @dataclass(slots=True)
 class ProcessHealth:
-    """Whether a client process kept up with its work. loop_lag: how late its event loop returned to
-    a timer. cpu: its share of one core during the run. core_wait: the share of the run in which it
-    was ready to run but had no core (NaN if unknown). num_resent: requests that met a kept
-    connection just when the server closed it, and were sent again."""
+    """Figures that show whether a client process kept up with its work. loop_lag is the delay with
+    which its event loop returns to a timer. cpu is its share of one core during the run. core_wait
+    is the share of the run in which it was ready to run but had no core, NaN if unknown. num_resent
+    counts the requests that were sent again, because the server closed a kept connection at that
+    moment."""
 
     process: int
     num_requests: int
@@ -103,10 +104,10 @@ class ProcessHealth:
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a run, without its probes. at_s: seconds from the start. num_done:
-    requests that ended in any way, also failed ones. num_tokens: the server's counts of ended
-    answers, and the chunks so far of others. ttfts_s: TTFT from schedule of the answers that
-    began since the last report."""
+    """The progress of a run, without its probes, at_s seconds after the start. num_done counts the
+    requests that ended in any way, including failed ones. num_tokens adds the server's counts of
+    finished answers and the chunks of unfinished ones. ttfts_s are the TTFT from schedule of the
+    answers that began since the last report."""
 
     at_s: float
     num_total: int
@@ -120,11 +121,11 @@ class Progress:
 
 @dataclass(slots=True)
 class RunResult:
-    """One schedule, offered once. window: requests that were due within these seconds count.
-    started: ISO 8601. notes: facts for the reader, such as a limit that was reached. gaps: seconds
-    between two pieces of an answer with the number of such gaps, ascending and within 1 %, if the
-    records do not have them (Record.num_chunks). was_interrupted: Ctrl-C ended the run; records has
-    the requests that were due until then."""
+    """The result of offering a schedule once. The requests that were due within window (seconds)
+    count. started is an ISO 8601 time. notes are facts for the reader, such as a limit that was
+    reached. gaps are pairs (seconds between two pieces of an answer, number of such gaps),
+    ascending and exact to 1 %, if the records do not have the gaps (Record.num_chunks). If
+    was_interrupted, Ctrl-C ended the run, and records has the requests that were due until then."""
 
     qps: float
     seed: int
@@ -142,6 +143,6 @@ class RunResult:
     was_interrupted: bool = False
 
 
-# (rate, seed, number of requests) -> result. A rate of None is the arrivals' own; a number of None
-# is that of the options.
+# A function (rate, seed, number of requests) -> result. A rate of None is that of the arrivals, and
+# a number of None is that of the options.
 OfferOnce = Callable[[float | None, int, int | None], RunResult]

@@ -45,7 +45,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(slots=True)
 class _Sent:
-    """The results of the items."""
+    """The results of sending the items."""
 
     records: list[Record]
     probes: list[Record]
@@ -65,9 +65,9 @@ async def offer(
 ) -> RunResult:
     """Sends the schedule and waits for the answers. The target must be open (`async with`).
 
-    Ctrl-C ends the run early with the records so far; a second one interrupts Python. Before
-    anything of the schedule is sent, the target's errors are raised: it cannot be reached, the
-    model does not exist, or a warm-up failed.
+    Ctrl-C ends the run early with the records so far; a second one interrupts Python. Raises the
+    target's errors before anything of the schedule is sent: the target cannot be reached, the model
+    does not exist, or a warm-up failed.
     """
     options = options or LoadOptions()
     if not schedule.works:
@@ -138,8 +138,8 @@ async def _observed(
     progress: Callable[[], Progress],
     on_progress: OnProgress | None,
 ) -> AsyncIterator[None]:
-    """Takes the target's samples and reports progress inside the block, and once more at its
-    end. An error of the samples becomes a note, so that it does not lose the run."""
+    """Takes the target's samples and reports progress during the block and at its end. An error of
+    the samples becomes a note, so that the run is not lost."""
 
     async def sample() -> None:
         try:

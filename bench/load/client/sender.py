@@ -101,7 +101,7 @@ class Sender:
                 await sleeper.until(record.scheduled_s)
                 if slots is not None:
                     await slots.acquire()
-                elif number % 16 == 15:  # for the case that it is behind, or all are due at once
+                elif number % 16 == 15:  # until() does not yield if the sender is behind
                     await asyncio.sleep(0)
                 task = loop.create_task(self._one(item, record, prepared))
                 self._running[task] = record
@@ -134,7 +134,7 @@ class Sender:
         except (MergestepError, OSError) as exc:
             record.outcome = Outcome.FAILED
             record.error = _describe(exc)
-            exc.__traceback__ = None  # it refers to itself, and the garbage collector is off
+            exc.__traceback__ = None  # breaks a reference cycle, as the garbage collector is off
         finally:
             if timer is not None:
                 timer.cancel()

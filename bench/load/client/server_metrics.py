@@ -1,4 +1,4 @@
-"""Reads a server's own figures from GET /metrics, if its metric names are known."""
+"""Reads a server's figures from GET /metrics if its metric names are known."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LINE = re.compile(rb"^(" + b"|".join(_NAMES) + rb")(?:\{[^\n]*\})?[ \t]+(\S+)",
 
 
 def read_metrics(text: bytes, at_s: float) -> ServerSample | None:
-    """Parses Prometheus' text format. Several engines behind one address are added up, and their
-    usage is averaged. Values that are not finite are ignored. None if no name is known."""
+    """Parses Prometheus' text format. Adds up several engines behind one address, averages their
+    usage, and ignores values that are not finite. Returns None if no name is known."""
     found: dict[str, list[float]] = {}
     for name, text_value in _LINE.findall(text):
         try:

@@ -48,8 +48,8 @@ class Target(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
     async def check(self, work: Work) -> list[str]:
-        """Prepares for a load of such work. Returns notes for the reader of the results. Raises
-        what makes the load impossible."""
+        """Prepares for a load of such work. Returns notes for the reader of the results. Raises the
+        error that makes the load impossible."""
 
     async def warm_up(self, work: Work) -> None:
         """Sends a request whose times are discarded. Raises the request's error."""
@@ -62,15 +62,15 @@ class Target(Protocol):
         the request's error. Cancellation aborts the request."""
 
     async def sample(self) -> ServerSample | None:
-        """Returns the target's own figures, with at_s of time.perf_counter, or None if unknown."""
+        """Returns the target's figures, with at_s of time.perf_counter; None if unknown."""
 
     def trace_steps(self) -> TakeSteps:
-        """Begins to record steps. The returned function ends that, and returns the steps and notes
+        """Starts recording steps. The returned function stops it and returns the steps, and notes
         for the reader of the results."""
 
     @property
     def max_connections(self) -> int:
-        """The most connections that were open at once so far."""
+        """The highest number of connections that were open at once so far."""
 
     @property
     def num_resent(self) -> int:
@@ -184,12 +184,12 @@ def _row(step: TracedStep) -> StepRow:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """How a server is reached. Raises ConfigError for a wrong timeout.
+    """The address of a server and the form of its requests. Raises ConfigError for a wrong timeout.
 
-    url: the server's root, with or without /v1. model: the default is the first that the server
-    lists. api_key: the default is OPENAI_API_KEY of the environment. timeout_s: the most seconds
-    for one request from its sending; with None only requests beside the load have a limit. extra:
-    more fields for every request's body. left_out: fields that the server refuses, which
+    url is the server's root, with or without /v1. model is by default the first that the server
+    lists, and api_key by default OPENAI_API_KEY of the environment. timeout_s limits each request
+    from its sending; with None only requests beside the load have a limit. extra has additional
+    fields for every request's body. left_out are the fields that the server refuses, which
     ServerTarget.check finds."""
 
     url: str
@@ -206,7 +206,7 @@ class ServerSettings:
 
 
 class ServerTarget:
-    """A server with an OpenAI API; token counts are those of its `usage`."""
+    """A server with an OpenAI API, whose `usage` gives the token counts."""
 
     def __init__(self, settings: ServerSettings) -> None:
         key = settings.api_key or os.environ.get("OPENAI_API_KEY")
@@ -276,8 +276,8 @@ class ServerTarget:
         return document
 
     async def check(self, work: Work) -> list[str]:
-        """Sends a short request of the same kind. Fields that the server refuses are left out from
-        then on. Raises CallError."""
+        """Sends a short request of the same kind. Later requests leave out the fields that the
+        server refuses. Raises CallError."""
         short = replace(
             work,
             messages=work.messages and [{"role": "user", "content": "Hi"}],
@@ -353,7 +353,7 @@ class ServerTarget:
             raise CallError(0, "timeout", f"no whole answer within {timeout_s:g} s") from exc
 
     async def _exchange(self, prepared: Any, answer: Answer, timeout_s: float | None) -> None:
-        """Raises CallError, TimeoutError."""
+        """Sends a request and fills its record. Raises CallError and TimeoutError."""
         async with asyncio.timeout(timeout_s):
             await self._client.exchange(prepared, answer)
         if answer.error is not None:

@@ -21,7 +21,7 @@ _COARSE_S = 0.001
 
 
 class _Spec(ctypes.Structure):
-    """struct itimerspec. The interval stays 0, so that the timer fires once."""
+    """The C struct itimerspec. Its interval stays 0, so that the timer fires once."""
 
     _fields_ = (
         ("interval_s", ctypes.c_long),
@@ -32,7 +32,7 @@ class _Spec(ctypes.Structure):
 
 
 class Timer:
-    """Calls back once after each set(), not before that time of time.perf_counter. A later set()
+    """Calls back once after each set(), no earlier than its time (time.perf_counter). A later set()
     replaces an earlier one. The timer belongs to the running event loop; its owner closes it."""
 
     def __init__(self, callback: Callable[[], None]) -> None:

@@ -82,7 +82,8 @@ async def _report(sender: Sender, writer: asyncio.StreamWriter) -> None:
 
 
 async def _stop_on_message(sender: Sender, reader: asyncio.StreamReader) -> None:
-    """Stops the sender at the parent's next message, which can only be to stop, or at its end."""
+    """Stops the sender at the parent's next message, which can only mean to stop, or when the pipe
+    closes."""
     with contextlib.suppress(asyncio.IncompleteReadError):
         await read_frame(reader)
     sender.stop()

@@ -1,5 +1,5 @@
-"""The script of the fake server: what it does with each request follows from a seed and the number
-in the prompt. The proof computes the true figures from it."""
+"""The script of the fake server. A seed and the number in the prompt determine the answer to each
+request, and the proof computes the true figures from the script."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Uniform ranges. fault_rate is that of each kind of fault. From stall_at_s after the first
-    numbered request arrived, the server writes nothing for stall_s, and then all at once."""
+    """Uniform ranges of the script's times and sizes. fault_rate is the rate of each kind of fault.
+    From stall_at_s after the first numbered request arrived, the server writes nothing for stall_s
+    and then everything at once."""
 
     seed: int = 0
     first_s: tuple[float, float] = (0.02, 0.08)
@@ -41,8 +42,9 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """When each piece of text is due, in seconds from the request's arrival (chunks_s); a fault
-    replaces the last. empty_s is when a chunk without text is due, or None."""
+    """The answer to a request. chunks_s are the times at which pieces of text are due, in seconds
+    from the request's arrival; a fault replaces the last piece. A chunk without text is due at
+    empty_s, unless it is None."""
 
     chunks_s: list[float]
     chunk_tokens: list[int]

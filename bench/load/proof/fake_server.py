@@ -1,5 +1,5 @@
-"""A server with an OpenAI API and no model: it answers at scripted times and notes what it really
-did. For proving the load generator, and for trying it.
+"""A server with an OpenAI API and no model. It answers at scripted times and logs when it really
+read and wrote, to prove the load generator's figures and to try it out.
 
     python -m bench.load.proof.fake_server --port 8000
 """
@@ -35,7 +35,7 @@ _HEAD = (
 
 @dataclass(slots=True)
 class Served:
-    """One request as the server saw it, with times of time.perf_counter. written_s has those of
+    """One request as the server saw it, with times of time.perf_counter. written_s are the times of
     chunks with text."""
 
     index: int | None
@@ -46,7 +46,7 @@ class Served:
 
 
 class _Exchange:
-    """The part of one request's answer that is not written yet."""
+    """The part of an answer that is not written yet."""
 
     def __init__(self, connection: _Connection, served: Served, script: Script) -> None:
         self.connection = connection

@@ -1,5 +1,4 @@
-"""Proves the load generator's figures: it runs against a server with scripted answers, and every
-figure is compared with the script.
+"""Proves the load generator's figures by comparing them with the script of a scripted server.
 
     python -m bench.load.proof.truth [--quick] [--qps 10,200,1000] [--no-stall]
 
@@ -48,7 +47,7 @@ MAX_RATE_ERROR = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. is_ok says whether it is close enough to the truth."""
+    """One figure. is_ok means that it is close enough to the truth."""
 
     name: str
     measured: float
@@ -91,8 +90,8 @@ def schedule_of(qps: float, count: int, seed: int) -> Schedule:
 
 
 def true_records(profile: Profile, schedule: Schedule, slots: int | None = None) -> list[Record]:
-    """Returns what a perfect client without network delay would see. slots are those of a closed
-    loop, which are taken in order."""
+    """Returns the records of a perfect client without network delay. A closed loop has `slots`
+    concurrent requests, which start in order."""
     zero_s = schedule.arrivals_s[0]
     free_s: list[float] = [-1.0] * (slots or 0)
     records = []
@@ -196,8 +195,9 @@ async def _log(url: str) -> list[dict[str, Any]]:
 
 
 def blame(log: list[dict[str, Any]], result: RunResult, zero_s: float) -> dict[str, float]:
-    """Returns p50 and p99 in milliseconds from sending to the server's read, from due to the
-    server's write, and from that to the client's read. zero_s is the run's start on the clock."""
+    """Returns p50 and p99 in milliseconds of three delays: from sending to the server's read, from
+    the due time of a chunk to the server's write, and from there to the client's read. zero_s is
+    the run's start on the clock."""
     served = {entry["index"]: entry for entry in log if entry["index"] is not None}
     ways: dict[str, list[float]] = {
         "client to server": [],
@@ -230,7 +230,7 @@ async def check(
     slots: int | None = None,
     processes: int | None = None,
 ) -> Check:
-    """Does one run. slots are those of a closed loop."""
+    """Compares a run with the truth. A closed loop has `slots` concurrent requests."""
     truth = true_records(profile, schedule, slots)
     warmup = [Work(prompt="Hi", max_tokens=1)] * 20
     options = LoadOptions(warmup=warmup, max_concurrency=slots, processes=processes)
@@ -308,9 +308,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the load generator with the truth.")
     parser.add_argument("--qps", default="10,200,1000", help="none: only the stall")
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="of each rate; a stall's: twice"
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="duration of each rate; a stall's run takes twice as long",
     )
-    parser.add_argument("--processes", type=int, help="of the client, for the rates")
+    parser.add_argument("--processes", type=int, help="number of client processes")
     parser.add_argument("--no-stall", action="store_true")
     parser.add_argument("--quick", action="store_true", help="3 s for each rate, 10 s for a stall")
     arguments = parser.parse_args()

@@ -1,5 +1,5 @@
-"""From figures to the terminal, HTML and pictures.
+"""Shows figures on the terminal, in HTML and in pictures.
 
-It owns every table and plot of a load test. It computes no figure of its own. Begin with
+The package owns every table and plot of a load test and computes no figures itself. Begin with
 report.py.
 """

@@ -37,7 +37,7 @@ _OWN_SETTINGS = ("json", "jsonl", "html", "png")
 
 
 def parse_share(text: str) -> float:
-    """Parses `10%` or `0.1`. Raises ConfigError."""
+    """Returns the share that `10%` or `0.1` means. Raises ConfigError."""
     number_text, percent, rest = text.strip().partition("%")
     try:
         value = float(number_text) / (100 if percent else 1)

@@ -1,4 +1,4 @@
-"""A figure of two results (`Row`), and all of them (`Comparison`)."""
+"""The comparison of two results: one figure (`Row`) and all figures (`Comparison`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from bench.load.results.confidence import Estimate
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of two results. ratio: other / first. differs: the intervals do not overlap, or
-    None if one is unknown. worse_by: a share of the first figure; a negative one is better."""
+    """One figure of two results. ratio is other / first. differs means that the intervals do not
+    overlap; None if one is unknown. worse_by is a share of the first figure; if negative, the other
+    figure is better."""
 
     rate: str
     name: str

@@ -15,7 +15,7 @@ from bench.load.results.summary import RateSummary, nominal
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The pictures of one rate, or of all rates if rate is None. note says what was left out."""
+    """The pictures of one rate, or of all rates if rate is None. note says what is left out."""
 
     title: str
     plots: list[Plot]
@@ -42,7 +42,7 @@ def gallery(made: Measurement, *, max_detailed: int) -> list[Section]:
 
 
 def detailed_rates(made: Measurement, limit: int) -> set[float]:
-    """Returns the rate that was searched for (else the highest), then the ends, then the middle."""
+    """Returns the rate that the search found, else the highest, then the ends and the middle."""
     rates = [rate.qps for rate in made.rates]
     if not rates:
         return set()

@@ -31,7 +31,7 @@ from serve.errors import ConfigError
 MAX_DETAILED = 3
 _CLASSES = {"bold red": "bad", "yellow": "warn", "dim": "note"}
 GLOSSARY = (
-    ("from schedule", "counted from when a request was due, with the time it waited in the client"),
+    ("from schedule", "counted from when a request was due, including its wait in the client"),
     ("from send", "counted from when the request was given to the socket or engine"),
     ("TTFT", "time to first token: until the first piece of text"),
     ("TPOT", "time per output token: (last text - first text) / (tokens - 1), for each request"),

@@ -19,7 +19,7 @@ from bench.load.client.record import Progress
 from bench.load.results.metrics import percentile
 
 BARS = "▁▂▃▄▅▆▇█"
-SPAN_S = 10.0  # time over which percentiles are taken
+SPAN_S = 10.0  # seconds over which percentiles are taken
 RATE_SPAN_S = 2.0
 WIDTH = 40
 

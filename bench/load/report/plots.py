@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture of WIDTH_IN (plot_style) by height_in inches. note says what was left out, or
-    how to read it."""
+    """A picture of WIDTH_IN (plot_style) by height_in inches. note says what is left out or how to
+    read it."""
 
     name: str
     title: str

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
-# The tail has finer steps.
+# the tail has finer steps
 SHARES = np.concatenate([np.linspace(0, 0.9, 91), np.linspace(0.9, 1.0, 201)[1:]])
 LOG_FROM = 20.0  # the ratio of p99 to p1 from which an axis is logarithmic
 PANELS = (

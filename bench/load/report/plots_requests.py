@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
 NUM_LANES, MIN_LANES = 120, 40
-MAX_LENGTHS = 20  # the lanes show at most so many median answers in a row
+MAX_LENGTHS = 20  # the lanes span at most this many median answers
 NUM_DOTS = 2000
 
 

@@ -1,4 +1,4 @@
-"""Reports a measurement: from the records of its runs to tables and files."""
+"""Reports a measurement: turns the records of its runs into tables and files."""
 
 from __future__ import annotations
 

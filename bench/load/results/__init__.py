@@ -1,5 +1,5 @@
-"""From records to figures.
+"""Computes figures from records.
 
-It owns metrics, confidence intervals, SLOs, the search for a rate and the JSON document. It
-prints nothing and draws nothing. Begin with summary.py.
+The package owns metrics, confidence intervals, SLOs, the search for a rate and the JSON document.
+It prints nothing and draws nothing. Begin with summary.py.
 """

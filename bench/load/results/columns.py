@@ -24,12 +24,12 @@ MIN_LENGTHS = 2.0
 class Columns:
     """Arrays of seconds (NaN if unknown) with one item per request [R], chunk [C] or gap [G].
 
-    began: when the generator began with the request: dispatched_s, or sent_s if that is unknown.
-    tokens: output tokens by the server's count. is_thin: the record has only its first and last
-    chunk times, so that it has no gaps and its tokens are spread over NUM_SPREAD chunks.
-    is_counted: due in the window. is_answered: ended well, with text. chunk_tokens: the known
-    tokens, else the answer's tokens spread evenly, else 1 each. gap_tokens: tokens of the chunk at
-    the gap's end; NaN if unknown (no counts, and not as many chunks as tokens).
+    The generator began with a request at `began`: dispatched_s, or sent_s if that is unknown.
+    tokens are the output tokens by the server's count. A thin record (is_thin) has only its first
+    and last chunk times, so it has no gaps, and its tokens are spread over NUM_SPREAD chunks. A
+    counted request was due in the window; an answered one succeeded, with text. chunk_tokens are
+    the known tokens, else the answer's tokens spread evenly, else 1 each. gap_tokens are the tokens
+    of the chunk at the gap's end, NaN if there are no counts and not as many chunks as tokens.
     """
 
     due: Floats
@@ -66,7 +66,7 @@ class Columns:
 
     @property
     def is_used(self) -> Bools:
-        """The requests whose latencies count."""
+        """A mask of the requests whose latencies count."""
         return self.is_counted & self.is_answered
 
     @property
@@ -77,7 +77,7 @@ class Columns:
 
     @property
     def due_span(self) -> tuple[float, float]:
-        """The window up to the last arrival: the time in which the load was offered."""
+        """The time in which the load was offered: the window up to the last arrival."""
         last_s = float(self.due.max(initial=0.0))
         low, high = max(self.window[0], 0.0), min(self.window[1], last_s)
         return (low, max(low, high))
@@ -85,7 +85,8 @@ class Columns:
     @property
     def is_short(self) -> bool:
         """Whether the time after the last arrival is a large part of the run: the load lasted less
-        than MIN_LENGTHS times the fastest tenth of answers (a growing queue slows the others)."""
+        than MIN_LENGTHS times the fastest tenth of answers (a growing queue slows other
+        answers)."""
         low, high = self.due_span
         taken_s = (self.last - self.due)[self.is_used]
         soon_s = float(np.percentile(taken_s, 10)) if len(taken_s) else 0.0
@@ -93,8 +94,8 @@ class Columns:
 
     @property
     def steady_s(self) -> tuple[float, float]:
-        """The time over which rates are taken: that in which the load was offered. In short runs,
-        and if all requests came at once, it is the window up to the last event."""
+        """The time over which rates are taken: the time in which the load was offered, or the
+        window up to the last event in short runs and if all requests came at once."""
         low, high = self.due_span
         if self.is_short or high <= low:
             high = min(self.window[1], self.end_s)
@@ -166,7 +167,7 @@ def _is(records: Sequence[Record], outcome: Outcome) -> Bools:
 def _chunk_tokens(
     records: Sequence[Record], num_chunks: Ints, tokens: Floats, owner: Ints
 ) -> tuple[Floats, Bools]:
-    """Returns the tokens in each chunk [C], and whether they are known: the record has them, or
+    """Returns the tokens in each chunk [C], and whether they are known: from the record, or because
     there are as many chunks as tokens, so that each has one."""
     has_counts = [len(r.chunk_tokens) == len(r.chunks_s) for r in records]
     even = np.where(np.isnan(tokens), 1.0, tokens / np.maximum(num_chunks, 1))[owner]
@@ -184,7 +185,7 @@ def _spread(
     tokens: Floats,
     kept: tuple[Floats, Floats, Ints],
 ) -> tuple[Floats, Floats, Ints]:
-    """Returns times, tokens and owners of chunks, in which NUM_SPREAD chunks replace those of each
+    """Returns times, tokens and owners of chunks, where NUM_SPREAD chunks replace those of each
     thin record."""
     thin = np.flatnonzero(is_thin & np.isfinite(first))
     parts = np.linspace(0, 1, NUM_SPREAD)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVEL = 0.95
-REACH = 12  # standard deviations, beyond which the probability is taken as 0
-MAX_FREEDOM = 1000  # above it, Student's t is taken as the normal distribution
+REACH = 12  # standard deviations beyond which the probability is taken as 0
+MAX_FREEDOM = 1000  # above it, the normal distribution replaces Student's t
 
 Floats = NDArray[np.float64]
 
@@ -124,7 +124,7 @@ def _ratio_error(sums: NDArray[Any], sizes: NDArray[np.int64]) -> float:
 
 
 def _effective_count(below: NDArray[Any], sizes: NDArray[np.int64]) -> int:
-    """Returns how many independent values would give the share below with the same error."""
+    """Returns the number of independent values that would give the share below the same error."""
     total = int(sizes.sum())
     share, error = float(below.sum()) / total, _ratio_error(below, sizes)
     shrink = NormalDist().inv_cdf((1 + LEVEL) / 2) / _t(len(sizes))

@@ -30,7 +30,7 @@ _NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """All that a report shows. columns are those of runs; command is the command line."""
+    """The content of a report. columns are those of runs; command is the command line."""
 
     runs: list[RunResult]
     columns: list[Columns]

@@ -45,8 +45,8 @@ RATES = {
 
 
 class Samples(NamedTuple):
-    """Values in seconds, each with the index of its request. total is None, or the number of values
-    that these represent."""
+    """Values in seconds, each with the index of its request. total is the number of values that
+    they represent, or None if they represent themselves."""
 
     values: Floats
     owners: Ints
@@ -59,8 +59,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def latencies(result: RunResult, columns: Columns) -> dict[str, Samples]:
-    """Returns the samples of each metric in LABELS, over the requests that were due in the window
-    and ended well. Unknown metrics are missing."""
+    """Returns the samples of each metric in LABELS over the requests that were due in the window
+    and succeeded. Metrics that are unknown are missing."""
     used, sent = columns.is_used, columns.is_counted & np.isfinite(columns.sent)
     found = {
         "ttft_schedule": _of(columns.first - columns.due, used),
@@ -96,7 +96,7 @@ def _per_token(columns: Columns) -> Samples:
 
 
 def _counted_gaps(result: RunResult) -> Samples:
-    """Returns values with the distribution of the gaps that were counted instead of recorded."""
+    """Returns values with the distribution of gaps that were counted and not recorded."""
     gap, count = (np.array(column) for column in zip(*result.gaps, strict=True))
     total = int(count.sum())
     indices = np.searchsorted(np.cumsum(count), np.linspace(0, total, NUM_PICTURED), side="left")
@@ -114,7 +114,7 @@ def describe(samples: Samples) -> dict[str, float]:
 
 
 def rates(columns: Columns) -> dict[str, float]:
-    """Returns RATES: what happened in the steady window, per second of it."""
+    """Returns RATES: the events per second of the steady window."""
     low, high = columns.steady_s
     span_s = high - low
     if span_s <= 0:
@@ -193,9 +193,9 @@ def peak_concurrency(records: Sequence[Record]) -> int:
 
 
 def counts(columns: Columns) -> dict[str, int]:
-    """Counts the requests due in the window by how they ended, and the tokens of those that
-    ended well. untold answers have no token count; in_one_piece answers of several tokens have
-    one chunk."""
+    """Counts the requests due in the window by outcome, and the tokens of those that succeeded.
+    "untold" answers have no token count; "in_one_piece" answers have several tokens in one
+    chunk."""
     counted = columns.is_counted
     left = counted & ~columns.is_ok & ~columns.is_cancelled
     failed = left & columns.is_failed
@@ -224,7 +224,7 @@ def errors(result: RunResult, columns: Columns) -> dict[str, int]:
         if record.outcome is Outcome.FAILED:
             found[record.error or "failed without a reason"] += 1
         elif record.outcome is Outcome.OK and not record.chunks_s:
-            found["ended well, but without text"] += 1
+            found["succeeded, but without text"] += 1
     return dict(found.most_common())
 
 

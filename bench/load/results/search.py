@@ -15,13 +15,13 @@ from serve.errors import ConfigError, MergestepError, message_of
 GROWTH = 2.0
 MAX_RATES = 40
 EARLY_LEVEL = 0.999
-ENDINGS = (MergestepError, OSError, KeyboardInterrupt)  # they end a run, and keep those before it
+ENDINGS = (MergestepError, OSError, KeyboardInterrupt)  # end a run but keep the runs before it
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One rate of the search. is_clear: the interval of the attainment excludes the target, or the
-    rate failed for another reason, which `why` gives."""
+    """One rate of the search. is_clear means that the interval of the attainment excludes the
+    target or that the rate failed for another reason, which `why` gives."""
 
     qps: float
     attainment: Estimate
@@ -34,9 +34,9 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """max_qps: the highest rate that passed, 0 if none. above: the lowest rate that failed,
-    infinite if none. stopped: why the search ended before its resolution, else empty. error: the
-    error that ended it, if any."""
+    """The result of a search. max_qps is the highest rate that passed, 0 if none; above is the
+    lowest rate that failed, infinite if none. stopped says why the search ended before its
+    resolution, else it is empty. error is the error that ended it, if any."""
 
     slo: Slo
     target: float
@@ -68,7 +68,7 @@ class SearchResult:
 
 
 class _Stopped(Exception):
-    """Why the search cannot continue; __cause__ is the error, if there was one."""
+    """The reason why the search cannot continue; __cause__ is the error, if there was one."""
 
 
 def find_max_qps(
@@ -121,7 +121,7 @@ def find_max_qps(
         stopped = ""
         if not tried[-1].is_passed and tried[-1].ran_alone:
             stopped = (
-                f"at {qps_text(qps)}/s requests ran one at a time, and still too few met the SLO"
+                f"at {qps_text(qps)}/s requests ran one at a time, and too few of them met the SLO"
             )
         elif passed >= highest:
             stopped = f"{qps_text(highest)} requests/s, the highest allowed, passed"

@@ -1,4 +1,4 @@
-"""SLOs: the limits that a good request meets, and which requests met them."""
+"""SLOs: the limits that a good request meets, and the requests that met them."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def parse_slo(text: str, *, from_schedule: bool = True) -> Slo:
 
 
 def judge(columns: Columns, slo: Slo) -> tuple[Bools, Bools]:
-    """Returns (is judged, is good) for each request; is_good also for requests that do not count.
+    """Returns masks (is judged, is good) of the requests; is_good also covers those not counted.
 
     Failed and incomplete requests and answers without text are misses; requests cancelled on
-    purpose are not judged. An answer meets a limit that has no meaning for it (TPOT of one
-    token).
+    purpose are not judged. An answer meets a limit that has no meaning for it, such as TPOT of one
+    token.
     """
     start = columns.due if slo.from_schedule else columns.sent
     is_good = columns.is_answered.copy()

@@ -28,11 +28,10 @@ SHORT_NOTE = (
 class RunSummary:
     """The figures of one run.
 
-    latencies_ms: metric (metrics.LABELS) -> count, mean, p50, p90, p95, p99, max. window: the
-    seconds over which rates are taken. offered_s: how long the load was offered. good, judged:
-    the requests that met the SLO, and those that were judged. goodput: the answers/s that met
-    it; NaN without an SLO. intervals_ms: intervals of the run's own sample, only if the rate has
-    one run.
+    latencies_ms has count, mean, p50, p90, p95, p99 and max by metric (metrics.LABELS). Rates are
+    taken over window (seconds), and the load was offered for offered_s. good of the judged requests
+    met the SLO, and goodput is their rate in answers per second, NaN without an SLO. intervals_ms
+    has the intervals of the run's own sample, only if the rate has one run.
     """
 
     qps: float
@@ -87,7 +86,7 @@ class RateSummary:
 
     @property
     def failed_text(self) -> str:
-        """How many requests failed, as a text; empty if none did."""
+        """A text with the number of failed requests; empty if none failed."""
         lost = sum(run.verdict.num_lost for run in self.runs)
         asked = sum(run.verdict.num_asked for run in self.runs)
         return f"{lost:,} of {asked:,} {plural('request', asked)} failed" if lost else ""

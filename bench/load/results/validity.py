@@ -1,5 +1,5 @@
-"""Judges whether a run's figures may be used: whether the generator kept its schedule, and whether
-the server reached a steady state."""
+"""Judges whether a run's figures may be used: the generator must keep its schedule, and the server
+should reach a steady state."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ MAX_RATE_ERROR = 0.005
 MAX_CPU = 0.9
 MAX_CORE_WAIT = 0.1
 MIN_REQUESTS = 50  # fewer show no trend
-MAX_FAILED = 0.1  # above this share, the figures describe only the survivors
+MAX_FAILED = 0.1  # above this share, the figures describe only the answers that succeeded
 NUM_PARTS = 10
 MIN_RISE = 1.0  # relative to the mean; linear growth from zero is 2
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """reasons: why the figures must not be used; a valid run has none. warnings: what the reader
-    must know. is_rising: one of the warnings is that there was no steady state. is_kept: the
-    generator offered the load as planned, whatever the answers. num_lost: requests that failed or
-    did not end in time, out of num_asked, which excludes those cancelled on purpose."""
+    """The verdict on a run. reasons say why the figures must not be used; a valid run has none.
+    warnings are facts that the reader must know. is_rising means that one of them reports that
+    there was no steady state. is_kept means that the generator offered the load as planned,
+    whatever the answers. num_lost of num_asked requests failed or did not end in time; neither
+    includes requests cancelled on purpose."""
 
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -69,7 +70,7 @@ def check(result: RunResult, columns: Columns, slo: Slo | None) -> Verdict:
     lost, asked = _lost(result, columns)
     failed = f"{lost} of {asked} {plural('request', asked)} failed"
     if lost > MAX_FAILED * asked:
-        reasons.append(f"{failed}: latencies are those of the survivors")
+        reasons.append(f"{failed}: latencies are those of the other requests")
     elif lost:
         warnings.insert(0, failed)
     return Verdict(reasons, warnings, bool(rising), is_kept, lost, asked)

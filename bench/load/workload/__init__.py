@@ -1,5 +1,5 @@
-"""What a load test sends, and when.
+"""The requests of a load test and their times.
 
-It owns data sets, traces, arrival processes and the schedule made from them. It does not know
-how a request is sent. Begin with schedule.py.
+The package owns data sets, traces, arrival processes and the schedule made from them. It does not
+know how a request is sent. Begin with schedule.py.
 """

@@ -1,4 +1,4 @@
-"""Arrival processes: when requests are due, on an absolute schedule whose rate is exact."""
+"""Arrival processes: the times at which requests are due, on a schedule whose rate is exact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ KINDS = "poisson, constant, gamma:K, ramp:A:B, trace or inf"
 
 
 def parse_qps(text: str) -> list[float]:
-    """Parses `R`, `inf`, `A:B:N` (N rates from A to B, evenly spaced), or several with commas."""
+    """Returns the rates of `R`, `inf`, `A:B:N` (N rates from A to B, evenly spaced), or several of
+    these with commas."""
     rates: list[float] = []
     for part in text.split(","):
         pieces = part.split(":")

@@ -1,4 +1,4 @@
-"""Data sets: turns `name` or `name:FILE` into a list of calls, in the order they are due."""
+"""Data sets: turns `name` or `name:FILE` into a list of calls in the order of their times."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ TAKE_OUTPUT_LEN = ("mixed", "random", "prefix", "sharegpt", "jsonl")
 
 @dataclass(frozen=True, slots=True)
 class DatasetSettings:
-    """Which data set is read, and how.
+    """The data set to read, and how to read it.
 
-    name: one of NAMES, or one of FILES as `name:FILE`. input_len, output_len: `N`, `A:B` (uniform,
-    both included) or `lognormal:MEAN:MEDIAN`; in data set prefix they are those of each turn.
-    max_model_len: longer requests are cut or left out. start_s, end_s: the part of a trace, in
-    seconds after its first row. block_size: tokens of a Mooncake hash id. num_groups, prefix_len,
-    num_turns: those of data set prefix. as_text: words replace token ids, for servers that take
-    none. ignore_eos: None means True for made-up prompts, and what the data set says for texts.
-    count_tokens: counts the tokens of a text; None estimates one per 4 characters or made-up word.
+    name is one of NAMES, or one of FILES as `name:FILE`. input_len and output_len are `N`, `A:B`
+    (uniform, both included) or `lognormal:MEAN:MEDIAN`; in data set prefix they apply to each turn.
+    Requests longer than max_model_len are cut or left out. start_s and end_s select a part of a
+    trace, in seconds after its first row. block_size is the number of tokens of a Mooncake hash id.
+    num_groups, prefix_len and num_turns belong to data set prefix. With as_text, words replace
+    token ids, for servers that take none. ignore_eos of None means True for made-up prompts and the
+    data set's value for texts. count_tokens counts the tokens of a text; None estimates one per 4
+    characters or made-up word.
     """
 
     name: str = "mixed"
@@ -149,7 +150,7 @@ def _generated(kind: str, settings: DatasetSettings, count: int, seed: int) -> l
 
 
 def conversation_calls(settings: DatasetSettings, conversations: Sequence[Messages]) -> list[Call]:
-    """Returns calls of conversations; the model ends its answers, output_len only bounds them."""
+    """Returns calls of conversations, whose answers the model ends; output_len only bounds them."""
     limit = None
     if settings.output_len is not None:
         limit = fixed_length("output_len", settings.output_len)
@@ -198,7 +199,7 @@ def four_characters(text: str) -> int:
 
 
 def fixed_length(option: str, text: str) -> int:
-    """Parses a length that must be one number. Raises ConfigError that names the option."""
+    """Returns a length that must be one number. Raises ConfigError that names the option."""
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"{option} must be one number for this data set, not {text!r}")
     parse_lengths(text)
@@ -206,7 +207,7 @@ def fixed_length(option: str, text: str) -> int:
 
 
 def parse_lengths(text: str) -> tuple[int, int] | Marginal:
-    """Parses `N`, `A:B` or `lognormal:MEAN:MEDIAN`. Raises ConfigError."""
+    """Returns the lengths of `N`, `A:B` or `lognormal:MEAN:MEDIAN`. Raises ConfigError."""
     pieces = text.split(":")
     try:
         if pieces[0] == "lognormal":

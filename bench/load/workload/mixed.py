@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-NUM_WARM_UP = 64  # the last conversations of the file, which no load has
+NUM_WARM_UP = 64  # conversations at the end of the file that no load uses
 FILE = Path(__file__).parents[2] / "data" / "mixed.jsonl"
 Messages = list[dict[str, Any]]
 
@@ -21,8 +21,8 @@ Messages = list[dict[str, Any]]
 def mixed_requests(seed: int, count: int) -> list[Messages]:
     """Returns count conversations, each of which ends with a question.
 
-    Seed 0 takes them in the file's order, every other seed in an order of its own. Where count
-    is larger than the file, the file is read again, each time in a new order.
+    Seed 0 takes them in the file's order, every other seed in a different order. If count exceeds
+    the file, the file is read again, each time in a new order.
     """
     conversations = _conversations()
     chosen: list[int] = []
@@ -43,7 +43,7 @@ def warm_up_requests(count: int) -> list[Messages]:
 
 
 def num_mixed() -> int:
-    """Returns how many different conversations a load can have."""
+    """Returns the number of different conversations that a load can have."""
     return len(_conversations()) - NUM_WARM_UP
 
 

@@ -1,4 +1,4 @@
-"""How a schedule is offered: warm-up, grace, concurrency, cancellations, probes and processes."""
+"""Options of offering a schedule: warm-up, grace, concurrency, cancellation, probes, processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from serve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The settings; raises ConfigError for values out of range.
+    """The options of offering a schedule. Raises ConfigError for values out of range.
 
-    warmup: requests sent before the load, whose answers are discarded. warmup_s: seconds at the
-    schedule's beginning whose requests are sent but not counted. grace_s: seconds after the last
-    arrival, at which open requests are aborted and become incomplete; None waits for all.
-    max_concurrency: makes the loop a closed one. cancel_rate: share of the requests whose
-    connection the client closes, cancel_after_s after they are sent or after cancel_after_chunks.
-    probe_qps: rate of one-token requests beside the load. processes: None chooses by the load."""
+    warmup requests are sent before the load, and their answers are discarded. Requests of the
+    schedule's first warmup_s seconds are sent but not counted. Open requests are aborted and become
+    incomplete grace_s seconds after the last arrival; None waits for all. max_concurrency makes the
+    loop a closed one. cancel_rate is the share of the requests whose connection the client closes,
+    cancel_after_s after they are sent or after cancel_after_chunks chunks. probe_qps is the rate of
+    one-token requests beside the load. If processes is None, the load determines their number."""
 
     seed: int = 0
     warmup: Sequence[Work] = ()
@@ -50,8 +50,8 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One request to send, due_s seconds after the start. cancel_after_* of None does not
-    cancel."""
+    """A request to send due_s seconds after the start. It is not cancelled if both cancel_after_*
+    are None."""
 
     index: int
     due_s: float
@@ -74,8 +74,8 @@ def items_of(schedule: Schedule, options: LoadOptions) -> list[Item]:
 
 
 def _probes(schedule: Schedule, options: LoadOptions) -> list[Item]:
-    """Returns evenly spaced probes, in the middle of their intervals: none meets the first
-    request."""
+    """Returns evenly spaced probes in the middle of their intervals, so that none coincides with
+    the first request."""
     if not options.probe_qps or not schedule.works:
         return []
     example = schedule.works[0]

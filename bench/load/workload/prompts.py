@@ -11,7 +11,7 @@ import numpy as np
 from bench.load.workload.work import Call, Work
 from serve.errors import ConfigError
 
-MAX_TOKENS = 200_000_000  # in one schedule, of 8 bytes each
+MAX_TOKENS = 200_000_000  # of a schedule; each takes 8 bytes
 # Frequent words, each of which is one token (with the space before it) in most vocabularies.
 FREQUENT = """
 the of and to in is it that for was on are as with his they at be this from have or by one had not
@@ -38,9 +38,9 @@ def make_works(
     ignore_eos: bool | None = None,
 ) -> list[Work]:
     """Makes a work of each call. A call with a text keeps it; any other gets random tokens out of
-    `tokens`, or random words if words_per_token is given. Equal runs get equal tokens, and another
-    seed gives others. ignore_eos: None means True for made-up prompts, and what the data set says
-    for texts. Raises ConfigError for more than MAX_TOKENS."""
+    `tokens`, or random words if words_per_token is given. Equal runs get equal tokens, which depend
+    on the seed. ignore_eos of None means True for made-up prompts and the data set's value for
+    texts. Raises ConfigError for more than MAX_TOKENS."""
     calls = list(calls)
     total = sum(call.num_prompt for call in calls if call.work is None)
     if total > MAX_TOKENS:
@@ -83,7 +83,7 @@ def _content(call: Call, number: int, seed: int, vocabulary: Sequence[T]) -> lis
 
 
 def _text(call: Call, number: int, seed: int, words_per_token: float) -> str:
-    """Returns random words. Every run has its share of them, so that equal runs stay equal."""
+    """Returns random words. Each run has its own words, so that equal runs are equal texts."""
     runs = tuple((key, round(length * words_per_token)) for key, length in call.runs)
     in_runs = sum(length for _, length in runs)
     num_words = max(1, in_runs, round(call.num_prompt * words_per_token))
@@ -91,7 +91,7 @@ def _text(call: Call, number: int, seed: int, words_per_token: float) -> str:
 
 
 def random_run(name: str, length: int, vocabulary: Sequence[T]) -> list[T]:
-    """Returns `length` items of the vocabulary; results of one name have a common beginning."""
+    """Returns `length` random items of the vocabulary. Results of one name begin equally."""
     rng = np.random.default_rng(list(name.encode()))
     picks = rng.integers(0, len(vocabulary), length).tolist()
     pick: Callable[[int], T] = vocabulary.__getitem__

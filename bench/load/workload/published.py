@@ -1,17 +1,17 @@
 """Requests with the lengths of published traces, without the traces' files.
 
-Known: the quantiles of Azure-Conv, Azure-Code (Azure Public Dataset, LLM inference trace
-2023, CC-BY) and Kimi-Conv (Mooncake's conversation trace, FAST'25) were computed from the public
-files; their means are those of Lamina's table. Only the means of Kimi-TA (Mooncake's tool and agent
-trace) are known (Lamina; Mooncake says 8,596 for the prompts, not 8,560), so it is taken as
+The quantiles of Azure-Conv, Azure-Code (Azure Public Dataset, LLM inference trace 2023, CC-BY) and
+Kimi-Conv (Mooncake's conversation trace, FAST'25) are known: they were computed from the public
+files, and the means are those of Lamina's table. Only the means of Kimi-TA (Mooncake's tool and
+agent trace) are known (Lamina; Mooncake says 8,596 for the prompts, not 8,560), so it is taken as
 log-normal with sigma 1. Kimi-Conv reuses 37 % of its prompt tokens by its hash ids (the paper's
 table says 40 %), Kimi-TA 59 % (the paper's table).
 
-Assumed, not measured: 24 clients have a Zipf-like activity, and 40 % of the variance of length (as
-a normal score) lies between the clients, as the answers of one application resemble each other.
-Two of three clients leave max_tokens unset; the others send the round figure (256, 1024, 4096
-...) above the 95th percentile of their answers, so that some answers are cut. The reuse of Kimi-TA
-is spread over the requests as in Kimi-Conv, but more requests have it.
+The following is assumed, not measured. 24 clients have a Zipf-like activity, and 40 % of the
+variance of length (as a normal score) lies between the clients, as the answers of one application
+resemble each other. Two of three clients leave max_tokens unset; the others send the round figure
+(256, 1024, 4096 ...) above the 95th percentile of their answers, so that some answers are cut. The
+reuse of Kimi-TA is spread over the requests as in Kimi-Conv, but more requests have it.
 
 Every sample has exactly the distribution, whatever its size and seed, because ranks replace
 random draws.
@@ -50,7 +50,7 @@ class Marginal:
 
     @classmethod
     def measured(cls, mean: float, values: Sequence[float]) -> Marginal:
-        """Makes a distribution of its quantiles at PERCENTS."""
+        """Returns the distribution with these quantiles at PERCENTS."""
         logs = tuple(math.log(value) for value in values)
         return cls(mean, tuple(percent / 100 for percent in PERCENTS), logs)
 
@@ -84,8 +84,8 @@ class Marginal:
 class Reuse:
     """How prompts repeat earlier prompts. All prompts begin with the same first block.
 
-    sharing: the share of requests whose prompt continues an earlier one. parts: quantiles, at even
-    shares from 0 to 1, of the part of the prompt that is repeated. ages: median and sigma of the
+    sharing is the share of requests whose prompt continues an earlier one. parts are quantiles, at
+    even shares from 0 to 1, of the repeated part of a prompt. ages are the median and sigma of the
     log-normal number of requests since the earlier prompt."""
 
     sharing: float
@@ -95,7 +95,7 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A trace. correlation is that of the normal scores of prompt and answer within a client."""
+    """A trace. correlation is that between the normal scores of prompt and answer of a client."""
 
     prompt: Marginal
     output: Marginal

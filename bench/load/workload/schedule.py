@@ -1,4 +1,4 @@
-"""Makes the schedule: from settings to the requests that are sent, and when."""
+"""Makes the schedule: the requests to send and their times, from settings."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ WARM_UP_SEED = 1_000_003  # added, so that the measured prompts are not in the p
 
 @dataclass(frozen=True, slots=True)
 class ArrivalSettings:
-    """kind: one of bench.load.workload.arrivals.KINDS. speedup: the factor on a trace's own time,
-    unless a qps is given."""
+    """The arrival process. kind is one of bench.load.workload.arrivals.KINDS. speedup is a factor
+    on a trace's own time, if no qps is given."""
 
     kind: str = "poisson"
     speedup: float | None = None
@@ -50,9 +50,9 @@ def make_calls(
     duration_s: float | None = None,
     seed: int = 0,
 ) -> Offer:
-    """Returns lengths and times only, as a simulator needs them; a million take seconds. qps is
-    None if the arrivals have their own rate (ramp, and trace in its own time or with a speedup).
-    Raises ConfigError."""
+    """Returns calls with lengths and times but no prompts, as a simulator needs them; a million
+    take seconds. qps is None if the arrivals have their own rate (ramp, and trace in its own time
+    or with a speedup). Raises ConfigError."""
     check(dataset)
     kind, _ = parse_arrival(arrival.kind)
     if kind != "trace" and arrival.speedup is not None:

@@ -101,9 +101,9 @@ def _sharegpt_call(
 def jsonl_calls(
     path: Path, part: Part, count_tokens: CountTokens, output_len: int | None
 ) -> list[Call]:
-    """Reads one object per line, with KEYS. Each has exactly one of CONTENTS, and may have
-    output_len (exact) or max_tokens (a limit), else output_len is the parameter's; timestamp is in
-    seconds. The calls are in the order of time if all have one, else of the file. Raises
+    """Reads one object per line, with KEYS. Each has one of CONTENTS, and may have output_len
+    (exact) or max_tokens (a limit); otherwise the parameter output_len applies. timestamp is in
+    seconds. The calls are in the order of time if all have a timestamp, else of the file. Raises
     ConfigError."""
     calls: list[Call] = []
     first_s: float | None = None

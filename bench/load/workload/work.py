@@ -1,4 +1,4 @@
-"""The forms of a workload: `Call` (lengths and a time), `Work` (a request) and `Schedule`.
+"""The forms of a workload: `Call` (lengths and a time), `Work` (a request), and `Schedule`.
 
 A million calls are cheap, as they have no prompt; prompts.py makes works of those that are really
 sent.
@@ -17,9 +17,9 @@ Run = tuple[int, int]  # (id, tokens): prompts with equal ids begin with the sam
 class Work:
     """A request to send: exactly one of messages (a conversation), prompt and token_ids is given.
 
-    max_tokens: None leaves the limit to the server. ignore_eos: the answer has exactly max_tokens.
-    client: the user or application (an API's `user`). group: the name of the requests that belong
-    together (a session, a shared prefix).
+    max_tokens of None leaves the limit to the server. With ignore_eos the answer has exactly
+    max_tokens. client is the user or application (an API's `user`). group names the requests that
+    belong together (a session, a shared prefix).
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -52,10 +52,10 @@ class Schedule:
 class Call:
     """A request's lengths, in tokens, and its time.
 
-    num_output: the answer's own length, or None if the model decides. max_tokens: the limit that
-    the client sends, which may cut the answer, or None. at_s: when the request is due, in the
-    trace's own time or (after make_calls) in the schedule's. runs: the beginning of the prompt; the
-    rest of num_prompt is not shared. work: the request itself, if the data set has its text;
+    num_output is the answer's length, None if the model decides. max_tokens is the limit that the
+    client sends, which may cut the answer, or None. The request is due at at_s, in the trace's own
+    time or, after make_calls, in that of the schedule. runs are the beginning of the prompt; the
+    rest of num_prompt is not shared. work is the request itself if the data set has its text;
     num_prompt is then an estimate.
     """
 
@@ -70,8 +70,8 @@ class Call:
 
 
 def fit_lengths(num_prompt: int, num_output: int, max_model_len: int) -> tuple[int, int]:
-    """Cuts both lengths to max_model_len together: first the answer, but to no less than half of
-    max_model_len, then the prompt."""
+    """Cuts both lengths so that their sum is at most max_model_len: first the answer, to no less
+    than half of max_model_len, then the prompt."""
     if num_prompt + num_output <= max_model_len:
         return num_prompt, num_output
     num_output = min(num_output, max(max_model_len // 2, max_model_len - num_prompt))
@@ -105,7 +105,7 @@ def fit_context(calls: Iterable[Call], max_model_len: int | None, notes: list[st
 
 
 def _bounded(call: Call, max_model_len: int | None) -> Call:
-    """Cuts a made-up request's max_tokens to the context, beyond which servers refuse it."""
+    """Cuts a made-up request's max_tokens to the context, since servers refuse a larger one."""
     if max_model_len is None or call.max_tokens is None or call.work is not None:
         return call
     room = max_model_len - call.num_prompt

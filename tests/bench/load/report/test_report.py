@@ -117,7 +117,7 @@ def test_outcomes_are_counted_by_kind_and_not_timed():
     names = ("answered", "failed", "cancelled", "incomplete", "empty")
     assert [summary.counts[name] for name in names] == [1, 2, 1, 1, 1]
     assert summary.latencies_ms["e2e_send"]["count"] == 1
-    assert summary.errors == {"503: full": 2, "ended well, but without text": 1}
+    assert summary.errors == {"503: full": 2, "succeeded, but without text": 1}
     assert (summary.good, summary.judged) == (1, 5), "a cancelled request is not judged"
 
 

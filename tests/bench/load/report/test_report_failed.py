@@ -30,7 +30,7 @@ def lost(count: int, of: int, **change: Any) -> RunResult:
 def test_a_run_of_which_most_failed_is_not_valid():
     summary = summarize(lost(42, 50))
     assert summary.verdict.reasons == [
-        "42 of 50 requests failed: latencies are those of the survivors"
+        "42 of 50 requests failed: latencies are those of the other requests"
     ]
     assert summary.verdict.is_kept, "the generator is not to blame"
     (rate,) = summarize_rates([lost(42, 50), lost(0, 50)])
