@@ -187,8 +187,9 @@ def _lamina_table(cases: list[Case], memory: Device) -> Table:
     )
     for case in cases:
         table.add_row(case.model, case.trace, f"{case.context:,.0f}", *_cells(case.beside))
-        asked = case.lamina and case.lamina.asked_bytes_per_s
-        table.add_row("", "", "", *_cells(case.lamina), f"{asked / 1e9:.0f}" if asked else "")
+        required = case.lamina and case.lamina.required_bytes_per_s
+        rate = f"{required / 1e9:.0f}" if required else ""
+        table.add_row("", "", "", *_cells(case.lamina), rate)
         ratios = [
             "" if value is None else f"{value:.2f}x" for value in case.as_json()["ratios"].values()
         ]

@@ -110,14 +110,14 @@ def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[Ch
     cases, repeats = (QUICK, _QUICK_REPEATS) if quick else (CASES, None)
     console = Console()
     console.width = max(console.width, 110)
-    found: list[CheckedStep] = []
+    checked: list[CheckedStep] = []
     for dtype in DTYPES:
         rows = check(path, dtype, cases, repeats)
         report(rows, console)
-        found += rows
-    steps = [asdict(row) | {"case": row.case._asdict()} for row in found]
+        checked += rows
+    steps = [asdict(row) | {"case": row.case._asdict()} for row in checked]
     print(json.dumps({"model": path.name, "steps": steps}))
-    return found
+    return checked
 
 
 def check(

@@ -74,7 +74,7 @@ class Machine:
 
 
 def all_reduce_s(num_bytes: float, num_devices: int, link: Link, share: float = 1.0) -> float:
-    """Returns the seconds of a ring all-reduce without latency. share: of the link's rate."""
+    """Returns the seconds of a ring all-reduce at a share of the link's rate, without latency."""
     return 2 * (1 - 1 / num_devices) * num_bytes / (share * link.bytes_per_s)
 
 
@@ -90,14 +90,14 @@ class Attention:
         shards = min(n, shape.num_kv_heads)
         read = efficiency.kv * device.bytes_per_s * shards
         self._token_s = shape.kv_layer_bytes(precision) / read
-        self._seen_s = 4 * shape.q_width / (efficiency.decode * peak * n)
+        self._attend_s = 4 * shape.q_width / (efficiency.decode * peak * n)
         self._pair_s = 4 * shape.q_width / (efficiency.prefill * peak * n)
         self._windows = shape.layers_by_window()
 
-    def decode(self, rows: float, seen: float) -> Stage:
-        """Returns the stage of decode rows that attend to `seen` tokens, including their own."""
-        tokens = self._in_windows(rows, seen)
-        return Stage("decode attention", tokens * self._token_s, tokens * self._seen_s)
+    def decode(self, rows: float, attended: float) -> Stage:
+        """Returns the stage of decode rows. attended: tokens of all rows, including their own."""
+        tokens = self._in_windows(rows, attended)
+        return Stage("decode attention", tokens * self._token_s, tokens * self._attend_s)
 
     def prefill(self, rows: float, pairs: float) -> Stage:
         """Returns the stage of prompt rows. pairs counts each row with each token it attends to."""
@@ -149,10 +149,10 @@ class MachineCost:
     def stages(self, work: StepWork) -> list[Stage]:
         """Returns the stages of a step with at least one row."""
         sampled = work.num_decodes + work.num_chunks if work.samples else 0
-        seen = work.num_context + work.num_decodes
+        attended = work.num_context + work.num_decodes
         return [
             *self.products(work.num_rows, sampled),
-            self.attention.decode(work.num_decodes, seen),
+            self.attention.decode(work.num_decodes, attended),
             self.attention.prefill(work.num_rows - work.num_decodes, work.num_pairs),
             Stage("overheads", fixed_s=self._fixed_s(work.num_decodes + work.num_chunks)),
         ]

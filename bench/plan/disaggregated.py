@@ -36,7 +36,7 @@ SLOWDOWN = 0.2  # share of a step that the network may add, alpha in Lamina
 @dataclass(frozen=True, slots=True)
 class Figures:
     """The figures of a configuration. step_s is the time between two tokens of a sequence.
-    asked_bytes_per_s is the rate of all links together at which the network adds SLOWDOWN; None
+    required_bytes_per_s is the rate of all links together at which the network adds SLOWDOWN; None
     without a network."""
 
     name: str
@@ -44,7 +44,7 @@ class Figures:
     batch: float
     in_flight: int
     step_s: float
-    asked_bytes_per_s: float | None = None
+    required_bytes_per_s: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -80,7 +80,7 @@ def turn_s(
     return max(own, in_flight * attention, in_flight * products / replicas, in_flight * wire)
 
 
-def asked_bytes_per_s(shape: Shape, batch: float, products: float, attention: float) -> float:
+def required_bytes_per_s(shape: Shape, batch: float, products: float, attention: float) -> float:
     """Returns the rate of all links together at which the network adds SLOWDOWN to a step."""
     traffic = batch * shape.num_layers * layer_traffic_bytes(shape)
     return traffic / (SLOWDOWN * (products + attention))
@@ -124,8 +124,8 @@ class Split:
         if batch < 1:
             return None
         in_flight, step_s = steps.best(batch)
-        asked = asked_bytes_per_s(self.shape, batch, *steps.times(batch))
-        return Figures(f"({a}, {b})", self._dollars(a, b), batch, in_flight, step_s, asked)
+        required = required_bytes_per_s(self.shape, batch, *steps.times(batch))
+        return Figures(f"({a}, {b})", self._dollars(a, b), batch, in_flight, step_s, required)
 
     def _width(self) -> int:
         """Returns the number of devices of one replica, a power of two."""

@@ -91,9 +91,9 @@ def run(
     }
     if len(chosen) == 1:
         cost, bound = _costs(shape, precision, chosen[0])
-        found = details(cost, bound, batches, contexts)
-        print_details(found, load, console)
-        result["details"] = found.as_json()
+        detailed = details(cost, bound, batches, contexts)
+        print_details(detailed, load, console)
+        result["details"] = detailed.as_json()
     listed = chosen or [Machine(device) for device in devices.values()]
     choices = rank(shape, precision, chosen or all_machines(devices), load, slo, budget)
     print_ranking(choices, load, top, console)

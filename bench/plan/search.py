@@ -76,11 +76,11 @@ def choose(shape: Shape, precision: Precision, machine: Machine, load: Load, slo
         cost = MachineCost(shape, precision, machine, _efficiency(machine.device, precision))
     except ConfigError as error:
         return Choice(machine, None, str(error), 0, 0)
-    found = best(cost, load, slo)
+    serving = best(cost, load, slo)
     return Choice(
         machine,
-        None if isinstance(found, str) else found,
-        found if isinstance(found, str) else None,
+        None if isinstance(serving, str) else serving,
+        serving if isinstance(serving, str) else None,
         max_sequences(cost, load.context),
         max_tokens(cost),
         cost.is_assumed,
@@ -108,8 +108,8 @@ def rank(
     """Returns a choice per machine: first those that serve the load within the budget, cheapest
     tokens first, then those without a price (which no budget admits), fastest first, then those
     that cannot serve it."""
-    found = [choose(shape, precision, machine, load, slo) for machine in machines]
-    return sorted((_within(choice, budget) for choice in found), key=_order)
+    choices = [choose(shape, precision, machine, load, slo) for machine in machines]
+    return sorted((_within(choice, budget) for choice in choices), key=_order)
 
 
 def _efficiency(device: Device, precision: Precision) -> Efficiency:
@@ -140,7 +140,7 @@ def _order(choice: Choice) -> tuple[bool, bool, float]:
 class SplitChoice:
     """A configuration of `a` compute devices and b memory devices. network_bytes_per_s is the rate
     of all links together, used_bytes_per_s the traffic over them, which never exceeds that rate as
-    the figures include the network's times. figures.asked_bytes_per_s is the rate at which one
+    the figures include the network's times. figures.required_bytes_per_s is the rate at which one
     batch is a fifth slower (disaggregated.SLOWDOWN)."""
 
     compute: Device
@@ -177,14 +177,14 @@ def rank_splits(
     """Returns the best (a, b) for each pair of a GPU that computes and a device that holds K/V: the
     one with the most tokens per dollar or, without a price, per device. Only tpot_s of the SLO
     applies, since prompts are computed elsewhere. Sequences are in the middle of their answers."""
-    found = [
-        best_of
+    splits = [
+        split
         for one in devices
         for other in devices
         if one.kind == "gpu"
-        and (best_of := _best_split(shape, precision, one, other, load, slo, budget)) is not None
+        and (split := _best_split(shape, precision, one, other, load, slo, budget)) is not None
     ]
-    return sorted(found, key=lambda choice: _worth(choice.figures, choice.a + choice.b))[::-1]
+    return sorted(splits, key=lambda choice: _worth(choice.figures, choice.a + choice.b))[::-1]
 
 
 def _best_split(
@@ -201,7 +201,7 @@ def _best_split(
     efficiencies = _efficiency(compute, precision), _efficiency(memory, precision)
     split = Split(shape, precision, compute, memory, efficiencies)
     context = load.prompt + load.output / 2
-    found = []
+    candidates = []
     for a in range(1, MAX_COMPUTE + 1):
         for b in range(1, MAX_MEMORY + 1):
             try:
@@ -209,10 +209,10 @@ def _best_split(
             except ConfigError:  # a device cannot compute in this precision
                 return None
             if figures is not None and _affordable(figures, budget):
-                found.append((_worth(figures, a + b), a, b, figures))
-    if not found:
+                candidates.append((_worth(figures, a + b), a, b, figures))
+    if not candidates:
         return None
-    _, a, b, figures = max(found, key=lambda item: item[0])
+    _, a, b, figures = max(candidates, key=lambda item: item[0])
     links = min(a, b) * min(compute.network.bytes_per_s, memory.network.bytes_per_s)
     used = figures.tokens_per_s * shape.num_layers * layer_traffic_bytes(shape)
     is_assumed = not all(

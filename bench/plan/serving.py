@@ -164,9 +164,9 @@ def best(cost: MachineCost, load: Load, slo: Slo) -> Serving | str:
     room = max_sequences(cost, load.context)
     if not room:
         return "memory"
-    found = serve(cost, load, slo, 1)
-    if isinstance(found, str):
-        return found
+    serving = serve(cost, load, slo, 1)
+    if isinstance(serving, str):
+        return serving
     limit = "memory" if room <= MAX_BATCH else "batch"
     low, high = 1, min(room, MAX_BATCH) + 1
     while high - low > 1:
@@ -175,5 +175,5 @@ def best(cost: MachineCost, load: Load, slo: Slo) -> Serving | str:
         if isinstance(tried, str):
             high, limit = middle, tried
         else:
-            low, found = middle, tried
-    return replace(found, limit=limit)
+            low, serving = middle, tried
+    return replace(serving, limit=limit)

@@ -106,8 +106,8 @@ def details(
     return Details(cost, cells, prompts)
 
 
-def print_details(found: Details, load: Load, console: Console) -> None:
-    cost = found.cost
+def print_details(detailed: Details, load: Load, console: Console) -> None:
+    cost = detailed.cost
     shape, precision, machine = cost.shape, cost.precision, cost.machine
     room, token_bytes = kv_bytes(cost), shape.kv_token_bytes(precision)
     name = marked(machine.device, machine.name)
@@ -127,31 +127,31 @@ def print_details(found: Details, load: Load, console: Console) -> None:
         f"{max_sequences(cost, load.context):,} sequences of {load.prompt} + {load.output}",
         highlight=False,
     )
-    console.print(_decode_table(found))
+    console.print(_decode_table(detailed))
     tilde = _tilde(cost.is_assumed)
     table = Table(
         *("tokens", "expected, ms", "bound, ms", "tokens/s"),
         title="A prompt alone: time to the first token",
     )
-    for tokens, seconds, bound_s in found.prompts:
+    for tokens, seconds, bound_s in detailed.prompts:
         expected = (f"{tilde}{_ms(seconds)}", _ms(bound_s), f"{tilde}{tokens / seconds:,.0f}")
         table.add_row(f"{tokens:,}", *expected)
     console.print(table)
     print_meanings([machine.device], cost.is_assumed, console)
 
 
-def _decode_table(found: Details) -> Table:
-    contexts = sorted({cell.context for cell in found.cells})
+def _decode_table(detailed: Details) -> Table:
+    contexts = sorted({cell.context for cell in detailed.cells})
     table = Table(
         "rows",
         *(f"{context:,} tokens" for context in contexts),
         title="Decode: milliseconds between tokens (bound), tokens/s, what it waits for",
         caption="bound: no software can beat it on these peaks. grey: memory does not hold them",
     )
-    for batch in sorted({cell.batch for cell in found.cells}):
-        row = [cell for cell in found.cells if cell.batch == batch]
+    for batch in sorted({cell.batch for cell in detailed.cells}):
+        row = [cell for cell in detailed.cells if cell.batch == batch]
         row.sort(key=lambda cell: cell.context)
-        table.add_row(str(batch), *(_decode_cell(cell, found.cost.is_assumed) for cell in row))
+        table.add_row(str(batch), *(_decode_cell(cell, detailed.cost.is_assumed) for cell in row))
     return table
 
 
@@ -205,10 +205,10 @@ def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> 
     table = Table(
         _names("compute, memory"),
         *("USD/h", "at once", "in flight", "tokens/s", "ms/token", "USD/M"),
-        *("GB/s used", "there", "asked"),
+        *("GB/s used", "available", "required"),
         title="Attention on memory devices, decoding alone: the best (a, b) of each pair",
-        caption="GB/s: of all links together; times include the links that are there. asked: the "
-        "rate at which one batch is a fifth slower",
+        caption="GB/s: of all links together; times are those with the available links. required: "
+        "the rate at which one batch is a fifth slower",
     )
     for choice in choices[:top]:
         figures = choice.figures
@@ -224,7 +224,7 @@ def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> 
             NONE if per_dollar is None else tilde + dollars(1e6 / per_dollar),
             f"{tilde}{choice.used_bytes_per_s / 1e9:,.0f}",
             f"{choice.network_bytes_per_s / 1e9:,.0f}",
-            f"{tilde}{(figures.asked_bytes_per_s or 0.0) / 1e9:,.0f}",
+            f"{tilde}{(figures.required_bytes_per_s or 0.0) / 1e9:,.0f}",
         )
     console.print(table if choices else "[red]no pair of devices serves this[/red]")
     devices = [device for choice in choices[:top] for device in (choice.compute, choice.memory)]

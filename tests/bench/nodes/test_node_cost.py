@@ -28,11 +28,11 @@ from bench.plan.cost import Attention, Machine, MachineCost
 from bench.plan.disaggregated import (
     Figures,
     Split,
-    asked_bytes_per_s,
     best,
     homogeneous,
     layer_traffic_bytes,
     products_s,
+    required_bytes_per_s,
     turn_s,
 )
 from bench.plan.hardware import Device, Link
@@ -89,7 +89,7 @@ def test_traffic_and_kv_of_a_token() -> None:
 def test_the_bandwidth_that_the_paper_asks_for(context: int) -> None:
     """Up to 300 sequences of LLaMA3-70B on H100 and H20 need at most 30 GB/s."""
     asked = [
-        asked_bytes_per_s(
+        required_bytes_per_s(
             LLAMA_70B,
             batch,
             products_s(cost_of(LLAMA_70B, H100), batch),
@@ -127,7 +127,7 @@ def test_a_turn_of_a_and_b_by_hand() -> None:
     assert found.step_s == pytest.approx(products + attention + network)
     assert found.tokens_per_dollar == pytest.approx(3600 * 360 / found.step_s / (2 * 11.06 + 4 * 2))
     whole = products_s(cost_of(model, H100, 2), 360) + 2 * attention
-    assert found.asked_bytes_per_s == pytest.approx(360 * 100 * 50_000 / (0.2 * whole))
+    assert found.required_bytes_per_s == pytest.approx(360 * 100 * 50_000 / (0.2 * whole))
 
 
 def test_replicas_rotate() -> None:

@@ -251,7 +251,7 @@ def test_pairs_are_rated_with_the_network_there_is() -> None:
     slow, fast = found
     assert slow.used_bytes_per_s <= 1.001 * slow.network_bytes_per_s
     assert slow.used_bytes_per_s > 0.9 * slow.network_bytes_per_s
-    assert (slow.figures.asked_bytes_per_s or 0.0) > slow.network_bytes_per_s
+    assert (slow.figures.required_bytes_per_s or 0.0) > slow.network_bytes_per_s
     assert fast.used_bytes_per_s < fast.network_bytes_per_s
     assert slow.figures.tokens_per_s / slow.b < fast.figures.tokens_per_s / fast.b
 
@@ -268,7 +268,7 @@ def test_pairs_of_devices() -> None:
     for choice in found:
         assert choice.a % 2 == 0 and choice.b <= shape.num_kv_heads
         assert choice.network_bytes_per_s == min(choice.a, choice.b) * 50e9
-        assert choice.figures.asked_bytes_per_s
+        assert choice.figures.required_bytes_per_s
     fast = rank_splits(shape, bf16, devices, CHAT, Slo(tpot_s=0.05), Budget())
     assert fast and all(choice.figures.step_s <= 0.05 for choice in fast)
     assert not rank_splits(shape, bf16, devices, CHAT, Slo(), Budget(dollars_per_h=5.0))
