@@ -48,15 +48,15 @@ class Row:
     tpot_p99_ms: float | None
 
 
-def rows_of(variants: Sequence[Variant], found: AblationResult) -> list[Row]:
+def rows_of(variants: Sequence[Variant], result: AblationResult) -> list[Row]:
     """Returns a row for each variant."""
-    answers = found.rounds[OURS][0].saturated.tokens
+    answers = result.rounds[OURS][0].saturated.tokens
     rows = []
     for variant in variants:
-        rounds = found.rounds[variant.name]
+        rounds = result.rounds[variant.name]
         runs = [r.saturated for r in rounds]
-        others = [r.saturated for r in found.rounds[variant.against]]
-        pairs = list(zip(others, runs, strict=True))
+        baselines = [r.saturated for r in result.rounds[variant.against]]
+        pairs = list(zip(baselines, runs, strict=True))
         ttft = [seconds for r in rounds for seconds in r.ttft_s]
         tpot = [seconds for r in rounds for seconds in r.tpot_s]
         rows.append(
@@ -93,31 +93,31 @@ def _ms(seconds: list[float], percent: float) -> float | None:
     return 1e3 * percentile(seconds, percent) if seconds else None
 
 
-def show(rows: Sequence[Row], found: AblationResult, max_num_seqs: int, console: Console) -> None:
+def show(rows: Sequence[Row], result: AblationResult, max_num_seqs: int, console: Console) -> None:
     console.print(_throughput(rows))
     if timed := [row for row in rows if row.ttft_p50_ms is not None]:
-        console.print(_latency(timed, found.qps))
+        console.print(_latency(timed, result.qps))
     lines = [
         f"saturated: all requests at once, at most {max_num_seqs} sequences; a request has"
-        f" {found.tokens_per_request:.0f} tokens on average; medians over the rounds and their"
+        f" {result.tokens_per_request:.0f} tokens on average; medians over the rounds and their"
         " 90 % intervals; gains are computed within a round"
     ]
-    if SHORT in found.rounds:
-        tokens = found.short_bytes / found.kv_bytes_per_token
-        mib = found.short_bytes / 2**20
+    if SHORT in result.rounds:
+        tokens = result.short_bytes / result.kv_bytes_per_token
+        mib = result.short_bytes / 2**20
         lines.append(f"{SHORT}: {mib:.2f} MiB of K/V, {tokens:,.0f} tokens in int8")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def show_device(found: OnDevice, console: Console) -> None:
+def show_device(device: OnDevice, console: Console) -> None:
     """Prints the gain of the pools when the processor is free during a step."""
     console.print(
-        f"pipelined pools beside a scripted device without a model ({1e3 * found.device_s:.0f} ms"
-        f" per step, {found.num_seqs} sequences):"
-        f" {tables.spread([1e3 * s for s in found.pools_s])} ms per step, in one thread"
-        f" {tables.spread([1e3 * s for s in found.serial_s])}: gain"
-        f" {tables.spread([100 * (gain - 1) for gain in found.gains], '{:+.0f}'.format)} %",
+        f"pipelined pools beside a scripted device without a model ({1e3 * device.device_s:.0f} ms"
+        f" per step, {device.num_seqs} sequences):"
+        f" {tables.spread([1e3 * s for s in device.pools_s])} ms per step, in one thread"
+        f" {tables.spread([1e3 * s for s in device.serial_s])}: gain"
+        f" {tables.spread([100 * (gain - 1) for gain in device.gains], '{:+.0f}'.format)} %",
         highlight=False,
         soft_wrap=True,
     )

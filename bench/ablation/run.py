@@ -105,8 +105,8 @@ async def measure(
                 advance(variant.name)
                 if variant.has_rate:
                     async with _at_turn(plan, variant, short_bytes, targets) as target:
-                        found = rounds[variant.name][number]
-                        await _at_rate(target, plan.works, qps, number, found)
+                        rated = rounds[variant.name][number]
+                        await _at_rate(target, plan.works, qps, number, rated)
     return AblationResult(
         rounds, qps, short_bytes, stats.kv_bytes_per_token, first.tokens_per_request
     )
@@ -140,18 +140,18 @@ async def _open_target(
         yield target
 
 
-def _short_bytes(plan: AblationPlan, engine: Engine, found: Saturated) -> int:
-    average = _SHORT_SHARE * plan.max_num_seqs * found.tokens_per_request
+def _short_bytes(plan: AblationPlan, engine: Engine, first: Saturated) -> int:
+    average = _SHORT_SHARE * plan.max_num_seqs * first.tokens_per_request
     tokens = max(average, _SHORT_CONTEXTS * engine.max_model_len)
     return math.ceil(tokens * engine.stats().kv_bytes_per_token)
 
 
 async def _at_rate(
-    target: RecordingTarget, works: list[Work], qps: float, seed: int, found: Round
+    target: RecordingTarget, works: list[Work], qps: float, seed: int, round_: Round
 ) -> None:
     arrivals_s = arrival_times("poisson", qps, len(works), seed)
     for record in await offer(target, Schedule(qps, works, arrivals_s), seed):
         first_s, last_s = record.chunks_s[0], record.chunks_s[-1]
-        found.ttft_s.append(first_s - record.scheduled_s)
+        round_.ttft_s.append(first_s - record.scheduled_s)
         if record.output_tokens and record.output_tokens > 1:
-            found.tpot_s.append((last_s - first_s) / (record.output_tokens - 1))
+            round_.tpot_s.append((last_s - first_s) / (record.output_tokens - 1))

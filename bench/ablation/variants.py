@@ -58,21 +58,21 @@ def all_variants(plain: str | None, *, ends_early: bool) -> list[Variant]:
     """Returns all variants. plain is the type that replaces int8, None if "ours" is not int8.
     Without ends_early all answers have max_tokens, so reserving max_tokens is as good as knowing
     the length, and that variant is left out."""
-    found = [Variant(OURS), _POOLS, _STEPS, _STATIC]
-    found.append(Variant(SHORT, against=OURS, is_short=True, has_rate=False))
+    variants = [Variant(OURS), _POOLS, _STEPS, _STATIC]
+    variants.append(Variant(SHORT, against=OURS, is_short=True, has_rate=False))
     if ends_early:
         reserve = _short("max_tokens reserved", memory_policy="worst_case")
-        found.append(reserve("predicted lengths", "+200 %"))
+        variants.append(reserve("predicted lengths", "+200 %"))
     greedy = _short("prompt only", memory_policy="prompt_only")
-    found.append(greedy("predicted lengths", ""))
+    variants.append(greedy("predicted lengths", ""))
     if plain is not None:
         kv = _short(f"{plain} K/V", kv_dtype=plain)
-        found.append(kv("int8 K/V, same bytes", "2x at once", is_exact=False))
+        variants.append(kv("int8 K/V, same bytes", "2x at once", is_exact=False))
         products = {"dtype": plain, "kv_dtype": "int8"}
-        found.append(
+        variants.append(
             Variant(f"{plain} products", "int8 products", "~2x", settings=products, is_exact=False)
         )
-    return found
+    return variants
 
 
 def chosen(variants: list[Variant], names: list[str] | None) -> list[Variant]:
@@ -80,8 +80,8 @@ def chosen(variants: list[Variant], names: list[str] | None) -> list[Variant]:
     Raises ConfigError for unknown names."""
     if names is None:
         return variants
-    known = {variant.name: variant for variant in variants}
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"variants: {', '.join(unknown)}; there are {', '.join(known)}")
-    wanted = {OURS, *names, *(known[name].against for name in names)}
-    return [variant for variant in variants if variant.name in wanted]
+    by_name = {variant.name: variant for variant in variants}
+    if unknown := [name for name in names if name not in by_name]:
+        raise ConfigError(f"variants: {', '.join(unknown)}; there are {', '.join(by_name)}")
+    selected = {OURS, *names, *(by_name[name].against for name in names)}
+    return [variant for variant in variants if variant.name in selected]

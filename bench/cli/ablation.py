@@ -80,7 +80,7 @@ def ablation(
     works, ends = _with_room(works)
     settings = _settings(path, works, dtype, compute_threads)
     ends_early = any(not work.ignore_eos for work in works)
-    wanted = chosen(all_variants(_plain_dtype(path, settings), ends_early=ends_early), variants)
+    selected = chosen(all_variants(_plain_dtype(path, settings), ends_early=ends_early), variants)
     plan = AblationPlan(
         path,
         list(works),
@@ -88,24 +88,24 @@ def ablation(
         num_rounds,
         max_num_seqs,
         has_rate=at_rate,
-        keeps_engines=_have_room(path, len(wanted)),
+        keeps_engines=_have_room(path, len(selected)),
         qps=qps,
         kv_cache_bytes=kv_cache_bytes,
         ends=ends,
     )
     head = tables.Head.now(f"ablation, {EngineConfig.from_settings(path).model_name}")
-    found, device = _measure(plan, wanted)
-    rows = report.rows_of(wanted, found)
+    measured, device = _measure(plan, selected)
+    rows = report.rows_of(selected, measured)
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
-    report.show(rows, found, max_num_seqs, console)
+    report.show(rows, measured, max_num_seqs, console)
     if device is not None:
         report.show_device(device, console)
     result = {
-        "qps": found.qps,
-        "short_bytes": found.short_bytes,
-        "kv_bytes_per_token": found.kv_bytes_per_token,
-        "tokens_per_request": found.tokens_per_request,
+        "qps": measured.qps,
+        "short_bytes": measured.short_bytes,
+        "kv_bytes_per_token": measured.kv_bytes_per_token,
+        "tokens_per_request": measured.tokens_per_request,
         "requests": len(works),
         "variants": [asdict(row) for row in rows],
         "own_device": None if device is None else device._asdict(),
@@ -129,9 +129,9 @@ def _measure(
         def advance(name: str) -> None:
             bar.update(task, description=name, advance=1)
 
-        found = uvloop.run(measure(plan, variants, advance))
+        measured = uvloop.run(measure(plan, variants, advance))
         device = uvloop.run(measure_pools(plan.rounds, advance)) if has_pools else None
-    return found, device
+    return measured, device
 
 
 def _with_room(works: list[Work]) -> tuple[list[Work], dict[tuple[int, ...], int]]:

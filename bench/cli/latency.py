@@ -130,8 +130,8 @@ def _show(tally: Tally, result: dict[str, Any], shape: Shape, console: Console) 
 def _show_ceilings(ceilings: dict[str, dict[str, float]], console: Console) -> None:
     """Prints the ceilings beside each peer, since figures at different ceilings do not compare."""
     ours = Ceiling(**ceilings["ours"])
-    for name, found in ceilings.items():
-        line = f"beside {name}: {Ceiling(**found)}"
-        if ours.drift(Ceiling(**found)) > MAX_DRIFT:
+    for name, values in ceilings.items():
+        line = f"beside {name}: {Ceiling(**values)}"
+        if ours.drift(Ceiling(**values)) > MAX_DRIFT:
             line += "  [yellow]differ from ours by more than 15 %: compare with care[/yellow]"
         console.print(line, highlight=False, soft_wrap=True)

@@ -208,8 +208,10 @@ def _target(options: OnlineOptions) -> Target:
                 f"{options.model} is a name of `serve plan`, which only --simulate takes; a load"
                 " needs a model's directory"
             )
-        found = find_model(options.model)
-        return EngineTarget(Engine(found.model, served_model_name=found.name, **options.engine))
+        location = find_model(options.model)
+        return EngineTarget(
+            Engine(location.model, served_model_name=location.name, **options.engine)
+        )
     headers = {}
     for number, line in enumerate(options.header or (), 1):
         name, colon, value = line.partition(":")

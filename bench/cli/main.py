@@ -34,7 +34,7 @@ class Bench(TyperCommand):
         return named.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
 
 
-def online(**given: Any) -> None:
+def online(**settings: Any) -> None:
     """Measure a server, an engine in this process or a simulated engine under load.
 
     Latencies are counted from the time at which each request was due.
@@ -43,13 +43,13 @@ def online(**given: Any) -> None:
     startup, ops, io, engine, http, prefix-cache, nodes and ablation; compare sets results side by
     side.
     """
-    engine = {name: given.pop(name) for name in ENGINE_SETTINGS}
+    engine = {name: settings.pop(name) for name in ENGINE_SETTINGS}
     from bench.cli.load import run
 
     set_up_logging("warning")
     with reported():
-        _check_is_no_measurement(given["model"])
-        is_valid = run(OnlineOptions(**given, engine=engine))
+        _check_is_no_measurement(settings["model"])
+        is_valid = run(OnlineOptions(**settings, engine=engine))
     if not is_valid:
         raise typer.Exit(3)
 
@@ -62,13 +62,13 @@ def _signature() -> inspect.Signature:
         option = LOAD_OPTIONS.get(item.name)
         if option is not None:
             flag = option.flag or "--" + item.name.replace("_", "-")
-            made = typer.Option(flag, help=option.help, rich_help_panel=option.panel)
-            parameters.append(_keyword(item.name, Annotated[types[item.name], made], item.default))
+            info = typer.Option(flag, help=option.help, rich_help_panel=option.panel)
+            parameters.append(_keyword(item.name, Annotated[types[item.name], info], item.default))
     types = typing.get_type_hints(EngineConfig)
     defaults = {item.name: item.default for item in fields(EngineConfig)}
     for name in ENGINE_SETTINGS:
-        made = options.run_option(name, rich_help_panel=ENGINE)
-        parameters.append(_keyword(name, Annotated[types[name], made], defaults[name]))
+        info = options.run_option(name, rich_help_panel=ENGINE)
+        parameters.append(_keyword(name, Annotated[types[name], info], defaults[name]))
     return inspect.Signature(parameters)
 
 

@@ -76,9 +76,9 @@ def serve() -> None:
     from serve.http import HttpServer, HttpSettings
 
     def runner(kv: Any) -> InstantRunner:
-        made = InstantRunner(kv, lambda sequence: 97 + len(sequence.token_ids) % 26)
-        made.reset(STEP_S)
-        return made
+        instant = InstantRunner(kv, lambda sequence: 97 + len(sequence.token_ids) % 26)
+        instant.reset(STEP_S)
+        return instant
 
     load = functools.partial(load_instant, make_runner=runner, token_bytes=64)
     settings = HttpSettings(port=0, write_timeout_s=300, send_buffer_bytes=16 << 10)
@@ -132,11 +132,11 @@ def connect_all(port: int, number: int) -> tuple[list[socket.socket], float]:
     poll, waiting = select.epoll(), {}
     began_s = time.perf_counter()
     for _ in range(number):
-        made = socket.socket()
-        made.setblocking(False)
-        made.connect_ex((HOST, port))
-        poll.register(made, select.EPOLLOUT)
-        waiting[made.fileno()] = made
+        connection = socket.socket()
+        connection.setblocking(False)
+        connection.connect_ex((HOST, port))
+        poll.register(connection, select.EPOLLOUT)
+        waiting[connection.fileno()] = connection
     sockets = list(waiting.values())
     while waiting:
         for file, _ in poll.poll(10):
@@ -180,8 +180,8 @@ async def idle(target: Server, sizes: Sizes) -> dict[str, float]:
         assert status == 200
         seconds.append(took_s)
     growth = target.rss_mb - before
-    for made in sockets:
-        made.close()
+    for connection in sockets:
+        connection.close()
     return {
         "idle_growth_mb": growth,
         "idle_health_p50_ms": 1e3 * statistics.median(seconds),
@@ -194,14 +194,14 @@ async def storm(target: Server, sizes: Sizes) -> dict[str, float]:
     sockets, connected_s = connect_all(target.port, sizes.num_connected)
     loop = asyncio.get_running_loop()
 
-    async def answered(made: socket.socket) -> None:
-        await loop.sock_sendall(made, GET % b"/health")
-        assert (await loop.sock_recv(made, 4096)).startswith(b"HTTP/1.1 200")
+    async def answered(connection: socket.socket) -> None:
+        await loop.sock_sendall(connection, GET % b"/health")
+        assert (await loop.sock_recv(connection, 4096)).startswith(b"HTTP/1.1 200")
 
     await asyncio.gather(*map(answered, sockets))
     total_s = time.perf_counter() - began_s
-    for made in sockets:
-        made.close()
+    for connection in sockets:
+        connection.close()
     return {"storm_connected_s": connected_s, "storm_answered_s": total_s}
 
 
@@ -243,18 +243,18 @@ async def stalled_readers(port: int, number: int) -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
     sockets = []
     for _ in range(number):
-        made = socket.socket()
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        made.setblocking(False)
-        await loop.sock_connect(made, (HOST, port))
-        await loop.sock_sendall(made, completion(180))
-        sockets.append(made)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        await loop.sock_connect(connection, (HOST, port))
+        await loop.sock_sendall(connection, completion(180))
+        sockets.append(connection)
     while await gauge(port, "mergestep:requests_unfinished"):
         await asyncio.sleep(0.2)
     await asyncio.sleep(0.5)
     yield
-    for made in sockets:
-        made.close()
+    for connection in sockets:
+        connection.close()
     await asyncio.sleep(1)
 
 

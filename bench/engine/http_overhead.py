@@ -49,8 +49,8 @@ def server(model: str | None, dtype: str) -> Iterator[str]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if found := re.search(r"http://[0-9.]+:\d+", line):
-                yield found[0]
+            if url := re.search(r"http://[0-9.]+:\d+", line):
+                yield url[0]
                 return
         raise RuntimeError("the server did not start")
     finally:

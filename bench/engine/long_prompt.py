@@ -213,20 +213,20 @@ def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | N
     alone = result.short_ratio(result.alone_s)
     beside = result.short_ratio(result.beside_streams_s)
     best = result.long_s / min(static.long_s for static in statics)
-    found: dict[str, tuple[float | None, bool]] = {
+    reached: dict[str, tuple[float | None, bool]] = {
         "p99 between tokens over SLO <= 1": (result.gap_p99_s / slo_s, result.gap_p99_s <= slo_s),
         "short p99 over 2x alone + a step <= 1": (alone, alone <= 1),
         "short p99 over 2x beside the streams + a step <= 1": (beside, beside <= 1),
         "long over the best static <= 1.1": (best, best <= 1.1),
     }
     of_kept = result.long_s / min(kept) if kept else None
-    found["long over the best static that keeps the SLO <= 1.1"] = (
+    reached["long over the best static that keeps the SLO <= 1.1"] = (
         of_kept,
         of_kept is None or of_kept <= 1.1,  # None: no static chunk keeps the SLO
     )
     error = result.error
-    found["error < 0.1"] = (error, error is not None and error < 0.1)
-    return found
+    reached["error < 0.1"] = (error, error is not None and error < 0.1)
+    return reached
 
 
 def show(results: list[Result]) -> None:
@@ -248,7 +248,7 @@ def show(results: list[Result]) -> None:
 
 
 def as_json(results: list[Result], statics: list[Result]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    summaries: dict[str, Any] = {}
     for result in results:
         summary = {key: value for key, value in asdict(result).items() if not key.endswith("_s")}
         summary |= {"gap_p50_s": result.gap_p50_s, "gap_p99_s": result.gap_p99_s}
@@ -257,8 +257,8 @@ def as_json(results: list[Result], statics: list[Result]) -> dict[str, Any]:
             summary[f"{name}_p99_s"] = quantile(getattr(result, f"{name}_s"), 0.99)
         if result.slo_ms is not None:
             summary["verdicts"] = verdicts(result, statics)
-        found[result.name] = summary
-    return found
+        summaries[result.name] = summary
+    return summaries
 
 
 def long_prompt(*, json_file: Path | None = None, quick: bool = False) -> dict[str, Any]:
@@ -280,6 +280,6 @@ def long_prompt(*, json_file: Path | None = None, quick: bool = False) -> dict[s
         for text, (figure, is_reached) in verdicts(result, statics).items():
             number = "none" if figure is None else f"{figure:.3f}"
             print(f"  {text}: {number}{'' if is_reached else ' NOT REACHED'}")
-    found = as_json([*statics, *adaptive], statics)
-    tables.write(json_file, head, found)
-    return found
+    summaries = as_json([*statics, *adaptive], statics)
+    tables.write(json_file, head, summaries)
+    return summaries

@@ -47,14 +47,14 @@ def prefix_cache(
         )
     head = tables.Head.now(f"prefix-cache, {config.model_name}")
     with tempfile.TemporaryDirectory(prefix="mergestep-prefix-") as folder:
-        found = measure(path, length, folder, num_repeats)
+        measured = measure(path, length, folder, num_repeats)
     table = Table("prefix", "TTFT, ms", "times faster", "cached tokens", "same token")
     table.title = f"{length} tokens cached, {_TAIL} new"
     rows: dict[str, Any] = {}
-    base = statistics.median(seconds for seconds, _, _ in found["computed"])
-    for name, answers in found.items():
+    base = statistics.median(seconds for seconds, _, _ in measured["computed"])
+    for name, answers in measured.items():
         ms = [1e3 * seconds for seconds, _, _ in answers]
-        pairs = zip(answers, found["computed"], strict=False)
+        pairs = zip(answers, measured["computed"], strict=False)
         is_same = all(one[2] == first[2] for one, first in pairs)
         cached = answers[0][1]
         rows[name] = {"ms": ms, "cached_tokens": cached, "is_same": is_same}

@@ -96,21 +96,21 @@ class Soak:
 
     def faults(self) -> list[str]:
         """Returns a text for each figure that is not back at its baseline."""
-        found = []
+        texts = []
         for which in ("server", "client"):
             before, after = getattr(self.before, which), getattr(self.after, which)
             for name in ("files", "threads"):
                 if getattr(after, name) > getattr(before, name):
                     change = f"{getattr(before, name)} to {getattr(after, name)}"
-                    found.append(f"{name} of the {which} grew from {change}")
+                    texts.append(f"{name} of the {which} grew from {change}")
             if after.rss > before.rss * (1 + GROWTH_SHARE) + GROWTH_BYTES:
-                found.append(f"memory of the {which} grew")
+                texts.append(f"memory of the {which} grew")
         for name in (KEPT_PAGES, UNFINISHED):
             if self.engine[name]:
-                found.append(f"{name}: {self.engine[name]:g}, not 0")
+                texts.append(f"{name}: {self.engine[name]:g}, not 0")
         if failed := self.outcomes.get("failed", 0) + self.outcomes.get("incomplete", 0):
-            found.append(f"{failed} requests had no answer")
-        return found
+            texts.append(f"{failed} requests had no answer")
+        return texts
 
 
 @contextmanager
@@ -121,8 +121,8 @@ def _server() -> Iterator[tuple[int, str]]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if found := re.search(r"http://[0-9.]+:\d+", line):
-                yield process.pid, found[0]
+            if url := re.search(r"http://[0-9.]+:\d+", line):
+                yield process.pid, url[0]
                 return
         raise RuntimeError("the server did not start")
     finally:

@@ -126,14 +126,14 @@ def step_times(rounds: int, num_tokens: int) -> dict[str, float]:
                 took = seconds(lambda: llm.generate(prompts, each, use_tqdm=False))  # type: ignore[arg-type]  # noqa: B023
                 if number:  # the first round compiles
                     times[name].append(took / num_tokens * 1e3)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
 def grammars() -> dict[str, StructuredOutput | None]:
     """Returns grammars by name: none, a simple one, and three with very many branches."""
-    many = range(400)
-    rules = (f"t{i}: /[a-z]{{1,{i % 40 + 1}}}/ t{i * 7 % 400}?" for i in many)
-    lark = "start: " + " | ".join(f"t{i}" for i in many) + "\n" + "\n".join(rules)
+    numbers = range(400)
+    rules = (f"t{i}: /[a-z]{{1,{i % 40 + 1}}}/ t{i * 7 % 400}?" for i in numbers)
+    lark = "start: " + " | ".join(f"t{i}" for i in numbers) + "\n" + "\n".join(rules)
     each: dict[str, object] = {
         f"a{i}": {"type": "array", "items": {"$ref": "#/$defs/a"}} for i in range(64)
     }
@@ -150,7 +150,7 @@ def grammars() -> dict[str, StructuredOutput | None]:
     }
 
 
-async def _other(engine: Engine, structured: StructuredOutput | None, num_tokens: int) -> None:
+async def _run_beside(engine: Engine, structured: StructuredOutput | None, num_tokens: int) -> None:
     params = SamplingParams(
         n=HOSTILE_N,
         max_tokens=num_tokens,
@@ -179,24 +179,24 @@ async def _gaps(engine: Engine, num_tokens: int) -> list[float]:
 async def _measure(rounds: int, num_tokens: int) -> dict[str, dict[str, float]]:
     """Returns percentiles of the milliseconds over all rounds by case. The cases alternate."""
     cases = grammars()
-    found: dict[str, list[float]] = {name: [] for name in ("alone", *cases)}
+    samples: dict[str, list[float]] = {name: [] for name in ("alone", *cases)}
     async with Engine(str(default_model_path()), max_num_seqs=HOSTILE_N + 2) as engine:
         for number in range(rounds + 1):
             gaps = {"alone": await _gaps(engine, num_tokens)}
             for name, structured in cases.items():
-                other = asyncio.create_task(_other(engine, structured, num_tokens // 2))
+                other = asyncio.create_task(_run_beside(engine, structured, num_tokens // 2))
                 await asyncio.sleep(0.02)
                 gaps[name] = await _gaps(engine, num_tokens)
                 await other
             for name, seconds in gaps.items():
-                found[name] += seconds if number else []  # the first round compiles
+                samples[name] += seconds if number else []  # the first round compiles
     return {
         name: {
             "p50": round(1e3 * sorted(gaps)[len(gaps) // 2], 2),
             "p99": round(1e3 * sorted(gaps)[len(gaps) * 99 // 100], 2),
             "max": round(1e3 * max(gaps), 2),
         }
-        for name, gaps in found.items()
+        for name, gaps in samples.items()
     }
 
 

@@ -175,14 +175,14 @@ class Tally:
     def add(self, name: str, column: str, rate: float) -> None:
         self.rates.setdefault(name, {}).setdefault(column, []).append(rate)
 
-    def add_ours(self, column: str, found: Measured[Timed], cost: ModelCost) -> None:
-        timed = found.value
+    def add_ours(self, column: str, measured: Measured[Timed], cost: ModelCost) -> None:
+        timed = measured.value
         self.add("ours", column, timed.rate)
         self.seconds.setdefault(column, []).extend(timed.seconds)
-        bound_s = cost.bound_s(timed.steps, found.ceiling)
+        bound_s = cost.bound_s(timed.steps, measured.ceiling)
         self.shares.setdefault(column, []).append(bound_s / sum(timed.seconds))
-        self.drifts.setdefault(column, []).append(found.drift)
-        self.ceilings.setdefault("ours", []).append(found.ceiling)
+        self.drifts.setdefault(column, []).append(measured.drift)
+        self.ceilings.setdefault("ours", []).append(measured.ceiling)
 
     def unreliable(self) -> list[str]:
         """Returns the columns that exceed their bound or during which the ceilings drifted."""
@@ -192,7 +192,7 @@ class Tally:
     def summary(self) -> dict[str, object]:
         """Returns medians over the rounds, and percentiles over all their steps or prompts."""
         return {
-            "tokens_per_s": {name: medians(found) for name, found in self.rates.items()},
+            "tokens_per_s": {name: medians(values) for name, values in self.rates.items()},
             "rounds": self.rates,
             "ms": {
                 column: {f"p{p}": 1e3 * percentile(seconds, p) for p in (50, 99)}
@@ -201,14 +201,14 @@ class Tally:
             "share_of_bound": medians(self.shares),
             "unreliable": self.unreliable(),
             "ceilings": {
-                name: Ceiling(*map(statistics.median, zip(*found, strict=True)))._asdict()
-                for name, found in self.ceilings.items()
+                name: Ceiling(*map(statistics.median, zip(*values, strict=True)))._asdict()
+                for name, values in self.ceilings.items()
             },
         }
 
 
 def medians(values: dict[str, list[float]]) -> dict[str, float]:
-    return {name: statistics.median(found) for name, found in values.items() if found}
+    return {name: statistics.median(each) for name, each in values.items() if each}
 
 
 async def measure(
@@ -249,11 +249,11 @@ def _peer_round(
     """Runs a peer once, in a separate process and between two readings of the ceilings. Yields its
     columns and rates."""
     before = probe()
-    found = run_peer(command, shape.peer_columns, mixed_requests(model.vocab_size))
+    rates = run_peer(command, shape.peer_columns, mixed_requests(model.vocab_size))
     tally.ceilings.setdefault(name, []).append(before.mean(probe()))
     for column in shape.peer_columns:
-        if found.get(column) is not None:
-            yield column, float(found[column])
+        if rates.get(column) is not None:
+            yield column, float(rates[column])
 
 
 def needs_peer_shape(shape: Shape) -> bool:

@@ -14,10 +14,10 @@ from bench.load.workload.work import Work
 from serve.errors import ConfigError, MergestepError
 
 
-def parse_peers(given: Sequence[str]) -> dict[str, str]:
+def parse_peers(items: Sequence[str]) -> dict[str, str]:
     """Returns the commands of NAME=COMMAND items by name. Raises ConfigError for another form."""
     peers = {}
-    for item in given:
+    for item in items:
         name, equals, command = item.partition("=")
         if not (name and equals and command.strip()):
             raise ConfigError(f"peer must be NAME=COMMAND, not {item!r}")
@@ -36,5 +36,5 @@ def run_peer(command: str, columns: Sequence[str], works: Sequence[Work]) -> dic
         done = subprocess.run([*shlex.split(command), *options], capture_output=True, text=True)
     if done.returncode:
         raise MergestepError(f"{command} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result

@@ -49,7 +49,7 @@ def start_once(model: str | None, options: list[str], *, limit_s: float) -> Star
     port = _free_port()
     command = [sys.executable, "-m", "serve", "run", *([model] if model else [])]
     command += ["--port", str(port), "--log-level", "info", *options]
-    found = Start()
+    start = Start()
     began = time.perf_counter()
     process = subprocess.Popen(
         command,
@@ -58,36 +58,36 @@ def start_once(model: str | None, options: list[str], *, limit_s: float) -> Star
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
-    listener = threading.Thread(target=_listen, args=(process, began, found), daemon=True)
+    listener = threading.Thread(target=_listen, args=(process, began, start), daemon=True)
     listener.start()
     try:
         for mark, path in (("/health", "/health"), ("/ready", "/ready")):
             while _status(port, path) != 200:
                 if process.poll() is not None or time.perf_counter() - began > limit_s:
                     listener.join(1.0)
-                    last_lines = "\n".join(line for _, line in found.lines[-5:])
+                    last_lines = "\n".join(line for _, line in start.lines[-5:])
                     raise MergestepError(f"the server did not answer {path}:\n{last_lines}")
                 time.sleep(_POLL_S)
-            found.at_s[mark] = time.perf_counter() - began
-        found.rss_bytes = _rss_bytes(process.pid)
+            start.at_s[mark] = time.perf_counter() - began
+        start.rss_bytes = _rss_bytes(process.pid)
         _first_token(port)
-        found.at_s["first token"] = time.perf_counter() - began
+        start.at_s["first token"] = time.perf_counter() - began
     finally:
         process.terminate()
         process.wait()
         listener.join()
-    listening = [at_s for at_s, line in found.lines if "listening on" in line]
-    found.at_s["listening"] = listening[0] if listening else found.at_s["/health"]
-    found.at_s = {mark: found.at_s[mark] for mark in _MARKS}
-    return found
+    listening = [at_s for at_s, line in start.lines if "listening on" in line]
+    start.at_s["listening"] = listening[0] if listening else start.at_s["/health"]
+    start.at_s = {mark: start.at_s[mark] for mark in _MARKS}
+    return start
 
 
-def _listen(process: subprocess.Popen[str], began: float, found: Start) -> None:
+def _listen(process: subprocess.Popen[str], began: float, start: Start) -> None:
     assert process.stderr is not None
     with process.stderr as lines:
         for line in lines:
             text = _STAMP.sub("", line.rstrip())
-            found.lines.append((time.perf_counter() - began, text))
+            start.lines.append((time.perf_counter() - began, text))
 
 
 def _free_port() -> int:
@@ -199,9 +199,9 @@ def measure(
         starts["cold"] = []
     was_dropped = True
     for _ in range(repeats):
-        for name, found in starts.items():
+        for name, timed in starts.items():
             advance(name)
             if name == "cold":
                 was_dropped = drop_from_memory(folder) and was_dropped
-            found.append(start_once(model, options, limit_s=limit_s))
+            timed.append(start_once(model, options, limit_s=limit_s))
     return starts, was_dropped

@@ -118,11 +118,11 @@ def throughput(
         def advance(what: str) -> None:
             bar.update(task, description=what, advance=1)
 
-        found = uvloop.run(_measure(engine, works, num_repeats, peer is not None, advance))
+        runs = uvloop.run(_measure(engine, works, num_repeats, peer is not None, advance))
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
-    result = _result(engine, found)
-    _show(found, result, console)
+    result = _result(engine, runs)
+    _show(runs, result, console)
     tables.write(json_file, head, result)
     return result
 
@@ -134,7 +134,7 @@ async def _measure(
     has_peer: bool,
     advance: Callable[[str], None],
 ) -> ThroughputRuns:
-    found = ThroughputRuns()
+    measured = ThroughputRuns()
     with ExitStack() as stack:
         async with engine:
             target = RecordingTarget(engine)
@@ -149,52 +149,52 @@ async def _measure(
                 advance("requests")
                 before = probe()
                 run = await saturate(target, works)
-                found.runs.append(run)
-                found.ceilings.append(before.mean(probe()))
-                found.shares.append(cost.bound_s(run.steps, found.ceilings[-1]) / run.seconds)
+                measured.runs.append(run)
+                measured.ceilings.append(before.mean(probe()))
+                measured.shares.append(cost.bound_s(run.steps, measured.ceilings[-1]) / run.seconds)
                 for mode in MODES if peer is not None else ():
                     assert peer is not None
                     advance(f"transformers, {mode}")
                     load = Load(run.prompts, [len(tokens) for tokens in run.tokens])
-                    found.peer_s.setdefault(mode, []).append(peer.run(mode, load))
-    return found
+                    measured.peer_s.setdefault(mode, []).append(peer.run(mode, load))
+    return measured
 
 
-def _result(engine: Engine, found: ThroughputRuns) -> dict[str, Any]:
-    run = found.runs[0]
+def _result(engine: Engine, measured: ThroughputRuns) -> dict[str, Any]:
+    run = measured.runs[0]
     result: dict[str, Any] = {
         "model": engine.model_name,
         "requests": run.num_requests,
         "prompt_tokens": run.prompt_tokens,
         "output_tokens": run.output_tokens,
-        **found.figures(),
-        "share_of_bound": found.shares,
-        "ceilings": [ceiling._asdict() for ceiling in found.ceilings],
+        **measured.figures(),
+        "share_of_bound": measured.shares,
+        "ceilings": [ceiling._asdict() for ceiling in measured.ceilings],
     }
-    if found.peer_s:
-        result["peer_seconds"] = found.peer_s
-        best = min(statistics.median(seconds) for seconds in found.peer_s.values())
+    if measured.peer_s:
+        result["peer_seconds"] = measured.peer_s
+        best = min(statistics.median(seconds) for seconds in measured.peer_s.values())
         result["over_peer"] = best / statistics.median(result["seconds"])
     return result
 
 
-def _show(found: ThroughputRuns, result: dict[str, Any], console: Console) -> None:
+def _show(measured: ThroughputRuns, result: dict[str, Any], console: Console) -> None:
     title = (
         f"{result['requests']} requests at once: {result['prompt_tokens']:,} prompt and"
-        f" {result['output_tokens']:,} output tokens; medians and ranges of {len(found.runs)}"
+        f" {result['output_tokens']:,} output tokens; medians and ranges of {len(measured.runs)}"
     )
     table = Table("", title.partition(":")[0], title=title, title_justify="left")
-    for name, values in found.figures().items():
+    for name, values in measured.figures().items():
         table.add_row(name, tables.spread(values))
-    shares = [100 * share for share in found.shares]
+    shares = [100 * share for share in measured.shares]
     if any(shares):
         table.add_row("share of the bound", tables.spread(shares, "{:.0f}".format) + " %")
     console.print(table)
-    console.print(f"ceilings: {found.ceilings[0]}", highlight=False)
-    for mode, seconds in found.peer_s.items():
+    console.print(f"ceilings: {measured.ceilings[0]}", highlight=False)
+    for mode, seconds in measured.peer_s.items():
         rate = result["output_tokens"] / statistics.median(seconds)
         console.print(
             f"transformers, {mode}: {tables.spread(seconds)} s, {rate:.1f} output tokens/s"
         )
-    if found.peer_s:
+    if measured.peer_s:
         console.print(f"our speed over its faster mode: {result['over_peer']:.2f}x")

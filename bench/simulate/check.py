@@ -233,13 +233,13 @@ def compare_rate(
             for (run, calls), one in zip(real, calibrations, strict=True)
         ]
 
-    own = [calibrate([run], burst, every_other_slice=True) for run in runs]
-    others = [calibrate_without(index, runs, burst) for index in range(len(runs))]
+    fitted = [calibrate([run], burst, every_other_slice=True) for run in runs]
+    held_out = [calibrate_without(index, runs, burst) for index in range(len(runs))]
     again = compare(share, runs[:middle], runs[middle:])
     return RateResult(
-        own[0],
-        compare(share, runs, simulated(others)),
-        compare(share, runs, simulated(own)),
+        fitted[0],
+        compare(share, runs, simulated(held_out)),
+        compare(share, runs, simulated(fitted)),
         [1 + row.error for row in again],
     )
 

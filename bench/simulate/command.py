@@ -42,7 +42,7 @@ def simulated(options: OnlineOptions) -> OfferOnce:
     console = Console(stderr=True)
 
     def once(rate: float | None, seed: int, requests: int | None = None) -> RunResult:
-        made = make_calls(
+        offered = make_calls(
             dataset,
             arrival,
             qps=rate,
@@ -51,17 +51,17 @@ def simulated(options: OnlineOptions) -> OfferOnce:
             seed=seed,
         )
         title = f"{options.model} on {machine.name}, simulated"
-        with LiveView(console, total=len(made.calls), qps=made.qps, title=title) as view:
+        with LiveView(console, total=len(offered.calls), qps=offered.qps, title=title) as view:
             result = simulate_load(
-                made.calls,
+                offered.calls,
                 machine,
-                qps=made.qps,
+                qps=offered.qps,
                 seed=seed,
                 warmup_s=options.warmup_s,
                 on_progress=view.update,
             )
         result.target = title
-        result.notes += made.notes
+        result.notes += offered.notes
         return result
 
     return once

@@ -61,13 +61,13 @@ def simulated_machine(
         device = find_machine(name, load_devices())
         require_divisible(name, device, shape)
         kind = device.device.kind
-        cost = made = MachineCost(shape, precision, device, expected(kind, precision))
-        room = int(kv_bytes(made))
+        cost = machine_cost = MachineCost(shape, precision, device, expected(kind, precision))
+        room = int(kv_bytes(machine_cost))
         if room <= 0:
             raise ConfigError(f"machine {name}: no room for the weights of {shape.name}")
         notes = tuple(
             f"{'step times of' if mark == ASSUMED else 'machine'} {name}: {meaning}"
-            for mark, meaning in meanings([device.device], made.is_assumed).items()
+            for mark, meaning in meanings([device.device], machine_cost.is_assumed).items()
         )
     config = _sized(config, shape, precision, kind, room)
     groups = tuple(

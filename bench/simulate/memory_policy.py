@@ -261,11 +261,11 @@ def highest_qps(case: Case, calls: list[Call], policy: str) -> Result:
     best = Result(0.0, is_ok=False)
     low = high / 64
     while high / low > RESOLUTION:
-        found = Simulation(case, calls, policy, (low * high) ** 0.5).run()
-        if found.is_ok:
-            best, low = found, found.qps
+        result = Simulation(case, calls, policy, (low * high) ** 0.5).run()
+        if result.is_ok:
+            best, low = result, result.qps
         else:
-            high = found.qps
+            high = result.qps
     return best
 
 

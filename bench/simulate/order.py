@@ -78,23 +78,23 @@ class Result:
 
 def mixed_trace(count: int, seed: int = 0) -> list[Call]:
     rng = random.Random(f"order-{seed}")
-    drawn: list[tuple[str, int, int, int]] = []
+    requests: list[tuple[str, int, int, int]] = []
     for _ in range(count):
         if rng.random() < 0.1:
-            drawn.append(("batch", rng.randint(1000, 3000), rng.randint(100, 400), 1))
+            requests.append(("batch", rng.randint(1000, 3000), rng.randint(100, 400), 1))
         else:
             client = rng.choice(("ann", "bob", "cat"))
-            drawn.append((client, rng.randint(20, 100), rng.randint(10, 80), 0))
+            requests.append((client, rng.randint(20, 100), rng.randint(10, 80), 0))
     # seconds of each request in a full batch: prompts in whole steps, answers in decode steps of
     # MAX_NUM_SEQS rows
     work_s = [
         prompt * (CPU.row_s + CPU.fixed_s / ROWS + prompt / 2 * CPU.pair_s)
         + output * (CPU.row_s + CPU.fixed_s / MAX_NUM_SEQS + prompt * CPU.read_s)
-        for _, prompt, output, _ in drawn
+        for _, prompt, output, _ in requests
     ]
-    gap_s = sum(work_s) / len(drawn) / LOAD
+    gap_s = sum(work_s) / len(requests) / LOAD
     calls, now_s = [], 0.0
-    for call in drawn:
+    for call in requests:
         now_s += rng.expovariate(1 / gap_s)
         calls.append(Call(now_s, *call))
     return calls

@@ -49,8 +49,8 @@ class ResampledCost:
         if len(ratios) <= NEAREST:
             return ratios
         distances = np.square(self._sizes[has_prompts] - size).sum(axis=1)
-        found: NDArray[np.float64] = ratios[np.argpartition(distances, NEAREST)[:NEAREST]]
-        return found
+        nearest: NDArray[np.float64] = ratios[np.argpartition(distances, NEAREST)[:NEAREST]]
+        return nearest
 
 
 def _size(work: StepWork) -> tuple[float, ...]:

@@ -49,10 +49,10 @@ def num_processes(
     qps = len(schedule.works) / span_s if span_s else float(len(schedule.works))
     lengths = [work.max_tokens or TYPICAL_CHUNKS for work in schedule.works]
     busy = qps * (REQUEST_COST_S + CHUNK_COST_S * sum(lengths) / len(lengths))
-    wanted = max(1, math.ceil(busy / FULL_CORE))
-    count = min(wanted, os.cpu_count() or 1, MAX_PROCESSES, len(schedule.works))
-    if count < wanted:
-        note = f"the load needs {wanted} client processes, but only {count} are possible"
+    needed = max(1, math.ceil(busy / FULL_CORE))
+    count = min(needed, os.cpu_count() or 1, MAX_PROCESSES, len(schedule.works))
+    if count < needed:
+        note = f"the load needs {needed} client processes, but only {count} are possible"
         return count, [note]
     return count, []
 

@@ -65,11 +65,11 @@ def redact(value: Any) -> Any:
 
 def hider(secrets: Iterable[str]) -> Callable[[str], str]:
     """Returns a function that hides these secrets wherever they occur in a text."""
-    known = {secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS}
-    if not known:
+    hidden = {secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS}
+    if not hidden:
         return str
-    found = re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))))
-    return lambda text: found.sub(HIDDEN, text)
+    pattern = re.compile("|".join(map(re.escape, sorted(hidden, key=len, reverse=True))))
+    return lambda text: pattern.sub(HIDDEN, text)
 
 
 def printable(text: str) -> str:

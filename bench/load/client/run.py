@@ -143,9 +143,9 @@ async def _observed(
 
     async def sample() -> None:
         try:
-            while (found := await target.sample()) is not None or sent.samples:
-                if found is not None:
-                    sent.samples.append(found)
+            while (figures := await target.sample()) is not None or sent.samples:
+                if figures is not None:
+                    sent.samples.append(figures)
                 await asyncio.sleep(SAMPLE_S)
         except Exception as exc:
             sent.notes.append(f"the server's own figures end early: {printable(message_of(exc))}")

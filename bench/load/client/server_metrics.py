@@ -22,20 +22,20 @@ _LINE = re.compile(rb"^(" + b"|".join(_NAMES) + rb")(?:\{[^\n]*\})?[ \t]+(\S+)",
 def read_metrics(text: bytes, at_s: float) -> ServerSample | None:
     """Parses Prometheus' text format. Adds up several engines behind one address, averages their
     usage, and ignores values that are not finite. Returns None if no name is known."""
-    found: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     for name, text_value in _LINE.findall(text):
         try:
             value = float(text_value)
         except ValueError:
             continue
         if math.isfinite(value):
-            found.setdefault(_NAMES[name], []).append(value)
-    if "running" not in found:
+            values_by_name.setdefault(_NAMES[name], []).append(value)
+    if "running" not in values_by_name:
         return None
-    usage = found.get("usage")
+    usage = values_by_name.get("usage")
     return ServerSample(
         at_s,
-        sum(found["running"]),
-        sum(found.get("waiting", ())),
+        sum(values_by_name["running"]),
+        sum(values_by_name.get("waiting", ())),
         sum(usage) / len(usage) if usage else None,
     )

@@ -368,9 +368,9 @@ class ServerTarget:
             return None
         if document.error is not None and document.error.status == 0:
             return None
-        found = read_metrics(bytes(document.body_bytes), time.perf_counter())
-        self._has_metrics = document.error is None and found is not None
-        return found
+        figures = read_metrics(bytes(document.body_bytes), time.perf_counter())
+        self._has_metrics = document.error is None and figures is not None
+        return figures
 
     def trace_steps(self) -> TakeSteps:
         return lambda: ([], [])

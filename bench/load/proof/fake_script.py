@@ -81,5 +81,5 @@ def prompt_of(index: int) -> str:
 
 def index_of(body: bytes) -> int | None:
     """Returns the request's number, or None for a warm-up or a probe."""
-    found = _NUMBER.search(body)
-    return int(found[1]) if found else None
+    match = _NUMBER.search(body)
+    return int(match[1]) if match else None

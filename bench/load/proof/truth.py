@@ -245,21 +245,21 @@ async def check(
     measured = summarize(result)
     verdict = measured.verdict
     notes = [*measured.notes, *verdict.warnings, *verdict.reasons]
-    found = Check(title, compare(result, measured, truth), notes, verdict.is_valid)
-    found.server = blame(log, result, zero_s)
-    found.server["dispatch lag p50"] = 1000 * lags[len(lags) // 2]
-    found.server["dispatch lag p99"] = 1000 * lags[int(0.99 * len(lags))]
+    checked = Check(title, compare(result, measured, truth), notes, verdict.is_valid)
+    checked.server = blame(log, result, zero_s)
+    checked.server["dispatch lag p50"] = 1000 * lags[len(lags) // 2]
+    checked.server["dispatch lag p99"] = 1000 * lags[int(0.99 * len(lags))]
     for health in result.health:
-        found.server[f"process {health.process}: % of a core"] = 100 * health.cpu
-        found.server[f"process {health.process}: % waiting for one"] = 100 * health.core_wait
-    return found
+        checked.server[f"process {health.process}: % of a core"] = 100 * health.cpu
+        checked.server[f"process {health.process}: % waiting for one"] = 100 * health.core_wait
+    return checked
 
 
-def show(console: Console, found: Check) -> None:
-    table = Table(title=found.title, title_justify="left")
+def show(console: Console, checked: Check) -> None:
+    table = Table(title=checked.title, title_justify="left")
     for name in ("", "measured", "truth", "difference", ""):
         table.add_column(name, justify="left" if not name else "right")
-    for row in found.rows:
+    for row in checked.rows:
         mark = "ok" if row.is_ok else "[bold red]WRONG[/bold red]"
         table.add_row(
             f"{row.name} {row.unit}",
@@ -269,11 +269,11 @@ def show(console: Console, found: Check) -> None:
             mark,
         )
     console.print(table)
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in found.server.items())
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in checked.server.items())
     console.print(f"milliseconds: {parts}", soft_wrap=True, highlight=False)
-    for note in found.notes:
+    for note in checked.notes:
         console.print(note, soft_wrap=True, markup=False, highlight=False)
-    if not found.is_valid:
+    if not checked.is_valid:
         console.print("[bold red]INVALID[/bold red]")
 
 
@@ -323,7 +323,7 @@ def main() -> None:
     checks = uvloop.run(prove_rates(rates, seconds, console, arguments.processes))
     if not arguments.no_stall:
         checks += uvloop.run(prove_stalls(10.0 if arguments.quick else 2 * seconds, console))
-    if not all(found.is_ok for found in checks):
+    if not all(checked.is_ok for checked in checks):
         raise SystemExit(1)
 
 

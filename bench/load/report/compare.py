@@ -68,16 +68,16 @@ def compare(
     is_drawn = html_file is not None or png_file is not None
     documents = [_whole(read_json(path), path, is_drawn) for path in files]
     first_name, *names = _names(files)
-    found = [
+    comparisons = [
         compared(documents[0], document, name, math.inf if limit is None else limit)
         for document, name in zip(documents[1:], names, strict=True)
     ]
     if console is not None:
-        for comparison in found:
+        for comparison in comparisons:
             _print(console, first_name, comparison, limit)
     if is_drawn:
-        write_overlays([first_name, *names], documents, found, html_file, png_file)
-    return limit is None or all(c.is_usable and not c.regressions for c in found)
+        write_overlays([first_name, *names], documents, comparisons, html_file, png_file)
+    return limit is None or all(c.is_usable and not c.regressions for c in comparisons)
 
 
 def compared(
@@ -117,7 +117,7 @@ def _names(files: Sequence[Path]) -> list[str]:
     stems = [path.stem for path in files]
     if len(set(stems)) == len(stems):
         return stems
-    return [f"{stem} ({place})" for place, stem in enumerate(stems, 1)]
+    return [f"{stem} ({number})" for number, stem in enumerate(stems, 1)]
 
 
 def _pairs(

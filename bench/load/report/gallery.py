@@ -23,46 +23,50 @@ class Section:
     note: str = ""
 
 
-def gallery(made: Measurement, *, max_detailed: int) -> list[Section]:
+def gallery(measurement: Measurement, *, max_detailed: int) -> list[Section]:
     """Returns distributions of all rates, and pictures over time and by request of at most
     max_detailed rates."""
     sections = []
-    rates = list(made.rates)
-    if made.search is not None:
+    rates = list(measurement.rates)
+    if measurement.search is not None:
         shown = {rate.qps for rate in rates}
-        rates += [t.summary for t in made.search.tried if t.qps not in shown]
+        rates += [t.summary for t in measurement.search.tried if t.qps not in shown]
         rates.sort(key=lambda rate: rate.qps)
-    over = rates_plot("rates", rates, made.slo, made.search)
+    over = rates_plot("rates", rates, measurement.slo, measurement.search)
     if over is not None:
         sections.append(Section("All rates", [over]))
-    detailed = detailed_rates(made, max_detailed)
-    for index, rate in enumerate(made.rates):
-        sections.append(_rate_section(made, rate, f"r{index}", is_detailed=rate.qps in detailed))
+    detailed = detailed_rates(measurement, max_detailed)
+    for index, rate in enumerate(measurement.rates):
+        is_detailed = rate.qps in detailed
+        sections.append(_rate_section(measurement, rate, f"r{index}", is_detailed=is_detailed))
     return [section for section in sections if section.plots]
 
 
-def detailed_rates(made: Measurement, limit: int) -> set[float]:
+def detailed_rates(measurement: Measurement, limit: int) -> set[float]:
     """Returns the rate that the search found, else the highest, then the ends and the middle."""
-    rates = [rate.qps for rate in made.rates]
+    rates = [rate.qps for rate in measurement.rates]
     if not rates:
         return set()
     best = rates[-1]
-    if made.search is not None and made.search.max_qps in rates:
-        best = made.search.max_qps
-    wanted = [best, rates[0], rates[-1], rates[len(rates) // 2], *rates]
-    return set(list(dict.fromkeys(wanted))[:limit])
+    if measurement.search is not None and measurement.search.max_qps in rates:
+        best = measurement.search.max_qps
+    ordered = [best, rates[0], rates[-1], rates[len(rates) // 2], *rates]
+    return set(list(dict.fromkeys(ordered))[:limit])
 
 
-def _rate_section(made: Measurement, rate: RateSummary, name: str, *, is_detailed: bool) -> Section:
-    indices = [i for i, run in enumerate(made.runs) if nominal(run.qps) == rate.qps]
-    runs, columns = [made.runs[i] for i in indices], [made.columns[i] for i in indices]
-    plots = [cdf_plot(f"{name}-cdf", pooled(runs, columns), made.slo)]
+def _rate_section(
+    measurement: Measurement, rate: RateSummary, name: str, *, is_detailed: bool
+) -> Section:
+    indices = [i for i, run in enumerate(measurement.runs) if nominal(run.qps) == rate.qps]
+    runs = [measurement.runs[i] for i in indices]
+    columns = [measurement.columns[i] for i in indices]
+    plots = [cdf_plot(f"{name}-cdf", pooled(runs, columns), measurement.slo)]
     if is_detailed:
         plots += [
             timeline_plot(f"{name}-timeline", runs[0], columns[0]),
             steps_plot(f"{name}-steps", runs[0]),
             lanes_plot(f"{name}-lanes", columns[0]),
-            client_plot(f"{name}-client", runs[0], columns[0], made.slo),
+            client_plot(f"{name}-client", runs[0], columns[0], measurement.slo),
         ]
     notes = []
     if is_detailed and len(runs) > 1:

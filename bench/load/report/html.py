@@ -98,29 +98,30 @@ summary { cursor: pointer; margin-top: 14px }
 """
 
 
-def write_html(path: Path, made: Measurement) -> None:
+def write_html(path: Path, measurement: Measurement) -> None:
     require_matplotlib()
     try:
-        path.write_text(page(made), encoding="utf-8")
+        path.write_text(page(measurement), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def page(made: Measurement) -> str:
-    sections = gallery(made, max_detailed=MAX_DETAILED)
-    drawn = {section.rate.qps: section for section in sections if section.rate is not None}
+def page(measurement: Measurement) -> str:
+    sections = gallery(measurement, max_detailed=MAX_DETAILED)
+    by_rate = {section.rate.qps: section for section in sections if section.rate is not None}
     body = [
-        _head(made),
-        _overview(made),
+        _head(measurement),
+        _overview(measurement),
         *(_figures(section) for section in sections if section.rate is None),
-        *(_rate(made, rate, drawn.get(rate.qps)) for rate in made.rates),
-        _settings(made),
+        *(_rate(measurement, rate, by_rate.get(rate.qps)) for rate in measurement.rates),
+        _settings(measurement),
         f'<section><h2>What the words mean</h2><dl class="words">{_terms()}</dl></section>',
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>serve bench: {_text(headline(made))}</title>\n<style>{STYLE}</style></head>\n"
+        f"<title>serve bench: {_text(headline(measurement))}</title>\n"
+        f"<style>{STYLE}</style></head>\n"
         f"<body><main>{''.join(body)}</main></body></html>\n"
     )
 
@@ -143,14 +144,16 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def _head(made: Measurement) -> str:
+def _head(measurement: Measurement) -> str:
     """Returns the page's head, in which the command's words do not break at hyphens."""
-    kind, words = verdict(made)
-    words_of = " ".join(f"<span>{html.escape(word)}</span>" for word in made.command.split(" "))
-    command = f'<pre class="command">{words_of}</pre>' if made.command else ""
+    kind, words = verdict(measurement)
+    words_of = " ".join(
+        f"<span>{html.escape(word)}</span>" for word in measurement.command.split(" ")
+    )
+    command = f'<pre class="command">{words_of}</pre>' if measurement.command else ""
     return (
         f'<header><p class="verdict {kind}">{_text(words)}</p><h1>serve bench</h1>'
-        f"<p>{_text(headline(made))}</p>{command}</header>"
+        f"<p>{_text(headline(measurement))}</p>{command}</header>"
     )
 
 
@@ -159,23 +162,23 @@ def _tile(name: str, value: str, below: str = "") -> str:
     return f'<div class="tile"><span>{name}</span><b>{value}</b>{small}</div>'
 
 
-def _overview(made: Measurement) -> str:
+def _overview(measurement: Measurement) -> str:
     """Returns the most important figures of one rate, or a table of several rates."""
     parts = []
-    if made.search is not None:
-        parts.append(f'<p class="found">{_text(made.search)}</p>')
-    if len(made.rates) == 1:
-        parts.append(f'<div class="tiles">{_tiles(made, made.rates[0])}</div>')
-    elif made.rates:
-        parts.append(_rates_table(made))
+    if measurement.search is not None:
+        parts.append(f'<p class="found">{_text(measurement.search)}</p>')
+    if len(measurement.rates) == 1:
+        parts.append(f'<div class="tiles">{_tiles(measurement, measurement.rates[0])}</div>')
+    elif measurement.rates:
+        parts.append(_rates_table(measurement))
     return f"<section>{''.join(parts)}</section>"
 
 
-def _tiles(made: Measurement, rate: RateSummary) -> str:
+def _tiles(measurement: Measurement, rate: RateSummary) -> str:
     tiles = [_tile("FAILED", rate.failed_text)] if rate.failed_text else []
-    if made.slo is not None and rate.attainment is not None:
+    if measurement.slo is not None and rate.attainment is not None:
         met = f"{100 * rate.attainment.value:.1f} %"
-        tiles.append(_tile("within the SLO", met, _text(made.slo)))
+        tiles.append(_tile("within the SLO", met, _text(measurement.slo)))
     for name, label in (
         ("ttft_schedule", "TTFT from schedule"),
         ("tpot", "TPOT"),
@@ -191,14 +194,14 @@ def _tiles(made: Measurement, rate: RateSummary) -> str:
     return "".join(tiles)
 
 
-def _rates_table(made: Measurement) -> str:
+def _rates_table(measurement: Measurement) -> str:
     shown = [(m, p) for m in ("ttft_schedule", "tpot", "e2e_schedule") for p in ("p50", "p99")]
     head = ["offered/s", "answers/s", "output tokens/s"]
     head += [f"{metric.partition('_')[0].upper()} {stat}, ms" for metric, stat in shown]
-    if made.slo is not None:
+    if measurement.slo is not None:
         head.append("within the SLO")
     rows = []
-    for index, rate in enumerate(made.rates):
+    for index, rate in enumerate(measurement.rates):
         name = f'<a href="#rate-{index}">{number(rate.qps)}</a>'
         cells = [name if rate.is_valid else f"{name}&nbsp;(invalid)"]
         cells[0] += f"<br><small>{rate.failed_text}</small>" if rate.failed_text else ""
@@ -225,15 +228,15 @@ def _figure(plot: Plot) -> str:
     )
 
 
-def _rate(made: Measurement, rate: RateSummary, section: Section | None) -> str:
-    index = made.rates.index(rate)
+def _rate(measurement: Measurement, rate: RateSummary, section: Section | None) -> str:
+    index = measurement.rates.index(rate)
     title = section.title if section is not None else number(rate.qps)
     parts = [f'<section id="rate-{index}"><h2>{_text(title)}</h2>']
     for style, texts in verdict_texts(rate).items():
         parts += [f'<p class="{_CLASSES[style]}">{_text(text)}</p>' for text in texts]
     parts.append(_latency_table(rate))
     parts.append(f"<p>{_text(count_text(rate.counts))}.</p>")
-    parts.append(_rate_figures(made, rate))
+    parts.append(_rate_figures(measurement, rate))
     if rate.errors:
         rows = [(_text(error), str(count)) for error, count in list(rate.errors.items())[:20]]
         parts.append(_table(["error", "times"], rows))
@@ -254,7 +257,7 @@ def _latency_table(rate: RateSummary) -> str:
     return _table(head, rows)
 
 
-def _rate_figures(made: Measurement, rate: RateSummary) -> str:
+def _rate_figures(measurement: Measurement, rate: RateSummary) -> str:
     rows = []
     if math.isfinite(rate.qps):
         rows.append(("requests/s offered; sent", f"{rate.qps:g}; {rate.achieved_qps:.4g}"))
@@ -263,8 +266,8 @@ def _rate_figures(made: Measurement, rate: RateSummary) -> str:
         for name, label in RATES.items()
         if name in rate.rates
     ]
-    if made.slo is not None and rate.attainment is not None and rate.goodput is not None:
-        rows.append((f"within the SLO ({_text(made.slo)})", share(rate.attainment)))
+    if measurement.slo is not None and rate.attainment is not None and rate.goodput is not None:
+        rows.append((f"within the SLO ({_text(measurement.slo)})", share(rate.attainment)))
         rows.append(("goodput, requests/s", with_interval(rate.goodput)))
     what = "this run" if len(rate.runs) == 1 else f"mean of {len(rate.runs)} runs (95 % interval)"
     return _table(["", what], rows)
@@ -302,12 +305,12 @@ def _health(rate: RateSummary) -> str:
     return f"<details><summary>Client processes</summary>{_table(head, rows)}</details>"
 
 
-def _settings(made: Measurement) -> str:
-    machine = dict(made.machine)
+def _settings(measurement: Measurement) -> str:
+    machine = dict(measurement.machine)
     packages = machine.pop("packages", {})
     machine["packages"] = ", ".join(f"{name} {version}" for name, version in packages.items())
     machine["memory_gib"] = f"{machine.get('memory_gib')} GiB"
-    rows = [(_text(name), _text(value)) for name, value in made.settings.items()]
+    rows = [(_text(name), _text(value)) for name, value in measurement.settings.items()]
     client = [
         (_text(name.removesuffix("_gib")), _text(value)) for name, value in machine.items() if value
     ]

@@ -40,7 +40,7 @@ TITLES = {"ttft": "TTFT from schedule", "tpot": "TPOT", "e2e": "E2E from schedul
 
 def document_latencies(document: dict[str, Any], qps: Any) -> dict[str, Floats]:
     """Returns sorted milliseconds of all requests at that rate that count and ended well."""
-    found: dict[str, list[Floats]] = {name: [] for name in TITLES}
+    parts_of: dict[str, list[Floats]] = {name: [] for name in TITLES}
     for run in document["runs"]:
         if nominal(float(run["qps"])) != float(qps):
             continue
@@ -55,10 +55,10 @@ def document_latencies(document: dict[str, Any], qps: Any) -> dict[str, Floats]:
         is_used = is_ok & (chunks > 0) & (due >= low) & (due <= high)
         count = np.where(np.isnan(tokens), chunks, tokens) - 1
         has_rate = is_used & (count > 0) & (chunks > 1)
-        found["ttft"].append((first - due)[is_used])
-        found["e2e"].append((last - due)[is_used])
-        found["tpot"].append((last - first)[has_rate] / count[has_rate])
-    joined = {name: np.concatenate([[], *parts]) * 1000 for name, parts in found.items()}
+        parts_of["ttft"].append((first - due)[is_used])
+        parts_of["e2e"].append((last - due)[is_used])
+        parts_of["tpot"].append((last - first)[has_rate] / count[has_rate])
+    joined = {name: np.concatenate([[], *parts]) * 1000 for name, parts in parts_of.items()}
     return {name: np.sort(values) for name, values in joined.items() if len(values)}
 
 
@@ -108,7 +108,7 @@ def _drawer(lines: dict[str, dict[str, Floats]]) -> Any:
 def write_overlays(
     names: Sequence[str],
     documents: Sequence[dict[str, Any]],
-    found: Sequence[Comparison],
+    comparisons: Sequence[Comparison],
     html_file: Path | None,
     png_file: Path | None,
 ) -> None:
@@ -116,7 +116,7 @@ def write_overlays(
     plots = overlay_plots(names, documents)
     try:
         if html_file is not None:
-            html_file.write_text(_page(names, plots, found), encoding="utf-8")
+            html_file.write_text(_page(names, plots, comparisons), encoding="utf-8")
         if png_file is not None:
             _write_png(png_file, plots)
     except OSError as error:
@@ -136,9 +136,9 @@ def _write_png(path: Path, plots: Sequence[Plot]) -> None:
         figure.savefig(path, format="png", dpi=110)
 
 
-def _page(names: Sequence[str], plots: Sequence[Plot], found: Sequence[Comparison]) -> str:
+def _page(names: Sequence[str], plots: Sequence[Plot], comparisons: Sequence[Comparison]) -> str:
     parts = []
-    for comparison in found:
+    for comparison in comparisons:
         title = html.escape(f"{comparison.name} against {names[0]}")
         names_of_columns = ("rate", "figure", names[0], comparison.name, "ratio", "intervals")
         head = "".join(f"<th>{html.escape(name)}</th>" for name in names_of_columns)

@@ -50,11 +50,11 @@ _LINES = {
 
 def pooled(runs: Sequence[RunResult], columns: Sequence[Columns]) -> dict[str, Floats]:
     """Returns the latencies of all runs together, in sorted milliseconds."""
-    found: dict[str, list[Floats]] = {}
+    parts_of: dict[str, list[Floats]] = {}
     for run, of_run in zip(runs, columns, strict=True):
         for name, samples in latencies(run, of_run).items():
-            found.setdefault(name, []).append(samples.values)
-    return {name: np.sort(np.concatenate(parts)) * 1000 for name, parts in found.items()}
+            parts_of.setdefault(name, []).append(samples.values)
+    return {name: np.sort(np.concatenate(parts)) * 1000 for name, parts in parts_of.items()}
 
 
 def cdf_plot(name: str, values: dict[str, Floats], slo: Slo | None) -> Plot | None:
@@ -131,17 +131,17 @@ def rates_plot(
 
 
 def _against_rate(axes: Axes, rates: Sequence[RateSummary], metric: str) -> None:
-    known = [rate for rate in rates if metric in rate.latencies_ms]
+    measured = [rate for rate in rates if metric in rate.latencies_ms]
     top = []
     for stat, colour in (("p50", BLUE), ("p99", ORANGE)):
-        found = [rate.latencies_ms[metric][stat] for rate in known]
-        qps = [rate.qps for rate in known]
+        found = [rate.latencies_ms[metric][stat] for rate in measured]
+        qps = [rate.qps for rate in measured]
         values = [estimate.value for estimate in found]
         top += values
         axes.errorbar(
             qps, values, yerr=_bars(found), color=colour, label=stat, capsize=2.5, elinewidth=1
         )
-        for rate, value in zip(known, values, strict=True):
+        for rate, value in zip(measured, values, strict=True):
             face = colour if rate.is_valid else PAPER
             axes.plot(
                 rate.qps, value, "o", markersize=4.5, color=colour, markerfacecolor=face, zorder=5
@@ -163,8 +163,8 @@ def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
 
 def _pareto(axes: Axes, rates: Sequence[RateSummary]) -> None:
     names = ("tokens_per_s_per_user", "output_tokens_per_s")
-    known = [rate for rate in rates if all(name in rate.rates for name in names)]
-    per_user, total = ([rate.rates[name] for rate in known] for name in names)
+    measured = [rate for rate in rates if all(name in rate.rates for name in names)]
+    per_user, total = ([rate.rates[name] for rate in measured] for name in names)
     axes.errorbar(
         [e.value for e in per_user],
         [e.value for e in total],
@@ -175,7 +175,7 @@ def _pareto(axes: Axes, rates: Sequence[RateSummary]) -> None:
         capsize=2.5,
         elinewidth=1,
     )
-    for rate, x, y in zip(known, per_user, total, strict=True):
+    for rate, x, y in zip(measured, per_user, total, strict=True):
         face = GREEN if rate.is_valid else PAPER
         axes.plot(
             x.value, y.value, "o", markersize=4.5, color=GREEN, markerfacecolor=face, zorder=5

@@ -50,22 +50,22 @@ def report(
     check_files(json_file=json_file, jsonl_file=jsonl_file, html_file=html_file, png_file=png_file)
     columns = [Columns.of(run) for run in runs]
     rates = summarize_rates(runs, slo, columns=columns)
-    made = document.measurement(runs, columns, rates, settings, slo, search)
+    measurement = document.measurement(runs, columns, rates, settings, slo, search)
     if json_file is not None:
-        document.write_json(json_file, made)
+        document.write_json(json_file, measurement)
     if jsonl_file is not None:
         document.write_jsonl(jsonl_file, runs)
     if html_file is not None:
         from bench.load.report.html import write_html
 
-        write_html(html_file, made)
+        write_html(html_file, measurement)
     if png_file is not None:
         from bench.load.report.write_pictures import write_png
 
-        write_png(png_file, made)
+        write_png(png_file, measurement)
     if console is not None:  # last, as the reader may close the pipe
-        print_report(console, made)
+        print_report(console, measurement)
         written = [str(f) for f in (json_file, jsonl_file, html_file, png_file) if f is not None]
         if written:
             console.print(f"written: {', '.join(written)}", markup=False, highlight=False)
-    return made.is_valid
+    return measurement.is_valid

@@ -22,45 +22,45 @@ MIN_FAILED_SHARE = 0.01  # a smaller share does not appear in the verdict
 MIN_WIDTH = 96  # columns from which each metric has its interval
 
 
-def print_report(console: Console, made: Measurement) -> None:
-    for rate in made.rates:
-        _print_rate(console, made, rate)
-    if len(made.rates) > 1:
-        console.print(_rates_table(made))
-    if made.search is not None:
-        _print_line(console, str(made.search), style="bold")
+def print_report(console: Console, measurement: Measurement) -> None:
+    for rate in measurement.rates:
+        _print_rate(console, measurement, rate)
+    if len(measurement.rates) > 1:
+        console.print(_rates_table(measurement))
+    if measurement.search is not None:
+        _print_line(console, str(measurement.search), style="bold")
 
 
-def verdict(made: Measurement) -> tuple[str, str]:
+def verdict(measurement: Measurement) -> tuple[str, str]:
     """Returns ("valid", "warned" or "invalid", the verdict as a text)."""
-    bad = sum(not rate.is_valid for rate in made.rates)
-    failed = failures(made)
-    if not made.is_valid:
-        words = f"INVALID: {bad} of {len(made.rates)} rates must not be used"
+    bad = sum(not rate.is_valid for rate in measurement.rates)
+    failed = failures(measurement)
+    if not measurement.is_valid:
+        words = f"INVALID: {bad} of {len(measurement.rates)} rates must not be used"
         return "invalid", f"{words}; {failed}" if failed else words
     if failed:
         return "warned", f"Valid, but {failed}"
-    if any(run.verdict.warnings for rate in made.rates for run in rate.runs):
+    if any(run.verdict.warnings for rate in measurement.rates for run in rate.runs):
         return "warned", "Valid, with warnings"
     return "valid", "Valid: the load was offered as planned"
 
 
-def failures(made: Measurement) -> str:
+def failures(measurement: Measurement) -> str:
     """Returns how many requests failed, or an empty text if no rate exceeds MIN_FAILED_SHARE."""
-    if not any(rate.failed_share.value > MIN_FAILED_SHARE for rate in made.rates):
+    if not any(rate.failed_share.value > MIN_FAILED_SHARE for rate in measurement.rates):
         return ""
-    verdicts = [run.verdict for rate in made.rates for run in rate.runs]
+    verdicts = [run.verdict for rate in measurement.rates for run in rate.runs]
     lost, asked = sum(v.num_lost for v in verdicts), sum(v.num_asked for v in verdicts)
     return f"{lost:,} of {asked:,} requests failed"
 
 
-def headline(made: Measurement) -> str:
-    target = redact(made.rates[0].runs[0].target) if made.rates else "nothing"
-    rates = [rate.qps for rate in made.rates]
+def headline(measurement: Measurement) -> str:
+    target = redact(measurement.rates[0].runs[0].target) if measurement.rates else "nothing"
+    rates = [rate.qps for rate in measurement.rates]
     offered = ", ".join("all at once" if math.isinf(qps) else f"{number(qps)}/s" for qps in rates)
     if len(rates) > 4:
         offered = f"{len(rates)} rates from {number(rates[0])} to {number(rates[-1])}/s"
-    return f"{target} · {offered} · {made.machine['cpu']} · {made.created}"
+    return f"{target} · {offered} · {measurement.machine['cpu']} · {measurement.created}"
 
 
 def rate_title(rate: RateSummary) -> str:
@@ -112,7 +112,7 @@ def count_text(counts: dict[str, int]) -> str:
     return f"{counts['counted']:,} of {scheduled} {verb}: {', '.join(ends)}"
 
 
-def _print_rate(console: Console, made: Measurement, rate: RateSummary) -> None:
+def _print_rate(console: Console, measurement: Measurement, rate: RateSummary) -> None:
     table = Table(title=f"{redact(rate.runs[0].target)}: {rate_title(rate)}", title_justify="left")
     table.add_column("milliseconds")
     for stat in STATS:
@@ -131,9 +131,9 @@ def _print_rate(console: Console, made: Measurement, rate: RateSummary) -> None:
     lines += [
         f"{text}: {with_interval(rate.rates[n])}" for n, text in RATES.items() if n in rate.rates
     ]
-    if made.slo is not None and rate.attainment is not None and rate.goodput is not None:
+    if measurement.slo is not None and rate.attainment is not None and rate.goodput is not None:
         lines.append(
-            f"goodput ({made.slo}): {share(rate.attainment)},"
+            f"goodput ({measurement.slo}): {share(rate.attainment)},"
             f" {with_interval(rate.goodput)} requests/s"
         )
     for error, count in list(rate.errors.items())[:MAX_ERRORS]:
@@ -176,7 +176,7 @@ def _by_kind(name: str, runs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
     return lines
 
 
-def _rates_table(made: Measurement) -> Table:
+def _rates_table(measurement: Measurement) -> Table:
     """Returns a table of all rates that fits into 80 columns."""
     title = "all rates: requests/s, output tokens/s, milliseconds from schedule"
     table = Table(
@@ -187,9 +187,9 @@ def _rates_table(made: Measurement) -> Table:
     shown = [(m, p) for m in ("ttft_schedule", "tpot", "e2e_schedule") for p in ("p50", "p99")]
     for metric, stat in shown:
         table.add_column(f"{metric.partition('_')[0].upper()}\n{stat}", justify="right")
-    if made.slo is not None:
+    if measurement.slo is not None:
         table.add_column("SLO\n%", justify="right")
-    for rate in made.rates:
+    for rate in measurement.rates:
         cells = [number(rate.qps) if rate.is_valid else f"INVALID {number(rate.qps)}"]
         cells += [
             number(rate.rates[name].value) if name in rate.rates else "-"

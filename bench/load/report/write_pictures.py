@@ -39,16 +39,16 @@ def svg(plot: Plot) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)}"', 1)
 
 
-def write_png(path: Path, made: Measurement) -> None:
+def write_png(path: Path, measurement: Measurement) -> None:
     """Writes the measurement's pictures below each other, under its verdict, with one rate in
     detail. Raises ConfigError."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    shown = detailed_rates(made, 1)
+    shown = detailed_rates(measurement, 1)
     plots = [
         replace(plot, title=plot.title if s.rate is None else f"{plot.title}, {s.title}")
-        for s in gallery(made, max_detailed=1)
+        for s in gallery(measurement, max_detailed=1)
         for plot in s.plots
         if s.rate is None or s.rate.qps in shown
     ]
@@ -58,8 +58,8 @@ def write_png(path: Path, made: Measurement) -> None:
         figure = Figure(figsize=(WIDTH_IN, sum(heights)), layout="constrained", facecolor="white")
         rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
         head, *parts = rows[:, 0]
-        head.text(0.01, 0.68, verdict(made)[1], fontsize=13, weight="bold", va="center")
-        head.text(0.01, 0.28, headline(made), fontsize=10, color=MUTED, va="center")
+        head.text(0.01, 0.68, verdict(measurement)[1], fontsize=13, weight="bold", va="center")
+        head.text(0.01, 0.28, headline(measurement), fontsize=10, color=MUTED, va="center")
         for part, plot in zip(parts, plots, strict=True):
             part.suptitle(plot.title, x=0.01, ha="left", fontsize=12, weight="bold")
             plot.draw(part)

@@ -99,17 +99,17 @@ def sample_intervals(
     if len(sizes) < 2:
         return [Estimate(point) for point in (*points, mean)]
     ordered = np.sort(values)
-    found = []
+    estimates = []
     for percent, point in zip(percents, points, strict=True):
         share, count = percent / 100, len(values)
         if len(sizes) < len(values):
             below = np.bincount(owner, values <= point)
             count = _effective_count(below, sizes)
-        found.append(Estimate(point, *_order_bounds(ordered, share, count, point)))
+        estimates.append(Estimate(point, *_order_bounds(ordered, share, count, point)))
     sums = np.bincount(owner, values)
     half = _t(len(sizes)) * _ratio_error(sums, sizes)
     low, high = max(mean - half, float(ordered[0])), min(mean + half, float(ordered[-1]))
-    return [*found, Estimate(mean, min(low, mean), max(high, mean))]
+    return [*estimates, Estimate(mean, min(low, mean), max(high, mean))]
 
 
 def _t(num_owners: int) -> float:

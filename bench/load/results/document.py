@@ -76,23 +76,23 @@ def measurement(
     )
 
 
-def write_json(path: Path, made: Measurement) -> None:
+def write_json(path: Path, measured: Measurement) -> None:
     """Writes the figures with their intervals, settings, machine, and the runs without chunk times.
     Raises ConfigError."""
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "created": made.created,
-        "command": made.command,
-        "is_valid": made.is_valid,
-        "settings": made.settings,
-        "slo": None if made.slo is None else asdict(made.slo),
-        "machine": made.machine,
-        "rates": [_rate(rate) for rate in made.rates],
-        "search": None if made.search is None else _search(made.search),
+        "created": measured.created,
+        "command": measured.command,
+        "is_valid": measured.is_valid,
+        "settings": measured.settings,
+        "slo": None if measured.slo is None else asdict(measured.slo),
+        "machine": measured.machine,
+        "rates": [_rate(rate) for rate in measured.rates],
+        "search": None if measured.search is None else _search(measured.search),
     }
     document = _plain(document)
-    document["runs"] = [_run(r, c) for r, c in zip(made.runs, made.columns, strict=True)]
+    document["runs"] = [_run(r, c) for r, c in zip(measured.runs, measured.columns, strict=True)]
     _write(path, orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE | _NUMPY))
 
 

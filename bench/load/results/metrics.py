@@ -62,7 +62,7 @@ def latencies(result: RunResult, columns: Columns) -> dict[str, Samples]:
     """Returns the samples of each metric in LABELS over the requests that were due in the window
     and succeeded. Metrics that are unknown are missing."""
     used, sent = columns.is_used, columns.is_counted & np.isfinite(columns.sent)
-    found = {
+    by_metric = {
         "ttft_schedule": _of(columns.first - columns.due, used),
         "ttft_send": _of(columns.first - columns.sent, used),
         "tpot": _of(tpot(columns), used),
@@ -77,9 +77,9 @@ def latencies(result: RunResult, columns: Columns) -> dict[str, Samples]:
     }
     if result.probes:
         probes = Columns.of_probes(result)
-        found["probe_ttft"] = _of(probes.first - probes.sent, probes.is_used)
-        found["probe_e2e"] = _of(probes.last - probes.sent, probes.is_used)
-    return {name: samples for name, samples in found.items() if len(samples.values)}
+        by_metric["probe_ttft"] = _of(probes.first - probes.sent, probes.is_used)
+        by_metric["probe_e2e"] = _of(probes.last - probes.sent, probes.is_used)
+    return {name: samples for name, samples in by_metric.items() if len(samples.values)}
 
 
 def _of(values: Floats, keep: np.ndarray, owners: Ints | None = None) -> Samples:
@@ -122,7 +122,7 @@ def rates(columns: Columns) -> dict[str, float]:
     running_s, running = concurrency(columns.sent, columns.finished, columns.end_s)
     inside = _within(columns.chunk_at, low, high)
     prefilled = _within(columns.first, low, high)
-    found = {
+    by_name = {
         "requests_per_s": answers_per_s(columns, columns.is_answered),
         "output_tokens_per_s": float(columns.chunk_tokens[inside].sum()) / span_s,
         "input_tokens_per_s": float(np.nansum(columns.prompt_tokens[prefilled])) / span_s,
@@ -130,14 +130,14 @@ def rates(columns: Columns) -> dict[str, float]:
         "peak_concurrency": float(running.max(initial=0)),
     }
     if inside.any() and span_s >= MIN_PEAK_S:
-        found["peak_output_tokens_per_s"] = _best_second(
+        by_name["peak_output_tokens_per_s"] = _best_second(
             columns.chunk_at[inside], columns.chunk_tokens[inside]
         )
     tpots = tpot(columns)[columns.is_used]
     tpots = tpots[tpots > 0]
     if len(tpots):
-        found["tokens_per_s_per_user"] = 1 / float(np.median(tpots))
-    return {name: found[name] for name in RATES if name in found}
+        by_name["tokens_per_s_per_user"] = 1 / float(np.median(tpots))
+    return {name: by_name[name] for name in RATES if name in by_name}
 
 
 def answers_per_s(columns: Columns, keep: Bools) -> float:
@@ -217,15 +217,15 @@ def counts(columns: Columns) -> dict[str, int]:
 
 def errors(result: RunResult, columns: Columns) -> dict[str, int]:
     """Returns the errors with their counts, the most frequent first."""
-    found: Counter[str] = Counter()
+    messages: Counter[str] = Counter()
     for record, is_counted in zip(result.records, columns.is_counted, strict=True):
         if not is_counted:
             continue
         if record.outcome is Outcome.FAILED:
-            found[record.error or "failed without a reason"] += 1
+            messages[record.error or "failed without a reason"] += 1
         elif record.outcome is Outcome.OK and not record.chunks_s:
-            found["succeeded, but without text"] += 1
-    return dict(found.most_common())
+            messages["succeeded, but without text"] += 1
+    return dict(messages.most_common())
 
 
 def plural(word: str, count: int) -> str:

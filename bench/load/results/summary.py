@@ -88,8 +88,8 @@ class RateSummary:
     def failed_text(self) -> str:
         """A text with the number of failed requests; empty if none failed."""
         lost = sum(run.verdict.num_lost for run in self.runs)
-        asked = sum(run.verdict.num_asked for run in self.runs)
-        return f"{lost:,} of {asked:,} {plural('request', asked)} failed" if lost else ""
+        total = sum(run.verdict.num_asked for run in self.runs)
+        return f"{lost:,} of {total:,} {plural('request', total)} failed" if lost else ""
 
     @property
     def achieved_qps(self) -> float:
@@ -123,7 +123,7 @@ def summarize(
         window=columns.steady_s,
         offered_s=high - low,
         achieved_qps=achieved_qps(result, columns),
-        latencies_ms={name: metrics.describe(found) for name, found in samples.items()},
+        latencies_ms={name: metrics.describe(values) for name, values in samples.items()},
         rates=metrics.rates(columns),
         counts=metrics.counts(columns),
         errors=metrics.errors(result, columns),
@@ -133,7 +133,7 @@ def summarize(
         verdict=check(result, columns, slo),
         notes=[*result.notes, *notes],
         health=list(result.health),
-        intervals_ms={name: _intervals(found) for name, found in samples.items()}
+        intervals_ms={name: _intervals(values) for name, values in samples.items()}
         if intervals
         else {},
     )
@@ -153,14 +153,14 @@ def summarize_rates(
     columns: Sequence[Columns] | None = None,
 ) -> list[RateSummary]:
     """Returns one summary for each offered rate, ascending. columns are those of the results."""
-    made = columns or [Columns.of(result) for result in results]
+    columns_of = columns or [Columns.of(result) for result in results]
     by_rate: dict[float, list[int]] = {}
     for index, result in enumerate(results):
         by_rate.setdefault(nominal(result.qps), []).append(index)
     return [
         combine(
             [
-                summarize(results[i], slo, columns=made[i], intervals=len(indices) == 1)
+                summarize(results[i], slo, columns=columns_of[i], intervals=len(indices) == 1)
                 for i in indices
             ],
             slo,
@@ -222,5 +222,5 @@ def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:
 
 def _not_below_zero(values: Sequence[float]) -> Estimate:
     """Returns the t_interval of figures that cannot be negative."""
-    found = t_interval(values)
-    return found if math.isnan(found.low) else found._replace(low=max(found.low, 0.0))
+    interval = t_interval(values)
+    return interval if math.isnan(interval.low) else interval._replace(low=max(interval.low, 0.0))

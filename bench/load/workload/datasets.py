@@ -230,7 +230,7 @@ def draw_lengths(text: str, count: int, name: str) -> list[int]:
     parsed = parse_lengths(text)
     rng = np.random.default_rng(list(name.encode()))
     if isinstance(parsed, Marginal):
-        drawn: list[int] = parsed.lengths(rng.standard_normal(count)).tolist()
+        lengths: list[int] = parsed.lengths(rng.standard_normal(count)).tolist()
     else:
-        drawn = rng.integers(parsed[0], parsed[1], count, endpoint=True).tolist()
-    return drawn
+        lengths = rng.integers(parsed[0], parsed[1], count, endpoint=True).tolist()
+    return lengths

@@ -220,28 +220,28 @@ def _with_runs(calls: list[Call], reuse: Reuse, seed: int) -> list[Call]:
     shares = np.linspace(0, 1, len(reuse.parts)).tolist()
     blocks: list[tuple[Run, ...]] = []
     fresh = 1
-    made = []
+    with_runs = []
     for number, call in enumerate(calls):
         total = call.num_prompt // BLOCK
         shared: tuple[Run, ...] = ((0, BLOCK),) if total else ()
         if rng.random() < reuse.sharing:
-            wanted = round(float(np.interp(rng.random(), shares, reuse.parts)) * total)
+            num_shared = round(float(np.interp(rng.random(), shares, reuse.parts)) * total)
             age = round(rng.lognormvariate(math.log(reuse.ages[0]), reuse.ages[1]))
             end = number - age % max(1, number)
-            earlier = _longest(blocks[max(0, end - 200) : end], wanted)
-            shared = earlier[: max(1, wanted)] if total and earlier else shared
+            earlier = _longest(blocks[max(0, end - 200) : end], num_shared)
+            shared = earlier[: max(1, num_shared)] if total and earlier else shared
         own = range(fresh, fresh + total - len(shared))
         fresh = own.stop
         blocks.append((*shared, *((key, BLOCK) for key in own)))
-        made.append(replace(call, runs=blocks[-1]))
-    return made
+        with_runs.append(replace(call, runs=blocks[-1]))
+    return with_runs
 
 
-def _longest(blocks: list[tuple[Run, ...]], wanted: int) -> tuple[Run, ...]:
+def _longest(blocks: list[tuple[Run, ...]], count: int) -> tuple[Run, ...]:
     """Returns the last item with as many runs as wanted, else one with the most runs."""
     best: tuple[Run, ...] = ()
     for runs in reversed(blocks):
-        if len(runs) >= wanted:
+        if len(runs) >= count:
             return runs
         best = max(best, runs, key=len)
     return best

@@ -61,14 +61,14 @@ def _json_list(path: Path) -> list[Any]:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} has {size} bytes; at most {MAX_FILE_BYTES} are read")
-        found = orjson.loads(path.read_bytes())
+        document = orjson.loads(path.read_bytes())
     except OSError as exc:
         raise ConfigError(f"cannot read {path}: {exc.strerror or exc}") from None
     except orjson.JSONDecodeError as exc:
         raise ConfigError(f"{path}:{exc.lineno}: not JSON: {exc.msg}") from None
-    if not isinstance(found, list):
+    if not isinstance(document, list):
         raise ConfigError(f"{path}: the file must be a JSON list of conversations")
-    return found
+    return document
 
 
 def _first_turn(conversation: Any, where: str) -> tuple[str, str] | None:
@@ -133,8 +133,8 @@ def _requests(path: Path, count_tokens: CountTokens, output_len: int | None) -> 
 def _request(
     row: dict[str, Any], where: str, count_tokens: CountTokens, output_len: int | None
 ) -> Call:
-    given = [name for name in CONTENTS if name in row]
-    if len(given) != 1:
+    contents = [name for name in CONTENTS if name in row]
+    if len(contents) != 1:
         raise ConfigError(f"{where}: exactly one of {', '.join(CONTENTS)} must be given")
     if "output_len" in row and "max_tokens" in row:
         raise ConfigError(f"{where}: output_len and max_tokens exclude each other")
@@ -149,12 +149,12 @@ def _request(
         raise ConfigError(f"{where}: timestamp must be a number of seconds")
     client, group = (_name(row, name, where) for name in ("client", "group"))
     num_output = limit if is_exact else None
-    if given == ["input_len"]:
+    if contents == ["input_len"]:
         num_prompt = _positive(row, "input_len", where)
         return Call(num_prompt, num_output, limit, at_s, client, group)
-    num_prompt = _size(given[0], row[given[0]], where, count_tokens)
+    num_prompt = _size(contents[0], row[contents[0]], where, count_tokens)
     work = Work(
-        **{given[0]: row[given[0]]},
+        **{contents[0]: row[contents[0]]},
         max_tokens=limit,
         ignore_eos=is_exact,
         client=client,

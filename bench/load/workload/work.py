@@ -31,8 +31,8 @@ class Work:
     group: str | None = None
 
     def __post_init__(self) -> None:
-        given = [self.messages, self.prompt, self.token_ids]
-        assert sum(part is not None for part in given) == 1, "messages, prompt or token_ids"
+        contents = [self.messages, self.prompt, self.token_ids]
+        assert sum(part is not None for part in contents) == 1, "messages, prompt or token_ids"
 
 
 @dataclass(frozen=True, slots=True)
