@@ -94,6 +94,7 @@ def _ms(seconds: list[float], percent: float) -> float | None:
 
 
 def show(rows: Sequence[Row], result: AblationResult, max_num_seqs: int, console: Console) -> None:
+    """Prints the tables of throughput and latency, and what they mean."""
     console.print(_throughput(rows))
     if timed := [row for row in rows if row.ttft_p50_ms is not None]:
         console.print(_latency(timed, result.qps))

@@ -24,7 +24,7 @@ from serve import Engine
 from serve.engine.loader import load_engine
 
 RATE_SHARE = 0.85  # share of the rate that "ours" reaches when saturated
-_WARM_UP = 16  # requests
+_WARM_UP = 16  # number of requests before a run
 _RATE_ROUNDS = 2  # follow the saturated rounds, so that compared runs are close in time
 _SHORT_SHARE = 0.25  # share of max_num_seqs average requests that short memory holds
 _SHORT_CONTEXTS = 2.2  # contexts it holds at least: a sequence with K/V twice as large must fit

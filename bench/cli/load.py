@@ -31,7 +31,7 @@ from serve.cli.model_files import find_model
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
 
-LOWEST_SHARE = 64  # a search goes down to its first rate over this
+LOWEST_SHARE = 64  # a search goes down to this part of its first rate
 MIN_SEARCH_S = 30.0
 # A run lasts this many times the longest limit. A queue that grows by a tenth of the time then
 # exceeds the limit at the end.

@@ -79,7 +79,7 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 def _check_is_no_measurement(model: str) -> None:
     group: Any = typer.main.get_command(measurements)
-    if model in group.commands:  # a model directory of that name is ./ops
+    if model in group.commands:  # a model directory of the same name can be given as ./ops
         raise ConfigError(f"options come after the name: `serve bench {model} [OPTIONS]`")
 
 

@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 STEP_S = 0.01
-LONG_NAME = "m" * 500  # is in every event, so that a stream without reader fills the buffers sooner
+LONG_NAME = "m" * 500  # is in every event, so that a stalled stream fills the buffers sooner
 HOST = "127.0.0.1"
 GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LAG = "mergestep:event_loop_lag_seconds_bucket"
@@ -96,6 +96,8 @@ def serve() -> None:
 
 
 class Server(NamedTuple):
+    """The port and the process id of a running server."""
+
     port: int
     pid: int
 
@@ -109,6 +111,7 @@ class Server(NamedTuple):
 
 @contextmanager
 def server() -> Iterator[Server]:
+    """Runs the server of the measurements in a new process and yields its address."""
     command = [sys.executable, "-m", "bench.engine.connections", "--serve"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -166,6 +169,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def idle(target: Server, sizes: Sizes) -> dict[str, float]:
+    """Opens idle connections. Returns the growth of memory and the latency of /health."""
     for _ in range(50):
         await ask(target.port, GET % b"/health")
     before = target.rss_mb
@@ -190,6 +194,7 @@ async def idle(target: Server, sizes: Sizes) -> dict[str, float]:
 
 
 async def storm(target: Server, sizes: Sizes) -> dict[str, float]:
+    """Opens connections at once and sends a request on each. Returns the seconds of both."""
     began_s = time.perf_counter()
     sockets, connected_s = connect_all(target.port, sizes.num_connected)
     loop = asyncio.get_running_loop()
@@ -259,6 +264,7 @@ async def stalled_readers(port: int, number: int) -> AsyncIterator[None]:
 
 
 async def readers(target: Server, sizes: Sizes) -> dict[str, float]:
+    """Returns the p99 of the time between tokens without and with stalled readers."""
     alone, beside = [], []
     await healthy_p99_ms(target.port, sizes)
     for _ in range(sizes.rounds):
@@ -274,6 +280,7 @@ async def readers(target: Server, sizes: Sizes) -> dict[str, float]:
 
 
 def catalogue() -> dict[str, bytes]:
+    """Returns hostile requests by name."""
     chat, completions = b"/v1/chat/completions", b"/v1/completions"
     name = json.dumps(LONG_NAME).encode()
     chunked = post(chat, b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
@@ -305,6 +312,8 @@ def catalogue() -> dict[str, bytes]:
 
 
 async def hostile(target: Server, sizes: Sizes) -> dict[str, float]:
+    """Sends all hostile requests for catalogue_s seconds. Returns the lag of the event loop and the
+    worst latency of /health."""
     requests = catalogue()
     before, end_s = await lag_buckets(target.port), time.monotonic() + sizes.catalogue_s
     worst_ms: dict[str, float] = {}

@@ -92,6 +92,7 @@ async def over_http(session: aiohttp.ClientSession, url: str, name: str, shape: 
 
 
 async def in_process(engine: Engine, shape: Shape) -> float:
+    """Returns the seconds until the last of the streams has ended."""
     params = SamplingParams(temperature=0, max_tokens=shape.num_tokens, ignore_eos=True)
 
     async def one(prompt: list[int]) -> None:
@@ -106,6 +107,7 @@ async def in_process(engine: Engine, shape: Shape) -> float:
 
 
 async def measure(model: str | None, dtype: str, shape: Shape, rounds: int) -> dict[str, Any]:
+    """Returns the median tokens per second over HTTP and in process, and their ratios."""
     tokens = shape.num_streams * shape.num_tokens
     rates: dict[str, list[float]] = {"http": [], "in_process": []}
     with server(model, dtype) as url:

@@ -122,6 +122,7 @@ class Client:
         return self._random.choices(VOCABULARY, k=length)
 
     async def ttft(self, length: int, num_tokens: int = 1) -> float:
+        """Sends a random prompt of `length` tokens and returns the seconds to its first token."""
         began = time.perf_counter()
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         first = None
@@ -135,6 +136,7 @@ class Client:
             times.append(time.perf_counter())
 
     async def start_streams(self) -> list[asyncio.Task[None]]:
+        """Starts the streams and waits until each of them has more than 20 tokens."""
         params = SamplingParams(max_tokens=20_000, temperature=0.0, ignore_eos=True)
         tasks = []
         for _ in range(NUM_STREAMS):
@@ -162,6 +164,7 @@ class Client:
 
 
 async def measure(path: Path, load: Load, slo_ms: float | None, chunk: int | None) -> Result:
+    """Runs an engine with one setting under the whole load and returns its figures."""
     result = Result(slo_ms, chunk)
     async with Engine(
         str(path),
@@ -248,6 +251,7 @@ def show(results: list[Result]) -> None:
 
 
 def as_json(results: list[Result], statics: list[Result]) -> dict[str, Any]:
+    """Returns the figures of the results by name; those with an SLO include their verdicts."""
     summaries: dict[str, Any] = {}
     for result in results:
         summary = {key: value for key, value in asdict(result).items() if not key.endswith("_s")}

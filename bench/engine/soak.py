@@ -66,6 +66,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
+    """The usage of both processes at one time."""
+
     at_s: float
     server: Usage
     client: Usage

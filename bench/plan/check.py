@@ -205,6 +205,7 @@ def _medians(rows: list[CheckedStep]) -> CheckedStep:
 
 
 def report(rows: Sequence[CheckedStep], console: Console) -> None:
+    """Prints the table of one dtype."""
     table = Table(
         *("step", "rows", "context", "measured", "predicted", "error", "bound"),
         *("mostly", "GB/s", "TOP/s"),

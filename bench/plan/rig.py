@@ -76,6 +76,7 @@ class StepRig:
 
 
 def rig_config(model: Path, dtype: str, kv_cache_bytes: int, max_model_len: int) -> EngineConfig:
+    """Returns the configuration of an engine for a rig, without a prefix cache."""
     return EngineConfig(
         model=str(model),
         dtype=dtype,

@@ -107,6 +107,7 @@ def details(
 
 
 def print_details(detailed: Details, load: Load, console: Console) -> None:
+    """Prints a machine's memory, decode steps and prompts."""
     cost = detailed.cost
     shape, precision, machine = cost.shape, cost.precision, cost.machine
     room, token_bytes = kv_bytes(cost), shape.kv_token_bytes(precision)
@@ -202,6 +203,7 @@ def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Cons
 
 
 def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> None:
+    """Prints the first `top` pairs of compute and memory devices."""
     table = Table(
         _names("compute, memory"),
         *("USD/h", "at once", "in flight", "tokens/s", "ms/token", "USD/M"),

@@ -277,6 +277,7 @@ def _quantile(values: Sequence[float], percent: float) -> float:
 
 
 def show(capacity: float, results: Sequence[RateResult]) -> None:
+    """Prints the fits and the comparisons of all rates."""
     print(f"capacity {capacity:.1f} requests/s")
     for share, result in zip(SHARES, results, strict=True):
         fitted, delays = result.calibration.fitted, result.calibration.delays

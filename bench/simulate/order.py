@@ -77,6 +77,7 @@ class Result:
 
 
 def mixed_trace(count: int, seed: int = 0) -> list[Call]:
+    """Returns `count` calls of the trace "mixed"."""
     rng = random.Random(f"order-{seed}")
     requests: list[tuple[str, int, int, int]] = []
     for _ in range(count):
@@ -101,6 +102,7 @@ def mixed_trace(count: int, seed: int = 0) -> list[Call]:
 
 
 def backlog_trace(count: int, seed: int = 0) -> list[Call]:
+    """Returns `count` calls of the trace "backlog"."""
     rng = random.Random(f"order-{seed}")
     return [
         Call(0.0, "few" if i % 11 == 10 else "many", rng.randint(20, 200), rng.randint(10, 100), 0)

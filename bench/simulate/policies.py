@@ -50,6 +50,7 @@ class Result:
 
 
 def run(policy: str, order: str, requests: int, qps: float, kv_bytes: int) -> Result:
+    """Simulates the load with one memory policy and one queue policy."""
     engine = {
         "max_model_len": MAX_MODEL_LEN,
         "kv_cache_bytes": kv_bytes,

@@ -47,6 +47,7 @@ class Figures:
 
 
 def replay(requests: int, qps: float, seed: int = 0) -> tuple[Figures, RunResult]:
+    """Simulates the load once. Returns its figures and the run."""
     engine = {"max_model_len": MAX_MODEL_LEN}
     machine = simulated_machine(MODEL, DEFAULT_MACHINE, engine)
     dataset = DatasetSettings(DATASET, max_model_len=MAX_MODEL_LEN)

@@ -60,9 +60,7 @@ class Answer:
         self.error: CallError | None = None
 
     def sent(self, at_s: float) -> None:
-        if math.isnan(
-            self._record.sent_s
-        ):  # a request that is sent again keeps its first sending time
+        if math.isnan(self._record.sent_s):  # a resent request keeps its first time
             self._record.sent_s = at_s
 
     def head(self, status: int, content_type: bytes) -> None:

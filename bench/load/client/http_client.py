@@ -103,7 +103,7 @@ class Connection(asyncio.Protocol):
         self._has_length = False
         self._has_head = False
         self._now_s = self._sent_s = 0.0
-        self._num_bytes = 0  # since the last part of a body
+        self._num_bytes = 0  # received since the last part of a body
         self._has_answer_bytes = False
         self.num_exchanges = 0
         self.lost_race = False  # the server closed it just when the last request was sent
@@ -130,7 +130,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Closes at once, and drops bytes that were not sent yet."""
         self.is_open = False
-        self._parser = None  # it refers to this object
+        self._parser = None  # breaks a reference cycle
         if self._transport is not None:
             self._transport.abort()
 
@@ -145,7 +145,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now_s = time.perf_counter()
-        if self._sink is None or self._parser is None:  # there is no request
+        if self._sink is None or self._parser is None:  # no request is in progress
             self.close()
             return
         self._has_answer_bytes = True
@@ -201,7 +201,7 @@ class Connection(asyncio.Protocol):
             self._finish()
 
     def on_message_complete(self) -> None:
-        if self._has_head:  # not after 1xx
+        if self._has_head:  # false after an interim (1xx) response
             if not self._parser.should_keep_alive():
                 self.is_open = False
             self._end()
@@ -300,7 +300,7 @@ class HttpClient:
             text = str(exc) if isinstance(exc, ssl.SSLError) else reason(exc)
             message = f"cannot reach {address.root}: {text}"
             raise CallError(0, "connection_failed", message) from exc
-        if self._endpoint is None:  # so that the name is resolved only once
+        if self._endpoint is None:  # resolves the name only once
             self._endpoint = connection.peer()
         self._open.add(connection)
         self.max_connections = max(self.max_connections, len(self._open))

@@ -20,7 +20,7 @@ class EventStream:
     def __init__(self) -> None:
         self._rest = bytearray()  # the line that has not ended
         self._lines: list[bytes] = []
-        self._num_bytes = 0  # in self._lines
+        self._num_bytes = 0  # held in self._lines
         self._started = False
 
     def feed(self, data: bytes) -> list[bytes]:

@@ -224,7 +224,7 @@ class ServerTarget:
 
     async def __aenter__(self) -> Self:
         self._client = HttpClient(self._address)
-        self._side = HttpClient(self._address)  # for requests that are not part of the load
+        self._side = HttpClient(self._address)  # sends the requests that are not part of the load
         if self.settings.model is None:
             try:
                 await self._choose_model()

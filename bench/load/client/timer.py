@@ -72,7 +72,7 @@ class Timer:
     def _expired(self) -> None:
         try:
             os.read(self._fd, 8)
-        except BlockingIOError:  # it was set again since the event
+        except BlockingIOError:  # the timer was set again since the event
             return
         self._callback()
 

@@ -90,7 +90,7 @@ async def _stop_on_message(sender: Sender, reader: asyncio.StreamReader) -> None
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
         import uvloop
 

@@ -152,7 +152,7 @@ class FakeServer:
         script = script_of(self._profile, -1 if index is None else index)
         served = Served(index, now_s)
         self.log.append(served)
-        if index is None:  # at once, so that warm-ups and probes are quick
+        if index is None:  # answers warm-ups and probes at once
             script = Script([0.0], [1], 1, None, Fault.NONE)
         elif self._zero_s is None:
             self._zero_s = now_s

@@ -107,6 +107,7 @@ def write_html(path: Path, measurement: Measurement) -> None:
 
 
 def page(measurement: Measurement) -> str:
+    """Returns the report as an HTML document."""
     sections = gallery(measurement, max_detailed=MAX_DETAILED)
     by_rate = {section.rate.qps: section for section in sections if section.rate is not None}
     body = [

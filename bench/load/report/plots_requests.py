@@ -98,7 +98,7 @@ def _busiest(columns: Columns, limit: int) -> np.ndarray:
     near = int(
         ((due >= at_s[np.argmax(levels)] - half_s) & (due <= due[middle - 1] + half_s)).sum()
     )
-    if len(order) > limit:  # some must be left out
+    if len(order) > limit:
         limit = min(limit, max(near, MIN_LANES))
     first = max(min(middle - limit // 2, len(order) - limit), 0)
     return order[first : first + limit]

@@ -63,7 +63,7 @@ def report(
         from bench.load.report.write_pictures import write_png
 
         write_png(png_file, measurement)
-    if console is not None:  # last, as the reader may close the pipe
+    if console is not None:  # printed last, as the pipe may be closed
         print_report(console, measurement)
         written = [str(f) for f in (json_file, jsonl_file, html_file, png_file) if f is not None]
         if written:

@@ -55,6 +55,7 @@ def failures(measurement: Measurement) -> str:
 
 
 def headline(measurement: Measurement) -> str:
+    """Returns the target, the load, the machine and the time of a measurement as one line."""
     target = redact(measurement.rates[0].runs[0].target) if measurement.rates else "nothing"
     rates = [rate.qps for rate in measurement.rates]
     offered = ", ".join("all at once" if math.isinf(qps) else f"{number(qps)}/s" for qps in rates)

@@ -17,11 +17,11 @@ from bench.load.results.metrics import concurrency, plural
 from bench.load.results.slo import Slo
 
 MAX_LAG_S = 0.005
-MAX_LAG_SHARE = 0.01  # as a share of the TTFT limit
+MAX_LAG_SHARE = 0.01  # share of the TTFT limit
 MAX_RATE_ERROR = 0.005
 MAX_CPU = 0.9
 MAX_CORE_WAIT = 0.1
-MIN_REQUESTS = 50  # fewer show no trend
+MIN_REQUESTS = 50  # fewer requests show no trend
 MAX_FAILED = 0.1  # above this share, the figures describe only the answers that succeeded
 NUM_PARTS = 10
 MIN_RISE = 1.0  # relative to the mean; linear growth from zero is 2
@@ -48,6 +48,7 @@ class Verdict:
 
 
 def check(result: RunResult, columns: Columns, slo: Slo | None) -> Verdict:
+    """Returns the verdict on a run."""
     reasons: list[str] = []
     warnings: list[str] = []
     rising: list[str] = []

@@ -20,7 +20,7 @@ from bench.load.workload.prompts import WORDS, make_works
 from bench.load.workload.work import Call, Schedule, Work
 from serve.errors import ConfigError
 
-WARM_UP_SEED = 1_000_003  # added, so that the measured prompts are not in the prefix cache
+WARM_UP_SEED = 1_000_003  # is added to the seed, so that the prefix cache has no measured prompt
 
 
 @dataclass(frozen=True, slots=True)
