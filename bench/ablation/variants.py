@@ -15,10 +15,10 @@ OURS, SHORT = "ours", "short memory"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An engine without one optimisation. claim is the gain that the original system claims for
-    it. against names the variant that has the optimisation. settings extend those of the run. An
-    exact variant has the arithmetic of "ours" and so the same tokens. is_short gives it short K/V
-    memory. With has_rate, latency at a rate is measured too."""
+    """An engine without one optimisation. claim is the gain that the original system (PPL.LLM)
+    reports for it. against names the variant that has the optimisation. settings extend those of
+    the run. An exact variant has the arithmetic of "ours" and so the same tokens. is_short gives it
+    short K/V memory. With has_rate, latency at a rate is measured too."""
 
     name: str
     optimisation: str = ""

@@ -158,7 +158,7 @@ async def _run_beside(engine: Engine, structured: StructuredOutput | None, num_t
         structured=structured,
         ignore_eos=structured is None,
     )
-    # the grammar may be too complex for its text
+    # the engine refuses a grammar that is too complex
     with contextlib.suppress(RequestError):
         await engine.generate(HOSTILE_PROMPT, params)
 

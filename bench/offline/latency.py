@@ -234,8 +234,8 @@ async def measure(
         for _ in range(rounds):
             for column in shape.columns:
                 advance(column)
-                found = await steady(partial(model.measure, column), probe)
-                tally.add_ours(column, found, cost)
+                measured = await steady(partial(model.measure, column), probe)
+                tally.add_ours(column, measured, cost)
             for name, command in peers.items():
                 advance(name)
                 for column, rate in _peer_round(tally, name, command, shape, probe, model):

@@ -335,8 +335,8 @@ def verdicts(results: dict[str, Result]) -> dict[str, tuple[float | None, bool]]
     over_worst, of_oracle = predicted.qps / worst.qps, predicted.qps / oracle.qps
     p90 = predicted.coverage_p90
     return {
-        "QPS over worst case >= 2.5": (over_worst, over_worst >= 2.5),
-        "QPS of the oracle's >= 0.95": (of_oracle, of_oracle >= 0.95),
+        "QPS over worst_case >= 2.5": (over_worst, over_worst >= 2.5),
+        "QPS over oracle >= 0.95": (of_oracle, of_oracle >= 0.95),
         "preempted < 1 %": (100 * predicted.preempted, predicted.preempted < 0.01),
         "P90 coverage 87-93 %": (p90 and 100 * p90, p90 is not None and 0.87 <= p90 <= 0.93),
     }

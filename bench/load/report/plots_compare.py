@@ -83,13 +83,13 @@ def _drawer(lines: dict[str, dict[str, Floats]]) -> Any:
         grid = figure.subplots(1, len(TITLES), sharey=True)
         for axes, (metric, title) in zip(grid, TITLES.items(), strict=True):
             is_log = False
-            for place, (name, values) in enumerate(lines.items()):
+            for index, (name, values) in enumerate(lines.items()):
                 if metric not in values:
                     continue
                 at = np.quantile(values[metric], SHARES)
                 is_log |= bool(at[1] > 0 and at[-2] > LOG_FROM * at[1])
-                colour = COLOURS[place % len(COLOURS)]
-                style = STYLES[place % len(STYLES)]
+                colour = COLOURS[index % len(COLOURS)]
+                style = STYLES[index % len(STYLES)]
                 axes.plot(at, 100 * SHARES, color=colour, linestyle=style, label=name)
             if is_log:
                 axes.set_xscale("log")

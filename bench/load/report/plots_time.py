@@ -63,8 +63,8 @@ def _bins(columns: Columns) -> Floats:
 
 def _rate(at_s: Floats, edges: Floats, weights: Floats | None = None) -> Floats:
     keep = np.isfinite(at_s)
-    found = np.histogram(at_s[keep], edges, weights=None if weights is None else weights[keep])[0]
-    return found / np.diff(edges)
+    counts = np.histogram(at_s[keep], edges, weights=None if weights is None else weights[keep])[0]
+    return counts / np.diff(edges)
 
 
 def _requests(axes: Axes, run: RunResult, columns: Columns) -> None:
@@ -107,12 +107,12 @@ def _engine_levels(run: RunResult, times: Floats) -> tuple[Floats, Floats]:
     is_idle = np.append(start[1:] - end[:-1] > IDLE_S, True)
     at_s = np.concatenate([start, end[is_idle]])
     order = np.argsort(at_s, kind="stable")
-    found = []
+    counts = []
     for name in ("num_running", "num_waiting"):
         levels = np.array([getattr(step, name) for step in run.steps], np.int64)
         levels = np.concatenate([levels, np.zeros(int(is_idle.sum()), np.int64)])
-        found.append(level_at(times, at_s[order], levels[order]))
-    return found[0], found[1]
+        counts.append(level_at(times, at_s[order], levels[order]))
+    return counts[0], counts[1]
 
 
 def _tokens(axes: Axes, run: RunResult, columns: Columns) -> None:

@@ -50,8 +50,8 @@ def failures(measurement: Measurement) -> str:
     if not any(rate.failed_share.value > MIN_FAILED_SHARE for rate in measurement.rates):
         return ""
     verdicts = [run.verdict for rate in measurement.rates for run in rate.runs]
-    lost, asked = sum(v.num_lost for v in verdicts), sum(v.num_asked for v in verdicts)
-    return f"{lost:,} of {asked:,} requests failed"
+    lost, total = sum(v.num_lost for v in verdicts), sum(v.num_asked for v in verdicts)
+    return f"{lost:,} of {total:,} requests failed"
 
 
 def headline(measurement: Measurement) -> str:
@@ -152,13 +152,13 @@ def _print_rate(console: Console, measurement: Measurement, rate: RateSummary) -
 def verdict_texts(rate: RateSummary) -> dict[str, list[str]]:
     """Returns, by style, the reasons why a rate is invalid, its warnings and its notes. Texts of
     several runs that differ only in their numbers appear once, with the runs' seeds."""
-    found: dict[str, list[str]] = {"bold red": [], "yellow": [], "dim": []}
-    found["dim"] += [f"note: {text}" for text in count_notes(rate.counts)]
+    by_style: dict[str, list[str]] = {"bold red": [], "yellow": [], "dim": []}
+    by_style["dim"] += [f"note: {text}" for text in count_notes(rate.counts)]
     runs = rate.runs
-    found["bold red"] += _by_kind("INVALID", [(run.seed, run.verdict.reasons) for run in runs])
-    found["yellow"] += _by_kind("warning", [(run.seed, run.verdict.warnings) for run in runs])
-    found["dim"] += _by_kind("note", [(run.seed, run.notes) for run in runs])
-    return {style: [redact(text) for text in texts] for style, texts in found.items()}
+    by_style["bold red"] += _by_kind("INVALID", [(run.seed, run.verdict.reasons) for run in runs])
+    by_style["yellow"] += _by_kind("warning", [(run.seed, run.verdict.warnings) for run in runs])
+    by_style["dim"] += _by_kind("note", [(run.seed, run.notes) for run in runs])
+    return {style: [redact(text) for text in texts] for style, texts in by_style.items()}
 
 
 def _by_kind(name: str, runs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
@@ -170,9 +170,9 @@ def _by_kind(name: str, runs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
     lines = []
     for kind in kinds.values():
         seed, text = kind[0]
-        others = ", ".join(str(other) for other, _ in kind[1:])
+        other_seeds = ", ".join(str(other) for other, _ in kind[1:])
         is_common = len(kind) == len(runs) and len({text for _, text in kind}) == 1
-        where = f" (seed {seed}{f'; also {others}' if others else ''})"
+        where = f" (seed {seed}{f'; also {other_seeds}' if other_seeds else ''})"
         lines.append(f"{name}: {text}{'' if is_common else where}")
     return lines
 

@@ -72,8 +72,8 @@ class Columns:
     @property
     def end_s(self) -> float:
         """The time of the last known event."""
-        seen = [a[np.isfinite(a)] for a in (self.due, self.sent, self.finished, self.chunk_at)]
-        return max((float(a.max()) for a in seen if a.size), default=0.0)
+        times = [a[np.isfinite(a)] for a in (self.due, self.sent, self.finished, self.chunk_at)]
+        return max((float(a.max()) for a in times if a.size), default=0.0)
 
     @property
     def due_span(self) -> tuple[float, float]:

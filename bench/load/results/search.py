@@ -53,18 +53,18 @@ class SearchResult:
     def __str__(self) -> str:
         bar = f"{100 * self.target:g} % of requests within {self.slo}"
         if self.stopped:
-            found = "no rate was decided"
+            text = "no rate was decided"
             if self.max_qps:
-                found = f"highest rate that passed: {qps_text(self.max_qps)}/s"
+                text = f"highest rate that passed: {qps_text(self.max_qps)}/s"
             elif math.isfinite(self.above):
-                found = f"no rate passed; the lowest that failed: {qps_text(self.above)}/s"
-            return f"search stopped: {self.stopped}; {found}"
+                text = f"no rate passed; the lowest that failed: {qps_text(self.above)}/s"
+            return f"search stopped: {self.stopped}; {text}"
         failed = [tried.why for tried in self.tried if tried.qps == self.above and tried.why]
         why = f": {failed[0]}" if failed else ""
         if not self.max_qps:
             return f"no rate was low enough: at {qps_text(self.above)} requests/s not {bar}{why}"
-        found = f"max {qps_text(self.max_qps)} requests/s with {bar}"
-        return f"{found} (not at {qps_text(self.above)}/s{why})"
+        text = f"max {qps_text(self.max_qps)} requests/s with {bar}"
+        return f"{text} (not at {qps_text(self.above)}/s{why})"
 
 
 class _Stopped(Exception):

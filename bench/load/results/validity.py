@@ -68,22 +68,22 @@ def check(result: RunResult, columns: Columns, slo: Slo | None) -> Verdict:
         rising = _steady_warnings(columns)
     warnings += rising + _health_warnings(result.health, bool(reasons))
     is_kept = not reasons
-    lost, asked = _lost(result, columns)
-    failed = f"{lost} of {asked} {plural('request', asked)} failed"
-    if lost > MAX_FAILED * asked:
+    lost, total = _lost(result, columns)
+    failed = f"{lost} of {total} {plural('request', total)} failed"
+    if lost > MAX_FAILED * total:
         reasons.append(f"{failed}: latencies are those of the other requests")
     elif lost:
         warnings.insert(0, failed)
-    return Verdict(reasons, warnings, bool(rising), is_kept, lost, asked)
+    return Verdict(reasons, warnings, bool(rising), is_kept, lost, total)
 
 
 def _lost(result: RunResult, columns: Columns) -> tuple[int, int]:
     """Returns (requests that failed or did not end in time, all requests). Neither includes
     requests that an interruption cut off or that were cancelled on purpose."""
-    asked = columns.is_counted & ~columns.is_cancelled
+    relevant = columns.is_counted & ~columns.is_cancelled
     if result.was_interrupted:
-        asked &= columns.is_ok | columns.is_failed
-    return int((asked & ~columns.is_ok).sum()), int(asked.sum())
+        relevant &= columns.is_ok | columns.is_failed
+    return int((relevant & ~columns.is_ok).sum()), int(relevant.sum())
 
 
 def max_lag_s(slo: Slo | None) -> float:
