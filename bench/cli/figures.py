@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,11 +154,12 @@ ROWS = (
 
 
 class Result(NamedTuple):
-    """What a command printed, the JSON it wrote (None for `python -m`), and its seconds."""
+    """What a command printed, the JSON it wrote (None for `python -m`), and a line that says how
+    long it took, at which commit and when."""
 
     text: str
     document: Document
-    seconds: float
+    origin: str
 
 
 def measure(command: str, folder: Path) -> Result:
@@ -177,11 +179,11 @@ def measure(command: str, folder: Path) -> Result:
             text=True,
             env=os.environ | {"COLUMNS": COLUMNS},
         )
-        seconds = time.monotonic() - began_s
-        text_file.write_text(f"{seconds:.0f}\n{process.stdout}")
-    head, _, text = text_file.read_text().partition("\n")
+        origin = f"{time.monotonic() - began_s:.0f} s, commit {_commit()}, {date.today()}"
+        text_file.write_text(f"{origin}\n{process.stdout}")
+    origin, _, text = text_file.read_text().partition("\n")
     document = json.loads(json_file.read_text()) if json_file.exists() else None
-    return Result(text, document, float(head))
+    return Result(text, document, origin)
 
 
 def heading(documents: list[Document]) -> str:
@@ -235,18 +237,18 @@ def with_reports(page: str, results: Mapping[str, Result]) -> str:
     def block(match: re.Match[str]) -> str:
         command = match["command"]
         result = results[command]
-        lines = [line.rstrip() for line in result.text.splitlines() if not line.startswith("{")]
-        report = "\n".join([f"$ {command}   # took {result.seconds:.0f} s", *lines])
+        printed = [line.rstrip() for line in result.text.splitlines()]
+        lines = [line for line in printed if not line.startswith(("{", "[{"))]  # JSON
+        report = "\n".join([f"$ {command}   # {result.origin}", *lines]).rstrip()
         return f"<!-- report: {command} -->\n```text\n{report}\n```\n<!-- end of report -->\n"
 
     return REPORT.sub(block, page)
 
 
 def _commit() -> str:
-    """Returns the name of the code that is measured; uncommitted changes make a name of its own."""
+    """Returns the name of the commit that is measured, with "-dirty" if the tree has changes."""
     command = ["git", "describe", "--always", "--dirty"]
-    name = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-    return f"{name}-{time.time():.0f}" if name.endswith("-dirty") else name
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def main() -> None:
@@ -258,7 +260,10 @@ def main() -> None:
     commands = [f"serve {row.command}" for row in ROWS]
     commands += [command for page in pages for command in commands_of(page.read_text())]
     commands = [c for c in dict.fromkeys(commands) if args.only in c]
-    folder = Path("build/figures") / _commit()
+    commit = _commit()
+    if commit.endswith("-dirty"):
+        sys.exit("figures are of a commit: commit the changes of this tree first")
+    folder = Path("build/figures") / commit
     results: dict[str, Result] = {}
     for index, command in enumerate(commands, 1):
         print(f"{index}/{len(commands)}: {command}", file=sys.stderr, flush=True)

@@ -72,9 +72,9 @@ def test_the_readme_has_the_marks() -> None:
 def test_a_report_stands_between_the_marks_of_its_command() -> None:
     page = "a\n<!-- report: serve bench ops -->\nold\n<!-- end of report -->\nb\n"
     assert figures.commands_of(page) == ["serve bench ops"]
-    result = figures.Result('head  \n 1 GB/s\n{"json": 1}\n', None, 61.4)
+    result = figures.Result('head  \n 1 GB/s\n{"json": 1}\n', None, "61 s, abc")
     assert figures.with_reports(page, {"serve bench ops": result}) == (
-        "a\n<!-- report: serve bench ops -->\n```text\n$ serve bench ops   # took 61 s\nhead\n"
+        "a\n<!-- report: serve bench ops -->\n```text\n$ serve bench ops   # 61 s, abc\nhead\n"
         " 1 GB/s\n```\n<!-- end of report -->\nb\n"
     )
 
@@ -90,8 +90,8 @@ def test_a_measured_command_is_not_run_again(tmp_path: Path) -> None:
     command = "python -m bench.no_such_module"
     with pytest.raises(subprocess.CalledProcessError):
         figures.measure(command, tmp_path)
-    (tmp_path / "python-m-bench-no_such_module.txt").write_text("2\nreport\n")
-    assert figures.measure(command, tmp_path) == ("report\n", None, 2.0)
+    (tmp_path / "python-m-bench-no_such_module.txt").write_text("2 s\nreport\n")
+    assert figures.measure(command, tmp_path) == ("report\n", None, "2 s")
 
 
 @pytest.mark.exhaustive
