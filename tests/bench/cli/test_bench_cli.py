@@ -64,7 +64,7 @@ def test_every_option_of_a_load_is_offered() -> None:
         ),
         (
             ("--simulate", "--find-max-qps", "--slo", "chat", "--qps", "1,2"),
-            "one qps to begin",
+            "needs exactly one qps",
         ),
         (("--html", "/nowhere/x.html"), "--html: there is no folder /nowhere"),
         (("llama-3.1-8b",), "llama-3.1-8b is a name of `serve plan`, which only --simulate takes"),
