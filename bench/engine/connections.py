@@ -103,9 +103,8 @@ class Server(NamedTuple):
 
     @property
     def rss_mb(self) -> float:
-        (kib,) = re.findall(
-            r"^VmRSS:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text(), re.M
-        )
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        (kib,) = re.findall(r"^VmRSS:\s+(\d+) kB", status, re.M)
         return int(kib) / 1024
 
 
@@ -283,23 +282,19 @@ def catalogue() -> dict[str, bytes]:
     """Returns hostile requests by name."""
     chat, completions = b"/v1/chat/completions", b"/v1/completions"
     name = json.dumps(LONG_NAME).encode()
+    prompt = b"a b " * 1_800_000
+    messages = b",".join([b'{"role":"user","content":"x"}'] * 8000)
     chunked = post(chat, b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     return {
         "100 MB body": post(chat, b"").replace(b"Length: 0", b"Length: 100000000") + b" " * 500_000,
         "1 MB JSON": post(chat, b'{"model": "x", "messages": [' + b"{}," * 350_000 + b"{}]}"),
         "7 MB of numbers": post(completions, b'{"prompt": [' + b"1," * 3_500_000 + b"1]}"),
-        "7 MB prompt": post(
-            completions, b'{"model": %s, "prompt": "%s"}' % (name, b"a b " * 1_800_000)
-        ),
+        "7 MB prompt": post(completions, b'{"model": %s, "prompt": "%s"}' % (name, prompt)),
         "10 MB prompt": post(completions, b'{"prompt": "%s"}' % (b"ab" * 5_000_000)),
         "deep JSON": post(chat, b"[" * 200_000),
         "deep object": post(chat, b'{"a":' * 100_000),
         "many keys": post(chat, b"{%s}" % b",".join(b'"k%d":1' % i for i in range(100_000))),
-        "many messages": post(
-            chat,
-            b'{"model": "x", "messages": [%s]}'
-            % b",".join([b'{"role":"user","content":"x"}'] * 8000),
-        ),
+        "many messages": post(chat, b'{"model": "x", "messages": [%s]}' % messages),
         "escapes": post(chat, b'{"a": "' + b"\\u0041" * 150_000 + b'"}'),
         "gzip bomb": post(chat, gzip.compress(bytes(20 << 20)), b"Content-Encoding: gzip"),
         "chunks of a byte": chunked + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n",
