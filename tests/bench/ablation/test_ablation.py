@@ -203,7 +203,7 @@ def test_what_cannot_be_run_is_refused_before(options, named):
 @pytest.mark.parametrize("keeps", [True, False])
 def test_requests_of_a_data_set_are_taken_as_they_are(keeps, monkeypatch, tmp_path):
     """Engines stay loaded, or are loaded when their turn comes."""
-    monkeypatch.setattr(command, "_fit", lambda model, count: keeps)
+    monkeypatch.setattr(command, "_have_room", lambda model, count: keeps)
     asked = tmp_path / "asked.jsonl"
     lines = [{"token_ids": [5, 6, 7 + i], "output_len": 4} for i in range(6)]
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
