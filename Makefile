@@ -97,7 +97,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve: $(SOURCES) | $(VENV)/bin/python
-	@echo "Installing into $(VENV) and compiling the kernels: a minute or two, the first time."
+	@echo "Installing into $(VENV) and compiling the kernels: two to six minutes, the first time."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e .
 	touch $@
 

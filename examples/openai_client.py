@@ -1,4 +1,4 @@
-"""Uses the official openai package with a running server (`serve run`).
+"""Uses the official openai package (`pip install openai`) with a running server (`serve run`).
 
 Usage: python -m examples.openai_client [URL]
 """

@@ -253,13 +253,16 @@ def _commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cli.figures", description=__doc__)
-    parser.add_argument("--only", default="", help="measure and print the commands that hold this")
+    parser.add_argument(
+        "--only", default="", help="measure and print this command, or all that contain this"
+    )
     args = parser.parse_args()
     readme = Path("README.md")
     pages = [page for page in sorted(Path("docs").glob("*.md")) if REPORT.search(page.read_text())]
     commands = [f"serve {row.command}" for row in ROWS]
     commands += [command for page in pages for command in commands_of(page.read_text())]
-    commands = [c for c in dict.fromkeys(commands) if args.only in c]
+    exact = [command for command in commands if command == args.only]
+    commands = exact[:1] or [c for c in dict.fromkeys(commands) if args.only in c]
     commit = _commit()
     if commit.endswith("-dirty"):
         sys.exit("figures are of a commit: commit the changes of this tree first")

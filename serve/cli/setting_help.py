@@ -111,7 +111,9 @@ ENGINE_OPTIONS: dict[str, Option] = {
     ),
     "max_num_waiting": Option(SCHEDULING, "Most requests that wait; further ones are refused."),
     "order": Option(
-        SCHEDULING, "Queue policy: fcfs, priority, mlfq or fair.", choices=QUEUE_POLICIES
+        SCHEDULING,
+        f"Queue policy: {', '.join(QUEUE_POLICIES[:-1])} or {QUEUE_POLICIES[-1]}.",
+        choices=QUEUE_POLICIES,
     ),
     "kv_cache_bytes": Option(
         MEMORY,
