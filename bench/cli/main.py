@@ -39,9 +39,9 @@ def online(**settings: Any) -> None:
 
     Latencies are counted from the time at which each request was due.
 
-    `serve bench NAME --help` describes another measurement: NAME is throughput, latency, startup,
+    Other names: throughput, latency, startup, ops, io, engine, http, prefix-cache, nodes, ablation.
 
-    ops, io, engine, http, prefix-cache, nodes or ablation. `compare` sets results side by side.
+    `serve bench NAME --help` describes each. `serve bench compare` sets results side by side.
     """
     engine = {name: settings.pop(name) for name in ENGINE_SETTINGS}
     from bench.cli.load import run
