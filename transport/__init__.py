@@ -21,6 +21,8 @@ TRANSPORTS = {
     "rdma": "transport.rdma:RdmaTransport",
 }
 
+ENCRYPTION_MODES = ("auto", "on", "off")
+
 
 def connect(
     url: str,
@@ -29,15 +31,23 @@ def connect(
     info: Mapping[str, object] | None = None,
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     timeout_s: float = 5.0,
+    encryption: str = "auto",
 ) -> Endpoint:
     """Connects to the listener at url.
 
     key is the secret that both ends know, of 16 bytes or more. info (JSON) describes this end to
-    the peer. window_bytes is the size of this end's window; the peer chooses its own. Raises
-    TransportError, and ValueError for a url or setting that no peer could accept.
+    the peer. window_bytes is the size of this end's window; the peer chooses its own. encryption is
+    of tcp: "on", "off", or "auto", which is on unless the peer is on the loopback interface. Both
+    ends need the same. Raises TransportError, and ValueError for a url or setting that no peer
+    could accept.
     """
     made = _transport(url).connect(
-        url, key=key, info=info or {}, window_bytes=window_bytes, timeout_s=timeout_s
+        url,
+        key=key,
+        info=info or {},
+        window_bytes=window_bytes,
+        timeout_s=timeout_s,
+        **_encryption(url, encryption),
     )
     return cast(Endpoint, made)
 
@@ -49,11 +59,17 @@ def listen(
     info: Mapping[str, object] | None = None,
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     max_peers: int = 64,
+    encryption: str = "auto",
 ) -> Listener:
-    """Listens for peers at url. window_bytes is the size of our window for each of them. Raises
-    TransportError."""
+    """Listens for peers at url. window_bytes is the size of our window for each of them; encryption
+    is as for `connect`. Raises TransportError."""
     made = _transport(url).listen(
-        url, key=key, info=info or {}, window_bytes=window_bytes, max_peers=max_peers
+        url,
+        key=key,
+        info=info or {},
+        window_bytes=window_bytes,
+        max_peers=max_peers,
+        **_encryption(url, encryption),
     )
     return cast(Listener, made)
 
@@ -66,6 +82,16 @@ def check_scheme(url: str) -> str:
     if scheme not in TRANSPORTS:
         raise ValueError(f"{url}: no transport {scheme!r}; there are {', '.join(TRANSPORTS)}")
     return scheme
+
+
+def _encryption(url: str, mode: str) -> dict[str, Any]:
+    """Returns the setting as the url's transport takes it; raises ValueError if it cannot."""
+    scheme = check_scheme(url)
+    if mode not in ENCRYPTION_MODES:
+        raise ValueError(f"encryption {mode!r}: it is one of {', '.join(ENCRYPTION_MODES)}")
+    if mode == "on" and scheme == "rdma":
+        raise ValueError(f"{url}: encryption is on, and rdma has none; tcp has")
+    return {"encryption": mode} if scheme == "tcp" else {}
 
 
 def _transport(url: str) -> Any:

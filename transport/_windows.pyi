@@ -10,9 +10,13 @@ DESCRIPTORS_AT: int
 DESCRIPTOR_BYTES: int
 DESCRIPTOR_SENT_BYTES: int
 PAYLOAD_AT: int
+RECORD_TEXT_BYTES: int
+RECORDS_PER_KEY: int
 
 def crc32c(address: int, num_bytes: int, crc: int = 0) -> int: ...
 def gather(address: int, segments: Sequence[Segment]) -> int: ...
+def x25519_public(private_key: bytes) -> bytes: ...
+def x25519_shared(private_key: bytes, public_key: bytes) -> bytes: ...
 def create_window_fd(window_bytes: int) -> int: ...
 
 class Link:
@@ -59,7 +63,13 @@ class SharedChannel(Channel):
 
 class SocketChannel(Channel):
     def __init__(
-        self, data_fd: int, own_window_bytes: int, peer_window_bytes: int, link: Link
+        self,
+        data_fd: int,
+        own_window_bytes: int,
+        peer_window_bytes: int,
+        link: Link,
+        secrets: tuple[bytes, bytes] | None = None,
+        records_per_key: int = ...,
     ) -> None: ...
 
 class Writer(Protocol):

@@ -9,8 +9,8 @@
 
 Both ends prove that they know the key without sending it, over fresh nonces. JSON objects follow,
 each with an HMAC under a key of this session over its direction and number, so that none can be
-replayed, reordered or reflected. They are not encrypted: this protects against a network that
-sends, not against one that listens.
+replayed, reordered or reflected. They are not encrypted; what tcp sends afterwards can be
+(encryption.py).
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Session:
         self._key = key
         self._ours, self._theirs = (b"client", b"server") if is_client else (b"server", b"client")
         self._num_sent = self._num_received = 0
+        self._transcript = hashlib.sha256()  # of all messages, which both ends see in one order
 
     def _mac(self, role: bytes, number: int, body: bytes) -> bytes:
         return _mac(self._key, role + number.to_bytes(8, "big") + body)
@@ -95,6 +96,7 @@ class Session:
         body = encode(message)
         self._num_sent += 1
         mac = self._mac(self._ours, self._num_sent, body)
+        self._transcript.update(mac)
         send_all(self.sock, len(body).to_bytes(2, "big") + body + mac, self.deadline)
 
     def receive(self) -> dict[str, Any]:
@@ -108,6 +110,7 @@ class Session:
         self._num_received += 1
         if not hmac.compare_digest(mac, self._mac(self._theirs, self._num_received, body)):
             raise RefusedError("a control message that the peer did not send")
+        self._transcript.update(mac)
         try:
             message = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -115,6 +118,12 @@ class Session:
         if not isinstance(message, dict):
             raise RefusedError("a control message that is no object")
         return message
+
+    def secret(self, shared: bytes, label: bytes) -> bytes:
+        """Returns 32 bytes that only ends with this key, this session's messages and `shared` know:
+        HKDF-SHA256 with the session's key as salt."""
+        extracted = _mac(self._key, shared)
+        return _mac(extracted, label + self._transcript.digest() + b"\x01")
 
     def detach(self) -> int:
         """Returns the socket's descriptor, not blocking; the caller owns it from now on."""
@@ -184,7 +193,8 @@ def hello(
         "info": dict(info),
         **more,
     }
-    encode(said | {"token": "0" * (2 * TOKEN_BYTES)})
+    more_at_most = {"token": "0" * (2 * TOKEN_BYTES), "encryption": "0" * 64}
+    encode(said | more_at_most)
     return said
 
 

@@ -71,6 +71,10 @@ class SocketListener(ListenerBase, ABC):
     ) -> ChannelEndpoint:
         """Makes the endpoint: the rest of the set-up after both hellos fit."""
 
+    def _why_not(self, session: control.Session, theirs: Mapping[str, Any]) -> str | None:
+        """Returns why this transport refuses a peer, or None."""
+        return None
+
     def _data_connection(self, sock: socket.socket, deadline: float) -> None:
         """Takes over a connection that declared itself a data connection."""
         raise RefusedError("a data connection where there are none")
@@ -143,7 +147,7 @@ class SocketListener(ListenerBase, ABC):
 
     def _admit(self, session: control.Session, address: str) -> None:
         theirs = session.receive()
-        reason = control.why_not(theirs, self.name)
+        reason = control.why_not(theirs, self.name) or self._why_not(session, theirs)
         with self._lock:
             num_peers = self._num_peers() + self._num_coming
             if self._is_closed:

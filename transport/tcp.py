@@ -1,5 +1,6 @@
 """tcp://host:port: windows emulated on a stream. The data has a connection of its own, which
-belongs to an authenticated session by a number that the server gives out once.
+belongs to an authenticated session by a number that the server gives out once. It is encrypted
+where the peer is on another machine (encryption.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ from urllib.parse import urlsplit
 from transport import control
 from transport._windows import Link, SocketChannel
 from transport.base import Peer, RefusedError, TransportTimeoutError
+from transport.encryption import (
+    KeyExchange,
+    check_is_possible,
+    disagreement,
+    is_loopback,
+    is_on,
+)
 from transport.endpoint import ChannelEndpoint
 from transport.listener import SocketListener
 
@@ -31,7 +39,13 @@ _SEND_BUFFER_BYTES = 256 << 10
 class TcpTransport:
     @staticmethod
     def connect(
-        url: str, *, key: bytes, info: Mapping[str, object], window_bytes: int, timeout_s: float
+        url: str,
+        *,
+        key: bytes,
+        info: Mapping[str, object],
+        window_bytes: int,
+        timeout_s: float,
+        encryption: str,
     ) -> ChannelEndpoint:
         host, port = address_of(url)
         control.check_key(key)
@@ -40,8 +54,16 @@ class TcpTransport:
         deadline = time.monotonic() + timeout_s
         with contextlib.ExitStack() as undo:
             sock = undo.enter_context(connected_to(host, port, url, deadline))
+            exchange = KeyExchange() if is_on(encryption, sock) else None
+            if exchange is not None:
+                ours |= exchange.hello()
             session = control.authenticate_to(sock, key, deadline)
             theirs = control.exchange_hellos(session, ours)
+            if reason := disagreement(theirs, exchange is not None, is_client=True):
+                raise RefusedError(reason)
+            secrets = None
+            if exchange is not None:
+                secrets = exchange.secrets(session, theirs, is_client=True)
             # The same machine, where a name has several.
             there = session.sock.getpeername()
             data = undo.enter_context(connected_to(there[0], there[1], url, deadline))
@@ -51,20 +73,35 @@ class TcpTransport:
                 raise RefusedError("the peer gave no token") from error
             control.send_all(data, control.DATA_MAGIC + token, deadline)
             session.receive()  # it has both
-            return _endpoint(session, data, theirs, url, window_bytes)
+            return _endpoint(session, data, theirs, url, window_bytes, secrets)
 
     @staticmethod
     def listen(
-        url: str, *, key: bytes, info: Mapping[str, object], window_bytes: int, max_peers: int
+        url: str,
+        *,
+        key: bytes,
+        info: Mapping[str, object],
+        window_bytes: int,
+        max_peers: int,
+        encryption: str,
     ) -> TcpListener:
         host, port = address_of(url)
         control.check_key(key)
         control.check_window(window_bytes)
         control.hello("tcp", info, window_bytes)
         sock, where = server_at(host, port, url)
+        try:
+            if encryption == "on" or (
+                encryption == "auto" and not is_loopback(sock.getsockname()[0])
+            ):
+                check_is_possible()
+        except BaseException:
+            sock.close()
+            raise
         return TcpListener(
             sock,
             f"tcp://{where}",
+            encryption,
             key=key,
             info=info,
             window_bytes=window_bytes,
@@ -83,10 +120,14 @@ class _Expected:
 class TcpListener(SocketListener):
     name = "tcp"
 
-    def __init__(self, sock: socket.socket, url: str, **settings: Any) -> None:
+    def __init__(self, sock: socket.socket, url: str, encryption: str, **settings: Any) -> None:
+        self._encryption = encryption
         self._expected: dict[bytes, _Expected] = {}  # by the token's digest
         self._expected_lock = threading.Lock()
         super().__init__(sock, url, **settings)
+
+    def _why_not(self, session: control.Session, theirs: Mapping[str, Any]) -> str | None:
+        return disagreement(theirs, is_on(self._encryption, session.sock), is_client=False)
 
     def _establish(
         self, session: control.Session, theirs: Mapping[str, Any], address: str
@@ -95,8 +136,14 @@ class TcpListener(SocketListener):
         digest, expected = _digest(token), _Expected()
         with self._expected_lock:
             self._expected[digest] = expected
+        said, secrets = {**self._own_hello(), "token": token.hex()}, None
+        exchange = KeyExchange() if is_on(self._encryption, session.sock) else None
         try:
-            session.send({**self._own_hello(), "token": token.hex()})
+            if exchange is None:
+                session.send(said)
+            else:
+                session.send(said | exchange.hello())
+                secrets = exchange.secrets(session, theirs, is_client=False)
             expected.has_come.wait(session.deadline - time.monotonic())
         finally:
             with self._expected_lock:
@@ -105,7 +152,7 @@ class TcpListener(SocketListener):
             raise TransportTimeoutError("no data connection came")
         with contextlib.closing(expected.sock) as data:
             session.send({"ready": True})
-            return _endpoint(session, data, theirs, address, self.window_bytes)
+            return _endpoint(session, data, theirs, address, self.window_bytes, secrets)
 
     def _data_connection(self, sock: socket.socket, deadline: float) -> None:
         token = control.receive_exactly(sock, control.TOKEN_BYTES, deadline)
@@ -127,6 +174,7 @@ def _endpoint(
     theirs: Mapping[str, Any],
     address: str,
     window_bytes: int,
+    secrets: tuple[bytes, bytes] | None,
 ) -> ChannelEndpoint:
     set_options(session.sock)
     # The data connection has no such limit: a busy peer reads nothing for a while and is not lost.
@@ -135,7 +183,7 @@ def _endpoint(
     data.setblocking(False)
     link = Link.of_socket(session.detach())
     link.watch()
-    channel = SocketChannel(data.detach(), window_bytes, theirs["window_bytes"], link)
+    channel = SocketChannel(data.detach(), window_bytes, theirs["window_bytes"], link, secrets)
     return ChannelEndpoint(channel, Peer(address, theirs["info"]))
 
 

@@ -9,7 +9,13 @@ import time
 import pytest
 
 import transport
-from tests.support.transport.transport_pair import listener, pair, transport_name, url_for
+from tests.support.transport.transport_pair import (
+    encryption_of,
+    listener,
+    pair,
+    transport_name,
+    url_for,
+)
 from tests.support.transport.transport_rig import (
     KEY,
     PATIENCE_S,
@@ -87,8 +93,9 @@ def test_a_frame_outlives_close(pair):
         other.release(frame)
 
 
-def test_windows_of_different_sizes(listener):
-    one = transport.connect(listener.url, key=KEY, window_bytes=64 << 10)
+def test_windows_of_different_sizes(listener, transport_name):
+    encryption = encryption_of(transport_name)
+    one = transport.connect(listener.url, key=KEY, window_bytes=64 << 10, encryption=encryption)
     other = listener.accept(PATIENCE_S)
     assert one.max_message_bytes > other.max_message_bytes
     for _ in range(20):
@@ -101,23 +108,22 @@ def test_windows_of_different_sizes(listener):
 
 
 def test_a_listener_has_many_peers_and_a_limit(transport_name, tmp_path):
-    listener = transport.listen(
-        url_for(transport_name, tmp_path), key=KEY, window_bytes=64 << 10, max_peers=3
-    )
+    said = {"key": KEY, "window_bytes": 64 << 10, "encryption": encryption_of(transport_name)}
+    listener = transport.listen(url_for(transport_name, tmp_path), max_peers=3, **said)
     ends = []
     for n in range(3):
-        ends.append(transport.connect(listener.url, key=KEY, window_bytes=64 << 10))
+        ends.append(transport.connect(listener.url, **said))
         ends.append(listener.accept(PATIENCE_S))
         post(ends[-2], b"%d" % n)
     for n in range(3):
         assert take(ends[2 * n + 1]) == b"%d" % n
     with pytest.raises(transport.base.RefusedError, match="3 peers"):
-        transport.connect(listener.url, key=KEY)
+        transport.connect(listener.url, **said)
     wait_until(lambda: listener.num_refused == 1)  # counted after the refusal is sent
     ends[0].close()
     with pytest.raises(PeerLostError):
         ends[1].poll(PATIENCE_S)
-    again = transport.connect(listener.url, key=KEY, window_bytes=64 << 10)
+    again = transport.connect(listener.url, **said)
     listener.close()
     listener.close()
     assert take_or_lost(again) is None

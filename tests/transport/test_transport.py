@@ -12,6 +12,7 @@ import pytest
 import transport
 from tests.support.transport.transport_pair import (
     TRANSPORTS,
+    encryption_of,
     listener,
     pair,
     transport_name,
@@ -236,8 +237,10 @@ def test_both_directions_with_full_windows(pair):
 
 def test_both_post_more_than_any_buffer_holds(transport_name, tmp_path):
     """A posting end goes on receiving, or both would wait without end."""
-    listener = transport.listen(url_for(transport_name, tmp_path), key=KEY)
-    ends = [transport.connect(listener.url, key=KEY), listener.accept(PATIENCE_S)]
+    encryption = encryption_of(transport_name)
+    listener = transport.listen(url_for(transport_name, tmp_path), key=KEY, encryption=encryption)
+    one = transport.connect(listener.url, key=KEY, encryption=encryption)
+    ends = [one, listener.accept(PATIENCE_S)]
     data = noise(ends[0].max_message_bytes)
     taken = []
 
@@ -258,8 +261,10 @@ def test_a_peer_that_is_busy_for_long_is_not_lost(tmp_path):
     All transports run at once, to wait once."""
     pairs, threads, closing = [], [], []
     for name in TRANSPORTS:
-        listener = transport.listen(url_for(name, tmp_path), key=KEY)
-        one, other = transport.connect(listener.url, key=KEY), listener.accept(PATIENCE_S)
+        encryption = encryption_of(name)
+        listener = transport.listen(url_for(name, tmp_path), key=KEY, encryption=encryption)
+        one = transport.connect(listener.url, key=KEY, encryption=encryption)
+        other = listener.accept(PATIENCE_S)
         pairs.append((one, other))
         closing += [one, other, listener]
         data = noise(one.max_message_bytes)

@@ -35,7 +35,8 @@ int64_t deadline_after(double timeout_s) {
 
 }  // namespace
 
-// Runs the operation while the memory is held. A corrupt message ends the connection.
+// Runs the operation while the memory is held. A corrupt message ends the connection, and so does an
+// encryption that fails.
 template <class Operation>
 auto Channel::guarded(Operation operation) {
   Use use(*this);
@@ -43,6 +44,9 @@ auto Channel::guarded(Operation operation) {
     return operation();
   } catch (const CorruptMessage&) {
     link_->end("the peer's messages are corrupt");
+    throw;
+  } catch (const NoCrypto&) {
+    link_->end("the encryption failed");
     throw;
   }
 }

@@ -11,6 +11,9 @@ struct PeerLost : std::runtime_error {
 struct CorruptMessage : std::runtime_error {
   using runtime_error::runtime_error;
 };
+struct NoCrypto : std::runtime_error {
+  using runtime_error::runtime_error;
+};
 struct TimedOut : std::runtime_error {
   using runtime_error::runtime_error;
 };

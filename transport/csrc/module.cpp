@@ -80,6 +80,16 @@ uint32_t released_if_long(size_t bytes, Work work) {
   return work();
 }
 
+std::string string_of(const nb::bytes& bytes) { return std::string(bytes.c_str(), bytes.size()); }
+nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+void make_socket_channel(SocketChannel* self, int fd, size_t own, size_t peers, std::shared_ptr<Link> link,
+                         std::optional<std::pair<nb::bytes, nb::bytes>> secrets, uint64_t records_per_key) {
+  std::optional<SocketChannel::Secrets> given;
+  if (secrets) given = {string_of(secrets->first), string_of(secrets->second), records_per_key};
+  new (self) SocketChannel(fd, checked_window(own), checked_window(peers), std::move(link), given);
+}
+
 uint32_t gather_at(uintptr_t address, nb::handle given) {
   const Segments segments = segments_of(given);
   return released_if_long(total_bytes(segments), [&] { return gather(reinterpret_cast<void*>(address), segments); });
@@ -122,6 +132,7 @@ NB_MODULE(_windows, m) {
   translate_to<PeerLost>("PeerLostError");
   translate_to<CorruptMessage>("CorruptMessageError");
   translate_to<TimedOut>("TransportTimeoutError");
+  translate_to<NoCrypto>("TransportError");
   m.attr("NUM_SLOTS") = NUM_SLOTS;
   m.attr("HEARTBEAT_S") = 1e-9 * HEARTBEAT_NS;
   m.attr("LOST_AFTER_S") = 1e-9 * LOST_AFTER_NS;
@@ -129,10 +140,17 @@ NB_MODULE(_windows, m) {
   m.attr("DESCRIPTOR_BYTES") = sizeof(Descriptor);
   m.attr("DESCRIPTOR_SENT_BYTES") = DESCRIPTOR_SENT_BYTES;
   m.attr("PAYLOAD_AT") = PAYLOAD_AT;
+  m.attr("RECORD_TEXT_BYTES") = RECORD_TEXT_BYTES;
+  m.attr("RECORDS_PER_KEY") = RECORDS_PER_KEY;
 
   m.def("crc32c", &crc32c_at, "address"_a, "num_bytes"_a, "crc"_a = 0);
   m.def("gather", &gather_at, "address"_a, "segments"_a);
   m.def("create_window_fd", [](size_t bytes) { return create_window_fd(checked_window(bytes)); }, "window_bytes"_a);
+
+  m.def("x25519_public", [](nb::bytes key) { return bytes_of(x25519_public(string_of(key))); }, "private_key"_a);
+  m.def("x25519_shared", [](nb::bytes ours, nb::bytes theirs) {
+    return bytes_of(x25519_shared(string_of(ours), string_of(theirs)));
+  }, "private_key"_a, "public_key"_a);
 
   nb::class_<Link>(m, "Link")
       .def_static("of_socket", [](int fd) { return std::make_shared<Link>(fd); }, "control_fd"_a)
@@ -164,9 +182,8 @@ NB_MODULE(_windows, m) {
       .def(nb::init<std::shared_ptr<Memory>, std::shared_ptr<Memory>, std::shared_ptr<Link>>(), "own"_a, "peers"_a,
            "link"_a);
   nb::class_<SocketChannel, Channel>(m, "SocketChannel")
-      .def("__init__", [](SocketChannel* self, int fd, size_t own, size_t peers, std::shared_ptr<Link> link) {
-        new (self) SocketChannel(fd, checked_window(own), checked_window(peers), std::move(link));
-      }, "data_fd"_a, "own_window_bytes"_a, "peer_window_bytes"_a, "link"_a);
+      .def("__init__", &make_socket_channel, "data_fd"_a, "own_window_bytes"_a, "peer_window_bytes"_a, "link"_a,
+           "secrets"_a = nb::none(), "records_per_key"_a = RECORDS_PER_KEY);
   nb::class_<MirroredChannel, Channel>(m, "MirroredChannel")
       .def("__init__", [](MirroredChannel* self, std::shared_ptr<Memory> own, std::shared_ptr<Memory> mirror,
                           std::shared_ptr<Link> link, nb::object writer, size_t max_message_bytes, bool is_ordered) {

@@ -30,14 +30,19 @@ void advance(std::vector<iovec>& pieces, size_t& first, size_t bytes) {
 
 }  // namespace
 
-SocketChannel::SocketChannel(int data_fd, size_t own_window_bytes, size_t peer_window_bytes, std::shared_ptr<Link> link)
+SocketChannel::SocketChannel(int data_fd, size_t own_window_bytes, size_t peer_window_bytes, std::shared_ptr<Link> link,
+                             const std::optional<Secrets>& secrets)
     : Channel(std::move(link)),
       fd_(data_fd),
       event_fd_(link_->event_fd()),
       own_(std::make_shared<Memory>(own_window_bytes)),
       outbox_(peer_window_bytes),
       inbox_(own_window_bytes),
-      stage_(STAGE_BYTES) {}
+      stage_(STAGE_BYTES) {
+  if (!secrets) return;
+  reader_.emplace(secrets->receiving, secrets->records_per_key);
+  writer_.emplace(secrets->sending, secrets->records_per_key);
+}
 
 void SocketChannel::free_memory() {
   if (fd_ >= 0) ::close(fd_);
@@ -50,7 +55,7 @@ void SocketChannel::free_memory() {
 void SocketChannel::read_available() {
   if (corrupt_ || is_at_end_) return;
   try {
-    while (read_some()) {
+    while (reader_ ? read_record() : read_some()) {
     }
   } catch (const CorruptMessage& error) {
     corrupt_ = error;
@@ -101,6 +106,45 @@ bool SocketChannel::read_some() {
   return static_cast<size_t>(got) == asked || is_in_frame_;
 }
 
+// As read_some() where the bytes come in encrypted records.
+bool SocketChannel::read_record() {
+  const iovec room = reader_->room();
+  const ssize_t got = recv(fd_, room.iov_base, room.iov_len, MSG_DONTWAIT);
+  if (got < 0 && is_temporary(errno)) return errno == EINTR;
+  if (got <= 0) {
+    is_at_end_ = true;
+    return false;
+  }
+  read_ns_ = now_ns();
+  reader_->add(static_cast<size_t>(got));
+  while (const auto text = reader_->next()) take_text(static_cast<const uint8_t*>(text->iov_base), text->iov_len);
+  return static_cast<size_t>(got) == room.iov_len || is_in_frame_;
+}
+
+void SocketChannel::take_text(const uint8_t* text, size_t bytes) {
+  while (bytes > 0) {
+    size_t taken;
+    if (is_in_frame_) {
+      taken = std::min<size_t>(bytes, head_.length - num_received_);
+      std::memcpy(own_->payload() + head_.offset + num_received_, text, taken);
+      add_payload(taken);
+    } else {
+      Descriptor head;
+      taken = std::min(bytes, sizeof head - stage_end_);
+      std::memcpy(stage_.data() + stage_end_, text, taken);
+      stage_end_ += taken;
+      if (stage_end_ == sizeof head) {
+        std::memcpy(&head, stage_.data(), sizeof head);
+        stage_end_ = 0;
+        begin_frame(head);
+        if (is_in_frame_) add_payload(0);  // it may be empty
+      }
+    }
+    text += taken;
+    bytes -= taken;
+  }
+}
+
 void SocketChannel::begin_frame(const Descriptor& head) {
   if (head.number == 0) {
     if (head.head_crc != head.crc() || head.length != 0)
@@ -146,7 +190,8 @@ std::optional<Message> SocketChannel::receive(int64_t deadline_ns) {
 }
 
 void SocketChannel::check_stalled() const {
-  if (is_in_frame_ && now_ns() - read_ns_ > STALLED_NS) link_->end("the peer stopped within a message");
+  const bool is_within = is_in_frame_ || (reader_ && reader_->is_within_record());
+  if (is_within && now_ns() - read_ns_ > STALLED_NS) link_->end("the peer stopped within a message");
 }
 
 void SocketChannel::free_message(uint64_t number) {
@@ -156,16 +201,16 @@ void SocketChannel::free_message(uint64_t number) {
 
 // ---- sending
 
-// Sends the pending credit. Returns false if a part of it is still to be sent.
+// Sends the rest of a credit or record. Returns false if a part of it is still to be sent.
 bool SocketChannel::flush() {
-  while (credit_left_ > 0) {
-    const auto* at = reinterpret_cast<const uint8_t*>(&credit_) + (sizeof credit_ - credit_left_);
-    const ssize_t sent = ::send(fd_, at, credit_left_, MSG_DONTWAIT | MSG_NOSIGNAL);
+  while (rest_.iov_len > 0) {
+    const ssize_t sent = ::send(fd_, rest_.iov_base, rest_.iov_len, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent >= 0) {
-      credit_left_ -= static_cast<size_t>(sent);
+      rest_.iov_base = static_cast<uint8_t*>(rest_.iov_base) + sent;
+      rest_.iov_len -= static_cast<size_t>(sent);
     } else if (!is_temporary(errno)) {
       is_at_end_ = true;
-      credit_left_ = 0;
+      rest_.iov_len = 0;
     } else if (errno != EINTR) {
       return false;
     }
@@ -180,7 +225,11 @@ bool SocketChannel::send_credit() {
   credit_ = Descriptor{};
   credit_.consumed = inbox_.take_credit();
   credit_.head_crc = credit_.crc();
-  credit_left_ = sizeof credit_;
+  rest_ = {&credit_, sizeof credit_};
+  if (writer_) {
+    writer_->add(reinterpret_cast<const uint8_t*>(&credit_), sizeof credit_);
+    rest_ = writer_->seal();
+  }
   return flush();
 }
 
@@ -192,7 +241,7 @@ uint64_t SocketChannel::send(const Segments& segments, size_t bytes, int64_t dea
     read_available();
     return corrupt_ || is_at_end_ || outbox_.find_room(bytes, offset);
   };
-  const bool found = wait(deadline_ns, has_room, [&](int64_t until) { sleep(until, credit_left_ > 0); });
+  const bool found = wait(deadline_ns, has_room, [&](int64_t until) { sleep(until, rest_.iov_len > 0); });
   if (link_->is_over()) throw_lost();
   if (!found) throw TimedOut("the peer's window is full");
   if (corrupt_) throw *corrupt_;
@@ -220,29 +269,46 @@ uint64_t SocketChannel::send(const Segments& segments, size_t bytes, int64_t dea
   return outbox_.num_sent();
 }
 
+// Sends some of the pieces. Returns false if the socket is full; the reason of another failure is
+// then in is_at_end_.
+bool SocketChannel::write_some(std::vector<iovec>& pieces, size_t& first) {
+  msghdr message{};
+  message.msg_iov = pieces.data() + first;
+  message.msg_iovlen = std::min<size_t>(pieces.size() - first, IOV_MAX);
+  const ssize_t sent = sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (sent >= 0) advance(pieces, first, static_cast<size_t>(sent));
+  if (sent >= 0 || errno == EINTR) return true;
+  if (!is_temporary(errno)) is_at_end_ = true;
+  return false;
+}
+
+// As write_some(), for one encrypted record.
+bool SocketChannel::write_record(std::vector<iovec>& pieces, size_t& first) {
+  if (!flush()) return false;
+  if (is_at_end_) return false;
+  while (first < pieces.size()) {
+    const size_t taken = writer_->add(static_cast<const uint8_t*>(pieces[first].iov_base), pieces[first].iov_len);
+    const bool is_full = taken < pieces[first].iov_len;
+    advance(pieces, first, taken);
+    if (is_full) break;
+  }
+  rest_ = writer_->seal();
+  return flush() && !is_at_end_;
+}
+
 void SocketChannel::write_all(std::vector<iovec>& pieces, int64_t deadline_ns) {
   size_t first = 0;
   const auto is_sent = [&] {
-    while (first < pieces.size()) {
-      msghdr message{};
-      message.msg_iov = pieces.data() + first;
-      message.msg_iovlen = std::min<size_t>(pieces.size() - first, IOV_MAX);
-      const ssize_t sent = sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-      if (sent >= 0) {
-        advance(pieces, first, static_cast<size_t>(sent));
-      } else if (errno == EINTR) {
-        continue;
-      } else {
-        if (!is_temporary(errno)) is_at_end_ = true;
-        read_available();
-        return is_at_end_ || corrupt_;
-      }
+    while (first < pieces.size() || rest_.iov_len > 0) {
+      if (first < pieces.size() ? (writer_ ? write_record(pieces, first) : write_some(pieces, first)) : flush()) continue;
+      read_available();
+      return is_at_end_ || corrupt_;
     }
     return true;
   };
   // Waits at least 1 ms, enough for a peer that reads, since half a frame cannot be undone.
   const bool done = wait(std::max<int64_t>(deadline_ns, now_ns() + 1'000'000), is_sent, [&](int64_t until) { sleep(until, true); });
-  if (done && first == pieces.size()) return;
+  if (done && first == pieces.size() && rest_.iov_len == 0 && !is_at_end_) return;
   if (corrupt_) throw *corrupt_;
   if (!done && !link_->is_over()) {
     link_->end("the peer did not take a message in time");

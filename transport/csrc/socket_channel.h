@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "channel.h"
+#include "records.h"
 #include "ring.h"
 
 namespace ms {
@@ -13,10 +14,16 @@ namespace ms {
 // A channel that emulates windows on a stream socket. A frame is a descriptor and its payload, which
 // is received directly into the own window at the descriptor's offset. A thread that waits reads the
 // socket, even while it waits to send, so that two peers that send at once do not block each other.
+// With secrets the same bytes travel in encrypted records (records.h), in their order.
 class SocketChannel final : public Channel {
  public:
+  struct Secrets {
+    std::string sending, receiving;
+    uint64_t records_per_key;
+  };
   // Takes over the socket and closes it at the end.
-  SocketChannel(int data_fd, size_t own_window_bytes, size_t peer_window_bytes, std::shared_ptr<Link> link);
+  SocketChannel(int data_fd, size_t own_window_bytes, size_t peer_window_bytes, std::shared_ptr<Link> link,
+                const std::optional<Secrets>& secrets);
   ~SocketChannel() override { free_memory(); }
   size_t max_message_bytes() const override { return outbox_.max_message_bytes(); }
 
@@ -31,12 +38,16 @@ class SocketChannel final : public Channel {
 
   void read_available();
   bool read_some();
+  bool read_record();
+  void take_text(const uint8_t* text, size_t bytes);
   void begin_frame(const Descriptor& head);
   void add_payload(size_t bytes);
   void end_frame();
   bool send_credit();
   bool flush();
   void write_all(std::vector<iovec>& pieces, int64_t deadline_ns);
+  bool write_some(std::vector<iovec>& pieces, size_t& first);
+  bool write_record(std::vector<iovec>& pieces, size_t& first);
   void sleep(int64_t deadline_ns, bool to_write);
   void check_stalled() const;
 
@@ -57,10 +68,13 @@ class SocketChannel final : public Channel {
   std::array<Message, NUM_SLOTS> arrived_{};
   uint64_t num_arrived_ = 0, num_polled_ = 0;
 
-  // State of sending: the rest of a credit, then a small frame copied into one piece.
+  // State of sending: the rest of a credit or of a record, then a small frame copied into one piece.
   Descriptor credit_{};
-  size_t credit_left_ = 0;
+  iovec rest_{};
   std::vector<uint8_t> copied_;
+
+  std::optional<RecordReader> reader_;  // both or none
+  std::optional<RecordWriter> writer_;
 };
 
 }  // namespace ms
