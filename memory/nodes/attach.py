@@ -47,7 +47,8 @@ class AttachRequest:
     A later epoch of an engine ends the session of an earlier one. group_layers and page_tokens
     have, for each layer group, the numbers of its layers and the tokens in one page; num_places has
     the page slots of a range. The engine wants num_pages pages and accepts min_pages. max_rows is
-    the most rows of one message. With is_question the node only answers what it would grant.
+    the most rows of one message. With prefix_only rows attend over the K/V before the step alone.
+    With is_question the node only answers what it would grant.
     """
 
     engine: str
@@ -62,6 +63,7 @@ class AttachRequest:
     num_pages: int
     min_pages: int
     max_rows: int
+    prefix_only: bool = False
     is_question: bool = False
 
     def to_json(self) -> dict[str, object]:
@@ -88,6 +90,7 @@ class AttachRequest:
             num_pages=fields.integer("num_pages", 1, _MAX_PAGES),
             min_pages=fields.integer("min_pages", 1, _MAX_PAGES),
             max_rows=fields.integer("max_rows", 1, _MAX_ROWS),
+            prefix_only=fields.flag("prefix_only"),
             is_question=fields.flag("is_question"),
         )
         request.check()

@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from torch import Tensor
-
 from memory.nodes.attach import (
     MAX_ADDRESSES,
     NODE_MAPPINGS,
@@ -251,10 +249,6 @@ class MemoryNode:
             post_bytes(endpoint, pack_json(Kind.DRAIN, connection.epoch, {}))
             connection.has_sent_drain = True
 
-    def _compute(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
-        with self._computing:
-            return work()
-
     # ---- attaching
 
     def _attach(self, connection: _Connection) -> bool:
@@ -300,7 +294,7 @@ class MemoryNode:
             memory.page_bytes >> 10,
         )
         connection.loop = NodeLoop(
-            connection.session, endpoint, endpoint.max_message_bytes, self._compute
+            connection.session, endpoint, endpoint.max_message_bytes, self._computing
         )
         return True
 

@@ -11,11 +11,13 @@ from memory.nodes.attach import AttachRequest
 from memory.nodes.node_loop import Outgoing, post_bytes, view_of
 from memory.nodes.placement import Shard
 from memory.nodes.wire import (
+    FULL_WIRE,
     ErrorCode,
     Header,
     Kind,
     NodePlan,
     WireError,
+    WireFormat,
     WireType,
     pack_json,
     pack_plan,
@@ -23,13 +25,24 @@ from memory.nodes.wire import (
     read_json,
 )
 from memory.nodes.wire_rows import largest_message
-from transport.base import Endpoint, Frame, Segment, TransportError, TransportTimeoutError
+from transport.base import (
+    HEARTBEAT_S,
+    Endpoint,
+    Frame,
+    Segment,
+    TransportError,
+    TransportTimeoutError,
+)
 from transport.control import printable
 
 logger = logging.getLogger(__name__)
 
 _OLD_PLANS = 8  # answers to earlier plans are dropped
 DEFAULT_ANSWER_S = 30.0
+_POLL_S = 0.25
+_LATE_S = 1.0  # an answer that takes longer is late
+_STALL_S = 2 * HEARTBEAT_S  # silence after which a node that has to answer has stalled
+_ANSWERS = (Kind.RESULT, Kind.PARTIAL)
 
 
 class NodeError(TransportError):
@@ -38,6 +51,10 @@ class NodeError(TransportError):
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(f"{code.name}: {text}")
         self.code = code
+
+
+class NodesLostError(Exception):
+    """K/V on a memory node cannot be reached and has to be computed again."""
 
 
 class NodeLink:
@@ -57,6 +74,9 @@ class NodeLink:
         self.endpoint = endpoint
         self.is_leaving = False  # the node has asked the engine to leave
         self.num_mappings = 0  # that the node promises
+        self.was_late = False  # an answer took longer than _LATE_S; the reader resets it
+        self.stalled_s = 0.0  # waited for answers while heartbeats were missing; likewise
+        self.unanswered_s = 0.0  # how long it has not answered a query
         self._clock = clock
         self._answer_s = answer_s
         self._epoch = 0
@@ -67,11 +87,9 @@ class NodeLink:
     def is_lost(self) -> bool:
         return self.endpoint.is_lost
 
-    def attach(
-        self, request: AttachRequest, timeout_s: float, wire: WireType = WireType.FLOAT32
-    ) -> int:
-        """Attaches and returns the number of granted pages. wire is the type of later rows. Raises
-        NodeError and TransportError."""
+    def attach(self, request: AttachRequest, timeout_s: float, wire: WireFormat = FULL_WIRE) -> int:
+        """Attaches and returns the number of granted pages. wire is the format of later rows.
+        Raises NodeError and TransportError."""
         self._epoch = request.epoch
         most = self.endpoint.max_message_bytes
         if (largest := largest_message(request.layers, request.max_rows, wire)) > most:
@@ -115,21 +133,27 @@ class NodeLink:
         num_rows: int,
         segments: Sequence[Segment],
     ) -> None:
-        """Sends a QUERY or UPDATE of plan `number`."""
+        """Sends a QUERY, OWN or UPDATE of plan `number`."""
         header = Header(kind, self._epoch, number, layer, dtype, num_rows)
         self._outgoing.post(self.endpoint, header, list(segments))
 
     def answer(self, number: int, layer: int) -> tuple[Header, Frame]:
-        """Waits for the PARTIAL of a QUERY; the caller releases the frame. Raises NodeError and
-        TransportError."""
+        """Waits for the RESULT or PARTIAL of a layer; the caller releases the frame. Raises
+        NodeError and TransportError."""
         key = (number, layer)
-        deadline = self._clock() + self._answer_s
+        began_s = self._clock()
         while key not in self._arrived:
-            frame = self.endpoint.poll(1.0)
+            frame = self.endpoint.poll(_POLL_S)
             if frame is not None:
                 self._arrive(frame, number)
-            if key not in self._arrived and self._clock() >= deadline:
-                raise TransportTimeoutError(f"{self.url}: no answer for {self._answer_s:.3g} s")
+            elif self.endpoint.silence_s >= _STALL_S:
+                self.stalled_s += _POLL_S
+            if key not in self._arrived:
+                self.unanswered_s = self._clock() - began_s
+                self.was_late |= self.unanswered_s >= _LATE_S
+                if self.unanswered_s >= self._answer_s:
+                    raise TransportTimeoutError(f"{self.url}: no answer for {self._answer_s:.3g} s")
+        self.unanswered_s = 0.0
         return self._arrived.pop(key)
 
     def _arrive(self, frame: Frame, number: int) -> None:
@@ -137,7 +161,7 @@ class NodeLink:
             header = self._header(frame)
         except WireError as error:
             raise NodeError(error.code, str(error)) from error
-        if header.kind is Kind.PARTIAL and header.plan + _OLD_PLANS >= number:
+        if header.kind in _ANSWERS and header.plan + _OLD_PLANS >= number:
             key = header.plan, header.layer
             if key in self._arrived:
                 raise NodeError(ErrorCode.FORM, f"two answers for layer {key[1]} of plan {key[0]}")
@@ -147,7 +171,7 @@ class NodeLink:
             logger.info("memory node %s is shutting down", self.url)
             self.is_leaving = True
         self.endpoint.release(frame)
-        if header.kind not in (Kind.PARTIAL, Kind.DRAIN):
+        if header.kind not in (*_ANSWERS, Kind.DRAIN):
             raise NodeError(ErrorCode.FORM, f"{header.kind.name} from a node")
 
     def _header(self, frame: Frame) -> Header:
@@ -174,3 +198,9 @@ class NodeLink:
     def close(self) -> None:
         self._arrived.clear()
         self.endpoint.close()
+
+
+def lost(link: NodeLink, error: Exception) -> NodesLostError:
+    """Closes a link after any error on it; returns the error to raise."""
+    link.close()
+    return NodesLostError(f"memory node {link.url}: {error}")

@@ -1,8 +1,9 @@
 """Handles one engine's messages on a node, in order.
 
-Writes of k and v are deferred: their message stays in the window until the node is idle or the next
-plan arrives, which may read them. So answers, for which the engine waits, come first, and a long
-prompt's K/V is written between them. The number and bytes of deferred messages are bounded.
+Writes of k and v for which no answer waits are deferred: their message stays in the window until
+the node is idle or the next plan arrives, which may read them. So answers, for which the engine
+waits, come first, and a long prompt's K/V is written between them. The number and bytes of deferred
+messages are bounded.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import deque
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from memory.nodes.node_session import NodeSession
+from memory.nodes.node_session import Answer, NodeSession
 from memory.nodes.wire import HEADER_BYTES, ErrorCode, Header, Kind, WireError, pack_json
 from transport.base import Endpoint, Frame, Segment
 
@@ -59,19 +60,18 @@ def post_bytes(endpoint: Endpoint, message: bytes) -> None:
 
 
 class NodeLoop:
-    """Handles an attached engine's messages. compute runs a function when the processors are
-    free."""
+    """Handles an attached engine's messages. It holds the lock `computing` while it computes."""
 
     def __init__(
         self,
         session: NodeSession,
         endpoint: Endpoint,
         window_bytes: int,
-        compute: Callable[[Callable[[], list[Tensor]]], list[Tensor]],
+        computing: AbstractContextManager[object],
     ) -> None:
         self._session = session
         self._endpoint = endpoint
-        self._compute = compute
+        self._computing = computing
         self._outgoing = Outgoing()
         self._deferred: deque[tuple[Header, Frame]] = deque()
         self._deferred_bytes = 0
@@ -98,8 +98,17 @@ class NodeLoop:
                 self.run_deferred()
             return
         try:
-            if kind is Kind.QUERY:
-                self._answer(header, message)
+            if kind is Kind.QUERY and self._session.request.prefix_only:
+                with self._computing:
+                    answer = self._session.query(header, message)
+                self._post(answer)
+            elif kind is Kind.QUERY:
+                with self._computing:
+                    self._session.begin(header, message)
+            elif kind is Kind.OWN:
+                with self._computing:
+                    answer = self._session.finish(header, message)
+                self._post(answer)
             elif kind is Kind.PLAN:
                 while self._deferred:
                     self.run_deferred()
@@ -113,20 +122,15 @@ class NodeLoop:
         """Writes the oldest deferred k and v."""
         header, frame = self._deferred.popleft()
         self._deferred_bytes -= frame.num_bytes
-
-        def update() -> list[Tensor]:
-            self._session.update(header, view_of(frame))
-            return []
-
         try:
-            self._compute(update)
+            with self._computing:
+                self._session.update(header, view_of(frame))
         finally:
             self._endpoint.release(frame)
 
-    def _answer(self, header: Header, message: memoryview) -> None:
-        parts = self._compute(lambda: self._session.query(header, message))
-        answer = header._replace(kind=Kind.PARTIAL)
-        self._outgoing.post(self._endpoint, answer, [segment_of(part) for part in parts])
+    def _post(self, answer: Answer) -> None:
+        segments = [segment_of(part) for part in answer.parts]
+        self._outgoing.post(self._endpoint, answer.header, segments)
 
 
 def post_error(endpoint: Endpoint, epoch: int, error: WireError) -> None:

@@ -8,18 +8,18 @@ reads or writes anything.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from memory.attention.int8 import Int8KVLayout
+from memory.attention.seam import Attention, AttentionStep, Ticket
 from memory.nodes.attach import AttachRequest, NodeLayout
-from memory.nodes.prefix_attention import Int8PrefixAttention, PlainPrefixAttention, PrefixAttention
+from memory.nodes.node_attention import Int8NodeAttention, NodeAttention, PlainNodeAttention
+from memory.nodes.page_slots import PageSlots
 from memory.nodes.wire import (
     HEADER_BYTES,
     Append,
@@ -27,14 +27,14 @@ from memory.nodes.wire import (
     EditKind,
     ErrorCode,
     Header,
+    Kind,
     NodePlan,
     Query,
     WireError,
     read_header,
     read_plan,
 )
-from memory.nodes.wire_rows import WireRows
-from memory.pages.kv_range import UNMAPPED
+from memory.nodes.wire_rows import WireRows, encode
 from memory.pages.layer_groups import READ_BLOCK
 from memory.pages.virtual_memory import VirtualMemory
 from ops.backend import Backend
@@ -42,103 +42,14 @@ from ops.backend import Backend
 _MAX_PLANS = 8  # the newest plans, which may be in use at the same time
 _MAX_VIEWS = 1 << 17  # views of layers' K/V in all plans; each is an object or two
 _MAX_EDITED = 1 << 24  # page slots that one plan edits
-_SMALL_COUNT = 64  # page slots for which a loop is faster than a tensor
 _MAX_ANSWERS = 2  # answers whose memory must stay until the next ones
 
 
-class PageSlots:
-    """The page at each page slot of each range part, as the engine's edits map them."""
+class Answer(NamedTuple):
+    """A message to the engine: its header, and the tensors of its body in order."""
 
-    def __init__(self, layout: NodeLayout, num_pages: int) -> None:
-        self._layout = layout
-        self._num_pages = num_pages
-        self._num_parts = layout.request.num_ranges * len(layout.groups)
-        # By part; 4 bytes a slot, and attach.py bounds the number of slots.
-        self._mapped: dict[int, array[int]] = {}
-        self._checked: dict[int, tuple[int, int]] = {}  # slots [low, high) that were found mapped
-        self.num_mappings = 0
-        """Counted as Linux does: runs of consecutive pages, and the gaps between them."""
-
-    def check_edit(self, edit: Edit) -> None:
-        """Raises WireError if the edit exceeds what was granted."""
-        kind, part, slot, page, count = edit
-        if kind is EditKind.COPY:
-            if slot >= self._num_pages or page >= self._num_pages:
-                raise WireError(ErrorCode.RANGE, f"copy of page {slot} to {page}")
-            return
-        if kind is not EditKind.UNMAP and (count < 1 or page + count > self._num_pages):
-            raise WireError(ErrorCode.RANGE, f"pages {page} to {page + count}")
-        if kind is EditKind.RELEASE:
-            return
-        if part >= self._num_parts:
-            raise WireError(ErrorCode.RANGE, f"range part {part}")
-        slots = self._layout.request.num_places[part // self._layout.request.num_ranges]
-        if count < 1 or slot + count > slots:
-            raise WireError(ErrorCode.RANGE, f"page slots {slot} to {slot + count} of {slots}")
-
-    def record(self, edit: Edit) -> None:
-        """Records a MAP or UNMAP that was applied."""
-        _, part, slot, page, count = edit
-        is_map = edit.kind is EditKind.MAP
-        if not is_map and part not in self._mapped:
-            return
-        mapped = self._mapped.setdefault(part, array("i"))
-        end = slot + count
-        if is_map and len(mapped) < end:
-            mapped.extend(_unmapped(end - len(mapped)))
-        end = min(end, len(mapped))
-        self.num_mappings -= _num_breaks(mapped, slot, end)
-        if is_map:
-            mapped[slot:end] = array("i", range(page, page + count))
-        else:
-            mapped[slot:end] = _unmapped(end - slot)
-            self._checked.pop(part, None)
-        self.num_mappings += _num_breaks(mapped, slot, end)
-        if not is_map and not slot and end == len(mapped):
-            del self._mapped[part]
-
-    def mapped(self, part: int) -> Sequence[int]:
-        """Returns the pages at a part's slots, from the first one on; UNMAPPED marks empty
-        slots."""
-        return self._mapped.get(part, array("i"))
-
-    def require(self, part: int, first: int, end: int) -> None:
-        """Raises WireError unless all slots of [first, end) of the part are mapped."""
-        low, high = self._checked.get(part, (0, 0))
-        if first >= end or (low <= first and end <= high):
-            return
-        if not low <= first <= high:
-            low, high = first, first
-        mapped = self._mapped.get(part)
-        if mapped is None or end > len(mapped) or UNMAPPED in mapped[high:end]:
-            raise WireError(
-                ErrorCode.RANGE, f"page slots {first} to {end} of part {part} are not mapped"
-            )
-        self._checked[part] = (low, end)
-
-
-def _num_breaks(mapped: array[int], first: int, end: int) -> int:
-    """Returns how many of the slots `first` to `end` begin a mapping, or a gap after one."""
-    pages = array("i", [mapped[first - 1] if 0 < first <= len(mapped) else UNMAPPED])
-    pages += mapped[first : end + 1]
-    if end >= len(mapped):
-        pages.append(UNMAPPED)
-    if len(pages) < _SMALL_COUNT:
-        return sum([not _continues(one, other) for one, other in pairwise(pages)])
-    every = torch.frombuffer(pages, dtype=torch.int32)
-    before, page = every[:-1], every[1:]
-    goes_on = (page == before + 1) & (before != UNMAPPED) & (page != UNMAPPED)
-    goes_on |= (page == UNMAPPED) & (before == UNMAPPED)
-    return len(page) - int(goes_on.sum())
-
-
-def _continues(before: int, page: int) -> bool:
-    """Returns whether a slot continues the mapping or gap of the slot before it."""
-    return page == before == UNMAPPED or (page == before + 1 and UNMAPPED not in (before, page))
-
-
-def _unmapped(count: int) -> array[int]:
-    return array("i", [UNMAPPED]) * count
+    header: Header
+    parts: list[Tensor]
 
 
 @dataclass(slots=True)
@@ -150,6 +61,7 @@ class _Plan:
     num_views: int
     queried: set[int] = field(default_factory=set)  # layers whose QUERY has arrived
     updated: set[int] = field(default_factory=set)
+    begun: tuple[Header, Ticket] | None = None  # the QUERY whose k and v are due
 
 
 class NodeSession:
@@ -190,13 +102,13 @@ class NodeSession:
         self.num_queries = 0
         self.num_edits = 0
 
-    def _group(self, number: int, address: int, backend: Backend) -> PrefixAttention:
+    def _group(self, number: int, address: int, backend: Backend) -> NodeAttention:
         layout = self.layout.groups[number]
         start, end = self.layout.group_offsets[number : number + 2]
         range_bytes = self.layout.range_bytes(number)
         if isinstance(layout, Int8KVLayout):
-            return Int8PrefixAttention(layout, address + start, range_bytes)
-        return PlainPrefixAttention(layout, address + start, range_bytes, end - start, backend)
+            return Int8NodeAttention(layout, address + start, range_bytes)
+        return PlainNodeAttention(layout, address + start, range_bytes, end - start, backend)
 
     def close(self) -> None:
         """Frees the memory."""
@@ -234,12 +146,23 @@ class NodeSession:
         while self._plans and (len(self._plans) >= _MAX_PLANS or num_live + num_views > _MAX_VIEWS):
             num_live -= self._plans.popitem(last=False)[1].num_views
         self._plans[header.plan] = _Plan(
-            [g.plan_queries(plan.queries) if plan.queries else None for g in self._groups],
+            [self._plan_queries(g, plan.queries) if plan.queries else None for g in self._groups],
             [g.plan_appends(plan.appends) if plan.appends else None for g in self._groups],
             num_query_rows,
             num_append_rows,
             num_views,
         )
+
+    def _plan_queries(self, group: NodeAttention, queries: Sequence[Query]) -> object:
+        if self.request.prefix_only:
+            return group.plan_queries(queries)
+        step = AttentionStep(
+            sum([item.num_rows == 1 for item in queries]),
+            [item.range * group.range_tokens for item in queries],
+            [item.num_rows for item in queries],
+            [item.num_keys for item in queries],
+        )
+        return group.local.plan(step)
 
     def _check_counts(self, plan: NodePlan) -> None:
         """Checks that each range is queried and written at most once, and bounds the plan's
@@ -281,7 +204,10 @@ class NodeSession:
             if not num_keys or (has_chunk and num_rows == 1):
                 raise WireError(ErrorCode.SHAPE, f"{num_rows} rows over {num_keys} keys")
             has_chunk = num_rows > 1
-            self._require(index, num_keys, num_keys)
+            if not self.request.prefix_only and num_rows > num_keys:
+                raise WireError(ErrorCode.SHAPE, f"{num_rows} rows of {num_keys} keys")
+            first_row = num_keys if self.request.prefix_only else num_keys - num_rows
+            self._require(index, first_row, num_keys)
 
     def _check_appends(self, appends: Sequence[Append]) -> None:
         for index, num_rows, position in appends:
@@ -328,20 +254,51 @@ class NodeSession:
             raise WireError(ErrorCode.RANGE, f"layer {header.layer}")
         return plan
 
-    def query(self, header: Header, message: memoryview) -> list[Tensor]:
-        """Computes an answer's body; the caller sends it before the next call."""
+    def query(self, header: Header, message: memoryview) -> Answer:
+        """Attends over the prefix; returns a PARTIAL, which the caller sends before the next
+        call."""
+        plan, q = self._read_q(header, message)
+        group, index = self._layer_index[header.layer]
+        out, lse = self._groups[group].query(plan.queries[group], index, q)
+        return self._answer(Kind.PARTIAL, header, [*encode(out, header.dtype), lse])
+
+    def begin(self, header: Header, message: memoryview) -> None:
+        """Attends over earlier keys with q of a layer, whose k and v follow (`finish`)."""
+        plan, q = self._read_q(header, message)
+        group, index = self._layer_index[header.layer]
+        q = q.clone()  # the message is released
+        plan.begun = header, self._attention(plan, group).begin(index, q)
+
+    def finish(self, header: Header, message: memoryview) -> Answer:
+        """Writes k and v of the querying rows and attends; returns a RESULT, which the caller
+        sends before the next call."""
+        plan, rows = self._planned(header), self._rows[header.layer]
+        group, _ = self._layer_index[header.layer]
+        begun, plan.begun = plan.begun, None
+        if begun is None or (begun[0].layer, begun[0].rows) != (header.layer, header.rows):
+            raise WireError(ErrorCode.STALE, f"k and v of layer {header.layer} without its q")
+        k, v = rows.read_kv(message[HEADER_BYTES:], header)
+        query, ticket = begun
+        out = self._attention(plan, group).finish(ticket, k, v, None).wait()
+        return self._answer(Kind.RESULT, query, encode(out, query.dtype))
+
+    @staticmethod
+    def _attention(plan: _Plan, group: int) -> Attention:
+        planned: Attention = plan.queries[group]  # type: ignore[assignment]
+        return planned
+
+    def _read_q(self, header: Header, message: memoryview) -> tuple[_Plan, Tensor]:
         plan = self._planned(header)
         if header.rows != plan.num_query_rows or not header.rows:
             raise WireError(ErrorCode.SHAPE, f"{header.rows} rows of q, {plan.num_query_rows} due")
         _check_first(plan.queried, header)
-        rows = self._rows[header.layer]
-        q = rows.read_q(message[HEADER_BYTES:], header)
-        group, index = self._layer_index[header.layer]
-        out, lse = self._groups[group].query(plan.queries[group], index, q)
+        return plan, self._rows[header.layer].read_q(message[HEADER_BYTES:], header)
+
+    def _answer(self, kind: Kind, query: Header, parts: list[Tensor]) -> Answer:
         self.num_queries += 1
-        parts = rows.partial(out, lse, header.dtype)
+        parts = [part.contiguous() for part in parts]  # padded heads come as views
         self._answers.append(parts)
-        return parts
+        return Answer(query._replace(kind=kind), parts)
 
     def check_update(self, header: Header, message: memoryview) -> None:
         """Checks an update before it is deferred. Raises WireError if `update` would not accept

@@ -19,8 +19,9 @@ from memory.kv_manager import KVManager
 from memory.nodes.attach import AttachRequest, NodeLayout, growth_of
 from memory.nodes.edit_log import EditLog
 from memory.nodes.node_link import NodeError, NodeLink
+from memory.nodes.node_states import NodeStates
 from memory.nodes.placement import PageGeometry, Shard
-from memory.nodes.wire import ErrorCode, WireType
+from memory.nodes.wire import FULL_WIRE, ErrorCode, WireFormat
 from transport.base import Endpoint, TransportError
 
 logger = logging.getLogger(__name__)
@@ -106,14 +107,14 @@ class NodeSet:
         partition_mode: str,
         connect: Connect,
         *,
-        wire: WireType = WireType.FLOAT32,
+        wire: WireFormat = FULL_WIRE,
         local: Callable[[], Endpoint] | None = None,
         bytes_per_node: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         pool: Callable[[int], Executor] = ThreadPoolExecutor,
     ) -> None:
-        """template is the request to a node that would hold everything. wire is the type of q and
-        results. local attaches this machine's memory. bytes_per_node limits the request to each
+        """template is the request to a node that would hold everything. wire is the format of
+        rows. local attaches this machine's memory. bytes_per_node limits the request to each
         node; None asks for all free memory. pool(n) makes an executor for n parallel connects."""
         self.partitions = list(partitions)
         self._template = template
@@ -131,9 +132,13 @@ class NodeSet:
         """The time to connect to a node that was connected before."""
         self.num_lost = 0
         self._last_refusals: dict[str, str] = {}  # by url, so that a repeated reason is logged once
-        self._leaving: set[str] = (
-            set()
-        )  # urls of nodes that shut down; the next placement skips them
+        urls = [url for partition in partitions for url in partition.urls]
+        self.states = NodeStates(urls, template.engine, clock)
+
+    @property
+    def prefix_only(self) -> bool:
+        """Whether a node holds only some tokens of a sequence, so that its results are merged."""
+        return self._template.prefix_only
 
     @property
     def num_nodes(self) -> int:
@@ -158,7 +163,7 @@ class NodeSet:
         for number, partition in enumerate(self.partitions):
             if partition.is_lost or any(link.is_leaving for link in partition.links):
                 self.num_lost += any(link.is_lost for link in partition.links)
-                self._leaving |= {link.url for link in partition.links if link.is_leaving}
+                self.states.end(partition.links)
                 partition.close()
                 numbers.append(number)
         return numbers
@@ -166,8 +171,8 @@ class NodeSet:
     def place(
         self, partition: NodePartition, connect_s: float | None = None, *, needs_all: bool = False
     ) -> None:
-        """Attaches a partition to all of its nodes that answer, else to this machine's memory; if
-        neither has min_pages, to nodes with less.
+        """Attaches a partition to all of its usable nodes that answer, else to this machine's
+        memory, else to any of its nodes; if none has min_pages, to nodes with less.
 
         With needs_all, every node has to attach. Raises NoNodeError.
         """
@@ -183,20 +188,30 @@ class NodeSet:
             self.connect_s = min(max(self.connect_s, usual_s), _MOST_CONNECT_S)
             if not reasons:
                 self._attach(partition, endpoints, reasons, self.min_pages, _FIRST_ATTACH_S)
-            if partition.links:
-                return
-            self._refuse(reasons)
-        leaving = self._leaving & {*partition.urls}
-        urls = [url for url in partition.urls if url not in leaving]
-        reasons.update(dict.fromkeys(leaving, "the node is shutting down"))
-        self._leaving -= leaving
-        if not self._place_on(partition, urls, connect_s, reasons, self.min_pages):
-            if self._place_locally(partition, reasons):
-                return
-            full = [url for url in urls if reasons[url].startswith(ErrorCode.FULL.name)]
-            self._place_on(partition, full, connect_s, reasons, 1)
+        else:
+            self._place_anywhere(partition, connect_s, reasons)
+        self.states.hold(partition.links)
+        held = {link.url for link in partition.links}
+        self.states.probe([url for url in reasons if url in partition.urls and url not in held], ())
         if not partition.links:
             self._refuse(reasons)
+
+    def _place_anywhere(
+        self, partition: NodePartition, connect_s: float, reasons: dict[str, str]
+    ) -> None:
+        usable = self.states.usable(partition.urls)
+        if self._place_on(partition, usable, connect_s, reasons, self.min_pages):
+            return
+        if self._place_locally(partition, reasons):
+            return
+        if len(usable) < len(partition.urls) and self._place_on(
+            partition, partition.urls, connect_s, reasons, self.min_pages
+        ):
+            return
+        full = [
+            url for url in partition.urls if reasons.get(url, "").startswith(ErrorCode.FULL.name)
+        ]
+        self._place_on(partition, full, connect_s, reasons, 1)
 
     @staticmethod
     def _refuse(reasons: Mapping[str, str]) -> NoReturn:
@@ -273,6 +288,7 @@ class NodeSet:
                 except TransportError as error:
                     logger.warning("memory node %s: %s", link.url, error)
                     link.close()
+            self.states.look(partition.links)
         return self.is_leaving or any(
             partition.links and partition.is_lost for partition in self.partitions
         )

@@ -28,12 +28,12 @@ class PlacementError(ValueError):
 
 
 def resolve_partition(name: str, layers: Sequence[AttentionLayer], num_nodes: int) -> str:
-    """Returns the mode. `auto` is `head` if each node gets a K/V head, else `request` for models
-    with sliding windows and `sequence` for others. Raises PlacementError for an impossible mode."""
+    """Returns the mode. `auto` is `head` if each node gets a K/V head, else `request`; with both,
+    results have the bits of local attention. Raises PlacementError for an impossible mode."""
     fewest = min(layer.num_kv_heads for layer in layers)
     has_windows = any(layer.window is not None for layer in layers)
     if name == "auto":
-        name = "head" if num_nodes <= fewest else "request" if has_windows else "sequence"
+        name = "head" if num_nodes <= fewest else "request"
     if name == "head" and num_nodes > fewest:
         raise PlacementError(
             f"memory_partition head needs a K/V head for each of {num_nodes} nodes, the model has "

@@ -3,8 +3,8 @@
 Prefill attention needs much arithmetic, which memory nodes have little of. So the engine keeps the
 K/V of a prompt while it computes the chunks, and attends over it locally. The nodes receive each
 layer's K/V as soon as it exists, write it between answers (node_loop.py), and have all of it when
-the prompt's first token is decoded. If the cache has no room for a prompt, the nodes compute its
-prefix attention instead.
+the prompt's first token is decoded. If the cache has no room for a prompt, or the prompt begins
+with tokens of the prefix cache, which only the nodes have, the nodes attend over it instead.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class PromptTailCache:
     def __init__(self, template: AttachRequest, max_model_len: int, num_bytes: int) -> None:
         """template gives the shapes and dtype of the K/V. The cache uses at most num_bytes."""
         layers = template.layers
-        # Nodes count sliding windows from the end of their K/V, so with windows the cache must hold
-        # a prompt from its first token on.
-        self._is_whole = any(layer.window is not None for layer in layers)
+        # The cache holds a prompt from its first token on, unless results are merged. Nodes count
+        # sliding windows from the end of their K/V, so with windows nothing is merged here.
+        has_windows = any(layer.window is not None for layer in layers)
+        self._is_whole = has_windows or not template.prefix_only
         made: Int8KVLayout | KVLayout
         if template.kv_dtype == "int8":
             made = Int8KVLayout(layers, template.kv_group)
@@ -118,7 +119,7 @@ class PromptTailCache:
             return None
         try:
             self._kv.commit([tail.range])
-        except OSError as error:  # the nodes compute this prompt's prefix attention instead
+        except OSError as error:  # the nodes attend over this prompt instead
             logger.warning("no memory to keep a prompt: %s", error)
             self.drop(start)
             return None

@@ -7,11 +7,17 @@ checked before it is used: its form here, its meaning in `node_session`.
     engine -> node   ATTACH   JSON: layers, pages, epoch (attach.py)
                      PLAN     edits of the address space, then the queries and appends
                      QUERY    q of the querying rows of one layer          [R, H, D]
+                     OWN      k, then v of the querying rows of one layer  [R, Hk, D] each
                      UPDATE   k, then v of the appending rows of one layer [A, Hk, D] each
     node -> engine   ATTACHED JSON: pages granted
+                     RESULT   out [R, H, D]
                      PARTIAL  out [R, H, D], then lse [R, H] fp32
                      ERROR    JSON: code, text; it ends the session
                      DRAIN    empty: the node shuts down and asks the engine to leave
+
+A node answers OWN with RESULT, attention over all keys of the querying rows, their own included. In
+a session with prefix_only (attach.py) it answers QUERY with PARTIAL, attention over the keys before
+the step, and there is no OWN.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-VERSION = 1
+VERSION = 2
 MAX_JSON_BYTES = 1 << 20
 _MAGIC = 0x534D  # "MS"
 _HEADER = struct.Struct("<HBBIQHHIQ")  # magic version kind epoch plan layer dtype rows spare
@@ -49,6 +55,8 @@ class Kind(IntEnum):
     PARTIAL = 6
     ERROR = 7
     DRAIN = 8
+    OWN = 9
+    RESULT = 10
 
 
 class ErrorCode(IntEnum):
@@ -74,6 +82,16 @@ class WireType(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
+
+
+class WireFormat(NamedTuple):
+    """The number formats of an engine's rows: of q and of results, and of k and v."""
+
+    rows: WireType
+    kv: WireType
+
+
+FULL_WIRE = WireFormat(WireType.FLOAT32, WireType.FLOAT32)
 
 
 class Header(NamedTuple):
@@ -146,7 +164,8 @@ class Edit(NamedTuple):
 
 
 class Query(NamedTuple):
-    """num_rows rows of q attend over the first num_keys tokens of the range."""
+    """num_rows rows of q attend over the first num_keys tokens of the range: their own k and v are
+    the last of them, or with prefix_only come after them."""
 
     range: int
     num_rows: int

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from memory.attention.seam import AttentionLayer
-from memory.nodes.wire import HEADER_BYTES, ErrorCode, Header, WireError, WireType
+from memory.nodes.wire import (
+    FULL_WIRE,
+    HEADER_BYTES,
+    ErrorCode,
+    Header,
+    WireError,
+    WireFormat,
+    WireType,
+)
 from ops.cpu.native_partials import dequantize_heads, quantize_heads
 
 _FLOATS = {WireType.FLOAT32: torch.float32, WireType.BFLOAT16: torch.bfloat16}
@@ -20,7 +28,7 @@ _SCALE_BYTES = 4
 
 
 def kv_type(dtype: WireType) -> WireType:
-    """Returns the type of k and v for this type of q and out."""
+    """Returns the type of k and v for this type of q and out, unless more bits are kept."""
     return WireType.BFLOAT16 if dtype is WireType.INT8 else dtype
 
 
@@ -61,9 +69,9 @@ class WireRows:
         """Returns the bytes of k and v together, [rows, Hk, D] each."""
         return 2 * rows * self._kv_heads * self._dim * float_type(dtype).itemsize
 
-    def largest(self, rows: int, dtype: WireType = WireType.FLOAT32) -> int:
+    def largest(self, rows: int, wire: WireFormat = FULL_WIRE) -> int:
         """Returns the bytes of the largest message with so many rows, without its header."""
-        return max(self.partial_bytes(rows, dtype), self.kv_bytes(rows, dtype))
+        return max(self.partial_bytes(rows, wire.rows), self.kv_bytes(rows, wire.kv))
 
     def read_q(self, body: memoryview, header: Header) -> Tensor:
         """Returns q [R, H, D], a view of the message unless it is int8. Raises WireError for a
@@ -94,9 +102,10 @@ class WireRows:
         k, v = both.view(2, header.rows, self._kv_heads, self._dim).unbind(0)
         return k, v
 
-    def partial(self, out: Tensor, lse: Tensor, dtype: WireType) -> list[Tensor]:
-        """Encodes out [R, H, D] and lse [R, H] fp32; returns the tensors to send, in order."""
-        return [*encode(out, dtype), lse]
+    def read_result(self, body: memoryview, header: Header) -> Tensor:
+        """Returns out [R, H, D], a view of the message unless it is int8. Raises WireError for a
+        wrong size."""
+        return self.read_q(body, header)
 
     def read_partial(self, body: memoryview, header: Header) -> tuple[Tensor, Tensor]:
         """Returns out [R, H, D] and lse [R, H] fp32; lse is a view of the message, out too unless
@@ -107,10 +116,10 @@ class WireRows:
         return self._decode(body[:end], header.rows, header.dtype), lse
 
 
-def largest_message(layers: Iterable[AttentionLayer], max_rows: int, dtype: WireType) -> int:
+def largest_message(layers: Iterable[AttentionLayer], max_rows: int, wire: WireFormat) -> int:
     """Returns the bytes of the largest message for so many rows, header included."""
     rows = [WireRows(x.num_heads, x.num_kv_heads, x.head_dim) for x in layers]
-    return HEADER_BYTES + max(item.largest(max_rows, dtype) for item in rows)
+    return HEADER_BYTES + max(item.largest(max_rows, wire) for item in rows)
 
 
 def expect(num_bytes: int, due: int, header: Header) -> None:

@@ -29,26 +29,34 @@ _LEAST_BYTES = 1 << 16
 _WINDOW_BYTES = 64 << 20  # for each engine; its memory is taken on first use
 
 
-def serve_node(
-    url: str,
-    capacity_bytes: int | None,
-    key_file: str | None,
-    threads: int | None,
-    drain_s: float,
-    max_engines: int,
-) -> None:
-    """Runs a memory node until a signal; ConfigError names a wrong setting.
-
-    The first signal asks engines to leave and waits for them, a second one ends the node.
-    """
+def node_config(url: str, key_file: str | None, encryption: str) -> EngineConfig:
+    """Returns the settings that a node shares with its engines. ConfigError names a wrong one."""
     if url.startswith("inproc:"):
         raise ConfigError(f"{url} can only be reached from this process")
     try:
         check_scheme(url)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    return EngineConfig(
+        memory_nodes=(url,), memory_node_key_file=key_file, memory_node_encryption=encryption
+    )
+
+
+def serve_node(
+    config: EngineConfig,
+    capacity_bytes: int | None,
+    threads: int | None,
+    drain_s: float,
+    max_engines: int,
+) -> None:
+    """Runs a memory node at the first of the config's memory_nodes until a signal; ConfigError
+    names a wrong setting.
+
+    The first signal asks engines to leave and waits for them, a second one ends the node.
+    """
+    url = config.memory_nodes[0]
     _check(capacity_bytes, threads, drain_s, max_engines)
-    key = read_key(EngineConfig(memory_nodes=(url,), memory_node_key_file=key_file))
+    key = read_key(config)
     capacity = capacity_bytes or int(available_memory() * _SHARE_OF_FREE_MEMORY)
     count = min(threads or usable_processors(), usable_processors())
     torch.set_num_threads(1)
@@ -62,6 +70,7 @@ def serve_node(
             info={"capacity_bytes": capacity},
             window_bytes=_WINDOW_BYTES,
             max_peers=max_engines,
+            encryption=config.memory_node_encryption,
         )
     except (TransportError, OSError, ValueError, ImportError) as error:
         cause = error.__cause__

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from memory.kv_memory import KVPartition
 from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
+from memory.partitioned_kv import PartitionedKV
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
@@ -29,8 +30,9 @@ _RETRY_S = 0.25  # between two attempts to place memory
 _POLL_S = 0.1  # between two looks at what idle nodes have sent
 _GIVE_UP_S = 5.0  # without memory, or without enough for a sequence; then requests end
 _MIN_TRIES = 3  # attempts to place memory before requests end
-_PROBE_S = 1.0  # between two searches for missing nodes
+_PROBE_S = 0.5  # between two searches for missing nodes; none misses a pause of a second
 _MAX_RECOMPUTE_S = 2.0  # recomputing the K/V may take this long for a node to be taken back
+_MAX_LOST = 2  # a sequence that lost its K/V this often is not moved to a node that is back
 SETTLED_S = 5.0  # after a change, before memory is placed again without need
 _MAX_SETTLED_S = 300.0  # the same, after placements that did not help
 _MAX_LOCAL_S = 60.0  # with this machine's memory alone; then a node is taken at any cost
@@ -83,6 +85,9 @@ class NodeRecovery:
         def is_lost(start: int) -> bool:
             return any(starts[i] <= start < ends[i] for i in numbers)
 
+        for sequence in self._scheduler.running:
+            if sequence.kv_range is not None:
+                sequence.num_lost += is_lost(sequence.kv_range.start)
         num_lost = self._scheduler.preempt_lost(lambda target: is_lost(target.start))
         self.num_recomputed += num_lost
         for number in numbers:
@@ -106,6 +111,8 @@ class NodeRecovery:
             self._prober.invalidate()
             self._release_lost()
             self._try_at = 0.0
+        if is_due:
+            self._note_states()
         empty = [i for i, partition in enumerate(self.nodes.partitions) if not partition.num_pages]
         if empty:
             self._place(empty)
@@ -120,6 +127,16 @@ class NodeRecovery:
             return True
         self._give_up()
         return False
+
+    def _note_states(self) -> None:
+        """Notes what the last probes found, and keeps new sequences away from late nodes."""
+        found = self._prober.take()
+        if found is not None:
+            self.nodes.states.probe(self.nodes.missing, found)
+        kv = self._scheduler.kv
+        if isinstance(kv, PartitionedKV):
+            late, numbers = self.nodes.states.late(), enumerate(self.nodes.partitions)
+            kv.avoided = frozenset(i for i, p in numbers if late.intersection(p.urls))
 
     def _place(self, numbers: abc.Sequence[int]) -> None:
         """Places the memory of these partitions on nodes that can be reached."""
@@ -150,7 +167,13 @@ class NodeRecovery:
         self._try_at = self._clock() + _RETRY_S
 
     def _is_back(self, partition: NodePartition) -> bool:
-        return any(self._prober.is_back(url) for url in partition.urls)
+        return bool(self._found(partition.urls))
+
+    def _found(self, urls: abc.Sequence[str]) -> list[str]:
+        """Returns the nodes that can be reached and whose probation is over, or is cut short
+        because memory is."""
+        found = [url for url in urls if self._prober.is_back(url)]
+        return found if self.is_short else self.nodes.states.usable(found)
 
     def _rejoin(self) -> None:
         """Takes nodes back that can be reached again, if recomputing the K/V is cheap."""
@@ -164,9 +187,10 @@ class NodeRecovery:
         seconds = self._scheduler.chunks.model.prefill_seconds(num_tokens, 0)
         is_local_only = any(partition.is_local for partition in back)
         has_waited = is_local_only and now_s >= self._changed_at + _MAX_LOCAL_S
-        if running and seconds > _MAX_RECOMPUTE_S and not has_waited:
+        is_spared = any(sequence.num_lost >= _MAX_LOST for sequence in running)
+        if running and (seconds > _MAX_RECOMPUTE_S or is_spared) and not has_waited:
             return
-        urls = [url for url in self.nodes.missing if self._prober.is_back(url)]
+        urls = self._found(self.nodes.missing)
         logger.info("memory nodes are back: %s", ", ".join(urls))
         self._place_again(back)
 
@@ -227,6 +251,7 @@ class NodeProber:
         self._nodes = nodes
         self._lock = threading.Lock()  # guards the fields below
         self._back: frozenset[str] = frozenset()
+        self._is_new = False  # whether a search has ended since the last take()
         self._search = 0
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -234,10 +259,17 @@ class NodeProber:
     def is_back(self, url: str) -> bool:
         return url in self._back
 
+    def take(self) -> frozenset[str] | None:
+        """Returns the nodes that a search found, once; None if none has ended since then."""
+        with self._lock:
+            is_new, self._is_new = self._is_new, False
+            return self._back if is_new else None
+
     def invalidate(self) -> None:
         """Drops what was found, or is being found: it dates from before the last loss."""
         with self._lock:
             self._back = frozenset()
+            self._is_new = False
             self._search += 1
 
     def start(self) -> None:
@@ -273,3 +305,4 @@ class NodeProber:
             with self._lock:
                 if search == self._search:
                     self._back = back
+                    self._is_new = True

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+import os
 
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
+from serve.regular_file import open_regular
 
 logger = logging.getLogger(__name__)
 
+MAX_KEY_BYTES = 1 << 16
 LOCAL_KEY = b"mergestep: only this user"
 _OPEN_KEY_SCHEMES = ("inproc", "shm")  # only this user can connect
 
@@ -25,11 +27,15 @@ def read_key(config: EngineConfig) -> bytes:
                 )
         return LOCAL_KEY
     try:
-        key = Path(path).read_bytes().strip()
-        if Path(path).stat().st_mode & 0o077:
+        with open_regular(path) as file:
+            key = file.read(MAX_KEY_BYTES + 1).strip()
+            mode = os.fstat(file.fileno()).st_mode
+        if mode & 0o077:
             logger.warning("memory_node_key_file %s can be read by other users: chmod 600", path)
     except OSError as error:
         raise ConfigError(f"memory_node_key_file {path}: {reason(error)}") from error
+    if len(key) > MAX_KEY_BYTES:
+        raise ConfigError(f"memory_node_key_file {path} is larger than {MAX_KEY_BYTES >> 10} KiB")
     if len(key) < 16:
         raise ConfigError(f"memory_node_key_file {path} has less than 16 bytes")
     return key

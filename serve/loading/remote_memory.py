@@ -43,8 +43,8 @@ from memory.nodes.placement import (
 )
 from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.remote_attention import RemoteAttention
-from memory.nodes.wire import WireType
-from memory.nodes.wire_rows import fits_int8, largest_message
+from memory.nodes.wire import WireFormat, WireType
+from memory.nodes.wire_rows import fits_int8, kv_type, largest_message
 from memory.pages.layer_groups import PageLayout
 from memory.partitioned_kv import PartitionedKV
 from ops.backend import Backend
@@ -150,7 +150,7 @@ class _RemoteSetup:
             self.partition = resolve_partition(config.memory_partition, layers, len(urls))
         except PlacementError as error:
             raise ConfigError(str(error)) from error
-        self.wire = _wire_type(config, precision, layers)
+        self.wire = _wire_format(config, precision, layers)
         self._window_bytes = _window_bytes(
             largest_message(layers, config.batched_tokens, self.wire)
         )
@@ -173,7 +173,13 @@ class _RemoteSetup:
 
     def connect(self, url: str, timeout_s: float) -> Endpoint:
         try:
-            return connect(url, key=self._key, window_bytes=self._window_bytes, timeout_s=timeout_s)
+            return connect(
+                url,
+                key=self._key,
+                window_bytes=self._window_bytes,
+                timeout_s=timeout_s,
+                encryption=self._config.memory_node_encryption,
+            )
         except (ValueError, ImportError) as error:  # a bad address, or a missing package
             raise TransportError(str(error)) from error
 
@@ -218,6 +224,7 @@ class _RemoteSetup:
             num_pages=MAX_PAGES,
             min_pages=1,
             max_rows=self._config.batched_tokens,
+            prefix_only=self.partition == "sequence",
         )
 
     def nodes(self) -> NodeSet:
@@ -351,14 +358,18 @@ def _new_token_attention(
     return PlainNewTokenAttention(layers, getattr(torch, precision.kv), backend, tail_cache)
 
 
-def _wire_type(
+def _wire_format(
     config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
-) -> WireType:
+) -> WireFormat:
+    """Returns the formats of rows in messages; those of `auto` are exact."""
     if config.memory_wire == "auto":
-        return _WIRE_TYPES.get(precision.compute, WireType.FLOAT32)
+        rows = _WIRE_TYPES.get(precision.compute, WireType.FLOAT32)
+        # k is rotated in fp32 before it is quantized.
+        return WireFormat(rows, WireType.FLOAT32 if precision.kv == "int8" else rows)
     if config.memory_wire == "int8" and not all(fits_int8(layer.head_dim) for layer in layers):
         raise ConfigError("memory_wire int8: the model's head_dim is not a multiple of 16")
-    return WireType[config.memory_wire.upper()]
+    rows = WireType[config.memory_wire.upper()]
+    return WireFormat(rows, kv_type(rows))
 
 
 def _window_bytes(largest: int) -> int:

@@ -157,7 +157,7 @@ def test_a_full_node_is_not_waited_for():
     assert run.engine.nodes.num_lost == 1
     assert run.nodes[0].process.stats().num_refused > 3  # it was asked beside the work
     run.nodes[0].empty()
-    run_for(run, 3.0)
+    run_for(run, 8.0)  # its probation
     assert run.nodes[0].bytes_leased
     finish(run)
 
@@ -229,3 +229,87 @@ def test_a_node_without_sequences_can_leave_during_the_work():
     assert other.bytes_leased == 0
     assert run.clients[0].reason is None
     assert finish(run) < 0.3
+
+
+# ---- nodes that are slow, or lost again and again
+
+
+def starve(run, node, seconds, stopped_s, running_s):
+    """Stops and continues a node for so long."""
+    end = run.world.now + seconds
+
+    def stop():
+        if run.world.now < end:
+            node.stop()
+            run.world.after(stopped_s, resume)
+
+    def resume():
+        node.resume()
+        run.world.after(running_s, stop)
+
+    stop()
+
+
+def requests_for(run, seconds):
+    """Sends requests one after the other for so long, with pauses, in which the simulation is
+    quick; returns how long each took."""
+    end, taken = run.world.now + seconds, []
+    while run.world.now < end:
+        client = Client([run._token() for _ in range(80)], 30)
+        run.clients.append(client)
+        began = run.world.now
+        run._begin(client, len(run.clients))
+        run.work(lambda c=client: c.reason is not None)
+        assert client.reason is FinishReason.LENGTH
+        taken.append(run.world.now - began)
+        run_for(run, 3.0)
+    return taken
+
+
+@pytest.mark.parametrize("partition", ["head", "request"])
+def test_a_node_that_stops_again_and_again_is_lost_rarely(partition):
+    """It was lost and taken back every ten seconds."""
+    run = make(partition)
+    starve(run, run.nodes[0], 80.0, 1.7, 6.5)
+    taken = requests_for(run, 80.0)
+    assert 1 <= run.engine.nodes.num_lost <= 3
+    assert max(taken) < 8.0
+    run_for(run, 30.0)
+    assert all(node.bytes_leased for node in run.nodes), "it is used again when it is well"
+    finish(run)
+
+
+def test_a_node_that_answers_a_tenth_of_the_time_is_given_up():
+    """It is never silent for as long as a lost node, but every layer waits for it."""
+    run = make()
+    starve(run, run.nodes[0], 80.0, 0.95, 0.05)
+    taken = requests_for(run, 80.0)
+    assert run.engine.nodes.num_lost == 1
+    assert max(taken) < 30.0
+    run_for(run, 10.0)
+    finish(run)
+
+
+def test_new_sequences_avoid_a_late_node():
+    run = make("request", num_nodes=2, num_tokens=79)
+    [sequence] = run.clients[0].state.sequences
+    kv = run.engine.kv
+    number = kv.partition_of(sequence.kv_range)
+    run.nodes[number].stop()
+    run.world.after(1.1, run.nodes[number].resume)
+    run_for(run, 1.5)
+    assert run.engine.nodes.num_lost == 0
+    states = run.engine.nodes.states
+    assert states.late() == {run.nodes[number].url}
+    assert kv.avoided == {number}
+    seen = []
+    for _ in range(2):
+        client = Client([run._token() for _ in range(8)], 20)
+        run.clients.append(client)
+        run._begin(client, len(run.clients))
+        run.work(lambda c=client: c.got)
+        seen.append(kv.partition_of(client.state.sequences[0].kv_range))
+    assert seen == [1 - number] * 2, "although the other one would have had more room"
+    run_for(run, 11.0)
+    assert not states.late() and not kv.avoided
+    finish(run)

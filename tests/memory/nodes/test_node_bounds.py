@@ -123,7 +123,7 @@ def test_pages_mapped_many_times_leave_mappings_for_other_engines(monkeypatch):
 
 @pytest.mark.parametrize("limit", [1, 64])
 def test_mappings_are_counted_as_the_system_counts_them(limit, monkeypatch):
-    monkeypatch.setattr("memory.nodes.node_session._SMALL_COUNT", limit)
+    monkeypatch.setattr("memory.nodes.page_slots._SMALL_COUNT", limit)
     rng = random.Random(3)
     request = replace(REQUEST, num_ranges=4)
     memory = LinuxMemory(page_bytes(), request.num_pages)

@@ -21,7 +21,12 @@ class Fuzzer:
 
     def __init__(self, seed, node, kv_dtype):
         self.rng = random.Random(seed)
-        request = replace(REQUEST, engine=f"fuzz {seed} {kv_dtype}", kv_dtype=kv_dtype)
+        request = replace(
+            REQUEST,
+            engine=f"fuzz {seed} {kv_dtype}",
+            kv_dtype=kv_dtype,
+            prefix_only=self.rng.random() < 0.5,
+        )
         self.engine = RawEngine.beside(node, request)
         self.engine.attach()
         self.plans = []  # (number, rows of q, rows of k)
@@ -57,7 +62,7 @@ class Fuzzer:
             self.plans = self.plans if rng.random() < 0.05 else []
         singles = [(self.number(3, 3), 1, 1 + self.number(128, 256))] * rng.randrange(3)
         chunks = [
-            (self.number(3, 3), 2 + self.number(20, 64), 1 + self.number(128, 256))
+            (self.number(3, 3), 2 + self.number(20, 64), 22 + self.number(107, 235))
             for _ in range(rng.randrange(2))
         ]
         queries, appends = self.mostly_once(singles + chunks), []
@@ -88,6 +93,8 @@ class Fuzzer:
             count = min(max(0, num_query_rows + off), 200)
             if self.is_first(number, layer, Kind.QUERY):
                 self.engine.query(number, layer, torch.randn(count, 4, 16))
+                if self.engine.request.prefix_only == (rng.random() < 0.005):
+                    self.engine.own(number, layer, *torch.randn(2, count, 2, 16))
         elif num_append_rows or rng.random() < 0.005:
             count = min(max(0, num_append_rows + off), 200)
             if self.is_first(number, layer, Kind.UPDATE):
@@ -135,8 +142,9 @@ def test_random_messages(node, kv_dtype):
     num_answered = num_refused = 0
     for seed in range(60):
         found = Fuzzer(seed, node, kv_dtype).run(60)
-        num_answered += found.count(Kind.PARTIAL)
-        assert Kind.ERROR not in found[:-1] and {*found} <= {Kind.PARTIAL, Kind.ERROR}
+        num_answered += found.count(Kind.PARTIAL) + found.count(Kind.RESULT)
+        assert Kind.ERROR not in found[:-1]
+        assert {*found} <= {Kind.PARTIAL, Kind.RESULT, Kind.ERROR}
         num_refused += Kind.ERROR in found
         assert node.stats().bytes_leased == leased
     witness.check()

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from memory.nodes.direct import direct_pair
-from memory.nodes.node_link import NodeError, NodeLink
+from memory.nodes.node_link import NodeError, NodeLink, NodesLostError
 from memory.nodes.node_loop import post_bytes
 from memory.nodes.placement import Shard
-from memory.nodes.remote_attention import NodesLostError
 from memory.nodes.wire import ErrorCode, Header, Kind, NodePlan, WireType, pack_json, read_header
 from tests.support.engine.raw_engine import REQUEST
 from tests.support.nodes.remote_rig import RemoteRig, layers_of

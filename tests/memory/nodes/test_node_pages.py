@@ -28,7 +28,8 @@ def engine(node):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 17, 40, 128, 200])
-def test_only_required_pages_are_touched(node, kv_dtype, window, isa):
+@pytest.mark.parametrize("prefix_only", [True, False])
+def test_only_required_pages_are_touched(node, kv_dtype, window, prefix_only, isa):
     """Only the pages that a plan must have are mapped, so reading one byte beside them is a
     SIGSEGV."""
     layer = replace(LAYER, window=window)
@@ -41,13 +42,17 @@ def test_only_required_pages_are_touched(node, kv_dtype, window, isa):
         num_places=[64],
         num_pages=64,
         max_rows=300,
+        prefix_only=prefix_only,
     )
     engine = RawEngine.beside(node, request)
     engine.attach()
     generator = torch.Generator().manual_seed(1)
     for num_keys in (1, 15, 16, 17, 64, 129, 255, 256, 300, 513):
         for num_rows in (1, 2, 18, 130):
-            first = 0 if window is None or num_keys < window else num_keys + 1 - window
+            if num_rows > num_keys and not prefix_only:
+                continue
+            row = num_keys if prefix_only else num_keys - num_rows
+            first = 0 if window is None or row < window else row + 1 - window
             first -= first % READ_BLOCK
             slots = first // 16, -(-num_keys // 16)
             edits = [(UNMAP, 1, 0, 0, 64)]
@@ -55,8 +60,13 @@ def test_only_required_pages_are_touched(node, kv_dtype, window, isa):
                 edits.append((MAP, 1, slots[0], 0, slots[1] - slots[0]))
             number = engine.plan(edits, queries=[(1, num_rows, num_keys)])
             engine.query(number, 0, torch.randn(num_rows, 4, 16, generator=generator))
-            out, lse = engine.partial(0)
-            assert out.shape == (num_rows, 4, 16) and not bool(lse.isnan().any())
+            if prefix_only:
+                out, lse = engine.partial(0)
+                assert not bool(lse.isnan().any())
+            else:
+                engine.own(number, 0, *torch.randn(2, num_rows, 2, 16, generator=generator))
+                out = engine.result(0)
+            assert out.shape == (num_rows, 4, 16)
     for position, num_rows in ((0, 1), (15, 2), (16, 16), (47, 1), (63, 130)):
         end = -(-(position + num_rows) // 16)
         first = position // 16

@@ -182,7 +182,7 @@ def test_a_page_has_room_on_every_node(num_kv_heads, num_nodes, num_windows, hea
     [
         ("auto", 4, None, 4, "head"),
         ("auto", 4, None, 1, "head"),
-        ("auto", 2, None, 4, "sequence"),
+        ("auto", 2, None, 4, "request"),
         ("auto", 2, 64, 4, "request"),
         ("head", 4, 64, 3, "head"),
         ("request", 1, 64, 9, "request"),
@@ -200,7 +200,6 @@ def test_the_chosen_partition(name, kv_heads, window, num_nodes, due):
         ("head", 2, None, 3, "needs a K/V head for each of 3 nodes, the model has 2"),
         ("sequence", 4, 64, 2, "the model has sliding windows"),
         ("sequence", 4, None, 5, "supports 4 nodes at most, not 5"),
-        ("auto", 4, None, 5, "supports 4 nodes at most, not 5"),
     ],
 )
 def test_an_impossible_partition_names_the_setting(name, kv_heads, window, num_nodes, match):

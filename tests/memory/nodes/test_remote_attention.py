@@ -14,7 +14,8 @@ import torch
 from memory.nodes.direct import direct_pair
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NoNodeError
-from memory.nodes.wire import WireType
+from memory.nodes.node_states import NodeStates
+from memory.nodes.wire import FULL_WIRE, WireFormat, WireType
 from ops import get_backend
 from tests.support.nodes.remote_rig import MIB, RemoteRig, layers_of, reference
 from transport.base import TransportTimeoutError
@@ -56,12 +57,12 @@ class Histories:
         return inputs, expected
 
 
-def run_mixed(rig, layers, kv_dtype, wire=WireType.FLOAT32):
+def run_mixed(rig, layers, kv_dtype, wire=FULL_WIRE):
     """Runs prompt chunks beside decode rows over several steps."""
     histories = Histories(layers)
     lengths = dict.fromkeys("xyz", 0)
     items = {name: rig.kv.open(600) for name in lengths}
-    bound = BOUNDS[kv_dtype] + (3e-2 if wire is WireType.INT8 else 0)
+    bound = BOUNDS[kv_dtype] + (3e-2 if wire.rows is WireType.INT8 else 0)
     steps = [
         [("x", 20), ("y", 33)],
         [("x", 1), ("y", 1), ("z", 50)],
@@ -110,7 +111,14 @@ def test_sliding_windows(kv_dtype):
     rig.close()
 
 
-@pytest.mark.parametrize("wire", [WireType.BFLOAT16, WireType.INT8])
+@pytest.mark.parametrize(
+    "wire",
+    [
+        WireFormat(WireType.BFLOAT16, WireType.FLOAT32),
+        WireFormat(WireType.BFLOAT16, WireType.BFLOAT16),
+        WireFormat(WireType.INT8, WireType.BFLOAT16),
+    ],
+)
 def test_fewer_bits_on_the_wire(wire):
     layers = layers_of()
     rig = RemoteRig(layers, ("a", "b"), "head", "int8", wire)
@@ -128,7 +136,7 @@ def test_prompt_tails_are_cached_until_they_are_read(kv_dtype, partition):
     rig.close()
 
 
-@pytest.mark.parametrize(("tail_bytes", "num_queries"), [(1 << 22, 0), (0, 2 * 2 * 2)])
+@pytest.mark.parametrize(("tail_bytes", "num_queries"), [(1 << 22, 0), (0, 3 * 2 * 2)])
 def test_a_cached_prompt_tail_needs_no_queries_to_nodes(tail_bytes, num_queries):
     layers = layers_of()
     rig = RemoteRig(layers, ("a", "b"), tail_bytes=tail_bytes)
@@ -214,6 +222,7 @@ def test_own_memory_holds_prompt_tails_or_all_of_the_kv():
     item = chunks_of_a_prompt(rig, histories, "y")
     assert not own.keeps_prompts, "this machine's memory holds K/V twice"
     rig.nodes.gone.clear()
+    rig.set.states = NodeStates(["a", "b"], "test", time.monotonic)  # their probation is over
     assert not place_again(rig, item)
     assert not own.is_leased
     chunks_of_a_prompt(rig, histories, "z")
@@ -330,19 +339,21 @@ def test_nodes_far_away_are_found_again():
     rig.close()
 
 
-def test_a_prompt_with_windows_is_cached_whole_or_not_at_all():
-    """The prompt's beginning came from the prefix cache, so no step opens a tail for the rest."""
-    layers = layers_of(2, windows=(None, 40))
-    rig = RemoteRig(layers, ("a", "b"), "head", "int8", tail_bytes=1 << 22)
-    assert rig.tail_cache.extend(0, 30, 20) is None
+@pytest.mark.parametrize(
+    ("partition", "windows", "takes_rest"),
+    [("head", (), False), ("sequence", (None, 40), False), ("sequence", (), True)],
+)
+def test_the_rest_of_a_prompt_is_cached_only_where_results_are_merged(
+    partition, windows, takes_rest
+):
+    """The prompt's beginning came from the prefix cache. Windows are counted on the nodes from the
+    end of their K/V."""
+    layers = layers_of(2, windows=windows)
+    rig = RemoteRig(layers, ("a", "b"), partition, "int8", tail_bytes=1 << 22)
+    assert (rig.tail_cache.extend(0, 30, 20) is not None) == takes_rest
+    rig.tail_cache.drop(0)
     assert rig.tail_cache.num_pages_in_use == 0
     assert rig.tail_cache.extend(0, 0, 20) is not None
     assert rig.tail_cache.extend(0, 20, 20) is not None
     rig.tail_cache.drop(0)
     rig.close()
-    whole = RemoteRig(layers_of(), ("a", "b"), "head", "int8", tail_bytes=1 << 22)
-    assert whole.tail_cache.extend(0, 30, 20) is not None, (
-        "without windows the end of the prompt is cached"
-    )
-    whole.tail_cache.drop(0)
-    whole.close()

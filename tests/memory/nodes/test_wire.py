@@ -26,6 +26,7 @@ from memory.nodes.wire import (
     NodePlan,
     Query,
     WireError,
+    WireFormat,
     WireType,
     pack_json,
     pack_plan,
@@ -108,10 +109,10 @@ def test_random_bytes_are_refused(data):
     ("offset", "value", "match"),
     [
         (0, b"\x00", "not a message"),
-        (2, b"\x02", "version 2, here it is 1"),
+        (2, b"\x01", "version 1, here it is 2"),
         (2, b"\x00", "version 0"),
         (3, b"\x00", "Kind"),
-        (3, b"\x09", "Kind"),
+        (3, b"\x0b", "Kind"),
         (18, b"\x03", "WireType"),
         (24, b"\x01", "not a message"),
         (31, b"\x01", "not a message"),
@@ -257,6 +258,7 @@ BAD_REQUESTS = {
     "more at least than at most": {"min_pages": 101},
     "no rows": {"max_rows": 0},
     "too many rows": {"max_rows": 1 << 20},
+    "a number as a flag": {"prefix_only": 1},
 }
 
 
@@ -336,7 +338,7 @@ def test_rows_round_trip(dtype, num_rows):
     assert bytes_of(parts) == rows.q_bytes(num_rows, dtype)
     assert differ(q, rows.read_q(joined(parts), header)) <= bound
 
-    parts = rows.partial(q, lse, dtype)
+    parts = [*encode(q, dtype), lse]
     assert bytes_of(parts) == rows.partial_bytes(num_rows, dtype)
     out, again = rows.read_partial(joined(parts), header)
     assert differ(q, out) <= bound and torch.equal(lse, again)
@@ -347,7 +349,9 @@ def test_rows_round_trip(dtype, num_rows):
     assert bytes_of(both) == rows.kv_bytes(num_rows, dtype)
     read = rows.read_kv(joined(both), update)
     assert max(differ(k, read[0]), differ(v, read[1])) <= 2e-2
-    largest = largest_message([AttentionLayer(8, 4, 32, 1.0, None)], num_rows, dtype)
+    largest = largest_message(
+        [AttentionLayer(8, 4, 32, 1.0, None)], num_rows, WireFormat(dtype, kv_type(dtype))
+    )
     assert largest == HEADER_BYTES + max(bytes_of(both), rows.partial_bytes(num_rows, dtype))
 
 

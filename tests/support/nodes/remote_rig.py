@@ -17,7 +17,7 @@ from memory.nodes.node_set import NodeSet, make_kv_managers
 from memory.nodes.placement import page_geometry
 from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.remote_attention import RemoteAttention
-from memory.nodes.wire import WireType
+from memory.nodes.wire import FULL_WIRE
 from ops import get_backend
 from tests.support.nodes.remote_setup import make_partitions, template_of
 from transport.base import PeerLostError
@@ -61,7 +61,7 @@ class RemoteRig:
         names=("a", "b"),
         partition="head",
         kv_dtype="float32",
-        wire=WireType.FLOAT32,
+        wire=FULL_WIRE,
         max_len=1024,
         num_pages=400,
         tail_bytes=0,
@@ -93,6 +93,7 @@ class RemoteRig:
             num_ranges=NUM_RANGES,
             num_pages=num_pages,
             max_rows=MAX_ROWS,
+            prefix_only=partition == "sequence",
         )
         partitions = make_partitions(names, partition, geometry, template)
         self.set = NodeSet(partitions, template, partition, self.nodes.connect)

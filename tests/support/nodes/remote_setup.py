@@ -8,7 +8,8 @@ from memory.nodes.node_set import NodePartition
 
 
 def template_of(geometry, layers, group_layers, *, max_len, kv_dtype="float32", **settings):
-    """Returns a request. settings: engine, num_ranges, num_pages, max_rows."""
+    """Returns a request. settings: engine, num_ranges, num_pages, max_rows,
+    prefix_only."""
     return AttachRequest(
         epoch=1,
         kv_dtype=kv_dtype,

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 @contextmanager
-def nodes(scheme, count, folder, capacity_bytes=16 * MIB, key=None):
+def nodes(scheme, count, folder, capacity_bytes=16 * MIB, key=None, encryption="auto"):
     """Yields the nodes' addresses; checks afterwards that no memory is leased."""
     made = []
     for number in range(count):
@@ -32,6 +32,7 @@ def nodes(scheme, count, folder, capacity_bytes=16 * MIB, key=None):
             key=key or (KEY if scheme in ("tcp", "rdma") else LOCAL_KEY),
             info={"capacity_bytes": capacity_bytes},
             window_bytes=16 * MIB,
+            encryption=encryption,
         )
         thread = threading.Thread(target=node.serve, args=(listener,))
         thread.start()

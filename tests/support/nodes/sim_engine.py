@@ -17,7 +17,7 @@ from memory.nodes.node_set import NodeSet, make_kv_managers
 from memory.nodes.placement import PageGeometry, page_geometry
 from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.remote_attention import RemoteAttention
-from memory.nodes.wire import WireType
+from memory.nodes.wire import FULL_WIRE
 from memory.partitioned_kv import PartitionedKV
 from memory.prefix.index import PrefixHasher
 from ops import get_backend
@@ -39,7 +39,7 @@ MAX_LEN = 160
 MAX_RUNNING = 5
 MAX_ROWS = 48
 _WAIT_S = 0.02
-_PROBE_S = 1.0
+_PROBE_S = 0.5
 
 
 def geometry_of(partition: str, num_nodes: int) -> PageGeometry:
@@ -68,6 +68,7 @@ class SimProber(NodeProber):
             return
         missing = self._nodes.missing
         self._back = frozenset(self._nodes.find_returned())
+        self._is_new = True
         self._world.owed_s = 0.0
         self._due_at = self._world.now + _PROBE_S if missing else None
 
@@ -169,6 +170,7 @@ class SimEngine:
             num_ranges=MAX_RUNNING,
             num_pages=30_000,
             max_rows=MAX_ROWS,
+            prefix_only=partition == "sequence",
         )
         partitions = make_partitions(by_url, partition, geometry, self.template)
         backend = get_backend("cpu")
@@ -226,7 +228,7 @@ class SimEngine:
             self.nodes,
             kv.range_tokens,
             MAX_RUNNING,
-            WireType.FLOAT32,
+            FULL_WIRE,
             self.tail_cache,
         )
         runner = ModelRunner(

@@ -53,6 +53,7 @@ class Run:
         own memory and in that of one node. Arguments that are None are drawn at random."""
         self.world = World(seed)
         self.random = random.Random(seed + 1)
+        self.other_random = random.Random(f"starved {seed}")  # so that older schedules stay
         self.report = report
         self.counts: Counter[str] = Counter()
         choose = self.random.choice
@@ -153,6 +154,10 @@ class Run:
             fault = self.random.choices(faults, weights)[0]
             node = self.random.choice(self.nodes)
             self.world.after(self.random.random() * _SPAN_S, lambda f=fault, n=node: f(n))
+        if self.other_random.random() < 0.15:
+            node = self.other_random.choice(self.nodes)
+            at = self.other_random.random() * _SPAN_S
+            self.world.after(at, lambda: self._starve(node, self.other_random.randint(2, 8)))
 
     def _later(self, seconds: float, act: Callable[[], object]) -> None:
         self.num_open_faults += 1
@@ -179,6 +184,19 @@ class Run:
         self.note("stop", node.url)
         node.stop()
         self._later(self._seconds(), node.resume)
+
+    def _starve(self, node: SimNode, times: int) -> None:
+        """The node is short of processor time: it is stopped and continued again and again."""
+        self.note("starve", node.url)
+        node.stop()
+
+        def resume() -> None:
+            node.resume()
+            if times:
+                running_s = self.other_random.uniform(0.05, 3.0)
+                self._later(running_s, lambda: self._starve(node, times - 1))
+
+        self._later(self.other_random.uniform(0.1, 2.0), resume)
 
     def _cut(self, node: SimNode) -> None:
         directions = self.random.choice([(True, True), (True, False), (False, True)])

@@ -100,6 +100,7 @@ class SimEndpoint:
         self._frames: dict[int, ctypes.Array] = {}
         self._num_taken = self._num_posted = self._bytes_out = 0
         self.is_closed = self._has_lost = False
+        self._silent_since: float | None = None
         self._silence = 0  # counts up when a silence begins or ends; odd means silent
 
     # ---- the Endpoint protocol
@@ -153,7 +154,7 @@ class SimEndpoint:
 
     @property
     def silence_s(self) -> float:
-        return 0.0
+        return 0.0 if self._silent_since is None else self._world.now - self._silent_since
 
     @property
     def is_lost(self) -> bool:
@@ -229,6 +230,7 @@ class SimEndpoint:
         if hears == (self._silence % 2 == 0):
             return
         self._silence += 1
+        self._silent_since = None if hears else self._world.now
         if not hears:
             now_number = self._silence
             late_s = LOST_AFTER_S + self._world.random.random() * HEARTBEAT_S

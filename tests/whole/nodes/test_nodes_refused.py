@@ -92,6 +92,29 @@ def test_a_wrong_key_is_refused(more, tmp_path, all_logs):
         assert KEY.decode() not in text and "long enough" not in text
 
 
+@pytest.mark.parametrize(
+    ("url", "mode", "expected"),
+    [
+        ("tcp://127.0.0.1:9", "yes", "memory_node_encryption .*auto, on, off"),
+        ("rdma://127.0.0.1:9", "on", "memory_node_encryption on: rdma://127.0.0.1:9 cannot be"),
+    ],
+)
+def test_encryption_that_cannot_be_is_refused(url, mode, expected, tmp_path, all_logs):
+    more = ("--memory-node-key-file", str(key_file(tmp_path)), "--memory-node-encryption", mode)
+    assert_refused(run("--memory-nodes", url, *more), expected, all_logs)
+    assert_refused(CliRunner().invoke(app, ["node", url, *more]), expected, all_logs)
+
+
+@pytest.mark.parametrize("more", [(), ("--memory-node-bytes", "1M")])
+def test_a_node_without_the_encryption_that_is_asked_for_is_refused(more, tmp_path, all_logs):
+    key = key_file(tmp_path)
+    with nodes("tcp", 1, tmp_path) as urls:
+        more = ("--memory-node-key-file", key, "--memory-node-encryption", "on", *more)
+        result = run("--memory-nodes", urls[0], *more)
+    expected = "encryption is on at the connecting end and off at the listener"
+    assert_refused(result, expected, all_logs)
+
+
 def test_another_listener_is_refused(tmp_path, all_logs):
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"tcp://127.0.0.1:{server.getsockname()[1]}"

@@ -12,9 +12,7 @@ import torch
 from ops import get_backend
 from ops.cpu import native_library
 from ops.cpu.native_quantized_linear import NATIVE
-from quant.int4 import int4_linear
 from serve.models import load_model
-from serve.models.weights import joining
 from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint
 from tests.support.engine.decoders import ListAttention, run, token_ids
 from tests.support.engine.quantized import CASES, write
@@ -28,7 +26,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16},
     "int8": {"dtype": torch.float32, "make_linear": NATIVE.int8},
-    "int4": {"dtype": torch.float32, "make_linear": joining(partial(int4_linear, group=32))},
+    "int4": {
+        "dtype": torch.float32,
+        "make_linear": partial(NATIVE.rounded4, group=32, is_nf4=False),
+    },
 }
 
 

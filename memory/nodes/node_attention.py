@@ -1,9 +1,11 @@
-"""Prefix attention, the node's half of split attention: a step's rows attend over the K/V that the
-node holds. k and v of these rows are written when they arrive.
+"""A node's K/V of one layer group: appending to it, and attention over it.
 
-Prefix attention needs no causal mask: every row sees all of its sequence's keys on the node, except
-those before a sliding window. The engine computes the attention of the step's rows over each other
-and merges both halves by their log-sum-exp.
+Where the node holds all of a sequence's tokens, its rows attend as they do in local memory
+(`local`), after their k and v are written. Where it holds only some tokens (partition mode
+`sequence`), it computes prefix attention, the node's half of split attention: no causal mask is
+needed, because every row sees all of its sequence's keys on the node, except those before a sliding
+window. The engine computes the attention of the step's rows over each other and merges both halves
+by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -14,32 +16,38 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memory.attention.int8 import Int8KVLayout, int8_ops
+from memory.attention.int8 import Int8KVLayout, Int8LocalAttention, int8_ops
 from memory.attention.kv_layout import KVCache, KVLayout
-from memory.attention.seam import AttentionLayer
+from memory.attention.local import LocalAttention
+from memory.attention.seam import AttentionLayer, PlannedAttention
 from memory.nodes.wire import Append, Query
 from memory.pages.layer_groups import READ_BLOCK
 from ops.backend import Backend, KeyValues
 from ops.cpu.native_int8_attention import Int8AttentionStep
 
 
-class PrefixAttention(Protocol):
+class NodeAttention(Protocol):
     """Attention over one layer group's K/V of a session. Layers are numbered within the group."""
 
+    range_tokens: int
+    """The distance from one range to the next."""
+    local: PlannedAttention
+    """Attention over all keys of a row, its own included."""
+
     def plan_queries(self, queries: Sequence[Query]) -> object:
-        """Prepares what all layers share. One-row queries come first."""
+        """Prepares prefix attention, as far as all layers share it. One-row queries come first."""
 
     def plan_appends(self, appends: Sequence[Append]) -> object: ...
 
     def query(self, plan: object, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Attends with q [R, H, D]; returns out [R, H, D] and lse [R, H] fp32."""
+        """Attends over the prefix with q [R, H, D]; returns out [R, H, D] and lse [R, H] fp32."""
 
     def append(self, plan: object, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes k and v, [A, Hk, D] each."""
 
 
-class Int8PrefixAttention:
-    """PrefixAttention over int8 K/V."""
+class Int8NodeAttention:
+    """NodeAttention over int8 K/V."""
 
     def __init__(self, layout: Int8KVLayout, address: int, range_bytes: int) -> None:
         """The first range begins at `address`; ranges are range_bytes apart."""
@@ -47,6 +55,8 @@ class Int8PrefixAttention:
         self._address = address
         self._range_bytes = range_bytes
         self._ops = int8_ops(layout)
+        self.range_tokens = range_bytes // layout.token_bytes
+        self.local: PlannedAttention = Int8LocalAttention(layout, address, is_eager=True)
 
     def _step(
         self, ranges: list[int], rows: list[int], keys: list[int], prefix_only: bool
@@ -82,26 +92,29 @@ class Int8PrefixAttention:
         self._ops[layer].append(plan, k.float(), v.float(), None)
 
 
-class PlainPrefixAttention:
-    """PrefixAttention over bf16 or fp32 K/V."""
+class PlainNodeAttention:
+    """NodeAttention over bf16 or fp32 K/V."""
 
     def __init__(
         self, layout: KVLayout, address: int, range_bytes: int, size_bytes: int, backend: Backend
     ) -> None:
         self._cache = KVCache(layout, address, size_bytes)
         self._layers: Sequence[AttentionLayer] = layout.layers
-        self._range_tokens = range_bytes // layout.token_bytes
+        self.range_tokens = range_bytes // layout.token_bytes
+        self.local: PlannedAttention = LocalAttention(
+            layout.layers, self._cache, backend, is_eager=True
+        )
         self._backend = backend
         self._tensors = [self._cache.layer(i) for i in range(len(layout.layers))]
 
     def plan_queries(self, queries: Sequence[Query]) -> object:
-        views = [self._cache.views(q.range * self._range_tokens, q.num_keys) for q in queries]
+        views = [self._cache.views(q.range * self.range_tokens, q.num_keys) for q in queries]
         return [(q.num_rows, view) for q, view in zip(queries, views, strict=True)]
 
     def plan_appends(self, appends: Sequence[Append]) -> object:
         rows: list[int] = []
         for item in appends:
-            first = item.range * self._range_tokens + item.position
+            first = item.range * self.range_tokens + item.position
             rows.extend(range(first, first + item.num_rows))
         return torch.tensor(rows, dtype=torch.int64)
 
