@@ -25,7 +25,7 @@ behind a group's sliding window are released while the sequence runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from memory.idle_ranges import IdleRanges
 from memory.pages.address_space import AddressSpace, check_ranges
@@ -161,6 +161,9 @@ class KVManager:
     @property
     def num_mapped(self) -> int:
         return self.num_pages - self.allocator.num_free + self.allocator.num_warm
+
+    def index_tables(self) -> list[Collection[object]]:
+        return list(self.prefixes.index.tables)
 
     @property
     def num_saved(self) -> int:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from memory.pages.kv_range import PrefixHit, Range
@@ -57,6 +57,10 @@ class KVMemory(Protocol):
     @property
     def num_mapped(self) -> int:
         """Pages with physical memory."""
+
+    def index_tables(self) -> list[Collection[object]]:
+        """Returns the containers of the prefix cache's index, to estimate their memory. Any thread
+        may call it."""
 
     @property
     def num_saved(self) -> int:

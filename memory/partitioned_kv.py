@@ -6,7 +6,7 @@ cached, or else to the one with the most available pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from memory.kv_manager import KVManager
@@ -38,6 +38,8 @@ class PartitionedKV:
         self.pages_for = first.pages_for
         self.ranges = [item for partition in partitions for item in partition.ranges]
         self.prefixes = PartitionedPrefixes(self.partitions)
+        self.avoided: frozenset[int] = frozenset()
+        """Partitions that get new sequences only if no other one has room."""
         self._partition_tokens = first.range_tokens * len(first.ranges)
 
     def partition_of(self, target: Range) -> int:
@@ -72,6 +74,9 @@ class PartitionedKV:
     def num_mapped(self) -> int:
         return sum([partition.num_mapped for partition in self.partitions])
 
+    def index_tables(self) -> list[Collection[object]]:
+        return [table for partition in self.partitions for table in partition.index_tables()]
+
     @property
     def num_saved(self) -> int:
         return sum([partition.num_saved for partition in self.partitions])
@@ -91,8 +96,12 @@ class PartitionedKV:
         return -(-pages // max(1, sum([partition.num_pages > 0 for partition in self.partitions])))
 
     def _fitting(self, num_tokens: int, spare_pages: int) -> KVManager | None:
-        fitting = [item for item in self.partitions if item.can_fit(num_tokens, spare_pages)]
-        return max(fitting, key=lambda partition: partition.num_available, default=None)
+        fitting = [
+            (number not in self.avoided, partition.num_available, -number)
+            for number, partition in enumerate(self.partitions)
+            if partition.can_fit(num_tokens, spare_pages)
+        ]
+        return self.partitions[-max(fitting)[2]] if fitting else None
 
     def ranges_to_close(self, num_tokens: int, candidates: Sequence[Range]) -> list[Range] | None:
         """Returns ranges of one partition, that of the last candidate if possible."""
@@ -118,6 +127,10 @@ class PartitionedKV:
         if not hits:
             return None
         fitting = [hit for hit in hits if self.can_fit(max_tokens + 1, hit=hit)]
+        if self.avoided:
+            best = self._fitting(max_tokens + 1, 0)
+            if best is not None and self.partitions.index(best) not in self.avoided:
+                fitting = [hit for hit in fitting if hit.partition not in self.avoided]
         if not fitting and self.can_fit(max_tokens + 1):
             return None
         return max(fitting or hits, key=lambda hit: hit.num_tokens)

@@ -69,8 +69,10 @@ class Int8LocalAttention:
 
     is_remote = False
 
-    def __init__(self, layout: Int8KVLayout, address: int) -> None:
+    def __init__(self, layout: Int8KVLayout, address: int, is_eager: bool = False) -> None:
+        """is_eager: `begin` attends over earlier keys, because k and v come later."""
         self._layout = layout
+        self._is_eager = is_eager
         self._address = address
         self._ops = int8_ops(layout)
 
@@ -83,21 +85,28 @@ class Int8LocalAttention:
             step.num_rows,
             step.kv_lens,
         )
-        return Int8LocalPlan(self._ops, native_step)
+        return Int8LocalPlan(self._ops, native_step, self._is_eager)
 
 
 class Int8LocalPlan:
     """Attention for one step's rows."""
 
-    def __init__(self, ops: Sequence[Int8Attention], step: Int8AttentionStep) -> None:
+    def __init__(
+        self, ops: Sequence[Int8Attention], step: Int8AttentionStep, is_eager: bool
+    ) -> None:
         self._ops = ops
         self._step = step
+        self._is_eager = is_eager and step.num_single_rows > 0
+        self._begun: Tensor | None = None  # of the layer between `begin` and `finish`
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
+        if self._is_eager:
+            self._begun = self._ops[layer].begin(self._step, q.float())
         return Ticket(layer, q)
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
         layer, q = ticket
         op = self._ops[layer]
         op.append(self._step, k.float(), v.float(), rotation)
-        return Finished(op.attend(self._step, q.float()).to(q.dtype))
+        begun, self._begun = self._begun, None
+        return Finished(op.attend(self._step, q.float(), begun=begun).to(q.dtype))

@@ -22,7 +22,15 @@ class LocalAttention:
 
     is_remote = False
 
-    def __init__(self, layers: Sequence[AttentionLayer], cache: KVCache, backend: Backend) -> None:
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        cache: KVCache,
+        backend: Backend,
+        is_eager: bool = False,
+    ) -> None:
+        """is_eager: `begin` attends over earlier keys, because k and v come later."""
+        self.is_eager = is_eager
         self.layers = list(layers)
         self.cache = cache
         self.backend = backend
@@ -42,13 +50,23 @@ class LocalPlan:
         for start, num_rows, kv_len in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
             rows.extend(range(start + kv_len - num_rows, start + kv_len))
         self._rows = torch.tensor(rows, dtype=torch.int64)
+        self._begun: Tensor | None = None  # of the layer between `begin` and `finish`
         self._views: list[list[KeyValues]] = [
             parent.cache.views(start, kv_len)
             for start, kv_len in zip(step.starts, step.kv_lens, strict=True)
         ]
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
+        parent, num_decodes = self._parent, self._step.num_decodes
+        if parent.is_eager and num_decodes:
+            rows = q[:num_decodes].to(parent.cache.layout.dtype)
+            caches, scale = self._decode_caches(layer), parent.layers[layer].scale
+            self._begun = parent.backend.begin_decode(rows, caches, scale)
         return Ticket(layer, q)
+
+    def _decode_caches(self, layer: int) -> list[KeyValues]:
+        window = self._parent.layers[layer].window
+        return [_last(views[layer], window) for views in self._views[: self._step.num_decodes]]
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
         layer, q = ticket
@@ -66,8 +84,9 @@ class LocalPlan:
         num_decodes = self._step.num_decodes
         parts: list[Tensor] = []
         if num_decodes:
-            caches = [_last(views[layer], shape.window) for views in self._views[:num_decodes]]
-            parts.append(backend.decode_attention(q[:num_decodes], caches, shape.scale).out)
+            begun, self._begun = self._begun, None
+            caches, rows = self._decode_caches(layer), q[:num_decodes]
+            parts.append(backend.decode_attention(rows, caches, shape.scale, begun).out)
         row = num_decodes
         for index in range(num_decodes, len(self._views)):
             n = self._step.num_rows[index]

@@ -13,7 +13,7 @@ import hashlib
 import heapq
 import secrets
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 KEY_BYTES = 16
@@ -69,6 +69,11 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    @property
+    def tables(self) -> tuple[Collection[object], ...]:
+        """The containers of the index, to estimate its memory. Any thread may ask."""
+        return self._nodes, self._keys, self._leaves
 
     def __contains__(self, page: int) -> bool:
         return page in self._keys

@@ -22,5 +22,6 @@ class StoreStats:
     entries: int = 0
     pinned: int = 0
     bytes_used: int = 0
+    host_bytes: int = 0  # in host memory, of a tier above the disk
     requests: int = 0  # in progress
     is_paused: bool = False

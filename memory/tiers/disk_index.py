@@ -51,6 +51,19 @@ class StoredPage(NamedTuple):
     checksum: int
 
 
+def page_bytes_of(directory: Path) -> int | None:
+    """Returns the page size of the tier in this directory; None if it has no index of ours."""
+    try:
+        if not is_private(os.lstat(directory / "index")):
+            return None
+        fd = os.open(directory / "index", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            magic, _, _, page_bytes, _, _ = _HEADER.unpack(file.read(_HEADER.size))
+    except (OSError, struct.error):
+        return None
+    return int(page_bytes) if magic == _MAGIC else None
+
+
 class IndexLog:
     """The index file. One thread at a time uses it. Methods return False for failed writes."""
 

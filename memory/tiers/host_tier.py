@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from memory.prefix.page_store import PageStore
 from memory.prefix.store_stats import StoreStats
@@ -112,8 +112,9 @@ class HostTier:
         return max(0, self._max_requests - len(self._worker.open))
 
     def stats(self) -> StoreStats:
-        """Returns the counters of the store below."""
-        return StoreStats() if self._below is None else self._below.stats()
+        """Returns the counters of the store below, and the bytes of this tier."""
+        below = StoreStats() if self._below is None else self._below.stats()
+        return replace(below, host_bytes=self._worker.arena.num_used * self.page_bytes)
 
     def host_stats(self) -> HostStats:
         """Returns the tier's own counters. Any thread may call it."""

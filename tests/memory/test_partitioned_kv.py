@@ -271,3 +271,25 @@ def test_3_000_random_operations(layout, num_partitions):
     assert model.num_hit_tokens > 100
     assert model.kv.prefixes.stats.num_evicted > 10
     model.finish()
+
+
+def test_an_avoided_partition_gets_new_sequences_only_if_no_other_has_room():
+    kv, _ = make_partitioned_kv(2, NUM_PAGES, NUM_RANGES, 40, tokens_per_page=4)
+    keys: list[bytes] = []
+    PrefixHasher(kv.page_end, b"secret").extend(keys, PROMPTS[0], b"")
+    first = kv.open(40)
+    assert kv.partition_of(first) == 0 and kv.grow(first, 40)
+    kv.commit()
+    kv.insert_prefix(first, keys, 40)
+    hit = kv.match(keys, 39)
+    assert isinstance(hit, PartitionHit) and hit.partition == 0
+    kv.avoided = frozenset([0])
+    assert kv.match(keys, 39) is None, "the prefix is computed again elsewhere"
+    others = [kv.open(4) for _ in range(NUM_RANGES)]
+    assert [kv.partition_of(item) for item in others] == [1] * NUM_RANGES
+    assert kv.can_fit(4) and kv.match(keys, 39) is not None
+    others.append(kv.open(4))
+    assert kv.partition_of(others[-1]) == 0, "the other one has no range left"
+    for item in [first, *others]:
+        kv.close(item)
+    kv.close_all()
