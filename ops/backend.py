@@ -116,6 +116,18 @@ class QuantizedLinears(Protocol):
         within 1 : 2^14 of the channel's largest.
         """
 
+    def rounded4(
+        self,
+        parts: Sequence[Tensor],
+        bias: Tensor | None,
+        fusion: Fusion = NO_FUSION,
+        *,
+        group: int,
+        is_nf4: bool,
+    ) -> LinearOp:
+        """Rounds parts, each [out_i, in] in any float type, as `round_to_4_bits` in ops/linear.py
+        does, and packs them as int4 does, concatenated along the output."""
+
     def fp8(
         self, parts: Sequence[Tensor], bias: Tensor | None, fusion: Fusion = NO_FUSION
     ) -> LinearOp:
@@ -158,10 +170,23 @@ class Backend(Protocol):
         rows: [T] int64, the index of each row in the cache: start of its range plus position.
         """
 
-    def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
+    def decode_attention(
+        self,
+        q: Tensor,
+        caches: Sequence[KeyValues],
+        scale: float,
+        begun: Tensor | None = None,
+    ) -> Partial:
         """Computes attention for q: [S, H, D], one row per sequence.
 
         caches[s] holds all keys that row s sees. A row without keys gets 0 and an lse of -inf.
+        begun is the result of begin_decode for the same arguments, and is overwritten.
+        """
+
+    def begin_decode(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Tensor | None:
+        """Begins decode_attention while the last key of each cache is not yet written.
+
+        decode_attention then gives the same bits. Returns None if the backend cannot begin.
         """
 
     def prefill_attention(

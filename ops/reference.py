@@ -84,7 +84,16 @@ class ReferenceBackend:
             cache[row, 0] = k[i]
             cache[row, 1] = v[i]
 
-    def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
+    def begin_decode(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Tensor | None:
+        return None
+
+    def decode_attention(
+        self,
+        q: Tensor,
+        caches: Sequence[KeyValues],
+        scale: float,
+        begun: Tensor | None = None,
+    ) -> Partial:
         parts = [
             self.prefill_attention(q[s : s + 1], cache, scale, None)
             for s, cache in enumerate(caches)

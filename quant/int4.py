@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
 from ops.backend import NF4_VALUES, NO_FUSION, Fusion, LinearOp, QuantizedLinears
 from ops.cpu.native_quantized_linear import NATIVE
-from ops.linear import split_scales
+from ops.linear import round_to_4_bits
 
 GROUP = 64
 
@@ -53,62 +52,9 @@ class Int4Weight(NamedTuple):
 
 def quantize_int4(weight: Tensor, group: int = GROUP) -> Int4Weight:
     """Rounds weight: [out, in] in any float type to the nearest of 16 steps per group."""
-    parts = _groups(weight, group)
-    extreme = parts.gather(2, parts.abs().argmax(2, keepdim=True))
-    scales = _as_stored(extreme[..., 0] / -8)
-    steps = parts / _nonzero(scales)[..., None]
-    codes = (steps.round() + 8).clamp(0, 15).to(torch.uint8)
-    return Int4Weight(_rows(codes, weight), scales, None, group)
+    return Int4Weight(*round_to_4_bits(weight, group, is_nf4=False), None, group)
 
 
 def quantize_nf4(weight: Tensor, group: int = GROUP) -> Int4Weight:
     """Rounds weight: [out, in] in any float type to NF4 values times the group's largest."""
-    parts = _groups(weight, group)
-    scales = _as_stored(parts.abs().amax(2))
-    values = torch.tensor(NF4_VALUES, device=weight.device)
-    codes = torch.bucketize(parts / _nonzero(scales)[..., None], (values[1:] + values[:-1]) / 2)
-    return Int4Weight(_rows(codes.to(torch.uint8), weight), scales, None, group, is_nf4=True)
-
-
-def int4_linear(
-    weight: Tensor,
-    bias: Tensor | None,
-    fusion: Fusion = NO_FUSION,
-    *,
-    group: int = GROUP,
-    linears: QuantizedLinears = NATIVE,
-) -> LinearOp:
-    """Rounds and packs a plain weight, as make_linear of load_model."""
-    return quantize_int4(weight, group).linear(bias, fusion, linears)
-
-
-def nf4_linear(
-    weight: Tensor,
-    bias: Tensor | None,
-    fusion: Fusion = NO_FUSION,
-    *,
-    group: int = GROUP,
-    linears: QuantizedLinears = NATIVE,
-) -> LinearOp:
-    """Rounds and packs a plain weight, as make_linear of load_model."""
-    return quantize_nf4(weight, group).linear(bias, fusion, linears)
-
-
-def _groups(weight: Tensor, group: int) -> Tensor:
-    """Returns weight as [out, groups, group] fp32, padded with zeros."""
-    missing = -weight.shape[1] % group
-    return functional.pad(weight.float(), (0, missing)).reshape(len(weight), -1, group)
-
-
-def _rows(codes: Tensor, weight: Tensor) -> Tensor:
-    return codes.flatten(1)[:, : weight.shape[1]].contiguous()
-
-
-def _as_stored(scales: Tensor) -> Tensor:
-    """Returns scales as the kernels store them, so that codes are rounded with these."""
-    halves, channels = split_scales(scales)
-    return halves.float() * channels[:, None]
-
-
-def _nonzero(scales: Tensor) -> Tensor:
-    return torch.where(scales == 0, 1.0, scales)
+    return Int4Weight(*round_to_4_bits(weight, group, is_nf4=True), None, group, is_nf4=True)

@@ -99,11 +99,24 @@ class CpuBackend:
     def store_kv(self, k: Tensor, v: Tensor, cache: Tensor, rows: Tensor) -> None:
         cache.index_put_((rows,), torch.stack((k, v), dim=1))
 
-    def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
-        if self._has_native and all(
-            native_plain_attention.can_attend(q, cache) for cache in caches
-        ):
-            return native_plain_attention.decode_attention(q, caches, scale)
+    def _has_native_decode(self, q: Tensor, caches: Sequence[KeyValues]) -> bool:
+        can_attend = native_plain_attention.can_attend
+        return self._has_native and all(can_attend(q, cache) for cache in caches)
+
+    def begin_decode(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Tensor | None:
+        if not self._has_native_decode(q, caches):
+            return None
+        return native_plain_attention.begin_decode(q, caches, scale)
+
+    def decode_attention(
+        self,
+        q: Tensor,
+        caches: Sequence[KeyValues],
+        scale: float,
+        begun: Tensor | None = None,
+    ) -> Partial:
+        if self._has_native_decode(q, caches):
+            return native_plain_attention.decode_attention(q, caches, scale, begun)
         if q.dtype not in self._flash_types or any(cache.k.shape[2] == 0 for cache in caches):
             return self._reference.decode_attention(q, caches, scale)
         num_rows, num_heads, head_dim = q.shape

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.cpu.native_library import library
+from ops.cpu.native_library import BEGIN, FINISH, address, library
 from ops.cpu.native_rotation import check_rotation
 
 
@@ -34,6 +34,7 @@ class Int8AttentionStep:
         counts = zip(num_rows, kv_lens, strict=True)
         assert all(n > 0 and length >= (0 if prefix_only else n) for n, length in counts)
         self.num_rows = sum(num_rows)
+        self.num_single_rows = sum([n == 1 for n in num_rows])
         self.plan: Any = library().StepPlan(
             address, tile_bytes, starts, num_rows, kv_lens, prefix_only
         )
@@ -94,20 +95,38 @@ class Int8Attention:
             cos, sin, half = rotation[0].data_ptr(), rotation[1].data_ptr(), rotation[0].shape[1]
         self._op.append(step.plan, k.data_ptr(), v.data_ptr(), k.stride(0), cos, sin, half)
 
-    def attend(self, step: Int8AttentionStep, q: Tensor, lse: Tensor | None = None) -> Tensor:
+    def begin(self, step: Int8AttentionStep, q: Tensor) -> Tensor:
+        """Begins `attend`, before the step's k and v are appended: single rows attend over the
+        earlier keys, as far as these fill whole runs of the kernel. Returns what attend takes as
+        `begun`. The step is not prefix_only."""
+        heads, _, dim = self._shape
+        sums = torch.empty(step.num_single_rows, 2, heads, dim + 2)
+        self._attend(step, q, 0, 0, BEGIN, sums.data_ptr())
+        return sums
+
+    def attend(
+        self,
+        step: Int8AttentionStep,
+        q: Tensor,
+        lse: Tensor | None = None,
+        begun: Tensor | None = None,
+    ) -> Tensor:
         """Returns attention [T, H, D] for q: [T, H, D] fp32; writes lse: [T, H] fp32, natural log.
 
         A row that sees no key gets 0 and an lse of -inf. The bits of a row and head depend neither
-        on other rows nor on other K/V heads.
+        on other rows nor on other K/V heads, nor on `begun`, which is overwritten.
         """
+        if lse is not None:
+            assert lse.shape == q.shape[:2] and lse.dtype == torch.float32 and lse.is_contiguous()
+        out = torch.empty(q.shape, dtype=torch.float32)
+        phase = () if begun is None else (FINISH, begun.data_ptr())
+        self._attend(step, q, out.data_ptr(), address(lse), *phase)
+        return out
+
+    def _attend(self, step: Int8AttentionStep, q: Tensor, out: int, lse: int, *phase: int) -> None:
+        """phase: none for one call; else its number and the address of the sums."""
         heads, _, dim = self._shape
         assert q.dtype == torch.float32 and q.shape == (step.num_rows, heads, dim)
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
-        if lse is not None:
-            assert lse.shape == q.shape[:2] and lse.dtype == torch.float32 and lse.is_contiguous()
-        out = torch.empty(q.shape, dtype=torch.float32)
-        to_lse = 0 if lse is None else lse.data_ptr()
-        width = heads * dim
-        self._op.attend(step.plan, q.data_ptr(), q.stride(0), out.data_ptr(), width, to_lse)
-        return out
+        self._op.attend(step.plan, q.data_ptr(), q.stride(0), out, heads * dim, lse, *phase)

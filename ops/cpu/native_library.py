@@ -20,6 +20,8 @@ except ImportError as error:  # a source tree that was never built
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The library's numbers of the element types."""
+BEGIN, FINISH = 1, 2
+"""The library's numbers of the two phases of attention (ops/csrc/kernels.h)."""
 
 
 def is_available() -> bool:

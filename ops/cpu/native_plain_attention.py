@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.backend import KeyValues, Partial
-from ops.cpu.native_library import TYPES, library
+from ops.cpu.native_library import BEGIN, FINISH, TYPES, library
 
 
 def can_attend(q: Tensor, cache: KeyValues) -> bool:
@@ -24,12 +24,31 @@ def can_attend(q: Tensor, cache: KeyValues) -> bool:
     return has_dim and is_dense and has_types
 
 
-def decode_attention(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
+def begin_decode(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Tensor:
+    """Computes Backend.begin_decode over bf16 or fp32 K/V."""
+    rows, heads, dim = q.shape
+    sums = torch.empty(rows, 2, heads, dim + 2)
+    _decode(q, caches, scale, 0, 0, BEGIN, sums.data_ptr())
+    return sums
+
+
+def decode_attention(
+    q: Tensor, caches: Sequence[KeyValues], scale: float, begun: Tensor | None = None
+) -> Partial:
     """Computes Backend.decode_attention over bf16 or fp32 K/V."""
+    out = torch.empty(q.shape, dtype=torch.float32)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    phase = () if begun is None else (FINISH, begun.data_ptr())
+    _decode(q, caches, scale, out.data_ptr(), lse.data_ptr(), *phase)
+    return Partial(out.to(q.dtype), lse)
+
+
+def _decode(
+    q: Tensor, caches: Sequence[KeyValues], scale: float, out: int, lse: int, *phase: int
+) -> None:
+    """phase: none for one call; else its number and the address of the sums."""
     rows, heads, dim = q.shape
     assert len(caches) == rows, f"{len(caches)} sequences, {rows} rows"
-    out = torch.empty(rows, heads, dim, dtype=torch.float32)
-    lse = torch.empty(rows, heads, dtype=torch.float32)
     sequences: list[int] = []
     shape = (1, caches[0].k.shape[1], dim) if rows else ()
     for k, v in caches:
@@ -48,10 +67,10 @@ def decode_attention(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Pa
             q.data_ptr(),
             q.stride(0),
             TYPES[q.dtype],
-            out.data_ptr(),
-            lse.data_ptr(),
+            out,
+            lse,
+            *phase,
         )
-    return Partial(out.to(q.dtype), lse)
 
 
 def prefill_attention(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> Partial:

@@ -11,7 +11,9 @@ from torch import Tensor
 from ops.backend import INT4_GROUPS, MAX_INT8_INPUTS, NO_FUSION, Fusion, LinearOp
 from ops.cpu.native_fusion import ACTIVATIONS, checked_bias, set_norm, sizes
 from ops.cpu.native_library import TYPES, address, library
-from ops.linear import split_scales
+from ops.linear import nf4_bounds, split_scales
+
+_NF4_BOUNDS = nf4_bounds()
 
 
 class NativeLinear:
@@ -90,8 +92,7 @@ class Int8Linear(NativeLinear):
             args = (whole.data_ptr(), scales.data_ptr())
         else:
             parts = _packable(parts)
-            flat = [x for part in parts for x in (part.data_ptr(), part.stride(0), len(part))]
-            args = (flat, TYPES[parts[0].dtype])
+            args = (_addresses(parts), TYPES[parts[0].dtype])
         op = library().Int8Linear(num_in, num_out, *args, address(bias), kind, fusion.is_gated)
         super().__init__(op, num_in, num_out, fusion)
 
@@ -103,6 +104,11 @@ def _packable(parts: list[Tensor]) -> list[Tensor]:
     if parts[0].dtype not in TYPES:
         parts = [part.float() for part in parts]
     return [part if part.stride(1) == 1 else part.contiguous() for part in parts]
+
+
+def _addresses(parts: list[Tensor]) -> list[int]:
+    """Returns the address, the row stride and the number of rows of each part."""
+    return [x for part in parts for x in (part.data_ptr(), part.stride(0), len(part))]
 
 
 class Int4Linear(NativeLinear):
@@ -147,11 +153,41 @@ class Int4Linear(NativeLinear):
         super().__init__(op, num_in, num_out, fusion)
 
 
+class Rounded4Linear(NativeLinear):
+    """Plain weights that are rounded and packed in one pass: QuantizedLinears.rounded4."""
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        bias: Tensor | None,
+        fusion: Fusion = NO_FUSION,
+        *,
+        group: int,
+        is_nf4: bool,
+    ) -> None:
+        num_out, num_in = sizes(sum(len(part) for part in parts), parts[0].shape[1], fusion)
+        assert group in INT4_GROUPS
+        parts, bias = _packable(list(parts)), checked_bias(bias, num_out, fusion)
+        op = library().Int4Linear(
+            num_in,
+            num_out,
+            _addresses(parts),
+            TYPES[parts[0].dtype],
+            group,
+            address(_NF4_BOUNDS if is_nf4 else None),
+            address(bias),
+            ACTIVATIONS[fusion.activation],
+            fusion.is_gated,
+        )
+        super().__init__(op, num_in, num_out, fusion)
+
+
 class NativeLinears:
     """`QuantizedLinears` of the native kernels. RuntimeError if they are not built."""
 
     int8 = Int8Linear
     int4 = Int4Linear
+    rounded4 = Rounded4Linear
 
     @staticmethod
     def fp8(parts: Sequence[Tensor], bias: Tensor | None, fusion: Fusion = NO_FUSION) -> LinearOp:

@@ -4,8 +4,8 @@ namespace MS_ISA {
 namespace {
 
 struct AttendTask {
-  // A block of rows is query rows [from, to) of K/V head `at`; a single row's task is the split from
-  // position `at` on of K/V heads [from, to).
+  // A block of rows is query rows [from, to) of K/V head `at`; a single row's task is the positions
+  // from `at` to the end of their split, of K/V heads [from, to).
   int sequence, from, to, at;
   int single, part;  // the index of the single row and of its result's part; -1 for a block of rows
 };
@@ -21,7 +21,8 @@ struct AttendMemory {
 // The tasks of one layer. A single row of a sequence is cut into splits and shares of the heads.
 class AttendPlan {
  public:
-  AttendPlan(const AttendCall& call, AttendMemory& memory, int threads) : call_(call), memory_(memory) {
+  AttendPlan(const AttendCall& call, AttendMemory& memory, int threads, const Phased& phased)
+      : call_(call), memory_(memory), phase_(phased.phase), sums_(phased.sums) {
     const Step& step = call.step;
     const int kv_heads = call.layer.cache.num_kv_heads, dim = call.shape.dim;
     memory_.tasks.clear(), memory_.singles.clear(), memory_.first_parts.clear();
@@ -32,9 +33,10 @@ class AttendPlan {
       if (splits) {
         memory_.singles.push_back(s);
         memory_.first_parts.push_back(parts);
-        parts += splits;
+        parts += phase_ == Phase::whole ? splits : phase_ == Phase::begin ? num_begun(seq) : 1;
         continue;
       }
+      if (phase_ == Phase::begin) continue;
       // The last rows have the most keys, so they start first.
       const int all = seq.num_rows * call.per_kv, share = rows_of_a_task(all, kv_heads, dim, threads);
       for (int end = all; end > 0; end -= share)
@@ -56,10 +58,15 @@ class AttendPlan {
     const AttendTask& task = memory_.tasks[index];
     const SequenceRows& seq = call_.step.sequences[task.sequence];
     if (task.single < 0) return attend_rows(call_, seq, task.at, task.from, task.to);
-    attend_part(call_, seq, task.at, task.from, task.to, memory_.parts.data() + task.part * part_size_);
+    int end = task.at / SPLIT * SPLIT + SPLIT;
+    if (phase_ == Phase::begin && end > begun_end(seq)) end = begun_end(seq);
+    const float* begun = phase_ == Phase::finish ? sums(task.single, 1) : nullptr;
+    attend_part(call_, seq, task.at, end, task.from, task.to, begun, part(task.part));
     // The thread that computes the last part of these heads merges all parts in order.
     const int share = task.from * shares_ / call_.layer.cache.num_kv_heads;
-    if (memory_.waiting[task.single * shares_ + share].fetch_sub(1) == 1) finish(task, seq);
+    if (memory_.waiting[task.single * shares_ + share].fetch_sub(1) != 1) return;
+    if (phase_ == Phase::begin) keep(task.single, task.from, task.to);
+    else finish(task, seq);
   }
 
  private:
@@ -70,26 +77,66 @@ class AttendPlan {
     return low < high ? (high + SPLIT - 1) / SPLIT - low / SPLIT : 0;
   }
 
+  // `begin` computes the stretches before the one of the row's own key.
+  static int begun_end(const SequenceRows& seq) { return seq.first_position / STRETCH * STRETCH; }
+  int num_begun(const SequenceRows& seq) const {
+    const int end = begun_end(seq);
+    return call_.low_of(seq.first_position) < end ? (end + SPLIT - 1) / SPLIT - first_split(seq) : 0;
+  }
+  static int own_split(const SequenceRows& seq) { return seq.first_position / SPLIT; }
+
   void add_single(int i, int kv_heads) {
-    const int sequence = memory_.singles[i], low = first_split(call_.step.sequences[sequence]);
+    const int sequence = memory_.singles[i];
+    const SequenceRows& seq = call_.step.sequences[sequence];
+    const int low = first_split(seq);
+    if (phase_ == Phase::begin && num_begun(seq) == 0) keep(i, 0, kv_heads);
     for (int share = 0; share < shares_; share++) {
       // run() recovers the share from `from`, which is ceil(kv_heads * share / shares).
       const int from = (kv_heads * share + shares_ - 1) / shares_;
       const int to = (kv_heads * (share + 1) + shares_ - 1) / shares_;
       memory_.waiting[i * shares_ + share] = memory_.first_parts[i + 1] - memory_.first_parts[i];
       for (int p = memory_.first_parts[i]; p < memory_.first_parts[i + 1]; p++)
-        memory_.tasks.push_back({sequence, from, to, (low + p - memory_.first_parts[i]) * SPLIT, i, p});
+        memory_.tasks.push_back({sequence, from, to,
+                                 phase_ == Phase::finish ? begun_end(seq) : (low + p - memory_.first_parts[i]) * SPLIT,
+                                 i, p});
+    }
+  }
+
+  float* part(int number) { return memory_.parts.data() + number * part_size_; }
+  float* sums(int single, int which) { return sums_ + (2 * single + which) * part_size_; }
+
+  // Merges parts [first, end) of a query head in order; returns the total, which is the first part.
+  float* merged(int first, int end, int h) {
+    const int dim = call_.shape.dim;
+    float* total = part(first) + h * (dim + 2);
+    for (int p = first + 1; p < end; p++) merge_part(total, part(p) + h * (dim + 2));
+    return total;
+  }
+  void merge_part(float* total, const float* more) const {
+    merge(total[0], total[1], total + 2, more[0], more[1], more + 2, call_.shape.dim);
+  }
+
+  // Keeps the sums of K/V heads [from, to) of a single row for the call with `finish`.
+  void keep(int single, int from, int to) {
+    const SequenceRows& seq = call_.step.sequences[memory_.singles[single]];
+    const int width = call_.shape.dim + 2, first = memory_.first_parts[single], count = num_begun(seq);
+    const int before = own_split(seq) - first_split(seq), earlier = count < before ? count : before;
+    for (int h = from * call_.per_kv; h < to * call_.per_kv; h++) {
+      float *whole = sums(single, 0) + h * width, *own = sums(single, 1) + h * width;
+      if (earlier) std::memcpy(whole, merged(first, first + earlier, h), sizeof(float) * width);
+      if (earlier < count) std::memcpy(own, part(first + earlier) + h * width, sizeof(float) * width);
+      else own[0] = NOTHING, std::memset(own + 1, 0, sizeof(float) * (width - 1));
     }
   }
 
   void finish(const AttendTask& task, const SequenceRows& seq) {
-    const int dim = call_.shape.dim, heads = call_.layer.num_heads;
+    const int dim = call_.shape.dim, heads = call_.layer.num_heads, first = memory_.first_parts[task.single];
     for (int h = task.from * call_.per_kv; h < task.to * call_.per_kv; h++) {
-      float* total = memory_.parts.data() + memory_.first_parts[task.single] * part_size_ + h * (dim + 2);
-      float* more = total;
-      for (int p = memory_.first_parts[task.single] + 1; p < memory_.first_parts[task.single + 1]; p++) {
-        more += part_size_;
-        merge(total[0], total[1], total + 2, more[0], more[1], more + 2, dim);
+      float* total = merged(first, memory_.first_parts[task.single + 1], h);
+      if (phase_ == Phase::finish && own_split(seq) > first_split(seq)) {
+        float* earlier = sums(task.single, 0) + h * (dim + 2);
+        merge_part(earlier, total);
+        total = earlier;
       }
       float* lse = call_.lse ? call_.lse + static_cast<size_t>(seq.first_row) * heads + h : nullptr;
       const float inverse = finish_row(call_.layer, h, seq.first_position < seq.kv_len, total[0], total[1], lse);
@@ -100,17 +147,19 @@ class AttendPlan {
 
   const AttendCall& call_;
   AttendMemory& memory_;
+  const Phase phase_;
+  float* const sums_;
   size_t part_size_ = 0;
   int shares_ = 1;
 };
 
 void attend(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, float* out,
-            size_t out_stride, float* lse) {
+            size_t out_stride, float* lse, const Phased& phased) {
   ms::Team& team = ms::Team::get();
   const AttendCall call{step, layer, q, q_stride, out, out_stride, lse, HeadShape(layer.cache),
                         layer.num_heads / layer.cache.num_kv_heads};
   static thread_local AttendMemory memory;
-  AttendPlan plan(call, memory, team.size());
+  AttendPlan plan(call, memory, team.size(), phased);
   team.parallel(plan.size(), [&](int task) { plan.run(task); });
 }
 

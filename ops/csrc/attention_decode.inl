@@ -311,8 +311,10 @@ void attend_stretch(const AttendCall& call, const Scratch& s, int rows, const Se
   }
 }
 
-// Computes one split of a single row for K/V heads [from, to): (m, l, acc) of each query head.
-void attend_part(const AttendCall& call, const SequenceRows& seq, int split, int from, int to, float* parts) {
+// Computes positions [first, end) of one split of a single row for K/V heads [from, to): (m, l, acc)
+// of each query head. `begun` has the sums over the earlier positions of the split, or is null.
+void attend_part(const AttendCall& call, const SequenceRows& seq, int first, int end, int from, int to,
+                 const float* begun, float* parts) {
   const int per_kv = call.per_kv, heads = (to - from) * per_kv, dim = call.shape.dim, groups = call.shape.num_groups;
   Scratch s = scratch_for(heads, dim, groups);
   s.position = seq.first_position;
@@ -320,8 +322,12 @@ void attend_part(const AttendCall& call, const SequenceRows& seq, int split, int
   const float* rows = call.q + seq.first_row * call.q_stride + from * per_kv * dim;
   for (int h = 0; h < heads; h++) round_query(rows + h * dim, call.shape, call.layer.scale * LOG2E, s, h);
   clear(s, heads, dim);
-  const int end = split + SPLIT < s.high ? split + SPLIT : s.high;
-  int first = split;
+  for (int h = 0; h < heads && begun; h++) {
+    const float* part = begun + (from * per_kv + h) * (dim + 2);
+    s.m[h] = part[0], s.l[h] = part[1];
+    std::memcpy(s.acc + h * dim, part + 2, sizeof(float) * dim);
+  }
+  if (end > s.high) end = s.high;
   if (s.low > first) first = s.low / STRETCH * STRETCH;
   for (; first < end; first += STRETCH)
     for (int h = from; h < to; h++) {

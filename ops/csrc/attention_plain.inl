@@ -73,11 +73,14 @@ constexpr PlainPart PLAIN_PART[2][4] = {
 };
 
 struct PlainTask {
-  int sequence, first, kv_head, part;
+  int sequence, first, end, kv_head;
 };
 
+// The first phase ends before the run of 16 tokens that has the row's own key, the last one.
+MS_INLINE int plain_begun_end(const PlainSequence& seq) { return (seq.length - 1) / 16 * 16; }
+
 void decode_plain(const PlainSequence* sequences, int count, const PlainLayer& layer, const void* q,
-                  size_t q_stride, DType q_type, float* out, float* lse) {
+                  size_t q_stride, DType q_type, float* out, float* lse, const Phased& phased) {
   const int dim = layer.head_dim, heads = layer.num_heads, per_kv = heads / layer.num_kv_heads;
   const size_t part_size = static_cast<size_t>(per_kv) * (dim + 2), item = layer.type == DType::f32 ? 4 : 2;
   static thread_local List<PlainTask> tasks;
@@ -87,17 +90,24 @@ void decode_plain(const PlainSequence* sequences, int count, const PlainLayer& l
   for (int s = 0; s < count; s++)
     for (int h = 0; h < layer.num_kv_heads; h++) {
       firsts.push_back(static_cast<int>(tasks.size()));
-      for (int first = 0; first < sequences[s].length; first += SPLIT)
-        tasks.push_back({s, first, h, static_cast<int>(tasks.size())});
+      const int length = sequences[s].length, begun = length ? plain_begun_end(sequences[s]) : 0;
+      const int last = phased.phase == Phase::begin ? begun : length;
+      for (int first = phased.phase == Phase::finish ? begun : 0; first < last; first = first / SPLIT * SPLIT + SPLIT)
+        tasks.push_back({s, first, first / SPLIT * SPLIT + SPLIT < last ? first / SPLIT * SPLIT + SPLIT : last, h});
     }
   firsts.push_back(static_cast<int>(tasks.size()));
   parts.resize(tasks.size() * part_size);
   const PlainTask* all = tasks.data();
   float* all_parts = parts.data();
+  // Part `which` of the sums that are kept between two phases, of pair i of a sequence and a K/V head.
+  const auto kept = [&](int i, int which) {
+    return phased.sums + (2 * (i / layer.num_kv_heads) + which) * layer.num_kv_heads * part_size +
+           i % layer.num_kv_heads * part_size;
+  };
   ms::Team::get().parallel(static_cast<int>(tasks.size()), [&](int i) {
     const PlainTask& task = all[i];
     const PlainSequence& seq = sequences[task.sequence];
-    const int left = seq.length - task.first, n = left < SPLIT ? left : SPLIT;
+    const int n = task.end - task.first;
     const size_t at = (task.first * seq.token_stride + task.kv_head * seq.head_stride) * item;
     float *m = all_parts + i * part_size, *l = m + per_kv, *acc = l + per_kv;
     static thread_local List<float> wide;
@@ -109,6 +119,8 @@ void decode_plain(const PlainSequence* sequences, int count, const PlainLayer& l
       store(acc + d, splat(0.0f));
     }
     for (int g = 0; g < per_kv; g++) m[g] = NOTHING, l[g] = 0.0f;
+    if (phased.phase == Phase::finish)
+      std::memcpy(m, kept(task.sequence * layer.num_kv_heads + task.kv_head, 1), sizeof(float) * part_size);
     const PlainPart* by_count = PLAIN_PART[static_cast<int>(layer.type)];
     for (int g = 0; g < per_kv; g += 4)
       by_count[(per_kv - g < 4 ? per_kv - g : 4) - 1](
@@ -116,14 +128,34 @@ void decode_plain(const PlainSequence* sequences, int count, const PlainLayer& l
           wide.data() + g * dim, m + g, l + g, acc + g * dim);
   });
   const int* starts = firsts.data();
+  const auto merge_part = [&](float* total, const float* more) {
+    for (int g = 0; g < per_kv; g++)
+      merge(total[g], total[per_kv + g], total + 2 * per_kv + g * dim, more[g], more[per_kv + g],
+            more + 2 * per_kv + g * dim, dim);
+  };
   ms::Team::get().parallel(count * layer.num_kv_heads, [&](int i) {
     float* total = all_parts + starts[i] * part_size;
     const bool is_empty = starts[i] == starts[i + 1];
-    for (int p = starts[i] + 1; p < starts[i + 1]; p++) {
-      float* more = all_parts + p * part_size;
-      for (int g = 0; g < per_kv; g++)
-        merge(total[g], total[per_kv + g], total + 2 * per_kv + g * dim, more[g], more[per_kv + g],
-              more + 2 * per_kv + g * dim, dim);
+    const PlainSequence& seq = sequences[i / layer.num_kv_heads];
+    const int own_split = seq.length ? (seq.length - 1) / SPLIT : 0;
+    if (phased.phase == Phase::begin) {
+      // The parts before the row's own split are whole.
+      const int all_of = starts[i + 1] - starts[i], earlier = all_of < own_split ? all_of : own_split;
+      for (int p = 1; p < earlier; p++) merge_part(total, total + p * part_size);
+      if (earlier) std::memcpy(kept(i, 0), total, sizeof(float) * part_size);
+      float* own = kept(i, 1);
+      if (earlier < all_of) {
+        std::memcpy(own, total + earlier * part_size, sizeof(float) * part_size);
+      } else {
+        std::memset(own, 0, sizeof(float) * part_size);
+        for (int g = 0; g < per_kv; g++) own[g] = NOTHING;
+      }
+      return;
+    }
+    for (int p = starts[i] + 1; p < starts[i + 1]; p++) merge_part(total, all_parts + p * part_size);
+    if (phased.phase == Phase::finish && own_split > 0) {
+      merge_part(kept(i, 0), total);
+      total = kept(i, 0);
     }
     for (int g = 0; g < per_kv; g++) {
       const size_t head = static_cast<size_t>(i / layer.num_kv_heads) * heads + i % layer.num_kv_heads * per_kv + g;

@@ -225,38 +225,5 @@ void linear_int8(const LinearInt8& op, const Quantized& x, int rows, void* out, 
   });
 }
 
-// Quantizes each row with its largest magnitude as 127, and packs it.
-void pack_int8(const PackSource& source, const LinearInt8& op, uint8_t* packed, float* scales) {
-  const int quads = op.num_in_padded / 4;
-  ms::Team::get().parallel(op.num_panels, [&](int panel) {
-    uint8_t* to = packed + static_cast<size_t>(panel) * quads * 128;
-    std::memset(to, 128, static_cast<size_t>(quads) * 128);
-    for (int c = 0; c < PANEL; c++) {
-      int channel = panel * PANEL + c;
-      if (op.is_gated) {
-        const int gate = panel * 16 + c % 16;
-        channel = gate >= op.num_out ? -1 : gate + (c < 16 ? 0 : op.num_out);
-      } else if (channel >= op.num_out) {
-        channel = -1;
-      }
-      scales[panel * PANEL + c] = 0.0f;
-      if (channel < 0) continue;
-      const char* row = source.row(channel);
-      auto get = [&](int k) MS_LAMBDA { return row_at(row, source.type, k, op.num_in - k); };
-      f32x16 largest = splat(0.0f);
-      for (int k = 0; k < op.num_in; k += 16) largest = max_magnitude(largest, get(k));
-      const float top = reduce_magnitude(largest);
-      const f32x16 inverse = splat(top > 0.0f ? 127.0f / top : 0.0f);
-      scales[panel * PANEL + c] = top / 127.0f;
-      uint8_t* lane = to + (c / 16) * 64 + (c % 16) * 4;
-      for (int k = 0; k < op.num_in; k += 16) {
-        alignas(16) uint8_t bytes[16];
-        store_i8(reinterpret_cast<int8_t*>(bytes), to_int_nearest(get(k) * inverse) ^ 128);
-        for (int q = 0; q < 4; q++) std::memcpy(lane + (k / 4 + q) * 128, bytes + 4 * q, 4);
-      }
-    }
-  });
-}
-
 }  // namespace
 }  // namespace MS_ISA

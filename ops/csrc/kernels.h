@@ -52,6 +52,14 @@ struct PackSource {
   }
 };
 
+// Returns the weight row in lane c of a panel of 32 lanes, or -1. A panel of a gated layer has 16
+// gates and then their factors.
+inline int channel_at(int panel, int c, int num_out, bool is_gated) {
+  const int n = is_gated ? panel * 16 + c % 16 : panel * 32 + c;
+  if (n >= num_out) return -1;
+  return is_gated && c >= 16 ? n + num_out : n;
+}
+
 struct LinearInt8 {
   const uint8_t* packed;
   const float* scales;
@@ -145,6 +153,17 @@ struct PartialRows {
   size_t stride, lse_stride;  // from row to row, in elements
 };
 
+// Attention of single rows may be computed in two calls. `begin` adds the keys before the row's own,
+// as far as they fill whole runs of the kernel, before the row's own key is written. `finish` adds
+// the rest and gives the bits of one call. In between, `sums` holds two parts for each single row,
+// [rows][2][heads][dim + 2]: of the earlier splits, and of the row's own split. Sequences with
+// several rows are computed by `finish` alone.
+enum class Phase : int { whole, begin, finish };
+struct Phased {
+  Phase phase = Phase::whole;
+  float* sums = nullptr;
+};
+
 struct Step {
   const SequenceRows* sequences;
   int num_sequences;
@@ -191,7 +210,7 @@ struct Kernels {
   void (*append_kv)(const Step&, const CacheLayer&, const float* k, const float* v, size_t stride,
                     const Rotation&);
   void (*attend)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
-                 size_t out_stride, float* lse);
+                 size_t out_stride, float* lse, const Phased&);
   int64_t (*read_bytes)(const void*, size_t bytes);
   void (*copy_bytes)(void* to, const void* from, size_t bytes);
   double (*multiply_i8)(int64_t rounds);    // returns the number of operations
@@ -204,7 +223,7 @@ struct Kernels {
   void (*linear_int4)(const LinearInt4&, const Quantized&, int rows, void* out, size_t out_stride,
                       DType, bool add);
   void (*decode_plain)(const PlainSequence*, int count, const PlainLayer&, const void* q, size_t q_stride, DType q_type,
-                       float* out, float* lse);
+                       float* out, float* lse, const Phased&);
   void (*prefill_plain)(const PlainSequence&, const PlainLayer&, const PrefillRows&);
   void (*linear_plain)(const LinearPlain&, const Rows&, int rows, const Norm&, void* out, size_t out_stride, bool add);
   // Merges part's row i into row rows[i] of total, or into row i where rows is null.
@@ -213,6 +232,8 @@ struct Kernels {
   // Converts rows of [heads][dim] to [rows][heads][dim] signed bytes and [rows][heads] scales, and back.
   void (*quantize_heads)(const Rows&, int rows, int heads, int dim, int8_t* values, float* scales);
   void (*dequantize_heads)(const int8_t* values, const float* scales, int rows, int heads, int dim, void* out, DType);
+  void (*pack_int4)(const PackSource&, const LinearInt4&, const float* bounds, uint8_t* packed, float* factors);
+  bool (*all_finite)(const void*, size_t bytes, uint32_t low, uint32_t high);
 };
 
 const Kernels* portable_kernels();

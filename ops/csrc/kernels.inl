@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "kernels.h"
-#include "simd.h"
+#include "simd_math.h"
 #include "team.h"
 
 namespace MS_ISA {
@@ -14,6 +14,7 @@ using namespace ms;
 #include "rows.inl"
 #include "gemm.inl"
 #include "gemm4.inl"
+#include "pack.inl"
 #include "gemm_plain.inl"
 #include "kv_tiles.inl"
 #include "attention_common.inl"
@@ -25,6 +26,7 @@ using namespace ms;
 #include "attention_plain_prefill.inl"
 #include "partials.inl"
 #include "ceilings.inl"
+#include "logits.inl"
 #include "sampling.inl"
 
 namespace ms {
@@ -35,7 +37,8 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::multiply_i8, MS_ISA::multiply_bf16,
                               MS_ISA::argmax,  MS_ISA::sample, MS_ISA::describe_tokens, MS_ISA::linear_int4,
                               MS_ISA::decode_plain, MS_ISA::prefill_plain, MS_ISA::linear_plain,
-                              MS_ISA::merge_partials, MS_ISA::quantize_heads, MS_ISA::dequantize_heads};
+                              MS_ISA::merge_partials, MS_ISA::quantize_heads, MS_ISA::dequantize_heads,
+                              MS_ISA::pack_int4, MS_ISA::all_finite};
   return &all;
 }
 }  // namespace ms

@@ -47,6 +47,17 @@ class Buffer {
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 int count_panels(int num_out, bool is_gated) { return is_gated ? (num_out + 15) / 16 : (num_out + 31) / 32; }
 
+// parts: the address, row stride and number of rows of each part.
+PackSource pack_source(const std::vector<size_t>& parts, int dtype) {
+  PackSource source{{}, {}, {}, static_cast<DType>(dtype)};
+  for (size_t i = 0, rows = 0; i < MAX_PARTS && 3 * i + 3 <= parts.size(); i++) {
+    source.parts[i] = pointer<void>(parts[3 * i]);
+    source.strides[i] = parts[3 * i + 1];
+    source.ends[i] = static_cast<int>(rows += parts[3 * i + 2]);
+  }
+  return source;
+}
+
 // Returns a buffer for quantized rows. Each calling thread has its own, kept between calls.
 Quantized scratch(int rows, int num_in_padded) {
   static thread_local std::vector<int8_t> memory;
@@ -76,13 +87,7 @@ class Linear {
   }
 
  protected:
-  // Returns the weight row in lane c of a panel, or -1. A panel of a gated layer has 16 gates and
-  // then their factors.
-  int channel(int panel, int c) const {
-    const int n = is_gated_ ? panel * 16 + c % 16 : panel * PANEL + c;
-    if (n >= num_out_) return -1;
-    return is_gated_ && c >= 16 ? n + num_out_ : n;
-  }
+  int channel(int panel, int c) const { return channel_at(panel, c, num_out_, is_gated_); }
 
   // Copies one number for each channel into the order of the panels.
   void spread(const float* from, float* to) const {
@@ -127,16 +132,11 @@ class QuantizedLinear : public Linear {
 
 class Int8Linear : public QuantizedLinear {
  public:
-  // parts: the address, row stride and number of rows of each part.
+  // Rounds plain weights; parts as in pack_source.
   Int8Linear(int num_in, int num_out, const std::vector<size_t>& parts, int dtype, uintptr_t bias,
              int activation, bool is_gated)
       : Int8Linear(num_in, num_out, bias, activation, is_gated) {
-    PackSource source{{}, {}, {}, static_cast<DType>(dtype)};
-    for (size_t i = 0, rows = 0; i < MAX_PARTS && 3 * i + 3 <= parts.size(); i++) {
-      source.parts[i] = pointer<void>(parts[3 * i]);
-      source.strides[i] = parts[3 * i + 1];
-      source.ends[i] = static_cast<int>(rows += parts[3 * i + 2]);
-    }
+    const PackSource source = pack_source(parts, dtype);
     nb::gil_scoped_release release;
     kernels().pack_int8(source, op_, packed_.as<uint8_t>(), scales_.as<float>());
   }
@@ -176,9 +176,7 @@ class Int4Linear : public QuantizedLinear {
   // [channels][groups] bytes, or 0; channel_scales: [channels] fp32.
   Int4Linear(int num_in, int num_out, uintptr_t codes, uintptr_t scales, uintptr_t zeros,
              uintptr_t channel_scales, int group, bool is_nf4, uintptr_t bias, int activation, bool is_gated)
-      : QuantizedLinear(num_in, num_out, padding(group), panel_bytes(num_in, group, kind(zeros, is_nf4)),
-                        bias, activation, is_gated),
-        op4_{op_, group, kind(zeros, is_nf4)} {
+      : Int4Linear(num_in, num_out, group, kind(zeros, is_nf4), bias, activation, is_gated) {
     nb::gil_scoped_release release;
     spread(pointer<float>(channel_scales), scales_.as<float>());
     Team::get().parallel(op_.num_panels, [&](int panel) {
@@ -191,11 +189,26 @@ class Int4Linear : public QuantizedLinear {
     });
   }
 
+  // Rounds plain weights; parts as in pack_source. bounds: the 15 bounds between the values of NF4
+  // codes, or 0 for int4.
+  Int4Linear(int num_in, int num_out, const std::vector<size_t>& parts, int dtype, int group, uintptr_t bounds,
+             uintptr_t bias, int activation, bool is_gated)
+      : Int4Linear(num_in, num_out, group, kind(0, bounds != 0), bias, activation, is_gated) {
+    const PackSource source = pack_source(parts, dtype);
+    nb::gil_scoped_release release;
+    kernels().pack_int4(source, op4_, pointer<float>(bounds), packed_.as<uint8_t>(), scales_.as<float>());
+  }
+
   void multiply(const Quantized& x, int rows, void* out, size_t out_stride, DType type, bool add) const {
     kernels().linear_int4(op4_, x, rows, out, out_stride, type, add);
   }
 
  private:
+  Int4Linear(int num_in, int num_out, int group, Codes codes, uintptr_t bias, int activation, bool is_gated)
+      : QuantizedLinear(num_in, num_out, padding(group), panel_bytes(num_in, group, codes), bias, activation,
+                        is_gated),
+        op4_{op_, group, codes} {}
+
   static int padding(int group) { return group < 64 ? 64 : group; }
   static Codes kind(uintptr_t zeros, bool is_nf4) {
     return is_nf4 ? Codes::nf4 : zeros ? Codes::with_zeros : Codes::centred;
@@ -299,7 +312,8 @@ void ms::bind_linear(nb::module_& m) {
       .def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, int, bool>());
   with_quantized(int8);
   nb::class_<Int4Linear> int4(m, "Int4Linear");
-  int4.def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, bool, uintptr_t, int, bool>());
+  int4.def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, bool, uintptr_t, int, bool>())
+      .def(nb::init<int, int, const std::vector<size_t>&, int, int, uintptr_t, uintptr_t, int, bool>());
   with_quantized(int4);
   nb::class_<PlainLinear> plain(m, "PlainLinear");
   plain.def(nb::init<int, int, uintptr_t, size_t, int, uintptr_t, int, bool>());

@@ -12,6 +12,7 @@
 #include "team.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 using namespace ms;
 
 namespace {
@@ -52,10 +53,10 @@ class Int8Attention {
                         {pointer<float>(cos), pointer<float>(sin), half});
   }
   void attend(const StepPlan& step, uintptr_t q, size_t q_stride, uintptr_t out, size_t out_stride,
-              uintptr_t lse) const {
+              uintptr_t lse, int phase, uintptr_t sums) const {
     nb::gil_scoped_release release;
     kernels().attend(step.get(), layer_, pointer<float>(q), q_stride, pointer<float>(out), out_stride,
-                     pointer<float>(lse));
+                     pointer<float>(lse), {static_cast<Phase>(phase), pointer<float>(sums)});
   }
 
  private:
@@ -71,7 +72,8 @@ void rotate(uintptr_t x, size_t stride, int rows, int heads, int head_dim, uintp
 
 // sequences: five numbers each, the addresses of K and V, token stride, head stride and length.
 void decode_plain(const std::vector<size_t>& sequences, int num_heads, int num_kv_heads, int head_dim, float scale,
-                  int type, uintptr_t q, size_t q_stride, int q_type, uintptr_t out, uintptr_t lse) {
+                  int type, uintptr_t q, size_t q_stride, int q_type, uintptr_t out, uintptr_t lse, int phase,
+                  uintptr_t sums) {
   std::vector<PlainSequence> all;
   for (size_t i = 0; i + 5 <= sequences.size(); i += 5)
     all.push_back({pointer<void>(sequences[i]), pointer<void>(sequences[i + 1]), sequences[i + 2], sequences[i + 3],
@@ -79,7 +81,8 @@ void decode_plain(const std::vector<size_t>& sequences, int num_heads, int num_k
   nb::gil_scoped_release release;
   kernels().decode_plain(all.data(), static_cast<int>(all.size()),
                          {num_heads, num_kv_heads, head_dim, scale, static_cast<DType>(type)}, pointer<void>(q), q_stride,
-                         static_cast<DType>(q_type), pointer<float>(out), pointer<float>(lse));
+                         static_cast<DType>(q_type), pointer<float>(out), pointer<float>(lse),
+                         {static_cast<Phase>(phase), pointer<float>(sums)});
 }
 
 // q and out: [count][num_heads][head_dim], of the same type.
@@ -135,7 +138,8 @@ NB_MODULE(_native, m) {
   m.def("num_threads", [] { return Team::get().size(); });
   m.def("set_num_threads", [](int n) { Team::get().resize(n); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("rotate", &rotate);
-  m.def("decode_plain", &decode_plain);
+  m.def("decode_plain", &decode_plain, "sequences"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "type"_a,
+        "q"_a, "q_stride"_a, "q_type"_a, "out"_a, "lse"_a, "phase"_a = 0, "sums"_a = 0);
   m.def("read_bytes", [](uintptr_t from, size_t bytes) {
     nb::gil_scoped_release release;
     return kernels().read_bytes(pointer<void>(from), bytes);
@@ -143,6 +147,10 @@ NB_MODULE(_native, m) {
   m.def("copy_bytes", [](uintptr_t to, uintptr_t from, size_t bytes) {
     nb::gil_scoped_release release;
     kernels().copy_bytes(pointer<void>(to), pointer<void>(from), bytes);
+  });
+  m.def("all_finite", [](uintptr_t from, size_t bytes, uint32_t low, uint32_t high) {
+    nb::gil_scoped_release release;
+    return kernels().all_finite(pointer<void>(from), bytes, low, high);
   });
   m.def("multiply_i8", [](int64_t rounds) { return kernels().multiply_i8(rounds); });
   m.def("multiply_bf16", [](int64_t rounds) { return kernels().multiply_bf16(rounds); });
@@ -174,7 +182,8 @@ NB_MODULE(_native, m) {
   nb::class_<Int8Attention>(m, "Int8Attention")
       .def(nb::init<size_t, int, int, int, int, float, int, float, std::vector<float>, std::vector<float>>())
       .def("append", &Int8Attention::append)
-      .def("attend", &Int8Attention::attend);
+      .def("attend", &Int8Attention::attend, "step"_a, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "lse"_a,
+           "phase"_a = 0, "sums"_a = 0);
   m.def("prefill_plain", &prefill_plain);
   m.def("merge_partials", &merge_partials);
   m.def("quantize_heads", &quantize_heads);

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ops import MIN_CAPABILITY
 from ops.backend import NO_FUSION, Fusion, LinearOp, Norm, QuantizedLinears
-from ops.cuda.linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear
+from ops.cuda.linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear, rounded4_linear
 from ops.reference import ReferenceBackend
 from ops.triton_kernels.kv import Rotation, rotate
 from ops.triton_kernels.rows import activation_rows, gated_rows, norm_rows
@@ -60,6 +60,7 @@ class CudaLinears:
     def __init__(self, device: torch.device) -> None:
         self.int8 = partial(Int8Linear, device=device)
         self.int4 = partial(Int4Linear, device=device)
+        self.rounded4 = partial(rounded4_linear, device=device)
         self.fp8 = partial(Fp8Linear, device=device)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ops.backend import INT4_GROUPS, MAX_INT8_INPUTS, NO_FUSION, Fusion, Norm
 from ops.cuda import tune
-from ops.linear import split_scales
+from ops.linear import round_to_4_bits, split_scales
 from ops.triton_kernels.linear import ScaledWeight, library_linear, scaled_linear, split_scratch
 from ops.triton_kernels.linear4 import int4_linear, pack_int4
 from ops.triton_kernels.rows import activation_rows, gated_rows, norm_rows, quantize_rows
@@ -229,6 +229,21 @@ class Int4Linear(CudaLinear):
         _, activation, is_gated = self.fusion
         args = rows, self.weight, out, residual, activation
         int4_linear(*args, is_gated=is_gated, tile=choice.tile)
+
+
+def rounded4_linear(
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    fusion: Fusion = NO_FUSION,
+    *,
+    group: int,
+    is_nf4: bool,
+    device: torch.device,
+) -> Int4Linear:
+    """Implements QuantizedLinears.rounded4 on a device, with the temporary memory of one part."""
+    rounded = [round_to_4_bits(part.to(device), group, is_nf4=is_nf4) for part in parts]
+    codes, scales = (torch.cat(each) for each in zip(*rounded, strict=True))
+    return Int4Linear(codes, scales, None, bias, fusion, group=group, is_nf4=is_nf4, device=device)
 
 
 class PlainLinear:

@@ -90,7 +90,7 @@ def long(plan, row, FIELD: tl.constexpr):
 def weigh(scaled, top):
     """Returns exp(scaled - top) in units of 2^-44, rounded to int64; scaled is at most top.
 
-    The polynomial is that of ops/csrc/sampling.inl, with a relative error below 6e-11. Every
+    The polynomial is that of ops/csrc/logits.inl, with a relative error below 6e-11. Every
     multiplication is part of an fma, so that all call sites round equally.
     """
     x = tl.maximum(scaled.to(tl.float64) - top.to(tl.float64), -60.0)

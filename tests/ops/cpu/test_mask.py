@@ -8,7 +8,7 @@ import torch
 
 from ops.cpu import sampling
 from serve.runner.sampler import sample_with_torch
-from serve.structured.token_mask import bits_of
+from serve.structured.bits import bits_of
 from tests.support.engine.fakes import make_seq
 
 pytestmark = pytest.mark.skipif(not sampling.is_available(), reason="not built")

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
-from serve.structured.token_mask import bits_of
+from serve.structured.bits import bits_of
 from tests.support.cuda.device_sampling import make_sampler, step
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
