@@ -9,6 +9,7 @@ from typing import Literal
 # and no other whitespace: some models would otherwise generate nothing else.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+JSON_KINDS = ("json_object", "json_schema")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,13 @@ class StructuredOutput:
     "json_schema": the schema as JSON text. "json_object": empty; any JSON object is allowed.
     "choice": the allowed strings as a JSON list. "regex": an expression that the whole text
     matches. "grammar": a grammar in llguidance's dialect of Lark.
+    bounded: JSON has no properties that a schema does not name, its numbers fit an int64 or a
+    double, and it is completed before max_tokens run out. False takes the schema by its letter;
+    None takes the engine's setting for JSON, and False for the %json of a grammar.
+    completes: a bounded text is completed before max_tokens run out.
     """
 
     kind: GrammarKind
     source: str = ""
+    bounded: bool | None = None
+    completes: bool = True

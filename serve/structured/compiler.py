@@ -11,7 +11,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -19,6 +21,9 @@ from serve.errors import RequestError
 from serve.sandbox.worker import BoundedWorker, WorkerError
 from serve.structured.grammar_source import PARAM, grammar_of, invalid
 from serve.structured.grammar_worker import Vocabulary, make_matcher, make_tokenizer, problem_of
+from serve.structured.json_limits import JsonForm
+from serve.structured.json_tokens import JsonTokens
+from serve.structured.schema_ends import pattern_ends, required_names, shortest_sizes
 from serve.structured_output import StructuredOutput
 from serve.text.tokenizer import Tokenizer
 
@@ -31,15 +36,35 @@ MAX_CACHE_BYTES = 64 << 20
 # The memory of a compiled grammar, as measured: about 45 times its text, and the matcher itself.
 _BYTES_PER_CHAR = 48
 _BYTES_EACH = 64 << 10
-_Key = tuple[str, str]
+_CALL = 40  # tokens that begin another tool call, about
+_MAX_NAMES = 64
+_Key = tuple[str, str, bool | None, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled grammar. matcher: at the beginning of the text, never advanced. text: what it was
+    compiled from. json: the limits of its JSON, if it is bounded."""
+
+    matcher: LLMatcher
+    text: str
+    json: JsonForm | None = None
 
 
 class GrammarCompiler:
-    """The compiled grammars of an engine. vocab_size: the width of the logits."""
+    """The compiled grammars of an engine. vocab_size: the width of the logits. bounded_json: what
+    holds for requests that do not say."""
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        *,
+        bounded_json: bool = True,
     ) -> None:
+        self._bounded_json = bounded_json
+        self._json_tokens: JsonTokens | None = None
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = sorted(token for token in eos_token_ids if token < vocab_size)
@@ -63,6 +88,10 @@ class GrammarCompiler:
 
         Raises RequestError with code "invalid_schema".
         """
+        return self.grammar(structured).matcher.deep_copy()
+
+    def grammar(self, structured: StructuredOutput) -> Grammar:
+        """Returns the compiled grammar, which requests share. Raises as compile() does."""
         result = self.cache.get(structured)
         self.cache.count(is_hit=result is not None)
         if result is None:
@@ -70,20 +99,29 @@ class GrammarCompiler:
                 result = self.cache.get(structured) or self._compile(structured)
         if isinstance(result, str):
             raise invalid(result)
-        return result.deep_copy()
+        return result
 
     def compile_unshared(self, structured: StructuredOutput) -> LLMatcher:
         """Drops a valid grammar from the cache and compiles it again, with a lexer of its own."""
+        grammar = self.grammar(structured)
         self.cache.drop(structured)
         assert self._ll_tokenizer is not None
-        return make_matcher(self._ll_tokenizer, grammar_of(structured))
+        return make_matcher(self._ll_tokenizer, grammar.text)
+
+    def worker_bytes(self) -> int:
+        """Returns the resident memory of the child process."""
+        return self._worker.resident_bytes()
 
     def close(self) -> None:
         """Ends the child process. Idempotent."""
         self._worker.close()
 
-    def _compile(self, structured: StructuredOutput) -> LLMatcher | str:
-        grammar = grammar_of(structured)
+    def _compile(self, structured: StructuredOutput) -> Grammar | str:
+        is_bounded = structured.bounded
+        if is_bounded is None:
+            is_bounded = structured.kind != "grammar" and self._bounded_json
+        schemas: list[Any] = []
+        text = grammar_of(structured, closed=is_bounded, schemas=schemas)
         if self._tokenizer.pieces is None:
             raise RequestError(
                 "structured needs the text of each token, which this model's tokenizer does not "
@@ -92,21 +130,49 @@ class GrammarCompiler:
                 code="unsupported_parameter",
             )
         try:
-            problem = self._worker.ask({"grammar": grammar}).get("error")
+            problem = self._problem(text)
+            if problem and is_bounded and text != (whole := grammar_of(structured)):
+                # the library may not be able to close these objects
+                text, problem = whole, self._problem(whole)
         except WorkerError as error:
-            result: LLMatcher | str = f"is too complex: {error}"
+            result: Grammar | str = f"is too complex: {error}"
             self.cache.put(structured, result, UNSURE_S)
             return result
-        result = f"cannot be used: {problem}" if problem else self._matcher(grammar)
+        result = f"cannot be used: {problem}" if problem else self._matcher(text)
+        if isinstance(result, Grammar) and is_bounded and schemas:
+            result = replace(result, json=self._json_form(structured, schemas))
         self.cache.put(structured, result)
         return result
 
-    def _matcher(self, grammar: str) -> LLMatcher | str:
+    def _problem(self, grammar: str) -> str:
+        return str(self._worker.ask({"grammar": grammar}).get("error") or "")
+
+    def _matcher(self, grammar: str) -> Grammar | str:
         if self._ll_tokenizer is None:
             vocabulary = self._vocabulary()
             self._ll_tokenizer = make_tokenizer(vocabulary, self._ends)
         matcher = make_matcher(self._ll_tokenizer, grammar)
-        return f"cannot be used: {problem_of(matcher)}" if matcher.is_error() else matcher
+        if matcher.is_error():
+            return f"cannot be used: {problem_of(matcher)}"
+        return Grammar(matcher, grammar)
+
+    def _json_form(self, structured: StructuredOutput, schemas: list[Any]) -> JsonForm:
+        assert self._ll_tokenizer is not None
+        if self._json_tokens is None:
+            self._json_tokens = JsonTokens(self._tokens(), self._ll_tokenizer.tokenize_str)
+        tokens = self._json_tokens
+        count = tokens.counter()
+        sizes = [shortest_sizes(schema, count) for schema in schemas]
+        names = [f'{name}"' for name in (pattern_ends(schemas) | required_names(schemas))]
+        return JsonForm(
+            tokens,
+            growth=max(longest for _, longest in sizes) + 2,
+            again=_CALL + int(max(size for size, _ in sizes))
+            if structured.kind == "grammar"
+            else 0,
+            names=tuple(ids for name in names[:_MAX_NAMES] if (ids := tokens.spelled(name))),
+            completes=structured.completes,
+        )
 
     @property
     def _ends(self) -> list[int]:
@@ -141,14 +207,14 @@ class GrammarCache:
     def __init__(self, max_entries: int = MAX_GRAMMARS, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._lock = threading.Lock()
-        self._entries: OrderedDict[_Key, tuple[LLMatcher | str, int, float]] = OrderedDict()
+        self._entries: OrderedDict[_Key, tuple[Grammar | str, int, float]] = OrderedDict()
         self.num_bytes = 0
         self.num_hits = self.num_misses = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, structured: StructuredOutput) -> LLMatcher | str | None:
+    def get(self, structured: StructuredOutput) -> Grammar | str | None:
         key = _key(structured)
         with self._lock:
             entry = self._entries.get(key)
@@ -164,9 +230,9 @@ class GrammarCache:
             self.num_misses += not is_hit
 
     def put(
-        self, structured: StructuredOutput, result: LLMatcher | str, keep_s: float = math.inf
+        self, structured: StructuredOutput, result: Grammar | str, keep_s: float = math.inf
     ) -> None:
-        size = len(result) if isinstance(result, str) else _BYTES_PER_CHAR * len(structured.source)
+        size = len(result) if isinstance(result, str) else _BYTES_PER_CHAR * len(result.text)
         size += _BYTES_EACH
         key = _key(structured)
         with self._lock:
@@ -183,5 +249,5 @@ class GrammarCache:
 
 
 def _key(structured: StructuredOutput) -> _Key:
-    """Returns a key of strings, which keep their hash when a call has a thousand prompts."""
-    return structured.kind, structured.source
+    """Returns a key with strings, which keep their hash when a call has a thousand prompts."""
+    return structured.kind, structured.source, structured.bounded, structured.completes

@@ -13,7 +13,10 @@ from typing import Any
 from llguidance import LLMatcher
 
 from serve.errors import RequestError
+from serve.structured.schema_choices import split_choices
+from serve.structured.schema_closing import close_objects
 from serve.structured.schema_ends import has_finite_text
+from serve.structured.schema_numbers import fit_numbers
 from serve.structured_output import JSON_OPTIONS, StructuredOutput
 
 MAX_SOURCE_BYTES = 128 << 10
@@ -48,8 +51,14 @@ _LARK_TOKEN = re.compile(
 )
 
 
-def grammar_of(structured: StructuredOutput) -> str:
-    """Returns the grammar for LLMatcher; RequestError has code "invalid_schema"."""
+def grammar_of(
+    structured: StructuredOutput, *, closed: bool = False, schemas: list[Any] | None = None
+) -> str:
+    """Returns the grammar for LLMatcher; RequestError has code "invalid_schema".
+
+    closed: objects have no other properties than a schema names. schemas: gets the schemas that the
+    grammar has.
+    """
     source = structured.source
     try:
         size = len(source.encode())
@@ -59,19 +68,21 @@ def grammar_of(structured: StructuredOutput) -> str:
         raise invalid(f"is larger than {MAX_SOURCE_BYTES} bytes")
     if "\0" in source:
         raise invalid("has a zero character")
+    found: list[Any] = [] if schemas is None else schemas
     match structured.kind:
         case "json_object":
-            return _json_grammar({"type": "object"})
+            found.append({"type": "object"})
+            return _json_grammar(found[0])
         case "json_schema":
-            return _json_grammar(_schema(source))
+            found.append(_prepared(_schema(source), closed))
+            return _json_grammar(found[0])
         case "regex":
             check_regex(source)
             return LLMatcher.grammar_from_regex(source)
         case "choice":
             return LLMatcher.grammar_from_lark("start: " + " | ".join(_choices(source)))
         case "grammar":
-            _check_lark(source)
-            return LLMatcher.grammar_from_lark(source)
+            return LLMatcher.grammar_from_lark(_lark(source, found, closed))
     raise invalid("is of an unknown kind")
 
 
@@ -86,6 +97,12 @@ def _json_grammar(schema: dict[str, Any]) -> str:
         )
     except ValueError:
         raise invalid("has a number that JSON cannot represent") from None
+
+
+def _prepared(schema: dict[str, Any], closed: bool) -> dict[str, Any]:
+    """Returns the schema as the grammar library takes it. It allows what the schema allows, but for
+    what the library cannot express and with `closed` for properties without a name."""
+    return close_objects(split_choices(fit_numbers(schema, invalid, bounded=closed)), every=closed)
 
 
 def _parsed(source: str) -> Any:
@@ -241,26 +258,32 @@ def _atom_length(text: str, at: int) -> int:
     return len(text) - at
 
 
-def _check_lark(source: str) -> None:
-    """Checks the nesting, the regular expressions and the schemas of a Lark grammar."""
-    depth, at = 0, 0
+def _lark(source: str, schemas: list[Any], closed: bool) -> str:
+    """Checks the nesting, the regular expressions and the schemas of a Lark grammar. Returns it
+    with its schemas prepared, which are added to `schemas`."""
+    depth, at, done = 0, 0, 0
+    parts: list[str] = []
     while (token := _LARK_TOKEN.search(source, at)) is not None:
         at = token.end()
         text = token.group()
         if token.group(1):
             check_regex(token.group(1))
         elif text.startswith("%json"):
-            at = _check_inner_schema(source, at)
+            schema, end = _inner_schema(source, at)
+            schemas.append(_prepared(schema, closed))
+            parts += source[done:at], json.dumps(schemas[-1])
+            at = done = end
         elif text in "([":
             depth += 1
         elif text in ")]":
             depth -= 1
         if depth > MAX_GROUPS:
             raise invalid(f"is nested deeper than {MAX_GROUPS}")
+    return "".join((*parts, source[done:]))
 
 
-def _check_inner_schema(source: str, at: int) -> int:
-    """Checks the schema at `at` and returns its end."""
+def _inner_schema(source: str, at: int) -> tuple[dict[str, Any], int]:
+    """Returns the schema at `at`, checked, and its end."""
     try:
         schema, end = json.JSONDecoder().raw_decode(source, at)
     except (ValueError, RecursionError):
@@ -270,4 +293,4 @@ def _check_inner_schema(source: str, at: int) -> int:
     if schema.get("x-guidance", JSON_OPTIONS) != JSON_OPTIONS:
         raise invalid("has x-guidance in %json, which is not supported")
     check_schema(schema)
-    return end
+    return schema, end

@@ -6,9 +6,13 @@ import threading
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from serve.kept import Kept, size_of
 from serve.request import Request
 from serve.sampling_params import SamplingParams
-from serve.structured.token_mask import BadWords, Bits, MaskBudget, Matcher, SequenceMask, bits_of
+from serve.structured.bits import Bits, bits_of
+from serve.structured.json_limits import JsonForm, JsonLimits
+from serve.structured.token_mask import BadWords, MaskBudget, Matcher, SequenceMask
+from serve.structured_output import StructuredOutput
 from serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -19,11 +23,18 @@ _Lists = tuple[Collection[int] | None, Collection[str], tuple[Bits | None, BadWo
 
 
 class MaskMaker:
-    """Makes the masks of an engine. vocab_size: the width of the logits. Thread-safe."""
+    """Makes the masks of an engine. vocab_size: the width of the logits. bounded_json: see
+    GrammarCompiler. Thread-safe."""
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        *,
+        bounded_json: bool = True,
     ) -> None:
+        self._bounded_json = bounded_json
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
         self._tokenizer = tokenizer
@@ -45,7 +56,12 @@ class MaskMaker:
             if self._compiler is None:
                 from serve.structured.compiler import GrammarCompiler
 
-                self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_ids)
+                self._compiler = GrammarCompiler(
+                    self._tokenizer,
+                    self._vocab_size,
+                    self._eos_ids,
+                    bounded_json=self._bounded_json,
+                )
             return self._compiler
 
     @property
@@ -53,8 +69,21 @@ class MaskMaker:
         """The cache of grammars; None if no request has needed one."""
         return None if self._compiler is None else self._compiler.cache
 
-    def make(self, request: Request) -> list[SequenceMask] | None:
+    def kept(self) -> dict[str, Kept]:
+        """Returns what is kept between requests. Any thread may call it."""
+        last, grammars = self._last, self.grammars
+        sizes = {"token_lists": size_of(() if last is None else last)}
+        if grammars is not None:
+            sizes["grammars"] = Kept(len(grammars), grammars.num_bytes)
+        return sizes
+
+    def worker_bytes(self) -> int:
+        """Returns the resident memory of the process that tries grammars."""
+        return 0 if self._compiler is None else self._compiler.worker_bytes()
+
+    def make(self, request: Request, *, is_limited: bool = True) -> list[SequenceMask] | None:
         """Returns a mask for each of the n sequences, or None if all tokens are allowed.
+        is_limited: whether the client has set max_tokens itself.
 
         Raises RequestError for an invalid grammar.
         """
@@ -63,13 +92,9 @@ class MaskMaker:
         if params.structured is None and allowed is None and not words:
             return None
         size = self._vocab_size
-        matcher = None
-        structured = params.structured
-        if structured is not None:
-            compiler = self.compiler
-            matcher = Matcher(
-                compiler.compile(structured), lambda: compiler.compile_unshared(structured)
-            )
+        matcher, form = None, None
+        if params.structured is not None:
+            matcher, form = self._matcher(params.structured)
         bits, bad_words = self._lists(allowed, words)
         stops = frozenset(params.stop_ids)
         budget = MaskBudget(size)
@@ -84,9 +109,18 @@ class MaskMaker:
                 stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
                 min_output=params.min_tokens,
                 budget=budget,
+                json=None
+                if form is None
+                else JsonLimits(form, params.max_tokens or 0, reports_cut=is_limited),
             )
             for _ in range(params.n)
         ]
+
+    def _matcher(self, structured: StructuredOutput) -> tuple[Matcher, JsonForm | None]:
+        compiler = self.compiler
+        grammar = compiler.grammar(structured)
+        start = grammar.matcher.deep_copy()
+        return Matcher(start, lambda: compiler.compile_unshared(structured)), grammar.json
 
     def _lists(
         self, allowed: Collection[int] | None, words: Collection[str]

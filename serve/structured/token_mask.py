@@ -13,21 +13,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from serve.request import FinishReason
+from serve.structured.bits import Bits, all_bits, bits_of, num_words
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-logger = logging.getLogger(__name__)
+    from serve.structured.json_limits import JsonLimits
 
-Bits = npt.NDArray[np.uint32]
+logger = logging.getLogger(__name__)
 
 TOO_COMPLEX = "structured: the grammar is too complex for this text"
 NOTHING_ALLOWED = "structured, allowed_token_ids and bad_words leave no token"
 REQUEST_FAULTS = frozenset({TOO_COMPLEX, NOTHING_ALLOWED})
 """Errors that the request causes and not the engine."""
+
+# The output's last tokens that the limits of JSON look at: more than a number has.
+RECENT_TOKENS = 64
 
 # The number of last tokens that may have changed: more than two steps in flight have.
 _LOOK_BACK = 16
@@ -69,27 +72,6 @@ class MaskBudget:
         self._tokens_s = min(_TOKENS_S, self._tokens_s + _USUAL_TOKEN_S - seconds)
 
 
-def num_words(vocab_size: int) -> int:
-    return (vocab_size + 31) // 32
-
-
-def bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
-    """Returns uint32 [words] with these bits set; ids beyond the vocabulary are ignored."""
-    bits = np.zeros(num_words(vocab_size), dtype=np.uint32)
-    ids = np.fromiter(token_ids, dtype=np.int64)
-    ids = ids[(ids >= 0) & (ids < vocab_size)]
-    np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
-    return bits
-
-
-def all_bits(vocab_size: int) -> Bits:
-    """Returns uint32 [words] with exactly the bits of the vocabulary set."""
-    bits = np.full(num_words(vocab_size), 0xFFFFFFFF, dtype=np.uint32)
-    if vocab_size % 32:
-        bits[-1] = (1 << vocab_size % 32) - 1
-    return bits
-
-
 class Matcher:
     """A grammar's matcher that follows a sequence's output.
 
@@ -106,6 +88,11 @@ class Matcher:
         self._matcher = start.deep_copy()
         self._seen: list[int] = []  # the matcher has consumed the first _num_consumed
         self._num_consumed = 0
+
+    @property
+    def current(self) -> LLMatcher:
+        """The library's matcher, which has consumed the text so far."""
+        return self._matcher
 
     def copy(self) -> Matcher:
         """Returns a copy at the beginning of the text."""
@@ -213,16 +200,18 @@ class SequenceMask:
         stop_ids: frozenset[int] = frozenset(),
         min_output: int = 0,
         budget: MaskBudget | None = None,
+        json: JsonLimits | None = None,
     ) -> None:
         """allowed: the only tokens that may come. stop_ids: tokens that end the sequence once it
         has min_output tokens, with eos_ids among them unless EOS is ignored. budget: that of the
-        request."""
+        request. json: the limits of the JSON in the matcher's texts."""
         self.error: str | None = None
         self.cost_s = 0.0  # seconds of the last fill()
         self.job: object = None  # opaque: a mask that is filled ahead of its step has its job here
         self._budget = MaskBudget(vocab_size) if budget is None else budget
         self._num_prompt = num_prompt
         self._matcher = matcher
+        self._json = json
         self._bad_words = bad_words
         self._stops = bits_of(stop_ids, vocab_size)
         self._ends = bits_of(stop_ids | eos_ids, vocab_size)
@@ -244,8 +233,14 @@ class SequenceMask:
         if self.error is not None:
             self.bits[:] = self._whole  # the next token is never delivered
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the text was completed because the request's tokens run out."""
+        return self._json is not None and self._json.is_cut
+
     def ending(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """Returns STOP if the text is complete and no token can follow, ERROR after an error."""
+        """Returns STOP if the text is complete and no token can follow, or LENGTH if it was
+        completed for lack of tokens, and ERROR after an error."""
         matcher = self._matcher
         if matcher is not None and self.error is None:
             seconds = 0.0
@@ -255,7 +250,9 @@ class SequenceMask:
             self._budget.add_token(seconds)
         if self.error is not None:
             return FinishReason.ERROR
-        return FinishReason.STOP if matcher is not None and matcher.is_over else None
+        if matcher is None or not matcher.is_over:
+            return None
+        return FinishReason.LENGTH if self.is_cut else FinishReason.STOP
 
     def is_end(self, token: int) -> bool:
         """Returns whether the token is an EOS or a stop token."""
@@ -302,6 +299,8 @@ class SequenceMask:
             matcher.fill(self._buffer)
             self._check_error(matcher)
             bits &= self._allowed
+            if self._json is not None and self.error is None:
+                self._json.limit_number(bits, self._recent(token_ids, end))
             self._set_ends(matcher.is_accepting)
         if self._bad_words is not None:
             bits &= ~self._bad_words.single
@@ -310,10 +309,17 @@ class SequenceMask:
         is_too_short = end - self._num_prompt < self._min_output
         if matcher is not None:
             self._forbid_ends(self._ends if is_too_short else self._ends & ~self._stops)
+            if self._json is not None and self.error is None:
+                recent = self._recent(token_ids, end)
+                size = end - self._num_prompt
+                self._json.fit(bits, self._ends, matcher.current, recent, size)
         elif is_too_short:
             bits &= ~self._stops
         if self.error is None and not bits.any():
             self.error = NOTHING_ALLOWED
+
+    def _recent(self, token_ids: Sequence[int], end: int) -> Sequence[int]:
+        return token_ids[max(self._num_prompt, end - RECENT_TOKENS) : end]
 
     def _set_ends(self, is_accepting: bool) -> None:
         if is_accepting:

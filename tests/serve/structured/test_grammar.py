@@ -246,7 +246,7 @@ def test_the_cache_is_bounded(compiler):
     assert cache.get(schema({"const": 99})) == "no"
     assert cache.get(schema({"const": 80})) is None
     for i in range(3):
-        cache.put(schema({"const": "x" * 1000 + str(i)}), compiler.compile(schema({"const": i})))
+        cache.put(schema({"const": "x" * 1000 + str(i)}), compiler.grammar(schema({"const": i})))
         assert cache.num_bytes <= 10 * (64 << 10) + 100_000
     cache.put(schema({"const": 99}), "again")
     assert cache.get(schema({"const": 99})) == "again"

@@ -127,4 +127,4 @@ def test_unsupported_grammars_are_refused(llm):
             answers(llm, structured(kind, source))
         assert caught.value.code == "invalid_schema"
         assert caught.value.param == "structured"
-    assert answers(llm, SamplingParams(max_tokens=3))[0].finish_reason == "length"
+    assert answers(llm, SamplingParams(max_tokens=3, ignore_eos=True))[0].finish_reason == "length"
