@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from serve.errors import EngineStoppedError
+from serve.machine import process_bytes
 
 MAIN = Path(__file__).with_name("worker_main.py")
 STARTUP_TIMEOUT_S = 20.0
@@ -75,6 +76,11 @@ class BoundedWorker:
             if not self._is_closed:
                 self._start()
 
+    def resident_bytes(self) -> int:
+        """Returns the resident memory of the child process; 0 if there is none."""
+        child = self._child
+        return 0 if child is None else process_bytes(child.process.pid)
+
     def close(self) -> None:
         """Ends the child process and waits for it. Idempotent."""
         with self._lock:
@@ -90,8 +96,11 @@ class BoundedWorker:
         if self._child is not None and not self._child.is_alive:
             self._stop()
         if self._child is None:
-            self._child = _Child(self._script, {**self._limits, "job": self._make_setup()})
+            self._child = _Child(self._script, self._setup)
         return self._child
+
+    def _setup(self) -> dict[str, Any]:
+        return {**self._limits, "job": self._make_setup()}
 
     def _stop(self) -> None:
         child, self._child = self._child, None
@@ -102,7 +111,8 @@ class BoundedWorker:
 class _Child:
     """A child process and its two pipes."""
 
-    def __init__(self, script: Path, setup: dict[str, Any]) -> None:
+    def __init__(self, script: Path, make_setup: Callable[[], dict[str, Any]]) -> None:
+        """make_setup: is called before the first call, while the process already starts."""
         # Started by path with -P: importing `serve` would be slow, and its folders must not shadow
         # modules. A process group of its own keeps Ctrl-C in a terminal away from it. A session of
         # its own would as well, but Linux schedules each session as a group, and a busy server has
@@ -120,7 +130,7 @@ class _Child:
         self._stdin, self._stdout = self.process.stdin, self.process.stdout
         os.set_blocking(self._stdin.fileno(), False)
         os.set_blocking(self._stdout.fileno(), False)
-        self._unsent = json.dumps(setup).encode() + b"\n"
+        self._make_setup: Callable[[], dict[str, Any]] | None = make_setup
 
     @property
     def is_alive(self) -> bool:
@@ -128,11 +138,12 @@ class _Child:
 
     def ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
         """Sends a line and returns the answer, or raises TimeoutError, OSError or ValueError."""
-        if self._unsent:
+        if self._make_setup is not None:
+            setup = json.dumps(self._make_setup()).encode() + b"\n"
             deadline = time.monotonic() + STARTUP_TIMEOUT_S
-            self._send(self._unsent, deadline)
+            self._send(setup, deadline)
             json.loads(self._receive(deadline))  # the child reports that it is ready
-            self._unsent = b""
+            self._make_setup = None
         deadline = time.monotonic() + timeout_s
         self._send(line, deadline)
         answer: dict[str, Any] = json.loads(self._receive(deadline))

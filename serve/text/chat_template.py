@@ -25,6 +25,15 @@ SENTINEL = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
 # This marker follows the content of a last message that the model has to continue.
 CONTINUE = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
 
+_NOT_RENDERED = "cannot render the messages: "
+_QUESTION = {"role": "user", "content": "Hello!"}
+# Templates may ask for a system message or refuse one, or want contents as lists of parts.
+_TRIALS: tuple[list[dict[str, Any]], ...] = (
+    [_QUESTION],
+    [{"role": "system", "content": "Be brief."}, _QUESTION],
+    [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}],
+)
+
 
 class ChatTemplate:
     """Renders one template in a child process, one prompt at a time. Thread-safe."""
@@ -61,20 +70,37 @@ class ChatTemplate:
         extra: dict[str, Any] | None = None,
     ) -> str:
         """Returns the prompt; RequestError if the template raises, times out or grows too large."""
-        variables = {
-            **(extra or {}),
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
         try:
-            answer = self._worker.ask(variables)
+            answer = self._worker.ask(
+                {
+                    **(extra or {}),
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
         except WorkerError as error:
             answer = {"error": str(error)}
         if "text" not in answer:
-            raise RequestError(f"cannot render the messages: {answer['error']}", param="messages")
+            raise RequestError(f"{_NOT_RENDERED}{answer['error']}", param="messages")
         return str(answer["text"])
+
+    def worker_bytes(self) -> int:
+        """Returns the resident memory of the child process."""
+        return self._worker.resident_bytes()
+
+    def find_problem(self) -> str | None:
+        """Returns why none of several plain conversations can be rendered, None if one can."""
+        problems = []
+        for messages in _TRIALS:
+            try:
+                self.render(messages)
+            except RequestError as error:
+                problems.append(str(error).removeprefix(_NOT_RENDERED))
+            else:
+                return None
+        return problems[0]
 
     def close(self) -> None:
         """Ends the child process and waits for it. Idempotent."""

@@ -1,20 +1,51 @@
-"""Reads named tokens and the chat template from a checkpoint's JSON files."""
+"""Reads what a checkpoint's JSON files say about texts: named tokens and the chat template."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from serve.errors import ModelLoadError
-from serve.models.config_file import read_json
+from serve.models.config_file import read_bytes, read_json
 
 MAX_TEMPLATE_BYTES = 4 << 20
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """The configuration of a directory. values: of tokenizer_config.json. named_tokens: "bos_token"
+    -> "<s>" and so on; a tokenizer.model adds those that it names. template_file: has the chat
+    template, if there is one."""
+
+    path: Path
+    values: dict[str, Any]
+    named_tokens: dict[str, str]
+    chat_template: str | None
+    template_file: Path
+
+
+def read_text_config(path: Path) -> TextConfig:
+    """Reads a Hugging Face directory. ModelLoadError names the file that is wrong."""
+    file = path / "tokenizer_config.json"
+    values = optional_json(file)
+    if values.get("auto_map") is not None:
+        raise ModelLoadError(
+            f"{file}: auto_map asks for code from the checkpoint, which is never run"
+        )
+    named = named_tokens_of(optional_json(path / "special_tokens_map.json"))
+    template_file = path / "chat_template.jinja"
+    if template_file.exists():
+        template: str | None = _read_template(template_file)
+    else:
+        template, template_file = _default_template(values.get("chat_template")), file
+    return TextConfig(path, values, named | named_tokens_of(values), template, template_file)
+
+
 def optional_json(file: Path) -> dict[str, Any]:
     """Reads a JSON file; {} if it does not exist."""
-    return read_json(file) if file.is_file() else {}
+    return read_json(file) if file.exists() else {}
 
 
 def token_string(value: object) -> str | None:
@@ -36,17 +67,15 @@ def named_tokens_of(config: dict[str, Any]) -> dict[str, str]:
     return {name: token for name, token in tokens.items() if token is not None}
 
 
-def chat_template_of(path: Path, config: dict[str, Any]) -> str | None:
-    """Reads chat_template.jinja, else the (default) template of tokenizer_config.json."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        try:
-            if file.stat().st_size > MAX_TEMPLATE_BYTES:
-                raise ModelLoadError(f"{file} is larger than {MAX_TEMPLATE_BYTES} bytes")
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelLoadError(f"cannot read {file}: {error}") from error
-    template = config.get("chat_template")
+def _read_template(file: Path) -> str:
+    try:
+        return read_bytes(file, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelLoadError(f"cannot read {file}: {error}") from error
+
+
+def _default_template(template: object) -> str | None:
+    """Returns the template, or the default one of several."""
     for item in template if isinstance(template, list) else ():
         if isinstance(item, dict) and item.get("name") == "default":
             template = item.get("template")

@@ -41,13 +41,16 @@ class ToolCallParser:
         self._scanned = 0
         self._is_after_call = False
         self._parts: list[Part] = []
-        self._state: Callable[[], bool] = self._start if style.is_bare else self._content
+        # A function and not a bound method, which would be a reference cycle.
+        self._state: Callable[[ToolCallParser], bool] = (
+            ToolCallParser._start if style.is_bare else ToolCallParser._content
+        )
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
         self._text += text
         self._parts = []
-        while self._state():
+        while self._state(self):
             pass
         return self._parts
 
@@ -55,11 +58,11 @@ class ToolCallParser:
         """Ends the answer and returns the parts that were held back."""
         self._parts = []
         text, self._text = self._text, ""
-        if self._state == self._content:
+        if self._state is ToolCallParser._content:
             self._emit(text.lstrip() if self._is_after_call else text)
-        elif self._state == self._rest:
+        elif self._state is ToolCallParser._rest:
             self._emit(text.lstrip())
-        elif self._state != self._after:  # a partial end marker is not text
+        elif self._state is not ToolCallParser._after:  # a partial end marker is not text
             self._emit(self._held + text)
         return self._parts
 
@@ -69,7 +72,7 @@ class ToolCallParser:
         text = self._text.lstrip()
         if not text:
             return False
-        self._state = self._before if text[0] == "{" else self._content
+        self._state = ToolCallParser._before if text[0] == "{" else ToolCallParser._content
         return True
 
     def _content(self) -> bool:
@@ -86,7 +89,7 @@ class ToolCallParser:
             return False
         at += len(begin)
         self._held, self._text = text[len(ready) : at], text[at:]
-        self._state = self._list if self._format.is_list else self._before
+        self._state = ToolCallParser._list if self._format.is_list else ToolCallParser._before
         return True
 
     def _list(self) -> bool:
@@ -96,7 +99,7 @@ class ToolCallParser:
         if text[0] != "[":
             return self._reject(0)
         self._hold(self._text.index("[") + 1)
-        self._state = self._before
+        self._state = ToolCallParser._before
         return True
 
     def _before(self) -> bool:
@@ -107,7 +110,7 @@ class ToolCallParser:
             return self._reject(0)
         self._hold(len(self._text) - len(text))
         self._object, self._scanned = JsonEnd(), 0
-        self._state = self._head
+        self._state = ToolCallParser._head
         return True
 
     def _head(self) -> bool:
@@ -123,7 +126,7 @@ class ToolCallParser:
             self._begin_call(head[1])
             self._text = text[head.end() :]
             self._object = JsonEnd()
-            self._state = self._arguments
+            self._state = ToolCallParser._arguments
             return True
         end = self._object.scan(text, self._scanned)
         self._scanned = len(text)
@@ -137,7 +140,7 @@ class ToolCallParser:
         self._begin_call(call.name)
         self._parts.append(ToolCallArguments(self.num_calls - 1, call.arguments))
         self._text = text[end:]
-        self._state = self._after
+        self._state = ToolCallParser._after
         return True
 
     def _arguments(self) -> bool:
@@ -148,7 +151,7 @@ class ToolCallParser:
         self._text = self._text[len(ready) :]
         if end < 0:
             return False
-        self._state = self._rest
+        self._state = ToolCallParser._rest
         return True
 
     def _rest(self) -> bool:
@@ -165,7 +168,7 @@ class ToolCallParser:
                 return False
             size = end if 0 <= end <= MAX_EXTRA_CHARS else 0
         self._text = text[size:]
-        self._state = self._after
+        self._state = ToolCallParser._after
         return True
 
     def _after(self) -> bool:
@@ -177,12 +180,12 @@ class ToolCallParser:
             return False
         if style.separator and text[0] == style.separator:
             self._held, self._text = text[0], text[1:]
-            self._state = self._before
+            self._state = ToolCallParser._before
             return True
         is_ended = bool(end) and text.startswith(end)
         self._text = text[len(end) :] if is_ended else text
         self._is_after_call = True
-        self._state = self._content
+        self._state = ToolCallParser._content
         return True
 
     # ---- helpers of the states
@@ -200,7 +203,7 @@ class ToolCallParser:
         self._hold(size)
         self._emit(self._held)
         self._held = ""
-        self._state = self._content
+        self._state = ToolCallParser._content
         return True
 
     def _begin_call(self, name: str) -> None:

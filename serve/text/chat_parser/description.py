@@ -75,5 +75,16 @@ def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_text(function: Mapping[str, Any]) -> str:
-    call = {"name": function["name"], "arguments": function["arguments"]}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+    name, arguments = json.dumps(function["name"]), function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    end = "}" if _is_json(arguments) else ""  # a call that was cut off stays as it is
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}{end}\n</tool_call>'
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

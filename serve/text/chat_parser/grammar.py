@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serve.errors import RequestError
-from serve.structured_output import JSON_OPTIONS, StructuredOutput
+from serve.structured_output import JSON_KINDS, JSON_OPTIONS, StructuredOutput
 from serve.text.chat_parser.formats import ChatFormat, ToolFormat
 
 MAX_CALLS = 16  # of an answer that must be calls
@@ -25,15 +25,21 @@ _NO_PARAMETERS: dict[str, Any] = {
 
 
 def forced_calls(
-    chat: ChatFormat, tools: Sequence[Mapping[str, Any]], *, parallel: bool, is_open: bool
+    chat: ChatFormat,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    parallel: bool,
+    is_open: bool,
+    is_bounded: bool = True,
 ) -> StructuredOutput:
     """Requires one call of these tools, or several if parallel, after optional reasoning.
 
-    is_open: the prompt ends inside the reasoning.
+    is_open: the prompt ends inside the reasoning. is_bounded: see StructuredOutput.bounded.
     """
     assert chat.tools is not None
     rules = _call_rules(chat, chat.tools, tools, parallel=parallel, all_strict=True)
-    return _grammar(chat, "calls", rules, is_open=is_open)
+    source = _grammar(chat, "calls", rules, is_open=is_open)
+    return StructuredOutput("grammar", source, bounded=is_bounded)
 
 
 def calls_or_content(
@@ -43,21 +49,37 @@ def calls_or_content(
     *,
     parallel: bool,
     is_open: bool,
+    is_bounded: bool = True,
 ) -> StructuredOutput:
     """Allows calls, whose arguments match the schemas of strict tools, or else content.
 
-    The content is that of `content`, or any text, which calls may follow.
+    The content is that of `content`, or any text, which calls may follow. A call that the model
+    was free not to make is never completed for it.
     """
+    start, rules = _calls_or_content(chat, tools, content, parallel=parallel)
+    source = _grammar(chat, start, rules, is_open=is_open)
+    is_bounded = is_bounded and (content is None or content.kind in JSON_KINDS)
+    return StructuredOutput("grammar", source, bounded=is_bounded, completes=False)
+
+
+def _calls_or_content(
+    chat: ChatFormat,
+    tools: Sequence[Mapping[str, Any]],
+    content: StructuredOutput | None,
+    *,
+    parallel: bool,
+) -> tuple[str, list[str]]:
+    """Returns what the start rule has, and the other rules."""
     style = chat.tools
     assert style is not None
     rules = _call_rules(chat, style, tools, parallel=parallel, all_strict=False)
     if content is not None:
-        return _grammar(chat, "calls | content", [*rules, _content_rule(content)], is_open=is_open)
+        return "calls | content", [*rules, _content_rule(content)]
     rules += ["TEXT: /(.|\\n)*/", "text: TEXT"]
     if style.is_bare:
         # any text that does not begin like a call
         rules += ["PLAIN: /([^{\\s](.|\\n)*)?/", "plain: PLAIN"]
-        return _grammar(chat, "calls | plain", rules, is_open=is_open)
+        return "calls | plain", rules
     marker = _literal(chat, style.begin)
     if style.begin in chat.special_ids:
         rules.append(f"lead: TEXT {marker}")
@@ -66,24 +88,26 @@ def calls_or_content(
     block = "lead list" if style.is_list else "lead rest"
     times = "*" if parallel and not style.is_list else "?"
     rules.append(f"block: {block}")
-    return _grammar(chat, f"block{times} text", rules, is_open=is_open)
+    return f"block{times} text", rules
 
 
 def content_after_reasoning(
-    chat: ChatFormat, content: StructuredOutput, *, is_open: bool
+    chat: ChatFormat, content: StructuredOutput, *, is_open: bool, is_bounded: bool = True
 ) -> StructuredOutput:
     """Requires `content`, after optional reasoning."""
-    return _grammar(chat, "content", [_content_rule(content)], is_open=is_open)
+    source = _grammar(chat, "content", [_content_rule(content)], is_open=is_open)
+    is_bounded = is_bounded and content.kind in JSON_KINDS
+    return StructuredOutput("grammar", source, bounded=is_bounded)
 
 
-def _grammar(chat: ChatFormat, start: str, rules: list[str], *, is_open: bool) -> StructuredOutput:
+def _grammar(chat: ChatFormat, start: str, rules: list[str], *, is_open: bool) -> str:
     if chat.reasoning is not None:
         begin, end = (_literal(chat, marker) for marker in chat.reasoning.markers)
         is_special = chat.reasoning.end in chat.special_ids
         rules = [*rules, f"thought{'' if is_special else '[lazy]'}: THOUGHT {end}"]
         rules += ["THOUGHT: /(.|\\n)*/", 'gap: "\\n"{0,2}']
         start = f"thought gap ({start})" if is_open else f"({begin} thought gap)? ({start})"
-    return StructuredOutput("grammar", "\n".join([f"start: {start}", *rules, ""]))
+    return "\n".join([f"start: {start}", *rules, ""])
 
 
 def _call_rules(

@@ -172,6 +172,35 @@ def test_what_a_template_may_not_do(make: Any, source: str, expected: str) -> No
         assert caught.value.param == "messages"
 
 
+LOOP, END = "{% for i in range(90000) %}", "{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[0].content }}", None),
+        ("{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}", None),
+        ("{{ messages[0].content[0]['text'] + '' }}", None),
+        ("{{ raise_exception('never') if messages }}", "never"),
+        ("{% for message in messages %}", "the chat template does not compile: "),
+        ("{{ messages[0].content | unknown_filter }}", "does not compile: No filter named"),
+        ("{{ my_function(messages) }}", "'my_function' is undefined"),
+        ("{{ raise_exception('not for chats') }}", "not for chats"),
+        ("{{ ('a' * 3000000000) | length }}", "needs too much memory"),
+        ("{{ messages[0].text.strip() }}", "has no attribute 'text'"),
+        (
+            "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+            "longer",
+        ),
+    ],
+)
+@pytest.mark.row("X8")
+def test_why_no_conversation_can_be_rendered(make: Any, source: str, expected: str | None) -> None:
+    """A template that renders one of several plain conversations may refuse the others."""
+    problem = make(source, timeout_s=0.5).find_problem()
+    assert (problem is None) if expected is None else expected in problem
+
+
 @pytest.mark.timing
 @pytest.mark.row("X8")
 def test_an_endless_template(make: Any) -> None:

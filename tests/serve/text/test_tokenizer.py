@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.errors import RequestError
+from serve.text.fast_codec import LONG_TEXT, FastCodec
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine.checkpoints import BOS, EOS
 from tests.support.engine.tokenizer_files import (
@@ -156,6 +157,19 @@ def test_long_text_is_encoded_in_linear_time(tokenizer: Tokenizer) -> None:
         start = time.monotonic()
         tokenizer.encode(text)
         assert time.monotonic() - start < 5.0, repr(unit)
+
+
+def test_long_texts_have_the_ids_and_the_text_of_short_calls(tokenizer: Tokenizer) -> None:
+    """Long ones go other ways through the library, which release the GIL."""
+    picker = random.Random(1)
+    text = " ".join(picker.choices([text for text in TEXTS if text], k=2000))
+    assert len(text) > 2 * LONG_TEXT
+    codec = tokenizer._codec
+    ids = tokenizer.encode(text)
+    shown = tokenizer.decode(ids, skip_special_tokens=False)
+    if isinstance(codec, FastCodec):
+        assert ids == codec._fast.encode(text).ids
+        assert shown == codec._fast.decode(ids, skip_special_tokens=False)
 
 
 # -- ids to bytes

@@ -12,7 +12,7 @@ import pytest
 from serve.errors import ModelLoadError, RequestError
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine.checkpoints import BOS, CHAT_TEMPLATE, Json, checkpoint, edit_json
-from tests.support.engine.tokenizer_files import sentencepiece_model
+from tests.support.engine.tokenizer_files import sentencepiece_model, write_config
 
 
 def test_tokens_declared_only_in_tokenizer_config(tmp_path: Path) -> None:
@@ -150,17 +150,31 @@ def test_broken_files(tmp_path: Path) -> None:
 def test_an_endless_regular_expression_is_a_request_error(tmp_path: Path) -> None:
     """The library panics after ten million steps, and the tokenizer stays usable."""
     path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    split = {"type": "Split", "pattern": {"Regex": "a*a*a*a*a*b"}, "behavior": "Isolated"}
     edit_json(
         path / "tokenizer.json", lambda state: state.update(pre_tokenizer=split | {"invert": False})
     )
     tokenizer = Tokenizer.load(path)
     for encode in (tokenizer.encode, tokenizer.encode_plain):
-        for text in ("a" * 60 + "b", "a" * 6000 + "b"):
+        for text in ("a" * 600 + "cb", "a" * 6000 + "cb"):
             with pytest.raises(RequestError, match="cannot split") as caught:
                 encode(text)
             assert (caught.value.param, caught.value.code) == ("prompt", "invalid_prompt")
         assert tokenizer.decode(encode("fox"))
+
+
+@pytest.mark.row("X7")
+def test_a_text_without_tokens_is_a_request_error(tmp_path: Path) -> None:
+    """The library raises a plain Exception where the token for unknown words is missing."""
+    path = write_config(tmp_path / "model")
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]"}
+    (path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.encode("b") == [1]
+    for text in ("c", "c" * 6000):
+        with pytest.raises(RequestError, match="cannot encode the text: WordLevel") as caught:
+            tokenizer.encode(text)
+        assert (caught.value.param, caught.value.code) == ("prompt", "invalid_prompt")
 
 
 @pytest.mark.row("X7")

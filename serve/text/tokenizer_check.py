@@ -1,0 +1,139 @@
+"""Checks a tokenizer's file in a child process before this process loads it.
+
+The file is untrusted: see tokenizer_worker.py for what it could do. The content that has been
+checked is the content that is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from serve.config import default_model_path
+from serve.errors import ModelLoadError, RequestError
+from serve.models.config_file import read_bytes
+from serve.sandbox.worker import BoundedWorker, WorkerError
+from serve.text.tokenizer_worker import check_description, read_description
+
+MAX_FILE_BYTES = 256 << 20
+CHECK_TIMEOUT_S = 60.0
+# Both libraries take 12 to 20 bytes for a byte of a file with 256,000 tokens, as measured.
+MEMORY_PER_BYTE = 32
+BASE_MEMORY_BYTES = 1 << 30
+# A text whose normalized form has fewer characters needs at most about 400 MB.
+MAX_NORMALIZED_CHARS = 4_000_000
+MAX_NORMALIZED_GROWTH = 2  # of a text that is itself longer
+CHUNK_CHARS = 1024
+LONG_RUN = 1024
+MAX_SPLIT_S = 5.0
+MAX_REMEMBERED = 16
+
+_accepted: dict[str, dict[str, Any]] = {}
+"""Answers of the child process by the hash of the question, which has the hash of the file: an
+application that loads a checkpoint again does not wait for it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """What the tokenizer's trial has found about texts. growth: the most characters that its
+    normalizer makes of one. squares: patterns of characters whose runs take the square of their
+    length, and the seconds for each."""
+
+    growth: float = 1.0
+    squares: tuple[tuple[str, float], ...] = ()
+
+    def check(self, text: str, normalize: Callable[[str], str]) -> None:
+        """Raises RequestError for a text that would take too much memory or time."""
+        if len(text) * self.growth > MAX_NORMALIZED_CHARS:
+            _check_growth(text, normalize)
+        for pattern, seconds in self.squares:
+            runs = re.finditer(f"{pattern}{{{LONG_RUN},}}", text)
+            if sum((run.end() - run.start()) ** 2 for run in runs) * seconds > MAX_SPLIT_S:
+                raise RequestError(
+                    "the tokenizer takes too long to split a text with so many digits, letters or"
+                    " spaces in a row",
+                    param="prompt",
+                    code="invalid_prompt",
+                )
+
+
+def _check_growth(text: str, normalize: Callable[[str], str]) -> None:
+    """Normalizes parts of a text, which shows its growth, but for what depends on text beyond a
+    part."""
+    allowed = max(MAX_NORMALIZED_CHARS, MAX_NORMALIZED_GROWTH * len(text))
+    size = 0
+    for start in range(0, len(text), CHUNK_CHARS):
+        size += len(normalize(text[start : start + CHUNK_CHARS]))
+        if size > allowed:
+            raise RequestError(
+                f"the tokenizer's normalizer makes more than {allowed} characters of the text's"
+                f" {len(text)}",
+                param="prompt",
+                code="invalid_prompt",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFile:
+    """A tokenizer's file that may be loaded. declared, names: see load_fast in tokenizer_worker.py.
+    decoder: of tokenizer.json."""
+
+    path: Path
+    data: bytes = field(repr=False)
+    declared: object = None
+    names: tuple[str, ...] = ()
+    limits: TextLimits = TextLimits()
+    decoder: object = None
+
+
+def check_file(path: Path, declared: object = None, names: tuple[str, ...] = ()) -> CheckedFile:
+    """Reads and checks a tokenizer.json or a tokenizer.model. ModelLoadError names the file."""
+    data = read_bytes(path, MAX_FILE_BYTES)
+    question = {
+        "file": str(path),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "declared": declared,
+        "names": names,
+    }
+    key = hashlib.sha256(json.dumps(question).encode()).hexdigest()
+    answer = _accepted.get(key)
+    if answer is None and path.parent == default_model_path():
+        answer = _describe(data)
+    elif answer is None:
+        answer = _ask(question, len(data))
+        if "error" in answer:
+            raise ModelLoadError(f"{path} {answer['error']}")
+        while len(_accepted) >= MAX_REMEMBERED:
+            _accepted.pop(next(iter(_accepted)))
+        _accepted[key] = answer
+    limits = TextLimits(answer["growth"], tuple(answer["squares"].items()))
+    return CheckedFile(path, data, declared, names, limits, answer.get("decoder"))
+
+
+def _describe(data: bytes) -> dict[str, Any]:
+    """Returns the answer for the embedded model's file, which is a part of this program."""
+    description = read_description(data)
+    growth = check_description(description)
+    return {"growth": growth, "squares": {}, "decoder": description.get("decoder")}
+
+
+def _ask(question: dict[str, Any], size_bytes: int) -> dict[str, Any]:
+    library = "sentencepiece" if question["file"].endswith(".model") else "tokenizers"
+    worker = BoundedWorker(
+        Path(__file__).with_name("tokenizer_worker.py"),
+        lambda: {"library": library},
+        name="the tokenizer's trial",
+        timeout_s=CHECK_TIMEOUT_S,
+        memory_bytes=BASE_MEMORY_BYTES + MEMORY_PER_BYTE * size_bytes,
+    )
+    try:
+        return worker.ask(question)
+    except WorkerError as error:
+        return {"error": f"cannot be used: {error}"}
+    finally:
+        worker.close()
