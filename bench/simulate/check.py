@@ -44,7 +44,7 @@ from bench.simulate.resampled import ResampledCost
 from bench.simulate.settings import PoolDelays, SimulationSettings
 from serve import Engine
 from serve.config import EngineConfig
-from serve.engine.chat_prompt import encode_chat, make_chat_template
+from serve.engine.chat_prompt import encode_chat
 from serve.scheduler.step_time import StepWork
 
 TOLERANCE = 0.15
@@ -141,7 +141,7 @@ class Rig:
     def __init__(self, engine: Engine, target: EngineTarget) -> None:
         self._engine = engine
         self._target = target
-        template = make_chat_template(engine.tokenizer)
+        template = engine.loaded.template
         assert template is not None, "the embedded model has a chat template"
         self._template = template
 

@@ -77,15 +77,9 @@ class SimulationSettings:
         """Returns a scheduler as serve/engine/loader.py makes it. Without has_prefixes it has no
         prefix cache."""
         engine, kv = self.engine, self.make_kv()
-        limits = SchedulerLimits(
-            engine.max_num_seqs,
-            engine.batched_tokens,
-            engine.chunk_tokens,
-            engine.inter_token_slo_s,
-        )
         has_cache = engine.prefix_cache and has_prefixes
         return Scheduler(
-            limits,
+            SchedulerLimits.of(engine),
             kv,
             make_policy(engine.memory_policy, kv, engine.batched_tokens, engine.length_predictor),
             PrefixHasher(kv.page_end, b"simulation") if has_cache else None,

@@ -1,8 +1,10 @@
 """Chooses how many rows of which prompts a step has, by time and slack. No torch, no asyncio.
 
-Time: while sequences decode, a step takes as many prompt rows as keep its predicted time within
-the inter-token SLO (Mnemosyne's adaptive chunking). Without an SLO or without decode rows, only
-the row budget bounds it. Slack: prompts are sorted by (time until the deadline - time to compute) /
+Time: while sequences decode, a step takes as many prompt rows as keep its predicted time within a
+limit (Mnemosyne's adaptive chunking): the inter-token SLO, or without one a multiple of what the
+decode rows alone would take. The multiple is larger while many prompts wait, because then a stream
+that stalls costs less than the prompts behind it. Without decode rows, only the row budget bounds a
+step. Slack: prompts are sorted by (time until the deadline - time to compute) /
 time to compute, smallest first (LARS). A long prompt comes after the short ones and has a reserved
 share of the step, which is at most a half and grows as its slack shrinks. In steps with short
 prompts it gets no more time than that share, counted over such steps (deficit round robin). So a
@@ -16,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 from serve.scheduler.sequence import Sequence
-from serve.scheduler.step_plan import StepPlan
+from serve.scheduler.step_plan import SchedulerLimits, StepPlan
 from serve.scheduler.step_time import GRANULARITY, StepTimeModel, StepWork
 
 # A prompt is long if it takes more than _LONG_STEPS steps. Up to _MOST_LONGS of them may run, so
@@ -29,8 +31,11 @@ _LEAST_DEADLINE_S = 0.5
 _LEAST_SHARE, _MOST_SHARE = 0.1, 0.5
 # Once the model has learned decode-only steps, it learns from one in _LEARN_EVERY of them.
 _LEARN_EVERY = 4
-# The rows that a step has for the first short and for the first long prompt in spite of the SLO.
+# The rows that a step has for the first short and for the first long prompt in spite of the limit.
 _LEAST_ROWS = GRANULARITY
+# The factor is for up to _FEW_PROMPTS prompts at once; each _PROMPTS_PER_FACTOR more add it again.
+_FEW_PROMPTS = 6
+_PROMPTS_PER_FACTOR = 8
 
 
 class StepBudget:
@@ -51,26 +56,26 @@ class StepBudget:
         "_reserved_rows",
         "_reserved_s",
         "_rows",
+        "_rows_for_one",
         "_share",
         "_work",
         "level",
         "longs",
         "owed_s",
         "rest",
-        "rows_for_one",
         "shorts",
     )
 
     def __init__(
         self,
         model: StepTimeModel,
-        decodes: list[Sequence],
+        decodes: StepWork,
         rows: int,
         limit_s: float,
         owed_s: float = 0.0,
         level: int = 0,
     ) -> None:
-        """decodes has the sequences with a decode row; without them the time is not limited."""
+        """decodes is the step's work without prompts."""
         self.level = level
         self.shorts: list[Sequence] = []
         self.longs: list[Sequence] = []
@@ -78,21 +83,31 @@ class StepBudget:
         self.owed_s = owed_s
         self._model = model
         self._rows = rows
-        self._limit_s = limit_s if decodes else math.inf
+        self._limit_s = limit_s
         self._share = 0.0
         self._reserved_rows = 0
         self._reserved_s = 0.0
         self._least = _LEAST_ROWS
         self._is_full = False
         self._is_shared = False
-        context = sum([s.num_computed_tokens for s in decodes])
-        self._work = StepWork(len(decodes), context, len(decodes), samples=bool(decodes))
-        # The rows of a prompt that starts now and has the step to itself.
-        self.rows_for_one = self.rows_for(0, rows)
+        self._work = decodes
+        self._rows_for_one: int | None = None
+
+    def rows_for_one(self) -> int:
+        """Returns the rows of a prompt that starts now and has the step to itself. They are
+        computed at the first call, which must come before rows are taken; a step in which nothing
+        can be admitted does without."""
+        if self._rows_for_one is None:
+            self._rows_for_one = self.rows_for(0, self._rows)
+        return self._rows_for_one
 
     @property
     def has_room(self) -> bool:
         return not self._is_full and self._rows > self._reserved_rows
+
+    @property
+    def has_rows_for_one(self) -> bool:
+        return self._rows_for_one is not None
 
     def reserve(self, share: float) -> None:
         """Reserves a share of the remaining budget for the long prompts."""
@@ -127,6 +142,7 @@ class StepBudget:
 
     def take(self, rows: int, context: int) -> None:
         """Spends rows that rows_for returned, or fewer."""
+        self.rows_for_one()
         self._rows -= rows
         self._is_full = not rows
         self._least = 0
@@ -177,15 +193,16 @@ class StepDraft:
 class ChunkPolicy:
     """Shares steps among prompts; its model learns from every step that ran.
 
-    max_rows bounds the rows of one sequence in a step. inter_token_slo_s is the time that a step
-    with decode rows may take; None means no limit.
+    Without inter_token_slo_s, inter_token_factor says how many times as long as its decode rows
+    alone a step may take; infinity means no limit.
     """
 
-    def __init__(self, max_rows: int, inter_token_slo_s: float | None = None) -> None:
-        self.inter_token_slo_s = inter_token_slo_s
-        self.model = StepTimeModel(max_rows)
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.inter_token_slo_s = limits.inter_token_slo_s
+        self.inter_token_factor = limits.inter_token_factor
+        self._max_rows = min(limits.max_num_batched_tokens, limits.max_chunk_tokens)
+        self.model = StepTimeModel(self._max_rows)
         self.limit: int | None = None  # the prompt rows for which the last step had room
-        self._max_rows = max_rows
         self._now_s = 0.0
         self._owed_s = 0.0
 
@@ -196,15 +213,18 @@ class ChunkPolicy:
         rows: int,
         now_s: float,
         level: int = 0,
+        num_ready: int = 0,
     ) -> StepBudget:
         """Begins a step with `rows` left beside the decodes.
 
         prompts are (priority level, sequence) of the running sequences whose prompt is not
         computed yet. The lowest level is the most urgent and comes first; slack decides within
         a level. `level` is the one whose requests may be admitted. Only long prompts of this
-        level make room for other prompts, and less urgent prompts come after them."""
-        budget = StepBudget(self.model, decodes, rows, self._limit_s, self._owed_s, level)
-        self.limit = budget.rows_for_one
+        level make room for other prompts, and less urgent prompts come after them.
+        num_ready: the waiting sequences for which there are slots and perhaps memory."""
+        work = _decode_work(decodes)
+        limit_s = self._limit_s(work, len(prompts) + num_ready)
+        budget = StepBudget(self.model, work, rows, limit_s, self._owed_s, level)
         self._now_s = now_s
         if len(prompts) > 1:
             prompts = sorted(prompts, key=lambda item: (item[0], self._slack_at_start(item[1])))
@@ -225,28 +245,36 @@ class ChunkPolicy:
             return  # the next step is much like this one, and learning takes time between steps
         self.model.learn(StepWork.of(plan) if work is None else work, seconds)
 
-    def slowdown(self, decodes: list[Sequence]) -> float:
-        """Returns how much longer prompts take beside these decodes than alone; at least 1."""
-        model, num_decodes = self.model, len(decodes)
-        context = sum([s.num_computed_tokens for s in decodes])
-        work = StepWork(num_decodes, context, num_decodes, samples=bool(decodes))
-        most = max(1, self._max_rows - num_decodes)
-        limit_s = self._limit_s if decodes else math.inf
+    def slowdown(self, decodes: list[Sequence], num_prompts: int = 1) -> float:
+        """Returns how much longer prompts take beside these decodes than alone while num_prompts
+        of them are computed or wait; at least 1."""
+        model, work = self.model, _decode_work(decodes)
+        most = max(1, self._max_rows - work.num_decodes)
+        limit_s = self._limit_s(work, num_prompts)
         rows = max(min(most, _LEAST_ROWS), model.most_rows(work, 0, most, limit_s))
         alone_s = model.prefill_seconds(self._max_rows) * rows / self._max_rows
         work.add(rows, 0)
         return max(1.0, model.predict(work) / alone_s) if alone_s else 1.0
 
-    @property
-    def _limit_s(self) -> float:
-        """The longest predicted time of a step with prompt and decode rows."""
-        if self.inter_token_slo_s is None:
-            return math.inf
-        return self.inter_token_slo_s / (1.0 + self.model.margin)
+    def _limit_s(self, decodes: StepWork, num_prompts: int) -> float:
+        """Returns the longest predicted time of a step with these decode rows and prompt rows."""
+        limit_s = math.inf
+        if not decodes.num_decodes:
+            return limit_s
+        if self.inter_token_slo_s is not None:
+            limit_s = self.inter_token_slo_s
+        elif self.inter_token_factor < math.inf:
+            times = 1.0 + max(0, num_prompts - _FEW_PROMPTS) / _PROMPTS_PER_FACTOR
+            alone_s = self.model.decode_seconds(decodes)
+            # before the first step, nothing limits the next one
+            limit_s = times * self.inter_token_factor * alone_s or math.inf
+        return limit_s / (1.0 + self.model.margin)
 
     def end(self, budget: StepBudget) -> None:
         """Ends the planning of the step, and keeps the long prompt's due time."""
         self._owed_s = budget.owed_s
+        if budget.has_rows_for_one:
+            self.limit = budget.rows_for_one()
 
     def must_wait(self, sequence: Sequence, budget: StepBudget) -> bool:
         """Returns whether the sequence is a long prompt and enough of them run. One that is much
@@ -256,7 +284,7 @@ class ChunkPolicy:
         return _LONG_STEPS * _rows(sequence) > min([_rows(other) for other in budget.longs])
 
     def _is_long(self, sequence: Sequence, budget: StepBudget) -> bool:
-        step_rows = min(budget.rows_for_one, self._max_rows)
+        step_rows = min(budget.rows_for_one(), self._max_rows)
         return _rows(sequence) > _LONG_STEPS * max(step_rows, _LEAST_ROWS)
 
     def defer(self, sequence: Sequence, budget: StepBudget) -> bool:
@@ -281,6 +309,12 @@ class ChunkPolicy:
         slack, equal prompts would overtake each other in turn instead of being first come, first
         served."""
         return self._slack(sequence, sequence.num_cached_tokens)
+
+
+def _decode_work(decodes: list[Sequence]) -> StepWork:
+    """Returns the work of a step of these decode rows alone."""
+    context = sum([s.num_computed_tokens for s in decodes])
+    return StepWork(len(decodes), context, len(decodes), samples=bool(decodes))
 
 
 def _rows(sequence: Sequence) -> int:

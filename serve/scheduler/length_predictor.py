@@ -127,13 +127,13 @@ class HistoryPredictor:
         self._window = window
         self._max_keys = max_keys
         self._overall = _History(4 * window)
-        self._histories: OrderedDict[tuple[str, int], _History] = OrderedDict()
+        self.histories: OrderedDict[tuple[str, int], _History] = OrderedDict()
         self._draw = 0.5
         self._last: tuple[_Keys, _LengthDistribution] | None = None  # still valid
 
     def __len__(self) -> int:
         """Number of keys that have a history."""
-        return len(self._histories)
+        return len(self.histories)
 
     def quantile(self, request: Request, num_output: int, level: float) -> int:
         longest = _longest(request)
@@ -162,9 +162,9 @@ class HistoryPredictor:
             return self._last[1]
         histories = []
         for key in keys:
-            history = self._histories.get(key)
+            history = self.histories.get(key)
             if history is not None:
-                self._histories.move_to_end(key)
+                self.histories.move_to_end(key)
                 histories.append(history)
         distribution = _LengthDistribution([*histories, self._overall])
         self._last = keys, distribution
@@ -174,13 +174,13 @@ class HistoryPredictor:
         self._last = None
         self._overall.add(length)
         for key in _keys(request):
-            history = self._histories.get(key)
+            history = self.histories.get(key)
             if history is None:
-                history = self._histories[key] = _History(self._window)
-            self._histories.move_to_end(key)
+                history = self.histories[key] = _History(self._window)
+            self.histories.move_to_end(key)
             history.add(length)
-        while len(self._histories) > self._max_keys:
-            self._histories.popitem(last=False)
+        while len(self.histories) > self._max_keys:
+            self.histories.popitem(last=False)
 
 
 def _keys(request: Request) -> _Keys:

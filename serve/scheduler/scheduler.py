@@ -21,9 +21,10 @@ from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit, Range
 from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason
-from serve.scheduler.admission import RECHECK_STEPS, MemoryPolicy, PromptOnlyPolicy
+from serve.scheduler.admission import MemoryPolicy, PromptOnlyPolicy
 from serve.scheduler.chunking import ChunkPolicy, StepDraft
 from serve.scheduler.prefix_lookup import PrefixLookup
+from serve.scheduler.refusals import Refusals
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, finish_reason_after
 from serve.scheduler.steady_decode import decode_rows
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan, make_plan
@@ -56,10 +57,7 @@ class Scheduler:
         self.kv = kv
         self.policy = PromptOnlyPolicy(kv) if policy is None else policy
         self.waiting = WaitingQueue() if queue is None else queue
-        self.chunks = ChunkPolicy(
-            min(limits.max_num_batched_tokens, limits.max_chunk_tokens),
-            limits.inter_token_slo_s,
-        )
+        self.chunks = ChunkPolicy(limits)
         self.waiting.prefill_seconds = prefill_seconds = self.chunks.model.prefill_seconds
         self.prefixes = PrefixLookup(kv, hasher, prefill_seconds)
         self.running: list[Sequence] = []
@@ -72,15 +70,13 @@ class Scheduler:
         self._starved_steps: dict[Sequence, int] = {}  # consecutive steps of a prompt without rows
         self._is_short = False  # memory ran out while this step was made
         self.chunks_in_flight: list[Sequence] = []  # have prompt rows in the last launched step
-        # the sequence that did not fit last, and the available pages at that time
-        self._refused: tuple[Sequence | None, int] = None, 0
+        self._refusals = Refusals()
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""
         self.policy.arrived(sequence)
-        num_tokens = sequence.num_tokens
-        num_cached = num_tokens - sequence.num_expected_rows
-        sequence.expected_s = self.chunks.model.prefill_seconds(num_tokens, num_cached)
+        num_cached = sequence.num_tokens - sequence.num_expected_rows
+        sequence.expected_s = self.chunks.model.prefill_seconds(sequence.num_tokens, num_cached)
         self.waiting.add(sequence)
 
     def has_work(self) -> bool:
@@ -98,7 +94,8 @@ class Scheduler:
         if prefilling or self.waiting:
             prompts = [(self._level_of(s), s) for s in prefilling]
             level = self._level_of_next(prompts)
-            budget = self.chunks.begin(prompts, decodes, rows - num_certain, now_s, level)
+            left = rows - num_certain
+            budget = self.chunks.begin(prompts, decodes, left, now_s, level, self._num_ready())
             self._fill(StepDraft(budget, decodes, chunks), now_s)
             self.chunks.end(budget)
         if self.waiting.preempts:
@@ -110,6 +107,11 @@ class Scheduler:
         self.num_page_steps += self.kv.num_in_use
         has_preempted = self.num_preemptions > num_preemptions
         return make_plan(decodes, chunks, 0 if has_preempted else num_certain)
+
+    def _num_ready(self) -> int:
+        """Returns the waiting sequences that lack nothing but rows."""
+        most = 0 if self._refusals.is_recent(self.num_steps) else len(self.waiting)
+        return min(most, self.limits.max_num_seqs - len(self.running))
 
     def _fill(self, draft: StepDraft, now_s: float) -> None:
         """Gives a step's rows to short prompts, then to newly admitted ones, then to long ones,
@@ -198,7 +200,7 @@ class Scheduler:
                 hit = None  # alone it always fits, but perhaps not with pages that a hit must copy
             if not (has_slot and not is_refused and self._fits(sequence, hit)):
                 if has_slot and not is_refused:
-                    self._refused = sequence, self.kv.num_available
+                    self._refusals.add(sequence, self.kv.num_available, self.num_steps)
                 victim = self._victim_for(sequence)
                 if victim is None:
                     break
@@ -225,9 +227,7 @@ class Scheduler:
             return False
         if self.policy.still_refuses(sequence, self.num_steps):
             return True
-        refused, num_available = self._refused
-        has_changed = self.kv.num_available > num_available or not self.num_steps % RECHECK_STEPS
-        return refused is sequence and not has_changed
+        return self._refusals.holds(sequence, self.kv.num_available, self.num_steps)
 
     def _is_starved(self, sequence: Sequence) -> bool:
         return self._starved_steps.get(sequence, 0) >= _MAX_STARVED_STEPS
@@ -386,6 +386,8 @@ class Scheduler:
             self._num_preempted_pages -= self._preempted_pages(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
+        if sequence.mask is not None:
+            sequence.mask.job = None  # it refers to the sequence
         if sequence.rows_in_flight:
             while sequence.token_ids[-1] == PENDING_TOKEN:
                 del sequence.token_ids[-1]

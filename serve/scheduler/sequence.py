@@ -61,6 +61,7 @@ class Sequence:
     is_fetch_requested: bool = False  # its pages were requested from the store
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_preemptions: int = 0
+    num_lost: int = 0  # how often its K/V was lost or given up with a memory node
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
@@ -131,7 +132,8 @@ def finish_reason_after(
     length = len(sequence.token_ids) if length is None else length
     if token in sequence.stop_ids and length > sequence.min_tokens_total:
         sequence.stop_token = token
-        return FinishReason.STOP
+        is_cut = sequence.mask is not None and sequence.mask.is_cut
+        return FinishReason.LENGTH if is_cut else FinishReason.STOP
     if sequence.mask is not None:
         reason = sequence.mask.ending(sequence.token_ids)
         if reason is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from serve.config import EngineConfig
 from serve.scheduler.sequence import Sequence, SequenceStatus
 
 
@@ -109,10 +111,23 @@ def make_plan(
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """At most max_num_seqs sequences run at once. A step has at most max_num_batched_tokens rows,
-    and at most max_chunk_tokens of one sequence. If inter_token_slo_s is set, a step with decode
-    rows has only as many prompt rows as keep its predicted time within it."""
+    and at most max_chunk_tokens of one sequence. A step with decode rows has only as many prompt
+    rows as keep its predicted time within inter_token_slo_s or, if that is None, within
+    inter_token_factor times the predicted time of its decode rows alone."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_chunk_tokens: int
     inter_token_slo_s: float | None = None
+    inter_token_factor: float = math.inf
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> SchedulerLimits:
+        """Returns the limits that an engine's settings ask for."""
+        return cls(
+            config.max_num_seqs,
+            config.batched_tokens,
+            config.chunk_tokens,
+            config.inter_token_slo_s,
+            config.inter_token_factor,
+        )

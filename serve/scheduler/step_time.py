@@ -88,9 +88,10 @@ class StepWork:
             self.num_chunks -= 1
 
     def decode_features(self) -> tuple[float, ...]:
-        """Returns the features of the decode rows alone."""
+        """Returns the features of the decode rows alone. The constant comes first: a few rows take
+        hardly longer than one, because all of them wait for the same weights."""
         rows = self.num_decodes
-        return (rows, 1, max(0, rows - _BENDS[0]), max(0, rows - _BENDS[1]), self.num_context)
+        return (1, rows, max(0, rows - _BENDS[0]), max(0, rows - _BENDS[1]), self.num_context)
 
     def features(self) -> tuple[float, ...]:
         rows = self.num_rows
@@ -112,8 +113,8 @@ class LinearModel:
     The coefficients learn slowly, from all steps of the window. The pace is the median of the
     last steps' times relative to that. It follows within three steps when another process takes
     a core, and returns to 1 when the coefficients or the machine have caught up.
-    Where the data do not decide, the first feature explains the time. It should be the number of
-    rows: a model that has seen steps of one size then expects twice the rows to take twice as long.
+    Where the data do not decide, the first feature explains the time. If it is the number of rows,
+    a model that has seen steps of one size expects twice the rows to take twice as long.
     """
 
     def __init__(self, num_features: int, window: int = _WINDOW) -> None:
@@ -193,6 +194,23 @@ class StepTimeModel:
         if mixed.num_learned:
             return max(least, mixed.predict(work.features()))
         return least * work.num_rows / max(1, work.num_decodes)
+
+    def decode_seconds(self, work: StepWork) -> float:
+        """Returns the time of the decode rows alone; 0 before the first step was learned.
+
+        It is the larger prediction of the two laws: while prompts never pause, no step only
+        decodes, and what the first law knows is old. Before the first such step, the rows are taken
+        to be as many as wait for the weights together.
+        """
+        rows, seconds = work.num_decodes, 0.0
+        if self._decoding.num_learned:
+            seconds = self._decoding.predict(work.decode_features())
+        else:
+            rows = max(rows, _BENDS[0])
+        if self._mixed.num_learned:
+            alone = StepWork(work.num_decodes, work.num_context, rows, samples=rows > 0)
+            seconds = max(seconds, self._mixed.predict(alone.features()))
+        return seconds
 
     def learn(self, work: StepWork, seconds: float) -> None:
         """Learns from a step that succeeded."""

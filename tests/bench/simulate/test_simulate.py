@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -26,7 +27,7 @@ class Law:
 
 
 def settings(*, pages=4096, page_tokens=4, delays=None, **engine):
-    engine = {"max_model_len": 1024, "max_num_seqs": 16} | engine
+    engine = {"max_model_len": 1024, "max_num_seqs": 16, "inter_token_factor": math.inf} | engine
     config = EngineConfig(
         kv_cache_bytes=1024 * pages * page_tokens, kv_page_bytes=1024 * page_tokens, **engine
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 from memory.prefix.index import PrefixHasher
@@ -29,9 +30,11 @@ class Simulation:
         noise=0.0,
         queue=None,
         cache=False,
+        factor=math.inf,
+        num_pages=4096,
     ):
-        kv, _ = make_kv(4096, max_num_seqs, max_model_len=32_768, tokens_per_page=64)
-        limits = SchedulerLimits(max_num_seqs, budget, budget, slo_s)
+        kv, _ = make_kv(num_pages, max_num_seqs, max_model_len=32_768, tokens_per_page=64)
+        limits = SchedulerLimits(max_num_seqs, budget, budget, slo_s, factor)
         hasher = PrefixHasher(kv.page_end) if cache else None
         self.scheduler = Scheduler(limits, kv, hasher=hasher, queue=queue)
         self.step_seconds = step_seconds
