@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from aiohttp import web
 
+from serve.errors import drop_frames
 from serve.http.calls.context import ApiContext, Call, ErrorShape, Handler, Route, ServerState
 from serve.http.calls.key_policy import KeyPolicy
 from serve.http.edge import limits
@@ -33,11 +34,13 @@ from serve.http.edge.errors import (
     to_api_error,
 )
 from serve.http.edge.keys import KeyRing
+from serve.http.edge.large_json import StreamedJson
 from serve.http.edge.quota import Quotas
 from serve.http.edge.settings import HttpSettings
 from serve.http.monitoring.access_log import CLIENT_REQUEST_ID, AccessLog
 from serve.http.monitoring.tracing import make_tracer
 from serve.http.routes import all_routes
+from serve.kept import size_of
 
 if TYPE_CHECKING:
     from serve.engine.engine import Engine
@@ -60,6 +63,9 @@ class HttpApp:
         self._cors = Cors(settings.cors_origins)
         self._access_log = AccessLog(is_on=settings.access_log)
         self._tracer = make_tracer(settings.otlp_endpoint)
+        self.context.kept["clients"] = lambda: size_of(self.quotas.clients)
+        if self._tracer is not None:
+            self.context.kept["spans"] = self._tracer.kept
         self.routes = routes = all_routes(self.context)
         self._exact = {route.path: route for route in routes if "{" not in route.path}
         # "/v1/models/{id}" is matched by the text before and after the braces, the longest first
@@ -101,6 +107,7 @@ class HttpApp:
 
     async def close(self) -> None:
         self.context.bodies.close()
+        self.context.budget.close()
         if self._tracer is not None:
             await self._tracer.close()
 
@@ -109,9 +116,12 @@ class HttpApp:
         client_id = request.headers.get("X-Request-Id")
         if client_id is not None and _REQUEST_ID.fullmatch(client_id):
             headers[CLIENT_REQUEST_ID] = client_id
-        return Call(request, new_request_id(), self.context.engine, KeyPolicy(), headers=headers)
+        context = self.context
+        charge = context.budget.charge()
+        return Call(request, new_request_id(), context.engine, KeyPolicy(), charge, headers=headers)
 
     def _end(self, call: Call, status: int) -> None:
+        call.charge.release()
         path = "" if call.route is None else call.route.path
         self.context.counters.answered(path, call.request.method, status)
         self._access_log.answered(call, status)
@@ -145,6 +155,7 @@ class HttpApp:
             self.context.counters.refuse(error.code)
             response = shape(error, call.request_id)
             response.headers.update(call.headers)
+            drop_frames(exc)
         call.response = response
         return response
 
@@ -200,22 +211,33 @@ class HttpApp:
 
     async def _send_whole(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         """Sends a large answer; aborts the connection of a reader that stalls."""
-        if not isinstance(response, web.Response) or (response.content_length or 0) < LARGE_ANSWER:
+        if isinstance(response, web.Response):
+            if (response.content_length or 0) < LARGE_ANSWER:
+                return
+            body = b"" if request.method == "HEAD" else response.body
+            assert isinstance(body, bytes)
+            pieces = _slices(body)
+        elif isinstance(response, StreamedJson):
+            pieces = self._made(response.pieces)
+        else:
             return
         writer = await response.prepare(request)
         assert writer is not None
-        body = b"" if request.method == "HEAD" else response.body
-        assert isinstance(body, bytes)
         try:
-            for at in range(0, len(body), _PIECE_BYTES):
+            async for piece in pieces:
                 async with asyncio.timeout(self.context.settings.write_timeout_s):
-                    await writer.write(body[at : at + _PIECE_BYTES])
+                    await writer.write(piece)
                     await writer.drain()
             await web.StreamResponse.write_eof(response)  # without sending the body again
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("the reader of an answer made no progress") from None
+
+    async def _made(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+        """Yields pieces that a thread makes."""
+        while piece := await self.context.bodies.run_in_thread(lambda: next(pieces, None)):
+            yield piece
 
     def _find(self, request: web.BaseRequest) -> tuple[Route | None, str]:
         """Returns the route and the part of the path that stands for `{...}`."""
@@ -228,6 +250,11 @@ class HttpApp:
             if path.startswith(before) and path.endswith(after) and end > len(before):
                 return route, unquote(path[len(before) : end], errors="replace")
         return None, ""
+
+
+async def _slices(body: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(body), _PIECE_BYTES):
+        yield body[at : at + _PIECE_BYTES]
 
 
 def _around_argument(route: Route) -> tuple[str, str, Route]:

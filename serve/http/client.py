@@ -10,6 +10,7 @@ import aiohttp
 import orjson
 
 from serve.errors import ConfigError, MergestepError, reason
+from serve.server_url import server_root
 
 READ_LIMIT = 1 << 20
 CONNECT_TIMEOUT_S = 10.0
@@ -25,12 +26,11 @@ class ApiCallError(MergestepError):
 
 
 class ApiClient:
-    """A client of one server. url: the server's root, with or without /v1. api_key: is sent with
-    every request. Only connecting has a timeout."""
+    """A client of one server. url: see server_root. api_key: is sent with every request. Only
+    connecting has a timeout."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        root = url.rstrip("/").removesuffix("/v1")
-        self._root = root if "://" in root else f"http://{root}"
+        self._root = server_root(url)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("the API key has characters that HTTP cannot send")
         self._session = aiohttp.ClientSession(

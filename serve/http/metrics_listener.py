@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from serve.errors import reason
+from serve.errors import drop_frames, reason
 from serve.http.calls.context import ApiContext, ServerState
 from serve.http.edge.access import HostCheck
 from serve.http.edge.errors import (
@@ -65,7 +65,9 @@ class MetricsListener:
                 raise not_ready()
             body = await self._exposition.read()
         except Exception as exc:
-            return error_response(to_api_error(exc, request_id), request_id)
+            response = error_response(to_api_error(exc, request_id), request_id)
+            drop_frames(exc)
+            return response
         return web.Response(
             body=body, headers={"Content-Type": CONTENT_TYPE, **common_headers(request_id)}
         )

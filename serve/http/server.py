@@ -20,6 +20,7 @@ from serve.http.edge.keys import KeyRing, load_keys
 from serve.http.edge.settings import HttpSettings
 from serve.http.edge.tls import tls_context
 from serve.http.metrics_listener import MetricsListener
+from serve.signals import ended_by_signals
 
 if TYPE_CHECKING:
     from serve.engine.engine import Engine
@@ -97,6 +98,7 @@ class HttpServer:
         """Reads the API keys. Raises ConfigError, and the keys from before stay valid."""
         settings = self.settings
         self._keys.replace(load_keys(settings.api_key_file, settings.api_keys))
+        self.app.quotas.keep(self._keys.names)
 
     def reload_keys(self) -> None:
         try:
@@ -168,11 +170,9 @@ class HttpServer:
         await self.stop()
 
 
-async def serve_until_signal(server: HttpServer, *, on_ready: Callable[[str], None]) -> bool:
-    """Runs a server process. The first SIGTERM or SIGINT drains it, the second ends the wait.
-
-    Returns False when the signal came while the model was loading: that thread may still work.
-    """
+async def serve_until_signal(server: HttpServer, *, on_ready: Callable[[str], None]) -> None:
+    """Runs a server process. The first SIGTERM or SIGINT drains it, the second ends the wait. While
+    the model loads, the first one ends the process."""
     stopping, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -183,36 +183,21 @@ async def serve_until_signal(server: HttpServer, *, on_ready: Callable[[str], No
             stopping.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
     loop.add_signal_handler(signal.SIGHUP, server.reload_keys)
     try:
-        await server.start()
-        logger.info("listening on %s, loading the model", server.url)
-        is_loaded = await _load_unless(server, stopping)
-        if is_loaded:
-            on_ready(server.url)
-            await stopping.wait()
-            await server.drain(hurry)
-        return is_loaded
+        with ended_by_signals():
+            await server.start()
+            logger.info("listening on %s, loading the model", server.url)
+            await server.load()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        on_ready(server.url)
+        await stopping.wait()
+        await server.drain(hurry)
     finally:
         await server.stop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
-
-
-async def _load_unless(server: HttpServer, stopping: asyncio.Event) -> bool:
-    """Returns False when a signal came before the model was loaded."""
-    loading = asyncio.create_task(server.load())
-    stopped = asyncio.create_task(stopping.wait())
-    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not loading.done():
-        loading.cancel()
-        await asyncio.wait((loading,))
-        return False
-    loading.result()
-    return True
 
 
 def _freeze() -> None:

@@ -18,7 +18,7 @@ from serve.http.anthropic.tools import TOOL_CHOICE, TOOLS, chat_tools
 from serve.http.calls.chat_run import ChatRequest
 from serve.http.calls.conversation import effort_kwargs
 from serve.http.calls.sampling_fields import MAX_CLIENT_CHARS, MAX_TOKENS, MODEL
-from serve.http.calls.structured_fields import json_schema
+from serve.http.calls.structured_fields import BOUNDED, bounded, json_schema
 from serve.http.schema.fields import (
     Boolean,
     Either,
@@ -109,6 +109,7 @@ _PROMPT_FIELDS: dict[str, FieldType] = {
 CREATE = Record(
     {
         **_PROMPT_FIELDS,
+        **BOUNDED,
         "max_tokens": Integer(0, MAX_TOKENS),
         "stop_sequences": List(String(MAX_STOP_LENGTH, min_chars=1), MAX_STOP_STRINGS),
         "temperature": Number(0, 1),
@@ -168,7 +169,7 @@ def parse_messages_call(
         max_tokens=None if max_tokens else 0,
         default_max_tokens=max_tokens or None,
         stop=tuple(values.get("stop_sequences", ())),
-        structured=None if form is None else form["schema"],
+        structured=None if form is None else bounded(form["schema"], values),
     )
     return MessagesCall(
         values["model"],
@@ -209,6 +210,7 @@ def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:
         add_generation_prompt=not prefills,
         continue_final_message=prefills,
         client=values.get("metadata", {}).get("user_id") or None,
+        bounded_json=values.get("bounded_json"),
     )
 
 

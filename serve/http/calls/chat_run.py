@@ -36,7 +36,8 @@ class ChatRequest:
     messages: as chat templates take them (role, content, tool_calls, tool_call_id, name,
     reasoning_content). tools: OpenAI's function tools. tool_choice: "none", "auto", "required" or
     ("function", name). template_kwargs: scalars for the template by name. include_reasoning:
-    False drops the reasoning from the answer. client: as in Engine.submit.
+    False drops the reasoning from the answer. client: as in Engine.submit. bounded_json: that of
+    the arguments of calls; None takes the engine's setting.
     """
 
     messages: list[dict[str, Any]]
@@ -49,6 +50,7 @@ class ChatRequest:
     continue_final_message: bool = False
     include_reasoning: bool = True
     client: str | None = None
+    bounded_json: bool | None = None
 
 
 class ChatStep(NamedTuple):
@@ -97,7 +99,7 @@ class ChatRun:
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
         )
-        self.generation = Generation([self._stream], asked.params.n)
+        self.generation = Generation([self._stream], asked.params.n, call.charge)
         self._parsers: list[AnswerParser] = []
         self.reasoning_tokens = 0
 
@@ -161,20 +163,23 @@ class ChatRun:
         """Returns the grammar of the answer. A forced call replaces the client's own format."""
         asked, style = self._asked, self._format
         content, tools, choice = asked.params.structured, asked.tools, asked.tool_choice
-        is_open = self._will_be_open()
+        is_bounded = content.bounded if content is not None else asked.bounded_json
+        if is_bounded is None:
+            is_bounded = self._engine.config.bounded_json
+        options = {"is_open": self._will_be_open(), "is_bounded": is_bounded}
         if not self._uses_tools:
             if content is None or not self._reasons:
                 return content
-            return content_after_reasoning(style, content, is_open=is_open)
+            return content_after_reasoning(style, content, **options)
         parallel = asked.parallel_tool_calls
         if isinstance(choice, tuple):
             tools = [tool for tool in tools if tool["function"]["name"] == choice[1]]
             parallel = False
         if choice != "auto":
-            return forced_calls(style, tools, parallel=parallel, is_open=is_open)
+            return forced_calls(style, tools, parallel=parallel, **options)
         if content is None and not any(tool["function"].get("strict") for tool in tools):
             return None
-        return calls_or_content(style, tools, content, parallel=parallel, is_open=is_open)
+        return calls_or_content(style, tools, content, parallel=parallel, **options)
 
     def _parser(self, is_open: bool) -> AnswerParser:
         style = self._format

@@ -27,9 +27,11 @@ from serve.http.edge.errors import (
     quoted,
 )
 from serve.http.edge.keys import ApiKey
+from serve.http.edge.memory_budget import Charge, MemoryBudget
 from serve.http.edge.settings import HttpSettings
 from serve.http.schema.describe import Operation
 from serve.http.schema.fields import MAX_LISTED, Unknown
+from serve.kept import Kept, size_of
 
 if TYPE_CHECKING:
     from serve.engine.engine import Engine
@@ -62,7 +64,8 @@ class ServerState(Enum):
 class Call:
     """One HTTP request.
 
-    policy: what the call's key allows; every request that goes to the engine carries it.
+    policy: what the call's key allows; every request that goes to the engine carries it. charge:
+    the memory that the call is expected to take; it is released at the call's end.
     argument: the part of the path that stands for `{...}` in the route's path. headers: headers of
     the answer, beside the common ones. arrived_s: when the head had arrived, in seconds of the
     monotonic clock. error_code: the code of the error that answered the call.
@@ -72,6 +75,7 @@ class Call:
     request_id: str
     engine: Engine
     policy: KeyPolicy
+    charge: Charge
     argument: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     arrived_s: float = field(default_factory=time.monotonic)
@@ -110,7 +114,8 @@ class Route:
 @dataclass(slots=True)
 class ApiContext:
     """The state of one server. calls: those that are being answered. bodies: those that are being
-    read. logged_names: unknown parameters that have been logged."""
+    read. logged_names: unknown parameters that have been logged, cut as in the log. kept: functions
+    that return what a part keeps between requests, by its name; any thread may call them."""
 
     engine: Engine
     settings: HttpSettings
@@ -120,7 +125,14 @@ class ApiContext:
     calls: set[KeyPolicy] = field(default_factory=set)
     bodies: Bodies = field(default_factory=Bodies)
     logged_names: set[str] = field(default_factory=set)
+    kept: dict[str, Callable[[], Kept]] = field(default_factory=dict)
     _fingerprint: str = ""
+    budget: MemoryBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.budget = MemoryBudget(self.settings.max_work_bytes)
+        self.kept["log_texts"] = lambda: size_of(self.logged_names)
+        self.kept["metric_labels"] = self.counters.kept
 
     @property
     def fingerprint(self) -> str:
@@ -134,29 +146,38 @@ class ApiContext:
 
     async def read(self, call: Call, parse: Callable[[dict[str, Any], Unknown], T]) -> T:
         """Returns what `parse` makes of the call's JSON object. Unknown parameters are refused, or
-        listed in a header of the answer. Raises ApiError or RequestError for a body that is not
-        valid, for another model, and while the server cannot answer."""
+        listed in a header of the answer, as is what is left out. Raises ApiError or RequestError
+        for a body that is not valid, for another model, and while the server cannot answer."""
         self.check_ready()
         unknown = Unknown(refuse=self.settings.unknown_fields == "refuse")
         value = await read_call(
-            call.request, self.settings, self.bodies, lambda body: parse(body, unknown)
+            call.request,
+            self.settings,
+            self.bodies,
+            lambda body: parse(body, unknown),
+            call.charge,
         )
+        warnings = []  # the header must be ASCII and short
         if unknown.names:
-            # the header must be ASCII and short
             names = [json.dumps(name[:MAX_QUOTED]) for name in unknown.names[:MAX_LISTED]]
-            call.headers["x-mergestep-warning"] = f"unknown parameters: {', '.join(names)}"
-            self._log_unknown(unknown.names)
+            warnings.append(f"unknown parameters: {', '.join(names)}")
+            self._log_once("a request has the unknown parameter %s", unknown.names)
+        if unknown.left_out:
+            warnings.append(f"left out: {', '.join(unknown.left_out[:MAX_LISTED])}")
+            self._log_once("a request is answered without %s", unknown.left_out)
+        if warnings:
+            call.headers["x-mergestep-warning"] = "; ".join(warnings)
         if value.model is not None:
             self.check_model(value.model)
         self.check_ready()  # again, since a body may take long to arrive
         return value
 
-    def _log_unknown(self, names: list[str]) -> None:
+    def _log_once(self, text: str, names: list[str]) -> None:
         """Logs each name once, up to MAX_LOGGED_NAMES names."""
-        for name in names:
+        for name in (name[: MAX_QUOTED + 1] for name in names):  # not megabytes for ever
             if name not in self.logged_names and len(self.logged_names) < MAX_LOGGED_NAMES:
                 self.logged_names.add(name)
-                logger.warning("a request has the unknown parameter %s", quoted(name))
+                logger.warning(text, quoted(name))
 
     def check_ready(self) -> None:
         """Raises ApiError 503 unless requests can be answered."""

@@ -113,6 +113,7 @@ def conversation(
         continue_final_message=continues,
         include_reasoning=values.get("include_reasoning", True),
         client=client,
+        bounded_json=values.get("bounded_json"),
     )
 
 

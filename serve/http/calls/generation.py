@@ -12,6 +12,7 @@ from serve.engine.node_recovery import NO_MEMORY
 from serve.errors import GenerationError, MemoryLostError, RequestError
 from serve.http.edge import limits
 from serve.http.edge.errors import draining
+from serve.http.edge.memory_budget import LOGPROB_BYTES, Charge
 from serve.request import FinishReason, Prompt, Request, TokenDelta
 from serve.structured.token_mask import REQUEST_FAULTS
 
@@ -19,17 +20,25 @@ if TYPE_CHECKING:
     from serve.engine.request_stream import RequestStream
 
 CHOICES_IN_FLIGHT = 4
+EXPECTED_TOKENS = (
+    1024  # of an answer; the log-probabilities of longer ones are charged as they come
+)
+CHARGED_AT_ONCE = 1 << 16
 SUBMITTED_AT_ONCE = 8  # each takes some tenths of a millisecond
 
 
 class Generation:
-    """The engine requests of one API call. Choice `p * n + i` is sequence i of prompt p.
+    """The engine requests of one API call. Choice `p * n + i` is sequence i of prompt p. charge:
+    that of the call.
 
     Use it in a `with` block, whose end aborts the requests that still run.
     """
 
-    def __init__(self, streams: Sequence[RequestStream], n: int) -> None:
+    def __init__(self, streams: Sequence[RequestStream], n: int, charge: Charge) -> None:
         self._streams = streams
+        self._charge = charge
+        self._num_left = 0  # log-probabilities that are charged and have not come
+        self._is_counting = False
         self._n = n
         self.requests: list[Request] = []
         self.prompt_tokens = 0
@@ -57,26 +66,40 @@ class Generation:
             self.requests.append(request)
             self.prompt_tokens += len(request.prompt_token_ids)
 
-    def check_logprobs(self, param: str) -> None:
-        """Raises RequestError if the answer may have too many log-probabilities. Call it after
-        `accepted`, which fixes how many tokens may come."""
-        size = sum(
-            (request.params.max_tokens or 0) * request.params.n * (1 + request.params.logprobs)
-            for request in self.requests
-            if request.params.logprobs is not None
-        )
+    def charge_logprobs(self, param: str) -> None:
+        """Charges the log-probabilities that the answer is expected to have; `deltas` charges more
+        as they come. Raises RequestError if the answer may have too many. Call it after `accepted`,
+        which fixes how many tokens may come."""
+        size = expected = 0
+        for request in self.requests:
+            if request.params.logprobs is not None:
+                num_tokens = request.params.max_tokens or 0
+                of_token = request.params.n * (1 + request.params.logprobs)
+                size += num_tokens * of_token
+                expected += min(num_tokens, EXPECTED_TOKENS) * of_token
         if size > limits.LOGPROBS:
             raise RequestError(
                 f"the answer may have {size} log-probabilities, which is more than "
                 f"{limits.LOGPROBS}: request fewer tokens or a stream",
                 param=param,
             )
+        self._charge.add(LOGPROB_BYTES * expected, param)
+        self._num_left = expected
+        self._is_counting = expected < size
+
+    def _checked(self, delta: TokenDelta) -> TokenDelta:
+        if self._is_counting and delta.logprobs:
+            self._num_left -= sum(1 + len(item.top) for item in delta.logprobs)
+            if self._num_left < 0:
+                self._charge.add(LOGPROB_BYTES * CHARGED_AT_ONCE)
+                self._num_left += CHARGED_AT_ONCE
+        return checked(delta)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TokenDelta], None]:
         """Yields (choice, delta) in order of arrival. Raises for sequences that have failed."""
         if len(self._streams) == 1:
             async for delta in self._streams[0]:
-                yield delta.index, checked(delta)
+                yield delta.index, self._checked(delta)
             return
         queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(
             CHOICES_IN_FLIGHT * len(self._streams)
@@ -94,7 +117,7 @@ class Generation:
                 elif isinstance(item, Exception):
                     raise item
                 else:
-                    yield item[0], checked(item[1])
+                    yield item[0], self._checked(item[1])
         finally:
             for pump in pumps:
                 pump.cancel()

@@ -1,7 +1,9 @@
 """Checks the `messages` of a chat request and converts them for chat templates.
 
-Text parts become one string, "developer" becomes "system", the arguments of calls become
-objects, and fields that clients echo from answers (refusal: null) are dropped.
+Text parts become one string, "developer" becomes "system", the arguments of calls become objects
+(what is not the JSON of one stays text), and fields that clients echo from answers (refusal: null)
+are dropped. So are all unknown fields of the assistant's messages, with a warning: libraries keep
+fields of their own there.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ def _message(value: Any, where: str, unknown: Unknown, call_ids: set[str]) -> di
             "content": content,
         }  # the fast path for most messages, of which there may be thousands
     role = _role(role, f"{where}.role")
+    if role == "assistant":  # libraries keep fields of their own in the answers that they send back
+        unknown = unknown.without_refusal()
     given = _RECORDS[role].check(value, where, unknown)
     message: dict[str, Any] = {"role": role, "content": given.get("content")}
     calls = given.get("tool_calls")
@@ -150,21 +154,25 @@ def _part(value: Any, where: str, unknown: Unknown) -> str:
     return text
 
 
-def parse_arguments(value: Any, where: str, unknown: Unknown) -> dict[str, Any]:
-    """Parses the JSON text of a call's arguments. An empty text means no arguments."""
+def parse_arguments(value: Any, where: str, unknown: Unknown) -> dict[str, Any] | str:
+    """Parses the JSON text of a call's arguments. An empty text means no arguments. An object that
+    was cut off or that the model got wrong stays text, since clients send back what they got."""
     if not isinstance(value, str):
         raise wrong_type(where, "a string")
     if not value:
         return {}
-    try:
-        arguments = _DECODER.decode(value)
-    except (ValueError, RecursionError):
-        raise RequestError(f"{where} is not valid JSON", param=where) from None
-    if not isinstance(arguments, dict):
+    if not value.lstrip(" \t\r\n").startswith("{"):
         raise RequestError(f"{where} must be the JSON text of an object", param=where)
-    if is_deeper(arguments, MAX_ARGUMENTS_DEPTH):
-        raise RequestError(f"{where} nests deeper than {MAX_ARGUMENTS_DEPTH} levels", param=where)
-    return arguments
+    try:
+        arguments: dict[str, Any] = _DECODER.decode(value)
+    except (ValueError, RecursionError):
+        return _text(value, where, unknown)
+    return value if is_deeper(arguments, MAX_ARGUMENTS_DEPTH) else arguments
+
+
+def _text(value: str, where: str, unknown: Unknown) -> str:
+    text: str = _TEXT.check(value, where, unknown)
+    return text
 
 
 def _no_number(text: str) -> float:
@@ -213,7 +221,7 @@ _TOOL_CALL = Record(
             {
                 "name": _CALLED_NAME,
                 "arguments": Parsed(
-                    parse_arguments, {"type": "string", "pattern": "^\\{\\}$|^\\{ \\}$"}
+                    parse_arguments, {"type": "string", "pattern": "^$|^\\{[ -~]*$"}
                 ),
             },
             required=("name", "arguments"),
@@ -259,7 +267,21 @@ def _described(role: str, names: list[str]) -> Schema:
     needed = (*record.required, *(("content",) if role != "assistant" else ()))
     schema = Record(record.fields, needed).schema()
     schema["properties"]["role"] = {"enum": names}
-    return {**schema, "required": ["role", *needed]}
+    schema["required"] = ["role", *needed]
+    return _with_any_fields(schema) if role == "assistant" else schema
+
+
+def _with_any_fields(schema: Any) -> Any:
+    """Returns a schema whose objects may have other fields, too."""
+    if isinstance(schema, list):
+        return [_with_any_fields(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: _with_any_fields(item)
+        for name, item in schema.items()
+        if name != "additionalProperties"
+    }
 
 
 MESSAGES = Parsed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -22,7 +23,7 @@ from serve.http.schema.fields import (
     Unsupported,
     wrong_type,
 )
-from serve.structured_output import StructuredOutput
+from serve.structured_output import JSON_KINDS, StructuredOutput
 
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_GRAMMAR_CHARS = 64 << 10
@@ -152,7 +153,7 @@ _OPTIONS: dict[str, FieldType] = {
     "structural_tag": Unsupported(),
     "disable_fallback": Boolean(),
     "disable_any_whitespace": Unsupported((False,)),
-    "disable_additional_properties": Unsupported((False,)),
+    "disable_additional_properties": Boolean(),
     "whitespace_pattern": Unsupported(),
 }
 _GIVEN = _KINDS | {"json_object": Parsed(_json_object, {"const": True})}
@@ -165,9 +166,11 @@ def _outputs(value: Any, where: str, unknown: Unknown) -> StructuredOutput | Non
     if len(kinds) != 1:
         raise RequestError(f"{where} must hold exactly one of {', '.join(_KINDS)}", param=where)
     structured: StructuredOutput = given[kinds[0]]
-    return structured
+    closes = given.get("disable_additional_properties") and structured.kind in JSON_KINDS
+    return replace(structured, bounded=True) if closes else structured
 
 
+BOUNDED: dict[str, FieldType] = {"bounded_json": Boolean()}  # of all three APIs
 STRUCTURED_FIELDS: dict[str, FieldType] = {
     "response_format": Parsed(response_format, _FORMAT_SCHEMA),
     "structured_outputs": Parsed(
@@ -175,6 +178,7 @@ STRUCTURED_FIELDS: dict[str, FieldType] = {
         {"anyOf": [Record({n: k, **_OPTIONS}, (n,)).schema() for n, k in _GIVEN.items()]},
     ),
     **{f"guided_{name}": kind for name, kind in _KINDS.items()},
+    **BOUNDED,
     "guided_decoding_backend": String(64),
     "guided_whitespace_pattern": Unsupported(),
 }
@@ -190,7 +194,15 @@ def structured_output(values: Mapping[str, Any]) -> StructuredOutput | None:
             f"{given[0]} and {given[1]} both set the format of the answer; use only one of them",
             param=given[1],
         )
-    return values[given[0]] if given else None
+    return bounded(values[given[0]], values) if given else None
+
+
+def bounded(structured: StructuredOutput, values: Mapping[str, Any]) -> StructuredOutput:
+    """Returns the structured output with what the checked fields say about its bounds."""
+    says = values.get("bounded_json")
+    if says is None or structured.kind not in JSON_KINDS:
+        return structured
+    return replace(structured, bounded=says)
 
 
 def structured_name(values: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from serve.http.edge.access import API_KEY_HEADER
 from serve.http.edge.connection import Connection
 from serve.http.edge.errors import TIMEOUT_ERROR, ApiError, overloaded
 from serve.http.edge.json_body import parse_object
+from serve.http.edge.memory_budget import Charge, parsed_bytes
 from serve.http.edge.settings import HttpSettings
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -63,19 +64,30 @@ async def read_call(
     settings: HttpSettings,
     bodies: Bodies,
     parse: Callable[[dict[str, Any]], T],
+    charge: Charge,
 ) -> T:
     """Returns what `parse` makes of the JSON object in a request body. Raises ApiError if there is
-    none. A thread parses large bodies, so that the event loop goes on."""
+    none. A thread parses large bodies, so that the event loop goes on; their objects are charged,
+    since the call keeps them."""
     _check_content(request, settings.max_body_bytes)
     await _answer_expect(request)
     reader = _BodyReader(request, settings, bodies)
     try:
-        body = await reader.whole()
-        if len(body) <= settings.parse_inline_bytes:
-            return parse(parse_object(body))
+        pieces = await reader.pieces()
+        if reader.size <= settings.parse_inline_bytes:
+            return parse(parse_object(b"".join(pieces)))
+        body, num_bytes = await bodies.run_in_thread(lambda: _joined(pieces))
+        charge.add(num_bytes)
         return await bodies.run_in_thread(lambda: parse(parse_object(body)))
     finally:
         bodies.num_bytes -= reader.size
+
+
+def _joined(pieces: list[bytes]) -> tuple[bytes, int]:
+    """Returns a body and the bytes that it takes with its objects. It takes the pieces away."""
+    body = b"".join(pieces)
+    pieces.clear()
+    return body, parsed_bytes(body, limits.JSON_VALUES, limits.JSON_CONTAINERS)
 
 
 def _bad_framing(message: str) -> ApiError:
@@ -119,7 +131,7 @@ class _BodyReader:
         self._bodies = bodies
         self.size = 0
 
-    async def whole(self) -> bytes:
+    async def pieces(self) -> list[bytes]:
         pieces: list[bytes] = []
         began_s = asyncio.get_running_loop().time()
         try:
@@ -141,7 +153,7 @@ class _BodyReader:
             raise
         except web.RequestPayloadError:
             raise _bad_framing("the request body is malformed") from None
-        return b"".join(pieces)
+        return pieces
 
     def _check_padding(self) -> None:
         connection = self._request.protocol

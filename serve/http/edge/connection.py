@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import resource
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
+from serve.errors import drop_frames
 from serve.http.edge import limits
 from serve.http.edge.errors import (
     TIMEOUT_ERROR,
@@ -29,13 +28,13 @@ from serve.http.edge.errors import (
     new_request_id,
     overloaded,
 )
+from serve.http.edge.file_limit import SPARE, allowed_connections
 from serve.http.edge.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
 REST_S = 0.2  # time for unsent data when the server stops
-SPARE = 16
 SPARE_S = 1.0  # time for a health check to begin on a connection above the limit
 PIECE_BYTES = 16 << 10  # how much is parsed at once
 CHUNK_OVERHEAD, SLOW_OVERHEAD = 8, 3
@@ -43,7 +42,7 @@ CHUNK_PADDING_BYTES = 8 << 10
 PROBE_AFTER_S, PROBE_EVERY_S = 10, 5  # seconds of silence before TCP probes, and between them
 LOG_INTERVAL_S = 10.0
 MAX_LOG_TEXTS = 64
-FILES_FOR_OTHERS = 32  # files beside connections: checkpoints, K/V on disk, worker processes
+SHORT_ANSWERS = ("GET", "HEAD")  # methods whose answers cost nearly nothing
 
 
 class LimitedLog:
@@ -92,7 +91,7 @@ class ConnectionServer(web.Server):
             max_headers=limits.HEADERS,
         )
         self.settings = settings
-        self.max_connections = min(settings.max_connections, _files_left())
+        self.max_connections = allowed_connections(settings.max_connections)
         self.num_refused = 0
         self.closing: dict[web.RequestHandler, asyncio.Transport] = {}
         self._addresses: Counter[str] = Counter()
@@ -147,6 +146,7 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "_address",
+        "_has_short_answers",
         "_head_bytes",
         "_head_timer",
         "_is_counted",
@@ -163,11 +163,20 @@ class Connection(web.RequestHandler):
         self._server = manager
         self._address: str | None = None
         self._is_counted = False
+        self._has_short_answers = True  # of all requests that are not answered yet
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._num_heads = 0
         self._payload: Any = None  # the body of the last request, if it is chunked
         self._num_received = 0  # bytes since the head of the last request
+
+    async def start(self) -> None:
+        """Answers the requests of the connection."""
+        try:
+            await super().start()
+        except asyncio.CancelledError as error:
+            drop_frames(error)  # aiohttp's frame refers to its own task, and so to the error
+            raise
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -188,6 +197,10 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_head()
+        for message, _ in self._messages:  # an error of the parser refers to the frames it passed
+            error = getattr(message, "exc", None)
+            if isinstance(error, BaseException):
+                drop_frames(error)
         self._server.closing.pop(self, None)
         if self._is_counted:
             self._is_counted = False
@@ -210,8 +223,12 @@ class Connection(web.RequestHandler):
                 payload.feed_eof()
                 self.close()  # later bytes are not parsed
                 return
+        was_idle = not self._messages and (self._waiter is not None or not self._request_count)
         super().data_received(data)
         if self._request_count != self._num_heads:
+            new = list(self._messages)[self._num_heads - self._request_count :]
+            is_short = all(getattr(head, "method", "GET") in SHORT_ANSWERS for head, _ in new)
+            self._has_short_answers = is_short and (was_idle or self._has_short_answers)
             self._num_heads = self._request_count
             self._end_head()
             self._num_received = len(data) - data.find(b"\r\n\r\n") - 4
@@ -222,6 +239,16 @@ class Connection(web.RequestHandler):
         is_idle = self._waiter is not None or not self._request_count
         if data and is_idle and not self._messages:
             self._head_goes_on(len(data))
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio wants a bool
+        """Lets a client that has closed its sending half have its answer if that is short. At any
+        other request the client counts as gone, so that nothing is generated for nobody."""
+        is_idle = not self._messages and (self._waiter is not None or not self._request_count)
+        is_tls = self.transport is not None and self.transport.get_extra_info("ssl_object")
+        if is_idle or is_tls or not self._has_short_answers:
+            return False  # asyncio closes the connection
+        self.close()  # after the answer
+        return True
 
     def padding_error(self) -> Exception | None:
         """Returns an error if the framing of a chunked body is much larger than the body. Chunks of
@@ -283,8 +310,12 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Answers bytes that are not an HTTP request. The message quotes none of them."""
         self._end_head()
-        if isinstance(exc, ConnectionError):
-            raise exc  # the client is gone: the caller closes the connection
+        if isinstance(exc, ConnectionError):  # the client is gone: the caller closes the connection
+            drop_frames(exc)
+            try:
+                raise exc
+            finally:
+                del exc  # it refers to this frame
         if status >= 500:
             logger.error("a connection failed", exc_info=exc)
             error = internal_error()
@@ -293,6 +324,8 @@ class Connection(web.RequestHandler):
         else:
             error = ApiError(status, "the request is not valid HTTP", code="invalid_request")
         error.closes = True
+        if exc is not None:
+            drop_frames(exc)
         return error_response(error, new_request_id())
 
 
@@ -336,15 +369,3 @@ def _foreign_address(peer: Any) -> str | None:
     except ValueError:
         return None
     return None if is_own else address
-
-
-def _files_left() -> int:
-    """Returns how many connections the process may still open, by its limit of open files."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return 1 << 30
-    try:
-        num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    except OSError:
-        num_open = 64
-    return max(1, soft - num_open - FILES_FOR_OTHERS - SPARE)

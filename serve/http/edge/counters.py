@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from serve.histogram import Histogram
+from serve.kept import Kept, size_of
 
 LAG_POLL_S = 0.02
 LAG_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -36,6 +37,10 @@ class HttpCounters:
         if reason not in self.refused and len(self.refused) >= MAX_REASONS:
             reason = "other"
         self.refused[reason] += 1
+
+    def kept(self) -> Kept:
+        """Returns the size of the tables of labels. Any thread may call it."""
+        return size_of(self.answers, self.refused)
 
     def start(self, num_connections: Callable[[], int]) -> None:
         """Starts to measure the lag of the running event loop. num_connections: returns how many

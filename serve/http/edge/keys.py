@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from serve.errors import ConfigError, reason
+from serve.regular_file import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,10 @@ class KeyRing:
     def num_keys(self) -> int:
         return len(self._keys)
 
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(key.name for key in self._keys)
+
     def find(self, presented: bytes) -> ApiKey | None:
         """Returns the key. It compares with every key, so that the time reveals nothing."""
         digest = hashlib.sha256(presented).digest()
@@ -102,7 +107,7 @@ def load_keys(path: str | None, given: Sequence[str] = ()) -> list[ApiKey]:
 
 def _from_file(path: Path) -> list[ApiKey]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             mode = stat.S_IMODE(path.stat().st_mode)
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as exc:

@@ -7,7 +7,7 @@ a call has ended, so a bucket may become negative, and the client waits until it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from serve.http.edge.errors import RATE_LIMIT_ERROR, ApiError, retry_after
@@ -77,6 +77,12 @@ class Quotas:
         client.num_tokens += num_tokens
         if client.tokens is not None:
             client.tokens.take(num_tokens, self._clock())
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forgets the idle clients whose keys are gone."""
+        for name, client in list(self.clients.items()):
+            if name not in names and not client.num_running:
+                del self.clients[name]
 
     def _client(self, key: ApiKey, now_s: float) -> Client:
         client = self.clients.get(key.name)

@@ -13,6 +13,7 @@ LOG_FORMATS = ("text", "json")
 _POSITIVE = (
     "max_body_bytes",
     "max_bodies_bytes",
+    "max_work_bytes",
     "max_connections",
     "max_connections_per_address",
     "max_calls",
@@ -25,6 +26,7 @@ _POSITIVE = (
     "write_timeout_s",
     "request_timeout_s",
 )
+_UNBOUNDED = ("max_bodies_bytes", "max_work_bytes")
 _MAX_INT = (1 << 31) - 1  # the operating system's int; as seconds it is 68 years
 
 
@@ -36,6 +38,8 @@ class HttpSettings:
     drain_s: how long a stop waits for running requests.
     max_body_bytes: larger requests are refused with 413.
     max_bodies_bytes: bodies of all requests that are being read; more are refused with 429.
+    max_work_bytes: expected memory of all calls in progress that take far more than their bodies
+        have bytes, such as tokenizing long texts; more are refused with 429.
     body_timeout_s: how long a body may take to arrive.
     body_min_rate: bytes per second of a body, after the first seconds; 0 allows any rate.
     head_timeout_s: how long a request's head may take to arrive, from its first byte on.
@@ -75,6 +79,7 @@ class HttpSettings:
     drain_s: float = 30.0
     max_body_bytes: int = limits.BODY_BYTES
     max_bodies_bytes: int = limits.BODIES_BYTES
+    max_work_bytes: int = limits.WORK_BYTES
     body_timeout_s: float = limits.BODY_S
     body_min_rate: int = limits.BODY_MIN_RATE
     head_timeout_s: float = limits.HEAD_S
@@ -124,7 +129,7 @@ class HttpSettings:
             raise ConfigError(f"drain_s must be a number of seconds from 0 on, not {self.drain_s}")
         for name in _POSITIVE:
             value = getattr(self, name)
-            largest = math.inf if name == "max_bodies_bytes" else _MAX_INT
+            largest = math.inf if name in _UNBOUNDED else _MAX_INT
             if not 0 < value <= largest or value == math.inf:
                 raise ConfigError(f"{name} must be positive, at most {largest:g}, not {value}")
         if self.body_min_rate < 0:

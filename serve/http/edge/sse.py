@@ -12,6 +12,7 @@ import orjson
 from aiohttp import web
 from aiohttp.http_writer import StreamWriter
 
+from serve.errors import drop_frames
 from serve.http.edge.errors import ApiError, common_headers, to_api_error
 
 DONE = b"data: [DONE]\n\n"
@@ -80,7 +81,9 @@ class EventStream:
         except Exception as exc:
             if self.response is None:
                 raise
-            await self.send_last(failed(to_api_error(exc, self._request_id)))
+            last = failed(to_api_error(exc, self._request_id))
+            drop_frames(exc)
+            await self.send_last(last)
         return await self.finish()
 
     async def send_last(self, data: bytes) -> None:

@@ -75,7 +75,10 @@ class Exposition:
             "cache_dtype": config.kv_dtype,
             "enable_prefix_caching": str(config.prefix_cache),
         }
-        return MetricSources(stats, engine.loaded.core.view, self._context.counters, cache)
+        kept = engine.kept() | {name: size() for name, size in self._context.kept.items()}
+        view, counters = engine.loaded.core.view, self._context.counters
+        charged = self._context.budget.num_bytes
+        return MetricSources(stats, view, counters, cache, kept, engine.worker_bytes(), charged)
 
 
 def _family(spec: MetricSpec, name: str, labels: dict[str, str], sources: MetricSources) -> Metric:

@@ -17,6 +17,7 @@ from aiohttp import web
 from serve.http.calls.context import ApiContext, ServerState
 from serve.http.edge.errors import SERVER_ERROR, ApiError
 from serve.http.edge.sse import EventStream
+from serve.kept import Kept
 
 if TYPE_CHECKING:
     from serve.engine.engine import Engine
@@ -125,7 +126,13 @@ class LiveFeed:
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         self._watchers: set[Watcher] = set()
+        self._num_bytes = 0  # of the last snapshot
         self._task: asyncio.Task[None] | None = None
+
+    def kept(self) -> Kept:
+        """Returns the size of the snapshots that wait for their readers. Any thread may call it."""
+        waiting = [watcher.queue.qsize() for watcher in list(self._watchers)]
+        return Kept(sum(waiting), sum(waiting) * self._num_bytes)
 
     async def serve(self, request: web.BaseRequest, events: EventStream) -> web.StreamResponse:
         """Sends snapshots until the client leaves or the server drains. Raises ApiError 429 if
@@ -166,6 +173,7 @@ class LiveFeed:
         try:
             while self._context.state is ServerState.READY and self._context.engine.is_ready:
                 data = b"data: " + orjson.dumps(snapshots.take()) + b"\n\n"
+                self._num_bytes = len(data)
                 for watcher in list(self._watchers):
                     self._send(watcher, data)
                 await asyncio.sleep(PERIOD_S)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from serve.engine.stats import EngineStats
 from serve.histogram import Histogram
 from serve.http.edge.counters import HttpCounters
+from serve.kept import Kept
+from serve.machine import heap_usage, memory_parts
 
 if TYPE_CHECKING:
     from serve.engine.core_view import CoreView
@@ -19,12 +22,17 @@ Value = float | None | Histogram | Sampled
 
 @dataclass(frozen=True, slots=True)
 class MetricSources:
-    """The sources of the metrics at one moment. cache: labels with the K/V configuration."""
+    """The sources of the metrics at one moment. cache: labels with the K/V configuration. kept:
+    what is kept between requests, by name. workers: resident bytes of the child processes.
+    charged_bytes: see memory_budget.py."""
 
     stats: EngineStats
     view: CoreView
     http: HttpCounters
     cache: dict[str, str]
+    kept: dict[str, Kept]
+    workers: dict[str, int]
+    charged_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,7 @@ def _usage(sources: MetricSources) -> float:
     return sources.stats.pages_in_use / max(1, sources.stats.pages_total)
 
 
-def _by(label_values: dict[str, float]) -> Sampled:
+def _by(label_values: Mapping[str, float]) -> Sampled:
     return [((name,), value) for name, value in label_values.items()]
 
 
@@ -68,6 +76,11 @@ def _reasons(sources: MetricSources) -> Sampled:
 def _grammar_requests(sources: MetricSources) -> Sampled:
     cache = sources.view.grammars
     return [] if cache is None else _by({"hit": cache.num_hits, "miss": cache.num_misses})
+
+
+def _heap(sources: MetricSources) -> Sampled:
+    usage = heap_usage()
+    return [] if usage is None else _by(usage._asdict())
 
 
 def _coverage(sources: MetricSources) -> Sampled:
@@ -167,6 +180,9 @@ ELSEWHERE = (
     MetricSpec("gauge", "memory_nodes", "Memory nodes, by state.",
                lambda r: _by({"connected": r.stats.memory_nodes - r.stats.memory_nodes_missing,
                               "missing": r.stats.memory_nodes_missing}), ("state",)),
+    MetricSpec("gauge", "memory_node_state", "1 for the state of each memory node.",
+               lambda r: [((url, state), 1) for url, state in r.stats.memory_node_states.items()],
+               ("node", "state")),
     MetricSpec("counter", "memory_nodes_lost", "Losses of memory nodes.",
                lambda r: r.stats.memory_nodes_lost),
     MetricSpec("counter", "sequences_recomputed",
@@ -200,6 +216,9 @@ SERVER = (
     MetricSpec("gauge", "predicted_ttft_seconds",
                "Predicted time to first token of the last checked request.",
                lambda r: r.stats.predicted_ttft_s),
+    MetricSpec("gauge", "charged_bytes",
+               "Expected memory of the calls in progress that take far more than their bodies.",
+               lambda r: r.charged_bytes),
     MetricSpec("gauge", "connections", "Open connections.", lambda r: r.http.num_connections()),
     MetricSpec("gauge", "live_watchers", "Readers of /live.", lambda r: r.http.num_watchers),
     MetricSpec("histogram", "event_loop_lag_seconds", "Delay of the event loop's wake-ups.",
@@ -221,6 +240,23 @@ STRUCTURED = (
                lambda r: r.view.grammars.num_bytes if r.view.grammars else 0),
 )  # fmt: skip
 
+KEPT = (
+    MetricSpec("gauge", "kept_bytes", "Bytes kept between requests, by what keeps them; estimates"
+               " for tables of objects.",
+               lambda r: _by({name: kept.num_bytes for name, kept in r.kept.items()}), ("what",)),
+    MetricSpec("gauge", "kept_entries", "Entries kept between requests, by what keeps them.",
+               lambda r: _by({name: kept.entries for name, kept in r.kept.items()}), ("what",)),
+    MetricSpec("gauge", "memory_bytes", "Resident memory of the process by what backs it:"
+               " anonymous, files, or shared memory, which is the mapped K/V pool.",
+               lambda r: _by(memory_parts()), ("part",)),
+    MetricSpec("gauge", "heap_bytes", "The C heap: in use, free but kept, and large blocks with"
+               " mappings of their own.", _heap, ("state",)),
+    MetricSpec("gauge", "python_blocks", "Allocated blocks of Python objects.",
+               lambda r: sys.getallocatedblocks()),
+    MetricSpec("gauge", "worker_memory_bytes", "Resident memory of child processes, by worker.",
+               lambda r: _by(r.workers), ("worker",)),
+)  # fmt: skip
+
 CACHE_INFO = MetricSpec(
     "gauge", "cache_config_info", "Configuration of K/V memory.", lambda r: 1.0, (),
     "vllm:cache_config_info",
@@ -233,4 +269,5 @@ SECTIONS = {
     "Disk and memory nodes": ELSEWHERE,
     "Structured output": STRUCTURED,
     "Server": SERVER,
+    "What is kept": KEPT,
 }

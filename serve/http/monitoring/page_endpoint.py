@@ -16,6 +16,7 @@ EVENTS_TYPE = "text/event-stream; charset=utf-8"
 
 def page_routes(context: ApiContext) -> list[Route]:
     feed = LiveFeed(context)
+    context.kept["live_view"] = feed.kept
 
     async def live(call: Call) -> web.StreamResponse:
         context.check_ready()

@@ -166,6 +166,14 @@ TOKENIZE_ANSWER = object_of(
         "token_strs": or_null(list_of(STRING)),
     }
 )
+_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+TOKENIZER_ANSWER = object_of(
+    {
+        **dict.fromkeys((*_NAMED_TOKENS, "chat_template"), or_null(STRING)),
+        "model_max_length": COUNT,
+    },
+    *_NAMED_TOKENS[3:],
+)
 DETOKENIZE_ANSWER = object_of({"prompt": STRING})
 STATUS_ANSWER = object_of({"status": STRING})
 VERSION_ANSWER = object_of({"version": STRING})

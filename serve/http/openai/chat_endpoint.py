@@ -12,7 +12,7 @@ from serve.http.calls.generation import parameters_named
 from serve.http.edge.large_json import large_response
 from serve.http.openai import requests as schema
 from serve.http.openai.answer_schemas import CHAT_ANSWER
-from serve.http.openai.chat_writer import ChatStreamWriter, WholeChatWriter, check_size
+from serve.http.openai.chat_writer import ChatStreamWriter, WholeChatWriter, charge_size
 from serve.http.schema.describe import Operation
 
 
@@ -36,7 +36,7 @@ async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> we
         ChatRun(call, asked.chat) as run,
     ):
         await run.accepted()
-        check_size(run, asked)
+        charge_size(run, asked, call.charge)
         parts = (run, answer_head(context, call, CHAT), asked, call.engine.tokenizer)
         if asked.stream:
             events = event_stream(context, call)

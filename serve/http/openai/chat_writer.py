@@ -13,6 +13,7 @@ from serve.http.calls.answer_head import AnswerHead
 from serve.http.calls.chat_run import ChatRun, ChatStep
 from serve.http.edge.errors import ApiError
 from serve.http.edge.large_json import CHARS_PER_VALUE, drained, json_list
+from serve.http.edge.memory_budget import LOGPROB_BYTES, Charge
 from serve.http.edge.sse import DONE
 from serve.http.openai import shapes
 from serve.http.openai.completion_writer import FIELDS, MAX_PROMPT_LOGPROBS
@@ -75,16 +76,20 @@ class _Choice:
         return message
 
 
-def check_size(run: ChatRun, asked: ChatCall) -> None:
-    """Raises RequestError if the answer would have too many log-probabilities."""
+def charge_size(run: ChatRun, asked: ChatCall, charge: Charge) -> None:
+    """Charges the log-probabilities of the answer. Raises RequestError if there are too many."""
     if not asked.stream:
-        run.generation.check_logprobs("top_logprobs")
+        run.generation.charge_logprobs("top_logprobs")
     num_top = asked.params.prompt_logprobs
-    if num_top is not None and run.prompt_tokens * (1 + num_top) > MAX_PROMPT_LOGPROBS:
+    if num_top is None:
+        return
+    size = run.prompt_tokens * (1 + num_top)
+    if size > MAX_PROMPT_LOGPROBS:
         raise RequestError(
             f"the prompt's log-probabilities are more than {MAX_PROMPT_LOGPROBS} numbers",
             param="prompt_logprobs",
         )
+    charge.add(LOGPROB_BYTES * size, "prompt_logprobs")
 
 
 class WholeChatWriter:

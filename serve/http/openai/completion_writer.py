@@ -21,6 +21,7 @@ from serve.http.edge.large_json import (
     json_list,
     large_response,
 )
+from serve.http.edge.memory_budget import LOGPROB_BYTES, Charge
 from serve.http.edge.sse import DONE, EventStream
 from serve.http.openai import shapes
 from serve.http.openai.requests import CompletionCall
@@ -31,8 +32,9 @@ MAX_REPEATED_TOKENS = 1 << 20
 FIELDS = 8  # the fields of a choice
 
 
-def check_size(asked: CompletionCall, generation: Generation) -> None:
-    """Raises RequestError if the answer would repeat too much of the prompts."""
+def charge_size(asked: CompletionCall, generation: Generation, charge: Charge) -> None:
+    """Charges the log-probabilities of the answer. Raises RequestError if there are too many, or if
+    it would repeat too much of the prompts."""
     repeats = "echo" if asked.echo else "return_token_ids" if asked.return_token_ids else None
     num_tokens = generation.prompt_tokens * asked.num_choices
     if repeats is not None and num_tokens > MAX_REPEATED_TOKENS:
@@ -42,17 +44,19 @@ def check_size(asked: CompletionCall, generation: Generation) -> None:
             param=repeats,
         )
     if not asked.stream:
-        generation.check_logprobs("best_of" if asked.logprobs is None else "logprobs")
+        generation.charge_logprobs("best_of" if asked.logprobs is None else "logprobs")
     if asked.params.prompt_logprobs is None:
         return
     size = generation.prompt_tokens * (1 + asked.params.prompt_logprobs)
     copies = asked.num_choices if asked.echo else 1
+    param = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
     if size * copies > MAX_PROMPT_LOGPROBS:
         raise RequestError(
             f"the prompts' log-probabilities are {size * copies} numbers; at most "
             f"{MAX_PROMPT_LOGPROBS} are allowed",
-            param="logprobs" if asked.prompt_logprobs is None else "prompt_logprobs",
+            param=param,
         )
+    charge.add(LOGPROB_BYTES * size * copies, param)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from serve.http.openai.answer_schemas import COMPLETION_ANSWER
 from serve.http.openai.completion_writer import (
     ChoiceWriter,
     CompletionStreamWriter,
-    check_size,
+    charge_size,
     whole_answer,
 )
 from serve.http.schema.describe import Operation
@@ -53,9 +53,9 @@ async def _answer(
     with parameters_named({"structured": asked.structured_name}):
         call.engine.check_grammar_queue(asked.params)
         streams = await submit_each(asked.prompts, call.request_id, submit)
-        with Generation(streams, asked.params.n) as generation:
+        with Generation(streams, asked.params.n, call.charge) as generation:
             await generation.accepted()
-            check_size(asked, generation)
+            charge_size(asked, generation, call.charge)
             writer = ChoiceWriter(asked, generation, context.engine.tokenizer)
             if asked.stream:
                 stream = CompletionStreamWriter(generation, head, writer)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,9 @@ from serve.http.calls.sampling_fields import (
     SAMPLING_FIELDS,
     client_name,
 )
-from serve.http.edge.errors import JSON_TYPE, common_headers
-from serve.http.edge.large_json import json_list
+from serve.http.edge.errors import body_response
+from serve.http.edge.large_json import StreamedJson
+from serve.http.edge.memory_budget import EMBEDDING_BYTES
 from serve.http.openai.answer_schemas import EMBEDDINGS_ANSWER
 from serve.http.openai.prompts import prompts_field, with_options
 from serve.http.schema.describe import Operation
@@ -85,17 +85,16 @@ def parse_embeddings(body: Mapping[str, Any], unknown: Unknown) -> EmbeddingCall
 
 
 def embedding_routes(context: ApiContext) -> list[Route]:
-    async def embeddings(call: Call) -> web.Response:
+    async def embeddings(call: Call) -> web.StreamResponse:
         asked = await context.read(call, parse_embeddings)
+        dimensions = asked.params.dimensions or call.engine.spec.hidden_size
+        call.charge.add(EMBEDDING_BYTES * dimensions * len(asked.prompts), "input")
         with parameters_named({"prompt": "input"}):
             outputs = await _embed(call, asked)
-        size = sum(len(output.embedding) for output in outputs)
-        parts = (outputs, asked.model, asked.is_base64)
-        is_short = size <= INLINE_NUMBERS
-        body = _body(*parts) if is_short else await asyncio.to_thread(_body, *parts)
-        return web.Response(
-            body=body, content_type=JSON_TYPE, headers=common_headers(call.request_id)
-        )
+        pieces = _pieces(outputs, asked.model, is_base64=asked.is_base64)
+        if sum(len(output.embedding) for output in outputs) > INLINE_NUMBERS:
+            return StreamedJson(pieces, call.request_id)
+        return body_response(b"".join(pieces), call.request_id)
 
     described = Operation("Vectors of texts", EMBEDDINGS_ANSWER, EMBEDDINGS.schema())
     return [Route("/v1/embeddings", {"POST": embeddings}, describe={"POST": described})]
@@ -126,25 +125,19 @@ async def _output(stream: RequestStream) -> EmbeddingOutput:
     return embedding_output(await stream.accepted(), last, stream.metrics)
 
 
-def _body(outputs: list[EmbeddingOutput], model: str, is_base64: bool) -> bytes:
-    """Returns the answer, with vectors as JSON numbers or as base64 of little-endian fp32."""
+def _pieces(outputs: list[EmbeddingOutput], model: str, *, is_base64: bool) -> Iterator[bytes]:
+    """Yields the answer, with vectors as JSON numbers or as base64 of little-endian fp32."""
+    yield b'{"object":"list","model":' + orjson.dumps(model) + b',"data":['
+    for index, output in enumerate(outputs):
+        vector = output.embedding
+        item = {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            if is_base64
+            else vector,
+        }
+        yield (b"," if index else b"") + orjson.dumps(item, option=orjson.OPT_SERIALIZE_NUMPY)
     num_tokens = sum(output.num_prompt_tokens for output in outputs)
-    answer = {
-        "object": "list",
-        "model": model,
-        "data": json_list(
-            (
-                {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": base64.b64encode(output.embedding.astype("<f4").tobytes()).decode()
-                    if is_base64
-                    else output.embedding,
-                }
-                for index, output in enumerate(outputs)
-            ),
-            piece=1,
-        ),
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-    }
-    return orjson.dumps(answer)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    yield b'],"usage":' + orjson.dumps(usage) + b"}"

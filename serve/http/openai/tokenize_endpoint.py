@@ -1,10 +1,10 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize and GET /tokenizer_info, in vLLM's shapes."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiohttp import web
 
@@ -12,8 +12,16 @@ from serve.errors import RequestError
 from serve.http.calls.chat_run import ChatRequest, ChatRun
 from serve.http.calls.context import ApiContext, Call, Route
 from serve.http.calls.conversation import CONVERSATION_FIELDS, conversation
-from serve.http.edge.large_json import large_response
-from serve.http.openai.answer_schemas import DETOKENIZE_ANSWER, TOKENIZE_ANSWER
+from serve.http.edge.errors import body_response, json_response
+from serve.http.edge.large_json import (
+    INLINE_VALUES,
+    SENT_PIECE,
+    StreamedJson,
+    list_pieces,
+    text_pieces,
+)
+from serve.http.edge.memory_budget import DECODE_BYTES, TOKEN_BYTES, encode_bytes
+from serve.http.openai.answer_schemas import DETOKENIZE_ANSWER, TOKENIZE_ANSWER, TOKENIZER_ANSWER
 from serve.http.schema.describe import Operation
 from serve.http.schema.fields import (
     Boolean,
@@ -25,6 +33,9 @@ from serve.http.schema.fields import (
     Unsupported,
 )
 from serve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from serve.engine.engine import Engine
 
 MAX_TEXT_CHARS = 1 << 20
 MAX_TOKENS = 1 << 18
@@ -98,54 +109,101 @@ def parse_detokenize(body: Mapping[str, Any], unknown: Unknown) -> DetokenizeCal
 
 
 def tokenize_routes(context: ApiContext) -> list[Route]:
-    async def tokenize(call: Call) -> web.Response:
+    async def tokenize(call: Call) -> web.StreamResponse:
         asked = await context.read(call, parse_tokenize)
         tokens = await _tokens(call, asked)
-        engine = call.engine
+        pieces = _tokenize_pieces(call.engine, tokens, with_strings=asked.return_strings)
+        return _answer(pieces, len(tokens), call.request_id)
 
-        def strings() -> list[str] | None:
-            if not asked.return_strings:
-                return None
-            return [engine.tokenizer.token_text(token) for token in tokens]
-
-        def answer() -> dict[str, Any]:
-            return {
-                "count": len(tokens),
-                "max_model_len": engine.max_model_len,
-                "tokens": tokens,
-                "token_strs": strings(),
-            }
-
-        return await large_response(answer, len(tokens), call.request_id)
-
-    async def detokenize(call: Call) -> web.Response:
+    async def detokenize(call: Call) -> web.StreamResponse:
         tokens = (await context.read(call, parse_detokenize)).tokens
         size = call.engine.spec.vocab_size
-        if any(token >= size for token in tokens):
+        if max(tokens, default=0) >= size:
             raise RequestError(f"tokens has a token id above {size - 1}", param="tokens")
+        tokenizer, charge = call.engine.tokenizer, call.charge
 
-        def answer() -> dict[str, Any]:
-            return {"prompt": call.engine.tokenizer.decode(tokens, skip_special_tokens=False)}
+        def decode() -> str:
+            return tokenizer.decode(tokens, skip_special_tokens=False)
 
-        return await large_response(answer, len(tokens), call.request_id)
+        if len(tokens) <= INLINE_VALUES:
+            return json_response({"prompt": decode()}, call.request_id)
+        charge.add(DECODE_BYTES * len(tokens), "tokens")
+        text = await charge.run(decode)
+        return _answer(_detokenize_pieces(text), len(text), call.request_id)
+
+    async def info(call: Call) -> web.Response:
+        context.check_ready()
+        tokenizer = call.engine.tokenizer
+        answer = {
+            **dict.fromkeys(("bos_token", "eos_token", "pad_token")),
+            **tokenizer.named_tokens,
+            "chat_template": tokenizer.chat_template,
+            "model_max_length": call.engine.max_model_len,
+        }
+        return json_response(answer, call.request_id)
 
     body = {"anyOf": [TEXT.schema(), CHAT.schema()]}
     tokens = Operation("Token ids of a text or of a conversation", TOKENIZE_ANSWER, body)
     text = Operation("The text of token ids", DETOKENIZE_ANSWER, TOKENS.schema())
+    about = Operation("The special tokens and the chat template", TOKENIZER_ANSWER)
     return [
         Route("/tokenize", {"POST": tokenize}, describe={"POST": tokens}),
         Route("/detokenize", {"POST": detokenize}, describe={"POST": text}),
+        Route("/tokenizer_info", {"GET": info}, describe={"GET": about}),
     ]
 
 
-async def _tokens(call: Call, asked: TokenizeCall) -> list[int]:
+async def _tokens(call: Call, asked: TokenizeCall) -> Sequence[int]:
     if asked.chat is not None:
         with ChatRun(call, asked.chat) as run:
             await run.accepted()
-            return list(run.generation.requests[0].prompt_token_ids)
-    tokenizer = call.engine.tokenizer
+            rendered = run.generation.requests[0].prompt_token_ids
+        call.charge.add(TOKEN_BYTES * len(rendered), "messages")
+        return rendered
+    tokenizer, charge, text = call.engine.tokenizer, call.charge, asked.text
 
     def encode() -> list[int]:
-        return tokenizer.encode(asked.text, add_special_tokens=asked.add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens=asked.add_special_tokens)
 
-    return encode() if len(asked.text) <= INLINE_CHARS else await asyncio.to_thread(encode)
+    if len(text) <= INLINE_CHARS:
+        return encode()
+    needed = encode_bytes(text)
+    charge.add(needed, "prompt")
+    tokens = await charge.run(lambda: _packed(encode()))
+    charge.reduce(max(0, needed - TOKEN_BYTES * len(tokens)))
+    return tokens
+
+
+def _packed(tokens: list[int]) -> array[int]:
+    """Returns an array, since the integers of a list take ten times as much. The list is freed in
+    pieces: all at once would hold the interpreter for too long."""
+    packed = array("i")
+    while tokens:
+        packed.extend(tokens[:SENT_PIECE])
+        del tokens[:SENT_PIECE]
+    return packed
+
+
+def _answer(pieces: Iterator[bytes], num_values: int, request_id: str) -> web.StreamResponse:
+    if num_values > INLINE_VALUES:
+        return StreamedJson(pieces, request_id)
+    return body_response(b"".join(pieces), request_id)
+
+
+def _tokenize_pieces(
+    engine: Engine, tokens: Sequence[int], *, with_strings: bool
+) -> Iterator[bytes]:
+    yield b'{"count":%d,"max_model_len":%d,"tokens":' % (len(tokens), engine.max_model_len)
+    yield from list_pieces(tokens)
+    yield b',"token_strs":'
+    if with_strings:
+        yield from list_pieces(map(engine.tokenizer.token_text, tokens))
+    else:
+        yield b"null"
+    yield b"}"
+
+
+def _detokenize_pieces(text: str) -> Iterator[bytes]:
+    yield b'{"prompt":'
+    yield from text_pieces(text)
+    yield b"}"

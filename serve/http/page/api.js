@@ -54,7 +54,10 @@ export async function call(path, { body, signal } = {}) {
   return response;
 }
 
-/** Yields the parsed data of each server-sent event until [DONE] or the end of the stream. */
+/**
+ * Yields the parsed data of each server-sent event until [DONE] or the end of the stream, with
+ * arrivedAt, the time at which its last bytes came: it is the same for events that came together.
+ */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -62,6 +65,7 @@ export async function* events(response) {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
+      const arrivedAt = performance.now();
       const blocks = (rest + value).split("\n\n");
       rest = blocks.pop();
       for (const block of blocks) {
@@ -71,7 +75,7 @@ export async function* events(response) {
           .map((line) => line.slice(5).trimStart())
           .join("\n");
         if (data === "[DONE]") return;
-        if (data) yield JSON.parse(data);
+        if (data) yield { ...JSON.parse(data), arrivedAt };
       }
     }
   } finally {

@@ -7,6 +7,7 @@ import { sampling, systemMessages } from "./settings.js";
 const $ = (id) => document.getElementById(id);
 const log = $("log");
 const prompt = $("prompt");
+const MIN_APART_MS = 0.05; // tokens that come faster have come together
 
 /**
  * Shows the conversation and sends its turns.
@@ -179,7 +180,7 @@ export class Chat {
       const text = choice?.delta?.content ?? "";
       const thought = choice?.delta?.reasoning_content ?? "";
       if (!text && !thought) continue;
-      timing.lastAt = performance.now();
+      timing.lastAt = event.arrivedAt;
       timing.firstAt ||= timing.lastAt;
       turn.content += text;
       turn.thoughts += thought;
@@ -221,14 +222,16 @@ export class Chat {
   figures(timing, wasStopped) {
     const tokens = timing.usage?.completion_tokens ?? null;
     const ttft = timing.firstAt ? timing.firstAt - timing.sentAt : null;
-    const tpot = tokens > 1 ? (timing.lastAt - timing.firstAt) / (tokens - 1) : null;
+    const apart = timing.lastAt - timing.firstAt;
+    const cameTogether = tokens > 1 && apart / (tokens - 1) < MIN_APART_MS;
+    const tpot = tokens > 1 && !cameTogether ? apart / (tokens - 1) : null;
     const cached = timing.usage?.prompt_tokens_details?.cached_tokens ?? null;
     this.onStats({ ttft, tpot, tokens, cached });
     const parts = [];
     if (wasStopped) parts.push("stopped");
     else if (timing.reason === "length") parts.push("cut off at the length limit");
     if (tokens) parts.push(`${tokens} tokens`);
-    if (ttft !== null) parts.push(`first after ${Math.round(ttft)} ms`);
+    if (ttft !== null) parts.push(`${cameTogether ? "all" : "first"} after ${Math.round(ttft)} ms`);
     if (tpot !== null) parts.push(`then ${tpot < 10 ? tpot.toFixed(1) : Math.round(tpot)} ms each`);
     return parts.join(" · ");
   }

@@ -20,6 +20,7 @@ from serve.http.calls.generation import parameters_named
 from serve.http.calls.messages import MAX_MESSAGES
 from serve.http.edge.errors import ApiError, body_response, json_response, quoted
 from serve.http.edge.large_json import CHARS_PER_VALUE, json_bytes, large_response
+from serve.http.edge.memory_budget import STORED_BYTES
 from serve.http.responses import description
 from serve.http.responses.items import REFERENCE
 from serve.http.responses.listing import item_list, kept_items, named_items
@@ -27,6 +28,7 @@ from serve.http.responses.requests import ResponseCall, parse_count_call, parse_
 from serve.http.responses.response_head import response_head
 from serve.http.responses.response_writer import ResponseWriter
 from serve.http.responses.store import ResponseStore, StoredResponse
+from serve.kept import Kept
 from serve.sampling_params import SamplingParams
 
 # The names of this API by those of SamplingParams and the engine.
@@ -82,7 +84,8 @@ class _Endpoints:
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         settings = context.settings
-        self._store = ResponseStore(settings.max_responses, settings.max_responses_bytes)
+        self._store = store = ResponseStore(settings.max_responses, settings.max_responses_bytes)
+        context.kept["responses"] = lambda: Kept(len(store), store.size_bytes)
 
     async def create(self, call: Call) -> web.StreamResponse:
         parse = partial(parse_response_call, defaults=call.engine.generation_defaults)
@@ -91,7 +94,7 @@ class _Endpoints:
             conversation = await self._conversation(call, asked)
             with ChatRun(call, conversation.chat) as run:
                 await run.accepted()
-                run.generation.check_logprobs("top_logprobs")
+                run.generation.charge_logprobs("top_logprobs")
                 return await self._answer(call, asked, run, conversation)
 
     async def input_tokens(self, call: Call) -> web.Response:
@@ -122,12 +125,13 @@ class _Endpoints:
 
     async def input_items(self, call: Call) -> web.Response:
         stored, query = self._stored(call), call.request.query
-        num_values = sum(map(len, stored.history)) // CHARS_PER_VALUE
+        num_bytes = sum(map(len, stored.history))
+        call.charge.add(STORED_BYTES * num_bytes)
 
         def listed() -> dict[str, Any]:
             return item_list(stored.input_items(), query)
 
-        return await large_response(listed, num_values, call.request_id)
+        return await large_response(listed, num_bytes // CHARS_PER_VALUE, call.request_id)
 
     async def cancel(self, call: Call) -> web.Response:
         self._stored(call)
@@ -176,6 +180,7 @@ class _Endpoints:
             return _Conversation((*before, own), chat, head)
 
         num_bytes = sum(stored.size_bytes for stored in (previous, *referred) if stored)
+        call.charge.add(STORED_BYTES * num_bytes, "previous_response_id")
         own_bytes = call.request.content_length
         inline_bytes = self._context.settings.parse_inline_bytes
         if own_bytes is None or own_bytes + num_bytes > inline_bytes:

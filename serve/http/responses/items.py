@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from serve.errors import RequestError
 from serve.http.calls.messages import MAX_MESSAGES, parse_arguments
 from serve.http.calls.turns import Turns
 from serve.http.schema.fields import (
@@ -192,11 +191,7 @@ def _add(turns: Turns, item: Mapping[str, Any], where: str) -> None:
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
-    """Returns the arguments as an object. A stored call that was cut off stays text."""
-    try:
-        return parse_arguments(text, "", Unknown())
-    except RequestError:
-        return text
+    return parse_arguments(text, "", Unknown())
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:

@@ -18,7 +18,7 @@ from serve.http.calls.sampling_fields import (
     client_name,
     sampling_params,
 )
-from serve.http.calls.structured_fields import JSON_OBJECT, json_schema
+from serve.http.calls.structured_fields import BOUNDED, JSON_OBJECT, bounded, json_schema
 from serve.http.calls.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS, PARAMETERS
 from serve.http.edge.errors import quoted
 from serve.http.responses.items import INPUT, NAME, chat_messages, input_items
@@ -32,15 +32,19 @@ from serve.http.schema.fields import (
     OneOfNames,
     Parsed,
     Record,
+    Schema,
     String,
     Unknown,
     Unsupported,
+    check_length,
+    wrong_type,
 )
 from serve.http.schema.tagged import Tagged
 from serve.sampling_params import MAX_LOGPROBS, SamplingParams
 from serve.structured_output import StructuredOutput
 
 MAX_INSTRUCTIONS_CHARS = 8 << 20
+MAX_METADATA_BYTES = 64 << 10
 LOGPROBS = "message.output_text.logprobs"
 # All are accepted; only the log-probabilities exist here.
 _INCLUDES = (
@@ -83,6 +87,37 @@ _FUNCTION = Record(
     },
     required=("name",),
 )
+_TOOL = Tagged({"function": _FUNCTION}, _OTHER_TOOLS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """A list of functions. A tool that OpenAI's servers run is refused, but beside functions it is
+    left out with a warning: agents send such tools with every request and can do without them."""
+
+    def check(self, value: Any, where: str, unknown: Unknown) -> list[dict[str, Any]]:
+        if not isinstance(value, list):
+            raise wrong_type(where, "a list")
+        check_length(value, where, MAX_TOOLS)
+        kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value]
+        tools = []
+        for position, (kind, tool) in enumerate(zip(kinds, value, strict=True)):
+            if "function" in kinds and kind in _OTHER_TOOLS:
+                unknown.left_out.append(f"{where}[{position}] of the type {kind}")
+            else:
+                tools.append(_TOOL.check(tool, f"{where}[{position}]", unknown))
+        return tools
+
+    def schema(self) -> Schema:
+        left_out = {
+            "type": "object",
+            "properties": {"type": {"enum": list(_OTHER_TOOLS)}},
+            "required": ["type"],
+        }
+        item = {"anyOf": [*_TOOL.schema()["anyOf"], left_out]}
+        return {"type": "array", "items": item, "maxItems": MAX_TOOLS}
+
+
 _NAMED = Record({"name": NAME}, required=("name",))
 _TOOL_CHOICE = Either(
     {
@@ -140,7 +175,7 @@ _PROMPT_FIELDS: dict[str, FieldType] = {
     "input": INPUT,
     "instructions": String(MAX_INSTRUCTIONS_CHARS, is_text=True),
     "previous_response_id": String(128, min_chars=1),
-    "tools": List(Tagged({"function": _FUNCTION}, _OTHER_TOOLS), MAX_TOOLS),
+    "tools": _Tools(),
     "tool_choice": _TOOL_CHOICE,
     "parallel_tool_calls": Boolean(),
     "text": Record({"format": _FORMAT, "verbosity": OneOfNames(("low", "medium", "high"))}),
@@ -154,6 +189,7 @@ CREATE = Record(
         **{name: SAMPLING_FIELDS[name] for name in (*_SAMPLING, *_MORE_SAMPLING)},
         **CLIENT_FIELDS,
         **IGNORED_FIELDS,
+        **BOUNDED,
         "max_output_tokens": Integer(1, MAX_TOKENS),
         "max_tool_calls": Integer(1, MAX_TOKENS),
         "top_logprobs": Integer(0, MAX_LOGPROBS),
@@ -167,6 +203,7 @@ CREATE = Record(
         "moderation": Unsupported(),
         "context_management": Unsupported(([],)),
         "access_programs": Unsupported(),
+        "client_metadata": JsonObject(MAX_METADATA_BYTES),  # Codex sends it; nothing depends on it
         "image": Unsupported(),
     },
     required=("model", "input"),
@@ -212,6 +249,7 @@ class ResponseCall:
             parallel_tool_calls=values.get("parallel_tool_calls", True),
             template_kwargs=effort_kwargs(effort),
             client=client_name(values),
+            bounded_json=values.get("bounded_json"),
         )
 
 
@@ -248,8 +286,7 @@ def _structured(values: Mapping[str, Any]) -> StructuredOutput | None:
     form = values.get("text", {}).get("format", {"type": "text"})
     if form["type"] == "text":
         return None
-    schema: StructuredOutput = form["schema"] if form["type"] == "json_schema" else JSON_OBJECT
-    return schema
+    return bounded(form["schema"] if form["type"] == "json_schema" else JSON_OBJECT, values)
 
 
 def _functions(

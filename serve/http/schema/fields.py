@@ -22,11 +22,19 @@ Schema = dict[str, Any]
 
 
 class Unknown:
-    """Refuses unknown parameters, or collects them in `names`."""
+    """Refuses unknown parameters, or collects them in `names`. left_out: what the answer does
+    without although the API has it, in words."""
 
     def __init__(self, *, refuse: bool = True) -> None:
         self.refuse = refuse
         self.names: list[str] = []
+        self.left_out: list[str] = []
+
+    def without_refusal(self) -> Unknown:
+        """Returns one that collects names in the same list, whatever the setting is."""
+        same = Unknown(refuse=False)
+        same.names, same.left_out = self.names, self.left_out
+        return same
 
     def note(self, where: str, names: list[str]) -> None:
         """where: the path of the object that has the names; empty for the body itself."""
@@ -157,7 +165,7 @@ class OneOfNames:
 
 @dataclass(frozen=True, slots=True)
 class List:
-    """A list. Errors name items that are objects by their index, others by the list."""
+    """A list. The text of an error names the item, its param too where items are objects."""
 
     item: FieldType
     max_items: int
@@ -170,12 +178,14 @@ class List:
         if len(value) < self.min_items:
             message = f"must have at least {self.min_items}" if value else "is empty"
             raise RequestError(f"{where} {message}", param=where)
-        if getattr(self.item, "is_object", False):
-            return [
-                self.item.check(item, f"{where}[{position}]", unknown)
-                for position, item in enumerate(value)
-            ]
-        return [self.item.check(item, where, unknown) for item in value]
+        checked = []
+        try:
+            for position, item in enumerate(value):
+                checked.append(self.item.check(item, f"{where}[{position}]", unknown))
+        except RequestError as error:
+            param = error.param if getattr(self.item, "is_object", False) else where
+            raise RequestError(str(error), param=param, code=error.code) from None
+        return checked
 
     def schema(self) -> Schema:
         schema: Schema = {

@@ -132,15 +132,14 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
 
 def _run_with_signals(
     engine: FakeEngine, *delays_s: float, **settings: Any
-) -> tuple[bool, float, list[str]]:
+) -> tuple[float, list[str]]:
     """Runs a server with one long request and sends a SIGTERM after each delay.
 
-    Returns whether the server became ready, the seconds from the first signal until it stopped,
-    and the last event of the answer.
+    Returns the seconds from the first signal until it stopped, and the last event of the answer.
     """
     last_events: list[str] = []
 
-    async def main() -> tuple[bool, float]:
+    async def main() -> float:
         server = HttpServer(engine, HttpSettings(port=0, **settings))  # type: ignore[arg-type]
         clients: list[asyncio.Task[None]] = []
 
@@ -158,40 +157,28 @@ def _run_with_signals(
         serving = asyncio.create_task(serve_until_signal(server, on_ready=on_ready))
         first_s = 0.0
         for delay_s in delays_s:
-            while not engine.load_s and not engine.submitted:
+            while not engine.submitted:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(delay_s)
             first_s = first_s or time.monotonic()
             assert not serving.done()  # a stopped server would not catch the signal
             os.kill(os.getpid(), signal.SIGTERM)
-        was_ready = await serving
+        await serving
         await asyncio.gather(*clients)
-        return was_ready, time.monotonic() - first_s
+        return time.monotonic() - first_s
 
-    was_ready, seconds = uvloop.run(main())
-    return was_ready, seconds, last_events
+    return uvloop.run(main()), last_events
 
 
 def test_a_signal_lets_requests_finish() -> None:
-    was_ready, _, last_events = _run_with_signals(FakeEngine(step_s=0.03), 0.1)
-    assert was_ready
+    _, last_events = _run_with_signals(FakeEngine(step_s=0.03), 0.1)
     assert last_events == ["data: [DONE]"]
 
 
 def test_a_second_signal_does_not_wait() -> None:
-    was_ready, seconds, last_events = _run_with_signals(
-        FakeEngine(step_s=0.03, repeat=1000), 0.1, 0.2
-    )
-    assert was_ready
+    seconds, last_events = _run_with_signals(FakeEngine(step_s=0.03, repeat=1000), 0.1, 0.2)
     assert seconds < 1.5
     assert '"code":"draining"' in last_events[0]
-
-
-def test_a_signal_while_loading() -> None:
-    was_ready, seconds, last_events = _run_with_signals(FakeEngine(load_s=30), 0.1)
-    assert not was_ready
-    assert seconds < 1
-    assert last_events == []
 
 
 @pytest.mark.parametrize("attack", ["slow body", "slow head", "idle"])

@@ -85,6 +85,13 @@ BODY = (
         "429 `overloaded`, closed",
         "max_bodies_bytes",
     ),
+    _http(
+        "[expected memory](#memory-of-large-calls) of all calls",
+        "edge.limits:WORK_BYTES",
+        SIZE,
+        "429 `memory_budget`; 400 `request_too_large` for a call that would not fit alone",
+        "max_work_bytes",
+    ),
     _http("time until the end of a body", "edge.limits:BODY_S", SECONDS, _LATE, "body_timeout_s"),
     _http(
         "minimum rate of a body, per second",
@@ -201,6 +208,7 @@ SAMPLING = (
         _VALUE,
     ),
     _http("entries of `metadata`", "calls.sampling_fields:MAX_METADATA", COUNT, _MANY),
+    _http("size of `client_metadata`", "responses.requests:MAX_METADATA_BYTES", SIZE, _VALUE),
     _http(
         "length of `user` and other names of the client",
         "calls.sampling_fields:MAX_CLIENT_CHARS",

@@ -10,6 +10,7 @@ import pytest
 
 from serve.http.calls.chat_run import ChatRequest, ChatStep
 from serve.http.calls.generation import Generation
+from serve.http.edge.memory_budget import MemoryBudget
 from serve.request import TokenDelta, TokenLogprobs
 from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 
@@ -30,7 +31,7 @@ class ScriptedRun:
 
     def __init__(self, call: Any, request: ChatRequest) -> None:
         type(self).request = request
-        self.generation = Generation([], request.params.n)
+        self.generation = Generation([], request.params.n, MemoryBudget(1 << 30).charge())
         self.prompt_tokens = PROMPT_TOKENS
         self.cached_tokens = CACHED_TOKENS
         self.reasoning_tokens = 0

@@ -162,6 +162,42 @@ def test_tools_for_a_template_without_tools() -> None:
     assert text.startswith("<|bos|><|system|>Be kind.\n\nYou may use these functions")
 
 
+CUT = '{"x": "a \\"b'
+CUT_CALL: list[dict[str, Any]] = [
+    USER,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": CUT}}
+        ],
+    },
+    USER,
+]
+
+
+def test_a_call_that_was_cut_off_is_rendered_as_text(tokenizer: Tokenizer) -> None:
+    source = tokenizer.chat_template
+    assert source is not None
+    text = render(source, CUT_CALL, tokenizer, tools=[TOOL])
+    assert f'<tool_call>\n{{"name": "f", "arguments": {CUT}\n</tool_call>' in text
+    text = render(NATIVE, CUT_CALL, tokenizer, tools=[TOOL])
+    assert f"<tool_call>f{json.dumps(CUT)}" in text
+
+
+def test_a_template_that_writes_each_argument_gets_one(tokenizer: Tokenizer) -> None:
+    each = (
+        "{% for name, value in call.function.arguments | items %}<{{ name }}={{ value }}>"
+        "{% endfor %}"
+    )
+    source = NATIVE.replace("{{ call.function.arguments | tojson }}", each)
+    assert source != NATIVE
+    text = render(source, CUT_CALL, tokenizer, tools=[TOOL])
+    assert f"<tool_call>f<arguments={CUT}>" in text
+    whole = render(source, RESULTS, tokenizer, tools=[TOOL])
+    assert "<tool_call>f<x=ü>" in whole
+
+
 def test_a_template_without_a_system_role(tokenizer: Tokenizer) -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'system' %}"

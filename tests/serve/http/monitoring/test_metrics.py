@@ -226,6 +226,29 @@ def test_grammars_are_compiled_once() -> None:
     with_server(check)
 
 
+def test_counted_prompts_and_embeddings_are_no_answers_with_tokens() -> None:
+    """A prompt that is only counted is no finished answer, and an embedding has no first token."""
+
+    async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
+        await complete(session, max_tokens=0)
+        numbers = await read_metrics(session)
+        assert numbers["vllm:request_success_total", "length"] == 0
+        assert numbers["vllm:e2e_request_latency_seconds_count",] == 0
+        assert numbers["vllm:request_prompt_tokens_count",] == 0
+        body = {"model": NAME, "input": [5, 6, 7]}
+        async with session.post("/v1/embeddings", json=body) as response:
+            assert response.status == 200
+        numbers = await read_metrics(session)
+        assert numbers["vllm:request_success_total", "length"] == 1
+        assert numbers["vllm:time_to_first_token_seconds_count",] == 0
+        assert numbers["vllm:prompt_tokens_total",] == 3
+        await complete(session)
+        numbers = await read_metrics(session)
+        assert numbers["vllm:time_to_first_token_seconds_count",] == 1
+
+    with_server(check)
+
+
 def test_the_vllm_names_can_be_off() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         text = await get_text(session)
@@ -299,6 +322,42 @@ def test_the_documentation_has_every_metric(exposition: str) -> None:
     for metrics in SECTIONS.values():
         for metric in metrics:
             assert metric.about.replace("|", "&#124;") in page, metric.name
+
+
+def test_the_documentation_has_everything_that_is_kept(exposition: str) -> None:
+    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| [^`|]+ \| `(\w+)` \|", page, flags=re.M))
+    families = {family.name: family for family in text_string_to_metric_families(exposition)}
+    sizes = {s.labels["what"]: s.value for s in families["mergestep:kept_bytes"].samples}
+    entries = {s.labels["what"] for s in families["mergestep:kept_entries"].samples}
+    # those that exist with a setting or after a request that needs them
+    assert documented - set(sizes) == {"grammars", "spans"}
+    assert set(sizes) == entries <= documented
+    assert sizes["kv_pages"] > 0 and sizes["metric_labels"] > 1000
+
+
+def test_what_is_kept_follows_the_requests() -> None:
+    async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
+        before = await read_metrics(session)
+        text = "a b c " * 5
+        for number in range(3):
+            body = {"model": NAME, "input": text * (number + 1), "max_output_tokens": 16}
+            async with session.post("/v1/responses", json=body) as response:
+                assert response.status == 200, await response.text()
+        await complete(session, guided_choice=["fox", "owl"], ignore_eos=False, max_tokens=50)
+        after = await read_metrics(session)
+        assert after["mergestep:kept_entries", "responses"] == 3
+        assert 3 << 10 < after["mergestep:kept_bytes", "responses"] < 30_000
+        assert after["mergestep:kept_entries", "grammars"] == 1
+        for what in ("kv_pages", "prefix_index", "length_predictor"):
+            name = "mergestep:kept_bytes", what
+            assert after[name] > before[name], what
+        assert after["mergestep:worker_memory_bytes", "grammar"] > 1 << 20
+        assert after["mergestep:memory_bytes", "anonymous"] > 1 << 20
+        assert after["mergestep:heap_bytes", "in_use"] > 1 << 20
+        assert after["mergestep:python_blocks",] > 10_000
+
+    with_server(check)
 
 
 def test_the_dashboard_queries_existing_metrics(exposition: str) -> None:

@@ -138,3 +138,14 @@ def test_a_long_text_does_not_block_the_event_loop() -> None:
 
 def test_version(client: Client) -> None:
     assert client.get("/version").json() == {"version": __version__}
+
+
+def test_tokenizer_info(client: Client, tokenizer: Tokenizer) -> None:
+    """lm-eval counts tokens with it where it does not have the tokenizer's files."""
+    answer = client.get("/tokenizer_info").json()
+    assert answer["eos_token"] == tokenizer.named_tokens["eos_token"]
+    assert answer["pad_token"] == tokenizer.named_tokens.get("pad_token")
+    assert answer["chat_template"] == tokenizer.chat_template
+    tokens = client.post("/tokenize", json={"prompt": answer["eos_token"]}).json()["tokens"]
+    assert tokenizer.eos_token_id in tokens
+    assert client.get("/v1/models/m").json()["max_model_len"] == answer["model_max_length"]

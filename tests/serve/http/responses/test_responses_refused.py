@@ -63,7 +63,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (part({**TEXT, "x": 1}), "input[0].content[0].x", UNKNOWN),
     (item(**{**CALL, "call_id": None}), "input[1].call_id", MISSING),
     (item(**{**CALL, "arguments": {}}), "input[1].arguments", TYPE),
-    (item(**{**CALL, "arguments": "{"}), "input[1].arguments", VALUE),
     (item(**{**CALL, "arguments": "[1]"}), "input[1].arguments", VALUE),
     (item(**{**CALL, "name": "a b"}), "input[1].name", VALUE),
     (item(**{**CALL, "namespace": "n"}), "input[1].namespace", UNSUPPORTED),

@@ -255,12 +255,12 @@ def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
     """The tokenizers library panics, which raises no Exception; every endpoint goes on."""
     path = tmp_path / "model"
     shutil.copytree(checkpoint("llama"), path)
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    split = {"type": "Split", "pattern": {"Regex": "x(a+)+$"}, "behavior": "Isolated"}
     edit_json(
         path / "tokenizer.json",
         lambda values: values.update(pre_tokenizer=split | {"invert": False}),
     )
-    text = "a" * 50 + "b"
+    text = "x" + "a" * 50 + "b"
     bodies: dict[str, dict[str, Any]] = {
         COMPLETIONS: {"prompt": text, "max_tokens": 1},
         CHAT: {"messages": [{"role": "user", "content": text}], "max_tokens": 1},

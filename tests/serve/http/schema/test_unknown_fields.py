@@ -49,6 +49,10 @@ def test_headers_and_logs_of_unknown_names_are_bounded(caplog: pytest.LogCapture
             async with served.session.post("/v1/completions", json=body) as response:
                 assert response.status == 200
                 assert len(response.headers["x-mergestep-warning"]) < 1024
+        long = {**BODY, **{f"{i}{'x' * 100_000}": i for i in range(8)}}
+        assert (await served.post("/v1/completions", long))[0] == 200
+        # a name is remembered, to log it once, and it could be as long as a body
+        assert sum(map(len, served.server.app.context.logged_names)) < 256 * 80
 
     with caplog.at_level(logging.WARNING):
         run_with_server(FakeEngine(), check, unknown_fields="warn")

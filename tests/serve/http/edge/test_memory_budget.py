@@ -1,0 +1,252 @@
+"""The budget of memory: charges, their end on every way out of a call, and trimming after it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from serve.http.calls.generation import CHARGED_AT_ONCE, EXPECTED_TOKENS
+from serve.http.edge import limits
+from serve.http.edge.errors import ApiError
+from serve.http.edge.memory_budget import (
+    ENCODE_BYTES,
+    LOGPROB_BYTES,
+    TRIM_BYTES,
+    MemoryBudget,
+    encode_bytes,
+    parsed_bytes,
+)
+from serve.machine import trim_heap
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.raw_requests import BODY, CHAT
+from tests.support.http.running_server import Served, run_with_server
+
+TEXT = "0123456789" * 10_000
+MANY = {"max_work_bytes": ENCODE_BYTES * len(TEXT) * 3 // 2}  # room for one call, not for two
+
+
+def budget_of(served: Served) -> MemoryBudget:
+    return served.server.app.context.budget
+
+
+def test_a_charge_is_added_refused_and_released() -> None:
+    async def main() -> None:
+        budget = MemoryBudget(100)
+        one, two = budget.charge(), budget.charge()
+        one.add(60)
+        with pytest.raises(ApiError) as refused:
+            two.add(50)
+        assert (refused.value.status, refused.value.code) == (429, "memory_budget")
+        assert int(refused.value.headers["Retry-After"]) >= 1
+        assert (budget.num_bytes, two.num_bytes) == (60, 0)
+        one.reduce(20)
+        two.add(50)
+        with pytest.raises(ApiError) as never:
+            two.add(51, "prompt")
+        assert (never.value.status, never.value.code) == (400, "request_too_large")
+        assert never.value.param == "prompt"
+        for charge in (one, two, one):
+            charge.release()
+        assert budget.num_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_is_charged_until_its_thread_is_done() -> None:
+    async def main() -> None:
+        budget = MemoryBudget(100)
+        may_end, begun = threading.Event(), threading.Event()
+
+        def job() -> None:
+            begun.set()
+            may_end.wait(5)
+
+        async def call(job: Callable[[], object]) -> None:
+            charge = budget.charge()
+            try:
+                charge.add(20)
+                await charge.run(job)
+            finally:
+                charge.release()
+
+        running = [asyncio.create_task(call(job)) for _ in range(2)]  # all threads there are
+        await asyncio.to_thread(begun.wait, 5)
+        waiting = asyncio.create_task(call(lambda: None))
+        await asyncio.sleep(0.01)
+        assert budget.num_bytes == 60
+        waiting.cancel()
+        for task in running:
+            task.cancel()
+        await asyncio.wait([waiting, *running])
+        assert budget.num_bytes == 40, "a job that has not begun takes nothing"
+        may_end.set()
+        async with asyncio.timeout(5):
+            while budget.num_bytes:
+                await asyncio.sleep(0.002)
+
+        def fails() -> None:
+            raise ValueError("no")
+
+        with pytest.raises(ValueError, match="no"):
+            await call(fails)
+        assert budget.num_bytes == 0
+        budget.close()
+
+    asyncio.run(main())
+
+
+def test_memory_is_trimmed_after_large_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.http.edge.memory_budget._TRIM_WAIT_S", 0.02)
+    threads: list[int] = []
+
+    async def main() -> None:
+        budget = MemoryBudget(4 * TRIM_BYTES, lambda: threads.append(threading.get_ident()))
+        for size in (TRIM_BYTES // 2, TRIM_BYTES // 4):
+            charge = budget.charge()
+            charge.add(size)
+            charge.release()
+        await asyncio.sleep(0.06)
+        assert not threads
+        for _ in range(3):  # a burst is trimmed once
+            charge = budget.charge()
+            charge.add(TRIM_BYTES)
+            charge.release()
+        async with asyncio.timeout(5):
+            while not threads:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.06)
+        assert len(threads) == 1 and threads[0] != threading.get_ident()
+
+    asyncio.run(main())
+    trim_heap()
+
+
+def test_estimates() -> None:
+    assert encode_bytes("a" * 100) == 100 * ENCODE_BYTES
+    assert encode_bytes("👍" * 100) == 200 * ENCODE_BYTES
+    nothing = parsed_bytes(b'{"a": "b"}', 10, 10)
+    assert parsed_bytes(b'{"a": [1, 2, 3]}', 10, 10) > nothing
+    full = parsed_bytes(b"{" * 1000, 10, 10)
+    assert full < 10_000, "there are never more objects than the parser allows"
+
+
+def test_the_largest_text_fits_the_default_budget() -> None:
+    from serve.http.openai.tokenize_endpoint import MAX_TEXT_CHARS
+
+    text = "👍" * MAX_TEXT_CHARS
+    body = json.dumps({"prompt": text}, ensure_ascii=False).encode()
+    parsed = parsed_bytes(body, limits.JSON_VALUES, limits.JSON_CONTAINERS)
+    assert encode_bytes(text) + parsed <= limits.WORK_BYTES
+
+
+def test_texts_beyond_the_budget_are_refused_and_the_rest_is_answered() -> None:
+    async def check(served: Served) -> None:
+        body = {"prompt": TEXT, "return_token_strs": True}
+        answers = await asyncio.gather(*(served.post("/tokenize", body) for _ in range(6)))
+        statuses = [status for status, _ in answers]
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 1
+        for status, answer in answers:
+            if status == 200:
+                assert answer["count"] == len(TEXT)
+                assert answer["tokens"] == [ord(char) for char in TEXT]
+                assert "".join(answer["token_strs"]) == TEXT
+            else:
+                assert answer["error"]["code"] == "memory_budget"
+        assert budget_of(served).num_bytes == 0
+        status, answer = await served.post("/tokenize", {"prompt": TEXT * 2})
+        assert (status, answer["error"]["code"]) == (400, "request_too_large")
+        assert answer["error"]["param"] == "prompt"
+        assert budget_of(served).num_bytes == 0
+
+    run_with_server(FakeEngine(), check, **MANY)
+
+
+def test_a_large_text_comes_back_whole() -> None:
+    async def check(served: Served) -> None:
+        text = 'naïve "日本" \\ \n' * 3000
+        tokens = [ord(char) for char in text]
+        status, answer = await served.post("/detokenize", {"tokens": tokens})
+        assert (status, answer) == (200, {"prompt": text})
+        assert budget_of(served).num_bytes == 0
+
+    engine = FakeEngine()
+    engine.spec.vocab_size = 1 << 20
+    run_with_server(engine, check)
+
+
+def test_failures_and_clients_that_leave_end_their_charges() -> None:
+    may_end = threading.Event()
+    begun = threading.Event()
+
+    class SlowTokenizer(type(FakeEngine().tokenizer)):  # type: ignore[misc]
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            begun.set()
+            may_end.wait(5)
+            raise RuntimeError("a bug")
+
+    async def check(served: Served) -> None:
+        budget = budget_of(served)
+        posting = asyncio.create_task(served.post("/tokenize", {"prompt": TEXT}))
+        await asyncio.to_thread(begun.wait, 5)
+        posting.cancel()
+        await served.until(lambda: not served.server.app.context.calls)
+        assert budget.num_bytes > 0, "the thread still works on it"
+        may_end.set()
+        await served.until(lambda: budget.num_bytes == 0)
+        status, _ = await served.post("/tokenize", {"prompt": TEXT})
+        assert status == 500
+        assert budget.num_bytes == 0
+
+    run_with_server(FakeEngine(tokenizer=SlowTokenizer()), check)
+
+
+def test_a_reader_that_leaves_in_the_middle_of_an_answer() -> None:
+    async def check(served: Served) -> None:
+        body = {"prompt": TEXT * 5, "return_token_strs": True}
+        async with served.session.post("/tokenize", json=body) as response:
+            assert response.status == 200
+            await response.content.readexactly(1000)
+            assert budget_of(served).num_bytes > 0
+            response.close()
+        await served.until(lambda: budget_of(served).num_bytes == 0)
+
+    run_with_server(FakeEngine(), check, send_buffer_bytes=4096)
+
+
+def test_log_probabilities_are_charged_before_and_as_they_come() -> None:
+    """An answer of unknown length is charged for 1,024 tokens, and for more as they come."""
+    body = {**BODY, "logprobs": True, "top_logprobs": 1}
+    charged: list[int] = []
+
+    async def check(served: Served) -> None:
+        budget = budget_of(served)
+        other = budget.charge()
+        other.add(others)
+        posting = asyncio.create_task(served.post(CHAT, {**body, "max_tokens": 10_000}))
+        await served.until(lambda: len(served.engine.running) == 1)
+        while not posting.done():
+            charged.append(budget.num_bytes)
+            await asyncio.sleep(0.001)
+        status, answer = await posting
+        assert (status, answer["error"]["code"]) == (429, "memory_budget")
+        assert budget.num_bytes == others and not served.engine.running
+        other.release()
+        status, answer = await served.post(CHAT, {**body, "max_tokens": 1000})
+        assert status == 200 and len(answer["choices"][0]["logprobs"]["content"]) == 1000
+        assert budget.num_bytes == 0
+        status, answer = await served.post(CHAT, {**body, "n": 99, "max_tokens": 1000})
+        assert (status, answer["error"]["code"]) == (400, "request_too_large")
+        assert answer["error"]["param"] == "top_logprobs"
+        await served.until(lambda: not served.engine.running)
+        assert budget.num_bytes == 0
+
+    expected = LOGPROB_BYTES * 2 * EXPECTED_TOKENS
+    limit = LOGPROB_BYTES * CHARGED_AT_ONCE + expected
+    others = limit - 2 * expected
+    engine = FakeEngine(repeat=1000, max_model_len=20_000)
+    run_with_server(engine, check, max_work_bytes=limit)
+    assert max(charged) == others + expected
