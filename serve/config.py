@@ -26,6 +26,7 @@ TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
 REASONING_PARSERS = ("auto", "deepseek_r1", "none")
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
+NODE_ENCRYPTIONS = ("auto", "on", "off")
 MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (32, 64, 128)  # as the kernels have them; their module is slow to import
 DEFAULT_MODEL = "default"
@@ -73,6 +74,7 @@ class EngineSettings(TypedDict, total=False):
     max_num_batched_tokens: int | None
     max_chunk_tokens: int | None
     inter_token_slo_ms: float | None
+    inter_token_factor: float
     max_num_waiting: int
     kv_cache_bytes: int | None
     kv_page_bytes: int | None
@@ -87,6 +89,7 @@ class EngineSettings(TypedDict, total=False):
     memory_partition: str
     memory_node_bytes: int | None
     memory_node_key_file: str | Path | None
+    memory_node_encryption: str
     memory_prefill: str
     memory_wire: str
     tokenize_threads: int
@@ -94,6 +97,7 @@ class EngineSettings(TypedDict, total=False):
     tune: bool
     tool_parser: str
     reasoning_parser: str
+    bounded_json: bool
     backend: str
     seed: int | None
 
@@ -121,7 +125,10 @@ class EngineConfig:
     max_chunk_tokens: the most prefill rows of one sequence in a step; None sets no limit
         beyond max_num_batched_tokens.
     inter_token_slo_ms: the longest a step may take while sequences decode; a learned model of
-        step times sizes prefill chunks to keep it. None lets prefill use the whole token budget.
+        step times sizes prefill chunks to keep it. None takes inter_token_factor.
+    inter_token_factor: how many times as long as its decode rows alone a step may take while
+        sequences decode; more when many prompts wait. Infinity lets prefill use the whole token
+        budget; so does LLM by default, since nobody waits there for single tokens.
     max_num_waiting: the most requests that wait; further ones are refused.
     kv_cache_bytes: the bound on physical K/V memory; None takes 40 % of the free memory, and on a
         GPU what the weights and the largest step leave, as measured.
@@ -144,14 +151,16 @@ class EngineConfig:
     memory_nodes: the addresses of memory nodes that hold the K/V and compute attention over it
         (`serve node`); kv_cache_bytes of this machine are used only when no node is left.
     memory_partition: how K/V is divided between nodes: "head" (some heads of every sequence),
-        "request" (whole sequences) or "sequence" (some tokens of every sequence); "auto" picks by
-        the number of nodes.
+        "request" (whole sequences) or "sequence" (some tokens of every sequence, whose results
+        are merged and do not have the bits of local K/V); "auto" is head or request.
     memory_node_bytes: the K/V memory of each node; None takes all that is free there.
     memory_node_key_file: a file with the secret that nodes and engines share.
+    memory_node_encryption: whether tcp to nodes is encrypted, which both ends must agree on: "on",
+        "off", or "auto" (on, unless the node is reached over the loopback interface).
     memory_prefill: where attention over a prompt is computed: "local" (on this machine, in its
         kv_cache_bytes, while the K/V moves to the nodes) or "remote" (on the nodes).
     memory_wire: the type of numbers sent to nodes: "float32", "bfloat16", "int8" (q and results in
-        8 bits) or "auto" (the compute type).
+        8 bits) or "auto" (the compute type, which loses nothing).
     tokenize_threads: the number of threads that tokenize.
     compute_threads: the number of cores that compute; None takes all that the affinity mask and
         the cgroup's quota allow.
@@ -160,6 +169,9 @@ class EngineConfig:
         "mistral", "none" (tools are refused), or "auto" (decided by its chat template).
     reasoning_parser: the format in which the model marks its reasoning: "deepseek_r1" (<think>),
         "none", or "auto" (decided by its chat template).
+    bounded_json: whether structured output has only properties that its schema names, numbers that
+        an int64 or a double holds, and an end before max_tokens run out; requests may say
+        otherwise.
     backend: a name in ops.BACKENDS, or "auto": "cuda" where torch has a GPU, else "cpu".
     seed: the base of the seeds of requests without one; None draws it at random.
     """
@@ -176,6 +188,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_chunk_tokens: int | None = None
     inter_token_slo_ms: float | None = None
+    inter_token_factor: float = 3.0
     max_num_waiting: int = 4096
     kv_cache_bytes: int | None = None
     kv_page_bytes: int | None = None
@@ -190,6 +203,7 @@ class EngineConfig:
     memory_partition: str = "auto"
     memory_node_bytes: int | None = None
     memory_node_key_file: str | Path | None = None
+    memory_node_encryption: str = "auto"
     memory_prefill: str = "local"
     memory_wire: str = "auto"
     tokenize_threads: int = 2
@@ -197,18 +211,22 @@ class EngineConfig:
     tune: bool = True
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    bounded_json: bool = True
     backend: str = "auto"
     seed: int | None = None
 
     def __post_init__(self) -> None:
         self._check_names()
         self._check_counts()
-        for name in ("prefix_cache", "tune"):
+        for name in ("prefix_cache", "tune", "bounded_json"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         slo = self.inter_token_slo_ms
         if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
             raise ConfigError(f"inter_token_slo_ms must be a positive number, not {slo!r}")
+        factor = self.inter_token_factor
+        if type(factor) not in (int, float) or not factor > 1:
+            raise ConfigError(f"inter_token_factor must be a number above 1, not {factor!r}")
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
         slo = self.ttft_slo
@@ -239,6 +257,7 @@ class EngineConfig:
             ("memory_policy", MEMORY_POLICIES),
             ("order", QUEUE_POLICIES),
             ("memory_partition", PARTITIONS),
+            ("memory_node_encryption", NODE_ENCRYPTIONS),
             ("memory_prefill", MEMORY_PREFILLS),
             ("memory_wire", MEMORY_WIRES),
             ("tool_parser", TOOL_PARSERS),
@@ -297,6 +316,9 @@ class EngineConfig:
         object.__setattr__(self, "memory_nodes", tuple(nodes))
         if len(set(nodes)) < len(nodes):
             raise ConfigError("memory_nodes has an address twice")
+        for url in nodes if self.memory_node_encryption == "on" else ():
+            if url.startswith("rdma:"):
+                raise ConfigError(f"memory_node_encryption on: {url} cannot be encrypted; tcp can")
         for name in ("kv_cache_dir", "kv_page_bytes") if nodes else ():
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name} cannot be used with memory_nodes")

@@ -73,6 +73,23 @@ def message_of(error: Exception) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
+def drop_frames(error: BaseException) -> None:
+    """Drops the stack frames to which an error, its cause and its context refer.
+
+    A frame that holds the error in a variable is a cycle with it. Until the next garbage
+    collection, which may be thousands of requests away, such a cycle keeps all that the frames
+    hold: a refused request's whole body, several times.
+    """
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            waiting += (each.__cause__, each.__context__)
+
+
 def reason(error: OSError) -> str:
     """Returns the system's text for the error number.
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 _KV_SHARE_OF_FREE_MEMORY = 0.4
 
@@ -34,6 +38,16 @@ def available_memory() -> int:
             idle = _counter(_read(stat_file), idle_name)
             available = min(available, max(0, int(limit) - int(usage) + idle))
     return available
+
+
+def total_memory() -> int:
+    """Returns the memory of the system in bytes, capped by the cgroup's limit."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limit = _read(file).strip()  # "max" and the largest number mean no limit
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
 
 
 def local_kv_bytes() -> int:
@@ -72,9 +86,76 @@ def _read(path: str) -> str:
         return ""
 
 
-def process_bytes() -> int:
-    """Returns the resident memory of this process in bytes."""
-    for line in _read("/proc/self/status").splitlines():
-        if line.startswith("VmRSS:"):
+def process_bytes(pid: int | str = "self") -> int:
+    """Returns the resident memory of a process in bytes; 0 if there is none."""
+    return _status_bytes(_read(f"/proc/{pid}/status"), "VmRSS")
+
+
+def memory_parts() -> dict[str, int]:
+    """Returns the bytes of this process's resident memory that no file backs ("anonymous": objects,
+    heaps, weights), that files back ("file"), and that is shared ("shared": the K/V pool as far as
+    it is mapped)."""
+    status = _read("/proc/self/status")
+    names = {"anonymous": "RssAnon", "file": "RssFile", "shared": "RssShmem"}
+    return {part: _status_bytes(status, name) for part, name in names.items()}
+
+
+class HeapUsage(NamedTuple):
+    """Bytes of the C heap. in_use: allocated; free: freed, and kept for later allocations; mapped:
+    large allocations with a mapping of their own, all in use."""
+
+    in_use: int
+    free: int
+    mapped: int
+
+
+class _MallInfo2(ctypes.Structure):
+    """glibc's struct mallinfo2, malloc.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+@cache
+def _mallinfo() -> Callable[[], Any] | None:
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = _MallInfo2
+    return libc.mallinfo2
+
+
+def heap_usage() -> HeapUsage | None:
+    """Returns the usage of the heap of C and C++ code, such as tokenizers and kernels; None without
+    glibc 2.33. It takes tens of microseconds: free blocks are counted one by one."""
+    mallinfo = _mallinfo()
+    if mallinfo is None:
+        return None
+    found = mallinfo()
+    return HeapUsage(found.uordblks, found.fordblks, found.hblkhd)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def trim_heap() -> None:
+    """Returns the free memory of the C heap to the system. It takes a tenth of a millisecond for
+    each megabyte, in which no thread can allocate; without glibc it does nothing."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+def _status_bytes(status: str, name: str) -> int:
+    """Returns a size of /proc/PID/status; 0 if it is not there."""
+    for line in status.splitlines():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import uvloop
@@ -17,6 +17,7 @@ from serve.cli.reporting import printable
 from serve.cli.run_settings import suggestion
 from serve.errors import ConfigError, MergestepError, RequestError, message_of
 from serve.sampling_params import SamplingParams
+from serve.signals import ended_by_signals
 
 HELP = """\
 /reset             forget the conversation
@@ -104,8 +105,7 @@ def run_chat(speaker: Speaker, *, system: str | None, message: str | None) -> No
             message = sys.stdin.read().strip()
             if not message:
                 raise ConfigError("the input is empty")
-        status = Console(stderr=True).status("loading the model")
-        with status:
+        with ended_by_signals(), _noted("loading the model"):
             runner.run(_call(speaker.__aenter__()))
         try:
             if message is not None:
@@ -114,6 +114,21 @@ def run_chat(speaker: Speaker, *, system: str | None, message: str | None) -> No
                 _interact(runner, conversation)
         finally:
             runner.run(_call(speaker.__aexit__()))
+
+
+@contextmanager
+def _noted(text: str) -> Iterator[None]:
+    """Shows the text on a terminal meanwhile, without hiding the cursor: a signal may end the
+    process."""
+    is_shown = sys.stderr.isatty()
+    if is_shown:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if is_shown:
+            sys.stderr.write("\r\x1b[K")
 
 
 async def _call(awaitable: Awaitable[object]) -> None:

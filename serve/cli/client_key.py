@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from serve.errors import ConfigError, reason
+from serve.regular_file import open_regular
 
 API_KEY_ENV = "MERGESTEP_API_KEY"
 MAX_KEY_BYTES = 1 << 16
@@ -19,7 +20,7 @@ def read_client_key(file: Path | None) -> str | None:
     if file is None:
         return os.environ.get(API_KEY_ENV) or None
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             key = opened.read(MAX_KEY_BYTES).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as exc:
         what = reason(exc) if isinstance(exc, OSError) else "it is not ASCII text"

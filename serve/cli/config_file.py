@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from serve.errors import ConfigError, reason
+from serve.regular_file import open_regular
 
 MAX_BYTES = 1 << 20
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -45,7 +46,7 @@ def split_list(text: str) -> tuple[str, ...]:
 def read_config_file(path: str) -> ConfigFile:
     """Reads a TOML file; ConfigError names the file and the line that is wrong."""
     try:
-        with Path(path).open("rb") as opened:
+        with open_regular(path) as opened:
             data = opened.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MiB")

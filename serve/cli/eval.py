@@ -14,6 +14,7 @@ from serve.cli.quality import Evaluation, evaluate
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
 from serve.models import read_spec
+from serve.regular_file import open_regular
 
 PLAIN_PRECISIONS = ("float32", "bfloat16", "int8/float32", "float32/int8", "int8")
 PACKED_PRECISIONS = ("bfloat16", "int8/bfloat16", "int8")
@@ -60,9 +61,11 @@ def run_eval(
 
 def _read_text(file: Path) -> str:
     try:
-        if file.stat().st_size > MAX_TEXT_BYTES:
+        with open_regular(file) as opened:
+            data = opened.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
             raise ConfigError(f"--text {file} is larger than {MAX_TEXT_BYTES >> 20} MiB")
-        return file.read_text(encoding="utf-8")
+        return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text {file} is not UTF-8 text (byte {error.start})") from error
     except OSError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-EXIT_CODES = (
-    "[bold]Exit code[/bold] 0: success; 1: the command failed; 2: an option or setting is wrong."
+_CODES = (
+    "[bold]Exit code[/bold] 0: success; 1: the command failed; 2: an option or setting is wrong;"
 )
+EXIT_CODES = f"{_CODES} 130: Ctrl-C."
 _EXAMPLES = "[bold]Examples[/bold]"
 
 
@@ -22,6 +23,8 @@ ALL = _below(
     ("serve models", "the models on this machine"),
     ("serve chat --url http://127.0.0.1:8000", "chat with it"),
     ("serve bench --url http://127.0.0.1:8000 --qps 4", "measure it"),
+    exit_codes=f"{_CODES} 3: `serve bench`: the run is not valid, `serve plan`: no machine"
+    " suffices; 130: Ctrl-C.",
 )
 RUN = _below(
     ("serve run", "the embedded model, at http://127.0.0.1:8000"),
@@ -31,7 +34,7 @@ RUN = _below(
     ("serve run --print-config > server.toml", "all settings, to edit and use with --config"),
     "[bold]Settings[/bold] come from flags, else the environment, else the file, else defaults.",
     exit_codes="[bold]Exit code[/bold] 0: stopped by a signal; 1: the server failed; 2: an"
-    " option or setting is wrong.",
+    " option or setting is wrong; 130, 143: Ctrl-C, SIGTERM while the model loads.",
 )
 NODE = _below(
     "serve node tcp://10.0.0.2:7000 --kv-cache-bytes 64GiB --memory-node-key-file key",
@@ -52,12 +55,12 @@ BENCH = _below(
     "serve bench --url http://127.0.0.1:8000 --qps 1:8:4 --requests 200",
     ("serve bench --find-max-qps --slo ttft=500,tpot=50", "the highest rate that meets the SLO"),
     ("serve bench latency --help", "a measurement with options of its own"),
-    exit_codes=EXIT_CODES[:-1] + "; 3: the run is not valid.",
+    exit_codes=f"{_CODES} 3: the run is not valid; 130: Ctrl-C.",
 )
 PLAN = _below(
     ("serve plan llama-3.1-8b --tpot 50 --usd-per-hour 5", "the machines that suffice"),
     ("serve plan qwen3-8b --machine l4", "what one machine can do"),
-    exit_codes=EXIT_CODES[:-1] + "; 3: no machine suffices.",
+    exit_codes=f"{_CODES} 3: no machine suffices; 130: Ctrl-C.",
 )
 EVAL = _below(
     ("serve eval", "the embedded model on its held-out text"),

@@ -18,6 +18,7 @@ from serve.cli.model_files import find_model
 from serve.cli.reporting import reported, set_up_logging
 from serve.cli.run import RUN_HELP, run_command
 from serve.cli.setting_help import SERVER
+from serve.cli.suggestions import SuggestingGroup
 from serve.config import DEFAULT_MODEL, EngineSettings
 from serve.errors import ConfigError
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="serve",
+    cls=SuggestingGroup,
     help="A lightweight LLM server: OpenAI-compatible HTTP, chat, load tests and plans.",
     epilog=examples.ALL,
     no_args_is_help=True,
@@ -60,17 +62,19 @@ def node(
     url: options.NodeUrl = "tcp://127.0.0.1:7000",
     kv_cache_bytes: options.NodeKVBytes = None,
     memory_node_key_file: options.NodeKey = None,
+    memory_node_encryption: options.NodeEncryption = "auto",
     threads: options.ComputeThreads = None,
     drain_s: Annotated[float, typer.Option(help="How long a shutdown waits for engines.")] = 30.0,
     max_engines: Annotated[int, typer.Option(help="Most engines at once.")] = 64,
     log_level: options.LogLevel = "info",
 ) -> None:
     """Hold K/V of remote engines and compute attention over it (`serve run --memory-nodes`)."""
-    from serve.cli.node import serve_node
+    from serve.cli.node import node_config, serve_node
 
     set_up_logging(log_level)
     with reported():
-        serve_node(url, kv_cache_bytes, memory_node_key_file, threads, drain_s, max_engines)
+        config = node_config(url, memory_node_key_file, memory_node_encryption)
+        serve_node(config, kv_cache_bytes, threads, drain_s, max_engines)
 
 
 @app.command(epilog=examples.CHAT)

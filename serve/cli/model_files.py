@@ -12,9 +12,12 @@ from typing import NamedTuple
 
 from serve.config import DEFAULT_MODEL
 from serve.errors import ModelLoadError
+from serve.regular_file import open_regular
 
+_RANDOM = "random:"
 _PREFIX = "models--"
 _MAX_FOLDERS = 10_000
+_MAX_REF_BYTES = 1024
 
 
 class ModelLocation(NamedTuple):
@@ -28,8 +31,13 @@ class ModelLocation(NamedTuple):
 def find_model(model: str) -> ModelLocation:
     """Finds a directory, or else a model of the cache by its name, "org/name" or "name".
 
-    ModelLoadError suggests similar names.
+    "random:SHAPE" is a checkpoint with random weights, as `serve bench` makes it. ModelLoadError
+    and ConfigError suggest similar names.
     """
+    if model.startswith(_RANDOM):
+        from bench.common.checkpoints import model_directory
+
+        return ModelLocation(str(model_directory(model)))
     path = Path(model).expanduser()
     if model == DEFAULT_MODEL or path.exists():
         return ModelLocation(model if model == DEFAULT_MODEL else str(path))
@@ -77,7 +85,8 @@ def models_in(folder: Path) -> list[Path]:
 def _snapshot(folder: Path) -> Path | None:
     """Returns the snapshot that refs/main names, else the latest."""
     try:
-        revision = (folder / "refs" / "main").read_text().strip()
+        with open_regular(folder / "refs" / "main") as file:
+            revision = file.read(_MAX_REF_BYTES).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError):
         revision = ""
     named = folder / "snapshots" / Path(revision or "-").name

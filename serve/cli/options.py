@@ -74,6 +74,7 @@ NodeKey = Annotated[
         envvar=["MERGESTEP_MEMORY_NODE_KEY_FILE", "MERGESTEP_NODE_KEY_FILE"],
     ),
 ]
+NodeEncryption = Annotated[str, run_option("memory_node_encryption")]
 ClientKeyFile = Annotated[
     Path | None,
     typer.Option(

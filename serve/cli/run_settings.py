@@ -8,6 +8,7 @@ environment over the file, and the file over the default.
 from __future__ import annotations
 
 import difflib
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping, MutableMapping
@@ -167,7 +168,23 @@ def _take_secret(setting: Setting, environment: MutableMapping[str, str]) -> Val
     env = setting.env_in(environment)
     if env is None:
         return Value(setting.default)
-    return Value(_parsed(setting, environment.pop(env)), f"environment {env}")
+    value = Value(_parsed(setting, environment[env]), f"environment {env}")
+    for name in (setting.env, *setting.option.envs):
+        if environment is os.environ:
+            _overwrite(name)
+        environment.pop(name, None)
+    return value
+
+
+def _overwrite(env: str) -> None:
+    """Overwrites a variable in memory: /proc/PID/environ shows the first environment for ever."""
+    import ctypes
+
+    library = ctypes.CDLL(None)
+    library.getenv.restype = ctypes.c_void_p
+    address = library.getenv(os.fsencode(env))
+    if address is not None:
+        ctypes.memset(address, 0, len(ctypes.string_at(address)))
 
 
 def _parsed(setting: Setting, value: Any) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import resource
 import time
 
 import uvloop
@@ -15,10 +12,9 @@ from serve.cli.run_settings import RunSettings
 from serve.cli.start_summary import print_ready
 from serve.config import EngineConfig
 from serve.engine.engine import Engine
+from serve.http.edge.file_limit import raise_file_limit
 from serve.http.edge.settings import HttpSettings
 from serve.http.server import HttpServer, serve_until_signal
-
-MAX_FILES = 65_536
 
 
 def run_server(settings: RunSettings, *, is_quiet: bool) -> None:
@@ -37,8 +33,8 @@ def run_server(settings: RunSettings, *, is_quiet: bool) -> None:
 def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> None:
     """Starts the engine and serves it until a signal."""
     use_format(settings.log_format)
+    raise_file_limit(settings.max_connections)
     server = HttpServer(engine, settings)
-    _raise_file_limit()
 
     started_s = time.perf_counter()
 
@@ -46,16 +42,6 @@ def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> 
         print_ready(server, engine, time.perf_counter() - started_s, is_quiet=is_quiet)
 
     async def live() -> None:
-        if not await serve_until_signal(server, on_ready=on_ready):
-            logging.shutdown()
-            os._exit(0)  # loading the model cannot be interrupted
+        await serve_until_signal(server, on_ready=on_ready)
 
     uvloop.run(live())
-
-
-def _raise_file_limit() -> None:
-    """Raises the soft limit of open files, usually 1024, since each connection is a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

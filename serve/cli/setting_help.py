@@ -15,6 +15,7 @@ from serve.config import (
     MEMORY_POLICIES,
     MEMORY_PREFILLS,
     MEMORY_WIRES,
+    NODE_ENCRYPTIONS,
     PARTITIONS,
     QUEUE_POLICIES,
     REASONING_PARSERS,
@@ -92,6 +93,11 @@ ENGINE_OPTIONS: dict[str, Option] = {
         "Format of the model's reasoning; auto looks at its chat template, none keeps it as text.",
         choices=REASONING_PARSERS,
     ),
+    "bounded_json": Option(
+        MODEL,
+        "Structured output has only the properties that its schema names, numbers that an int64 or"
+        " a double holds, and an end before max_tokens.",
+    ),
     "seed": Option(MODEL, "Base of the seeds of requests without one."),
     "max_num_seqs": Option(SCHEDULING, "Most sequences that run at once."),
     "max_num_batched_tokens": Option(
@@ -103,6 +109,11 @@ ENGINE_OPTIONS: dict[str, Option] = {
         "Cut prefills so that streams wait for a token no longer than this.",
         metavar="MS",
         flags=("--inter-token-slo",),
+    ),
+    "inter_token_factor": Option(
+        SCHEDULING,
+        "Without that, cut prefills so that a step takes at most this many times as long as its"
+        " streams alone; inf does not cut.",
     ),
     "ttft_slo": Option(
         SCHEDULING,
@@ -157,6 +168,11 @@ ENGINE_OPTIONS: dict[str, Option] = {
         metavar="FILE",
         envs=("MERGESTEP_NODE_KEY_FILE",),
     ),
+    "memory_node_encryption": Option(
+        NODES,
+        "Encryption of tcp on both ends: auto (all but loopback), on or off.",
+        choices=NODE_ENCRYPTIONS,
+    ),
     "memory_prefill": Option(
         NODES, "Where attention of prefills is computed: local or remote.", choices=MEMORY_PREFILLS
     ),
@@ -208,6 +224,9 @@ HTTP_OPTIONS: dict[str, Option] = {
         choices=UNKNOWN_FIELDS,
     ),
     "max_body_bytes": Option(LIMITS, "Largest request body.", is_size=True),
+    "max_work_bytes": Option(
+        LIMITS, "Most expected memory of calls that take far more than their body.", is_size=True
+    ),
     "max_bodies_bytes": Option(LIMITS, "Most memory for bodies that are being read.", is_size=True),
     "max_connections": Option(LIMITS, "Most open connections."),
     "max_connections_per_address": Option(LIMITS, "Most open connections of one remote address."),

@@ -36,8 +36,11 @@ def engine_lines(engine: Engine, load_s: float) -> list[tuple[str, str]]:
         scheduling += f", a token every {config.inter_token_slo_ms:g} ms"
     if config.ttft_slo is not None:
         scheduling += f", the first within {config.ttft_slo:g} s"
+    problem = None if loaded.chat_problem is None else loaded.chat_problem.result()
+    chat = [] if problem is None else [("chat", f"not served: {problem}")]
     return [
         ("model", _model(loaded)),
+        *chat,
         ("weights", f"{precision.weights_name} ({precision.reason})"),
         ("K/V", f"{precision.kv} ({precision.kv_reason})"),
         ("computes", _device(precision)),
@@ -87,6 +90,9 @@ def _memory(engine: Engine, kv: KVMemory) -> str:
     total = stats.pages_total * stats.kv_page_bytes
     length = min(USER_TOKENS, kv.max_model_len)
     where = f" on memory nodes ({stats.memory_nodes})" if stats.memory_nodes else ""
+    wanted = engine.config.kv_cache_bytes or 0
+    if not stats.memory_nodes and wanted >= total + stats.kv_page_bytes:
+        where = f" (of {format_memory(wanted)} asked for; the settings never use more)"
     return (
         f"K/V {format_memory(total)}{where}: {total // stats.kv_bytes_per_token:,} tokens,"
         f" {stats.pages_total // kv.pages_for(length):,} users with {length:,} each"

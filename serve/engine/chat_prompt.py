@@ -24,14 +24,15 @@ from serve.text.chat_template import (
     split_neutralized,
 )
 from serve.text.tokenizer import Tokenizer
+from serve.text.tokenizer_config import TextConfig
 
 
-def make_chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Returns the model's chat template, if it has one. Its worker process starts at the first
-    use."""
-    if tokenizer.chat_template is None:
+def make_chat_template(source: Tokenizer | TextConfig) -> ChatTemplate | None:
+    """Returns the model's chat template, if it has one. Its worker process starts now and reads
+    the named tokens at the first use."""
+    if source.chat_template is None:
         return None
-    return ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.named_tokens)
+    return ChatTemplate(source.chat_template, special_tokens=source.named_tokens)
 
 
 def make_chat_format(tokenizer: Tokenizer, config: EngineConfig) -> ChatFormat:
@@ -73,12 +74,17 @@ def encode_chat(
     safe = neutralize(messages, special)
     if continue_final_message:
         safe[-1]["content"] = f"{safe[-1]['content']}{CONTINUE}"
-    text = template.render(
-        safe,
-        add_generation_prompt=add_generation_prompt,
-        tools=neutralize_value(tools, special) or None,
-        extra=neutralize_value(dict(template_kwargs or {}), special),
-    )
+    options: dict[str, Any] = {
+        "add_generation_prompt": add_generation_prompt,
+        "tools": neutralize_value(tools, special) or None,
+        "extra": neutralize_value(dict(template_kwargs or {}), special),
+    }
+    try:
+        text = template.render(safe, **options)
+    except RequestError:
+        if not _name_arguments(safe):
+            raise
+        text = template.render(safe, **options)
     if continue_final_message:
         text = _continued(text)
     check_text(text, tokenizer, limits)
@@ -86,6 +92,16 @@ def encode_chat(
     for part in split_neutralized(text):
         token_ids.extend(tokenizer.encode(part, add_special_tokens=False))
     return token_ids
+
+
+def _name_arguments(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Gives arguments that are text, since their call was cut off, a name. Some templates write
+    each argument by itself and fail without one. Returns whether there were any."""
+    calls = [call["function"] for item in messages for call in item.get("tool_calls") or ()]
+    cut = [function for function in calls if isinstance(function.get("arguments"), str)]
+    for function in cut:
+        function["arguments"] = {"arguments": function["arguments"]}
+    return bool(cut)
 
 
 def _check_size(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from serve.engine.counters import PoolCounters, RequestCounters
 from serve.engine.pools import OutputThread
 from serve.engine.step_executor import StepExecutor
+from serve.kept import Kept, size_of
+from serve.scheduler.admission import MemoryPolicy, PredictedPolicy
+from serve.scheduler.fair_queue import FairQueue
+from serve.scheduler.length_predictor import HistoryPredictor
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.structured.masks import MaskMaker
 
 if TYPE_CHECKING:
     from serve.structured.compiler import GrammarCache
+
+_DISK_ENTRY_BYTES = 400  # the index entry of a page on disk, with its key
 
 
 class SequenceView(NamedTuple):
@@ -53,6 +59,28 @@ class CoreView:
         running = self._scheduler.running[:max_sequences]
         return [_view_of(sequence) for sequence in running]
 
+    def kept(self) -> dict[str, Kept]:
+        """Returns what the core keeps between requests, by name: exact sizes of what is counted in
+        pages, estimates for tables. It takes about a millisecond."""
+        scheduler, prefixes = self._scheduler, self._scheduler.kv.prefixes
+        store, queue = prefixes.store_stats(), scheduler.waiting
+        num_mapped, page_bytes = scheduler.kv.num_mapped, scheduler.kv.page_bytes
+        sizes = {
+            "kv_pages": Kept(num_mapped, num_mapped * page_bytes),
+            "prefix_index": size_of(*scheduler.kv.index_tables()),
+            "host_tier": Kept(store.host_bytes // page_bytes, store.host_bytes),
+            "disk_index": Kept(store.entries, store.entries * _DISK_ENTRY_BYTES),
+            "length_predictor": size_of(_histories(scheduler.policy)),
+            "fair_queue": size_of(queue.counters if isinstance(queue, FairQueue) else ()),
+            "step_time_model": size_of((scheduler.chunks.model,)),
+            "step_traces": size_of(*[trace.steps for trace in self.traces.open]),
+        }
+        return sizes | self._masks.kept()
+
+    def grammar_worker_bytes(self) -> int:
+        """Returns the resident memory of the process that tries grammars."""
+        return self._masks.worker_bytes()
+
     @property
     def grammars(self) -> GrammarCache | None:
         """Compiled grammars of structured output; None before the first request with one."""
@@ -66,6 +94,12 @@ class CoreView:
             "compute": (self._num_messages(), self.steps.seconds.sum),
             "output": (self._output.num_waiting, self._output.busy_s),
         }
+
+
+def _histories(policy: MemoryPolicy) -> Collection[object]:
+    """Returns the past lengths from which a policy predicts; empty for a user's own predictor."""
+    predictor = policy.predictor if isinstance(policy, PredictedPolicy) else None
+    return predictor.histories if isinstance(predictor, HistoryPredictor) else ()
 
 
 def _view_of(sequence: Sequence) -> SequenceView:

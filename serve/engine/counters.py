@@ -51,9 +51,11 @@ class RequestCounters:
         self.num_generation_tokens = 0
         self.num_ended = dict.fromkeys(FinishReason, 0)
 
-    def count_first_token(self, index: int, num_prompt_tokens: int, ttft_s: float) -> None:
-        """Counts the first token of answer number `index` of a request."""
-        self.ttft_s.observe(ttft_s)
+    def count_first_token(self, index: int, num_prompt_tokens: int, ttft_s: float | None) -> None:
+        """Counts the first token of answer number `index` of a request, or the end of a prompt
+        that gets none. ttft_s: None for an embedding."""
+        if ttft_s is not None:
+            self.ttft_s.observe(ttft_s)
         if index == 0:
             self.num_prompt_tokens += num_prompt_tokens
 

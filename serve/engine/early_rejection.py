@@ -78,16 +78,18 @@ def predicted_ttft_s(
     num_tokens = len(request.prompt_token_ids)
     own_s = model.prefill_seconds(num_tokens, num_tokens - num_rows)
     seconds = seconds_before + scheduler.waiting.seconds_before(request, num_rows)
+    num_before += scheduler.waiting.num_before(request, num_rows)
+    num_prompts = num_before + 1
     decodes: list[Sequence] = []
     for sequence in list(scheduler.running):
         num_computed = sequence.num_computed_tokens
         if sequence.num_tokens - num_computed > 1:
             seconds += model.prefill_seconds(sequence.num_tokens, num_computed)
+            num_prompts += 1
         else:
             decodes.append(sequence)
     rest_s = model.last_step_s if scheduler.running else 0.0
-    slowdown = scheduler.chunks.slowdown(decodes)
-    num_before += scheduler.waiting.num_before(request, num_rows)
+    slowdown = scheduler.chunks.slowdown(decodes, num_prompts)
     slot_s = model.last_step_s * _steps_to_slot(scheduler, num_before)
     return rest_s + max(seconds * slowdown, slot_s) + own_s * slowdown
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol, Unpack
 
 from serve.config import EngineConfig, EngineSettings
-from serve.engine.chat_prompt import encode_chat, make_chat_format, make_chat_template
+from serve.engine.chat_prompt import encode_chat, make_chat_format
 from serve.engine.loader import LoadedEngine, load_engine
 from serve.engine.outputs import (
     CompletionOutput,
@@ -27,12 +27,12 @@ from serve.engine.request_stream import CallPolicy, Hub, RequestStream
 from serve.engine.stats import EngineStats
 from serve.engine.step_trace import StepTrace
 from serve.errors import EngineStoppedError, RequestError
+from serve.kept import Kept
 from serve.models import ModelSpec
 from serve.pooling import PoolingParams
 from serve.request import Prompt, TokenDelta
 from serve.sampling_params import SamplingParams
 from serve.text.chat_parser import ChatFormat
-from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
 _DRAIN_POLL_S = 0.01
@@ -63,7 +63,6 @@ class Engine:
         self._load = load
         self._loaded: LoadedEngine | None = None
         self._hub: Hub | None = None
-        self._template: ChatTemplate | None = None
         self._chat_format = ChatFormat()
         self._is_draining = False
 
@@ -80,10 +79,9 @@ class Engine:
             loading.add_done_callback(_give_back)
             raise
         try:
-            self._template = make_chat_template(loaded.tokenizer)
             self._chat_format = make_chat_format(loaded.tokenizer, self.config)
         except BaseException:
-            loaded.core.shutdown()
+            loaded.close()
             raise
         self._hub = Hub(loop)
         loaded.core.start()
@@ -192,7 +190,7 @@ class Engine:
     ) -> RequestStream:
         """Queues a conversation, which pool 1 renders with the model's chat template. tools:
         OpenAI's function tools. template_kwargs: further variables of the template."""
-        template, style = self._template, self._chat_format
+        template, style = self.loaded.template, self._chat_format
         tokenizer, limits = self.tokenizer, self.loaded.limits
         if template is None:
             raise RequestError("this model has no chat template", param="messages")
@@ -303,6 +301,18 @@ class Engine:
             None if of_prompt is None else decode_prompt_logprobs(of_prompt, token_text),
         )
 
+    def kept(self) -> dict[str, Kept]:
+        """Returns what the engine keeps between requests, by name. Any thread may call it."""
+        return self.loaded.core.view.kept()
+
+    def worker_bytes(self) -> dict[str, int]:
+        """Returns the resident memory of the child processes by name. Any thread may call it."""
+        template = self.loaded.template
+        return {
+            "chat_template": 0 if template is None else template.worker_bytes(),
+            "grammar": self.loaded.core.view.grammar_worker_bytes(),
+        }
+
     async def shutdown(self, *, drain_s: float = 0.0) -> None:
         """Refuses new requests, lets running ones go on for drain_s seconds, ends the rest and
         frees all memory."""
@@ -313,11 +323,9 @@ class Engine:
         deadline = asyncio.get_running_loop().time() + drain_s
         while loaded.core.num_unfinished() and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_DRAIN_POLL_S)
-        await asyncio.to_thread(loaded.core.shutdown)
-        if self._template is not None:
-            self._template.close()
+        await asyncio.to_thread(loaded.close)
 
 
 def _give_back(loading: asyncio.Future[LoadedEngine]) -> None:
     if not loading.cancelled() and loading.exception() is None:
-        loading.result().core.shutdown()
+        loading.result().close()

@@ -6,6 +6,7 @@ other engines.
 
 from __future__ import annotations
 
+import math
 import queue
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,9 +18,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from serve.config import EngineConfig, EngineSettings
-from serve.engine.chat_prompt import encode_chat, make_chat_template
+from serve.engine.chat_prompt import encode_chat
 from serve.engine.core import EngineCore
-from serve.engine.loader import LoadedEngine, load_engine
+from serve.engine.loader import load_engine
 from serve.engine.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -33,7 +34,6 @@ from serve.errors import RequestError
 from serve.pooling import PoolingParams
 from serve.request import FinishReason, Prompt, Request, TokenDelta, TokenLogprobs
 from serve.sampling_params import SamplingParams
-from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
@@ -107,11 +107,11 @@ class LLM:
         progress: bool = False,
         **settings: Unpack[EngineSettings],
     ) -> None:
+        settings.setdefault("inter_token_factor", math.inf)  # nobody waits for single tokens
         self.config = EngineConfig.from_settings(model, **settings)
         self._loaded = load_engine(self.config, progress=progress)
-        self._template: ChatTemplate | None = make_chat_template(self._loaded.tokenizer)
         self._loaded.core.start()
-        self._finalizer = weakref.finalize(self, _close, self._loaded, self._template)
+        self._finalizer = weakref.finalize(self, self._loaded.close)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -162,7 +162,7 @@ class LLM:
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Does what `generate` does for one conversation or a list of them."""
-        template = self._template
+        template = self._loaded.template
         if template is None:
             raise RequestError("this model has no chat template", param="messages")
         one = bool(messages) and isinstance(messages[0], dict)
@@ -241,12 +241,6 @@ class LLM:
 def _abort_all(core: EngineCore, states: list[RequestState]) -> None:
     for state in states:
         core.abort(state)
-
-
-def _close(loaded: LoadedEngine, template: ChatTemplate | None) -> None:
-    loaded.core.shutdown()
-    if template is not None:
-        template.close()
 
 
 _Params = TypeVar("_Params", SamplingParams, PoolingParams)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +23,19 @@ from serve.config import EngineConfig
 from serve.engine.core import EngineCore
 from serve.engine.pools import ComputeThread
 from serve.engine.request_limits import RequestLimits
-from serve.errors import ModelLoadError, RequestError
+from serve.engine.text_loader import LoadedText, TextLoading
+from serve.errors import EngineStoppedError, ModelLoadError, RequestError
 from serve.loading.precision import Precision, choose_backend
-from serve.loading.runtime import load_runtime
+from serve.loading.runtime import Runtime, load_runtime
 from serve.models import ModelSpec, read_generation_defaults, read_spec
+from serve.models.progress import LoadProgress
 from serve.runner.runner import ModelRunner
 from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
 from serve.scheduler.waiting_queue import make_queue
+from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -40,20 +45,31 @@ GPU_BATCHED_TOKENS = 2048  # rows of a step: enough for the products to reach th
 
 @dataclass(slots=True)
 class LoadedEngine:
-    """A core that is ready to start, and what its interfaces need to know. precision and kv are
-    None for a scripted runner."""
+    """A core that is ready to start, and what its interfaces need to know.
+
+    chat_problem: why no chat can be rendered, None if one can; known a little later than the rest,
+    and None for a scripted runner. precision and kv are None for a scripted runner.
+    """
 
     core: EngineCore
     spec: ModelSpec
     tokenizer: Tokenizer
     limits: RequestLimits
     generation_defaults: dict[str, object]
+    template: ChatTemplate | None = None
+    chat_problem: Future[str | None] | None = None
     precision: Precision | None = None
     kv: KVMemory | None = None
 
     @property
     def max_model_len(self) -> int:
         return self.limits.max_model_len
+
+    def close(self) -> None:
+        """Stops the core and frees all memory. It blocks until that is done. Idempotent."""
+        self.core.shutdown()
+        if self.template is not None:
+            self.template.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +86,33 @@ def load_engine(
     """Loads the model and builds the core, which is not started. Raises ModelLoadError and
     ConfigError."""
     compute = ComputeThread()
-    made_of = parts or Parts()
+    made_of, is_stopped = parts or Parts(), threading.Event()
     try:
-        return compute.submit(lambda: _load(config, compute, progress, made_of)).result()
+        return compute.submit(
+            lambda: _load(config, compute, made_of, progress, is_stopped)
+        ).result()
     except BaseException:
+        is_stopped.set()
         compute.stop()
         raise
 
 
 def _load(
-    config: EngineConfig, compute: ComputeThread, progress: bool, parts: Parts
+    config: EngineConfig,
+    compute: ComputeThread,
+    parts: Parts,
+    progress: bool,
+    is_stopped: threading.Event,
 ) -> LoadedEngine:
     """Runs in the compute thread, because packing weights is parallel work."""
     path = config.model_path
     # errors in the directory itself are reported before anything else
     config = _with_device_defaults(config, read_spec(path))
-    tokenizer = Tokenizer.load(path)
     defaults = _generation_defaults(path)
-    runtime = load_runtime(config, progress=progress)
+    text, runtime = _load_parts(config, progress, is_stopped)
+    tokenizer = text.tokenizer
     spec, kv, max_model_len = runtime.spec, runtime.kv, runtime.kv.max_model_len
     batched = config.batched_tokens
-    limits = SchedulerLimits(
-        config.max_num_seqs,
-        batched,
-        config.chunk_tokens,
-        config.inter_token_slo_s,
-    )
     runner = runtime.runner
     if runner is None:
         runner = ModelRunner(runtime.model, kv, runtime.attention, memory=runtime.memory)
@@ -106,11 +123,12 @@ def _load(
         config.max_num_seqs,
         config.ttft_slo,
         spec.embed_size,
+        bounded_json=config.bounded_json,
     )
     core = parts.core(
         runner=runner,
         scheduler=parts.scheduler(
-            limits,
+            SchedulerLimits.of(config),
             kv,
             make_policy(config.memory_policy, kv, batched, config.length_predictor),
             PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
@@ -127,8 +145,35 @@ def _load(
     )
     logger.info("up to %d sequences and %d rows a step", config.max_num_seqs, batched)
     return LoadedEngine(
-        core, spec, tokenizer, request_limits, defaults, runtime.precision, runtime.kv
+        core,
+        spec,
+        tokenizer,
+        request_limits,
+        defaults,
+        text.template,
+        text.chat_problem,
+        runtime.precision,
+        runtime.kv,
     )
+
+
+def _load_parts(
+    config: EngineConfig, progress: bool, is_stopped: threading.Event
+) -> tuple[LoadedText, Runtime]:
+    """Loads tokenizer and weights beside one another. A wrong tokenizer and is_stopped end both."""
+    text = TextLoading(config.model_path)
+
+    def check() -> None:
+        text.check()
+        if is_stopped.is_set():
+            raise EngineStoppedError("the model's loading was stopped")
+
+    try:
+        runtime = load_runtime(config, LoadProgress(progress, check=check, finish=text.result))
+    except BaseException:
+        text.discard()
+        raise
+    return text.result(), runtime
 
 
 def _with_device_defaults(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

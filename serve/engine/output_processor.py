@@ -285,7 +285,8 @@ class OutputProcessor:
 
     def _count_first(self, sequence: Sequence, times: RequestTimes, now_s: float) -> None:
         """Counts a sequence's first token, or the end of its prompt if it gets no token."""
-        ttft_s = now_s - sequence.request.arrival_s
+        request = sequence.request
+        ttft_s = None if request.pooling is not None else now_s - request.arrival_s
         self._counters.count_first_token(sequence.index, sequence.num_prompt_tokens, ttft_s)
         if times.first_token_s is None:
             times.first_token_s = now_s
@@ -296,6 +297,9 @@ class OutputProcessor:
         self, sequence: Sequence, state: OutputState, reason: FinishReason, now_s: float
     ) -> None:
         request, counters = sequence.request, self._counters
+        is_computed = request.params.max_tokens != 0 or sequence.prompt_outputs is not None
+        if reason is FinishReason.LENGTH and not is_computed:
+            return  # a client wanted to know the tokens of its prompt
         scheduled_s, first_s = sequence.first_scheduled_s, state.first_token_s
         times_s = request.arrival_s, scheduled_s, first_s, now_s
         counters.count_end(reason, state.num_output, times_s)

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from memory.nodes.remote_attention import NodesLostError
+from memory.nodes.node_link import NodesLostError
 from serve.engine.pools import OutputThread
 from serve.engine.step_executor import EndSequence, StepExecutor
 from serve.runner.runner import OverlappingRunner, PendingStep, Runner, StepResult

@@ -71,7 +71,9 @@ class Preprocessor:
         self._limits = limits
         self._prefixes = prefixes
         self._rejection = rejection
-        self.masks = MaskMaker(tokenizer, limits.vocab_size, eos_token_ids)
+        self.masks = MaskMaker(
+            tokenizer, limits.vocab_size, eos_token_ids, bounded_json=limits.bounded_json
+        )
         self._seed = seed
         self._counter = itertools.count()
 
@@ -101,8 +103,11 @@ class Preprocessor:
         a MergestepError that names the mistake, or OverloadedError when the first token is
         predicted to come too late."""
         try:
+            is_limited = state.request.params.max_tokens is not None
             state.request = request = self._tokenized(state, prompt)
-            masks = self.masks.make(request) if request.prompt_token_ids else None
+            masks = None
+            if request.prompt_token_ids:
+                masks = self.masks.make(request, is_limited=is_limited)
             keys = self._prefixes.page_keys(request)
             num_rows = self._prefixes.num_missing_rows(request, keys)
             rejection = self._rejection

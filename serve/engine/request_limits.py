@@ -22,7 +22,7 @@ class RequestLimits:
     max_model_len: tokens of prompt and output together. vocab_size: width of the logits.
     max_num_waiting: sequences that may wait beside the max_num_seqs running ones. ttft_slo_s:
     requests whose first token is predicted to come later are refused. embedding_size: the most
-    dimensions of an embedding, if known.
+    dimensions of an embedding, if known. bounded_json: see EngineConfig.
     """
 
     max_model_len: int
@@ -31,6 +31,7 @@ class RequestLimits:
     max_num_seqs: int
     ttft_slo_s: float | None = None
     embedding_size: int | None = None
+    bounded_json: bool = True
 
 
 def check_request(request: Request, token_ids: Sequence[int], limits: RequestLimits) -> Request:
@@ -60,11 +61,21 @@ def check_text(text: str, tokenizer: Tokenizer, limits: RequestLimits) -> None:
     is spent on tokenizing it."""
     longest = tokenizer.max_piece_bytes
     if longest is not None and len(text) > limits.max_model_len * longest:
-        raise ContextLengthError(
-            f"the context is {limits.max_model_len} tokens, but the prompt has {len(text)} "
-            "characters, which is more in any case",
-            param="prompt",
-        )
+        raise _too_long(limits.max_model_len, 0, f"at least {-(-len(text) // longest)}")
+
+
+def _too_long(context: int, num_output: int, num_prompt: int | str) -> ContextLengthError:
+    # Clients shorten the conversation when they find these words: LiteLLM and pydantic-ai the first
+    # ones, LangChain "prompt is too long", and Claude Code reads the two numbers after them.
+    return ContextLengthError(
+        f"{_context(context)}, and the prompt is too long: {num_prompt} tokens > "
+        f"{context - num_output} maximum",
+        param="prompt",
+    )
+
+
+def _context(num_tokens: int) -> str:
+    return f"This model's maximum context length is {num_tokens} tokens"
 
 
 def _is_token(token: object, vocab_size: int) -> bool:
@@ -79,11 +90,13 @@ def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
 def _check_room(room: int, num_prompt: int, params: SamplingParams, limits: RequestLimits) -> None:
     """room: tokens of the context that the prompt leaves."""
     needed = 1 if params.max_tokens is None else params.max_tokens
+    if room < min(needed, 1):
+        raise _too_long(limits.max_model_len, min(needed, 1), num_prompt)
     if room < needed:
-        asked = "" if params.max_tokens is None else f" and max_tokens is {params.max_tokens}"
         raise ContextLengthError(
-            f"the context is {limits.max_model_len} tokens, but the prompt has {num_prompt}{asked}",
-            param="prompt" if room < 1 else "max_tokens",
+            f"{_context(limits.max_model_len)}, but the prompt has {num_prompt} and max_tokens is "
+            f"{needed}",
+            param="max_tokens",
         )
     if params.max_tokens is None and params.min_tokens > room:
         raise RequestError(f"min_tokens is above {room}", param="min_tokens")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from serve.engine.core import EngineCore
 from serve.engine.request_table import RequestState
+from serve.errors import MergestepError, drop_frames
 from serve.request import Request, RequestMetrics, TokenDelta
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Mailbox:
         self.request = request
 
     def fail(self, error: Exception) -> None:
+        if isinstance(error, MergestepError):  # any other is logged with its frames
+            drop_frames(error)
         self.error = error
 
     def wake(self) -> None:

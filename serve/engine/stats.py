@@ -77,6 +77,7 @@ class EngineStats:
     memory_nodes: int
     memory_nodes_missing: int
     memory_nodes_lost: int
+    memory_node_states: dict[str, str]  # by URL; healthy, late, lost or probation
     recomputed_sequences: int
     last_step_age_s: float | None
 
@@ -166,6 +167,9 @@ def engine_stats(
         memory_nodes=nodes.num_nodes if nodes else 0,
         memory_nodes_missing=len(nodes.missing) if nodes else 0,
         memory_nodes_lost=nodes.num_lost if nodes else 0,
+        memory_node_states=(
+            {url: state.value for url, state in nodes.states.by_url().items()} if nodes else {}
+        ),
         recomputed_sequences=recovery.num_recomputed if recovery else 0,
         last_step_age_s=steps.last_age_s(clock),
     )

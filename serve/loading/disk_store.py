@@ -17,6 +17,7 @@ from pathlib import Path
 
 from memory.pages.layer_groups import LayerGroup
 from memory.tiers.disk_directory import DiskDirectoryError, check_parent, is_private
+from memory.tiers.disk_index import page_bytes_of
 from memory.tiers.disk_tier import DiskTier
 from ops.cpu import native_library
 from serve.config import EngineConfig
@@ -29,6 +30,7 @@ _DEFAULT_BYTES = 16 << 30
 _SECRET_BYTES = 32
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 _HASH_DIGITS = 16
+_MAX_NAMED = 8
 _FLAWS = {True: "damaged", False: "not a plain file that only this user can read"}
 _FORMAT = "mergestep K/V 1"  # raise it when kernels or layouts produce other bytes
 
@@ -86,8 +88,9 @@ def open_kv_store(
 def _log_what_is_there(store: DiskTier, folder: Path) -> None:
     stats = store.stats()
     logger.info(
-        "K/V on disk: %d pages (%.3g MiB) found in %s, %.5g MiB at most",
+        "K/V on disk: %d pages of %d KiB (%.3g MiB) found in %s, %.5g MiB at most",
         stats.entries,
+        store.page_bytes >> 10,
         stats.bytes_used / (1 << 20),
         folder,
         store.capacity_bytes / (1 << 20),
@@ -99,9 +102,16 @@ def _log_what_is_there(store: DiskTier, folder: Path) -> None:
         logger.info(
             "K/V on disk: %d other folders of this model are there, for another page size "
             "(which follows kv_cache_bytes unless kv_page_bytes is set), precision, backend or "
-            "version of the weights; they are not used now, and nothing removes them",
+            "version of the weights; they are not used now, and nothing removes them: %s",
             len(others),
+            ", ".join(map(_described, sorted(others)[:_MAX_NAMED])),
         )
+
+
+def _described(folder: Path) -> str:
+    page_bytes = page_bytes_of(folder)
+    pages = "no index" if page_bytes is None else f"pages of {page_bytes >> 10} KiB"
+    return f"{folder.name} ({pages})"
 
 
 def _secret(path: Path) -> bytes:
@@ -133,7 +143,7 @@ def checkpoint_fingerprint(path: Path) -> str:
     another one.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
+    for file in filter(Path.is_file, sorted(path.glob("*.safetensors"))):
         status = file.stat()
         size = status.st_size
         digest.update(f"{file.name} {size} {status.st_mtime_ns} ".encode())

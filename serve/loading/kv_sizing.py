@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from memory.pages.layer_groups import LayerGroup, PageLayout
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.machine import available_memory, local_kv_bytes
+from serve.machine import available_memory, local_kv_bytes, total_memory
 from serve.models import ModelSpec
 from serve.units import format_memory
 
@@ -56,13 +58,13 @@ def size_kv(
                 f"max_model_len {config.max_model_len} is above the model's {max_len}"
             )
         max_len = config.max_model_len
-    if free_bytes is None:
-        _warn_of_more_than_free(config)
-        free_bytes = local_kv_bytes()
-    budget = config.kv_cache_bytes or free_bytes
     # More than all sequences at full length is never used.
     token_bytes = sum(group.token_bytes for group in groups)
-    budget = min(budget, config.max_num_seqs * (max_len * token_bytes + _MAX_PAGE_BYTES))
+    most = config.max_num_seqs * (max_len * token_bytes + _MAX_PAGE_BYTES)
+    if config.kv_cache_bytes is not None:
+        budget = _granted(config.kv_cache_bytes, most, free_bytes)
+    else:
+        budget = min(local_kv_bytes() if free_bytes is None else free_bytes, most)
     page, padded = config.kv_page_bytes or unit_bytes, list(groups)
     if page is None:
         page, padded = _page_of_groups(groups, budget)
@@ -88,15 +90,50 @@ def size_kv(
     return KVSizes(page, padded, num_pages, max_len)
 
 
-def _warn_of_more_than_free(config: EngineConfig) -> None:
-    """Logs a warning if kv_cache_bytes exceeds the memory that is free now."""
-    free, wanted = available_memory(), config.kv_cache_bytes
-    if wanted is not None and wanted > free:
-        logger.warning(
-            "kv_cache_bytes %s is more than the %s that are free now",
-            format_memory(wanted),
-            format_memory(free),
+def _granted(wanted: int, most: int, device_bytes: int | None) -> int:
+    """Returns how much of `wanted` is granted, at most `most`. Warns if it exceeds the memory that
+    is free now; raises ConfigError if no such memory exists.
+
+    device_bytes: what is free on a device, whose memory no other program gives back.
+    """
+    granted = min(wanted, most)
+    asked = f"kv_cache_bytes: {format_memory(wanted)} asked for"
+    if granted < wanted:
+        asked += f", of which {format_memory(granted)} could be used"
+    if device_bytes is not None:
+        if granted > device_bytes:
+            raise ConfigError(
+                f"{asked}, but the device has {format_memory(device_bytes)} beside the weights and"
+                " the largest step"
+            )
+        return granted
+    free, total = available_memory(), total_memory()
+    if granted > total:
+        raise ConfigError(
+            f"{asked}, but this machine or its cgroup has {format_memory(total)},"
+            f" {format_memory(free)} of them free"
         )
+    if granted > free:
+        logger.warning("%s, but only %s are free now", asked, format_memory(free))
+    elif granted < wanted:
+        logger.info("%s by max_num_seqs sequences of max_model_len; no more is granted", asked)
+    return granted
+
+
+@contextmanager
+def reserving(num_bytes: int, settings: str) -> Iterator[None]:
+    """Turns a refusal of the system to reserve addresses into a ConfigError that names the
+    settings."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise ConfigError(
+            f"{settings}: {format_memory(num_bytes)} of addresses were asked for, and the system"
+            " grants none (ulimit -v, vm.max_map_count, vm.overcommit_memory); lower the setting or"
+            " raise the limit"
+        ) from error
 
 
 def _padded_for(groups: Sequence[LayerGroup], page_bytes: int) -> list[LayerGroup]:

@@ -25,23 +25,22 @@ from memory.pages.linux_vmm import LinuxMemory
 from ops import Backend, get_backend
 from ops.cpu import native_library
 from ops.cpu.heap import keep_freed_memory
-from quant.int4 import int4_linear, nf4_linear
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.disk_store import open_kv_store
-from serve.loading.kv_sizing import size_kv
+from serve.loading.kv_sizing import reserving, size_kv
 from serve.loading.precision import Precision, check_weights_fit, choose_backend, resolve_precision
 from serve.loading.remote_memory import open_remote_memory
 from serve.machine import local_kv_bytes, usable_processors
 from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.checksums import check_manifest
-from serve.models.weights import MakeLinear, joining
+from serve.models.progress import LoadProgress
+from serve.models.weights import MakeLinear
 from serve.runner.runner import Closable, Runner
 
 logger = logging.getLogger(__name__)
 
 CUDA_PAGE_BYTES = 2 << 20
-_LINEARS4 = {"int4": int4_linear, "nf4": nf4_linear}
 
 
 @dataclass(slots=True)
@@ -59,8 +58,9 @@ class Runtime:
     runner: Runner | None = None  # set on devices with a runner of their own
 
 
-def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
+def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> Runtime:
     """Loads the weights and reserves the K/V. Call it in the compute thread."""
+    progress = progress or LoadProgress()
     keep_freed_memory()
     check_manifest(config.model_path)
     spec = read_spec(config.model_path)
@@ -99,7 +99,11 @@ def _check_for_cuda(config: EngineConfig) -> None:
 
 
 def _load_cuda(
-    config: EngineConfig, spec: ModelSpec, precision: Precision, backend: Backend, progress: bool
+    config: EngineConfig,
+    spec: ModelSpec,
+    precision: Precision,
+    backend: Backend,
+    progress: LoadProgress,
 ) -> Runtime:
     """Loads everything on a GPU; the GPU's modules are imported only here."""
     from serve.loading import cuda_runtime
@@ -138,7 +142,8 @@ def _load_local(
     )
     for layout, padded in zip(layouts, sizes.groups, strict=True):
         layout.pad(padded.token_bytes * padded.tile_tokens)
-    memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
+    with reserving(sizes.page_bytes * sizes.num_pages, "kv_cache_bytes"):
+        memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
     try:
         kv = KVManager(
             memory,
@@ -149,7 +154,8 @@ def _load_local(
             max_rows=config.chunk_tokens,
             in_background=_has_idle_core(config),
         )
-        address = memory.reserve(kv.total_bytes)
+        with reserving(kv.total_bytes, "max_num_seqs and max_model_len"):
+            address = memory.reserve(kv.total_bytes)
         attention = _attention(kv, layouts, [ids for _, ids in groups], address, backend)
         secret = None
         if config.kv_cache_dir is not None:
@@ -221,7 +227,7 @@ def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -
 
 
 def _load_model(
-    config: EngineConfig, precision: Precision, backend: Backend, progress: bool
+    config: EngineConfig, precision: Precision, backend: Backend, progress: LoadProgress
 ) -> Decoder:
     path = config.model_path
     q_first = bool(config.memory_nodes)  # nodes start as soon as they have q
@@ -241,9 +247,9 @@ def _load_model(
     make_linear: MakeLinear = linears.int8
     if precision.weights == "fp8":
         make_linear = linears.fp8
-    elif precision.weights in _LINEARS4:
-        make = partial(_LINEARS4[precision.weights], group=config.weight_group, linears=linears)
-        make_linear = joining(make)
+    elif precision.weights in ("int4", "nf4"):
+        is_nf4 = precision.weights == "nf4"
+        make_linear = partial(linears.rounded4, group=config.weight_group, is_nf4=is_nf4)
     return load_model(
         path,
         dtype=precision.compute,

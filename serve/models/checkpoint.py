@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ops.cpu.finite import all_finite
 from quant.checkpoint_formats import TensorRule
-from serve.errors import ModelLoadError
+from serve.errors import ModelLoadError, reason
 from serve.models.config_file import read_json
+from serve.regular_file import check_regular
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -59,7 +60,7 @@ class Checkpoint:
     def fetch(self, name: str) -> Tensor:
         """Returns the tensor, mapped from the file. ModelLoadError if it is not finite."""
         tensor = self._read(name)
-        if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor)):
+        if not all_finite(tensor):
             raise ModelLoadError(f"{self.entries[name].file}: tensor {name} holds NaN or infinity")
         return tensor
 
@@ -121,9 +122,9 @@ def _naming(file: Path) -> Iterator[None]:
 
 def _files(path: Path) -> list[Path]:
     """Returns the index's files, or model.safetensors, or the only .safetensors file."""
-    if (path / INDEX).is_file():
+    if (path / INDEX).exists():
         return _indexed_files(path)
-    if (path / SINGLE).is_file():
+    if (path / SINGLE).exists():
         return [_inside(path, SINGLE, "it")]
     found = sorted(path.glob("*.safetensors"))
     if len(found) == 1:
@@ -157,8 +158,12 @@ def _inside(path: Path, name: str, source: str) -> Path:
     if Path(name).name != name or "\\" in name or name in (".", ".."):
         raise ModelLoadError(f"{path}: {source} names {name!r}, which is not in the directory")
     file = path / name
-    if not file.is_file():
+    if not file.exists():
         raise ModelLoadError(f"{path}: {source} names {name}, which does not exist")
+    try:
+        check_regular(file)
+    except OSError as error:
+        raise ModelLoadError(f"{file} cannot be read: {reason(error)}") from error
     allowed = [path.resolve()]
     if path.parent.name == "snapshots":
         allowed.append((path.parent.parent / "blobs").resolve())

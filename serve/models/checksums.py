@@ -10,7 +10,9 @@ import hashlib
 import re
 from pathlib import Path
 
-from serve.errors import ModelLoadError
+from serve.errors import ModelLoadError, reason
+from serve.models.config_file import read_bytes
+from serve.regular_file import open_regular
 
 MANIFEST = "SHA256SUMS"
 MAX_MANIFEST_BYTES = 1 << 20
@@ -20,11 +22,9 @@ _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *]([^/\\\0]+)")
 def check_manifest(path: Path) -> None:
     """Raises ModelLoadError if a file differs from the list; without a list it does nothing."""
     manifest = path / MANIFEST
-    if not manifest.is_file():
+    if not manifest.exists():
         return
-    if manifest.stat().st_size > MAX_MANIFEST_BYTES:
-        raise ModelLoadError(f"{manifest} is larger than {MAX_MANIFEST_BYTES} bytes")
-    lines = manifest.read_bytes().decode("utf-8", "replace").splitlines()
+    lines = read_bytes(manifest, MAX_MANIFEST_BYTES).decode("utf-8", "replace").splitlines()
     for number, line in enumerate(lines, start=1):
         match = _LINE.fullmatch(line)
         if match is None:
@@ -36,9 +36,9 @@ def check_manifest(path: Path) -> None:
 
 def _check(file: Path, digest: str, manifest: Path) -> None:
     try:
-        with file.open("rb") as content:
+        with open_regular(file) as content:
             found = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
-        raise ModelLoadError(f"{manifest} names {file.name}: {error.strerror}") from error
+        raise ModelLoadError(f"{manifest} names {file.name}: {reason(error)}") from error
     if found != digest:
         raise ModelLoadError(f"{file} is damaged or another file: {MANIFEST} lists another hash")

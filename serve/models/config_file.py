@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
-from serve.errors import ModelLoadError
+from serve.errors import ModelLoadError, reason
+from serve.regular_file import open_regular
 
 MAX_JSON_BYTES = 64 << 20
 
@@ -18,17 +20,26 @@ MAX_JSON_BYTES = 64 << 20
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Returns the object in a JSON file. ModelLoadError for anything else."""
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes > max_bytes:
-            raise ModelLoadError(f"{path} is {size_bytes} bytes; at most {max_bytes} are read")
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {path}: {error.strerror or error}") from error
+        values = json.loads(read_bytes(path, max_bytes).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path} must hold a JSON object, not {type(values).__name__}")
     return values
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """Returns the content of a regular file. ModelLoadError for a larger one and for anything else
+    in its place."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(max_bytes + 1)
+            if len(data) > max_bytes:
+                size = os.fstat(file.fileno()).st_size
+                raise ModelLoadError(f"{path} is {size} bytes; at most {max_bytes} are read")
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {path}: {reason(error)}") from error
+    return data
 
 
 class ConfigReader:

@@ -1,25 +1,48 @@
-"""A progress bar for loading."""
+"""Follows the loading of weights, layer by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from serve.models.spec import ModelSpec
 
+_BAR_CHARS = 40
 
-def with_progress(indices: Iterable[int], spec: ModelSpec, progress: bool) -> Iterable[int]:
-    """Returns indices, with a progress bar on a terminal while they are consumed."""
-    if not progress:
-        return indices
-    from rich.console import Console  # only imported if progress is shown
-    from rich.progress import track
 
-    console = Console(stderr=True)
-    return track(
-        indices,
-        description=f"loading {spec.model_type}",
-        total=spec.num_layers,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """is_shown: draws a bar on a terminal. check: is called before each layer; finish: after the
+    last one, before memory for K/V is taken. Both may raise to end the loading.
+
+    The bar is plain text that leaves the cursor visible: a signal may end the process at any time.
+    """
+
+    is_shown: bool = False
+    check: Callable[[], object] = object
+    finish: Callable[[], object] = object
+
+    def layers(self, spec: ModelSpec) -> Iterator[int]:
+        """Yields the indices of the layers while they are loaded."""
+        is_drawn = (
+            self.is_shown and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        )
+        try:
+            for index in range(spec.num_layers):
+                self.check()
+                if is_drawn:
+                    done = _BAR_CHARS * index // spec.num_layers
+                    bar = "#" * done + "." * (_BAR_CHARS - done)
+                    _write(f"\rloading {spec.model_type} [{bar}] {index}/{spec.num_layers} layers")
+                yield index
+            self.finish()
+        finally:
+            if is_drawn:
+                _write("\r\x1b[K")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()

@@ -126,12 +126,14 @@ def read_config(path: Path) -> ConfigReader:
     """Reads config.json of a directory. ModelLoadError if it refers to code."""
     if path.is_file():
         raise ModelLoadError(f"model {path} is a file, not a directory of a checkpoint")
+    if path.exists() and not path.is_dir():
+        raise ModelLoadError(f"model {path} is neither a directory nor a file")
     if not path.is_dir():
         raise ModelLoadError(
             f"model directory {path} does not exist (nothing is downloaded by its name)"
         )
     source = path / "config.json"
-    if not source.is_file():
+    if not source.exists():
         raise ModelLoadError(f"{path} has no config.json; a Hugging Face model directory is needed")
     config = ConfigReader(read_json(source), str(source))
     if config.has("auto_map"):
@@ -170,7 +172,7 @@ def read_generation_defaults(path: Path) -> dict[str, Any]:
     """
     config = read_config(path)
     source = path / "generation_config.json"
-    if not source.is_file():
+    if not source.exists():
         return {"eos_token_ids": config.token_ids("eos_token_id")}
     generation = ConfigReader(read_json(source), str(source))
     eos_ids = generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")

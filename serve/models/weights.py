@@ -20,7 +20,7 @@ from serve.errors import ModelLoadError
 from serve.models.checkpoint import FLOATS, Checkpoint, check_rule
 from serve.models.decoder import Decoder, DecoderWeights, LayerWeights
 from serve.models.families import FAMILIES
-from serve.models.progress import with_progress
+from serve.models.progress import LoadProgress
 from serve.models.random_checkpoint import RandomCheckpoint
 from serve.models.spec import ModelSpec, read_spec
 
@@ -41,7 +41,7 @@ def load_model(
     unpack: bool = False,
     q_first: bool = False,
     is_random: bool = False,
-    progress: bool = False,
+    progress: LoadProgress | None = None,
 ) -> Decoder:
     """Loads a Hugging Face directory as a decoder that computes in `dtype`.
 
@@ -67,7 +67,7 @@ def load_model(
         q_first=q_first,
     )
     loader.check()
-    weights = loader.load(progress=progress)
+    weights = loader.load(progress or LoadProgress())
     checkpoint.release()
     return Decoder(spec, weights, backend, dtype, loader.device)
 
@@ -264,13 +264,12 @@ class _Loader:
 
     # -- loading
 
-    def load(self, *, progress: bool) -> DecoderWeights:
+    def load(self, progress: LoadProgress) -> DecoderWeights:
         spec, names, prefix = self.spec, self.names, self.prefix
         has_projections = spec.embed_size != spec.hidden_size
         final_norm = self._norm(prefix + names.final_norm) if spec.has_final_norm else None
         layers = [
-            self._layer(prefix + names.layer.format(index))
-            for index in with_progress(range(spec.num_layers), spec, progress)
+            self._layer(prefix + names.layer.format(index)) for index in progress.layers(spec)
         ]
         return DecoderWeights(
             embed=self._table(self._embed_name),
