@@ -23,6 +23,7 @@ from rich.table import Table
 from bench.common import tables
 from bench.common.checkpoints import model_directory
 from bench.common.instant import InstantRunner, load_instant
+from bench.common.percentiles import Tail, is_supported, tail
 from serve import Engine, RequestStream, SamplingParams
 from serve.errors import ConfigError
 
@@ -83,7 +84,8 @@ async def _wave(
         "deltas": sum(deltas for _, deltas in results),
         "between_ms_p50": statistics.median(between),
         "between_ms_mean": statistics.fmean(between),
-        "between_ms_p99": between[int(0.99 * (len(between) - 1))],
+        "between_ms_high": tail(between).value,
+        "between_n": len(between),
     }
 
 
@@ -113,14 +115,31 @@ def engine(
         rows_per_s, step_ms = result[f"{wave}_rows_per_s"], result[f"{wave}_python_ms_per_step"]
         table.add_row(f"{wave}: {what}", f"{rows_per_s:,.0f}", f"{step_ms:.2f}")
     console.print(table)
-    p50, mean, p99 = (result[f"paced_between_ms_{name}"] for name in ("p50", "mean", "p99"))
+    p50, mean, high = (result[f"paced_between_ms_{name}"] for name in ("p50", "mean", "high"))
+    label = Tail(high, 99.0, int(result["paced_between_n"])).label
     console.print(
         f"a device with steps of {1e3 * _DEVICE_S:.0f} ms waits {p50:.3f} ms p50, {mean:.3f} mean,"
-        f" {p99:.3f} p99 between two steps",
+        f" {high:.3f} {label} between two steps",
         highlight=False,
     )
+    result = _with_percentile(result)
     tables.write(json_file, head, result)
     return result
+
+
+def _with_percentile(result: dict[str, float]) -> dict[str, Any]:
+    """Returns the result with a p99 of each wave, null where it had too few steps, and a maximum
+    there."""
+    document: dict[str, Any] = {}
+    for key, value in result.items():
+        wave, found, _ = key.partition("_between_ms_high")
+        if not found:
+            document[key] = value
+            continue
+        is_known = is_supported(99.0, result[f"{wave}_between_n"])
+        document[f"{wave}_between_ms_p99"] = value if is_known else None
+        document[f"{wave}_between_ms_max"] = None if is_known else value
+    return document
 
 
 def main() -> None:

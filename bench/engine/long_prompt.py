@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import random
 import statistics
@@ -34,8 +35,9 @@ from typing import Any
 
 import uvloop
 
-from bench.common import tables
+from bench.common import percentiles, tables
 from bench.common.checkpoints import random_checkpoint
+from bench.common.percentiles import tail
 from serve import Engine, RequestStream, SamplingParams
 
 SHAPE = "small-32k"
@@ -80,17 +82,19 @@ class Result:
         return f"SLO {self.slo_ms:g} ms" if self.slo_ms is not None else f"static {self.chunk}"
 
     @property
-    def gap_p99_s(self) -> float:
-        return quantile(self.gaps_s, 0.99)
+    def gap_high_s(self) -> float:
+        """The 99th percentile of the gaps, or the largest of fewer than 100."""
+        return tail(self.gaps_s).value
 
     @property
     def gap_p50_s(self) -> float:
         return statistics.median(self.gaps_s)
 
     def short_ratio(self, unloaded_s: list[float]) -> float:
-        """Returns the 99th percentile of the short requests over their bound."""
-        bound_s = 2 * quantile(unloaded_s, 0.99) + self.gap_p99_s
-        return quantile(self.beside_long_s, 0.99) / bound_s
+        """Returns the 99th percentile of the short requests over their bound; the maximum stands
+        for it where there are fewer than 100."""
+        bound_s = 2 * tail(unloaded_s).value + self.gap_high_s
+        return tail(self.beside_long_s).value / bound_s
 
 
 def other_cpu_s() -> float:
@@ -102,10 +106,6 @@ def other_cpu_s() -> float:
     user, nice, system, _, _, irq, softirq, steal = map(int, fields)
     own = time.process_time()
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - own
-
-
-def quantile(values: list[float], level: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(level * len(values)))]
 
 
 class Client:
@@ -172,6 +172,7 @@ async def measure(path: Path, load: Load, slo_ms: float | None, chunk: int | Non
         max_num_batched_tokens=BUDGET if chunk is None else chunk + NUM_STREAMS,
         max_chunk_tokens=chunk,
         inter_token_slo_ms=slo_ms,
+        inter_token_factor=math.inf,
         prefix_cache=False,
         kv_cache_bytes=1 << 30,
     ) as engine:
@@ -212,14 +213,14 @@ def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | N
     """Returns {target: (figure, whether it reaches the target)} of a run with an SLO."""
     assert result.slo_ms is not None
     slo_s = result.slo_ms / 1e3
-    kept = [static.long_s for static in statics if static.gap_p99_s <= slo_s]
+    kept = [static.long_s for static in statics if static.gap_high_s <= slo_s]
     alone = result.short_ratio(result.alone_s)
     beside = result.short_ratio(result.beside_streams_s)
     best = result.long_s / min(static.long_s for static in statics)
     reached: dict[str, tuple[float | None, bool]] = {
-        "p99 between tokens over SLO <= 1": (result.gap_p99_s / slo_s, result.gap_p99_s <= slo_s),
-        "short p99 over 2x alone + a step <= 1": (alone, alone <= 1),
-        "short p99 over 2x beside the streams + a step <= 1": (beside, beside <= 1),
+        "p99 between tokens over SLO <= 1": (result.gap_high_s / slo_s, result.gap_high_s <= slo_s),
+        "short requests over 2x alone + a step <= 1": (alone, alone <= 1),
+        "short requests over 2x beside the streams + a step <= 1": (beside, beside <= 1),
         "long over the best static <= 1.1": (best, best <= 1.1),
     }
     of_kept = result.long_s / min(kept) if kept else None
@@ -233,21 +234,24 @@ def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | N
 
 
 def show(results: list[Result]) -> None:
-    print(
-        f"{'':14} {'streams p50':>11} {'p99':>8} {'short alone':>11} {'streams':>8} {'long':>8}"
-        f" {'count':>6} {'long':>8} {'error':>7} {'others':>6}"
+    print("p99; of fewer than 100, the maximum (max) and their number (n)")
+    rows: list[tuple[str, ...]] = []
+    rows.append(
+        ("", "streams p50", "p99", "short alone", "streams", "long", "long", "error", "others")
     )
     for r in results:
         shorts = [
-            1e3 * quantile(values, 0.99)
+            tail([1e3 * each for each in values]).text("{:.0f} ms".format)
             for values in (r.alone_s, r.beside_streams_s, r.beside_long_s)
         ]
+        gaps = tail([1e3 * each for each in r.gaps_s]).text("{:.0f} ms".format)
         error = "" if r.error is None else f"{100 * r.error:.1f} %"
-        gaps = f"{1e3 * r.gap_p50_s:8.1f} ms {1e3 * r.gap_p99_s:5.0f} ms"
-        print(
-            f"{r.name:14} {gaps} {shorts[0]:8.0f} ms {shorts[1]:5.0f} ms {shorts[2]:5.0f} ms"
-            f" {len(r.beside_long_s):6} {r.long_s:6.2f} s {error:>7} {r.other_cores:6.2f}"
-        )
+        first = (r.name, f"{1e3 * r.gap_p50_s:.1f} ms", gaps)
+        rows.append((*first, *shorts, f"{r.long_s:.2f} s", error, f"{r.other_cores:.2f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [f"{text:>{width}}" for text, width in zip(row, widths, strict=True)]
+        print(f"{row[0]:{widths[0]}}  {'  '.join(cells[1:])}")
 
 
 def as_json(results: list[Result], statics: list[Result]) -> dict[str, Any]:
@@ -255,10 +259,10 @@ def as_json(results: list[Result], statics: list[Result]) -> dict[str, Any]:
     summaries: dict[str, Any] = {}
     for result in results:
         summary = {key: value for key, value in asdict(result).items() if not key.endswith("_s")}
-        summary |= {"gap_p50_s": result.gap_p50_s, "gap_p99_s": result.gap_p99_s}
+        summary["gaps_s"] = percentiles.document(result.gaps_s)
         summary["long_s"] = result.long_s
         for name in ("alone", "beside_streams", "beside_long"):
-            summary[f"{name}_p99_s"] = quantile(getattr(result, f"{name}_s"), 0.99)
+            summary[f"{name}_s"] = percentiles.document(getattr(result, f"{name}_s"))
         if result.slo_ms is not None:
             summary["verdicts"] = verdicts(result, statics)
         summaries[result.name] = summary

@@ -1,0 +1,199 @@
+"""Runs a soak: load on a server process, samples of its memory meanwhile, and idle states around.
+
+The load pauses once, after a short warm-up. Open files and threads must be at the end what they
+were in that pause, and nothing may be running. The slope is fitted over the samples from the time
+at which the caches, by the sizes that /metrics reports, were full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from bench.soak.calls import KEYS, Calls
+from bench.soak.server import ServerProcess
+from bench.soak.slope import Slope, full_at_s, slope_of
+from bench.soak.streams import Outcomes, Streams
+from bench.soak.usage import Usage, read_usage
+from serve.errors import ConfigError, MergestepError
+
+_WARM_SHARE, _WARM_S = 0.1, 60.0  # of the time, at most
+_SAMPLE_S, _LEAST_SAMPLES = 5.0, 40
+_IDLE_S = 3.0  # the server gives unused memory back after half a second without work
+_IDLE_TRIES = 10
+_LATEST_FIT = 0.5  # the fit begins at this share of the time at the latest
+_CACHE_BYTES = 1 << 20  # smaller ones do not delay the fit
+_LATE_THREADS = 6  # a pool starts a thread when it first needs it; asyncio's has two cores + 4
+MEGABYTE, HOUR_S = 1e6, 3600.0
+UNFINISHED, PAGES_IN_USE = "requests_unfinished", "kv_pages in_use"
+
+
+@dataclass(frozen=True, slots=True)
+class SoakSettings:
+    """minutes: of load. abort_share, hostile_share: of the calls. max_slope: the most growth that
+    is no fault, in MB per hour. Raises ConfigError."""
+
+    minutes: float = 60.0
+    streams: int = 64
+    abort_share: float = 0.3
+    hostile_share: float = 0.1
+    max_slope: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.minutes > 0 and self.streams > 0):
+            raise ConfigError("minutes and streams must be positive")
+        for name in ("abort_share", "hostile_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+
+    @property
+    def sample_s(self) -> float:
+        """Seconds between two samples."""
+        return min(_SAMPLE_S, 60 * self.minutes / _LEAST_SAMPLES)
+
+
+@dataclass(slots=True)
+class Soak:
+    """The results. before, after: the idle server after the warm-up and at the end."""
+
+    settings: SoakSettings
+    before: Usage
+    after: Usage
+    samples: list[Usage]
+    outcomes: Outcomes
+    log: str = ""
+    filled_s: dict[str, float] = field(default_factory=dict)
+    fit_from_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Finds out when each cache was full, and where the fit begins."""
+        names = self.samples[-1].kept if self.samples else {}
+        for name in names:
+            sizes = [(usage.at_s, usage.kept.get(name, 0.0)) for usage in self.samples]
+            if max(value for _, value in sizes) >= _CACHE_BYTES:
+                self.filled_s[name] = full_at_s(sizes)
+        latest_s = self.samples[-1].at_s * _LATEST_FIT if self.samples else 0.0
+        self.fit_from_s = min(latest_s, max(self.filled_s.values(), default=0.0))
+
+    def series(self, value: Callable[[Usage], float]) -> list[tuple[float, float]]:
+        """Returns (seconds, value) of the samples from the fit's begin on."""
+        later = (usage for usage in self.samples if usage.at_s >= self.fit_from_s)
+        return [(usage.at_s, value(usage)) for usage in later]
+
+    def slope(self, value: Callable[[Usage], float]) -> Slope | None:
+        """Returns the growth of a figure per hour, since the caches were full."""
+        found = slope_of(self.series(value))
+        return None if found is None else found * HOUR_S
+
+    @property
+    def still_filling(self) -> list[str]:
+        """The caches that were not full when the fit began."""
+        return [name for name, at_s in self.filled_s.items() if at_s > self.fit_from_s]
+
+    def faults(self) -> list[str]:
+        """Returns a text for each figure that shows a leak or an error."""
+        texts = [f"a call failed: {text}" for text in self.outcomes.failures[:3]]
+        slope = self.slope(lambda usage: usage.own_bytes / MEGABYTE)
+        if slope is None:
+            texts.append("too few samples for a slope: run longer")
+        elif slope.value > self.settings.max_slope:
+            texts.append(
+                f"memory grows by {slope.value:.2f} MB/h, more than {self.settings.max_slope:g}"
+            )
+        if self.after.files > self.before.files:
+            texts.append(f"the server has {self.after.files} files, {self.before.files} before")
+        early = max(usage.threads for usage in self.samples[: len(self.samples) // 2 + 1])
+        if self.after.threads > early + _LATE_THREADS:
+            texts.append(f"the server has {self.after.threads} threads, {early} in the first half")
+        for name in (UNFINISHED, PAGES_IN_USE):
+            if self.after.metrics.get(name):
+                texts.append(f"{name} is {self.after.metrics[name]:g} in the idle server")
+        if "Traceback" in self.log:
+            texts.append("the server's log has a traceback")
+        return texts
+
+
+class SoakTest:
+    """One soak on a running server. report: is called with each sample and the outcomes so far."""
+
+    def __init__(
+        self,
+        server: ServerProcess,
+        settings: SoakSettings,
+        report: Callable[[Usage, Outcomes], None],
+    ) -> None:
+        self._server = server
+        self._settings = settings
+        self._report = report
+        self._began_s = time.monotonic()
+        self._samples: list[Usage] = []
+        key = random.Random(settings.seed).choice(KEYS).partition(":")[2]
+        self._headers = {"Authorization": f"Bearer {key}"}
+
+    async def run(self) -> Soak:
+        settings, url = self._settings, self._server.url
+        async with aiohttp.ClientSession(headers=self._headers) as session:
+            async with session.get(f"{url}/v1/models") as response:
+                model = (await response.json())["data"][0]
+            longest = int(model.get("max_model_len") or 1024)
+            calls = Calls(model["id"], longest, settings.seed, settings.hostile_share)
+            streams = Streams(
+                url,
+                calls,
+                num=settings.streams,
+                abort_share=settings.abort_share,
+                seed=settings.seed,
+            )
+            seconds = 60 * settings.minutes
+            warm_s = min(_WARM_S, _WARM_SHARE * seconds)
+            await self._load(session, streams, warm_s)
+            before = await self._idle(session)
+            await self._load(session, streams, seconds - warm_s)
+            after = await self._idle(session)
+        return Soak(
+            settings, before, after, self._samples, streams.outcomes, self._server.log_tail()
+        )
+
+    async def _load(self, session: aiohttp.ClientSession, streams: Streams, seconds: float) -> None:
+        """Runs the streams for some seconds and takes samples. Raises MergestepError if the server
+        ends."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + seconds
+        load = asyncio.create_task(streams.run())
+        try:
+            while (left_s := until_s - loop.time()) > 0:
+                await asyncio.wait((load,), timeout=min(self._settings.sample_s, left_s))
+                if load.done():
+                    load.result()
+                sample = await self._sample(session)
+                self._samples.append(sample)
+                self._report(sample, streams.outcomes)
+        finally:
+            load.cancel()
+            with suppress(asyncio.CancelledError):
+                await load
+
+    async def _idle(self, session: aiohttp.ClientSession) -> Usage:
+        """Returns the usage when nothing runs any more."""
+        for _ in range(_IDLE_TRIES):
+            await asyncio.sleep(_IDLE_S)
+            usage = await self._sample(session)
+            if not usage.metrics.get(UNFINISHED):
+                break
+        return usage
+
+    async def _sample(self, session: aiohttp.ClientSession) -> Usage:
+        try:
+            async with session.get(f"{self._server.url}/metrics") as response:
+                text = await response.text()
+            return read_usage(self._server.pid, time.monotonic() - self._began_s, text)
+        except (aiohttp.ClientError, OSError) as error:
+            tail = self._server.log_tail()
+            raise MergestepError(f"the server has ended: {error!r}\n{tail}") from error

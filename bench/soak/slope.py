@@ -1,0 +1,77 @@
+"""The growth of a quantity over time: a robust slope with its interval, and when it was full.
+
+Theil and Sen's slope is the median over all pairs of samples, so that single peaks do not move it.
+The interval is that of Sen (1968), from the distribution of Kendall's tau. Neighbouring samples of
+memory are not independent, which would make it too narrow: the samples are first reduced to the
+medians of equal parts of the time.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_Z = 1.96  # of the normal distribution, for 95 %
+_MOST_PARTS = 60
+_FULL = 0.95  # a cache is full at this share of its greatest size
+
+Points = Sequence[tuple[float, float]]
+
+
+class Slope(NamedTuple):
+    """Units per second, with the ends of the 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __mul__(self, factor: object) -> Slope:
+        assert isinstance(factor, int | float) and factor >= 0
+        return Slope(*(factor * each for each in self))
+
+
+def slope_of(points: Points) -> Slope | None:
+    """Returns the slope of (seconds, value) points in order of time; None for fewer than three
+    parts."""
+    reduced = parts_of(points)
+    count = len(reduced)
+    if count < 3:
+        return None
+    slopes = sorted(
+        (b - a) / (to_s - from_s)
+        for i, (from_s, a) in enumerate(reduced)
+        for to_s, b in reduced[i + 1 :]
+    )
+    spread = _Z * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    low = max(0, math.floor((len(slopes) - spread) / 2))
+    high = min(len(slopes) - 1, math.ceil((len(slopes) + spread) / 2))
+    return Slope(statistics.median(slopes), slopes[low], slopes[high])
+
+
+def parts_of(points: Points) -> list[tuple[float, float]]:
+    """Returns the medians (seconds, value) of at most _MOST_PARTS equal parts of the time, each of
+    which has at least three points."""
+    if not points:
+        return []
+    num_parts = max(1, min(_MOST_PARTS, len(points) // 3))
+    first_s, length_s = points[0][0], max(1e-9, points[-1][0] - points[0][0])
+    parts: list[list[tuple[float, float]]] = [[] for _ in range(num_parts)]
+    for at_s, value in points:
+        number = int((at_s - first_s) / length_s * num_parts)
+        parts[min(number, num_parts - 1)].append((at_s, value))
+    return [
+        (statistics.median(at_s for at_s, _ in part), statistics.median(v for _, v in part))
+        for part in parts
+        if part
+    ]
+
+
+def full_at_s(points: Points) -> float:
+    """Returns the time from which on a size was at least _FULL of its greatest one."""
+    most = max((value for _, value in points), default=0.0)
+    for at_s, value in points:
+        if value >= _FULL * most:
+            return at_s
+    return 0.0

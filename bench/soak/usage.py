@@ -1,0 +1,93 @@
+"""Reads what a server process uses: from /proc, with its child processes, and from its /metrics."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+_FIELDS = {"VmRSS": "rss", "RssAnon": "anonymous", "RssFile": "file", "RssShmem": "shared"}
+_LINE = re.compile(rf"^({'|'.join(_FIELDS)}):\s+(\d+) kB", re.M)
+_PSS = re.compile(r"^Pss:\s+(\d+) kB", re.M)
+KEPT = "mergestep:kept_bytes"
+PREFIX = "mergestep:"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One sample. memory: bytes of the server process by part; "workers" are its child processes'.
+    kept: bytes by what keeps them. metrics: the other gauges, by name and label."""
+
+    at_s: float
+    memory: dict[str, int]
+    files: int
+    threads: int
+    kept: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def own_bytes(self) -> int:
+        """The resident memory of the server and its workers without the K/V pool, which is shared
+        memory of a fixed size."""
+        return self.memory["rss"] - self.memory["shared"] + self.memory["workers"]
+
+
+def read_usage(pid: int, at_s: float, metrics: str = "") -> Usage:
+    """Reads the figures of a process. metrics: the text of /metrics."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    memory = {_FIELDS[name]: int(size) << 10 for name, size in _LINE.findall(status)}
+    memory["workers"] = sum(map(_resident, _children(pid)))
+    memory["pss"] = _pss(pid)
+    kept, others = _read_metrics(metrics)
+    return Usage(
+        at_s,
+        memory,
+        len(os.listdir(f"/proc/{pid}/fd")),
+        len(os.listdir(f"/proc/{pid}/task")),
+        kept,
+        others,
+    )
+
+
+def _read_metrics(text: str) -> tuple[dict[str, float], dict[str, float]]:
+    kept: dict[str, float] = {}
+    others: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        if family.type != "gauge" or not family.name.startswith(PREFIX):
+            continue
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name != "model_name"]
+            if family.name == KEPT:
+                kept[labels[0]] = sample.value
+            else:
+                others[" ".join([family.name.removeprefix(PREFIX), *labels])] = sample.value
+    return kept, others
+
+
+def _children(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            yield from map(int, (task / "children").read_text().split())
+        except OSError:  # the thread has ended
+            continue
+
+
+def _resident(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):  # it has ended
+        return 0
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
+def _pss(pid: int) -> int:
+    """Returns the proportional set size; 0 where the system does not tell it."""
+    try:
+        found = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) << 10 if found else 0
