@@ -15,8 +15,8 @@ from rich.table import Table
 from bench.ablation.pools import OnDevice
 from bench.ablation.run import AblationResult
 from bench.ablation.variants import OURS, SHORT, Variant
-from bench.common import tables
-from bench.load.results.metrics import percentile
+from bench.common import percentiles, tables
+from bench.common.percentiles import Latencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,8 @@ class Row:
     steps: float
     same_tokens: float
     is_exact: bool
-    ttft_p50_ms: float | None
-    ttft_p99_ms: float | None
-    tpot_p50_ms: float | None
-    tpot_p99_ms: float | None
+    ttft_ms: Latencies
+    tpot_ms: Latencies
 
 
 def rows_of(variants: Sequence[Variant], result: AblationResult) -> list[Row]:
@@ -75,10 +73,8 @@ def rows_of(variants: Sequence[Variant], result: AblationResult) -> list[Row]:
                 statistics.median(len(run.steps) for run in runs),
                 statistics.mean(_share_alike(run.tokens, answers) for run in runs),
                 variant.is_exact,
-                _ms(ttft, 50),
-                _ms(ttft, 99),
-                _ms(tpot, 50),
-                _ms(tpot, 99),
+                percentiles.document(ttft, 1e3),
+                percentiles.document(tpot, 1e3),
             )
         )
     return rows
@@ -89,14 +85,10 @@ def _share_alike(tokens: list[list[int]], answers: list[list[int]]) -> float:
     return sum(alike) / len(alike)
 
 
-def _ms(seconds: list[float], percent: float) -> float | None:
-    return 1e3 * percentile(seconds, percent) if seconds else None
-
-
 def show(rows: Sequence[Row], result: AblationResult, max_num_seqs: int, console: Console) -> None:
     """Prints the tables of throughput and latency, and what they mean."""
     console.print(_throughput(rows))
-    if timed := [row for row in rows if row.ttft_p50_ms is not None]:
+    if timed := [row for row in rows if row.ttft_ms["n"]]:
         console.print(_latency(timed, result.qps))
     lines = [
         f"saturated: all requests at once, at most {max_num_seqs} sequences; a request has"
@@ -154,8 +146,8 @@ def _latency(rows: Sequence[Row], qps: float) -> Table:
     columns = ("", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
     table = Table(*columns, title=title, title_justify="left")
     for row in rows:
-        figures = (row.ttft_p50_ms, row.ttft_p99_ms, row.tpot_p50_ms, row.tpot_p99_ms)
-        table.add_row(row.name, *("" if ms is None else f"{ms:.1f}" for ms in figures))
+        cells = [text for ms in (row.ttft_ms, row.tpot_ms) for text in percentiles.cells(ms)]
+        table.add_row(row.name, *cells)
     return table
 
 

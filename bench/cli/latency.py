@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bench.common import tables
 from bench.common.ceilings import MAX_DRIFT, Ceiling
 from bench.common.checkpoints import model_directory
-from bench.offline.latency import Shape, Tally, measure, needs_peer_shape
+from bench.common.percentiles import tail
+from bench.offline.latency import measure
 from bench.offline.peers import parse_peers
+from bench.offline.tally import OURS, Tally
+from bench.offline.tasks import Shape
 from serve import Engine
 from serve.errors import ConfigError
 from serve.models import read_spec
@@ -41,8 +47,9 @@ def latency(
     """Measures a model's steps at several batches and prompts of several lengths; prints a table.
 
     model is a directory, "random:SHAPE" (bench.common.checkpoints.SHAPES), or None for the embedded
-    model. None for batches or prefills takes BATCHES or PREFILLS. peers are NAME=COMMAND, run in
-    every round. Returns what is written to json_file. Raises ConfigError before anything runs.
+    model. None for batches or prefills takes BATCHES or PREFILLS. peers are NAME=COMMAND
+    (bench/offline/peers.py), run in every round. Returns what is written to json_file. Raises
+    ConfigError before anything runs.
     """
     tables.check_file(json_file)
     commands = parse_peers(peers)
@@ -66,20 +73,19 @@ def latency(
         backend=backend,
         max_num_seqs=max(batches, default=16),
         prefix_cache=False,
+        inter_token_factor=math.inf,  # as peers do; `serve bench stalls` measures smaller chunks
     )
     longest = read_spec(engine.config.model_path).max_model_len
     has_mixed = bool(commands) or (not quick and longest >= _MIXED_TOKENS)
-    shape = Shape(tuple(batches), context, steps, tuple(prefills), 3, has_mixed)
+    shape = Shape(tuple(batches), context, steps, tuple(prefills), has_mixed)
     if shape.most_tokens > longest:
         raise ConfigError(
             f"context {context} and {steps} steps at these batches, or the longest of prefills,"
             f" need {shape.most_tokens} tokens; the model's context is {longest}"
         )
-    if commands and not needs_peer_shape(shape):
-        raise ConfigError("peers decode 32 steps from a context of 256: leave both as they are")
     head = tables.Head.now(f"latency, {engine.model_name}")
     with tables.progress() as bar:
-        task = bar.add_task("loading", total=num_rounds * (len(shape.columns) + len(commands)))
+        task = bar.add_task("loading", total=None)
         tally, start_s = uvloop.run(
             measure(
                 engine,
@@ -99,7 +105,7 @@ def latency(
 
 def _show(tally: Tally, result: dict[str, Any], shape: Shape, console: Console) -> None:
     title = f"decoding from context {shape.context}; medians and ranges over the rounds"
-    names = [name for name in result["tokens_per_s"] if name != "ours"]
+    names = [*dict.fromkeys((*(name for name in tally.rates if name != OURS), *tally.errors))]
     table = Table("", "tokens/s", "ms p50", "p99", "share of the bound", title=title)
     table.title_justify = "left"
     for name in names:
@@ -107,24 +113,40 @@ def _show(tally: Tally, result: dict[str, Any], shape: Shape, console: Console) 
     if names:
         table.add_column("over the best")
     for column in shape.columns:
-        ms, share = result["ms"][column], result["share_of_bound"][column]
-        note = " (unreliable)" if column in result["unreliable"] else ""
-        cells = [column.replace("_", " "), tables.spread(tally.rates["ours"][column])]
-        cells += [
-            tables.number(ms["p50"]),
-            tables.number(ms["p99"]),
-            f"{share:.0%}{note}" if share else "",
-        ]
-        rates = [result["tokens_per_s"][name].get(column) for name in names]
-        cells += ["" if rate is None else tables.number(rate) for rate in rates]
-        best = max((rate for rate in rates if rate), default=None)
-        if names:
-            ours = result["tokens_per_s"]["ours"][column]
-            cells.append("" if best is None else f"{ours / best:.2f}x")
-        table.add_row(*cells)
+        table.add_row(column.replace("_", " "), *_cells(tally, result, column, names))
     console.print(table)
     console.print(f"first token {result['start_s']:.1f} s after the start, without imports")
+    for name in names:
+        console.print(f"{name}: {tally.titles.get(name, 'not started')}", highlight=False)
+        for where, error in tally.errors.get(name, {}).items():
+            text = f"{name} failed: {error}" if not where else f"{name} failed at {where}: {error}"
+            console.print(f"[yellow]{escape(text)}[/yellow]", highlight=False, soft_wrap=True)
     _show_ceilings(result["ceilings"], console)
+
+
+def _cells(tally: Tally, result: dict[str, Any], column: str, names: list[str]) -> list[str]:
+    ours = tally.best(OURS, column)
+    assert ours is not None, "ours has measured every column"
+    seconds, share = tally.seconds[column], result["share_of_bound"][column]
+    note = " (unreliable)" if column in result["unreliable"] else ""
+    cells = [
+        tables.spread(ours.rates),
+        tables.number(1e3 * statistics.median(seconds)),
+        tail([1e3 * each for each in seconds]).text(tables.number),
+        f"{share:.0%}{note}" if share else "",
+    ]
+    best = [tally.best(name, column) for name in names]
+    for name, found in zip(names, best, strict=True):
+        if found is None:
+            cells.append("failed" if name in tally.errors else "")
+            continue
+        note = " (unreliable)" if column in tally.unreliable(name) else ""
+        mode = f", {found.mode}" if found.mode else ""
+        cells.append(f"{tables.spread(found.rates)}{mode}{note}")
+    if names:
+        highest = max((found.rate for found in best if found is not None), default=None)
+        cells.append("" if highest is None else f"{ours.rate / highest:.2f}x")
+    return cells
 
 
 def _show_ceilings(ceilings: dict[str, dict[str, float]], console: Console) -> None:

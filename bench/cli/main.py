@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,7 +41,8 @@ def online(**settings: Any) -> None:
 
     Latencies are counted from the time at which each request was due.
 
-    Other names: throughput, latency, startup, ops, io, engine, http, prefix-cache, nodes, ablation.
+    Other names: throughput, latency, startup, ops, io, engine, http, prefix-cache, soak, stalls,
+    nodes, ablation.
 
     `serve bench NAME --help` describes each. `serve bench compare` sets results side by side.
     """
@@ -78,9 +81,16 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _check_is_no_measurement(model: str) -> None:
+    """Refuses the name of a measurement, and one that resembles it and is no directory."""
     group: Any = typer.main.get_command(measurements)
     if model in group.commands:  # a model directory of the same name can be given as ./ops
         raise ConfigError(f"options come after the name: `serve bench {model} [OPTIONS]`")
+    near = difflib.get_close_matches(model, group.commands, n=1, cutoff=0.75)
+    if near and not Path(model).exists():
+        raise ConfigError(
+            f"there is neither a measurement nor a model {model!r}; did you mean"
+            f" `serve bench {near[0]}`?"
+        )
 
 
 online_signed: Callable[..., None] = online

@@ -83,8 +83,8 @@ def latency(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=COMMAND of another engine, run in every round (bench/peers). Repeat the"
-            " option for more."
+            help="NAME=COMMAND of another engine, measured in every round like this one"
+            " (bench/peers). Repeat the option for more."
         ),
     ] = None,
     dtype: options.DType = "auto",
@@ -247,6 +247,39 @@ def engine(
 
 
 @measurements.command()
+def stalls(
+    model: Model = None,
+    qps: Annotated[
+        str | None,
+        typer.Option(
+            "--qps",
+            help="Requests per second, with commas; inf sends all at once.",
+            show_default="four shares of the capacity, and inf",
+        ),
+    ] = None,
+    chunks: Annotated[
+        str | None,
+        typer.Option(help="Static chunk sizes, with commas.", show_default="32,64,128,256"),
+    ] = None,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Seconds of requests in each run.", show_default="20")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds; the default is 1.")] = None,
+    dtype: options.DType = "auto",
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+    quick: options.Quick = False,
+) -> None:
+    """Measure how arriving prompts stall streams: the default chunks against static ones."""
+    settings = dict(locals())
+    with reported():
+        settings["chunks"] = whole_numbers("chunks", chunks) or ()
+    _measure("bench.engine.stalls:stalls", settings)
+
+
+@measurements.command()
 def http(
     model: Model = None,
     streams: Annotated[int, typer.Option(help="Streams at once.")] = 32,
@@ -279,10 +312,43 @@ def prefix_cache(
 
 
 @measurements.command()
+def soak(
+    model: Model = None,
+    minutes: Annotated[float, typer.Option(help="Minutes of load.")] = 60.0,
+    streams: Annotated[int, typer.Option(help="Streams at once.")] = 64,
+    aborts: Annotated[
+        float, typer.Option(help="Share of the calls that their client leaves at a random moment.")
+    ] = 0.3,
+    hostile: Annotated[float, typer.Option(help="Share of hostile calls.")] = 0.1,
+    max_slope: Annotated[
+        float, typer.Option(help="Fail if memory grows by more than this many MB per hour.")
+    ] = 1.0,
+    run_options: Annotated[
+        str,
+        typer.Option(
+            "--run-options",
+            help="More options of the server, in quotes, such as '--order fair'.",
+            show_default=False,
+        ),
+    ] = "",
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Load a server with a mix of all calls, aborted and hostile ones, and fit its memory's slope.
+
+    The server is a process of its own with a small K/V pool and store of responses, so that its
+    caches are full after minutes.
+    """
+    _measure("bench.cli.soak:soak", locals())
+
+
+@measurements.command()
 def nodes(
     what: Annotated[
         list[str] | None,
-        typer.Argument(help="Any of capacity, speed, overlap, layer.", show_default="all"),
+        typer.Argument(
+            help="Any of equality, capacity, speed, overlap, layer.", show_default="all"
+        ),
     ] = None,
     json_file: JsonFile = None,
     quick: options.Quick = False,

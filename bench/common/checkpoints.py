@@ -6,6 +6,7 @@ tokenizer of the full vocabulary, so that every part of the server does its usua
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import os
@@ -114,7 +115,12 @@ def model_directory(model: str | Path | None) -> str | None:
         return str(model)
     shape = str(model).removeprefix(RANDOM)
     if shape not in SHAPES:
-        raise ConfigError(f"model {model}: the known shapes are {', '.join(SHAPES)}")
+        shapes = ", ".join(RANDOM + name for name in SHAPES)
+        near = difflib.get_close_matches(shape, SHAPES, n=1)
+        hint = f"; did you mean {RANDOM}{near[0]}?" if near else ""
+        raise ConfigError(
+            f"model {str(model)!r} is unknown; models with random weights are {shapes}{hint}"
+        )
     return str(random_checkpoint(shape))
 
 

@@ -159,6 +159,7 @@ ENGINE_SETTINGS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "inter_token_slo_ms",
+    "inter_token_factor",
     "kv_cache_bytes",
     "prefix_cache",
     "memory_policy",

@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from memory.kv_manager import KVManager
 from memory.pages.linux_vmm import LinuxMemory
 from serve.config import EngineConfig
+from serve.engine.chat_prompt import make_chat_template
 from serve.engine.loader import LoadedEngine, Parts
 from serve.engine.pools import ComputeThread
 from serve.engine.request_limits import RequestLimits
@@ -96,12 +98,7 @@ def load_instant(
     )
     memory.reserve(kv.total_bytes)
     batched = config.max_num_batched_tokens or 512
-    limits = SchedulerLimits(
-        config.max_num_seqs,
-        batched,
-        config.max_chunk_tokens or batched,
-        config.inter_token_slo_s,
-    )
+    config = replace(config, max_num_batched_tokens=batched)
     runner = make_runner(kv) if make_runner is not None else InstantRunner(kv, script)
     request_limits = RequestLimits(
         max_len,
@@ -113,7 +110,7 @@ def load_instant(
     core = parts.core(
         runner=runner,
         scheduler=parts.scheduler(
-            limits,
+            SchedulerLimits.of(config),
             kv,
             make_policy(config.memory_policy, kv, batched),
             queue=make_queue(config.order),
@@ -125,4 +122,4 @@ def load_instant(
         compute=ComputeThread(),
         tokenize_threads=config.tokenize_threads,
     )
-    return LoadedEngine(core, spec, tokenizer, request_limits, {})
+    return LoadedEngine(core, spec, tokenizer, request_limits, {}, make_chat_template(tokenizer))

@@ -25,6 +25,20 @@ def memory_nodes(
 ) -> Iterator[list[str]]:
     """Yields the URLs of nodes that are ready, and kills their processes when the block ends. The
     nodes' key is in folder/key."""
+    with node_processes(count, folder, scheme=scheme, capacity=capacity, threads=threads) as found:
+        yield list(found)
+
+
+@contextmanager
+def node_processes(
+    count: int,
+    folder: Path,
+    *,
+    scheme: str = "shm",
+    capacity: str = "1G",
+    threads: int = 1,
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """As memory_nodes, but yields the nodes' processes by URL."""
     key = folder / "key"
     key.write_bytes(KEY)
     key.chmod(0o600)
@@ -35,7 +49,7 @@ def memory_nodes(
             assert process.stdout is not None
             line = process.stdout.readline()
             assert "memory node at" in line, line
-        yield urls
+        yield dict(zip(urls, processes, strict=True))
     finally:
         for process in processes:
             process.send_signal(signal.SIGKILL)

@@ -30,6 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.common import tables
+from bench.common.percentiles import Tail, is_supported
 from bench.kernels.io_paths import DiskAccess, Fio, Pattern, Pread, Ring, Sample, Threads
 from memory.tiers.block_file import ThreadFile
 from memory.tiers.direct_io import address_of, choose_io, open_direct, wait_for
@@ -96,7 +97,9 @@ def summarize(pattern: Pattern, way: str, depth: int, sample: Sample) -> dict[st
         "iops": count / sample.wall_s,
         "gb_s": count * pattern.block / sample.wall_s / 1e9,
         "p50_us": sample.p50_s * 1e6,
-        "p99_us": sample.p99_s * 1e6,
+        "p99_us": sample.high_s * 1e6 if is_supported(99.0, count) else None,
+        "max_us": None if is_supported(99.0, count) else sample.high_s * 1e6,
+        "operations": count,
         "mean_us": sample.mean_s * 1e6,
         "cpu_us": sample.cpu_s * scale,
         "submit_us": None if sample.submit_s is None else sample.submit_s * scale,
@@ -230,7 +233,9 @@ def _outside(cell: dict[str, Any]) -> str:
 
 def _cell(cell: dict[str, Any], pattern: Pattern) -> str:
     rate = f"{cell['iops']:,.0f}" if pattern.is_random else f"{cell['gb_s']:.2f}"
-    return f"{rate}\n{cell['p50_us']:.0f} / {cell['p99_us']:.0f}\n{cell['cpu_us']:.1f}"
+    high_us = cell["max_us"] if cell["p99_us"] is None else cell["p99_us"]
+    high = Tail(high_us, 99.0, cell["operations"]).text("{:.0f}".format)
+    return f"{rate}\n{cell['p50_us']:.0f} / {high}\n{cell['cpu_us']:.1f}"
 
 
 def checksum_rate() -> float:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench.common.percentiles import is_supported, tail
 from memory.tiers.block_file import ThreadFile, Transfer
 from memory.tiers.direct_io import address_of, open_direct
 from ops.cpu import native_library
@@ -39,14 +40,15 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The figures of one pattern at one depth. p50_s, p99_s, mean_s: latency of an operation.
-    submit_s, reap_s: seconds inside these calls for all operations, None where there are none."""
+    """The figures of one pattern at one depth. p50_s, high_s, mean_s: latency of an operation;
+    high_s is the p99, or the maximum of fewer than 100 operations. submit_s, reap_s: seconds inside
+    these calls for all operations, None where there are none."""
 
     operations: int
     wall_s: float
     cpu_s: float
     p50_s: float
-    p99_s: float
+    high_s: float
     mean_s: float
     submit_s: float | None = None
     reap_s: float | None = None
@@ -55,7 +57,7 @@ class Sample:
 def sample_of(latencies: list[float], wall_s: float, cpu_s: float, **calls: float) -> Sample:
     latencies.sort()
     count = len(latencies)
-    middle, high = latencies[count // 2], latencies[count * 99 // 100]
+    middle, high = latencies[count // 2], tail(latencies).value
     return Sample(count, wall_s, cpu_s, middle, high, statistics.fmean(latencies), **calls)
 
 
@@ -225,13 +227,14 @@ class Fio:
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
         found = job["write" if pattern.is_write else "read"]
         latency = found["lat_ns"]["mean"]
-        percentiles = found["clat_ns"].get("percentile", {})
+        count, percentiles = found["total_ios"], found["clat_ns"].get("percentile", {})
+        high = percentiles.get("99.000000", latency)
         return Sample(
-            found["total_ios"],
+            count,
             found["runtime"] / 1000,
             (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000,
             percentiles.get("50.000000", latency) / 1e9,
-            percentiles.get("99.000000", latency) / 1e9,
+            (high if is_supported(99.0, count) else found["clat_ns"]["max"]) / 1e9,
             latency / 1e9,
         )
 

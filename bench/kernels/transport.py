@@ -1,8 +1,9 @@
 """How fast messages travel: python -m bench.kernels.transport [--quick] [--url URL ...].
 
 It measures round trips of small messages and the one-way bandwidth of large ones between two
-processes (two threads for inproc). For comparison it measures copies within one process, and
-iperf3 over loopback if it is installed. Each round measures all of them in turn.
+processes (two threads for inproc), for tcp without encryption and with it. For comparison it
+measures copies within one process, and iperf3 over loopback if it is installed. Each round measures
+all of them in turn.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ KEY = b"bench.kernels.transport: between two ends on this machine"
 ROUND_TRIPS = (64, 64 << 10)
 MESSAGES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 IPERF_PORT = 5271
+ENCRYPTED = "tcp encrypted"
 # The first byte of a message says whether the peer sends it back, sends nothing, or sends an empty
 # message.
 _ECHO, _DISCARD, _CONFIRM = range(3)
@@ -43,10 +45,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few seconds, as a smoke test")
     parser.add_argument("--url", action="append", help="URL to listen on; may be repeated")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        answer(connect(options.serve, key=KEY))
+        url, encryption = options.serve
+        answer(connect(url, key=KEY, encryption=encryption))
         return
     with tempfile.TemporaryDirectory() as folder:
         urls = options.url or ["inproc://bench", f"shm://{folder}/socket", "tcp://127.0.0.1:0"]
@@ -54,6 +57,8 @@ def main() -> None:
     console = Console()
     console.print(trip_table(readings))
     console.print(bandwidth_table(readings))
+    if any(name == ENCRYPTED for name, _ in readings):
+        console.print(cost_table(readings))
     median = {f"{name} {what}": statistics.median(v) for (name, what), v in readings.items()}
     print(json.dumps({key: round(value, 3) for key, value in median.items()}))
 
@@ -67,9 +72,8 @@ def measure(urls: list[str], rounds: int, quick: bool) -> Readings:
     readings: Readings = defaultdict(list)
     budget_s = 0.03 if quick else 0.4
     for _ in range(rounds):
-        for url in urls:
-            name = url.partition(":")[0]
-            with answering(url) as endpoint:
+        for name, url, encryption in kinds_of(urls):
+            with answering(url, encryption) as endpoint:
                 for size in ROUND_TRIPS:
                     times = round_trips(endpoint, size, budget_s)
                     readings[name, f"{size} B median"].append(percentile(times, 50))
@@ -85,19 +89,29 @@ def measure(urls: list[str], rounds: int, quick: bool) -> Readings:
     return readings
 
 
+def kinds_of(urls: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Yields each url with a name and its encryption, and tcp with both kinds."""
+    for url in urls:
+        name = url.partition(":")[0]
+        yield name, url, "off"
+        if name == "tcp":
+            yield ENCRYPTED, url, "on"
+
+
 # ---- two ends
 
 
 @contextmanager
-def answering(url: str) -> Iterator[Endpoint]:
+def answering(url: str, encryption: str) -> Iterator[Endpoint]:
     """Yields an endpoint whose peer runs answer(), and ends the peer."""
-    listener = listen(url, key=KEY)
+    listener = listen(url, key=KEY, encryption=encryption)
     if url.startswith("inproc:"):
         peer = threading.Thread(target=lambda: answer(connect(listener.url, key=KEY)))
         peer.start()
         wait: Callable[[], object] = peer.join
     else:
-        command = [sys.executable, "-m", "bench.kernels.transport", "--serve", listener.url]
+        command = [sys.executable, "-m", "bench.kernels.transport", "--serve"]
+        command += [listener.url, encryption]
         wait = subprocess.Popen(command).wait
     try:
         endpoint = listener.accept(60.0)
@@ -231,6 +245,19 @@ def bandwidth_table(readings: Readings) -> Table:
         table.add_row(name, *(_spread(values) for values in rows))
     if ("iperf3", "stream") in readings:
         table.add_row("iperf3", _spread(readings["iperf3", "stream"]))
+    return table
+
+
+def cost_table(readings: Readings) -> Table:
+    """What encryption costs tcp: the median ratio of two readings of one round."""
+    table = Table(title="tcp: encrypted / plain, median (lowest to highest round)")
+    table.add_column("")
+    table.add_column("ratio", justify="right")
+    for what in dict.fromkeys(what for name, what in readings if name == ENCRYPTED):
+        plain, encrypted = readings["tcp", what], readings[ENCRYPTED, what]
+        ratios = [there / here for here, there in zip(plain, encrypted, strict=True)]
+        unit = "GB/s" if what.endswith("one way") else "time"
+        table.add_row(f"{what}, {unit}", _spread(ratios))
     return table
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from memory.nodes import node_health
 from serve import Engine, SamplingParams
 from serve.engine import node_recovery as recovery
 from serve.request import FinishReason
@@ -92,6 +93,7 @@ async def _serve(settings: dict[str, Any]) -> None:
         node_settings = {
             "memory_nodes": tuple(nodes),
             "memory_node_key_file": settings["key_file"],
+            "memory_node_encryption": "on",
             "memory_partition": settings["partition"],
         }
     else:
@@ -127,6 +129,8 @@ def main() -> None:
         logging.getLogger(name).addHandler(_Log())
     # The engine takes nodes back sooner than usual, so that a run has more faults.
     recovery.SETTLED_S = 1.0
+    node_health.PROBATION_S = (1.0,)
+    node_health.MIN_PROBES = 1
     asyncio.run(_serve(settings))
 
 

@@ -112,6 +112,8 @@ class Node:
         command = [sys.executable, "-m", "serve", "node", self.url, "--threads", "1"]
         command += ["--kv-cache-bytes", "32MiB", "--drain-s", "3"]
         command += ["--memory-node-key-file", str(self._key_file)]
+        # the ends see different addresses: a relay with a loopback address is between them
+        command += ["--memory-node-encryption", "on"]
         if self.site is not None:
             command = ["ip", "netns", "exec", self.site.space, *command]
         self.process = subprocess.Popen(

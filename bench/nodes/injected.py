@@ -139,11 +139,10 @@ class TimedNode:
     def plan(self, step: AttentionStep) -> TimedPlan:
         return TimedPlan(self, self.inner.plan(step))
 
-    def answer_at(self, arrived: float, num_rows: int, num_bytes: int) -> float:
-        """Returns when the engine has the result of a query."""
-        seconds = self.costs.prefix_s * num_rows / ROWS
-        self._free = max(arrived, self._free) + seconds
-        return self.from_node.arrival(self._free, num_bytes)
+    def done_at(self, arrived: float, num_rows: int) -> float:
+        """Returns when the node has attended over the keys before the step."""
+        self._free = max(arrived, self._free) + self.costs.prefix_s * num_rows / ROWS
+        return self._free
 
 
 class TimedPlan:
@@ -151,23 +150,24 @@ class TimedPlan:
 
     def __init__(self, node: TimedNode, inner: Attention) -> None:
         self._node, self._inner = node, inner
-        self._answer_at = 0.0
+        self._done_at = 0.0  # with the keys before the step
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         node = self._node
         arrived = node.to_node.arrival(node.clock.now(), q.nbytes)
-        self._answer_at = node.answer_at(arrived, len(q), q.nbytes)
+        self._done_at = node.done_at(arrived, len(q))
         return self._inner.begin(layer, q)
 
     def finish(
         self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None
     ) -> TimedPending:
-        self._node.to_node.arrival(self._node.clock.now(), k.nbytes + v.nbytes)
-        clock = self._node.clock
+        node, clock = self._node, self._node.clock
+        arrived = node.to_node.arrival(clock.now(), k.nbytes + v.nbytes)
+        answer_at = node.from_node.arrival(max(arrived, self._done_at), ticket.q.nbytes)
         began = clock.now()
         out = self._inner.finish(ticket, k, v, rotation).wait()
         clock.turn_back(began)  # on a real node the engine would not compute this
-        return TimedPending(out, self._answer_at, clock)
+        return TimedPending(out, answer_at, clock)
 
 
 @dataclass(slots=True)

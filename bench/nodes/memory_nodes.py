@@ -1,6 +1,7 @@
 """Engines over memory nodes: `serve bench nodes [WHAT ...]`.
 
-WHAT is any of four measurements. capacity: the sequences that run at once with 256 MiB of K/V in
+WHAT is any of five measurements. equality: how many answers over two nodes have the tokens and the
+bits of local K/V. capacity: the sequences that run at once with 256 MiB of K/V in
 this machine, and with two nodes of 2,400 MiB each. speed: decoding over nodes and in this process,
 with the same number of cores in all. overlap: the gain of early q and of two batches in flight
 over a real node. layer: the time of a layer of 16 rows beside its kernels, by transport.
@@ -25,6 +26,7 @@ from rich.table import Table
 from bench.common import tables
 from bench.common.checkpoints import random_checkpoint
 from bench.common.node_processes import memory_nodes
+from bench.nodes.equality import measure_equality
 from bench.nodes.node_layer import measure_layers
 from bench.nodes.overlap import measure_overlap
 from serve import LLM, SamplingParams
@@ -192,6 +194,7 @@ def measure_layer(folder: Path, is_quick: bool) -> Result:
 
 
 MEASUREMENTS = {
+    "equality": measure_equality,
     "capacity": measure_capacity,
     "speed": measure_speed,
     "overlap": measure_overlap,

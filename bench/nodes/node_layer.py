@@ -3,9 +3,8 @@
 
 The layer has the shape of Llama-3.2-1B's and 16 decode rows with a short prefix, and the node has
 one thread. The message path is the time of `begin`, `finish` and `wait` in this process, without
-waiting for the answer and without the kernel for the step's new tokens: it makes headers, copies
-q, k and v into the window with their checksums, and receives the answer. The same run times the
-whole layer and the copies alone.
+waiting for the answer: it makes headers, copies q, k and v into the window with their checksums,
+and puts the answer together. The same run times the whole layer and the copies alone.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NodePartition, NodeSet
 from memory.nodes.placement import page_geometry
 from memory.nodes.remote_attention import RemoteAttention
-from memory.nodes.wire import WireType
+from memory.nodes.wire import FULL_WIRE
 from ops import get_backend
 from ops.cpu import native_library
 from transport import connect, listen
@@ -106,22 +105,15 @@ def _measure(url: str, num_steps: int) -> list[float]:
         length += 1
         _step(kv, attention, items, 1, length, one)
     layers, link = [], nodes.partitions[0].links[0]
-    with (
-        _Timer(attention.new_token_attention, "attend") as kernels,
-        _Timer(link, "answer") as answers,
-        _Timer(link.endpoint, "post") as posts,
-    ):
+    with _Timer(link, "answer") as answers, _Timer(link.endpoint, "post") as posts:
         for _ in range(num_steps):
             length += 1
             layers += _step(kv, attention, items, 1, length, one)
     count = len(layers)
-    assert len(kernels.times) == len(answers.times) == count
+    assert len(answers.times) == count
     rows_posts = [t for i, t in enumerate(posts.times) if i % (2 * _LAYERS + 1)]
     copies = [sum(rows_posts[2 * i : 2 * i + 2]) for i in range(count)]
-    path = [
-        layer - kernel - answer
-        for layer, kernel, answer in zip(layers, kernels.times, answers.times, strict=True)
-    ]
+    path = [layer - answer for layer, answer in zip(layers, answers.times, strict=True)]
     nodes.close()
     return [statistics.median(values) for values in (path, copies, answers.times, layers)]
 
@@ -188,7 +180,5 @@ def _attention(url: str) -> tuple[KVManager, RemoteAttention, NodeSet]:
         in_background=False,
     )
     new = Int8NewTokenAttention(layers, 64, _ROWS * _PREFIX, _ROWS)
-    attention = RemoteAttention(
-        layers, new, backend, nodes, kv.range_tokens, _ROWS, WireType.FLOAT32
-    )
+    attention = RemoteAttention(layers, new, backend, nodes, kv.range_tokens, _ROWS, FULL_WIRE)
     return kv, attention, nodes

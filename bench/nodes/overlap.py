@@ -7,13 +7,14 @@ not computed, since attention takes as long over whatever the pages hold.
 
 Injected costs (`python -m bench.nodes.overlap`): the embedded model's products sleep for t_q, t_kv
 and t_rest (after attention), and its attention takes t_prefix on a "node" behind a link with a
-delay in each direction and a bandwidth (injected.py). Only sleeping counts, so the machine may be
-busy. With `link` the delay and the time of the bytes, one layer takes
+delay in each direction and a bandwidth (injected.py). The node attends over earlier keys as soon as
+it has q, and answers when it has k and v, too. Only sleeping counts, so the machine may be busy.
+With `link` the delay and the time of the bytes, one layer takes
 
     late q    t_q + t_kv + link + t_prefix + link + t_rest
-    early q   t_q + max(t_kv, link + t_prefix + link) + t_rest
+    early q   t_q + max(t_kv, t_prefix) + link + link + t_rest
 
-so early q saves layers * min(t_kv, link + t_prefix + link) a step. If t_model = t_q + t_kv + t_rest
+so early q saves layers * min(t_kv, t_prefix) a step. If t_model = t_q + t_kv + t_rest
 halves with the rows, one batch takes layers * (t_model + t_attention), where t_attention is its
 wait for the node, and two batches take the larger of both in each layer, which is a speedup of 2 at
 most. A share of t_model that does not depend on the rows is spent twice by two batches; from some
@@ -192,8 +193,8 @@ class InjectedResult:
 
 
 EARLY_Q = [
-    *(Costs(delay_s=delay) for delay in (0.1 * MS, 0.5 * MS, 1 * MS, 4 * MS)),
-    *(Costs(prefix_s=prefix_s, delay_s=0.1 * MS) for prefix_s in (2 * MS, 6 * MS)),
+    *(Costs(delay_s=delay) for delay in (0.1 * MS, 1 * MS, 4 * MS)),
+    *(Costs(prefix_s=p, delay_s=0.1 * MS) for p in (0.5 * MS, 2 * MS, 3 * MS, 6 * MS)),
     Costs(delay_s=0.2 * MS, bytes_per_s=20e6),
 ]
 # Attention takes as long as the products; k and v are short, so early q alone hides little of it.
@@ -216,14 +217,12 @@ def measure_injected(clock: Clock, num_steps: int, cases: Iterable[Costs]) -> li
         )
     )
     memory, spec = runtime.memory, runtime.spec
-    num_bytes = 4 * ROWS * spec.num_heads * spec.head_dim
     found = []
     try:
         for costs in cases:
             times = _injected_times(runtime, costs, clock, num_steps)
             ideal = _injected_times(runtime, costs, VirtualClock(), 1)
-            round_trip = 2 * (costs.delay_s + num_bytes / costs.bytes_per_s) + costs.prefix_s
-            predicted = spec.num_layers * min(costs.kv_s, round_trip)
+            predicted = spec.num_layers * min(costs.kv_s, costs.prefix_s)
             found.append(InjectedResult(costs, predicted, ideal["two_s"], **times))
         return found
     finally:

@@ -2,5 +2,5 @@
 
 The files are scripts for the other engine's own virtual environment (`VLLM/bin/python
 bench/peers/run_vllm.py ...`). They import one another as neighbours and nothing of this package.
-Begin reading with columns.py. The wheel does not contain them.
+Begin reading with runner.py. The wheel does not contain them.
 """

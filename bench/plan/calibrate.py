@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve.engine.step_trace import TracedStep
-from serve.errors import ConfigError
+from serve.errors import ConfigError, reason
+from serve.regular_file import open_regular
 from serve.scheduler.step_time import StepWork
 
 BENDS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
@@ -71,11 +72,12 @@ class FittedCost:
     def load(cls, path: Path) -> FittedCost:
         """Reads a file that `save` wrote. Raises ConfigError for any other file."""
         try:
-            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            with open_regular(path) as file:
+                values: dict[str, Any] = json.loads(file.read())
             coefficients = tuple(float(values["coefficients"][name]) for name in TERMS)
             return cls(**values | {"coefficients": coefficients})
         except OSError as error:
-            raise ConfigError(f"cost {path}: {error.strerror or error}") from error
+            raise ConfigError(f"cost {path}: {reason(error)}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"cost {path} is not a fitted cost: {error!r}") from error
 

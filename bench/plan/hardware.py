@@ -12,8 +12,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve.errors import ConfigError
+from serve.errors import ConfigError, reason
 from serve.machine import available_memory
+from serve.regular_file import open_regular
 
 if TYPE_CHECKING:
     from bench.common.ceilings import Ceiling
@@ -86,9 +87,10 @@ def read_toml(file: Path, setting: str) -> dict[str, Any]:
     """Returns the content of a TOML file. Raises ConfigError with the setting, the file and, for
     invalid TOML, the line."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        with open_regular(file) as opened:
+            return tomllib.loads(opened.read().decode("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{setting} {file}: {error.strerror or error}") from error
+        raise ConfigError(f"{setting} {file}: {reason(error)}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{setting} {file}: {error}") from error
 

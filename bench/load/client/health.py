@@ -6,12 +6,12 @@ import asyncio
 import gc
 import math
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-
+from bench.common.percentiles import tail
 from bench.load.client.record import ProcessHealth
 from bench.load.client.timer import Sleeper
 
@@ -93,13 +93,13 @@ class Watch:
         self, process: int, num_requests: int, max_connections: int, num_resent: int
     ) -> ProcessHealth:
         lags = self._lags_s or [math.nan]
-        p50, p99 = np.percentile(lags, [50, 99])
+        p99 = tail(lags).percentile
         return ProcessHealth(
             process,
             num_requests,
             self._cpu_s / self._wall_s,
-            float(p50),
-            float(p99),
+            statistics.median(lags),
+            math.nan if p99 is None else p99,
             max(lags),
             self._num_collections,
             max_connections,

@@ -21,6 +21,7 @@ import httptools
 from bench.load.client.answer import CallError
 from bench.load.client.redact import printable
 from serve.errors import ConfigError, reason
+from serve.server_url import server_root
 
 CONNECT_TIMEOUT_S = 10.0
 RACE_S = 0.05  # a server that closes a kept connection within it may not have seen the request
@@ -49,8 +50,8 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of a server. root is the URL without /v1, prefix its path, and head the header
-    lines of every request."""
+    """The address of a server. root is the URL before the API's paths, prefix its path, and head
+    the header lines of every request."""
 
     root: str
     host: str
@@ -62,8 +63,7 @@ class Address:
     @classmethod
     def of(cls, url: str, headers: Mapping[str, str]) -> Address:
         """Raises ConfigError for a wrong URL or header."""
-        root = url.strip() if "://" in url else f"http://{url.strip()}"
-        root = root.rstrip("/").removesuffix("/v1")
+        root = server_root(url)
         try:
             parts = urlsplit(root)
             host, port = parts.hostname, parts.port

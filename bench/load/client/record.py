@@ -85,10 +85,10 @@ class ServerSample:
 @dataclass(slots=True)
 class ProcessHealth:
     """Figures that show whether a client process kept up with its work. loop_lag is the delay with
-    which its event loop returns to a timer. cpu is its share of one core during the run. core_wait
-    is the share of the run in which it was ready to run but had no core, NaN if unknown. num_resent
-    counts the requests that were sent again, because the server closed a kept connection at that
-    moment."""
+    which its event loop returns to a timer; its p99 is NaN if there were fewer than 100. cpu is its
+    share of one core during the run. core_wait is the share of the run in which it was ready to run
+    but had no core, NaN if unknown. num_resent counts the requests that were sent again, because
+    the server closed a kept connection at that moment."""
 
     process: int
     num_requests: int

@@ -186,11 +186,11 @@ def _row(step: TracedStep) -> StepRow:
 class ServerSettings:
     """The address of a server and the form of its requests. Raises ConfigError for a wrong timeout.
 
-    url is the server's root, with or without /v1. model is by default the first that the server
-    lists, and api_key by default OPENAI_API_KEY of the environment. timeout_s limits each request
-    from its sending; with None only requests beside the load have a limit. extra has additional
-    fields for every request's body. left_out are the fields that the server refuses, which
-    ServerTarget.check finds."""
+    url is the server's root, with or without paths of the API. model is by default the first that
+    the server lists, and api_key by default OPENAI_API_KEY of the environment. timeout_s limits
+    each request from its sending; with None only requests beside the load have a limit. extra has
+    additional fields for every request's body. left_out are the fields that the server refuses,
+    which ServerTarget.check finds."""
 
     url: str
     model: str | None = None

@@ -154,7 +154,10 @@ def _rows(first: dict[str, Any], other: dict[str, Any]) -> list[Row]:
         sides = [side["latencies_ms"].get(metric) for side in (first, other)]
         if all(sides):
             values = [estimate(stats[stat]) for stats in sides]
-            rows.append(_row(rate, f"{LABELS[metric].replace(' from', '')} {stat}", *values))
+            shown = stat
+            if any(math.isnan(value.value) for value in values):  # too few values for it
+                shown, values = "max", [estimate(stats["max"]) for stats in sides]
+            rows.append(_row(rate, f"{LABELS[metric].replace(' from', '')} {shown}", *values))
     is_same = _is_same(_qps(first), _qps(other))
     for name in ("requests_per_s", "output_tokens_per_s"):
         if is_same and name in first["rates"] and name in other["rates"]:

@@ -18,6 +18,7 @@ from bench.load.report.terminal import (
     interval,
     number,
     share,
+    tail_text,
     verdict,
     verdict_texts,
     with_interval,
@@ -187,7 +188,8 @@ def _tiles(measurement: Measurement, rate: RateSummary) -> str:
     ):
         if name in rate.latencies_ms:
             stats = rate.latencies_ms[name]
-            p99 = f"p99 {number(stats['p99'].value)} ms"
+            tail = rate.tail_ms(name)
+            p99 = f"{tail.label} {number(tail.value)} ms"
             tiles.append(_tile(label, f"{number(stats['p50'].value)} ms", f"median; {p99}"))
     for name in ("requests_per_s", "output_tokens_per_s"):
         if name in rate.rates:
@@ -208,9 +210,7 @@ def _rates_table(measurement: Measurement) -> str:
         cells[0] += f"<br><small>{rate.failed_text}</small>" if rate.failed_text else ""
         for key in ("requests_per_s", "output_tokens_per_s"):
             cells.append(number(rate.rates[key].value) if key in rate.rates else "-")
-        for metric, stat in shown:
-            stats = rate.latencies_ms.get(metric)
-            cells.append("-" if stats is None else number(stats[stat].value))
+        cells += [tail_text(rate, metric, stat) for metric, stat in shown]
         if rate.attainment is not None:
             cells.append(f"{100 * rate.attainment.value:.1f} %")
         rows.append(cells)
@@ -252,9 +252,10 @@ def _rate(measurement: Measurement, rate: RateSummary, section: Section | None) 
 def _latency_table(rate: RateSummary) -> str:
     rows = []
     for name, stats in rate.latencies_ms.items():
-        cells = [LABELS[name], *(number(stats[stat].value) for stat in STATS)]
+        cells = [LABELS[name], f"{stats['count'].value:,.0f}"]
+        cells += [number(stats[stat].value) for stat in STATS]
         rows.append([*cells, interval(stats["p50"]), interval(stats["p99"])])
-    head = ["milliseconds", *STATS, "p50, 95 % interval", "p99, 95 % interval"]
+    head = ["milliseconds", "n", *STATS, "p50, 95 % interval", "p99, 95 % interval"]
     return _table(head, rows)
 
 
@@ -282,7 +283,7 @@ def _health(rate: RateSummary) -> str:
             f"{100 * health.cpu:.0f} %",
             "-" if math.isnan(health.core_wait) else f"{100 * health.core_wait:.0f} %",
             f"{1000 * health.loop_lag_p50_s:.2f}",
-            f"{1000 * health.loop_lag_p99_s:.2f}",
+            number(1000 * health.loop_lag_p99_s),
             f"{1000 * health.loop_lag_max_s:.2f}",
             str(health.num_collections),
             str(health.max_connections),

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median
 from types import TracebackType
 from typing import Self
 
@@ -15,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from bench.common.percentiles import tail
 from bench.load.client.record import Progress
-from bench.load.results.metrics import percentile
 
 BARS = "▁▂▃▄▅▆▇█"
 SPAN_S = 10.0  # seconds over which percentiles are taken
@@ -101,12 +102,8 @@ class LiveView:
         table.add_row("output", f"{self._rate('num_tokens'):.0f} tokens/s", "failed", failed)
         ttfts = [1000 * ttft_s for _, ttft_s in self._ttfts]
         if ttfts:
-            table.add_row(
-                "TTFT p50",
-                f"{percentile(ttfts, 50):.0f} ms",
-                "p99",
-                f"{percentile(ttfts, 99):.0f} ms",
-            )
+            high = tail(ttfts)
+            table.add_row("TTFT p50", f"{median(ttfts):.0f} ms", high.label, f"{high.value:.0f} ms")
         head = Text.assemble((self._title, "bold"), f"  {now_s - self._start_s:.0f} s")
         bar = ProgressBar(total=max(self._total, 1), completed=progress.num_done, width=WIDTH)
         spark = Text.assemble("tokens/s  ", (sparkline(self._speeds), "cyan"))

@@ -133,7 +133,9 @@ def rates_plot(
 def _against_rate(axes: Axes, rates: Sequence[RateSummary], metric: str) -> None:
     measured = [rate for rate in rates if metric in rate.latencies_ms]
     top = []
-    for stat, colour in (("p50", BLUE), ("p99", ORANGE)):
+    tails = [rate.tail_ms(metric) for rate in measured]
+    high = "max" if any(tail.is_maximum for tail in tails) else "p99"
+    for stat, colour in (("p50", BLUE), (high, ORANGE)):
         found = [rate.latencies_ms[metric][stat] for rate in measured]
         qps = [rate.qps for rate in measured]
         values = [estimate.value for estimate in found]

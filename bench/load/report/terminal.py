@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench.common.percentiles import least_samples
 from bench.load.client.redact import redact
 from bench.load.results.confidence import Estimate
 from bench.load.results.document import Measurement
-from bench.load.results.metrics import LABELS, RATES, STATS, count_notes, plural
+from bench.load.results.metrics import LABELS, PERCENTS, RATES, STATS, count_notes, plural
 from bench.load.results.summary import RateSummary, qps_text
 
 MAX_ERRORS = 5
@@ -116,13 +117,14 @@ def count_text(counts: dict[str, int]) -> str:
 def _print_rate(console: Console, measurement: Measurement, rate: RateSummary) -> None:
     table = Table(title=f"{redact(rate.runs[0].target)}: {rate_title(rate)}", title_justify="left")
     table.add_column("milliseconds")
+    table.add_column("n", justify="right")
     for stat in STATS:
         table.add_column(stat, justify="right")
     is_wide = console.width >= MIN_WIDTH
     if is_wide:
         table.add_column("p99, 95 % interval", justify="right")
     for name, stats in rate.latencies_ms.items():
-        cells = [number(stats[stat].value) for stat in STATS]
+        cells = [f"{stats['count'].value:,.0f}", *(number(stats[stat].value) for stat in STATS)]
         cells += [interval(stats["p99"])] if is_wide else []
         table.add_row(LABELS[name], *cells)
     console.print(table)
@@ -153,12 +155,34 @@ def verdict_texts(rate: RateSummary) -> dict[str, list[str]]:
     """Returns, by style, the reasons why a rate is invalid, its warnings and its notes. Texts of
     several runs that differ only in their numbers appear once, with the runs' seeds."""
     by_style: dict[str, list[str]] = {"bold red": [], "yellow": [], "dim": []}
-    by_style["dim"] += [f"note: {text}" for text in count_notes(rate.counts)]
+    by_style["dim"] += [f"note: {text}" for text in (*count_notes(rate.counts), *few_notes(rate))]
     runs = rate.runs
     by_style["bold red"] += _by_kind("INVALID", [(run.seed, run.verdict.reasons) for run in runs])
     by_style["yellow"] += _by_kind("warning", [(run.seed, run.verdict.warnings) for run in runs])
     by_style["dim"] += _by_kind("note", [(run.seed, run.notes) for run in runs])
     return {style: [redact(text) for text in texts] for style, texts in by_style.items()}
+
+
+def few_notes(rate: RateSummary) -> list[str]:
+    """Returns a note if a metric has too few values for a percentile."""
+    lacking = [
+        percent
+        for percent in PERCENTS
+        if any(math.isnan(stats[f"p{percent}"].value) for stats in rate.latencies_ms.values())
+    ]
+    if not lacking:
+        return []
+    needs = ", ".join(f"p{percent} {least_samples(percent)}" for percent in lacking)
+    return [f"a percentile needs enough values ({needs}); of fewer, the maximum is shown"]
+
+
+def tail_text(rate: RateSummary, metric: str, stat: str) -> str:
+    """Returns a figure for a table without a column of maxima."""
+    if metric not in rate.latencies_ms:
+        return "-"
+    if stat == "p50":
+        return number(rate.latencies_ms[metric][stat].value)
+    return rate.tail_ms(metric, int(stat[1:])).text(number)
 
 
 def _by_kind(name: str, runs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
@@ -196,10 +220,7 @@ def _rates_table(measurement: Measurement) -> Table:
             number(rate.rates[name].value) if name in rate.rates else "-"
             for name in ("requests_per_s", "output_tokens_per_s")
         ]
-        cells += [
-            number(rate.latencies_ms[metric][stat].value) if metric in rate.latencies_ms else "-"
-            for metric, stat in shown
-        ]
+        cells += [tail_text(rate, metric, stat) for metric, stat in shown]
         if rate.attainment is not None:
             cells.append(f"{100 * rate.attainment.value:.1f}")
         table.add_row(*cells, style="" if rate.is_valid else "red")

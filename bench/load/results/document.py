@@ -21,7 +21,8 @@ from bench.load.results.machine import machine
 from bench.load.results.search import SearchResult
 from bench.load.results.slo import Slo
 from bench.load.results.summary import RateSummary, RunSummary
-from serve.errors import ConfigError
+from serve.errors import ConfigError, reason
+from serve.regular_file import open_regular
 
 FORMAT = "mergestep-bench"
 VERSION = 1
@@ -113,9 +114,10 @@ def write_jsonl(path: Path, runs: Sequence[RunResult]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a document that write_json wrote. Raises ConfigError for any other file."""
     try:
-        document = orjson.loads(path.read_bytes())
+        with open_regular(path) as file:
+            document = orjson.loads(file.read())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(f"{path}: {reason(error)}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.common.percentiles import is_supported
 from bench.load.client.record import Outcome, Record, RunResult
 from bench.load.results.columns import Bools, Columns, Floats, Ints
 from bench.load.results.slo import tpot
@@ -105,11 +106,16 @@ def _counted_gaps(result: RunResult) -> Samples:
 
 
 def describe(samples: Samples) -> dict[str, float]:
-    """Returns the count, and STATS in milliseconds."""
+    """Returns the count, and STATS in milliseconds. A percentile for which there are too few values
+    is NaN."""
     values = samples.values
     count = len(values) if samples.total is None else samples.total
     points = np.percentile(values, PERCENTS) * 1000
-    stats = [float(values.mean()) * 1000, *map(float, points), float(values.max()) * 1000]
+    known = [
+        float(point) if is_supported(percent, count) else math.nan
+        for percent, point in zip(PERCENTS, points, strict=True)
+    ]
+    stats = [float(values.mean()) * 1000, *known, float(values.max()) * 1000]
     return {"count": float(count), **dict(zip(STATS, stats, strict=True))}
 
 

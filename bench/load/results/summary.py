@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bench.common.percentiles import Tail, is_supported
 from bench.load.client.record import ProcessHealth, RunResult
 from bench.load.results import metrics
 from bench.load.results.columns import Columns
@@ -95,6 +96,14 @@ class RateSummary:
     def achieved_qps(self) -> float:
         return math.fsum(run.achieved_qps for run in self.runs) / len(self.runs)
 
+    def tail_ms(self, metric: str, percent: int = 99) -> Tail:
+        """Returns a percentile of a metric, or its maximum if the runs have too few values."""
+        stats = self.latencies_ms[metric]
+        of_runs = [run.latencies_ms[metric] for run in self.runs if metric in run.latencies_ms]
+        count = int(min(values["count"] for values in of_runs))
+        name = f"p{percent}" if is_supported(percent, count) else "max"
+        return Tail(stats[name].value, percent, count)
+
 
 def summarize(
     result: RunResult,
@@ -141,9 +150,13 @@ def summarize(
 
 def _intervals(samples: metrics.Samples) -> dict[str, Estimate]:
     *points, mean = sample_intervals(samples.values * 1000, samples.owners, metrics.PERCENTS)
-    names = [f"p{percent}" for percent in metrics.PERCENTS]
+    count = len(samples.values) if samples.total is None else samples.total
+    known = {
+        f"p{percent}": point if is_supported(percent, count) else Estimate(math.nan)
+        for percent, point in zip(metrics.PERCENTS, points, strict=True)
+    }
     largest = Estimate(float(np.max(samples.values)) * 1000)  # a maximum has no interval
-    return {"mean": mean, **dict(zip(names, points, strict=True)), "max": largest}
+    return {"mean": mean, **known, "max": largest}
 
 
 def summarize_rates(
@@ -188,7 +201,9 @@ def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:
             continue
         latencies[name] = {"count": Estimate(math.fsum(values["count"] for values in of_runs))}
         for stat in metrics.STATS:
-            latencies[name][stat] = _not_below_zero([values[stat] for values in of_runs])
+            figures = [values[stat] for values in of_runs]
+            is_known = not any(map(math.isnan, figures))  # each run has values enough for it
+            latencies[name][stat] = _not_below_zero(figures if is_known else [math.nan])
         if len(runs) == 1:
             latencies[name].update(runs[0].intervals_ms.get(name, {}))
     rates = {

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from bench.common.percentiles import tail
 from bench.load.client.record import ProcessHealth, RunResult
 from bench.load.results.columns import Columns, Floats
 from bench.load.results.confidence import t_quantile
@@ -87,7 +88,7 @@ def _lost(result: RunResult, columns: Columns) -> tuple[int, int]:
 
 
 def max_lag_s(slo: Slo | None) -> float:
-    """Returns the bound on the dispatch lag's p99."""
+    """Returns the bound on the dispatch lag's p99, or on its maximum in a short run."""
     limit_s = slo.ttft_s if slo is not None else None
     return max(MAX_LAG_S, MAX_LAG_SHARE * (limit_s or 0.0))
 
@@ -96,12 +97,12 @@ def _lag_reasons(columns: Columns, slo: Slo | None) -> list[str]:
     lag_s = (columns.began - columns.due)[columns.is_counted & np.isfinite(columns.began)]
     if not len(lag_s):
         return []
-    p99_s, bound_s = float(np.percentile(lag_s, 99)), max_lag_s(slo)
-    if p99_s <= bound_s:
+    high, bound_s = tail(lag_s), max_lag_s(slo)
+    if high.value <= bound_s:
         return []
     return [
-        f"the generator fell behind its schedule: dispatch lag p99 {1000 * p99_s:.1f} ms, over"
-        f" {1000 * bound_s:g} ms"
+        f"the generator fell behind its schedule: dispatch lag {high.label} {1000 * high.value:.1f}"
+        f" ms, over {1000 * bound_s:g} ms"
     ]
 
 
@@ -148,11 +149,14 @@ def _health_warnings(health: Sequence[ProcessHealth], is_late: bool) -> list[str
             f"{len(busy)} of {len(health)} client processes used {100 * shown:.0f} % of a core:"
             " use more client processes, or another machine for the client"
         )
-    lag_s = max((h.loop_lag_p99_s for h in health), default=0.0)
+    is_short = any(math.isnan(h.loop_lag_p99_s) for h in health)
+    lags_s = [h.loop_lag_max_s if is_short else h.loop_lag_p99_s for h in health]
+    lag_s = max(lags_s, default=0.0)
     if lag_s > MAX_LAG_S:
+        label = "at most" if is_short else "p99"
         warnings.append(
-            f"a client's event loop came back {1000 * lag_s:.1f} ms late (p99), so that the times"
-            " of what it received are too late"
+            f"a client's event loop came back {1000 * lag_s:.1f} ms late ({label}), so that the"
+            " times of what it received are too late"
         )
     if is_late and health and not busy and waited < MAX_CORE_WAIT:
         warnings.append("the clients had CPU time to spare, so that something else delayed them")

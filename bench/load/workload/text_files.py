@@ -11,7 +11,8 @@ import orjson
 
 from bench.load.workload.traces import Part, json_lines, whole
 from bench.load.workload.work import Call, Work
-from serve.errors import ConfigError
+from serve.errors import ConfigError, reason
+from serve.regular_file import open_regular
 
 MAX_FILE_BYTES = 2 << 30
 USER, ASSISTANT = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")
@@ -61,9 +62,10 @@ def _json_list(path: Path) -> list[Any]:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} has {size} bytes; at most {MAX_FILE_BYTES} are read")
-        document = orjson.loads(path.read_bytes())
+        with open_regular(path) as file:
+            document = orjson.loads(file.read())
     except OSError as exc:
-        raise ConfigError(f"cannot read {path}: {exc.strerror or exc}") from None
+        raise ConfigError(f"cannot read {path}: {reason(exc)}") from None
     except orjson.JSONDecodeError as exc:
         raise ConfigError(f"{path}:{exc.lineno}: not JSON: {exc.msg}") from None
     if not isinstance(document, list):

@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 
 from bench.load.workload.work import Call
-from serve.errors import ConfigError
+from serve.errors import ConfigError, reason
+from serve.regular_file import open_regular
 
 MAX_LINE_BYTES = 64 << 20
 
@@ -103,7 +104,7 @@ def whole(row: dict[str, Any], key: str, where: str) -> int:
 def lines(path: Path) -> Iterator[tuple[bytes, str]]:
     """Yields every line that is not empty, with "file:line"."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             number = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
@@ -114,7 +115,7 @@ def lines(path: Path) -> Iterator[tuple[bytes, str]]:
                 if line.strip():
                     yield line.strip(), f"{path}:{number}"
     except OSError as exc:
-        raise ConfigError(f"cannot read {path}: {exc.strerror or exc}") from None
+        raise ConfigError(f"cannot read {path}: {reason(exc)}") from None
 
 
 def json_lines(path: Path) -> Iterator[tuple[Any, str]]:

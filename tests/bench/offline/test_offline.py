@@ -14,9 +14,10 @@ from bench.cli.startup import startup as measure_startup
 from bench.common.ceilings import Ceiling, ModelCost, steady
 from bench.common.tables import Head, check_file, interval, number, spread
 from bench.offline import startup
-from bench.offline.latency import Tally
-from bench.offline.peers import parse_peers
+from bench.offline.peers import PeerError, PeerProcess, parse_peers
 from bench.offline.requests import fixed_requests
+from bench.offline.tally import Tally
+from bench.offline.tasks import Shape, make_task, warm_up_of
 from bench.offline.throughput import throughput
 from ops.cpu import native_library
 from serve.engine.step_trace import TracedStep
@@ -27,11 +28,33 @@ from tests.support.engine.checkpoints import checkpoint
 
 PEER = """
 import json, sys
-_, columns, columns_given, requests, file = sys.argv
-assert (columns, requests) == ("--columns", "--requests") and "decode_4" in columns_given
-mixed = json.load(open(file))
+mode_of_failure = sys.argv[1] if sys.argv[1] in ("hello", "mixed", "exit") else ""
+options = dict(zip(sys.argv[-6::2], sys.argv[-5::2]))
+assert set(options) == {"--sequences", "--tokens", "--threads"}, sys.argv
 print("loading")
-print(json.dumps({"prefill_64": 1.0, "decode_1": 2.0, "mixed_16": len(mixed)}))
+if mode_of_failure == "hello":
+    sys.exit("no model here")
+print(json.dumps({"peer": "slow 1.0", "modes": ["plain", "compiled"]}), flush=True)
+tasks = 0
+for line in sys.stdin:
+    task = json.loads(line)
+    tasks += 1
+    prompts = task["prompts"]
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts), "prompts are distinct"
+    assert len(prompts) <= int(options["--sequences"])
+    if task["kind"] == "mixed" and task["mode"] == "compiled":
+        answer = {"skip": "not here"}
+    elif task["kind"] == "mixed" and mode_of_failure == "mixed":
+        answer = {"error": "out of memory"}
+    elif task["kind"] == "decode" and mode_of_failure == "exit":
+        sys.exit("killed")
+    elif task["kind"] == "prefill":
+        answer = {"seconds": [64.0] * len(prompts)}
+    else:
+        speed = 2.0 if task["mode"] == "compiled" else 1.0
+        answer = {"seconds": [sum(task["answers"]) / speed]}
+    print("noise")
+    print(json.dumps(answer), flush=True)
 """
 needs_kernels = pytest.mark.skipif(
     not native_library.is_available(), reason="ceilings need the kernels"
@@ -104,29 +127,62 @@ def test_measurements_between_unlike_ceilings_are_repeated():
     assert found.value == 2.0 and found.drift == 0.5
     tally = Tally()
     for column, share in (("calm", 0.9), ("rising", 1.07)):
-        tally.shares[column], tally.drifts[column] = [share], [0.01]
+        tally.add("ours", column, "", 1.0, Ceiling(1.0, 1.0, 0.0), 0.01)
+        tally.shares[column] = [share]
     assert tally.unreliable() == ["rising"]
+    tally.add("peer", "calm", "compiled", 1.0, Ceiling(1.0, 1.0, 0.0), 0.5)
+    assert tally.unreliable("peer") == ["calm"], "the rule is the same for a peer"
+
+
+@pytest.fixture
+def peer(tmp_path):
+    """Returns the --peer option of a scripted peer; `failing` says where it fails."""
+    script = tmp_path / "peer.py"
+    script.write_text(PEER)
+
+    def option(name, failing="none"):
+        return f"{name}={sys.executable} {script} {failing}"
+
+    return option
 
 
 @needs_kernels
-def test_latency_beside_a_peer(tiny, tmp_path, capsys):
-    """A peer is a command whose last line is JSON; it gets the columns and the mixed requests."""
-    peer, file = tmp_path / "peer.py", tmp_path / "latency.json"
-    peer.write_text(PEER)
+def test_latency_beside_a_peer(tiny, tmp_path, capsys, peer):
+    """A peer's modes are all measured, as often as ours, and the better one counts."""
+    file = tmp_path / "latency.json"
     result = latency(
-        tiny,
-        batches=[1, 4, 64],
-        prefills=[64],
-        rounds=1,
-        peers=[f"slow={sys.executable} {peer}"],
-        json_file=file,
+        tiny, batches=[1, 4, 64], prefills=[64], rounds=2, peers=[peer("slow")], json_file=file
     )
     rates = result["tokens_per_s"]
-    assert rates["slow"] == {"prefill_64": 1.0, "decode_1": 2.0, "mixed_16": 16.0}
-    assert set(rates["ours"]) == {"prefill_64", "decode_1", "decode_4", "decode_64", "mixed_16"}
-    assert result["ceilings"].keys() == {"ours", "slow"}
+    columns = {"prefill_64", "decode_1", "decode_4", "decode_64", "mixed_16"}
+    assert set(rates["ours"]) == columns
+    assert rates["slow"] == {
+        "prefill_64": 1.0,
+        "decode_1": 2.0,
+        "decode_4": 2.0,
+        "decode_64": 2.0,
+        "mixed_16": 1.0,
+    }
+    assert result["modes"]["slow"] == {
+        "prefill_64": "plain",
+        "decode_1": "compiled",
+        "decode_4": "compiled",
+        "decode_64": "compiled",
+        "mixed_16": "plain",
+    }
+    repeats = {
+        (name, column, mode): len(values)
+        for name, by_column in result["rounds"].items()
+        for column, by_mode in by_column.items()
+        for mode, values in by_mode.items()
+    }
+    assert set(repeats.values()) == {2}, "every engine and mode has one repeat in each round"
+    assert len(repeats) == 5 + 4 * 2 + 1
+    assert result["ceilings"].keys() == {"ours", "slow"} and result["errors"] == {}
     for column, ms in result["ms"].items():
-        assert 0 < ms["p50"] <= ms["p99"], column
+        samples = {"mixed": 2, "prefill": 6}.get(column.partition("_")[0], 64)
+        assert ms["n"] == samples and 0 < ms["p50"] <= ms["max"], column
+        assert ms["p99"] is None, "64 steps make no p99"
         if column.startswith("decode"):  # the rate is that of its steps
             batch = int(column.partition("_")[2])
             assert rates["ours"][column] == pytest.approx(1e3 * batch / ms["p50"], rel=3)
@@ -134,8 +190,54 @@ def test_latency_beside_a_peer(tiny, tmp_path, capsys):
     assert above <= set(result["unreliable"])
     assert all(share > 0 for share in result["share_of_bound"].values())
     text = capsys.readouterr().out
-    assert "over the best" in text and "beside slow" in text
+    assert "over the best" in text and "beside slow" in text and "slow: slow 1.0" in text
+    assert "compiled" in text and "(n 6)" in text.replace("\n", " ")
     assert json.loads(file.read_text())["tokens_per_s"] == rates
+
+
+@needs_kernels
+def test_what_a_failing_peer_has_measured_is_kept(tiny, capsys, peer):
+    peers = [peer("absent", "hello"), peer("partial", "mixed"), peer("dying", "exit")]
+    peers.append("missing=/nowhere/program")
+    result = latency(tiny, batches=[2], prefills=[8], rounds=2, peers=peers)
+    rates, errors = result["tokens_per_s"], result["errors"]
+    assert set(rates["ours"]) == {"prefill_8", "decode_2", "mixed_16"}
+    assert all(len(values[""]) == 2 for values in result["rounds"]["ours"].values())
+    assert set(rates["partial"]) == {"prefill_8", "decode_2"}
+    assert set(rates["dying"]) == {"prefill_8"}, "measured before its end"
+    assert "absent" not in rates and "missing" not in rates
+    assert errors["partial"] == {"plain, mixed 16": "out of memory"}
+    assert "killed" in errors["dying"][""] and "decode 2" in errors["dying"][""]
+    assert "no model here" in errors["absent"][""]
+    assert "cannot be started" in errors["missing"][""]
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("failed") >= 6
+    assert "partial failed at plain, mixed 16: out of memory" in text
+
+
+def test_a_peer_that_hangs_is_given_up(tmp_path):
+    script = tmp_path / "hang.py"
+    script.write_text("import time; print('not JSON', flush=True); time.sleep(60)")
+    shape = Shape((1,), 8, 2, (8,), has_mixed=False)
+    process = PeerProcess(f"{sys.executable} {script}", shape, 1, limit_s=0.5)
+    with pytest.raises(PeerError, match="no answer within"), process:
+        pass
+
+
+def test_tasks_are_the_same_for_all_and_distinct_within():
+    shape = Shape((4,), 32, 8, (16,), has_mixed=True)
+    for column in shape.columns:
+        task = make_task(column, shape, 5000, (0, 0))
+        assert task == make_task(column, shape, 5000, (0, 0))
+        assert task != make_task(column, shape, 5000, (0, 1))
+        assert len({tuple(prompt) for prompt in task.prompts}) == len(task.prompts)
+        assert len(task.prompts) <= shape.most_sequences
+        longest = max(len(p) + n for p, n in zip(task.prompts, task.answers, strict=True))
+        assert longest <= shape.most_tokens
+        short = warm_up_of(task)
+        assert sum(short.answers) <= 2 * len(task.prompts)
+    mixed = [make_task("mixed_16", shape, 5000, (i,)) for i in range(2)]
+    assert [len(p) for p in mixed[0].prompts] == [len(p) for p in mixed[1].prompts]
 
 
 @needs_kernels
@@ -214,7 +316,8 @@ def test_fixed_requests():
         (lambda: latency(batches=[0]), "batches"),
         (lambda: latency(context=2000), "context"),
         (lambda: latency(peers=["vllm"]), "peer"),
-        (lambda: latency(peers=["a=true"], steps=8), "peers"),
+        (lambda: latency(peers=["ours=true"]), "ours"),
+        (lambda: latency(peers=["a=true", "a=false"]), "taken"),
         (lambda: measure_startup(repeats=-1), "repeats"),
         (lambda: parse_peers(["=true"]), "NAME=COMMAND"),
     ],

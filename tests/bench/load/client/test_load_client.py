@@ -229,6 +229,10 @@ def test_bad_headers(headers: dict[str, str]) -> None:
         ("h", "h", 80, ""),
         ("h:8000/v1", "h", 8000, ""),
         ("https://h/api/v1/", "h", 443, "/api"),
+        ("http://h:8000/v1/chat/completions", "h", 8000, ""),
+        ("h:8000/v1/completions/", "h", 8000, ""),
+        ("https://h/api/v1/models", "h", 443, "/api"),
+        ("http://v1", "v1", 80, ""),
         ("http://[::1]:9", "::1", 9, ""),
     ],
 )

@@ -105,6 +105,7 @@ def test_a_short_run() -> None:
     for name in ("answered", "failed", "input tokens"):
         assert rows[name].is_ok, name
     assert rows["failed"].truth > 0
+    assert "TTFT from send p50" in rows and "TTFT from send p99" not in rows, "50 answers"
     for row in found.rows:
         if row.unit == "ms":
             assert -2 < row.measured - row.truth < 200, row.name

@@ -47,7 +47,8 @@ def test_the_json_document(tmp_path):
     assert {"cpu", "cores", "memory_gib", "os", "python", "packages"} <= set(document["machine"])
     assert document["machine"]["packages"]["numpy"] and document["created"][:2] == "20"
     (rate,) = document["rates"]
-    value, low, high = rate["latencies_ms"]["ttft_schedule"]["p99"]
+    assert rate["latencies_ms"]["ttft_schedule"]["p99"] == [None, None, None], "40 answers a run"
+    value, low, high = rate["latencies_ms"]["ttft_schedule"]["p95"]
     assert low < value < high and rate["qps"] == 4 and len(rate["runs"]) == 2
     assert (
         rate["runs"][0]["good"]
@@ -360,3 +361,25 @@ def test_the_live_view_is_quiet_without_a_terminal():
 def test_sparkline():
     assert sparkline([0, 1, 2, 4]) == "▁▃▅█"
     assert sparkline([0, 0]) == "▁▁" and sparkline([]) == ""
+
+
+def test_few_answers_have_a_labelled_maximum_and_no_p99(tmp_path):
+    """18 requests make no p99: not in the table, the summary of rates, the file or a comparison."""
+    runs = [engine_run(qps, count=18, seed=1) for qps in (4.0, 8.0)]
+    document = written(tmp_path, runs)
+    stats = document["rates"][0]["latencies_ms"]["ttft_schedule"]
+    count = int(stats["count"][0])
+    assert 10 <= count < 20
+    assert stats["p99"] == stats["p95"] == [None, None, None]
+    assert stats["p90"][0] is not None and stats["max"][0] >= stats["p90"][0]
+    _, text = printed(runs, width=200)
+    assert f"(n {count})" in text and "max " in text
+    assert "a percentile needs enough values (p95 20, p99 100)" in text
+    enough = [engine_run(4.0, count=300, seed=1)]
+    _, text = printed(enough, width=200)
+    assert "a percentile needs" not in text and "(n " not in text
+    written(tmp_path, runs[:1])
+    file = io.StringIO()
+    path = tmp_path / "result.json"
+    compare([path, path], console=Console(file=file, width=200))
+    assert "TTFT schedule max" in file.getvalue() and "TTFT schedule p99" not in file.getvalue()
