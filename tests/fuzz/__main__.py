@@ -14,8 +14,8 @@ import time
 
 import uvloop
 
+from bench.soak.mutate import MAX_INPUT, mutate
 from tests.fuzz.live import fuzz_server
-from tests.fuzz.mutate import MAX_INPUT, mutate
 from tests.fuzz.targets import TARGETS, Target
 
 LIVE = "live"

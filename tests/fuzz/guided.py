@@ -11,7 +11,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["serve", "memory"]):
-    from tests.fuzz.mutate import MAX_INPUT
+    from bench.soak.mutate import MAX_INPUT
     from tests.fuzz.targets import TARGETS
 
 CORPUS = Path("build/fuzz")

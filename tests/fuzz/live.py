@@ -14,31 +14,13 @@ from collections import Counter
 
 import aiohttp
 
+from bench.soak.bodies import SEEDS
+from bench.soak.mutate import mutate
 from serve import Engine
 from serve.http import HttpServer, HttpSettings
-from tests.fuzz.bodies import (
-    CHAT_BODIES,
-    COMPLETION_BODIES,
-    DETOKENIZE_BODIES,
-    EMBEDDING_BODIES,
-    MESSAGE_BODIES,
-    RESPONSE_BODIES,
-    TOKENIZE_BODIES,
-)
-from tests.fuzz.mutate import mutate
 from tests.support.engine.checkpoints import checkpoint
 
 MODEL = "m"
-SEEDS: dict[str, tuple[bytes, ...]] = {
-    "/v1/completions": COMPLETION_BODIES,
-    "/v1/chat/completions": CHAT_BODIES,
-    "/v1/embeddings": EMBEDDING_BODIES,
-    "/tokenize": TOKENIZE_BODIES,
-    "/detokenize": DETOKENIZE_BODIES,
-    "/v1/responses": RESPONSE_BODIES,
-    "/v1/messages": MESSAGE_BODIES,
-    "/v1/messages/count_tokens": MESSAGE_BODIES,
-}
 REFERENCE = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0}
 NUM_CLIENTS = 16
 

@@ -12,6 +12,12 @@ from dataclasses import dataclass
 
 import orjson
 
+from bench.soak.bodies import (
+    CHAT_BODIES,
+    COMPLETION_BODIES,
+    MESSAGE_BODIES,
+    RESPONSE_BODIES,
+)
 from memory.nodes.wire import (
     HEADER_BYTES,
     Append,
@@ -44,12 +50,7 @@ from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
 from serve.text.chat_parser.grammar import forced_calls
 from serve.text.chat_parser.reasoning import ReasoningParser
 from serve.text.chat_template import neutralize, split_neutralized
-from tests.fuzz.bodies import (
-    CHAT_BODIES,
-    COMPLETION_BODIES,
-    MESSAGE_BODIES,
-    RESPONSE_BODIES,
-)
+from tests.fuzz import tokenizer
 
 Expected = (ApiError, RequestError)
 FORMAT = ChatFormat()
@@ -177,5 +178,6 @@ TARGETS: dict[str, Target] = {
     "node-frames": Target(
         _frames, (pack_plan(1, 1, PLAN), pack_json(Kind.ATTACH, 1, {"layers": [1, 2]}))
     ),
+    "tokenizer": Target(tokenizer.run, tokenizer.SEEDS),
     "config": Target(_config, (b'{"hidden_size": 64, "rope": {"factor": 2.0}, "x": [1, null]}',)),
 }

@@ -68,8 +68,9 @@ def test_tokens_do_not_depend_on_the_batch_or_the_chunks(family, dtype):
         alone = [_outputs(llm, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
         assert llm.stats().pages_in_use == 0
     assert together == alone
-    with LLM(path, max_num_seqs=5, max_chunk_tokens=7, **settings) as llm:
-        assert _outputs(llm, prompts, params) == alone
+    for chunks in ({"max_num_seqs": 5, "max_chunk_tokens": 7}, {"inter_token_factor": 1.01}):
+        with LLM(path, **chunks, **settings) as llm:
+            assert _outputs(llm, prompts, params) == alone
 
 
 @pytest.mark.small_pages

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from typing import Any
+import re
+from collections.abc import Iterator
 
 import pytest
 import uvloop
 
-from bench.common.instant import InstantRunner, load_instant
-from serve import Engine
-from serve.engine.loader import LoadedEngine
-from serve.http import HttpServer, HttpSettings
-from tests.support.http.browser import CHROMIUM, Tab, browser, open_tab
+from tests.support.http.browser import CHROMIUM, browser
+from tests.support.http.page_rig import Scripted, answers, ask, open_page
 
 pytestmark = [
     pytest.mark.process,
@@ -39,33 +35,6 @@ Chromium = tuple[asyncio.Runner, str]
 LIVE = "document.querySelector('#live-state').textContent === 'live'"
 
 
-class Scripted:
-    """An engine whose every answer is `reply`, `repeat` times."""
-
-    def __init__(self, reply: str, *, step_s: float = 0.0, repeat: int = 1) -> None:
-        self.reply, self.step_s, self.repeat = reply, step_s, repeat
-        self.runner: InstantRunner | None = None
-        self.engine = Engine(load=self._load, served_model_name="m", max_num_seqs=4)
-
-    def _load(self, config: Any, *, progress: bool = False) -> LoadedEngine:
-        loaded: LoadedEngine
-        tokens: list[int] = []
-
-        def script(sequence: Any) -> int:
-            position = sequence.num_output_tokens
-            return tokens[min(position, len(tokens) - 1)]
-
-        def make(kv: Any) -> InstantRunner:
-            self.runner = InstantRunner(kv, script)
-            self.runner.reset(self.step_s)
-            return self.runner
-
-        loaded = load_instant(config, progress=progress, make_runner=make)
-        text = loaded.tokenizer.encode(self.reply * self.repeat, add_special_tokens=False)
-        tokens += [*text, loaded.tokenizer.eos_token_id]
-        return loaded
-
-
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[tuple[asyncio.Runner, str]]:
     """One browser for all tests, and the event loop in which it runs."""
@@ -74,34 +43,6 @@ def chromium() -> Iterator[tuple[asyncio.Runner, str]]:
         address = runner.run(running.__aenter__())
         yield runner, address
         runner.run(running.__aexit__(None, None, None))
-
-
-@asynccontextmanager
-async def open_page(
-    address: str, scripted: Scripted, **settings: Any
-) -> AsyncIterator[tuple[HttpServer, Tab]]:
-    async with (
-        HttpServer(scripted.engine, HttpSettings(port=0, **settings)) as server,
-        open_tab(address) as tab,
-        asyncio.timeout(60),
-    ):
-        await tab.size(1280, 800)
-        await tab.goto(server.url + "/")
-        yield server, tab
-
-
-async def ask(tab: Tab, text: str) -> None:
-    await tab.value("document.querySelector('#prompt').focus()")
-    await tab.type(text)
-    await tab.press("Enter")
-
-
-async def answers(tab: Tab) -> list[str]:
-    texts = await tab.value(
-        "[...document.querySelectorAll('.turn.assistant .body')].map(e => e.innerText)"
-    )
-    assert isinstance(texts, list)
-    return texts
 
 
 def test_a_chat_from_the_keyboard(chromium: Chromium) -> None:
@@ -322,6 +263,53 @@ def test_the_live_view_is_updated(chromium: Chromium) -> None:
             await tab.until("document.querySelector('#n-running').textContent === '0'")
             assert (await tab.text("#c-ttft")).endswith("ms")
             assert tab.problems == []
+
+    run(check())
+
+
+# Answers the next chat with all its events in one piece.
+AT_ONCE = """(() => {
+  const text = ["Hello ", "there."].map((part) => ({choices: [{delta: {content: part}}]}));
+  const end = {choices: [{delta: {}, finish_reason: "stop"}]};
+  const usage = {choices: [], usage: {completion_tokens: 2,
+    prompt_tokens_details: {cached_tokens: 64}}};
+  const body = [...text, end, usage].map((event) => `data: ${JSON.stringify(event)}\\n\\n`);
+  window.fetch = async () => new Response(body.join("") + "data: [DONE]\\n\\n");
+})()"""
+
+
+def test_figures_of_tokens_that_came_together(chromium: Chromium) -> None:
+    run, address = chromium[0].run, chromium[1]
+
+    async def check() -> None:
+        async with open_page(address, Scripted("x")) as (_, tab):
+            await tab.until(READY)
+            await tab.value(AT_ONCE)
+            await ask(tab, "hello")
+            await tab.until(DONE)
+            assert re.fullmatch(r"2 tokens · all after \d+ ms", await tab.text(".figures"))
+            assert await tab.text("#c-tpot") == "–"
+            cached = "document.querySelector('#c-cached').parentElement.innerText"
+            assert (await tab.value(cached)).split() == ["cached", "tokens", "64"]
+
+    run(check())
+
+
+def test_a_phone_shows_the_whole_name_of_the_model(chromium: Chromium) -> None:
+    run, address = chromium[0].run, chromium[1]
+
+    async def check() -> None:
+        name = "an-organization/A-Model-With-A-Long-Name-7B-Instruct-2507-int8"
+        async with open_page(address, Scripted("x", name=name)) as (_, tab):
+            await tab.size(375, 700, phone=True)
+            await tab.until(f"document.querySelector('#model').textContent === '{name}'")
+            for part in ("Width", "Height"):
+                hidden = f"(e => e.scroll{part} - e.client{part})(document.querySelector('#model'))"
+                assert await tab.value(hidden) <= 0
+            top = "document.querySelector('%s').getBoundingClientRect().top"
+            bottom = "document.querySelector('.top').getBoundingClientRect().bottom"
+            await tab.click("#engine-toggle")
+            assert await tab.value(top % "#engine") >= await tab.value(bottom)
 
     run(check())
 

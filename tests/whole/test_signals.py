@@ -5,46 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import aiohttp
 import pytest
+
+from tests.support.http.serve_process import serve_run
 
 pytestmark = pytest.mark.process
 
 NUM_STREAMS = 64
 NUM_TOKENS = 60
-ROOT = Path(__file__).parents[2]
-
-
-@contextlib.contextmanager
-def server(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Runs `serve run` with the embedded model in a process; yields the process and its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "serve", "run", "--port", str(port), "--quiet", *options],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    try:
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
 
 
 async def ready(session: aiohttp.ClientSession) -> None:
@@ -137,7 +110,7 @@ def test_sigterm_under_64_streams_loses_none() -> None:
             assert [stream.num_tokens for stream in streams] == [NUM_TOKENS] * NUM_STREAMS
             assert await exit_code(process, 10) == 0
 
-    with server("--max-num-seqs", "64") as (process, url):
+    with serve_run("--max-num-seqs", "64") as (process, url):
         asyncio.run(main(process, url))
 
 
@@ -162,5 +135,5 @@ def test_a_second_signal_ends_at_once(number: signal.Signals) -> None:
                 assert b"[DONE]" not in stream.text
                 assert b'"code":"draining"' in stream.text
 
-    with server() as (process, url):
+    with serve_run() as (process, url):
         asyncio.run(main(process, url))

@@ -9,6 +9,8 @@ what the development machine (2 vCPUs, Zen 5) reaches; a gate is at two thirds o
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import statistics
 import subprocess
@@ -105,14 +107,22 @@ def test_http_over_in_process(tmp_path: Path) -> None:
     ],
 )
 def test_kernels(name: str, shape: str) -> None:
+    tries = itertools.count()
+
     def share() -> float:
-        command = [sys.executable, "-m", "bench.kernels.ops", "--only", "int8 linear"]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        readings = json.loads(printed.stdout.splitlines()[-1])["readings"]
-        shares = [r["share"] for r in readings if r["shape"].startswith(shape)]
+        shares = [r["share"] for r in int8_readings(next(tries)) if r["shape"].startswith(shape)]
         assert shares, f"no reading has a shape that begins with {shape}"
         if shares[0] is None:
             pytest.skip("this processor has no such ceiling")
         return float(shares[0])
 
     gate(name, share)
+
+
+@functools.cache
+def int8_readings(number: int) -> list[dict[str, Any]]:
+    """Returns the readings of a run of its own for each number; both gates on kernels share it."""
+    command = [sys.executable, "-m", "bench.kernels.ops", "--only", "int8 linear"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    readings: list[dict[str, Any]] = json.loads(printed.stdout.splitlines()[-1])["readings"]
+    return readings

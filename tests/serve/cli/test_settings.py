@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -26,6 +28,7 @@ from serve.units import format_size
 from tests.support.http.settings_table import PAGE, with_table
 from tests.support.profile import examples
 
+ROOT = Path(__file__).parents[3]
 # Valid values beside the default, for settings whose kind alone does not give one.
 VALUES: dict[str, Any] = {
     "cors_origins": ["https://a.example", "http://localhost:3000"],
@@ -259,6 +262,31 @@ def test_secrets_come_from_the_environment_and_are_not_shown(
     assert result.exit_code == 2
     assert "api_keys is secret; set MERGESTEP_API_KEY in the environment" in result.stderr
     assert invoke("--api-keys", "x").exit_code == 2
+
+
+@pytest.mark.process
+def test_the_system_does_not_show_secrets_either() -> None:
+    """/proc/PID/environ shows a variable that was removed from the environment."""
+    script = (
+        "from pathlib import Path\n"
+        "from typer.testing import CliRunner\n"
+        "from serve.cli.main import app\n"
+        "print('sixteen' in Path('/proc/self/environ').read_text())\n"
+        "result = CliRunner().invoke(app, ['run', '--print-config'])\n"
+        "print('environment MERGESTEP_API_KEYS: hidden' in result.stdout)\n"
+        "print('sixteen' in Path('/proc/self/environ').read_text())\n"
+    )
+    names = ("MERGESTEP_API_KEYS", "MERGESTEP_API_KEY")
+    environment = dict.fromkeys(names, "a-key-of-sixteen-and-more")
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.split() == ["True", "True", "False"]
 
 
 def test_a_misspelt_variable_gives_a_warning() -> None:

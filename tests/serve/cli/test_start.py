@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,9 +19,12 @@ from serve import machine
 from serve.cli import start_summary
 from serve.cli.main import app
 from serve.engine.engine import Engine
+from serve.engine.llm import LLM
 from serve.engine.stats import EngineStats
+from serve.errors import RequestError
 from serve.http import HttpServer, HttpSettings
-from tests.support.engine.checkpoints import checkpoint
+from serve.sampling_params import SamplingParams
+from tests.support.engine.checkpoints import checkpoint, edit_json
 
 ROOT = Path(__file__).parents[3]
 KEY = "0123456789abcdef-key"
@@ -94,6 +98,24 @@ def test_the_printed_summary(is_quiet: bool, capsys: pytest.CaptureFixture[str])
     assert (output == ready) == is_quiet
     assert ('-H "Authorization: Bearer $KEY"' in output) != is_quiet
     assert "\x1b" not in output and KEY not in output
+
+
+def test_a_chat_template_that_cannot_work(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The start tells it, with file and error, and goes on for completions."""
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    edit_json(path / "tokenizer_config.json", lambda values: values.pop("chat_template"))
+    lines, _, _ = started(HttpSettings(port=0), model=str(path))
+    assert lines["chat"] == "not served: the model has no chat template"
+    assert "chats cannot be served" not in caplog.text
+    (path / "chat_template.jinja").write_text("{% for message in messages %}")
+    lines, _, _ = started(HttpSettings(port=0), model=str(path))
+    problem = f"{path / 'chat_template.jinja'}: the chat template does not compile: "
+    assert lines["chat"].startswith(f"not served: {problem}")
+    assert f"chats cannot be served, but completions can: {problem}" in caplog.text
+    with LLM(str(path)) as llm:
+        assert llm.generate("the quick brown fox", SamplingParams(max_tokens=2))[0].outputs[0].text
+        with pytest.raises(RequestError, match="does not compile"):
+            llm.chat([{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize(
@@ -196,4 +218,17 @@ def test_more_kv_memory_than_is_free_gives_a_warning(
 ) -> None:
     monkeypatch.setattr("serve.loading.kv_sizing.available_memory", lambda: 1 << 20)
     started(HttpSettings(port=0), model=str(checkpoint("llama")), kv_cache_bytes=3 << 20)
-    assert "kv_cache_bytes 3 MiB is more than the 1 MiB that are free now" in caplog.text
+    assert "kv_cache_bytes: 3 MiB asked for, but only 1 MiB are free now" in caplog.text
+
+
+def test_kv_memory_that_the_settings_never_use_is_not_granted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    settings = {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_bytes": 9 << 40}
+    lines, stats, _ = started(HttpSettings(port=0), **settings)
+    granted = stats.pages_total * stats.kv_page_bytes
+    assert granted < 5 << 20
+    assert "kv_cache_bytes: 9 TiB asked for, of which " in caplog.text
+    assert "no more is granted" in caplog.text
+    assert "(of 9 TiB asked for; the settings never use more)" in lines["memory"]

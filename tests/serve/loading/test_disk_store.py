@@ -143,11 +143,31 @@ def test_the_pages_found_at_the_start_are_logged(tmp_path, folder, caplog):
     num_pages = sum(index[at] == 1 for at in range(0, len(index), 64))
     assert num_pages >= 4
     size = f"{num_pages * 4096 / (1 << 20):.3g} MiB"
-    assert f"{num_pages} pages ({size}) found in {folder}, 4 MiB at most" in caplog.text
+    assert f"{num_pages} pages of 4 KiB ({size}) found in {folder}, 4 MiB at most" in caplog.text
     assert "other folders" not in caplog.text
     open_llm(tmp_path, kv_page_bytes=8192).shutdown()
-    assert f"0 pages (0 MiB) found in {tmp_path}" in caplog.text
+    assert f"0 pages of 8 KiB (0 MiB) found in {tmp_path}" in caplog.text
     assert "1 other folders of this model are there" in caplog.text
+    assert f"{folder.name} (pages of 4 KiB)" in caplog.text
+
+
+def test_two_page_sizes_in_one_directory_at_once(tmp_path, folder):
+    """Each has its folder, and neither touches the other's pages. Only one uses a folder."""
+    with open_llm(tmp_path) as first, open_llm(tmp_path, kv_page_bytes=8192) as second:
+        assert second.stats().disk_pages == 0 and first.stats().disk_pages >= 4
+        second.generate(PROMPT, GREEDY)
+        with pytest.raises(ConfigError, match=f"kv_cache_dir: {folder} is in use by another"):
+            open_llm(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert loaded_pages(tmp_path) >= 4
+
+
+@pytest.mark.parametrize("content", [b"", b"MSKVSPIL", bytes(200)])
+def test_another_folder_without_an_index_is_named(tmp_path, folder, caplog, content):
+    caplog.set_level("INFO")
+    (folder / "index").write_bytes(content)
+    open_llm(tmp_path, kv_page_bytes=8192).shutdown()
+    assert f"{folder.name} (no index)" in caplog.text
 
 
 def test_the_disk_tier_is_in_the_statistics(tmp_path, monkeypatch):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from memory.pages.layer_groups import LayerGroup
+from memory.pages.linux_vmm import LinuxMemory
 from ops.cpu import native_library
-from serve import LLM
+from serve import LLM, machine
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
 from serve.loading.kv_sizing import size_kv
@@ -57,6 +59,43 @@ def test_pages_are_bounded_by_the_number_of_mappings(spec):
 def test_kv_memory_is_bounded_by_what_all_sequences_can_use(spec):
     sizing = sizes(spec, 512, max_num_seqs=2, max_model_len=100)
     assert sizing.num_pages * sizing.page_bytes <= 2 * (100 * 512 + 2 * MIB)
+
+
+def test_more_kv_memory_than_the_machine_has_is_refused(spec, monkeypatch):
+    monkeypatch.setattr("serve.loading.kv_sizing.available_memory", lambda: 20 * MIB)
+    monkeypatch.setattr("serve.loading.kv_sizing.total_memory", lambda: 64 * MIB)
+    text = "kv_cache_bytes: 1 GiB asked for, .* cgroup has 64 MiB, 20 MiB of them free"
+    with pytest.raises(ConfigError, match=text):
+        sizes(spec, 1 << 20, kv_cache_bytes=1 << 30)
+    assert sizes(spec, 512, kv_cache_bytes=1 << 30, max_num_seqs=4).num_pages, "less is used"
+    config = EngineConfig(kv_cache_bytes=1 << 30)
+    with pytest.raises(ConfigError, match="1 GiB asked for, but the device has 60 MiB"):
+        size_kv(config, spec, [LayerGroup(1 << 20)], free_bytes=60 * MIB)
+
+
+@pytest.mark.parametrize("call", ["pool", "ranges"])
+def test_refused_addresses_name_the_settings(monkeypatch, call):
+    """Linux refuses addresses beyond `ulimit -v`."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOMEM, "mmap: Cannot allocate memory")
+
+    method = {"pool": "__init__", "ranges": "reserve"}[call]
+    monkeypatch.setattr(LinuxMemory, method, refuse)
+    monkeypatch.setattr(LinuxMemory, "close", lambda _: None)
+    names = {"pool": "kv_cache_bytes", "ranges": "max_num_seqs and max_model_len"}[call]
+    with pytest.raises(ConfigError, match=rf"{names}: .*iB of addresses .*ulimit -v"):
+        load_runtime(EngineConfig(model=str(checkpoint("llama"))))
+
+
+def test_total_memory_is_that_of_the_system_or_its_cgroup(monkeypatch):
+    system = machine.total_memory()
+    assert machine.available_memory() <= system
+    files = {"/sys/fs/cgroup/memory.max": "1048576\n"}
+    monkeypatch.setattr(machine, "_read", lambda path: files.get(path, ""))
+    assert machine.total_memory() == MIB
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert machine.total_memory() >= system
 
 
 def test_the_context_must_fit(spec):

@@ -17,7 +17,9 @@ from torch import Tensor
 from memory.attention.seam import AttentionLayer
 from ops import Fusion, LinearOp
 from ops.reference import ReferenceBackend
+from serve.errors import ModelLoadError
 from serve.models import load_model, read_generation_defaults, read_spec
+from serve.models.progress import LoadProgress
 from tests.support.engine.checkpoints import (
     checkpoint,
     edit_json,
@@ -55,15 +57,41 @@ def test_sharded_checkpoint_has_several_files() -> None:
     assert len(list(checkpoint("llama", "sharded").glob("*.safetensors"))) > 2
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
+def load_with(progress: LoadProgress) -> None:
+    backend = ReferenceBackend()
+    load_model(checkpoint("llama"), dtype=torch.float32, backend=backend, progress=progress)
+
+
 def test_progress_is_for_terminals(
-    is_terminal: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1" if is_terminal else "")  # makes rich take it for one
-    load_model(checkpoint("llama"), dtype=torch.float32, backend=ReferenceBackend(), progress=True)
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert ("llama" in err) == is_terminal and bool(err) == is_terminal
+    load_with(LoadProgress(is_shown=True))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    load_with(LoadProgress(is_shown=True))
+    drawn = capsys.readouterr().err
+    assert drawn.startswith(f"\rloading llama [{'.' * 40}] 0/2 layers")
+    assert f"\rloading llama [{'#' * 20}{'.' * 20}] 1/2 layers" in drawn
+    assert drawn.endswith("\r\x1b[K")
+    monkeypatch.setenv("TERM", "dumb")
+    load_with(LoadProgress(is_shown=True))
+    assert capsys.readouterr().err == ""
+
+
+def test_the_loading_can_be_ended_between_layers() -> None:
+    calls: list[str] = []
+
+    def check() -> None:
+        calls.append("check")
+        if len(calls) == 2:
+            raise ModelLoadError("enough")
+
+    with pytest.raises(ModelLoadError, match="enough"):
+        load_with(LoadProgress(check=check, finish=lambda: calls.append("finish")))
+    assert calls == ["check", "check"]
+    load_with(LoadProgress(check=check, finish=lambda: calls.append("finish")))
+    assert calls[2:] == ["check", "check", "finish"]
 
 
 def test_tied_model_with_its_own_head_uses_it(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 from serve.runner.sampler import sample
 from serve.runner.sampling_rows import rows_of, sampled
 from serve.scheduler.sequence import PENDING_TOKEN
-from serve.structured.token_mask import SequenceMask, bits_of
+from serve.structured.bits import bits_of
+from serve.structured.token_mask import SequenceMask
 from tests.support.cuda.device_sampling import make_sampler, step
 from tests.support.engine.fakes import make_seq
 

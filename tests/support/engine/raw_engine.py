@@ -45,7 +45,10 @@ REQUEST = AttachRequest(
     num_pages=40,
     min_pages=1,
     max_rows=64,
+    prefix_only=True,
 )
+WHOLE = replace(REQUEST, prefix_only=False)
+"""For sessions whose rows attend over all keys, their own included."""
 NODE_BYTES = 4 << 20
 """The memory of the node that tests use."""
 PATIENCE_S = 20.0
@@ -89,7 +92,7 @@ class RawEngine:
     def error(self) -> ErrorCode:
         """Returns the error code that the node sends before it ends the connection."""
         header, message = self.receive()
-        while header.kind is Kind.PARTIAL:  # answers to earlier messages
+        while header.kind in (Kind.PARTIAL, Kind.RESULT):  # answers to earlier messages
             header, message = self.receive()
         assert header.kind is Kind.ERROR, header
         content = read_json(memoryview(message))
@@ -129,6 +132,10 @@ class RawEngine:
         content = bytes_of(k) + bytes_of(v)
         self._rows(Kind.UPDATE, number, layer, content, len(k) if rows is None else rows, epoch)
 
+    def own(self, number, layer, k, v, epoch=None, rows=None) -> None:
+        content = bytes_of(k) + bytes_of(v)
+        self._rows(Kind.OWN, number, layer, content, len(k) if rows is None else rows, epoch)
+
     def _rows(self, kind, number, layer, content, rows, epoch):
         epoch = self.request.epoch if epoch is None else epoch
         header = Header(kind, epoch, number, layer, WireType.FLOAT32, rows)
@@ -140,6 +147,12 @@ class RawEngine:
         assert header.layer == layer
         body = memoryview(bytearray(message[HEADER_BYTES:]))
         return self.rows[layer].read_partial(body, header)
+
+    def result(self, layer) -> torch.Tensor:
+        header, message = self.receive()
+        assert header.kind is Kind.RESULT, read_json(memoryview(message))
+        assert header.layer == layer
+        return self.rows[layer].read_result(memoryview(bytearray(message[HEADER_BYTES:])), header)
 
     def map_ranges(self, num_places=2) -> None:
         """Maps pages of its own in each range and group."""
