@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 GUEST := build/guest
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
-.PHONY: serve test test-full test-rest test-rdma check docs format figures cross-aarch64 clean test-faults gpu fuzz
+.PHONY: serve test test-full test-rest test-rdma check docs format figures cross-aarch64 clean test-faults gpu fuzz clients \
+	clients-lock
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run --port $(PORT)
@@ -25,11 +26,37 @@ test: check
 
 test-full: test test-rest
 
-# What `test` leaves out, and property-based tests with all their examples.
+# What `test` leaves out, and property-based tests with all their examples. The tests of client
+# libraries skip where these cannot be installed.
 test-rest: export TEST_PROFILE := thorough
 test-rest: $(VENV)/.dev
+	-$(MAKE) --no-print-directory clients
 	$(BIN)/python -m pytest $(PARALLEL) -m '(exhaustive or property) and not (timing or process)'
 	$(BIN)/python -m pytest -m 'timing or process' --durations 20
+
+# The client libraries of tests/clients, in environments of their own: they talk HTTP and need
+# nothing of this project, and some exclude others. Half a minute, 1.5 GB, the first time.
+CLIENTS := build/clients
+GROUPS := $(patsubst tests/clients/requirements/%.in,%,$(wildcard tests/clients/requirements/*.in))
+UV := $(CLIENTS)/uv/bin/uv
+
+clients: $(GROUPS:%=$(CLIENTS)/%/.installed)
+
+$(UV): | $(VENV)/bin/python
+	$(BIN)/python -m venv $(CLIENTS)/uv
+	$(CLIENTS)/uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+
+$(CLIENTS)/%/.installed: tests/clients/requirements/%.txt | $(UV)
+	$(UV) venv --quiet --clear --python $(abspath $(BIN))/python $(CLIENTS)/$*
+	$(UV) pip install --quiet --no-deps --python $(CLIENTS)/$*/bin/python -r $<
+	touch $@
+
+# Writes the newest versions of the client libraries into the lists that `clients` installs.
+clients-lock: | $(UV)
+	cd tests/clients/requirements && for group in $(GROUPS); do \
+		UV_CUSTOM_COMPILE_COMMAND="make clients-lock" $(abspath $(UV)) pip compile --quiet --upgrade \
+		--universal --python-version 3.11 --no-annotate --override without_torch.txt \
+		$$group.in --output-file $$group.txt || exit 1; done
 
 # The tests that need an RDMA device, over real verbs, in a virtual machine.
 test-rdma: $(VENV)/.dev

@@ -18,7 +18,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 class Cast:
     """The characters and things of one story; `known` has the fields that it has introduced."""
 
-    hero_kind: str  # "" for a child, who has only a name
+    hero_kind: str  # such as "fox" or "king"; "" if the hero is a child
     hero: str
     trait: str
     is_girl: bool
