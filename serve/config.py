@@ -128,7 +128,7 @@ class EngineConfig:
         step times sizes prefill chunks to keep it. None takes inter_token_factor.
     inter_token_factor: how many times as long as its decode rows alone a step may take while
         sequences decode; more when many prompts wait. Infinity lets prefill use the whole token
-        budget; so does LLM by default, since nobody waits there for single tokens.
+        budget; so does LLM by default, since its callers read whole answers.
     max_num_waiting: the most requests that wait; further ones are refused.
     kv_cache_bytes: the bound on physical K/V memory; None takes 40 % of the free memory, and on a
         GPU what the weights and the largest step leave, as measured.

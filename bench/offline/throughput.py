@@ -110,7 +110,7 @@ def throughput(
         compute_threads=compute_threads,
         backend=backend,
         prefix_cache=False,
-        inter_token_factor=math.inf,  # nobody waits for single tokens
+        inter_token_factor=math.inf,  # no stream is read token by token
         seed=0,
     )
     head = tables.Head.now(f"throughput, {engine.model_name}")

@@ -287,7 +287,7 @@ class Calls:
 
 
 def _text(rng: random.Random, most: int) -> str:
-    """Returns 1 to `most` words, some of which nobody has sent before."""
+    """Returns 1 to `most` words. Some of them are random, so that no earlier call had them."""
     words = (
         "".join(rng.choices(_SYLLABLES, k=rng.choice((1, 2, 2, 3, 5))))
         for _ in range(rng.randint(1, most))

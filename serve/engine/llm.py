@@ -107,7 +107,7 @@ class LLM:
         progress: bool = False,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        settings.setdefault("inter_token_factor", math.inf)  # nobody waits for single tokens
+        settings.setdefault("inter_token_factor", math.inf)  # callers read whole answers
         self.config = EngineConfig.from_settings(model, **settings)
         self._loaded = load_engine(self.config, progress=progress)
         self._loaded.core.start()

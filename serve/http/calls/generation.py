@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from serve.engine.request_stream import RequestStream
 
 CHOICES_IN_FLIGHT = 4
-EXPECTED_TOKENS = (
-    1024  # of an answer; the log-probabilities of longer ones are charged as they come
-)
+# of an answer; the log-probabilities of longer ones are charged as they come
+EXPECTED_TOKENS = 1024
 CHARGED_AT_ONCE = 1 << 16
 SUBMITTED_AT_ONCE = 8  # each takes some tenths of a millisecond
 
@@ -91,7 +90,7 @@ class Generation:
         if self._is_counting and delta.logprobs:
             self._num_left -= sum(1 + len(item.top) for item in delta.logprobs)
             if self._num_left < 0:
-                self._charge.add(LOGPROB_BYTES * CHARGED_AT_ONCE)
+                self._charge.grow(LOGPROB_BYTES * CHARGED_AT_ONCE)
                 self._num_left += CHARGED_AT_ONCE
         return checked(delta)
 

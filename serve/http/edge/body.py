@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -14,11 +15,13 @@ from serve.http.edge import limits
 from serve.http.edge.access import API_KEY_HEADER
 from serve.http.edge.connection import Connection
 from serve.http.edge.errors import TIMEOUT_ERROR, ApiError, overloaded
-from serve.http.edge.json_body import parse_object
+from serve.http.edge.json_body import Marks, count_marks, parse_object
 from serve.http.edge.memory_budget import Charge, parsed_bytes
 from serve.http.edge.settings import HttpSettings
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PACED_BYTES = 128 << 10  # bodies are read in turns beyond that
+READS_PER_PASS = 4  # a read returns up to 256 KB, and takes about half a millisecond
 T = TypeVar("T")
 _SINGLE = (
     hdrs.CONTENT_TYPE,
@@ -46,11 +49,37 @@ def check_framing(request: web.BaseRequest) -> None:
 
 class Bodies:
     """Counts the bytes of all bodies that are being read or parsed, and owns the thread that parses
-    large ones. There is one thread, since several would compete for the interpreter."""
+    large ones. There is one thread, since several would compete for the interpreter. Only the event
+    loop uses it."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._thread = ThreadPoolExecutor(1, "mergestep-parse")
+        self._num_turns = READS_PER_PASS
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def turn(self) -> None:
+        """Waits until a large body may be read on: some of them in each pass of the event loop, so
+        that other connections do not wait for all. A connection receives nothing more until what
+        it has received is read."""
+        if self._num_turns == READS_PER_PASS:
+            asyncio.get_running_loop().call_soon(self._next_pass)
+        if self._num_turns:
+            self._num_turns -= 1
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        await waiter
+
+    def _next_pass(self) -> None:
+        self._num_turns = READS_PER_PASS
+        while self._waiting and self._num_turns:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # a client that left has none
+                waiter.set_result(None)
+                self._num_turns -= 1
+        if self._num_turns < READS_PER_PASS:
+            asyncio.get_running_loop().call_soon(self._next_pass)
 
     async def run_in_thread(self, job: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)
@@ -76,18 +105,18 @@ async def read_call(
         pieces = await reader.pieces()
         if reader.size <= settings.parse_inline_bytes:
             return parse(parse_object(b"".join(pieces)))
-        body, num_bytes = await bodies.run_in_thread(lambda: _joined(pieces))
-        charge.add(num_bytes)
-        return await bodies.run_in_thread(lambda: parse(parse_object(body)))
+        body, marks = await bodies.run_in_thread(lambda: _joined(pieces))
+        charge.add(parsed_bytes(len(body), marks))
+        return await bodies.run_in_thread(lambda: parse(parse_object(body, marks)))
     finally:
         bodies.num_bytes -= reader.size
 
 
-def _joined(pieces: list[bytes]) -> tuple[bytes, int]:
-    """Returns a body and the bytes that it takes with its objects. It takes the pieces away."""
+def _joined(pieces: list[bytes]) -> tuple[bytes, Marks]:
+    """Returns a body and its marks. It takes the pieces away."""
     body = b"".join(pieces)
     pieces.clear()
-    return body, parsed_bytes(body, limits.JSON_VALUES, limits.JSON_CONTAINERS)
+    return body, count_marks(body)
 
 
 def _bad_framing(message: str) -> ApiError:
@@ -140,6 +169,8 @@ class _BodyReader:
                     self._take(len(piece))
                     deadline.reschedule(self._due_s(began_s))
                     pieces.append(piece)
+                    if self.size >= PACED_BYTES:
+                        await self._bodies.turn()
                 self._check_padding()
         except TimeoutError:
             raise ApiError(

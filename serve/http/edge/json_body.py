@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -19,14 +19,38 @@ from serve.http.edge.limits import INTEGER_CHARS, JSON_CONTAINERS, JSON_DEPTH, J
 # the closing quote is optional, so that an unterminated string is scanned once
 _STRING_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[,:{\[]', re.DOTALL)
 _OPENING, _BETWEEN = b"{[", b",:"
+_COUNT_BYTES = 64 << 10  # how much is searched at once, since that holds the interpreter
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object in `body`. Raises ApiError otherwise."""
+class Marks(NamedTuple):
+    """How many marks of JSON a body has, those in its texts included, and whether it has a
+    backslash."""
+
+    num_between: int  # commas and colons
+    num_opening: int  # of objects and lists
+    has_escape: bool
+
+
+def count_marks(body: bytes) -> Marks:
+    """Counts in pieces, so that other threads go on between them."""
+    num_between = num_opening = 0
+    has_escape = False
+    for start in range(0, len(body), _COUNT_BYTES):
+        end = start + _COUNT_BYTES
+        num_between += body.count(b",", start, end) + body.count(b":", start, end)
+        num_opening += body.count(b"{", start, end) + body.count(b"[", start, end)
+        has_escape = has_escape or body.find(b"\\", start, end) >= 0
+    return Marks(num_between, num_opening, has_escape)
+
+
+def parse_object(body: bytes, marks: Marks | None = None) -> dict[str, Any]:
+    """Returns the JSON object in `body`. marks: its marks, if they have been counted. Raises
+    ApiError if it is no object."""
     if not body:
         raise ApiError(400, "the request body is empty", code="invalid_json")
-    _check_size(body)
+    marks = marks or count_marks(body)
+    _check_size(body, marks)
     try:
         value = _DECODER.decode(body.decode("utf-8"))
     except UnicodeDecodeError:
@@ -37,18 +61,17 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _invalid(f"the request body is not valid JSON: {exc}") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the request body must be a JSON object", code="invalid_type")
-    _check_depth(body, value)
-    if _SURROGATE_ESCAPE.search(body):
+    if marks.num_opening > JSON_DEPTH:
+        _check_depth(value)
+    if marks.has_escape and _SURROGATE_ESCAPE.search(body):
         _check_surrogates(value)
     return value
 
 
-def _check_size(body: bytes) -> None:
+def _check_size(body: bytes, marks: Marks) -> None:
     """Refuses too many values before any object is made: `{}` is two bytes, and many more in
     memory."""
-    num_values = body.count(b",") + body.count(b":")
-    num_containers = body.count(b"{") + body.count(b"[")
-    if num_values <= JSON_VALUES and num_containers <= JSON_CONTAINERS:
+    if marks.num_between <= JSON_VALUES and marks.num_opening <= JSON_CONTAINERS:
         return
     num_values = num_containers = 0
     for match in _STRING_OR_MARK.finditer(body):  # step by step, so that other threads go on
@@ -109,9 +132,7 @@ _DECODER = json.JSONDecoder(
 )
 
 
-def _check_depth(body: bytes, value: dict[str, Any]) -> None:
-    if body.count(b"[") + body.count(b"{") <= JSON_DEPTH:
-        return
+def _check_depth(value: dict[str, Any]) -> None:
     level: list[Any] = [value]
     depth = 0
     while level:

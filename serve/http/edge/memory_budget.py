@@ -19,6 +19,8 @@ from contextlib import suppress
 from typing import TypeVar
 
 from serve.http.edge.errors import ApiError, overloaded
+from serve.http.edge.json_body import Marks
+from serve.http.edge.limits import JSON_CONTAINERS, JSON_VALUES
 from serve.machine import trim_heap
 
 BODY_BYTES = 2  # for a byte of a body: itself and its text
@@ -71,6 +73,13 @@ class MemoryBudget:
         threading.Thread(target=self._trim, name="mergestep-trim", daemon=True).start()
 
 
+def _no_memory_left() -> ApiError:
+    return overloaded(
+        "the server has no memory left for more requests of this size at once",
+        code="memory_budget",
+    )
+
+
 class Charge:
     """The part of the budget that one call takes."""
 
@@ -93,10 +102,16 @@ class Charge:
                 code="request_too_large",
             )
         if budget.num_bytes + num_bytes > budget.limit:
-            raise overloaded(
-                "the server has no memory left for more requests of this size at once",
-                code="memory_budget",
-            )
+            raise _no_memory_left()
+        self.grow(num_bytes)
+
+    def grow(self, num_bytes: int) -> None:
+        """Adds to the charge of work that has begun. Since a refusal ends an answer in its middle,
+        such work may take as much again as the limit, and new work is refused meanwhile. Raises
+        ApiError 429 beyond that."""
+        budget = self._budget
+        if budget.num_bytes + num_bytes > 2 * budget.limit:
+            raise _no_memory_left()
         budget.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
@@ -132,12 +147,12 @@ class Charge:
             self.reduce(self.num_bytes)
 
 
-def parsed_bytes(body: bytes, max_values: int, max_containers: int) -> int:
-    """Returns the bytes that a body and the objects parsed from it take. The limits are those of
-    the parser: texts may have more marks than that."""
-    num_values = min(max_values, body.count(b",") + body.count(b":"))
-    num_containers = min(max_containers, body.count(b"{") + body.count(b"["))
-    return BODY_BYTES * len(body) + VALUE_BYTES * num_values + CONTAINER_BYTES * num_containers
+def parsed_bytes(size: int, marks: Marks) -> int:
+    """Returns the bytes that a body of a size and the objects parsed from it take. Its texts may
+    have more marks than the parser allows."""
+    num_values = min(JSON_VALUES, marks.num_between)
+    num_containers = min(JSON_CONTAINERS, marks.num_opening)
+    return BODY_BYTES * size + VALUE_BYTES * num_values + CONTAINER_BYTES * num_containers
 
 
 def encode_bytes(text: str) -> int:

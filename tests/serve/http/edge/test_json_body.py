@@ -8,7 +8,7 @@ import time
 import pytest
 
 from serve.http.edge.errors import ApiError
-from serve.http.edge.json_body import parse_object
+from serve.http.edge.json_body import Marks, count_marks, parse_object
 from serve.http.edge.limits import JSON_DEPTH
 
 REFUSED = {
@@ -111,3 +111,10 @@ def test_too_many_values_are_refused_before_parsing(body: bytes, message: str) -
 def test_brackets_in_strings_do_not_count() -> None:
     text = '[{,:\\"' * 300_000
     assert len(parse_object(b'{"a":"' + text.encode() + b'"}')["a"]) == 5 * 300_000
+
+
+def test_marks_are_counted_across_pieces() -> None:
+    body = b",:{[\\" * 50_000
+    assert count_marks(body) == Marks(100_000, 100_000, True)
+    assert count_marks(body[:-1].replace(b"\\", b"]") + b"\\") == Marks(100_000, 100_000, True)
+    assert count_marks(b"{}") == Marks(0, 1, False)

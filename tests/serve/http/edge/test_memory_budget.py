@@ -12,7 +12,9 @@ import pytest
 from serve.http.calls.generation import CHARGED_AT_ONCE, EXPECTED_TOKENS
 from serve.http.edge import limits
 from serve.http.edge.errors import ApiError
+from serve.http.edge.json_body import count_marks
 from serve.http.edge.memory_budget import (
+    BODY_BYTES,
     ENCODE_BYTES,
     LOGPROB_BYTES,
     TRIM_BYTES,
@@ -54,6 +56,19 @@ def test_a_charge_is_added_refused_and_released() -> None:
         assert budget.num_bytes == 0
 
     asyncio.run(main())
+
+
+def test_work_that_has_begun_may_take_twice_the_limit() -> None:
+    budget = MemoryBudget(100)
+    charge, other = budget.charge(), budget.charge()
+    charge.add(90)
+    charge.grow(110)
+    with pytest.raises(ApiError, match="no memory left"):
+        charge.grow(1)
+    with pytest.raises(ApiError, match="no memory left"):
+        other.add(1)
+    assert (charge.num_bytes, budget.num_bytes) == (200, 200)
+    budget.close()
 
 
 def test_a_cancelled_call_is_charged_until_its_thread_is_done() -> None:
@@ -128,10 +143,11 @@ def test_memory_is_trimmed_after_large_work_only(monkeypatch: pytest.MonkeyPatch
 def test_estimates() -> None:
     assert encode_bytes("a" * 100) == 100 * ENCODE_BYTES
     assert encode_bytes("👍" * 100) == 200 * ENCODE_BYTES
-    nothing = parsed_bytes(b'{"a": "b"}', 10, 10)
-    assert parsed_bytes(b'{"a": [1, 2, 3]}', 10, 10) > nothing
-    full = parsed_bytes(b"{" * 1000, 10, 10)
-    assert full < 10_000, "there are never more objects than the parser allows"
+    nothing = _parsed_bytes(b'{"a": "b"}')
+    assert _parsed_bytes(b'{"a": [1, 2, 3]}') > nothing
+    most = limits.JSON_CONTAINERS
+    grown = _parsed_bytes(b"{" * (most + 1000)) - _parsed_bytes(b"{" * most)
+    assert grown == 1000 * BODY_BYTES, "there are never more objects than the parser allows"
 
 
 def test_the_largest_text_fits_the_default_budget() -> None:
@@ -139,8 +155,11 @@ def test_the_largest_text_fits_the_default_budget() -> None:
 
     text = "👍" * MAX_TEXT_CHARS
     body = json.dumps({"prompt": text}, ensure_ascii=False).encode()
-    parsed = parsed_bytes(body, limits.JSON_VALUES, limits.JSON_CONTAINERS)
-    assert encode_bytes(text) + parsed <= limits.WORK_BYTES
+    assert encode_bytes(text) + _parsed_bytes(body) <= limits.WORK_BYTES
+
+
+def _parsed_bytes(body: bytes) -> int:
+    return parsed_bytes(len(body), count_marks(body))
 
 
 def test_texts_beyond_the_budget_are_refused_and_the_rest_is_answered() -> None:
@@ -218,7 +237,8 @@ def test_a_reader_that_leaves_in_the_middle_of_an_answer() -> None:
 
 
 def test_log_probabilities_are_charged_before_and_as_they_come() -> None:
-    """An answer of unknown length is charged for 1,024 tokens, and for more as they come."""
+    """An answer of unknown length is charged for 1,024 tokens, and for more as they come. It is
+    never ended for that; new calls are refused meanwhile."""
     body = {**BODY, "logprobs": True, "top_logprobs": 1}
     charged: list[int] = []
 
@@ -229,10 +249,14 @@ def test_log_probabilities_are_charged_before_and_as_they_come() -> None:
         posting = asyncio.create_task(served.post(CHAT, {**body, "max_tokens": 10_000}))
         await served.until(lambda: len(served.engine.running) == 1)
         while not posting.done():
-            charged.append(budget.num_bytes)
+            if budget.num_bytes not in charged[-1:]:
+                charged.append(budget.num_bytes)
+            if budget.num_bytes > limit:
+                status, answer = await served.post(CHAT, {**body, "max_tokens": 10})
+                assert (status, answer["error"]["code"]) == (429, "memory_budget")
             await asyncio.sleep(0.001)
         status, answer = await posting
-        assert (status, answer["error"]["code"]) == (429, "memory_budget")
+        assert status == 200 and len(answer["choices"][0]["logprobs"]["content"]) == 10_000
         assert budget.num_bytes == others and not served.engine.running
         other.release()
         status, answer = await served.post(CHAT, {**body, "max_tokens": 1000})
@@ -249,4 +273,4 @@ def test_log_probabilities_are_charged_before_and_as_they_come() -> None:
     others = limit - 2 * expected
     engine = FakeEngine(repeat=1000, max_model_len=20_000)
     run_with_server(engine, check, max_work_bytes=limit)
-    assert max(charged) == others + expected
+    assert max(charged) == others + limit and others + expected in charged
