@@ -309,6 +309,7 @@ class Engine:
         """Returns the resident memory of the child processes by name. Any thread may call it."""
         template = self.loaded.template
         return {
+            "tokenizer": self.loaded.tokenizer.worker_bytes(),
             "chat_template": 0 if template is None else template.worker_bytes(),
             "grammar": self.loaded.core.view.grammar_worker_bytes(),
         }

@@ -67,6 +67,7 @@ class LoadedEngine:
 
     def close(self) -> None:
         """Stops the core and frees all memory. It blocks until that is done. Idempotent."""
+        self.tokenizer.close()
         self.core.shutdown()
         if self.template is not None:
             self.template.close()

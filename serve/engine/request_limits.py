@@ -14,6 +14,10 @@ from serve.request import Request
 from serve.sampling_params import SamplingParams
 from serve.text.tokenizer import Tokenizer
 
+SURE_CHARS = 4  # for each token of the context: longer texts are counted in pieces first
+PIECE_CHARS = 1 << 16
+CUT_MARGIN = 1.125  # a cut makes a few tokens more
+
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
@@ -59,9 +63,17 @@ def check_request(request: Request, token_ids: Sequence[int], limits: RequestLim
 def check_text(text: str, tokenizer: Tokenizer, limits: RequestLimits) -> None:
     """Raises ContextLengthError for a text that cannot fit whatever its tokens are, before time
     is spent on tokenizing it."""
-    longest = tokenizer.max_piece_bytes
-    if longest is not None and len(text) > limits.max_model_len * longest:
-        raise _too_long(limits.max_model_len, 0, f"at least {-(-len(text) // longest)}")
+    longest, most = tokenizer.max_piece_bytes, limits.max_model_len
+    if longest is not None and len(text) > most * longest:
+        raise _too_long(most, 0, f"at least {-(-len(text) // longest)}")
+    if len(text) <= max(PIECE_CHARS, SURE_CHARS * most):
+        return
+    count = 0
+    for start in range(0, len(text), PIECE_CHARS):
+        piece = text[start : start + PIECE_CHARS]
+        count += len(tokenizer.encode(piece, add_special_tokens=False))
+        if count > CUT_MARGIN * most:
+            raise _too_long(most, 0, f"at least {most + 1}")
 
 
 def _too_long(context: int, num_output: int, num_prompt: int | str) -> ContextLengthError:

@@ -30,6 +30,7 @@ class LoadedText:
     chat_problem: Future[str | None]
 
     def close(self) -> None:
+        self.tokenizer.close()
         if self.template is not None:
             self.template.close()
 

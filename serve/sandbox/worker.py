@@ -81,10 +81,20 @@ class BoundedWorker:
         child = self._child
         return 0 if child is None else process_bytes(child.process.pid)
 
+    def rest(self) -> None:
+        """Ends the child process unless it is answering. The next call starts another one."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._stop()
+            finally:
+                self._lock.release()
+
     def close(self) -> None:
-        """Ends the child process and waits for it. Idempotent."""
+        """Ends the child process, whose call fails, and waits for it. Idempotent."""
+        self._is_closed = True
+        if (child := self._child) is not None:
+            child.process.kill()
         with self._lock:
-            self._is_closed = True
             self._stop()
 
     def __del__(self) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from serve.errors import ModelLoadError, RequestError
+from serve.errors import ModelLoadError
+from serve.text.large_texts import LargeTexts, encode_error
 from serve.text.sentencepiece_codec import SPACE, piece_bytes
 from serve.text.tokenizer_check import CheckedFile
 from serve.text.tokenizer_worker import MAX_VOCAB, is_panic, load_fast
 
 LONG_TEXT = 4096
-MAX_MESSAGE_CHARS = 200
 
 
 class FastCodec:
@@ -28,6 +28,7 @@ class FastCodec:
                 raise
             raise ModelLoadError(f"{file.path} cannot be used: {error}") from error
         self._limits = file.limits
+        self.large = LargeTexts(file, self._normalize)
         self._plain: FastTokenizer | None = None
         self._plain_lock = threading.Lock()
         vocab: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
@@ -41,7 +42,8 @@ class FastCodec:
         self.pieces, self.strips_leading_space = _fast_pieces(file.decoder, vocab, self.size)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._encode(self._fast, text, add_special_tokens)
+        kind = "special" if add_special_tokens else "bare"
+        return self._encode(self._fast, text, kind)
 
     def encode_plain(self, text: str) -> list[int]:
         with self._plain_lock:
@@ -50,17 +52,20 @@ class FastCodec:
                 plain = FastTokenizer.from_str(self._fast.to_str())
                 plain.encode_special_tokens = True
                 self._plain = plain
-        return self._encode(self._plain, text, False)
+        return self._encode(self._plain, text, "plain")
 
     def _normalize(self, text: str) -> str:
         normalizer = self._fast.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
-    def _encode(self, fast: FastTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, fast: FastTokenizer, text: str, kind: str) -> list[int]:
         """Encodes the text. RequestError if the library panics, as regular expressions may, or has
         no token for a part of the text."""
+        add_special_tokens = kind == "special"
         try:
             self._limits.check(text, self._normalize)
+            if self.large.has(text):
+                return self.large.encode(text, kind)
             if len(text) < LONG_TEXT:
                 return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
             # Only a batch call releases the GIL. This one finds no offsets of the tokens in the
@@ -70,10 +75,8 @@ class FastCodec:
         except BaseException as error:
             if type(error) is not Exception and not is_panic(error):
                 raise
-            message = "the tokenizer cannot split the text"
-            if type(error) is Exception:  # the library's own
-                message = f"the tokenizer cannot encode the text: {error}"[:MAX_MESSAGE_CHARS]
-            raise RequestError(message, param="prompt", code="invalid_prompt") from None
+            problem = str(error) if type(error) is Exception else "it cannot be split"
+            raise encode_error(problem) from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         ids, skips = list(token_ids), skip_special_tokens

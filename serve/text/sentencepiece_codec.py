@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serve.errors import ModelLoadError
+from serve.text.large_texts import LargeTexts
 from serve.text.tokenizer_check import CheckedFile
 from serve.text.tokenizer_worker import load_sentencepiece
 
@@ -28,6 +29,7 @@ class SentencePieceCodec:
         except (OSError, RuntimeError, ValueError, TypeError) as error:
             raise ModelLoadError(f"{file.path} cannot be used: {error}") from error
         self._limits = file.limits
+        self.large = LargeTexts(file, self._first.normalize)
         if self.size < 1:
             raise ModelLoadError(f"{file.path} has an empty vocabulary")
         names = [str(self._first.id_to_piece(index)) for index in range(self.size)]
@@ -77,6 +79,8 @@ class SentencePieceCodec:
         if not text:
             return []
         self._limits.check(text, self._first.normalize)
+        if self.large.has(text):
+            return self.large.encode(text, "first" if is_first else "rest")
         ids: list[int] = (self._first if is_first else self._rest).encode(text)
         return ids
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from serve.errors import ModelLoadError, RequestError
 from serve.text.fast_codec import FastCodec
+from serve.text.large_texts import LargeTexts
 from serve.text.sentencepiece_codec import SentencePieceCodec
 from serve.text.tokenizer_check import check_file
 from serve.text.tokenizer_config import (
@@ -33,6 +34,7 @@ class _Codec(Protocol):
     special: dict[int, str]
     pieces: list[bytes] | None
     strips_leading_space: bool
+    large: LargeTexts
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def encode_plain(self, text: str) -> list[int]: ...
@@ -102,6 +104,14 @@ class Tokenizer:
         if not 0 <= token_id < len(self.pieces):
             return ""
         return self.pieces[token_id].decode("utf-8", errors="replace")
+
+    def worker_bytes(self) -> int:
+        """Returns the resident memory of the child process that encodes large texts."""
+        return self._codec.large.worker_bytes()
+
+    def close(self) -> None:
+        """Ends the child process that encodes large texts. Idempotent."""
+        self._codec.large.close()
 
     @property
     def max_piece_bytes(self) -> int | None:

@@ -85,6 +85,7 @@ class CheckedFile:
 
     path: Path
     data: bytes = field(repr=False)
+    sha256: str
     declared: object = None
     names: tuple[str, ...] = ()
     limits: TextLimits = TextLimits()
@@ -94,7 +95,7 @@ class CheckedFile:
 def check_file(path: Path, declared: object = None, names: tuple[str, ...] = ()) -> CheckedFile:
     """Reads and checks a tokenizer.json or a tokenizer.model. ModelLoadError names the file."""
     data = read_bytes(path, MAX_FILE_BYTES)
-    question = {
+    question: dict[str, Any] = {
         "file": str(path),
         "sha256": hashlib.sha256(data).hexdigest(),
         "declared": declared,
@@ -112,7 +113,8 @@ def check_file(path: Path, declared: object = None, names: tuple[str, ...] = ())
             _accepted.pop(next(iter(_accepted)))
         _accepted[key] = answer
     limits = TextLimits(answer["growth"], tuple(answer["squares"].items()))
-    return CheckedFile(path, data, declared, names, limits, answer.get("decoder"))
+    sha256 = question["sha256"]
+    return CheckedFile(path, data, sha256, declared, names, limits, answer.get("decoder"))
 
 
 def _describe(data: bytes) -> dict[str, Any]:
@@ -122,8 +124,13 @@ def _describe(data: bytes) -> dict[str, Any]:
     return {"growth": growth, "squares": {}, "decoder": description.get("decoder")}
 
 
+def library_of(path: Path) -> str:
+    """Returns the library that reads a tokenizer's file."""
+    return "sentencepiece" if path.suffix == ".model" else "tokenizers"
+
+
 def _ask(question: dict[str, Any], size_bytes: int) -> dict[str, Any]:
-    library = "sentencepiece" if question["file"].endswith(".model") else "tokenizers"
+    library = library_of(Path(question["file"]))
     worker = BoundedWorker(
         Path(__file__).with_name("tokenizer_worker.py"),
         lambda: {"library": library},

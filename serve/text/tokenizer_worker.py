@@ -17,6 +17,7 @@ import re
 import signal
 import time
 import unicodedata
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -315,9 +316,12 @@ def prepare(setup: dict[str, Any]) -> dict[str, Any]:
     return setup
 
 
-def start(_: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def start(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Returns the function from {"file", "sha256", "declared", "names"} to {"error"} or to
-    {"growth", "squares", "decoder"}: see check_description and try_texts."""
+    {"growth", "squares", "decoder"}: see check_description and try_texts. With a file in the setup
+    it returns that of `make_encoder`."""
+    if "file" in setup:
+        return make_encoder(setup)
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -334,10 +338,52 @@ def start(_: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return answer
 
 
-def _check(question: dict[str, Any]) -> dict[str, Any]:
+def make_encoder(file: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Returns the function from {"text", "kind"} to {"ids"} (uint32, base64) or to {"error"}.
+
+    file: has "file", "sha256", "declared" and "names". kind: "special" adds the tokens around a
+    text, "bare" does not, and "plain" has no special tokens in it either. For sentencepiece it is
+    "first" or "rest".
+    """
+    data = _read(file)
+    if file["library"] == "sentencepiece":
+        first, rest = load_sentencepiece(data)
+
+        def encode(text: str, kind: str) -> list[int]:
+            ids: list[int] = (first if kind == "first" else rest).encode(text)
+            return ids
+    else:
+        fast = load_fast(data, file["declared"], file["names"])
+
+        def encode(text: str, kind: str) -> list[int]:
+            fast.encode_special_tokens = kind == "plain"
+            return list(fast.encode_batch_fast([text], add_special_tokens=kind == "special")[0].ids)
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        try:
+            ids = array("I", encode(question["text"], question["kind"]))
+        except MemoryError:
+            return {"error": "it takes too much memory"}
+        except BaseException as error:
+            if is_panic(error):
+                return {"error": "it cannot be split, or not in the memory for it"}
+            if not isinstance(error, Exception):
+                raise
+            return {"error": str(error)[:_MAX_MESSAGE_CHARS]}
+        return {"ids": base64.b64encode(ids.tobytes()).decode()}
+
+    return answer
+
+
+def _read(question: dict[str, Any]) -> bytes:
     data = Path(question["file"]).read_bytes()
     if hashlib.sha256(data).hexdigest() != question["sha256"]:
-        raise Refused("has changed while it was read")
+        raise Refused("has changed since it was read")
+    return data
+
+
+def _check(question: dict[str, Any]) -> dict[str, Any]:
+    data = _read(question)
     if question["file"].endswith(".model"):
         return _check_sentencepiece(data)
     description = read_description(data)

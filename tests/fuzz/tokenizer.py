@@ -60,7 +60,7 @@ def run(data: bytes) -> None:
     limits = TextLimits(answer["growth"], tuple(answer["squares"].items()))
     before = process_bytes()
     try:
-        codec = FastCodec(CheckedFile(file, data, None, NAMES, limits, answer["decoder"]))
+        codec = FastCodec(CheckedFile(file, data, digest, None, NAMES, limits, answer["decoder"]))
     except ModelLoadError:
         return
     for text in TEXTS:

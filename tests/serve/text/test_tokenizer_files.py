@@ -157,7 +157,7 @@ def test_an_endless_regular_expression_is_a_request_error(tmp_path: Path) -> Non
     tokenizer = Tokenizer.load(path)
     for encode in (tokenizer.encode, tokenizer.encode_plain):
         for text in ("a" * 600 + "cb", "a" * 6000 + "cb"):
-            with pytest.raises(RequestError, match="cannot split") as caught:
+            with pytest.raises(RequestError, match="cannot be split") as caught:
                 encode(text)
             assert (caught.value.param, caught.value.code) == ("prompt", "invalid_prompt")
         assert tokenizer.decode(encode("fox"))
