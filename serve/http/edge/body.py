@@ -106,7 +106,7 @@ async def read_call(
         if reader.size <= settings.parse_inline_bytes:
             return parse(parse_object(b"".join(pieces)))
         body, marks = await bodies.run_in_thread(lambda: _joined(pieces))
-        charge.add(parsed_bytes(len(body), marks))
+        charge.add(parsed_bytes(len(body), marks), is_body=True)
         return await bodies.run_in_thread(lambda: parse(parse_object(body, marks)))
     finally:
         bodies.num_bytes -= reader.size

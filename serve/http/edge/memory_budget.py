@@ -32,6 +32,7 @@ DECODE_BYTES = 160  # for a token to decode
 LOGPROB_BYTES = 280  # for a log-probability in an answer: its objects and its JSON
 EMBEDDING_BYTES = 8  # for a number of an embedding
 STORED_BYTES = 8  # for a byte of a stored response that is parsed again
+BODY_SHARE = 0.25
 TRIM_BYTES = 32 << 20
 _TRIM_WAIT_S = 0.5
 _THREADS = 2
@@ -89,9 +90,11 @@ class Charge:
         self._budget = budget
         self.num_bytes = 0
 
-    def add(self, num_bytes: int, param: str | None = None) -> None:
+    def add(self, num_bytes: int, param: str | None = None, *, is_body: bool = False) -> None:
         """Raises ApiError 429 if there is no room now, and 400 if there never is. param: the field
-        that makes the work large."""
+        that makes the work large. is_body: it is a call's body, which every call of some length
+        has: BODY_SHARE of the budget is for bodies alone, so that they find room beside large
+        work."""
         budget = self._budget
         if self.num_bytes + num_bytes > budget.limit:
             raise ApiError(
@@ -101,7 +104,11 @@ class Charge:
                 param=param,
                 code="request_too_large",
             )
-        if budget.num_bytes + num_bytes > budget.limit:
+        num_others = budget.num_bytes - self.num_bytes
+        allowed = budget.limit
+        if num_others and not is_body:
+            allowed -= int(BODY_SHARE * budget.limit)
+        if budget.num_bytes + num_bytes > allowed:
             raise _no_memory_left()
         self.grow(num_bytes)
 

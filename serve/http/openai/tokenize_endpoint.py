@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -127,8 +128,10 @@ def tokenize_routes(context: ApiContext) -> list[Route]:
 
         if len(tokens) <= INLINE_VALUES:
             return json_response({"prompt": decode()}, call.request_id)
-        charge.add(DECODE_BYTES * len(tokens), "tokens")
+        needed = DECODE_BYTES * len(tokens)
+        charge.add(needed, "tokens")
         text = await charge.run(decode)
+        charge.reduce(max(0, needed - sys.getsizeof(text)))
         return _answer(_detokenize_pieces(text), len(text), call.request_id)
 
     async def info(call: Call) -> web.Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 from functools import partial
@@ -144,9 +143,8 @@ class _Endpoints:
 
         def keep(response: dict[str, Any]) -> None:
             if head["store"]:
-                item_ids = tuple(item["id"] for item in response["output"])
-                body = orjson.dumps(response)
-                self._store.put(head["id"], StoredResponse(_owner(call), body, history, item_ids))
+                stored = StoredResponse.of(_owner(call), response, history)
+                self._store.put(head["id"], stored)
 
         tokenizer = call.engine.tokenizer
         writer = ResponseWriter(run, head, tokenizer, streams=asked.stream, on_end=keep)
@@ -184,7 +182,8 @@ class _Endpoints:
         own_bytes = call.request.content_length
         inline_bytes = self._context.settings.parse_inline_bytes
         if own_bytes is None or own_bytes + num_bytes > inline_bytes:
-            return await asyncio.to_thread(gather)
+            # one thread for all, which works on after its client has left
+            return await self._context.bodies.run_in_thread(gather)
         return gather()
 
     def _previous(self, response_id: str | None, owner: str) -> StoredResponse | None:

@@ -12,6 +12,7 @@ import orjson
 from serve.http.responses.listing import kept_items
 
 ENTRY_BYTES = 1024  # beside the texts: ids, objects, table entries
+PARSED_BYTES = 1 << 18
 ITEM_BYTES = 256  # an id and its table entry
 
 
@@ -21,18 +22,29 @@ class StoredResponse:
 
     owner: the client that may see it. body: the response as JSON. history: lists of items as JSON,
     in order, which are the model's whole input without the instructions; continued conversations
-    share the lists of their beginning. item_ids: the ids of the output's items.
+    share the lists of their beginning. item_ids: the ids of the output's items. kept: the output as
+    the history of a response that continues this one; None for a small body, from which it is made.
     """
 
     owner: str
     body: bytes
     history: tuple[bytes, ...]
     item_ids: tuple[str, ...] = ()
+    kept: bytes | None = None
+
+    @classmethod
+    def of(cls, owner: str, response: dict[str, Any], history: tuple[bytes, ...]) -> StoredResponse:
+        output = response["output"]
+        body = orjson.dumps(response)
+        # parsing a large one, which has log-probabilities, would hold the interpreter for long
+        kept = orjson.dumps(list(kept_items(output))) if len(body) > PARSED_BYTES else None
+        return cls(owner, body, history, tuple(item["id"] for item in output), kept)
 
     @property
     def size_bytes(self) -> int:
         items = ITEM_BYTES * len(self.item_ids)
-        return len(self.body) + sum(map(len, self.history)) + items + ENTRY_BYTES
+        texts = sum(map(len, (self.body, self.kept or b"", *self.history)))
+        return texts + items + ENTRY_BYTES
 
     def output(self) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = orjson.loads(self.body)["output"]
@@ -43,7 +55,10 @@ class StoredResponse:
 
     def continued(self) -> tuple[bytes, ...]:
         """Returns the history that precedes the input of a response that continues this one."""
-        return (*self.history, orjson.dumps(list(kept_items(self.output()))))
+        own = self.kept
+        if own is None:
+            own = orjson.dumps(list(kept_items(self.output())))
+        return (*self.history, own)
 
 
 @dataclass(slots=True)

@@ -6,9 +6,11 @@ import random
 
 import aiohttp
 import orjson
+import pytest
 import uvloop
 
 from serve.http import HttpServer, HttpSettings
+from serve.http.responses import store
 from serve.http.responses.store import ENTRY_BYTES, ResponseStore, StoredResponse
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.running_server import Served, run_with_server
@@ -157,3 +159,14 @@ def test_a_key_sees_only_its_own_responses() -> None:
                 assert response.status == 200
 
     uvloop.run(main())
+
+
+def test_a_large_response_is_continued_without_parsing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": [{"a": 1}]}
+    response = {"output": [{"id": "msg_1", "type": "message", "content": [part]}]}
+    small = StoredResponse.of("", response, (b"[0]",))
+    monkeypatch.setattr(store, "PARSED_BYTES", 10)
+    large = StoredResponse.of("", response, (b"[0]",))
+    assert small.kept is None and large.kept is not None
+    assert large.continued() == small.continued()
+    assert large.size_bytes == small.size_bytes + len(large.kept)
