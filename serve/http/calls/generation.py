@@ -23,7 +23,7 @@ CHOICES_IN_FLIGHT = 4
 # of an answer; the log-probabilities of longer ones are charged as they come
 EXPECTED_TOKENS = 1024
 CHARGED_AT_ONCE = 1 << 16
-SUBMITTED_AT_ONCE = 8  # each takes some tenths of a millisecond
+SUBMITTED_AT_ONCE = 2  # each takes some tenths of a millisecond
 
 
 class Generation:
