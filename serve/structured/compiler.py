@@ -19,11 +19,13 @@ from llguidance import LLMatcher, LLTokenizer
 
 from serve.errors import RequestError
 from serve.sandbox.worker import BoundedWorker, WorkerError
-from serve.structured.grammar_source import PARAM, grammar_of, invalid
+from serve.structured.grammar_source import grammar_of
 from serve.structured.grammar_worker import Vocabulary, make_matcher, make_tokenizer, problem_of
 from serve.structured.json_limits import JsonForm
 from serve.structured.json_tokens import JsonTokens
+from serve.structured.refusal import PARAM, invalid
 from serve.structured.schema_ends import pattern_ends, required_names, shortest_sizes
+from serve.structured.schema_walk import Work
 from serve.structured_output import StructuredOutput
 from serve.text.tokenizer import Tokenizer
 
@@ -162,7 +164,8 @@ class GrammarCompiler:
             self._json_tokens = JsonTokens(self._tokens(), self._ll_tokenizer.tokenize_str)
         tokens = self._json_tokens
         count = tokens.counter()
-        sizes = [shortest_sizes(schema, count) for schema in schemas]
+        work = Work()
+        sizes = [shortest_sizes(schema, count, work) for schema in schemas]
         names = [f'{name}"' for name in (pattern_ends(schemas) | required_names(schemas))]
         return JsonForm(
             tokens,

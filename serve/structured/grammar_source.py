@@ -12,11 +12,12 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from serve.errors import RequestError
+from serve.structured.refusal import invalid
 from serve.structured.schema_choices import split_choices
 from serve.structured.schema_closing import close_objects
 from serve.structured.schema_ends import has_finite_text
 from serve.structured.schema_numbers import fit_numbers
+from serve.structured.schema_walk import Work
 from serve.structured_output import JSON_OPTIONS, StructuredOutput
 
 MAX_SOURCE_BYTES = 128 << 10
@@ -29,8 +30,6 @@ MAX_REPEATS = 1 << 16  # repetitions of characters
 MAX_ITEMS = 10_000
 MAX_REGEX_SIZE = 4096  # characters with repetitions multiplied, which bounds a matcher step
 MAX_GROUPS = 32
-
-PARAM = "structured"
 
 _COUNTS = {
     "minLength": MAX_REPEATS,
@@ -69,12 +68,13 @@ def grammar_of(
     if "\0" in source:
         raise invalid("has a zero character")
     found: list[Any] = [] if schemas is None else schemas
+    work = Work()
     match structured.kind:
         case "json_object":
             found.append({"type": "object"})
             return _json_grammar(found[0])
         case "json_schema":
-            found.append(_prepared(_schema(source), closed))
+            found.append(_prepared(_schema(source, work), closed, work))
             return _json_grammar(found[0])
         case "regex":
             check_regex(source)
@@ -82,12 +82,8 @@ def grammar_of(
         case "choice":
             return LLMatcher.grammar_from_lark("start: " + " | ".join(_choices(source)))
         case "grammar":
-            return LLMatcher.grammar_from_lark(_lark(source, found, closed))
+            return LLMatcher.grammar_from_lark(_lark(source, found, closed, work))
     raise invalid("is of an unknown kind")
-
-
-def invalid(problem: str) -> RequestError:
-    return RequestError(f"structured {problem}", param=PARAM, code="invalid_schema")
 
 
 def _json_grammar(schema: dict[str, Any]) -> str:
@@ -99,10 +95,11 @@ def _json_grammar(schema: dict[str, Any]) -> str:
         raise invalid("has a number that JSON cannot represent") from None
 
 
-def _prepared(schema: dict[str, Any], closed: bool) -> dict[str, Any]:
+def _prepared(schema: dict[str, Any], closed: bool, work: Work) -> dict[str, Any]:
     """Returns the schema as the grammar library takes it. It allows what the schema allows, but for
     what the library cannot express and with `closed` for properties without a name."""
-    return close_objects(split_choices(fit_numbers(schema, invalid, bounded=closed)), every=closed)
+    schema = split_choices(fit_numbers(schema, bounded=closed), work)
+    return close_objects(schema, work, every=closed)
 
 
 def _parsed(source: str) -> Any:
@@ -114,11 +111,11 @@ def _parsed(source: str) -> Any:
         raise invalid("is not valid JSON") from None
 
 
-def _schema(source: str) -> dict[str, Any]:
+def _schema(source: str, work: Work) -> dict[str, Any]:
     schema = _parsed(source)
     if not isinstance(schema, dict):
         raise invalid("must be a schema that is an object")
-    check_schema(schema)
+    _check_schema(schema, work)
     return schema
 
 
@@ -142,7 +139,7 @@ def _check_text(text: str) -> None:
 # -- JSON schemas
 
 
-def check_schema(schema: dict[str, Any]) -> None:
+def _check_schema(schema: dict[str, Any], work: Work) -> None:
     """Checks every object in it as a schema, since references may point anywhere."""
     left: list[tuple[Any, int]] = [(schema, 1)]
     num_nodes = 0
@@ -160,7 +157,7 @@ def check_schema(schema: dict[str, Any]) -> None:
             left += [(value, depth + 1) for value in node.values()]
         elif isinstance(node, list):
             left += [(value, depth + 1) for value in node]
-    if not has_finite_text(schema):
+    if not has_finite_text(schema, work):
         raise invalid("is a schema that requires itself: no finite text matches it")
 
 
@@ -258,7 +255,7 @@ def _atom_length(text: str, at: int) -> int:
     return len(text) - at
 
 
-def _lark(source: str, schemas: list[Any], closed: bool) -> str:
+def _lark(source: str, schemas: list[Any], closed: bool, work: Work) -> str:
     """Checks the nesting, the regular expressions and the schemas of a Lark grammar. Returns it
     with its schemas prepared, which are added to `schemas`."""
     depth, at, done = 0, 0, 0
@@ -269,8 +266,8 @@ def _lark(source: str, schemas: list[Any], closed: bool) -> str:
         if token.group(1):
             check_regex(token.group(1))
         elif text.startswith("%json"):
-            schema, end = _inner_schema(source, at)
-            schemas.append(_prepared(schema, closed))
+            schema, end = _inner_schema(source, at, work)
+            schemas.append(_prepared(schema, closed, work))
             parts += source[done:at], json.dumps(schemas[-1])
             at = done = end
         elif text in "([":
@@ -282,7 +279,7 @@ def _lark(source: str, schemas: list[Any], closed: bool) -> str:
     return "".join((*parts, source[done:]))
 
 
-def _inner_schema(source: str, at: int) -> tuple[dict[str, Any], int]:
+def _inner_schema(source: str, at: int, work: Work) -> tuple[dict[str, Any], int]:
     """Returns the schema at `at`, checked, and its end."""
     try:
         schema, end = json.JSONDecoder().raw_decode(source, at)
@@ -292,5 +289,5 @@ def _inner_schema(source: str, at: int) -> tuple[dict[str, Any], int]:
         raise invalid("has a %json that is not an object")
     if schema.get("x-guidance", JSON_OPTIONS) != JSON_OPTIONS:
         raise invalid("has x-guidance in %json, which is not supported")
-    check_schema(schema)
+    _check_schema(schema, work)
     return schema, end

@@ -77,6 +77,10 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
 
 
+_NO_CHOICE = (
+    "oneOf works only where no value can match two of its alternatives, such as objects with a "
+    "required property whose const differs; use anyOf instead"
+)
 _LONG_QUOTE = re.compile(r'"([^"]{64})[^"]+"')
 
 
@@ -86,6 +90,8 @@ def problem_of(matcher: LLMatcher) -> str:
     # lines of the grammar are indented, or numbered before a bar
     lines = [line for line in words.splitlines() if line[:1].strip() and " | " not in line]
     problem = _LONG_QUOTE.sub(r'"\1..."', " ".join(" ".join(lines).split()))
+    if "coerce_one_of" in problem:
+        return _NO_CHOICE
     if problem in ("", "NoExtension", "NoExtensionBias"):
         return "no text matches it"
     return problem.encode("ascii", "backslashreplace").decode()[:MAX_MESSAGE_CHARS]

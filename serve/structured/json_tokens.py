@@ -4,72 +4,47 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 from serve.structured.bits import Bits, bits_of
 
 _NUMERIC = re.compile(rb"[0-9.eE+-]+")
+_LITERALS = (b"true", b"false", b"null")
 _MAX_COUNTS = 500  # texts that are tokenized for one grammar
 _ENDS_TEXT = re.compile(rb'["\\\x00-\x1f]')
 
 
 class JsonTokens:
-    """The tokens of one vocabulary, sorted when a request first needs it. pieces: the bytes of each
-    token. encode: the model's tokenizer."""
+    """The tokens of one vocabulary, sorted at once, which takes a tenth of a second. pieces: the
+    bytes of each token. encode: the model's tokenizer.
+
+    single: the token of each byte that has one. figures: the tokens that are one digit; zeros:
+    those of zeros alone. numeric: the tokens that begin like the inside of a number, by this
+    beginning; longest_numeric: the most characters of one. literals: those that are true, false or
+    null, with or without a space in front. text: the tokens that are whole characters of a string
+    and do not end it.
+    """
 
     def __init__(self, pieces: Sequence[bytes], encode: Callable[[str], Sequence[int]]) -> None:
         self.pieces = pieces
         self._encode = encode
-
-    @cached_property
-    def single(self) -> dict[bytes, int]:
-        """The token of each byte that has one."""
-        return {piece: token for token, piece in enumerate(self.pieces) if len(piece) == 1}
-
-    @cached_property
-    def numeric(self) -> dict[bytes, list[int]]:
-        """The tokens that begin like the inside of a number, by this beginning."""
-        groups: dict[bytes, list[int]] = {}
-        for token, piece in enumerate(self.pieces):
+        self.single = {piece: token for token, piece in enumerate(pieces) if len(piece) == 1}
+        self.figures = [token for piece, token in sorted(self.single.items()) if piece.isdigit()]
+        self.zeros = [
+            token for token, piece in enumerate(pieces) if piece and not piece.strip(b"0")
+        ]
+        self.numeric: dict[bytes, list[int]] = {}
+        for token, piece in enumerate(pieces):
             match = _NUMERIC.match(piece)
             if match is not None:
-                groups.setdefault(match.group(), []).append(token)
-        return groups
-
-    @cached_property
-    def numeric_tokens(self) -> list[int]:
-        return [token for group in self.numeric.values() for token in group]
-
-    @cached_property
-    def zeros(self) -> list[int]:
-        return [token for token, piece in enumerate(self.pieces) if piece and not piece.strip(b"0")]
-
-    @cached_property
-    def longest_numeric(self) -> int:
-        """The most characters of a number in one token."""
-        return max(map(len, self.numeric), default=0)
-
-    @cached_property
-    def text(self) -> Bits:
-        """The tokens that are whole characters of a string and do not end it."""
-        return self._bits(lambda piece: not _ENDS_TEXT.search(piece) and _is_whole(piece))
-
-    @cached_property
-    def figures(self) -> list[int]:
-        """The tokens that are one digit."""
-        return [self.single[char] for char in map(b"%d".__mod__, range(10)) if char in self.single]
-
-    @cached_property
-    def literals(self) -> list[int]:
-        """The tokens that are true, false or null, with or without a space in front."""
-        known = (b"true", b"false", b"null")
-        return [
-            token for token, piece in enumerate(self.pieces) if piece.removeprefix(b" ") in known
+                self.numeric.setdefault(match.group(), []).append(token)
+        self.numeric_tokens = [token for group in self.numeric.values() for token in group]
+        self.longest_numeric = max(map(len, self.numeric), default=0)
+        self.literals = [
+            t for t, piece in enumerate(pieces) if piece.removeprefix(b" ") in _LITERALS
         ]
-
-    def _bits(self, belongs: Callable[[bytes], bool]) -> Bits:
-        tokens = (token for token, piece in enumerate(self.pieces) if piece and belongs(piece))
-        return bits_of(tokens, len(self.pieces))
+        self.text: Bits = bits_of(
+            (token for token, piece in enumerate(pieces) if piece and _is_text(piece)), len(pieces)
+        )
 
     def spelled(self, text: str) -> list[int]:
         """Returns the tokens of this text, or none where the tokenizer changes it."""
@@ -101,7 +76,9 @@ class JsonTokens:
         return b"".join(reversed(pieces))
 
 
-def _is_whole(piece: bytes) -> bool:
+def _is_text(piece: bytes) -> bool:
+    if _ENDS_TEXT.search(piece):
+        return False
     try:
         piece.decode()
     except UnicodeDecodeError:

@@ -7,29 +7,44 @@ have them, and refuses every other oneOf.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
-from serve.structured.schema_walk import DATA, NAMED, target
+from serve.structured.schema_walk import DATA, NAMED, Document, Work
 
-_MAX_STEPS = 16  # of references that lead to references
-_MAX_PAIRS = 20_000  # that are compared in all; a oneOf beyond them stays
 _NUMBERS = frozenset(("integer", "number"))
+_OBJECT = frozenset(("object",))
+_Scalar = tuple[str, Any]  # its type, since True equals 1 in Python, and itself
 
 
-def split_choices(schema: dict[str, Any]) -> dict[str, Any]:
+def split_choices(schema: dict[str, Any], work: Work | None = None) -> dict[str, Any]:
     """Returns a copy of the schema, or the schema itself if it refers to an alternative by its
     place in oneOf."""
     if "/oneOf/" in json.dumps(schema):
         return schema
-    made: dict[str, Any] = _Splitter(schema).split(schema)
+    made: dict[str, Any] = _Splitter(Document(schema, work)).split(schema)
     return made
 
 
+class _Values(NamedTuple):
+    """The types of the values that a schema allows, and the values; None: all."""
+
+    types: frozenset[str] | None
+    values: frozenset[_Scalar] | None
+
+
+class _Facts(NamedTuple):
+    """What a value must fulfil, and its required properties if it is an object."""
+
+    own: _Values
+    properties: dict[str, _Values]
+
+
 class _Splitter:
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
-        self._pairs_left = _MAX_PAIRS
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._work = document.work
 
     def split(self, node: Any) -> Any:
         if isinstance(node, list):
@@ -42,79 +57,120 @@ class _Splitter:
                 made[key] = value
             elif key in NAMED and isinstance(value, dict):
                 made[key] = {name: self.split(item) for name, item in value.items()}
-            elif key == "oneOf" and "anyOf" not in node and self._are_disjoint(value):
-                made["anyOf"] = self.split(value)
+            elif key == "oneOf" and "anyOf" not in node and isinstance(value, list):
+                facts = [self._facts(item) for item in value]
+                is_split = self._are_disjoint(facts)
+                made["anyOf" if is_split else key] = self.split(
+                    _typed(value, facts) if is_split else value
+                )
             else:
                 made[key] = self.split(value)
         return made
 
-    def _are_disjoint(self, alternatives: Any) -> bool:
-        if not isinstance(alternatives, list):
-            return False
-        pairs = len(alternatives) * (len(alternatives) - 1) // 2
-        self._pairs_left -= pairs
-        if self._pairs_left < 0:
-            return False
-        facts = [self._facts(item) for item in alternatives]
-        return all(_exclude(one, other) for one, other in combinations(facts, 2))
+    def _are_disjoint(self, facts: Sequence[_Facts]) -> bool:
+        return all(self._exclude(one, other) for one, other in combinations(facts, 2))
 
-    def _facts(self, node: Any) -> dict[str, Any]:
-        """Returns what a value must fulfil: "" -> the value's own facts, name -> those of a
-        required property. Each is the set of its types, or of its values as JSON."""
-        parts = self._conditions(node, 0)
-        facts: dict[str, Any] = {"": _values(parts)}
-        required = [part["required"] for part in parts if isinstance(part.get("required"), list)]
-        if facts[""][0] != {"object"}:  # another value has no properties
-            return facts
-        for name in {name for names in required for name in names if isinstance(name, str)}:
+    def _exclude(self, one: _Facts, other: _Facts) -> bool:
+        """Returns whether no value fulfils both, or only values that are no objects and fulfil
+        both, since neither says a type."""
+        if self._differ(one.own, other.own):
+            return True
+        types = [each for each in (one.own.types, other.own.types) if each is not None]
+        if types and frozenset.intersection(*types) != _OBJECT:
+            return False
+        return any(
+            self._differ(values, other.properties[name])
+            for name, values in one.properties.items()
+            if name in other.properties
+        )
+
+    def _differ(self, one: _Values, other: _Values) -> bool:
+        self._work.spend()
+        for mine, theirs in zip(one, other, strict=True):
+            if mine is not None and theirs is not None:
+                self._work.spend(min(len(mine), len(theirs)) // 8)
+                if mine.isdisjoint(theirs):
+                    return True
+        return False
+
+    def _facts(self, node: Any) -> _Facts:
+        parts = self._conditions(node)
+        names: dict[str, None] = {}
+        for part in parts:
+            required = part.get("required")
+            if isinstance(required, list):
+                names |= dict.fromkeys(name for name in required if isinstance(name, str))
+        found: dict[str, _Values] = {}
+        for name in names:
             inner: list[dict[str, Any]] = []
             for part in parts:
+                self._work.spend()
                 properties = part.get("properties")
                 if isinstance(properties, dict) and name in properties:
-                    inner += self._conditions(properties[name], 0)
-            facts["." + name] = _values(inner)
-        return facts
+                    inner += self._conditions(properties[name])
+            found[name] = self._values(inner)
+        # those with constants come first, since one of them tells the alternatives apart
+        ordered = sorted(found, key=lambda name: found[name].values is None)
+        return _Facts(self._values(parts), {name: found[name] for name in ordered})
 
-    def _conditions(self, node: Any, steps: int) -> list[dict[str, Any]]:
-        """Returns the schemas that all apply: this one, those of its allOf and of its $ref."""
-        if not isinstance(node, dict) or steps > _MAX_STEPS:
-            return []
-        found = [node]
-        members = node.get("allOf")
-        for member in members if isinstance(members, list) else []:
-            found += self._conditions(member, steps + 1)
-        if isinstance(node.get("$ref"), str):
-            found += self._conditions(target(self._root, node["$ref"]), steps + 1)
-        return found
+    def _conditions(self, node: Any) -> list[dict[str, Any]]:
+        """Returns the schemas that all apply, each once: this one, those of its allOf and of its
+        $ref."""
+        found: dict[int, dict[str, Any]] = {}
+        left = [node]
+        while left:
+            self._work.spend()
+            node = left.pop()
+            if not isinstance(node, dict) or id(node) in found:
+                continue
+            found[id(node)] = node
+            members = node.get("allOf")
+            left += members if isinstance(members, list) else []
+            if isinstance(node.get("$ref"), str):
+                left.append(self._document.target(node["$ref"]))
+        return list(found.values())
+
+    def _values(self, parts: list[dict[str, Any]]) -> _Values:
+        types: frozenset[str] | None = None
+        values: frozenset[_Scalar] | None = None
+        for part in parts:
+            kind = part.get("type")
+            kinds = [kind] if isinstance(kind, str) else kind
+            if isinstance(kinds, list) and all(isinstance(each, str) for each in kinds):
+                types = _both(types, _with_numbers(kinds))
+            known = [part["const"]] if "const" in part else part.get("enum")
+            scalars = [_scalar(each) for each in known] if isinstance(known, list) else [None]
+            self._work.spend(len(scalars))
+            named = [scalar for scalar in scalars if scalar is not None]
+            if len(named) == len(scalars):
+                values = frozenset(named) if values is None else values & frozenset(named)
+                types = _both(types, _with_numbers([kind for kind, _ in named]))
+        return _Values(types, values)
 
 
-_Values = tuple[frozenset[str] | None, frozenset[str] | None]  # types, and values as JSON
+def _both(one: frozenset[str] | None, other: frozenset[str]) -> frozenset[str]:
+    return other if one is None else one & other
 
 
-def _values(parts: list[dict[str, Any]]) -> _Values:
-    """Returns the types and the values that these parts allow; None: all."""
-    types: frozenset[str] | None = None
-    values: frozenset[str] | None = None
-    for part in parts:
-        kind = part.get("type")
-        if isinstance(kind, str) or (
-            isinstance(kind, list) and all(isinstance(k, str) for k in kind)
-        ):
-            named = frozenset([kind] if isinstance(kind, str) else kind)
-            named |= _NUMBERS if named & _NUMBERS else frozenset()  # an integer is a number
-            types = named if types is None else types & named
-        known = [part["const"]] if "const" in part else part.get("enum")
-        if isinstance(known, list) and all(isinstance(k, str) for k in known):
-            texts = frozenset(json.dumps(k) for k in known)
-            values = texts if values is None else values & texts
-            types = frozenset(("string",)) if types is None else types & {"string"}
-    return types, values
+def _with_numbers(kinds: Sequence[str]) -> frozenset[str]:
+    named = frozenset(kinds)
+    return named | _NUMBERS if named & _NUMBERS else named  # an integer is a number
 
 
-def _exclude(one: dict[str, _Values], other: dict[str, _Values]) -> bool:
-    """Returns whether no value fulfils both."""
-    for name in one.keys() & other.keys():
-        for mine, theirs in zip(one[name], other[name], strict=True):
-            if mine is not None and theirs is not None and not mine & theirs:
-                return True
-    return False
+def _scalar(value: Any) -> _Scalar | None:
+    """Returns a key that is the same for equal values, such as 1 and 1.0; None for others."""
+    if value is None or isinstance(value, bool):
+        return ("null" if value is None else "boolean"), value
+    if isinstance(value, int | float):
+        return "number", value
+    return ("string", value) if isinstance(value, str) else None
+
+
+def _typed(alternatives: list[Any], facts: Sequence[_Facts]) -> list[Any]:
+    """Returns the alternatives so that several without a type are for objects only: any other value
+    matches all of these, so that oneOf refuses it."""
+    untyped = [each.own.types is None for each in facts]
+    return [
+        {"type": "object", **item} if is_untyped and sum(untyped) > 1 else item
+        for item, is_untyped in zip(alternatives, untyped, strict=True)
+    ]

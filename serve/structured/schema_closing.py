@@ -23,12 +23,12 @@ from serve.structured.schema_walk import (
     LISTED,
     NAMED,
     SINGLE,
-    is_place,
-    target,
+    Document,
+    Work,
 )
 
 _MAX_ADDED = 20_000  # names in all; places beyond them stay open
-_MAX_STEPS = 64  # of references that lead to references
+_MAX_STEPS = 100  # of parts that are parts of parts, also behind references
 _MAX_MADE = 60_000  # schemas; copies of references may be as many as places times references
 _TYPED = ("type", "enum", "const", "$ref", *IN_PLACE)
 _HOLDS = ("properties", "patternProperties", *LISTED, *SINGLE, "$ref")
@@ -53,31 +53,25 @@ class _Names:
     def __bool__(self) -> bool:
         return bool(self.has_any or self.required)
 
-
-def _union(names: Iterable[_Names]) -> _Names:
-    total = _Names()
-    for each in names:
-        total.names |= each.names
-        total.patterns |= each.patterns
-        total.required |= each.required
-        total.has_any |= each.has_any
-        total.is_said |= each.is_said
-        total.has_choices |= each.has_choices
-    return total
+    def __len__(self) -> int:
+        return len(self.names) + len(self.patterns) + len(self.required)
 
 
-def close_objects(schema: dict[str, Any], *, every: bool = True) -> dict[str, Any]:
+def close_objects(
+    schema: dict[str, Any], work: Work | None = None, *, every: bool = True
+) -> dict[str, Any]:
     """Returns a copy of the schema whose objects are closed. With every=False only those are that
     have unevaluatedProperties, a keyword that the grammar library does not know. A schema whose
     copies of what it refers to are too many is returned as it is."""
-    return _Closer(schema, every).close()
+    return _Closer(Document(schema, work), every).close()
 
 
 class _Closer:
-    def __init__(self, root: dict[str, Any], every: bool) -> None:
-        self._root = root
+    def __init__(self, document: Document, every: bool) -> None:
+        self._document = document
+        self._root = document.root
         self._every = every
-        self._parts_of_root = _PartNames(root)
+        self._parts_of_root = _PartNames(document)
         self._copies: dict[tuple[str, frozenset[str] | None], str] = {}
         self._left: list[tuple[str, frozenset[str] | None]] = []
         self._num_added = 0
@@ -91,7 +85,7 @@ class _Closer:
                 return self._root
             key = self._left.pop()
             reference, shared = key
-            node = target(self._root, reference)
+            node = self._document.target(reference)
             made[self._copies[key]] = (
                 self._place(node) if shared is None else self._part(node, shared)
             )
@@ -112,13 +106,14 @@ class _Closer:
         around the alternative name; rest: the unevaluatedProperties around it; shared: see _part.
         """
         self._num_made += 1
+        self._document.work.spend()
         if not isinstance(node, dict):
             return node
         rest = node.get(_ASKED, rest)
         parts = self._parts_of_root.of(node)
         shared |= self._parts_of_root.shared(node)
         others = others or _Names()
-        total = _union([others, *(names for _, names in parts)])
+        total = self._parts_of_root.union([others, *(names for _, names in parts)])
         has_group = any(key == "anyOf" and names.has_any for key, names in parts)
         if (
             (rest is None and not (self._every and total.has_any))
@@ -130,7 +125,9 @@ class _Closer:
         if rest is not None and any(n.has_choices for key, n in parts if key != "anyOf"):
             return self._part(node, shared) | {_ASKED: rest}  # the compiler refuses the keyword
         if has_group:
-            around = _union([others, *(names for key, names in parts if key != "anyOf")])
+            around = self._parts_of_root.union(
+                [others, *(names for key, names in parts if key != "anyOf")]
+            )
             made: dict[str, Any] = self._part(node, shared, ("anyOf",))
             made["anyOf"] = [
                 self._in_place(item, shared)
@@ -156,6 +153,7 @@ class _Closer:
 
     def _close_here(self, made: dict[str, Any], total: _Names, rest: Any) -> dict[str, Any]:
         own = made.get("properties", {})
+        self._document.work.spend(len(total) // 16)
         names = total.names | (total.required if rest is None else {})
         added = [name for name in names if name not in own]
         self._num_added += len(added)
@@ -181,6 +179,7 @@ class _Closer:
         `shared`: several parts describe them, and neither may exclude what the other names. but:
         keywords that are left as they are."""
         self._num_made += 1
+        self._document.work.spend()
         if not isinstance(node, dict):
             return node
         made: dict[str, Any] = {}
@@ -190,6 +189,7 @@ class _Closer:
             elif key in IN_PLACE and isinstance(value, list):
                 made[key] = [self._in_place(item, shared) for item in value]
             elif key in NAMED and isinstance(value, dict):
+                self._document.work.spend(len(value) // 8)
                 made[key] = {
                     name: item if _name(key, name) in shared else self._place(item)
                     for name, item in value.items()
@@ -211,8 +211,8 @@ class _Closer:
     def _closed(self, reference: str) -> str:
         """Returns a reference to the closed place: where it is, unless it is outside of what the
         schema's keywords lead to, or is a part."""
-        node = target(self._root, reference)
-        if not isinstance(node, dict) or is_place(self._root, reference):
+        node = self._document.target(reference)
+        if not isinstance(node, dict) or self._document.is_place(reference):
             return reference
         return self._copy(reference, None)
 
@@ -231,10 +231,23 @@ class _Closer:
 class _PartNames:
     """What the parts of places name, in one document."""
 
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._work = document.work
         self._known: dict[str, _Names] = {}
         self._counted: dict[str, Counter[str]] = {}
+
+    def union(self, names: Iterable[_Names]) -> _Names:
+        total = _Names()
+        for each in names:
+            self._work.spend(1 + len(each) // 16)
+            total.names |= each.names
+            total.patterns |= each.patterns
+            total.required |= each.required
+            total.has_any |= each.has_any
+            total.is_said |= each.is_said
+            total.has_choices |= each.has_choices
+        return total
 
     def of(self, node: dict[str, Any], steps: int = 0) -> list[tuple[str, _Names]]:
         """Returns the names of each part, with the keyword that it is under; "" is the schema's own
@@ -243,9 +256,9 @@ class _PartNames:
         for key in IN_PLACE:
             members = node.get(key)
             if isinstance(members, list):
-                names = [self.all_of(member, steps) for member in members]
+                names = [self.all_of(member, steps + 1) for member in members]
                 if key in CHOICES:
-                    names = [_union(names)]
+                    names = [self.union(names)]
                     names[0].has_choices = names[0].has_any
                 parts += [(key, each) for each in names]
         reference = node.get("$ref")
@@ -257,32 +270,37 @@ class _PartNames:
         """Returns what the parts of this schema name together."""
         if not isinstance(node, dict):
             return _Names()
-        total = _union(names for _, names in self.of(node, steps))
+        if steps > _MAX_STEPS:
+            return _Names(is_said=True)
+        total = self.union(names for _, names in self.of(node, steps))
         total.is_said |= _ASKED in node
         return total
 
     def _referred(self, reference: str, steps: int) -> _Names:
         if reference not in self._known:
             self._known[reference] = _Names()  # what a circle adds to itself
-            node = target(self._root, reference)
-            is_known = isinstance(node, dict) and steps < _MAX_STEPS
+            node = self._document.target(reference)
+            is_known = isinstance(node, dict)
             self._known[reference] = self.all_of(node, steps) if is_known else _Names(is_said=True)
         return self._known[reference]
 
     def shared(self, node: dict[str, Any]) -> frozenset[str]:
         """Returns the names that several parts describe with schemas that may hold objects."""
         counts = self._counts(node)
+        self._work.spend(len(counts) // 16)
         if counts[_REST] and sum(counts.values()) - counts[_ITEMS] > 1:
             return frozenset(counts)
         return frozenset(name for name, count in counts.items() if count > 1)
 
     def _counts(self, node: Any, steps: int = 0) -> Counter[str]:
         counts: Counter[str] = Counter()
-        if not isinstance(node, dict):
+        self._work.spend()
+        if not isinstance(node, dict) or steps > _MAX_STEPS:
             return counts
         for key in (*NAMED[:2], "prefixItems", *SINGLE):
             value = node.get(key)
             named = value.items() if key in NAMED and isinstance(value, dict) else [("", value)]
+            self._work.spend(len(named) // 8)
             for name, item in named:
                 if isinstance(item, list) or (
                     isinstance(item, dict) and any(each in item for each in _HOLDS)
@@ -291,27 +309,31 @@ class _PartNames:
         for key in IN_PLACE:
             members = node.get(key)
             each = (
-                [self._counts(item, steps) for item in members] if isinstance(members, list) else []
+                [self._counts(item, steps + 1) for item in members]
+                if isinstance(members, list)
+                else []
             )
             if key in CHOICES:
-                each = [_most(each)]
+                each = [self._most(each)]
             for more in each:
-                counts += more
+                self._work.spend(len(more) // 8)
+                counts.update(more)
         reference = node.get("$ref")
-        if isinstance(reference, str) and steps < _MAX_STEPS:
+        if isinstance(reference, str):
             if reference not in self._counted:
                 self._counted[reference] = Counter()  # what a circle adds to itself
-                referred = target(self._root, reference)
+                referred = self._document.target(reference)
                 self._counted[reference] = self._counts(referred, steps + 1)
-            counts += self._counted[reference]
+            self._work.spend(len(self._counted[reference]) // 8)
+            counts.update(self._counted[reference])
         return counts
 
-
-def _most(counts: list[Counter[str]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for each in counts:
-        total |= each
-    return total
+    def _most(self, counts: list[Counter[str]]) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for each in counts:
+            self._work.spend((len(total) + len(each)) // 8)
+            total |= each
+        return total
 
 
 def _own(node: dict[str, Any]) -> _Names:

@@ -8,11 +8,10 @@ range becomes one that the library takes and that lies inside the schema's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from serve.errors import RequestError
+from serve.structured.refusal import invalid
 from serve.structured.schema_walk import DATA, NAMED
 
 _EXACT = 1 << 53  # a double holds every integer up to here
@@ -22,32 +21,28 @@ _LONG = 10**18  # a range from here on needs an end, since the library has no 20
 _ENDLESS = 10**308  # no number is generated beyond it
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
-Invalid = Callable[[str], RequestError]
 
-
-def fit_numbers(node: Any, invalid: Invalid, *, bounded: bool = False) -> Any:
-    """Returns a copy of the schema with such bounds. invalid: makes the error for numbers that the
-    library cannot express. bounded: a multiple has bounds on both sides, since it could not be
-    ended after any digit."""
+def fit_numbers(node: Any, *, bounded: bool = False) -> Any:
+    """Returns a copy of the schema with such bounds. bounded: a multiple has bounds on both sides,
+    since it could not be ended after any digit. Raises RequestError with code "invalid_schema" for
+    numbers that the library cannot express."""
     if isinstance(node, list):
-        return [fit_numbers(item, invalid, bounded=bounded) for item in node]
+        return [fit_numbers(item, bounded=bounded) for item in node]
     if not isinstance(node, dict):
         return node
     made: dict[str, Any] = {}
     for key, value in node.items():
         if key in DATA:
             if key in ("const", "enum"):
-                _check_constants([value], invalid)
+                _check_constants([value])
             made[key] = value
         elif key in NAMED and isinstance(value, dict):
-            made[key] = {
-                name: fit_numbers(item, invalid, bounded=bounded) for name, item in value.items()
-            }
+            made[key] = {name: fit_numbers(item, bounded=bounded) for name, item in value.items()}
         else:
-            made[key] = fit_numbers(value, invalid, bounded=bounded)
+            made[key] = fit_numbers(value, bounded=bounded)
     if bounded and "multipleOf" in made:
         made = _bounded(made)
-    return _fitted(made, invalid)
+    return _fitted(made)
 
 
 def _bounded(node: dict[str, Any]) -> dict[str, Any]:
@@ -62,10 +57,10 @@ def _bounded(node: dict[str, Any]) -> dict[str, Any]:
     return node
 
 
-def _check_constants(values: list[Any], invalid: Invalid) -> None:
+def _check_constants(values: list[Any]) -> None:
     for value in values:
         if isinstance(value, dict | list):
-            _check_constants(list(value.values()) if isinstance(value, dict) else value, invalid)
+            _check_constants(list(value.values()) if isinstance(value, dict) else value)
         elif type(value) is int and not _is_double(value):
             raise invalid(
                 f"has the constant {str(value)[:40]}, which the grammar library cannot express: it"
@@ -77,7 +72,7 @@ def _is_double(value: int) -> bool:
     return abs(value) <= _EXACT or (abs(value) <= _DOUBLE and int(float(value)) == value)
 
 
-def _fitted(node: dict[str, Any], invalid: Invalid) -> dict[str, Any]:
+def _fitted(node: dict[str, Any]) -> dict[str, Any]:
     given = {key: node[key] for key in _BOUNDS if _is_finite(node.get(key))}
     if all(abs(value) <= _EXACT for value in given.values()):
         return node

@@ -100,6 +100,7 @@ REFUSED_SCHEMAS = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"if": {}, "then": {}}, "if"),
     ({"type": "string", "format": "nonsense"}, "format"),
+    ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}, "use anyOf instead"),
     ('{"const": "\\ud800"}', "surrogate"),
     ('{"const": "\\u0000", "x": "\x00"}', "zero|JSON"),
 ]
@@ -115,6 +116,22 @@ def test_refused_schemas(compiler, monkeypatch, source, words):
     monkeypatch.setattr(socket.socket, "connect", connect)
     message = refused(compiler, schema(source))
     assert any(word in message for word in words.split("|")), message
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_unions_told_apart_by_a_number(compiler, bounded):
+    defs = {
+        name: {"properties": {"kind": {"const": i}}, "required": ["kind"]}
+        for i, name in enumerate("ab")
+    }
+    union = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": defs}
+    compiler.compile(StructuredOutput("json_schema", json.dumps(union), bounded=bounded))
+
+
+def test_the_vocabulary_is_sorted_when_a_grammar_is_compiled(compiler):
+    """A mask that sorts it would do so beside running streams, in its request's time."""
+    form = compiler.grammar(schema({"type": "integer"})).json
+    assert {"single", "numeric", "text", "literals"} <= vars(form.tokens).keys()
 
 
 @pytest.mark.parametrize(
