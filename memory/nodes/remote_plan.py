@@ -148,7 +148,7 @@ class RemotePlan(_NodesPlan):
         self._tails = tails
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
-        layer, q = ticket
+        layer, q, _ = ticket
         k, v = self._rotated(k, v, rotation)
         self._post_kv(Kind.OWN, layer, k, v)
         self._post_kv(Kind.UPDATE, layer, k, v)
@@ -193,7 +193,7 @@ class PrefixPlan(_NodesPlan):
         self._new = new
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
-        layer, q = ticket
+        layer, q, _ = ticket
         k, v = self._rotated(k, v, rotation)
         self._post_kv(Kind.UPDATE, layer, k, v)
         out, lse = self._new.attend(layer, q, k, v)
