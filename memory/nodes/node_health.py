@@ -65,10 +65,12 @@ class NodeHealth:
 
     def may_be_used(self, now_s: float) -> bool:
         """Whether K/V may be placed on the node."""
+        if self._may_retry:
+            return True
         if self.state is NodeState.PROBATION:
             is_over = now_s >= self._bad_at + self.probation_s
             return is_over and self._num_probes >= MIN_PROBES
-        return self.state is not NodeState.LOST or self._may_retry
+        return self.state is not NodeState.LOST
 
     def hold(self, now_s: float) -> None:
         """The node holds K/V from now on."""

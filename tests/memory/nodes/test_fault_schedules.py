@@ -68,6 +68,22 @@ def test_a_killed_node_is_a_short_pause(partition):
 
 
 @pytest.mark.parametrize("partition", _PARTITIONS)
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_node_that_restarts_at_once_is_used_again_at_once(partition, is_idle):
+    """With `request` it had its probation, because a probe found it before it was tried."""
+    run = make(partition, num_tokens=79)
+    if is_idle:
+        run.work(lambda: run.clients[0].reason is not None)
+    node = run.nodes[0]
+    node.kill()
+    node.start()
+    began = run.world.now
+    run.work(lambda: run.engine.nodes.num_lost and not run.engine.nodes.missing)
+    assert node.bytes_leased and run.world.now - began < 1.0
+    finish(run)
+
+
+@pytest.mark.parametrize("partition", _PARTITIONS)
 def test_a_stopped_node_is_abandoned_in_time(partition):
     run = make(partition)
     [sequence] = run.clients[0].state.sequences

@@ -108,9 +108,13 @@ def test_a_first_loss_is_tried_again_at_once_unless_the_node_was_silent():
     node = Clocked()
     node.lose(was_silent=False)
     assert node.health.may_be_used(node.now)
+    node.health.probe(node.now, is_found=True)
+    assert node.health.state is PROBATION and node.health.may_be_used(node.now), "found first"
     node.health.hold(node.now)
     node.lose(was_silent=False)
     assert not node.health.may_be_used(node.now), "not a second time"
+    node.health.probe(node.now, is_found=True)
+    assert not node.health.may_be_used(node.now)
     silent = Clocked()
     silent.lose()
     assert not silent.health.may_be_used(silent.now)
