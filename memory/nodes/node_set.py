@@ -330,9 +330,10 @@ class NodeSet:
     ) -> str | None:
         """Attaches the partition to these nodes; returns the url of one that refuses, else None."""
         self._epoch += 1
+        shards = [Shard(self._partition_mode, i, len(endpoints)) for i in range(len(endpoints))]
         links = [
-            NodeLink(url, endpoint, Shard(self._partition_mode, index, len(endpoints)), self._clock)
-            for index, (url, endpoint) in enumerate(endpoints.items())
+            NodeLink(url, endpoint, shard, self._clock, pace=self.states.pace(url))
+            for (url, endpoint), shard in zip(endpoints.items(), shards, strict=True)
         ]
         requests = [self._request(link.shard, least) for link in links]
         wanted = [

@@ -306,6 +306,31 @@ def test_a_node_that_answers_a_tenth_of_the_time_is_given_up():
     finish(run)
 
 
+@pytest.mark.parametrize("partition", _PARTITIONS)
+def test_a_node_that_computes_too_slowly_is_given_up(partition):
+    """Its heartbeats came, so that each layer might take half a minute."""
+    run = make(partition, num_tokens=79)
+    [sequence] = run.clients[0].state.sequences
+    node = run.nodes[run.engine.kv.partition_of(sequence.kv_range) if partition == "request" else 0]
+    node.service_s = 2.0
+    began = run.world.now
+    run.work(lambda: run.clients[0].reason is not None)
+    assert run.world.now - began < 20.0
+    assert run.engine.nodes.num_lost == 1
+    assert run.engine.nodes.missing == [node.url], "it was not tried again at once"
+    finish(run)
+
+
+@pytest.mark.parametrize("partition", _PARTITIONS)
+def test_a_node_that_is_busy_once_is_kept(partition):
+    run = make(partition, num_tokens=79)
+    for node in run.nodes:
+        node.hang()
+        run.world.after(6.0, node.recover)
+    assert 5.0 < finish(run) < 7.0
+    assert run.engine.nodes.num_lost == 0
+
+
 def test_new_sequences_avoid_a_late_node():
     run = make("request", num_nodes=2, num_tokens=79)
     [sequence] = run.clients[0].state.sequences
