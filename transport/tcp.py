@@ -183,7 +183,8 @@ def _endpoint(
     data.setblocking(False)
     link = Link.of_socket(session.detach())
     link.watch()
-    channel = SocketChannel(data.detach(), window_bytes, theirs["window_bytes"], link, secrets)
+    channel = SocketChannel(data.fileno(), window_bytes, theirs["window_bytes"], link, secrets)
+    data.detach()  # the channel has it
     return ChannelEndpoint(channel, Peer(address, theirs["info"]))
 
 

@@ -111,7 +111,7 @@ class _LatePlan:
         return Ticket(layer, q)
 
     def finish(self, ticket: Ticket, k: Any, v: Any, rotation: Rotation | None) -> Pending:
-        return self._plan.finish(self._plan.begin(*ticket), k, v, rotation)
+        return self._plan.finish(self._plan.begin(ticket.layer, ticket.q), k, v, rotation)
 
 
 def answer_tokens(count: int, context: int, num_steps: int) -> int:

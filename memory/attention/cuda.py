@@ -181,7 +181,7 @@ class CudaPlan:
         return Ticket(layer, q)
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
-        number, q = ticket
+        number, q, _ = ticket
         layer = self._layers[number]
         dim = q.shape[2]
         missing = layer.tiles.head_dim - dim

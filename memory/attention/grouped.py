@@ -52,11 +52,11 @@ class GroupedPlan:
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         group, position = self._positions[layer]
-        return Ticket(layer, self._groups[group].begin(position, q).q)
+        return self._groups[group].begin(position, q)._replace(layer=layer)
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
         group, position = self._positions[ticket.layer]
-        return self._groups[group].finish(Ticket(position, ticket.q), k, v, rotation)
+        return self._groups[group].finish(ticket._replace(layer=position), k, v, rotation)
 
 
 def group_layers(

@@ -97,16 +97,13 @@ class Int8LocalPlan:
         self._ops = ops
         self._step = step
         self._is_eager = is_eager and step.num_single_rows > 0
-        self._begun: Tensor | None = None  # of the layer between `begin` and `finish`
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
-        if self._is_eager:
-            self._begun = self._ops[layer].begin(self._step, q.float())
-        return Ticket(layer, q)
+        begun = self._ops[layer].begin(self._step, q.float()) if self._is_eager else None
+        return Ticket(layer, q, begun)
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
-        layer, q = ticket
+        layer, q, begun = ticket
         op = self._ops[layer]
         op.append(self._step, k.float(), v.float(), rotation)
-        begun, self._begun = self._begun, None
         return Finished(op.attend(self._step, q.float(), begun=begun).to(q.dtype))

@@ -50,7 +50,6 @@ class LocalPlan:
         for start, num_rows, kv_len in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
             rows.extend(range(start + kv_len - num_rows, start + kv_len))
         self._rows = torch.tensor(rows, dtype=torch.int64)
-        self._begun: Tensor | None = None  # of the layer between `begin` and `finish`
         self._views: list[list[KeyValues]] = [
             parent.cache.views(start, kv_len)
             for start, kv_len in zip(step.starts, step.kv_lens, strict=True)
@@ -58,33 +57,35 @@ class LocalPlan:
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         parent, num_decodes = self._parent, self._step.num_decodes
+        begun = None
         if parent.is_eager and num_decodes:
             rows = q[:num_decodes].to(parent.cache.layout.dtype)
             caches, scale = self._decode_caches(layer), parent.layers[layer].scale
-            self._begun = parent.backend.begin_decode(rows, caches, scale)
-        return Ticket(layer, q)
+            begun = parent.backend.begin_decode(rows, caches, scale)
+        return Ticket(layer, q, begun)
 
     def _decode_caches(self, layer: int) -> list[KeyValues]:
         window = self._parent.layers[layer].window
         return [_last(views[layer], window) for views in self._views[: self._step.num_decodes]]
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
-        layer, q = ticket
+        layer, q, begun = ticket
         parent = self._parent
         dtype = parent.cache.layout.dtype
         if rotation is not None:
             k = parent.backend.rotary(k, *rotation)
         if q.dtype == dtype:
-            return Finished(self._attend(layer, q, k, v))
-        return Finished(self._attend(layer, q.to(dtype), k.to(dtype), v.to(dtype)).to(q.dtype))
+            return Finished(self._attend(ticket, k, v))
+        ticket = Ticket(layer, q.to(dtype), begun)
+        return Finished(self._attend(ticket, k.to(dtype), v.to(dtype)).to(q.dtype))
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, ticket: Ticket, k: Tensor, v: Tensor) -> Tensor:
+        layer, q, begun = ticket
         shape, backend = self._parent.layers[layer], self._parent.backend
         backend.store_kv(k, v, self._parent.layer_tensors[layer], self._rows)
         num_decodes = self._step.num_decodes
         parts: list[Tensor] = []
         if num_decodes:
-            begun, self._begun = self._begun, None
             caches, rows = self._decode_caches(layer), q[:num_decodes]
             parts.append(backend.decode_attention(rows, caches, shape.scale, begun).out)
         row = num_decodes

@@ -41,10 +41,12 @@ class AttentionStep:
 
 
 class Ticket(NamedTuple):
-    """A layer and its queries, which `begin` returns and `finish` takes."""
+    """A layer and its queries, which `begin` returns and `finish` takes. begun: the sums over
+    earlier keys, where `begin` attends."""
 
     layer: int
     q: Tensor
+    begun: Tensor | None = None
 
 
 Rotation = tuple[Tensor, Tensor]

@@ -7,6 +7,7 @@ are forgotten after a good while. This module knows times alone; it does no inpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum
 
@@ -23,6 +24,13 @@ MIN_PROBES = 3
 """The probes that have to find a node in its probation."""
 FORGET_S = 120.0
 """Losses are forgotten when a node has held K/V for so long without another one."""
+
+
+USUAL_ANSWERS = 32
+"""The usual pace of a node is that of so many answers."""
+SLOW_FACTOR, SLOW_S = 8.0, 0.5
+"""An answer that takes so much longer than usual, and longer than SLOW_S, stalls a step, whatever
+heartbeats say."""
 
 
 class NodeState(Enum):
@@ -42,12 +50,35 @@ MAY_BECOME = {
 to take K/V before its probation ends, because there is no other memory."""
 
 
+class AnswerPace:
+    """How long a node's answers take for their work, the products of rows and keys."""
+
+    def __init__(self) -> None:
+        self._seconds = self._work = 0.0  # of the last answers; older ones count less
+
+    def _usual_s(self, work: float) -> float:
+        return self._seconds * work / self._work if self._work else math.inf
+
+    def slow_s(self, work: float) -> float:
+        """Returns the time after which an answer is slow; infinite before the first one."""
+        return max(SLOW_FACTOR * self._usual_s(work), SLOW_S)
+
+    def learn(self, work: float, seconds: float) -> None:
+        """Notes an answer. One that takes long counts as twice the usual time, so that what is
+        usual changes little while a node is starved."""
+        seconds = min(seconds, 2.0 * self._usual_s(work))
+        older = 1.0 - 1.0 / USUAL_ANSWERS
+        self._seconds = older * self._seconds + seconds
+        self._work = older * self._work + work
+
+
 class NodeHealth:
     """The events of a node, in the order of their times, and the state that follows from them."""
 
     def __init__(self, jitter: Callable[[int], float] = lambda num_losses: 0.0) -> None:
         """jitter returns a number from 0 to 1 for a number of losses."""
         self.state = NodeState.HEALTHY
+        self.pace = AnswerPace()
         self.num_losses = 0  # that are not forgotten
         self._jitter = jitter
         self._late_at = 0.0
@@ -65,10 +96,12 @@ class NodeHealth:
 
     def may_be_used(self, now_s: float) -> bool:
         """Whether K/V may be placed on the node."""
+        if self._may_retry:
+            return True
         if self.state is NodeState.PROBATION:
             is_over = now_s >= self._bad_at + self.probation_s
             return is_over and self._num_probes >= MIN_PROBES
-        return self.state is not NodeState.LOST or self._may_retry
+        return self.state is not NodeState.LOST
 
     def hold(self, now_s: float) -> None:
         """The node holds K/V from now on."""
@@ -85,7 +118,7 @@ class NodeHealth:
             self._late_at = now_s
 
     def stall(self, now_s: float, seconds: float) -> None:
-        """Steps have waited for so long, and nothing was heard of the node."""
+        """Steps have waited for so long without a heartbeat, or beyond the usual time."""
         self.be_late(now_s)
         passed_s = now_s - self._stalled_at
         self._stalled_s = max(self._stalled_s - STALL_RATE * passed_s, 0.0) + seconds

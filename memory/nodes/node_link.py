@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from memory.nodes.attach import AttachRequest
+from memory.nodes.node_health import MAX_STALLED_S, AnswerPace
 from memory.nodes.node_loop import Outgoing, post_bytes, view_of
 from memory.nodes.placement import Shard
 from memory.nodes.wire import (
@@ -67,18 +68,24 @@ class NodeLink:
         shard: Shard,
         clock: Callable[[], float] = time.monotonic,
         answer_s: float = DEFAULT_ANSWER_S,
+        pace: AnswerPace | None = None,
     ) -> None:
-        """A node that is alive but does not answer for answer_s counts as lost."""
+        """A node that is alive but does not answer for answer_s counts as lost, and so does one
+        whose answers stall for MAX_STALLED_S between two resets of stalled_s. pace: that of the
+        node's answers so far."""
         self.url = url
         self.shard = shard
         self.endpoint = endpoint
         self.is_leaving = False  # the node has asked the engine to leave
         self.num_mappings = 0  # that the node promises
         self.was_late = False  # an answer took longer than _LATE_S; the reader resets it
-        self.stalled_s = 0.0  # waited for answers while heartbeats were missing; likewise
+        # waited for answers while heartbeats were missing, or beyond the usual time; likewise
+        self.stalled_s = 0.0
         self.unanswered_s = 0.0  # how long it has not answered a query
         self._clock = clock
         self._answer_s = answer_s
+        self._pace = AnswerPace() if pace is None else pace
+        self._asked_s = clock()  # when the last query was sent
         self._epoch = 0
         self._outgoing = Outgoing()
         self._arrived: dict[tuple[int, int], tuple[Header, Frame]] = {}
@@ -136,24 +143,30 @@ class NodeLink:
         """Sends a QUERY, OWN or UPDATE of plan `number`."""
         header = Header(kind, self._epoch, number, layer, dtype, num_rows)
         self._outgoing.post(self.endpoint, header, list(segments))
+        if kind is not Kind.UPDATE:
+            self._asked_s = self._clock()
 
-    def answer(self, number: int, layer: int) -> tuple[Header, Frame]:
-        """Waits for the RESULT or PARTIAL of a layer; the caller releases the frame. Raises
-        NodeError and TransportError."""
+    def answer(self, number: int, layer: int, work: float = 1.0) -> tuple[Header, Frame]:
+        """Waits for the RESULT or PARTIAL of a layer; the caller releases the frame. work: the sum
+        of the rows' keys. Raises NodeError and TransportError."""
         key = (number, layer)
         began_s = self._clock()
+        slow_s = self._pace.slow_s(work)
         while key not in self._arrived:
             frame = self.endpoint.poll(_POLL_S)
             if frame is not None:
                 self._arrive(frame, number)
-            elif self.endpoint.silence_s >= _STALL_S:
+            elif self.endpoint.silence_s >= _STALL_S or self.unanswered_s >= slow_s:
                 self.stalled_s += _POLL_S
+                if self.stalled_s > MAX_STALLED_S:
+                    raise TransportTimeoutError(f"{self.url}: it stalls for {self.stalled_s:.3g} s")
             if key not in self._arrived:
                 self.unanswered_s = self._clock() - began_s
                 self.was_late |= self.unanswered_s >= _LATE_S
                 if self.unanswered_s >= self._answer_s:
                     raise TransportTimeoutError(f"{self.url}: no answer for {self._answer_s:.3g} s")
         self.unanswered_s = 0.0
+        self._pace.learn(work, self._clock() - self._asked_s)
         return self._arrived.pop(key)
 
     def _arrive(self, frame: Frame, number: int) -> None:

@@ -61,7 +61,6 @@ class _Plan:
     num_views: int
     queried: set[int] = field(default_factory=set)  # layers whose QUERY has arrived
     updated: set[int] = field(default_factory=set)
-    begun: tuple[Header, Ticket] | None = None  # the QUERY whose k and v are due
 
 
 class NodeSession:
@@ -92,6 +91,7 @@ class NodeSession:
         }
         self._plans: OrderedDict[int, _Plan] = OrderedDict()
         self._last_plan = 0
+        self._begun: tuple[Header, Ticket] | None = None  # the QUERY whose k and v are due
         self._rows = [
             WireRows(layer.num_heads, layer.num_kv_heads, layer.head_dim)
             for layer in request.layers
@@ -114,6 +114,7 @@ class NodeSession:
         """Frees the memory."""
         self._groups.clear()
         self._plans.clear()
+        self._begun = None
         self._memory.close()
 
     def header(self, message: memoryview) -> Header:
@@ -263,19 +264,21 @@ class NodeSession:
         return self._answer(Kind.PARTIAL, header, [*encode(out, header.dtype), lse])
 
     def begin(self, header: Header, message: memoryview) -> None:
-        """Attends over earlier keys with q of a layer, whose k and v follow (`finish`)."""
+        """Attends over earlier keys with q of a layer, whose k and v follow (`finish`). An earlier
+        q that still waits for its k and v is dropped: they are sent one after the other."""
+        self._begun = None
         plan, q = self._read_q(header, message)
         group, index = self._layer_index[header.layer]
         q = q.clone()  # the message is released
-        plan.begun = header, self._attention(plan, group).begin(index, q)
+        self._begun = header, self._attention(plan, group).begin(index, q)
 
     def finish(self, header: Header, message: memoryview) -> Answer:
         """Writes k and v of the querying rows and attends; returns a RESULT, which the caller
         sends before the next call."""
         plan, rows = self._planned(header), self._rows[header.layer]
         group, _ = self._layer_index[header.layer]
-        begun, plan.begun = plan.begun, None
-        if begun is None or (begun[0].layer, begun[0].rows) != (header.layer, header.rows):
+        begun, self._begun = self._begun, None
+        if begun is None or _rows_of(begun[0]) != _rows_of(header):
             raise WireError(ErrorCode.STALE, f"k and v of layer {header.layer} without its q")
         k, v = rows.read_kv(message[HEADER_BYTES:], header)
         query, ticket = begun
@@ -316,6 +319,10 @@ class NodeSession:
         k, v = self._rows[header.layer].read_kv(message[HEADER_BYTES:], header)
         group, index = self._layer_index[header.layer]
         self._groups[group].append(self._plans[header.plan].appends[group], index, k, v)
+
+
+def _rows_of(header: Header) -> tuple[int, int, int]:
+    return header.plan, header.layer, header.rows
 
 
 def _check_first(layers: set[int], header: Header) -> None:

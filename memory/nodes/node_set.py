@@ -199,18 +199,20 @@ class NodeSet:
     def _place_anywhere(
         self, partition: NodePartition, connect_s: float, reasons: dict[str, str]
     ) -> None:
+        def is_full(url: str) -> bool:  # its shard may be smaller beside more nodes
+            return reasons.get(url, "").startswith(ErrorCode.FULL.name)
+
         usable = self.states.usable(partition.urls)
         if self._place_on(partition, usable, connect_s, reasons, self.min_pages):
             return
         if self._place_locally(partition, reasons):
             return
+        untried = [url for url in partition.urls if url not in reasons or is_full(url)]
         if len(usable) < len(partition.urls) and self._place_on(
-            partition, partition.urls, connect_s, reasons, self.min_pages
+            partition, untried, connect_s, reasons, self.min_pages
         ):
             return
-        full = [
-            url for url in partition.urls if reasons.get(url, "").startswith(ErrorCode.FULL.name)
-        ]
+        full = [url for url in partition.urls if is_full(url)]
         self._place_on(partition, full, connect_s, reasons, 1)
 
     @staticmethod
@@ -330,9 +332,10 @@ class NodeSet:
     ) -> str | None:
         """Attaches the partition to these nodes; returns the url of one that refuses, else None."""
         self._epoch += 1
+        shards = [Shard(self._partition_mode, i, len(endpoints)) for i in range(len(endpoints))]
         links = [
-            NodeLink(url, endpoint, Shard(self._partition_mode, index, len(endpoints)), self._clock)
-            for index, (url, endpoint) in enumerate(endpoints.items())
+            NodeLink(url, endpoint, shard, self._clock, pace=self.states.pace(url))
+            for (url, endpoint), shard in zip(endpoints.items(), shards, strict=True)
         ]
         requests = [self._request(link.shard, least) for link in links]
         wanted = [

@@ -6,7 +6,7 @@ import logging
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from memory.nodes.node_health import NodeHealth, NodeState
+from memory.nodes.node_health import AnswerPace, NodeHealth, NodeState
 from memory.nodes.node_link import NodeLink
 from transport.base import HEARTBEAT_S, LOST_AFTER_S
 
@@ -30,6 +30,11 @@ class NodeStates:
     def by_url(self) -> dict[str, NodeState]:
         """Returns all states. Any thread may call it."""
         return {url: node.state for url, node in self._nodes.items()}
+
+    def pace(self, url: str) -> AnswerPace:
+        """Returns the pace of a node, which its links share, or a new one for this machine."""
+        node = self._nodes.get(url)
+        return AnswerPace() if node is None else node.pace
 
     def late(self) -> set[str]:
         """Returns the nodes that hold K/V and are late."""
@@ -56,6 +61,8 @@ class NodeStates:
             if link.is_leaving:
                 node.leave(self._clock())
             elif link.is_lost:
+                if link.stalled_s:
+                    node.stall(self._clock(), link.stalled_s)
                 silence_s = max(link.endpoint.silence_s, link.unanswered_s)
                 node.lose(self._clock(), was_silent=silence_s >= _SILENT_S)
         self._log()

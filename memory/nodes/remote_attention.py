@@ -179,6 +179,7 @@ class RemoteAttention:
             num_queries,
             sum([n for _, n in append_runs]),
             rows,
+            sum([query.num_rows * query.num_keys for query in queries]),
         )
         return node, NodePlan([], queries, appends)
 

@@ -37,8 +37,8 @@ class LayerShard(NamedTuple):
 class NodeRows:
     """The step's rows for one node. parts is indexed by layer. query_runs and append_runs are runs
     (first row, length) of the step's rows. rows has the indices of the query rows; it is None if
-    all rows query. k and v of the query rows are not among the appended ones, unless nodes compute
-    prefix attention."""
+    all rows query. num_keys is the sum of these rows' keys. k and v of the query rows are not among
+    the appended ones, unless nodes compute prefix attention."""
 
     link: NodeLink
     parts: list[LayerShard]
@@ -47,6 +47,7 @@ class NodeRows:
     num_queries: int
     num_appends: int
     rows: Tensor | None
+    num_keys: int
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ class _NodesPlan:
                 continue
             link = node.link
             try:
-                header, frame = link.answer(self._number, layer)
+                header, frame = link.answer(self._number, layer, node.num_keys)
                 if (header.kind, header.rows) != (kind, node.num_queries):
                     text = f"{header.kind.name} of {header.rows} rows, not {node.num_queries}"
                     raise WireError(ErrorCode.SHAPE, text)
@@ -148,7 +149,7 @@ class RemotePlan(_NodesPlan):
         self._tails = tails
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
-        layer, q = ticket
+        layer, q, _ = ticket
         k, v = self._rotated(k, v, rotation)
         self._post_kv(Kind.OWN, layer, k, v)
         self._post_kv(Kind.UPDATE, layer, k, v)
@@ -193,7 +194,7 @@ class PrefixPlan(_NodesPlan):
         self._new = new
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
-        layer, q = ticket
+        layer, q, _ = ticket
         k, v = self._rotated(k, v, rotation)
         self._post_kv(Kind.UPDATE, layer, k, v)
         out, lse = self._new.attend(layer, q, k, v)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import socket
 
 import pytest
@@ -53,6 +55,27 @@ def pair(listener, proxy):
     yield one, other
     one.close()
     other.close()
+
+
+def test_an_end_that_cannot_be_made_closes_its_connections(listener, monkeypatch):
+    connected(listener.url).close()  # the heartbeat thread has a descriptor of its own
+    listener.accept(PATIENCE_S).close()
+    secrets = KeyExchange.secrets
+
+    def short(*args, is_client):
+        found = secrets(*args, is_client=is_client)
+        return (b"short", b"short") if is_client else found
+
+    monkeypatch.setattr(KeyExchange, "secrets", short)
+    num_fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="32 bytes"):
+        connected(listener.url)
+    gc.collect()  # the traceback
+    other = listener.accept(PATIENCE_S)
+    wait_until(lambda: other.is_lost)
+    other.close()
+    # the other end, which is still referenced, has one descriptor
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_fds + 1)
 
 
 # ---- on the wire

@@ -155,6 +155,36 @@ def test_an_error_of_the_writer_reaches_the_sender():
         post(one.channel, b"x")
 
 
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split(" ", 1)[0].split("-") for line in maps]
+    return any(int(first, 16) <= address < int(end, 16) for first, end in ranges)
+
+
+def test_a_message_whose_credit_fails_is_not_held_any_more():
+    """It counted as held, so that the windows stayed after the end was closed."""
+    one, other = mirrored_pair(is_ordered=True)
+    address, one.writer.target = one.writer.target.address, None
+    one.writer.copy = lambda offset, num_bytes: ctypes.memmove(
+        address + offset, one.writer.mirror.address + offset, num_bytes
+    )
+
+    def fail():
+        raise PeerLostError("the cable is cut")
+
+    other.writer.tell = fail
+    for _ in range(2):  # half of the window: a credit is due
+        post(one.channel, b"x" * one.channel.max_message_bytes)
+    take(other.channel)
+    with pytest.raises(PeerLostError, match="cable"):
+        take(other.channel)
+    with pytest.raises(ValueError, match="not held"):
+        other.channel.release(2)
+    assert is_mapped(address)
+    other.channel.close()
+    assert not is_mapped(address)
+
+
 @pytest.mark.parametrize("is_ordered", [True, False])
 def test_a_wait_ends_with_the_link(is_ordered):
     one, other = mirrored_pair(is_ordered)

@@ -150,6 +150,8 @@ def test_secrets_of_another_size_are_refused():
         for secrets in ((b"short", THEIRS), (OURS, b"")):
             with pytest.raises(ValueError, match="32 bytes"):
                 _windows.SocketChannel(near.fileno(), 4096, 4096, link, secrets)
+            near.sendall(b"still ours")
+            assert far.recv(100) == b"still ours"
 
 
 def test_the_key_exchange_is_that_of_another_implementation():

@@ -220,6 +220,21 @@ def test_noise_on_the_control_connection_ends_it():
     theirs.close()
 
 
+def test_silence_does_not_grow_after_the_end():
+    ours, theirs = socket.socketpair()
+    link = _windows.Link.of_socket(ours.detach())
+    link.watch()
+    theirs.close()
+    wait_until(lambda: link.is_over)
+    silence_s = link.silence_s
+    time.sleep(0.05)
+    assert link.silence_s == silence_s < HEARTBEAT_S
+    one, other = _windows.Link.pair()
+    time.sleep(0.05)
+    one.end("closed")
+    assert one.silence_s == other.silence_s == 0.0, "ends in one process are never silent"
+
+
 def test_an_end_without_heartbeats_resets_the_connection():
     """It sends a reset, which arrives even where data is not acknowledged any more."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,6 +1,7 @@
 #include "channel.h"
 
 #include <algorithm>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -15,6 +16,8 @@ class Channel::Use {
       throw PeerLost("the connection is closed");
     }
   }
+  // Takes over the use of a held frame.
+  Use(Channel& channel, std::adopt_lock_t) : channel_(channel) {}
   ~Use() { channel_.end_uses(1); }
 
  private:
@@ -35,11 +38,9 @@ int64_t deadline_after(double timeout_s) {
 
 }  // namespace
 
-// Runs the operation while the memory is held. A corrupt message ends the connection, and so does an
-// encryption that fails.
+// A corrupt message ends the connection, and so does an encryption that fails.
 template <class Operation>
-auto Channel::guarded(Operation operation) {
-  Use use(*this);
+auto Channel::checked(Operation operation) {
   try {
     return operation();
   } catch (const CorruptMessage&) {
@@ -49,6 +50,13 @@ auto Channel::guarded(Operation operation) {
     link_->end("the encryption failed");
     throw;
   }
+}
+
+// Runs the operation while the memory is held.
+template <class Operation>
+auto Channel::guarded(Operation operation) {
+  Use use(*this);
+  return checked(operation);
 }
 
 void Channel::check_size(size_t bytes) const {
@@ -94,8 +102,9 @@ std::optional<Message> Channel::poll_at_once() {
 }
 
 void Channel::release(uint64_t number) {
-  free_message(number);
-  end_uses(1);
+  inbox().release(number);
+  Use use(*this, std::adopt_lock);
+  checked([&] { return_credit(); });
 }
 
 void Channel::close() {

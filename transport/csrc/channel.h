@@ -7,6 +7,7 @@
 
 #include "errors.h"
 #include "link.h"
+#include "ring.h"
 #include "segments.h"
 
 namespace ms {
@@ -40,7 +41,8 @@ class Channel {
   virtual bool is_quick_to_receive() { return false; }
   virtual uint64_t send(const Segments& segments, size_t bytes, int64_t deadline_ns) = 0;
   virtual std::optional<Message> receive(int64_t deadline_ns) = 0;
-  virtual void free_message(uint64_t number) = 0;
+  virtual Inbox& inbox() = 0;
+  virtual void return_credit() = 0;  // if it is due
   virtual void free_memory() = 0;
 
   [[noreturn]] void throw_lost() const { throw PeerLost(link_->reason()); }
@@ -58,6 +60,8 @@ class Channel {
   void check_size(size_t bytes) const;
   template <class Operation>
   auto guarded(Operation operation);
+  template <class Operation>
+  auto checked(Operation operation);
 
   std::atomic<int> num_uses_{1};
   std::atomic<bool> is_closed_{false};

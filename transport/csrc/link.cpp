@@ -143,12 +143,14 @@ std::string Link::reason() const {
   return reason_;
 }
 
+int64_t Link::silence_ns() const {
+  if (is_over()) return silence_ns_;
+  return control_fd_ < 0 ? 0 : now_ns() - heard_ns_;
+}
+
 double Link::silence_s() const {
-  {
-    std::lock_guard lock(mutex_);
-    if (control_fd_ < 0 && !is_over()) return 0;
-  }
-  return 1e-9 * static_cast<double>(now_ns() - heard_ns_.load());
+  std::lock_guard lock(mutex_);
+  return 1e-9 * static_cast<double>(silence_ns());
 }
 
 void Link::end(const std::string& reason) {
@@ -158,6 +160,7 @@ void Link::end(const std::string& reason) {
     std::lock_guard lock(mutex_);
     if (is_over()) return;
     reason_ = reason;
+    silence_ns_ = silence_ns();
     is_over_.store(true);
     const bool is_ours = pid_ == getpid();  // a forked process must not end its parent's connection
     if (control_fd_ >= 0) {

@@ -31,6 +31,7 @@ class Link : public std::enable_shared_from_this<Link> {
 
   bool is_over() const { return is_over_.load(std::memory_order_acquire); }
   std::string reason() const;
+  // Returns how long nothing has been heard of the peer; once the link is over, until its end.
   double silence_s() const;
   // Ends the link, on both sides; the first reason counts. Any thread may call it.
   void end(const std::string& reason);
@@ -47,11 +48,13 @@ class Link : public std::enable_shared_from_this<Link> {
   // for acknowledgements, which do not come where the connection is cut in one direction.
   void reset();
   int64_t deadline_ns() const;
+  int64_t silence_ns() const;  // the caller holds the mutex
 
   std::atomic<bool> is_over_{false};
   std::atomic<int64_t> heard_ns_;
   mutable std::mutex mutex_;  // guards the members below
   std::string reason_;
+  int64_t silence_ns_ = 0;  // when the link ended
   const int pid_;
   int control_fd_, event_fd_ = -1, watched_by_ = -1;  // the monitor's epoll
   std::shared_ptr<Memory> waiter_;

@@ -64,8 +64,7 @@ std::optional<Message> MirroredChannel::receive(int64_t deadline_ns) {
   return ring_.take();
 }
 
-void MirroredChannel::free_message(uint64_t number) {
-  ring_.inbox.release(number);
+void MirroredChannel::return_credit() {
   if (!ring_.inbox.is_credit_due() || link_->is_over()) return;
   mirror_->header().consumed.store(ring_.inbox.take_credit(), std::memory_order_relaxed);
   writer_->tell();

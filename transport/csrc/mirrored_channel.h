@@ -36,7 +36,8 @@ class MirroredChannel final : public Channel {
   bool is_quick_to_receive() override { return has_arrived() && ring_.due_bytes() <= QUICK_BYTES; }
   uint64_t send(const Segments& segments, size_t bytes, int64_t deadline_ns) override;
   std::optional<Message> receive(int64_t deadline_ns) override;
-  void free_message(uint64_t number) override;
+  Inbox& inbox() override { return ring_.inbox; }
+  void return_credit() override;
   void free_memory() override;
 
  private:

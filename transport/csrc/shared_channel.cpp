@@ -48,8 +48,7 @@ std::optional<Message> SharedChannel::receive(int64_t deadline_ns) {
   return ring_.take();
 }
 
-void SharedChannel::free_message(uint64_t number) {
-  ring_.inbox.release(number);
+void SharedChannel::return_credit() {
   // A store is cheap, so every release sends its credit.
   peers_->header().consumed.store(ring_.inbox.take_credit(), std::memory_order_release);
   wake_peer();

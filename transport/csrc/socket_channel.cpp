@@ -194,11 +194,6 @@ void SocketChannel::check_stalled() const {
   if (is_within && now_ns() - read_ns_ > STALLED_NS) link_->end("the peer stopped within a message");
 }
 
-void SocketChannel::free_message(uint64_t number) {
-  inbox_.release(number);
-  send_credit();
-}
-
 // ---- sending
 
 // Sends the rest of a credit or record. Returns false if a part of it is still to be sent.

@@ -21,7 +21,7 @@ class SocketChannel final : public Channel {
     std::string sending, receiving;
     uint64_t records_per_key;
   };
-  // Takes over the socket and closes it at the end.
+  // Takes over the socket and closes it at the end. If the constructor throws, the caller has it still.
   SocketChannel(int data_fd, size_t own_window_bytes, size_t peer_window_bytes, std::shared_ptr<Link> link,
                 const std::optional<Secrets>& secrets);
   ~SocketChannel() override { free_memory(); }
@@ -30,7 +30,8 @@ class SocketChannel final : public Channel {
  protected:
   uint64_t send(const Segments& segments, size_t bytes, int64_t deadline_ns) override;
   std::optional<Message> receive(int64_t deadline_ns) override;
-  void free_message(uint64_t number) override;
+  Inbox& inbox() override { return inbox_; }
+  void return_credit() override { send_credit(); }
   void free_memory() override;
 
  private:

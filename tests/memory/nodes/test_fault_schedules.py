@@ -68,6 +68,22 @@ def test_a_killed_node_is_a_short_pause(partition):
 
 
 @pytest.mark.parametrize("partition", _PARTITIONS)
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_node_that_restarts_at_once_is_used_again_at_once(partition, is_idle):
+    """With `request` it had its probation, because a probe found it before it was tried."""
+    run = make(partition, num_tokens=79)
+    if is_idle:
+        run.work(lambda: run.clients[0].reason is not None)
+    node = run.nodes[0]
+    node.kill()
+    node.start()
+    began = run.world.now
+    run.work(lambda: run.engine.nodes.num_lost and not run.engine.nodes.missing)
+    assert node.bytes_leased and run.world.now - began < 1.0
+    finish(run)
+
+
+@pytest.mark.parametrize("partition", _PARTITIONS)
 def test_a_stopped_node_is_abandoned_in_time(partition):
     run = make(partition)
     [sequence] = run.clients[0].state.sequences
@@ -288,6 +304,31 @@ def test_a_node_that_answers_a_tenth_of_the_time_is_given_up():
     assert max(taken) < 30.0
     run_for(run, 10.0)
     finish(run)
+
+
+@pytest.mark.parametrize("partition", _PARTITIONS)
+def test_a_node_that_computes_too_slowly_is_given_up(partition):
+    """Its heartbeats came, so that each layer might take half a minute."""
+    run = make(partition, num_tokens=79)
+    [sequence] = run.clients[0].state.sequences
+    node = run.nodes[run.engine.kv.partition_of(sequence.kv_range) if partition == "request" else 0]
+    node.service_s = 2.0
+    began = run.world.now
+    run.work(lambda: run.clients[0].reason is not None)
+    assert run.world.now - began < 20.0
+    assert run.engine.nodes.num_lost == 1
+    assert run.engine.nodes.missing == [node.url], "it was not tried again at once"
+    finish(run)
+
+
+@pytest.mark.parametrize("partition", _PARTITIONS)
+def test_a_node_that_is_busy_once_is_kept(partition):
+    run = make(partition, num_tokens=79)
+    for node in run.nodes:
+        node.hang()
+        run.world.after(6.0, node.recover)
+    assert 5.0 < finish(run) < 7.0
+    assert run.engine.nodes.num_lost == 0
 
 
 def test_new_sequences_avoid_a_late_node():

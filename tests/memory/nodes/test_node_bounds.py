@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,14 @@ from memory.nodes.placement import Shard
 from memory.nodes.wire import Edit, EditKind, ErrorCode, NodePlan, pack_plan
 from memory.pages.linux_vmm import LinuxMemory
 from ops import get_backend
-from tests.support.engine.raw_engine import PATIENCE_S, REQUEST, RawEngine, Witness, page_bytes
+from tests.support.engine.raw_engine import (
+    PATIENCE_S,
+    REQUEST,
+    WHOLE,
+    RawEngine,
+    Witness,
+    page_bytes,
+)
 from tests.support.transport.transport_rig import KEY, wait_until
 from transport.base import PeerLostError
 
@@ -241,6 +249,36 @@ def test_kept_plans_are_bounded_in_views(node, monkeypatch):
     engine.map_ranges()
     engine.plan(queries=[(0, 1, 1), (1, 1, 1), (2, 1, 1)])
     assert engine.error() is ErrorCode.SHAPE
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_one_q_at_a_time_waits_for_its_k_and_v(node, monkeypatch, kv_dtype):
+    """The sums of every layer of every kept plan stayed: memory that no lease counted."""
+    sums: list[weakref.ref[torch.Tensor]] = []
+    empty = torch.empty
+
+    def recorded(*size, **options):
+        made = empty(*size, **options)
+        if len(size) == 4:
+            sums.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    engine = RawEngine.beside(node, replace(WHOLE, kv_dtype=kv_dtype))
+    engine.attach()
+    engine.map_ranges()
+    numbers = [engine.plan(queries=[(0, 1, 40)]) for _ in range(3)]
+    for number in numbers:
+        for layer in range(3):
+            engine.query(number, layer, torch.ones(1, 4, 16))
+            assert sum(one() is not None for one in sums) == 1
+    engine.own(numbers[2], 2, *[torch.ones(1, 2, 16)] * 2)
+    engine.result(2)
+    assert len(sums) == 9 and not any(one() is not None for one in sums)
+    engine.query(engine.plan(queries=[(0, 1, 40)]), 0, torch.ones(1, 4, 16))
+    engine.own(numbers[2], 0, *[torch.ones(1, 2, 16)] * 2)
+    assert engine.error() is ErrorCode.STALE, "k and v of another plan"
+    assert not any(one() is not None for one in sums)
 
 
 def test_without_a_thread_an_engine_is_refused_and_the_next_one_is_not(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ is used again."""
 from __future__ import annotations
 
 import logging
+import math
 import random
 from types import SimpleNamespace
 
@@ -17,6 +18,9 @@ from memory.nodes.node_health import (
     MAY_BECOME,
     MIN_PROBES,
     PROBATION_S,
+    SLOW_FACTOR,
+    SLOW_S,
+    AnswerPace,
     NodeHealth,
     NodeState,
 )
@@ -108,9 +112,13 @@ def test_a_first_loss_is_tried_again_at_once_unless_the_node_was_silent():
     node = Clocked()
     node.lose(was_silent=False)
     assert node.health.may_be_used(node.now)
+    node.health.probe(node.now, is_found=True)
+    assert node.health.state is PROBATION and node.health.may_be_used(node.now), "found first"
     node.health.hold(node.now)
     node.lose(was_silent=False)
     assert not node.health.may_be_used(node.now), "not a second time"
+    node.health.probe(node.now, is_found=True)
+    assert not node.health.may_be_used(node.now)
     silent = Clocked()
     silent.lose()
     assert not silent.health.may_be_used(silent.now)
@@ -145,6 +153,30 @@ def test_a_node_that_stalls_too_often_is_given_up(share, is_given_up):
         assert seconds <= 2.5 * MAX_STALLED_S
         node.lose(was_silent=False)
         assert not node.health.may_be_used(node.now)
+
+
+def test_an_answer_is_slow_beside_the_usual_ones_for_its_work():
+    pace = AnswerPace()
+    assert pace.slow_s(1e9) == math.inf
+    pace.learn(1e6, 0.1)
+    assert pace.slow_s(1.0) == SLOW_S
+    assert pace.slow_s(1e7) == pytest.approx(SLOW_FACTOR)
+    for _ in range(1000):  # short work says little
+        pace.learn(100.0, 0.001)
+    assert pace.slow_s(1e7) > SLOW_FACTOR and pace.slow_s(1e3) == SLOW_S
+
+
+@pytest.mark.parametrize(("factor", "is_given_up"), [(8.0, False), (12.0, False), (50.0, True)])
+def test_a_node_that_several_engines_use_is_kept_and_a_starved_one_is_not(factor, is_given_up):
+    """From some time on all answers take longer than the usual 0.1 s."""
+    pace, stalled_s, now = AnswerPace(), 0.0, 0.0
+    for _ in range(100):
+        pace.learn(1e5, 0.1)
+    while now < 1000.0 and stalled_s <= MAX_STALLED_S:
+        stalled_s += max(0.0, 0.1 * factor - pace.slow_s(1e5))
+        pace.learn(1e5, 0.1 * factor)
+        now += 0.1 * factor
+    assert (now < 2 * MAX_STALLED_S) == is_given_up
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -313,6 +313,24 @@ def test_a_slow_name_lookup_blocks_nothing():
     rig.close()
 
 
+def test_a_node_that_has_just_failed_is_not_tried_again_beside_the_unusable_ones():
+    rig = RemoteRig(layers_of())
+    connect, tried = rig.nodes.connect, []
+
+    def counted(url, timeout_s):
+        tried.append(url)
+        return connect(url, timeout_s)
+
+    rig.set.connect = counted
+    for url in ("a", "b"):
+        rig.nodes.kill(url)
+    rig.set.states._nodes["b"].lose(0.0, was_silent=True)
+    with pytest.raises(NoNodeError):
+        rig.set.place(rig.set.partitions[0])
+    assert tried == ["a", "b"]
+    rig.close()
+
+
 def test_nodes_far_away_are_found_again():
     """Connecting takes 0.6 s, which is longer than the time limit for a nearby node."""
     rig = RemoteRig(layers_of())

@@ -30,7 +30,7 @@ class ListAttention:
         return Ticket(layer, q)
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
-        index, q = ticket
+        index, q, _ = ticket
         if rotation is not None:
             k = ReferenceBackend().rotary(k, *rotation)
         self.calls.append(("finish", index))
