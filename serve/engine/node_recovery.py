@@ -224,6 +224,9 @@ class NodeRecovery:
             return
         if not self._scheduler.running and now_s >= self._changed_at + self._settled_s:
             self._place_again(self.nodes.partitions)
+        due_s = self._changed_at + min(self._settled_s, 2 * SETTLED_S) + _RETRY_S
+        if now_s < due_s and self._found(self.nodes.missing):  # it is taken back then
+            return
         for sequence in list(self._scheduler.waiting):
             if now_s < sequence.request.arrival_s + _GIVE_UP_S:
                 continue
