@@ -63,14 +63,8 @@ def test_the_share_of_hostile_calls() -> None:
 def test_a_valid_call_is_refused_for_its_own_reasons_only() -> None:
     calls = Calls("m", 1024, 1, 0.0)
     calls.note_response("resp_1")
-    fresh, continued = (
-        next(
-            call
-            for call in (calls.response() for _ in range(99))
-            if (b"resp_1" in call.body) is is_continued
-        )
-        for is_continued in (False, True)
-    )
+    by_kind = {b"resp_1" in call.body: call for call in (calls.response() for _ in range(99))}
+    fresh, continued = by_kind[False], by_kind[True]
     for call in (fresh, continued, calls.stored_response()):
         assert call.accepts(200, "") and call.accepts(429, "queue_full")
         assert not call.accepts(400, "invalid_value") and not call.accepts(500, "")
