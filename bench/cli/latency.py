@@ -17,7 +17,7 @@ from bench.common import tables
 from bench.common.ceilings import MAX_DRIFT, Ceiling
 from bench.common.checkpoints import model_directory
 from bench.common.percentiles import tail
-from bench.offline.latency import measure
+from bench.offline.latency import Keep, measure
 from bench.offline.peers import parse_peers
 from bench.offline.tally import OURS, Tally
 from bench.offline.tasks import Shape
@@ -48,8 +48,8 @@ def latency(
 
     model is a directory, "random:SHAPE" (bench.common.checkpoints.SHAPES), or None for the embedded
     model. None for batches or prefills takes BATCHES or PREFILLS. peers are NAME=COMMAND
-    (bench/offline/peers.py), run in every round. Returns what is written to json_file. Raises
-    ConfigError before anything runs.
+    (bench/offline/peers.py), run in every round. Returns what is written to json_file after each
+    round. Raises ConfigError before anything runs.
     """
     tables.check_file(json_file)
     commands = parse_peers(peers)
@@ -58,16 +58,11 @@ def latency(
     if prefills is None:
         prefills = (64,) if quick else PREFILLS
     num_rounds = rounds or (1 if quick else 3)
-    for name, values in (
-        ("batches", batches),
-        ("prefills", prefills),
-        ("context, steps and rounds", (context, steps, num_rounds)),
-    ):
-        if any(value < 1 for value in values):
-            raise ConfigError(f"{name} must be positive, not {', '.join(map(str, values))}")
-    path = model_directory(model)
+    _check_positive("batches", batches)
+    _check_positive("prefills", prefills)
+    _check_positive("context, steps and rounds", (context, steps, num_rounds))
     engine = Engine(
-        path,
+        model_directory(model),
         dtype=dtype,
         compute_threads=compute_threads,
         backend=backend,
@@ -78,29 +73,45 @@ def latency(
     longest = read_spec(engine.config.model_path).max_model_len
     has_mixed = bool(commands) or (not quick and longest >= _MIXED_TOKENS)
     shape = Shape(tuple(batches), context, steps, tuple(prefills), has_mixed)
-    if shape.most_tokens > longest:
-        raise ConfigError(
-            f"context {context} and {steps} steps at these batches, or the longest of prefills,"
-            f" need {shape.most_tokens} tokens; the model's context is {longest}"
-        )
+    _check_fits(shape, longest)
     head = tables.Head.now(f"latency, {engine.model_name}")
-    with tables.progress() as bar:
-        task = bar.add_task("loading", total=None)
-        tally, start_s = uvloop.run(
-            measure(
-                engine,
-                shape,
-                rounds=num_rounds,
-                peers=commands,
-                advance=lambda what: bar.update(task, description=what, advance=1),
-            )
-        )
-    result = {"model": engine.model_name, "start_s": start_s, **tally.summary()}
+    result: dict[str, Any] = {"model": engine.model_name}
+
+    def keep(tally: Tally, start_s: float) -> None:
+        result.update(start_s=start_s, **tally.summary())
+        tables.write(json_file, head, result)
+
+    tally = _with_progress(engine, shape, num_rounds, commands, keep)
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     _show(tally, result, shape, console)
-    tables.write(json_file, head, result)
     return result
+
+
+def _check_positive(name: str, values: Sequence[int]) -> None:
+    if any(value < 1 for value in values):
+        raise ConfigError(f"{name} must be positive, not {', '.join(map(str, values))}")
+
+
+def _check_fits(shape: Shape, longest: int) -> None:
+    if shape.most_tokens > longest:
+        raise ConfigError(
+            f"context {shape.context} and {shape.steps} steps at these batches, or the longest of"
+            f" prefills, need {shape.most_tokens} tokens; the model's context is {longest}"
+        )
+
+
+def _with_progress(
+    engine: Engine, shape: Shape, rounds: int, peers: dict[str, str], keep: Keep
+) -> Tally:
+    """Runs the rounds and shows what is measured."""
+    with tables.progress() as bar:
+        task = bar.add_task("loading", total=None)
+
+        def advance(what: str) -> None:
+            bar.update(task, description=what, advance=1)
+
+        return uvloop.run(measure(engine, shape, rounds, peers, advance, keep))
 
 
 def _show(tally: Tally, result: dict[str, Any], shape: Shape, console: Console) -> None:

@@ -35,13 +35,13 @@ OutputLen = Annotated[int | None, typer.Option(help="Tokens of each answer.")]
 Seed = Annotated[int, typer.Option(help="Seed of the requests.")]
 
 
-def _measure(target: str, settings: Mapping[str, Any]) -> None:
-    """Imports target ("module:function") and calls it with the settings."""
+def _measure(target: str, settings: Mapping[str, Any]) -> Any:
+    """Imports target ("module:function"), calls it with the settings and returns its result."""
     module, _, name = target.partition(":")
     measure = getattr(import_module(module), name)
     set_up_logging("warning")
     with reported():
-        measure(**settings)
+        return measure(**settings)
 
 
 @measurements.command()
@@ -321,7 +321,7 @@ def soak(
     ] = 0.3,
     hostile: Annotated[float, typer.Option(help="Share of hostile calls.")] = 0.1,
     max_slope: Annotated[
-        float, typer.Option(help="Fail if memory grows by more than this many MB per hour.")
+        float, typer.Option(help="Fail if memory's floor grows by more than this many MB per hour.")
     ] = 1.0,
     run_options: Annotated[
         str,
@@ -337,9 +337,11 @@ def soak(
     """Load a server with a mix of all calls, aborted and hostile ones, and fit its memory's slope.
 
     The server is a process of its own with a small K/V pool and store of responses, so that its
-    caches are full after minutes.
+    caches are full after minutes. The exit code is 1 for a fault, and 3 if the run is too short to
+    tell whether memory grows.
     """
-    _measure("bench.cli.soak:soak", locals())
+    if not _measure("bench.cli.soak:soak", locals()):
+        raise typer.Exit(3)
 
 
 @measurements.command()

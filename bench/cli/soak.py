@@ -31,8 +31,9 @@ def soak(
     run_options: str = "",
     seed: int = 0,
     json_file: Path | None = None,
-) -> None:
-    """Loads a server process of its own for some minutes and prints what its memory did.
+) -> bool:
+    """Loads a server process of its own for some minutes and prints what its memory did. Returns
+    whether that decides if memory grows.
 
     model is a directory, "random:SHAPE", or None for the embedded model. run_options: more options
     of `serve run`. Raises MergestepError for a fault, after the tables, and ConfigError before
@@ -59,3 +60,4 @@ def soak(
     faults = result.faults()
     if faults:
         raise MergestepError("; ".join(faults))
+    return not result.undecided()

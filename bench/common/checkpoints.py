@@ -10,6 +10,7 @@ import difflib
 import itertools
 import json
 import os
+import shutil
 import string
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
 
-from serve.config import DEFAULT_MODEL
+from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
 
 RANDOM = "random:"
@@ -151,6 +152,16 @@ def random_checkpoint(shape: str, *, folder: Path | None = None, has_weights: bo
     part = path / "model.safetensors.part"
     save_file(_tensors(config, shape), part, metadata={"format": "pt"})
     part.rename(path / "model.safetensors")
+    return path
+
+
+def with_context(folder: Path, max_model_len: int) -> Path:
+    """Copies the embedded model into the folder, with a context that it was not trained for."""
+    source, path = EngineConfig.from_settings(None).model_path, folder / "other-context"
+    shutil.copytree(source, path)
+    config = json.loads((source / "config.json").read_text())
+    config["max_position_embeddings"] = max_model_len
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 

@@ -3,7 +3,9 @@
 It starts a server process and sends each kind of call from many clients at once. Meanwhile another
 process asks /health every 20 ms and samples the server's resident memory. A kind fails if memory
 is more than 100 MB above where it began once the storm has ended, if /health took more than 50 ms,
-if an answer has an unexpected status, or if memory is still charged at the end.
+if an answer has an unexpected status, or if memory is still charged at the end. The model is the
+embedded one. Texts that are far too long for it are refused before they are tokenized, so that some
+kinds go to a second server, whose copy of the model has a context of 700,000 tokens.
 
 A line has the memory before, at the peak and after. The clients share the machine with the server;
 "late" is the worst delay of the wake-ups of the process that asks.
@@ -12,55 +14,38 @@ A line has the memory before, at the peak and after. The clients share the machi
 from __future__ import annotations
 
 import argparse
-import http.client
+import contextlib
 import json
+import math
 import multiprocessing
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from bench.common import tables
+from bench.common.checkpoints import with_context
+from bench.engine.storm_calls import JSON_TYPE, KINDS, Server
 from serve.errors import ConfigError, MergestepError
 from serve.machine import process_bytes
 
 MAX_GROWTH_BYTES, MAX_HEALTH_S = 100e6, 0.05
 CLIENTS = 32
 _SAMPLE_S = 0.02
-_SETTLE_S, _SETTLE_TRIES = 0.5, 10
-_TRIM_S = 1.5  # the server gives memory back half a second after large work
-_ANSWER_S = 300.0
+LONG_CONTEXT = 700_000  # tokens; the longest piece has 13 bytes: room for texts of 8 MB
+_SETTLE_S, _SETTLE_TRIES = 0.25, 20
+_TRIM_S = 1.0  # the server gives memory back half a second after large work
 _READ_BYTES = 1 << 16
 _URL = re.compile(r"http://([0-9.]+):(\d+)")
 _CHARGED = re.compile(rb"^mergestep:charged_bytes\{[^}]*\} ([0-9.e+]+)$", re.M)
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    pid: int
-    host: str
-    port: int
-    model: str
-    max_model_len: int
-
-    def connect(self, timeout_s: float = _ANSWER_S) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
-
-    def get(self, path: str) -> bytes:
-        connection = self.connect()
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().read()
-        finally:
-            connection.close()
 
 
 @dataclass(slots=True)
@@ -103,87 +88,18 @@ class Storm:
         return found
 
 
-Body = dict[str, Any]
-DIGITS = "0123456789"
-
-
-def _tokenize(server: Server, scale: float) -> Body:
-    return {"prompt": DIGITS * int(1e5 * scale)}
-
-
-def _detokenize(server: Server, scale: float) -> Body:
-    return {"tokens": [300 + i % 500 for i in range(int(262_144 * scale))]}
-
-
-def _chat(server: Server, scale: float) -> Body:
-    """It fills half of the context, at one token for each digit."""
-    text = DIGITS * (server.max_model_len // 20)
-    return {"model": server.model, "messages": [{"role": "user", "content": text}]}
-
-
-def _messages(server: Server, scale: float) -> Body:
-    """They are too long for the context, which only their text shows."""
-    roles = "user", "assistant"
-    messages = [{"role": roles[i % 2], "content": DIGITS} for i in range(int(8000 * scale) | 1)]
-    return {"model": server.model, "messages": messages}
-
-
-def _items(server: Server, scale: float) -> Body:
-    items = [{"role": "user", "content": DIGITS} for _ in range(int(8000 * scale))]
-    return {"model": server.model, "input": items}
-
-
-def _long_prompt(server: Server, scale: float) -> Body:
-    """It has as many characters as a prompt may have, and far too many tokens."""
-    return {"model": server.model, "prompt": DIGITS * int(8e5 * scale), "max_tokens": 1}
-
-
-def _embeddings(server: Server, scale: float) -> Body:
-    return {"model": server.model, "input": [f"text {i}" for i in range(int(120 * scale))]}
-
-
-def _prompt_logprobs(server: Server, scale: float) -> Body:
-    size = min(256, server.max_model_len // 2)
-    count = max(1, int(250_000 * scale) // (size * 6))
-    prompts = [[300 + i % 500 for i in range(size)]] * count
-    body = {"prompt": prompts, "max_tokens": 1, "logprobs": 5, "echo": True}
-    return {"model": server.model, **body}
-
-
-def _logprobs(server: Server, scale: float) -> Body:
-    body = {"n": max(1, int(128 * scale)), "logprobs": True, "top_logprobs": 20, "max_tokens": 64}
-    messages = [{"role": "user", "content": "hello"}]
-    return {"model": server.model, "messages": messages, **body}
-
-
-class Kind(NamedTuple):
-    """A kind of call. status: that of an answer that is not refused for lack of memory."""
-
-    path: str
-    body: Callable[[Server, float], Body]
-    more: Body | None = None
-    status: int = 200
-
-
-_STRINGS = {"return_token_strs": True}
-KINDS = {
-    "tokenize": Kind("/tokenize", _tokenize),
-    "token strings": Kind("/tokenize", _tokenize, _STRINGS),
-    "tokenize a chat": Kind("/tokenize", _chat, _STRINGS),
-    "detokenize": Kind("/detokenize", _detokenize),
-    "count tokens": Kind("/v1/messages/count_tokens", _chat),
-    "count messages": Kind("/v1/messages/count_tokens", _messages, status=400),
-    "count items": Kind("/v1/responses/input_tokens", _items, status=400),
-    "long prompts": Kind("/v1/completions", _long_prompt, status=400),
-    "embeddings": Kind("/v1/embeddings", _embeddings),
-    "echo with logprobs": Kind("/v1/completions", _prompt_logprobs),
-    "n with logprobs": Kind("/v1/chat/completions", _logprobs),
-}
+@contextmanager
+def server_process(options: Sequence[str], context: int | None = None) -> Iterator[Server]:
+    """Starts `serve run`; options are more of its own. context: tokens, if not the model's. Raises
+    MergestepError if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = [str(with_context(Path(folder), context))] if context else []
+        with _process([*model, *options]) as server:
+            yield server
 
 
 @contextmanager
-def server_process(options: Sequence[str]) -> Iterator[Server]:
-    """Starts `serve run`; options are more of its own. Raises MergestepError if it fails."""
+def _process(options: Sequence[str]) -> Iterator[Server]:
     command = [sys.executable, "-m", "serve", "run", "--port", "0", "--log-level", "warning"]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
     try:
@@ -203,11 +119,37 @@ def server_process(options: Sequence[str]) -> Iterator[Server]:
             process.stdout.close()
 
 
-def _watch(server: Server, pipe: Connection) -> None:
-    """Asks /health and samples memory until the pipe has a message, then sends the peak, the worst
-    latency and the worst delay of its own wake-ups. It sends a message when it begins, too."""
+@contextmanager
+def _watcher(server: Server) -> Iterator[Connection]:
+    """Starts the process that watches a server."""
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_watch_storms, args=(server, theirs))
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join()
+
+
+def _watch_storms(server: Server, pipe: Connection) -> None:
+    """Watches from each message to the next one, and sends the figures. It sends a message when it
+    begins, too."""
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.recv()
+            pipe.send("begin")
+            found = _watch(server, pipe)
+            pipe.recv()
+            pipe.send(found)
+
+
+def _watch(server: Server, pipe: Connection) -> tuple[int, float, float]:
+    """Asks /health and samples memory until the pipe has a message. Returns the peak, the worst
+    latency and the worst delay of its own wake-ups."""
     connection = server.connect()
-    pipe.send("begin")
     peak, health_s, late_s = 0, 0.0, 0.0
     due_s = time.perf_counter()
     while not pipe.poll():
@@ -219,13 +161,14 @@ def _watch(server: Server, pipe: Connection) -> None:
         due_s = max(due_s + _SAMPLE_S, time.perf_counter())
         time.sleep(max(0.0, due_s - time.perf_counter()))
         late_s = max(late_s, time.perf_counter() - due_s)
-    pipe.send((peak, health_s, late_s))
+    connection.close()
+    return peak, health_s, late_s
 
 
 def _post(server: Server, path: str, body: bytes, statuses: Counter[int]) -> None:
     connection = server.connect()
     try:
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        connection.request("POST", path, body, JSON_TYPE)
         answer = connection.getresponse()
         while answer.read(_READ_BYTES):
             pass
@@ -236,17 +179,28 @@ def _post(server: Server, path: str, body: bytes, statuses: Counter[int]) -> Non
         connection.close()
 
 
-def run_storm(server: Server, kind: str, clients: int, scale: float) -> Storm:
-    """Sends one body from all clients at once. scale: of its size."""
-    path, make, more, _ = KINDS[kind]
-    body = json.dumps(make(server, scale) | (more or {})).encode()
-    storm = Storm(kind)
-    _post(server, path, body, Counter())  # threads and caches that stay are there before
-    storm.before = _settled(server)
-    ours, theirs = multiprocessing.Pipe()
-    watcher = multiprocessing.get_context("spawn").Process(target=_watch, args=(server, theirs))
-    watcher.start()
-    ours.recv()
+def run_storms(server: Server, kinds: Sequence[str], clients: int, scale: float) -> Iterator[Storm]:
+    """Yields the storms of the kinds, each of one body from all clients at once. scale: of its
+    size. Each begins where the one before has ended."""
+    bodies = {
+        kind: json.dumps(KINDS[kind].body(server, scale) | (KINDS[kind].more or {})).encode()
+        for kind in dict.fromkeys(kinds)
+    }
+    with _watcher(server) as pipe:
+        size = _settled(server)
+        for kind in kinds:
+            storm = Storm(kind, before=size)
+            _run(storm, server, bodies[kind], clients, pipe)
+            storm.after = size = _settled(server, storm.before + MAX_GROWTH_BYTES)
+            charged = _CHARGED.search(server.get("/metrics"))
+            storm.charged = float(charged[1]) if charged else 0.0
+            yield storm
+
+
+def _run(storm: Storm, server: Server, body: bytes, clients: int, pipe: Connection) -> None:
+    pipe.send("begin")
+    pipe.recv()
+    path = KINDS[storm.kind].path
     threads = [
         threading.Thread(target=_post, args=(server, path, body, storm.statuses))
         for _ in range(clients)
@@ -257,23 +211,19 @@ def run_storm(server: Server, kind: str, clients: int, scale: float) -> Storm:
     for thread in threads:
         thread.join()
     storm.seconds = time.perf_counter() - began_s
-    ours.send("end")
-    storm.peak, storm.health_s, storm.late_s = ours.recv()
-    watcher.join()
-    storm.after = _settled(server)
-    charged = _CHARGED.search(server.get("/metrics"))
-    storm.charged = float(charged[1]) if charged else 0.0
-    return storm
+    pipe.send("end")
+    storm.peak, storm.health_s, storm.late_s = pipe.recv()
 
 
-def _settled(server: Server) -> int:
-    """Returns the resident memory once it no longer falls."""
+def _settled(server: Server, aim: float = math.inf) -> int:
+    """Returns the resident memory once it no longer falls, and waits longer while it exceeds
+    aim."""
     time.sleep(_TRIM_S)
     size = process_bytes(server.pid)
     for _ in range(_SETTLE_TRIES):
         time.sleep(_SETTLE_S)
         before, size = size, process_bytes(server.pid)
-        if size >= before:
+        if before <= size <= aim:
             break
     return size
 
@@ -295,13 +245,17 @@ def memory_storm(
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     storms = []
-    with server_process(options) as server:
-        for kind in kinds or KINDS:
-            storm = run_storm(server, kind, clients, scale)
-            storms.append(storm)
-            console.print(storm.text(), highlight=False, soft_wrap=True)
-            for fault in storm.faults():
-                console.print(f"  {fault}", style="red")
+    for is_long in (False, True):
+        chosen = [kind for kind in kinds or KINDS if KINDS[kind].is_long is is_long]
+        if not chosen:
+            continue
+        context = int(LONG_CONTEXT * scale) if is_long else None
+        with server_process(options, context) as server:
+            for storm in run_storms(server, chosen, clients, scale):
+                storms.append(storm)
+                console.print(storm.text(), highlight=False, soft_wrap=True)
+                for fault in storm.faults():
+                    console.print(f"  {fault}", style="red")
     tables.write(json_file, head, {"storms": [asdict(storm) for storm in storms]})
     return storms
 

@@ -13,11 +13,13 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvloop
+from rich.console import Console
 
 from bench.common import tables
 from bench.common.checkpoints import model_directory
@@ -43,21 +45,39 @@ _LEAST_REQUESTS = 8
 _PAUSE_S = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class StallPlan:
+    """What is measured. input_len, output_len: tokens of each request. seconds: for which each run
+    offers requests. settings: the most prompt rows of a step beside streams, None for the default.
+    shares: of the capacity, where no rates are given."""
+
+    input_len: int
+    output_len: int
+    seconds: float
+    rounds: int
+    settings: Sequence[int | None]
+    shares: Sequence[float]
+    seed: int
+
+    def count(self, qps: float) -> int:
+        """Returns the requests of a run."""
+        return max(_LEAST_REQUESTS, _BURST if math.isinf(qps) else round(qps * self.seconds))
+
+
 class StallBench:
-    """A running engine, and the lengths of its requests in tokens. chunks switch its rule.
+    """A running engine and its load. chunks switch its rule.
 
     seconds is the time of all runs, others_s what other processes computed meanwhile."""
 
-    def __init__(
-        self, target: EngineTarget, chunks: SwitchedChunks, input_len: int, output_len: int
-    ) -> None:
+    def __init__(self, target: EngineTarget, chunks: SwitchedChunks, plan: StallPlan) -> None:
         self._target = target
         self._chunks = chunks
+        self._plan = plan
         self.seconds = self.others_s = 0.0
         self._dataset = DatasetSettings(
             "random",
-            input_len=str(input_len),
-            output_len=str(output_len),
+            input_len=str(plan.input_len),
+            output_len=str(plan.output_len),
             max_model_len=target.max_model_len,
         )
 
@@ -79,20 +99,23 @@ class StallBench:
         await asyncio.sleep(_PAUSE_S)
         return result
 
-    async def capacity(self, seed: int) -> float:
+    async def warm_up(self) -> None:
+        await self.run(None, math.inf, _WARM_UP, self._plan.seed)
+
+    async def capacity(self) -> float:
         """Returns the requests per second of a burst."""
-        burst = await self.run(None, math.inf, _BURST, seed)
+        burst = await self.run(None, math.inf, _BURST, self._plan.seed + 1)
         return _BURST / burst.window[1]
 
-    async def compare(
-        self, settings: Sequence[int | None], qps: float, count: int, rounds: int, seed: int
-    ) -> dict[str, Stalls]:
-        """Returns the figures of each setting; each runs once in every round."""
+    async def compare(self, qps: float) -> dict[str, Stalls]:
+        """Returns the figures of each setting; each runs once in every round. Raises MergestepError
+        if a request fails."""
+        settings, count = self._plan.settings, self._plan.count(qps)
         results: dict[int | None, list[RunResult]] = {rows: [] for rows in settings}
-        for number in range(rounds):
-            first = number % len(settings)
+        for number in range(self._plan.rounds):
+            first, seed = number % len(settings), self._plan.seed + 2 + number
             for rows in (*settings[first:], *settings[:first]):
-                results[rows].append(await self.run(rows, qps, count, seed + number))
+                results[rows].append(await self.run(rows, qps, count, seed))
         return {setting_name(rows): stalls_of(of) for rows, of in results.items()}
 
 
@@ -122,8 +145,8 @@ def stalls(
     returns them as {rate: {setting: figures}}.
 
     qps has rates as in `serve bench`; by default SHARES of the capacity, which a burst measures
-    first, and inf. seconds is the time for which each run offers requests.
-    Raises ConfigError before anything runs.
+    first, and inf. seconds is the time for which each run offers requests. The file is written
+    after each rate. Raises ConfigError before anything runs, and MergestepError if a request fails.
     """
     tables.check_file(json_file)
     rates = [] if qps is None else parse_qps(qps)
@@ -132,6 +155,15 @@ def stalls(
     num_rounds = 1 if rounds is None else rounds
     if num_rounds < 1 or (seconds is not None and not seconds > 0):
         raise ConfigError("rounds and seconds must be positive")
+    plan = StallPlan(
+        input_len or (64 if quick else 256),
+        output_len or (16 if quick else 64),
+        seconds or (1.0 if quick else 20.0),
+        num_rounds,
+        (None, *(chunks or (CHUNKS[-1:] if quick else CHUNKS))),
+        SHARES[1:2] if quick else SHARES,
+        seed,
+    )
     made: list[SwitchedChunks] = []
     engine = Engine(
         model_directory(model),
@@ -144,29 +176,33 @@ def stalls(
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     found: dict[str, Any] = {}
-    lengths = input_len or (64 if quick else 256), output_len or (16 if quick else 64)
-    lasting_s = seconds or (1.0 if quick else 20.0)
-    settings = (None, *(chunks or (CHUNKS[-1:] if quick else CHUNKS)))
 
     async def measure() -> None:
         async with EngineTarget(engine) as target:
-            bench = StallBench(target, made[0], *lengths)
-            await bench.run(None, math.inf, _WARM_UP, seed)
-            if not rates:
-                capacity = await bench.capacity(seed + 1)
-                console.print(f"a burst: {capacity:.3g} requests/s of {lengths[0]} + {lengths[1]}")
-                shares = SHARES[1:2] if quick else SHARES
-                rates.extend([*(share * capacity for share in shares), math.inf])
-            for rate in rates:
-                count = _BURST if math.isinf(rate) else round(rate * lasting_s)
-                count = max(_LEAST_REQUESTS, count)
-                of = await bench.compare(settings, rate, count, num_rounds, seed + 2)
-                title = f"{load_name(rate)}, {num_rounds * count} requests for each setting"
-                console.print(stalls_table(title, of))
-                others = bench.others_s / bench.seconds
-                console.print(f"other processes used {others:.2f} cores so far", highlight=False)
-                found[load_name(rate)] = {name: one.as_json() for name, one in of.items()}
+            bench = StallBench(target, made[0], plan)
+            async for name, figures in _measure(bench, plan, rates, console):
+                found[name] = {setting: of.as_json() for setting, of in figures.items()}
+                tables.write(json_file, head, found)  # a later rate may fail
 
     uvloop.run(measure())
-    tables.write(json_file, head, found)
     return found
+
+
+async def _measure(
+    bench: StallBench, plan: StallPlan, rates: Sequence[float], console: Console
+) -> AsyncIterator[tuple[str, dict[str, Stalls]]]:
+    """Prints and yields the figures of each rate, by default shares of the capacity and inf."""
+    await bench.warm_up()
+    if not rates:
+        capacity = await bench.capacity()
+        lengths = f"{plan.input_len} + {plan.output_len}"
+        console.print(f"a burst: {capacity:.3g} requests/s of {lengths}")
+        rates = [*(share * capacity for share in plan.shares), math.inf]
+    for rate in rates:
+        figures = await bench.compare(rate)
+        count = plan.rounds * plan.count(rate)
+        title = f"{load_name(rate)}, {count} requests for each setting"
+        console.print(stalls_table(title, figures))
+        others = bench.others_s / bench.seconds
+        console.print(f"other processes used {others:.2f} cores so far", highlight=False)
+        yield load_name(rate), figures

@@ -30,6 +30,7 @@ from serve.engine.step_trace import TracedStep
 from serve.machine import usable_processors
 
 Advance = Callable[[str], None]
+Keep = Callable[[Tally, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +197,14 @@ class Rounds:
 async def measure(
     engine: Engine,
     shape: Shape,
-    *,
     rounds: int,
     peers: dict[str, str],
     advance: Advance,
-) -> tuple[Tally, float]:
-    """Measures all columns of all engines in each round. Returns the figures, and the seconds from
-    the engine's start to its first token. Calls advance(name) before each column."""
+    keep: Keep,
+) -> Tally:
+    """Measures all columns of all engines in each round and returns the figures. Calls
+    advance(name) before each column, and keep(figures so far, seconds from the engine's start to
+    its first token) after each round."""
     began = time.perf_counter()
     async with engine:
         await engine.generate(
@@ -212,4 +214,5 @@ async def measure(
         measured = Rounds(engine, shape, peers, advance)
         for number in range(rounds):
             await measured.run(number)
-    return measured.tally, start_s
+            keep(measured.tally, start_s)
+    return measured.tally

@@ -86,12 +86,7 @@ def throughput(
     """
     tables.check_file(json_file)
     num_repeats = repeats or (1 if quick else 3)
-    if num_repeats < 1:
-        raise ConfigError(f"repeats must be a positive number, not {repeats}")
-    if peer not in (None, "transformers"):
-        raise ConfigError(f"peer must be transformers, not {peer!r}")
-    if peer is not None:
-        require_transformers()
+    _check(num_repeats, peer)
     path = model_directory(model)
     works = fixed_requests(
         path,
@@ -114,19 +109,35 @@ def throughput(
         seed=0,
     )
     head = tables.Head.now(f"throughput, {engine.model_name}")
-    with tables.progress() as bar:
-        task = bar.add_task("loading", total=num_repeats * (1 if peer is None else 1 + len(MODES)))
-
-        def advance(what: str) -> None:
-            bar.update(task, description=what, advance=1)
-
-        runs = uvloop.run(_measure(engine, works, num_repeats, peer is not None, advance))
+    runs = _with_progress(engine, works, num_repeats, peer is not None)
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     result = _result(engine, runs)
     _show(runs, result, console)
     tables.write(json_file, head, result)
     return result
+
+
+def _check(repeats: int, peer: str | None) -> None:
+    if repeats < 1:
+        raise ConfigError(f"repeats must be a positive number, not {repeats}")
+    if peer not in (None, "transformers"):
+        raise ConfigError(f"peer must be transformers, not {peer!r}")
+    if peer is not None:
+        require_transformers()
+
+
+def _with_progress(
+    engine: Engine, works: Sequence[Work], repeats: int, has_peer: bool
+) -> ThroughputRuns:
+    """Runs the repeats and shows how many are done."""
+    with tables.progress() as bar:
+        task = bar.add_task("loading", total=repeats * (1 + len(MODES) if has_peer else 1))
+
+        def advance(what: str) -> None:
+            bar.update(task, description=what, advance=1)
+
+        return uvloop.run(_measure(engine, works, repeats, has_peer, advance))
 
 
 async def _measure(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -28,14 +28,22 @@ _SYLLABLES = tuple(a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o",
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request. kind: for the report. is_hostile: a refusal of it is no failure."""
+    """One HTTP request. kind: for the report. refusals: the codes of errors that are no failure,
+    beside those of a full server. is_hostile: no refusal is one."""
 
     kind: str
     path: str
     body: bytes = b""
     method: str = "POST"
     headers: dict[str, str] = field(default_factory=dict)
+    refusals: tuple[str, ...] = ()
     is_hostile: bool = False
+
+    def accepts(self, status: int, code: str) -> bool:
+        """Returns whether an answer is correct. code: that of its error."""
+        if status in (200, 429):
+            return True
+        return status < 500 and (self.is_hostile or code in self.refusals)
 
 
 class Calls:
@@ -180,17 +188,19 @@ class Calls:
     def response(self) -> Call:
         body: dict[str, Any] = {"input": self.prompt(), "stream": self._rng.random() < 0.5}
         body["max_output_tokens"] = self._rng.randint(16, MAX_ANSWER_TOKENS)
+        refusals: tuple[str, ...] = ()
         if self._response_ids and self._rng.random() < 0.3:
             body["previous_response_id"] = self._rng.choice(self._response_ids)
-        # the store may have evicted the response, or another client's key reads it
-        made = self.call("responses", "/v1/responses", body)
-        return Call(made.kind, made.path, made.body, "POST", made.headers, is_hostile=True)
+            # the store may have evicted the response, or another client's key reads it
+            refusals = ("previous_response_not_found", "context_length_exceeded")
+        return replace(self.call("responses", "/v1/responses", body), refusals=refusals)
 
     def stored_response(self) -> Call:
         name = self._rng.choice(self._response_ids or ["resp_none"])
         method = self._rng.choice(["GET", "GET", "DELETE"])
         path = f"/v1/responses/{name}"
-        return Call("stored responses", path, b"", method, self.headers(), is_hostile=True)
+        refusals = ("response_not_found",)
+        return Call("stored responses", path, b"", method, self.headers(), refusals)
 
     def message(self) -> Call:
         body: dict[str, Any] = {"messages": self.messages(), "stream": self._rng.random() < 0.5}

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.soak.run import MEGABYTE, Soak
+from bench.soak.run import MEGABYTE, Soak, own_megabytes
 from bench.soak.slope import Slope
 from bench.soak.usage import Usage
 
@@ -39,7 +39,7 @@ def show_sample(usage: Usage, num_calls: int, num_failed: int, console: Console)
 
 def show(soak: Soak, console: Console) -> None:
     console.print(_calls_table(soak))
-    table = Table("memory in MB", "when full", "at the end", "per hour (95 % interval)")
+    table = Table("memory in MB", "when full", "at the end", "floor, per hour (95 % interval)")
     for name, value in _PARTS.items():
         table.add_row(name, *_cells(soak, value, MEGABYTE))
     table.add_row("Python's blocks, thousands", *_cells(soak, _metric(_BLOCKS), 1e3))
@@ -51,26 +51,31 @@ def show(soak: Soak, console: Console) -> None:
         f" {span_min:.1f} min since",
         highlight=False,
     )
-    if soak.still_filling:
-        names = ", ".join(soak.still_filling)
-        console.print(f"not full when the fit began: {names}", highlight=False)
-    slope = soak.slope(_PARTS["server and workers, without the K/V pool"])
-    limit = soak.settings.max_slope
-    if slope is not None and slope.value <= limit * MEGABYTE < slope.high:
-        console.print(f"the interval reaches beyond {limit:g} MB/h: a longer run would decide")
-    for fault in soak.faults():
+    for name, slope, meaning in (
+        ("floor", soak.slope(own_megabytes), "what stays between bursts; the verdict is about it"),
+        ("median", soak.median_slope(own_megabytes), "with what calls in flight take"),
+    ):
+        console.print(f"{name}: {_text(slope)}: {meaning}", highlight=False, soft_wrap=True)
+    faults, undecided = soak.faults(), soak.undecided()
+    for fault in faults:
         console.print(f"[red]FAULT[/red] {fault}", highlight=False, soft_wrap=True)
+    for text in undecided:
+        console.print(f"[yellow]UNDECIDED[/yellow] {text}", highlight=False, soft_wrap=True)
+    if not faults and not undecided:
+        console.print("no fault")
 
 
 def document(soak: Soak) -> dict[str, Any]:
-    """Returns what is written as JSON."""
-    slopes = {name: _per_hour(soak.slope(value)) for name, value in _PARTS.items()}
-    kept = {name: _per_hour(soak.slope(_kept(name))) for name in _names(soak)}
+    """Returns what is written as JSON. The slopes are those of the floor, but for the medians."""
+    slopes = {name: _fields(soak.slope(value)) for name, value in _PARTS.items()}
+    medians = {name: _fields(soak.median_slope(value)) for name, value in _PARTS.items()}
+    kept = {name: _fields(soak.slope(_kept(name))) for name in _names(soak)}
     return {
         "calls": {f"{kind}: {result}": n for (kind, result), n in _sorted_calls(soak)},
         "filled_s": soak.filled_s,
         "fit_from_s": soak.fit_from_s,
         "bytes_per_hour": slopes,
+        "median_bytes_per_hour": medians,
         "kept_bytes_per_hour": kept,
         "samples": [
             {
@@ -85,6 +90,7 @@ def document(soak: Soak) -> dict[str, Any]:
             for usage in soak.samples
         ],
         "faults": soak.faults(),
+        "undecided": soak.undecided(),
     }
 
 
@@ -104,7 +110,7 @@ def _sorted_calls(soak: Soak) -> list[tuple[tuple[str, str], int]]:
 
 def _kept_table(soak: Soak) -> Table:
     """The fastest growing first."""
-    table = Table("kept, in MB", "full after", "when full", "at the end", "per hour")
+    table = Table("kept, in MB", "full after", "when full", "at the end", "floor, per hour")
     grown = {name: soak.slope(_kept(name)) for name in _names(soak)}
     for name in sorted(grown, key=lambda name: -(grown[name] or Slope(0, 0, 0)).value):
         at_s = soak.filled_s.get(name)
@@ -137,5 +143,12 @@ def _metric(name: str) -> Value:
     return lambda usage: usage.metrics.get(name, 0.0)
 
 
-def _per_hour(slope: Slope | None) -> dict[str, float] | None:
+def _text(slope: Slope | None) -> str:
+    """Returns a slope in MB per hour."""
+    if slope is None:
+        return "too few samples"
+    return f"{slope.value:+.2f} MB/h ({slope.low:+.2f} to {slope.high:+.2f})"
+
+
+def _fields(slope: Slope | None) -> dict[str, float] | None:
     return None if slope is None else slope._asdict()

@@ -2,7 +2,8 @@
 
 The load pauses once, after a short warm-up. Open files and threads must be at the end what they
 were in that pause, and nothing may be running. The slope is fitted over the samples from the time
-at which the caches, by the sizes that /metrics reports, were full.
+at which the caches, by the sizes that /metrics reports, were full. The verdict is about the slope
+of memory's floor (bench/soak/slope.py); where its interval reaches above the limit, there is none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import aiohttp
 
 from bench.soak.calls import KEYS, Calls
 from bench.soak.server import ServerProcess
-from bench.soak.slope import Slope, full_at_s, slope_of
+from bench.soak.slope import Slope, floor_of, full_at_s, medians_of, slope_of
 from bench.soak.streams import Outcomes, Streams
 from bench.soak.usage import Usage, read_usage
 from serve.errors import ConfigError, MergestepError
@@ -88,9 +89,12 @@ class Soak:
         return [(usage.at_s, value(usage)) for usage in later]
 
     def slope(self, value: Callable[[Usage], float]) -> Slope | None:
-        """Returns the growth of a figure per hour, since the caches were full."""
-        found = slope_of(self.series(value))
-        return None if found is None else found * HOUR_S
+        """Returns the growth of a figure's floor per hour, since the caches were full."""
+        return _per_hour(slope_of(floor_of(self.series(value))))
+
+    def median_slope(self, value: Callable[[Usage], float]) -> Slope | None:
+        """Returns the growth of a figure's median per hour, since the caches were full."""
+        return _per_hour(slope_of(medians_of(self.series(value))))
 
     @property
     def still_filling(self) -> list[str]:
@@ -100,12 +104,10 @@ class Soak:
     def faults(self) -> list[str]:
         """Returns a text for each figure that shows a leak or an error."""
         texts = [f"a call failed: {text}" for text in self.outcomes.failures[:3]]
-        slope = self.slope(lambda usage: usage.own_bytes / MEGABYTE)
-        if slope is None:
-            texts.append("too few samples for a slope: run longer")
-        elif slope.value > self.settings.max_slope:
+        slope, limit = self.slope(own_megabytes), self.settings.max_slope
+        if slope is not None and slope.value > limit:
             texts.append(
-                f"memory grows by {slope.value:.2f} MB/h, more than {self.settings.max_slope:g}"
+                f"the floor of memory grows by {slope.value:.2f} MB/h, more than {limit:g}"
             )
         if self.after.files > self.before.files:
             texts.append(f"the server has {self.after.files} files, {self.before.files} before")
@@ -118,6 +120,24 @@ class Soak:
         if "Traceback" in self.log:
             texts.append("the server's log has a traceback")
         return texts
+
+    def undecided(self) -> list[str]:
+        """Returns a text for each reason why the samples do not show whether there is a leak."""
+        slope, limit = self.slope(own_megabytes), self.settings.max_slope
+        texts = [f"{name} was not full when the fit began" for name in self.still_filling]
+        if slope is None:
+            texts.append("too few samples for a slope")
+        elif slope.value <= limit < slope.high:
+            texts.append(f"the interval reaches {slope.high:.2f} MB/h, more than {limit:g}")
+        return [f"{text}: run longer" for text in texts]
+
+
+def own_megabytes(usage: Usage) -> float:
+    return usage.own_bytes / MEGABYTE
+
+
+def _per_hour(slope: Slope | None) -> Slope | None:
+    return None if slope is None else slope * HOUR_S
 
 
 class SoakTest:

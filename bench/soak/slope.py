@@ -1,20 +1,20 @@
 """The growth of a quantity over time: a robust slope with its interval, and when it was full.
 
-Theil and Sen's slope is the median over all pairs of samples, so that single peaks do not move it.
-The interval is that of Sen (1968), from the distribution of Kendall's tau. Neighbouring samples of
-memory are not independent, which would make it too narrow: the samples are first reduced to the
-medians of equal parts of the time.
+Theil and Sen's slope is the median over all pairs of points, so that single outliers do not move
+it. The interval is that of Sen (1968), from the distribution of Kendall's tau. Neighbouring samples
+of memory are not independent, which would make it too narrow: the samples are first reduced to one
+point for each part of the time. That point is the median, or the floor: a value that a tenth of the
+samples are below. Calls in flight raise the median and not the floor, a leak raises both.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 _Z = 1.96  # of the normal distribution, for 95 %
-_MOST_PARTS = 60
 _FULL = 0.95  # a cache is full at this share of its greatest size
 
 Points = Sequence[tuple[float, float]]
@@ -33,16 +33,14 @@ class Slope(NamedTuple):
 
 
 def slope_of(points: Points) -> Slope | None:
-    """Returns the slope of (seconds, value) points in order of time; None for fewer than three
-    parts."""
-    reduced = parts_of(points)
-    count = len(reduced)
+    """Returns the slope of (seconds, value) points in order of time; None for fewer than three."""
+    count = len(points)
     if count < 3:
         return None
     slopes = sorted(
         (b - a) / (to_s - from_s)
-        for i, (from_s, a) in enumerate(reduced)
-        for to_s, b in reduced[i + 1 :]
+        for i, (from_s, a) in enumerate(points)
+        for to_s, b in points[i + 1 :]
     )
     spread = _Z * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
     low = max(0, math.floor((len(slopes) - spread) / 2))
@@ -50,22 +48,39 @@ def slope_of(points: Points) -> Slope | None:
     return Slope(statistics.median(slopes), slopes[low], slopes[high])
 
 
-def parts_of(points: Points) -> list[tuple[float, float]]:
-    """Returns the medians (seconds, value) of at most _MOST_PARTS equal parts of the time, each of
-    which has at least three points."""
+def medians_of(points: Points) -> list[tuple[float, float]]:
+    """Returns the median of each of at most 60 parts of the time."""
+    return list(_reduced(points, statistics.median, most_parts=60, least_points=3))
+
+
+def floor_of(points: Points) -> list[tuple[float, float]]:
+    """Returns the lowest tenth of each of at most 24 parts of the time."""
+    return list(_reduced(points, _lowest_tenth, most_parts=24, least_points=6))
+
+
+def _lowest_tenth(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 10]
+
+
+def _reduced(
+    points: Points,
+    value_of: Callable[[list[float]], float],
+    *,
+    most_parts: int,
+    least_points: int,
+) -> Iterator[tuple[float, float]]:
+    """Yields the median time and value_of(values) of equal parts of the time, of which there are
+    so few that each has about least_points points."""
     if not points:
-        return []
-    num_parts = max(1, min(_MOST_PARTS, len(points) // 3))
+        return
+    num_parts = max(1, min(most_parts, len(points) // least_points))
     first_s, length_s = points[0][0], max(1e-9, points[-1][0] - points[0][0])
     parts: list[list[tuple[float, float]]] = [[] for _ in range(num_parts)]
     for at_s, value in points:
         number = int((at_s - first_s) / length_s * num_parts)
         parts[min(number, num_parts - 1)].append((at_s, value))
-    return [
-        (statistics.median(at_s for at_s, _ in part), statistics.median(v for _, v in part))
-        for part in parts
-        if part
-    ]
+    for part in filter(None, parts):
+        yield statistics.median(at_s for at_s, _ in part), value_of([value for _, value in part])
 
 
 def full_at_s(points: Points) -> float:

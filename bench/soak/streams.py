@@ -16,6 +16,7 @@ import aiohttp
 from bench.soak.calls import Call, Calls
 
 _RESPONSE_ID = re.compile(rb'"id": ?"(resp_\w+)"')
+_CODE = re.compile(rb'"code": ?"(\w+)"')
 _CALL_TIMEOUT_S = 120.0
 _LEARN = 0.05  # weight of the newest call in the mean seconds of its kind
 _FIRST_S = 0.3  # the mean before the first call of a kind
@@ -124,8 +125,7 @@ class Streams:
         self._mean_s[call.kind] = mean_s + _LEARN * (took_s - mean_s)
 
     async def _send(self, session: aiohttp.ClientSession, call: Call) -> None:
-        """Sends a call and reads its answer to the end. Every answer but a server's error is
-        correct for a hostile call; a valid one may only be refused because the server is full."""
+        """Sends a call and reads its answer to the end."""
         headers = {"Content-Type": "application/json", **call.headers}
         try:
             async with session.request(
@@ -140,7 +140,8 @@ class Streams:
             else:
                 self.outcomes.fail(call.kind, repr(error))
             return
-        if status >= 500 or (status not in (200, 429) and not call.is_hostile):
+        code = _CODE.search(text)
+        if not call.accepts(status, code[1].decode() if code else ""):
             self.outcomes.fail(call.kind, f"{status} {text[:300]!r}")
         elif status == 200:
             self.outcomes.add(call.kind, "ok")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from memory.nodes.node_set import NodeSet
 from serve.engine.counters import STEP_SECONDS, TOKENS
 from serve.engine.early_rejection import EarlyRejection
 from serve.engine.node_recovery import NodeRecovery
@@ -120,7 +122,7 @@ def engine_stats(
     clock: Callable[[], float],
 ) -> EngineStats:
     """Returns a snapshot of the statistics. Any thread may call it; values may be one step old."""
-    kv, nodes = scheduler.kv, recovery.nodes if recovery else None
+    kv = scheduler.kv
     prefixes, disk = kv.prefixes.stats, kv.prefixes.store_stats()
     coverage_p50, coverage_p90 = scheduler.policy.coverage()
     page_steps = max(1, scheduler.num_steps * kv.num_pages)  # 0 pages while nodes are lost
@@ -164,12 +166,17 @@ def engine_stats(
         disk_is_paused=disk.is_paused,
         kv_bytes_per_token=kv.token_bytes,
         kv_page_bytes=kv.page_bytes,
-        memory_nodes=nodes.num_nodes if nodes else 0,
-        memory_nodes_missing=len(nodes.missing) if nodes else 0,
-        memory_nodes_lost=nodes.num_lost if nodes else 0,
-        memory_node_states=(
-            {url: state.value for url, state in nodes.states.by_url().items()} if nodes else {}
-        ),
+        **_node_stats(recovery.nodes if recovery else None),
         recomputed_sequences=recovery.num_recomputed if recovery else 0,
         last_step_age_s=steps.last_age_s(clock),
     )
+
+
+def _node_stats(nodes: NodeSet | None) -> dict[str, Any]:
+    states = nodes.states.by_url() if nodes else {}
+    return {
+        "memory_nodes": nodes.num_nodes if nodes else 0,
+        "memory_nodes_missing": len(nodes.missing) if nodes else 0,
+        "memory_nodes_lost": nodes.num_lost if nodes else 0,
+        "memory_node_states": {url: state.value for url, state in states.items()},
+    }

@@ -96,8 +96,10 @@ def test_stalls_quick(tmp_path):
         default, static = found[name]["default"], found[name]["256 rows"]
         assert default["requests"] == static["requests"] >= 8
         for figures in (default, static):
-            assert 0 < figures["gap_p50_s"] <= figures["gap_p99_s"]
-            assert 0 < figures["ttft_p50_s"] <= figures["ttft_p99_s"]
+            gaps, ttft = figures["gap_ms"], figures["ttft_ms"]
+            assert 0 < gaps["p50"] <= gaps["p99"] == gaps["p50"] * figures["ratio"]
+            assert 0 < ttft["p50"] <= ttft["max"] and ttft["n"] == figures["requests"]
+            assert ttft["p99"] is None, "of fewer than 100 requests"
             assert figures["tokens_per_s"] > 0
 
 

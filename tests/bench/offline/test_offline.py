@@ -14,6 +14,7 @@ from bench.cli.startup import startup as measure_startup
 from bench.common.ceilings import Ceiling, ModelCost, steady
 from bench.common.tables import Head, check_file, interval, number, spread
 from bench.offline import startup
+from bench.offline.latency import Rounds
 from bench.offline.peers import PeerError, PeerProcess, parse_peers
 from bench.offline.requests import fixed_requests
 from bench.offline.tally import Tally
@@ -21,7 +22,7 @@ from bench.offline.tasks import Shape, make_task, warm_up_of
 from bench.offline.throughput import throughput
 from ops.cpu import native_library
 from serve.engine.step_trace import TracedStep
-from serve.errors import ConfigError, MergestepError
+from serve.errors import ConfigError, GenerationError, MergestepError
 from serve.models import read_spec
 from serve.scheduler.step_time import StepWork
 from tests.support.engine.checkpoints import checkpoint
@@ -213,6 +214,24 @@ def test_what_a_failing_peer_has_measured_is_kept(tiny, capsys, peer):
     text = " ".join(capsys.readouterr().out.split())
     assert text.count("failed") >= 6
     assert "partial failed at plain, mixed 16: out of memory" in text
+
+
+@needs_kernels
+def test_an_error_of_our_engine_keeps_the_rounds_before_it(tiny, tmp_path, monkeypatch):
+    run = Rounds.run
+
+    async def second_fails(self, number):
+        if number == 1:
+            raise GenerationError("the device is gone")
+        await run(self, number)
+
+    monkeypatch.setattr(Rounds, "run", second_fails)
+    file = tmp_path / "latency.json"
+    with pytest.raises(GenerationError):
+        latency(tiny, batches=[2], prefills=[8], rounds=3, quick=True, json_file=file)
+    kept = json.loads(file.read_text())
+    assert {len(modes[""]) for modes in kept["rounds"]["ours"].values()} == {1}
+    assert kept["tokens_per_s"]["ours"]["decode_2"] > 0 and kept["start_s"] > 0
 
 
 def test_a_peer_that_hangs_is_given_up(tmp_path):
