@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from serve.errors import EngineStoppedError
 from serve.machine import process_bytes
 
@@ -57,7 +59,7 @@ class BoundedWorker:
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer; raises WorkerError without one, EngineStoppedError after close()."""
-        line = json.dumps(question).encode() + b"\n"
+        line = _dumps(question) + b"\n"
         with self._lock:
             if self._is_closed:
                 raise EngineStoppedError(f"{self._name} has been closed")
@@ -156,8 +158,7 @@ class _Child:
             self._make_setup = None
         deadline = time.monotonic() + timeout_s
         self._send(line, deadline)
-        answer: dict[str, Any] = json.loads(self._receive(deadline))
-        return answer
+        return _loads(self._receive(deadline))
 
     def _send(self, data: bytes, deadline: float) -> None:
         view = memoryview(data)
@@ -181,6 +182,22 @@ class _Child:
         self.process.wait()
         self._stdin.close()
         self._stdout.close()
+
+
+def _dumps(question: dict[str, Any]) -> bytes:
+    """Uses orjson, which holds the interpreter for a fifth of the time, where it can."""
+    try:
+        return orjson.dumps(question)
+    except TypeError:  # a lone surrogate, for example
+        return json.dumps(question).encode()
+
+
+def _loads(line: bytes) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = orjson.loads(line)
+    except ValueError:
+        answer = json.loads(line)
+    return answer
 
 
 def _wait(fd: int, event: int, deadline: float) -> None:
