@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ BASE_MEMORY_BYTES = 1 << 30
 MAX_NORMALIZED_CHARS = 4_000_000
 MAX_NORMALIZED_GROWTH = 2  # of a text that is itself longer
 CHUNK_CHARS = 1024
-LONG_RUN = 1024
+SEARCHED_CHARS = 1 << 14
 MAX_SPLIT_S = 5.0
 MAX_REMEMBERED = 16
 
@@ -52,14 +52,27 @@ class TextLimits:
         if len(text) * self.growth > MAX_NORMALIZED_CHARS:
             _check_growth(text, normalize)
         for pattern, seconds in self.squares:
-            runs = re.finditer(f"{pattern}{{{LONG_RUN},}}", text)
-            if sum((run.end() - run.start()) ** 2 for run in runs) * seconds > MAX_SPLIT_S:
+            if sum(size * size for size in _run_sizes(pattern, text)) * seconds > MAX_SPLIT_S:
                 raise RequestError(
                     "the tokenizer takes too long to split a text with so many digits, letters or"
                     " spaces in a row",
                     param="prompt",
                     code="invalid_prompt",
                 )
+
+
+def _run_sizes(pattern: str, text: str) -> Iterator[int]:
+    """Yields the lengths of all runs of a class of characters. The text is searched in pieces,
+    since a search keeps the interpreter from other threads."""
+    runs = re.compile(f"{pattern}+")
+    start = end = 0
+    for piece in range(0, len(text), SEARCHED_CHARS):
+        for run in runs.finditer(text, piece, piece + SEARCHED_CHARS):
+            if run.start() > end:  # it does not continue the last run of the piece before
+                yield end - start
+                start = run.start()
+            end = run.end()
+    yield end - start
 
 
 def _check_growth(text: str, normalize: Callable[[str], str]) -> None:

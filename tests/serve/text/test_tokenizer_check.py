@@ -241,6 +241,23 @@ def test_runs_that_take_the_square_of_their_length(name: str, char: str, tmp_pat
     assert time.monotonic() - began < 1
 
 
+@pytest.mark.row("X7")
+def test_runs_are_counted_in_linear_time() -> None:
+    """100 kB of runs of 1,023 letters took 0.85 s, without letting other threads run."""
+    limits = TextLimits(squares=((r"[^\W\d_]", 1e-12),))
+    text = ("a" * 1023 + "\x01") * 1000
+    began = time.process_time()
+    limits.check(text, str)
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 1000])
+def test_runs_across_the_searched_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_check, "SEARCHED_CHARS", size)
+    sizes = [run for run in tokenizer_check._run_sizes(r"\d", "12a345678b9c0") if run]
+    assert sizes == [2, 6, 1, 1]
+
+
 def test_linear_patterns_have_no_limit(tmp_path: Path) -> None:
     path = write(tmp_path / "model", make.bytes_with(None, make.GPT4))
     assert tokenizer_check.check_file(path / "tokenizer.json").limits == TextLimits()
