@@ -28,6 +28,7 @@ class FastCodec:
                 raise
             raise ModelLoadError(f"{file.path} cannot be used: {error}") from error
         self._limits = file.limits
+        self.max_growth = file.limits.growth
         self._plain: FastTokenizer | None = None
         self._plain_lock = threading.Lock()
         vocab: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
@@ -52,6 +53,9 @@ class FastCodec:
                 self._plain = plain
         return self._encode(self._plain, text, False)
 
+    def growth(self, text: str) -> float:
+        return self._limits.measure_growth(text, self._normalize)
+
     def _normalize(self, text: str) -> str:
         normalizer = self._fast.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
@@ -61,7 +65,7 @@ class FastCodec:
         no token for a part of the text."""
         try:
             self._limits.check(text, self._normalize)
-            if len(text) < LONG_TEXT:
+            if len(text) * self.max_growth < LONG_TEXT:
                 return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
             # Only a batch call releases the GIL. This one finds no offsets of the tokens in the
             # text, which take as much memory as all the rest.

@@ -25,8 +25,8 @@ CHECK_TIMEOUT_S = 60.0
 # Both libraries take 12 to 20 bytes for a byte of a file with 256,000 tokens, as measured.
 MEMORY_PER_BYTE = 32
 BASE_MEMORY_BYTES = 1 << 30
-# A text whose normalized form has fewer characters needs at most about 400 MB.
-MAX_NORMALIZED_CHARS = 4_000_000
+# A million normalized characters take 435 MB to encode, as measured for NFKC of U+FDFA.
+MAX_NORMALIZED_CHARS = 1_000_000
 MAX_NORMALIZED_GROWTH = 2  # of a text that is itself longer
 CHUNK_CHARS = 1024
 SEARCHED_CHARS = 1 << 14
@@ -60,6 +60,18 @@ class TextLimits:
                     code="invalid_prompt",
                 )
 
+    def measure_growth(self, text: str, normalize: Callable[[str], str]) -> float:
+        """Returns how many times longer normalize makes the text, at least 1.0. Bytes of UTF-8
+        count as half a character, as some tokenizers make tokens of them."""
+        if self.growth == 1.0:
+            return 1.0
+        chars = size = 0
+        for part in _normalized(text, normalize):
+            part_chars, part_bytes = _sizes(part)
+            chars, size = chars + part_chars, size + part_bytes
+        before = max(1, len(text), _sizes(text)[1] / 2)
+        return max(1.0, max(chars, size / 2) / before)
+
 
 def _run_sizes(pattern: str, text: str) -> Iterator[int]:
     """Yields the lengths of all runs of a class of characters. The text is searched in pieces,
@@ -76,12 +88,10 @@ def _run_sizes(pattern: str, text: str) -> Iterator[int]:
 
 
 def _check_growth(text: str, normalize: Callable[[str], str]) -> None:
-    """Normalizes parts of a text, which shows its growth, but for what depends on text beyond a
-    part."""
     allowed = max(MAX_NORMALIZED_CHARS, MAX_NORMALIZED_GROWTH * len(text))
     size = 0
-    for start in range(0, len(text), CHUNK_CHARS):
-        size += len(normalize(text[start : start + CHUNK_CHARS]))
+    for part in _normalized(text, normalize):
+        size += len(part)
         if size > allowed:
             raise RequestError(
                 f"the tokenizer's normalizer makes more than {allowed} characters of the text's"
@@ -89,6 +99,18 @@ def _check_growth(text: str, normalize: Callable[[str], str]) -> None:
                 param="prompt",
                 code="invalid_prompt",
             )
+
+
+def _normalized(text: str, normalize: Callable[[str], str]) -> Iterator[str]:
+    """Normalizes parts of a text, which shows its growth, but for what depends on text beyond a
+    part."""
+    for start in range(0, len(text), CHUNK_CHARS):
+        yield normalize(text[start : start + CHUNK_CHARS])
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    """Returns the numbers of characters and of bytes in UTF-8."""
+    return len(text), len(text.encode("utf-8", "replace"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,9 +217,18 @@ def test_a_text_that_grows_too_long_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(path)
     assert tokenizer.encode("\ufdfa" * 1000)
     for encode in (tokenizer.encode, tokenizer.encode_plain):
-        with pytest.raises(RequestError, match="makes more than 4000000 characters") as caught:
+        with pytest.raises(RequestError, match="makes more than 1000000 characters") as caught:
             encode("\ufdfa" * 300_000)
         assert (caught.value.param, caught.value.code) == ("prompt", "invalid_prompt")
+
+
+def test_growth_is_measured_where_a_text_may_grow(tmp_path: Path) -> None:
+    state = make.bytes_state()
+    assert Tokenizer.load(write(tmp_path / "plain", state)).growth("\ufdfa" * 5000) == 1.0
+    tokenizer = Tokenizer.load(write(tmp_path / "nfkc", state | {"normalizer": {"type": "NFKC"}}))
+    assert tokenizer.max_growth == 18.0
+    assert tokenizer.growth("a" * 5000) == tokenizer.growth("") == 1.0
+    assert tokenizer.growth("\ufdfa" * 5000) == pytest.approx(18 / 1.5)  # 3 bytes before
 
 
 def test_a_long_text_that_does_not_grow_is_accepted() -> None:
