@@ -172,6 +172,23 @@ def test_exponential_patterns_are_refused(regex: str, step: str, tmp_path: Path)
 
 
 @pytest.mark.row("X7")
+def test_a_pattern_that_is_slow_for_one_script(tmp_path: Path) -> None:
+    """It took 1.2 s for 604 characters, and the trial had none of its letters."""
+    state = make.bytes_with(None, r"\p{Greek}*\p{Greek}*\p{Greek}*z|.")
+    with pytest.raises(ModelLoadError, match=r"(cube|too long|cannot split|takes)"):
+        Tokenizer.load(write(tmp_path / "model", state))
+
+
+@pytest.mark.row("X7")
+def test_long_words_of_a_word_piece_model(tmp_path: Path) -> None:
+    """A word that no token begins takes the square of its length."""
+    state = make.bert()
+    state["model"]["max_input_chars_per_word"] = 1_000_000_000
+    with pytest.raises(ModelLoadError, match="max_input_chars_per_word above 1000"):
+        Tokenizer.load(write(tmp_path / "model", state))
+
+
+@pytest.mark.row("X7")
 def test_a_trial_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token for each length of a run makes a text take the cube of a token's length."""
     state = make.unigram_with(make.sequence("normalizers"))
