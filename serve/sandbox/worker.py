@@ -69,6 +69,9 @@ class BoundedWorker:
                 problem = f"{self._name} took longer than {self._timeout_s:g} s"
             except (OSError, ValueError):
                 problem = f"{self._name} process ended"
+            except BaseException:  # or the next call would read this one's answer
+                self._stop()
+                raise
             self._stop()
         raise WorkerError(problem)
 

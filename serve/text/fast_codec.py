@@ -28,7 +28,8 @@ class FastCodec:
                 raise
             raise ModelLoadError(f"{file.path} cannot be used: {error}") from error
         self._limits = file.limits
-        self.large = LargeTexts(file, self._normalize)
+        self.large = LargeTexts(file, self.growth)
+        self.max_growth = file.limits.growth
         self._plain: FastTokenizer | None = None
         self._plain_lock = threading.Lock()
         vocab: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
@@ -54,6 +55,9 @@ class FastCodec:
                 self._plain = plain
         return self._encode(self._plain, text, "plain")
 
+    def growth(self, text: str) -> float:
+        return self._limits.measure_growth(text, self._normalize)
+
     def _normalize(self, text: str) -> str:
         normalizer = self._fast.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
@@ -66,7 +70,7 @@ class FastCodec:
             self._limits.check(text, self._normalize)
             if self.large.has(text):
                 return self.large.encode(text, kind)
-            if len(text) < LONG_TEXT:
+            if len(text) * self.max_growth < LONG_TEXT:
                 return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
             # Only a batch call releases the GIL. This one finds no offsets of the tokens in the
             # text, which take as much memory as all the rest.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from serve.errors import RequestError
 from serve.sandbox.worker import BoundedWorker, WorkerError
-from serve.text.tokenizer_check import CHUNK_CHARS, CheckedFile, library_of
+from serve.text.tokenizer_check import CheckedFile, library_of
 
 LARGE_CHARS = 1 << 17
 MEMORY_BYTES = 4 << 30
@@ -28,7 +28,8 @@ class LargeTexts:
     """The child process of one tokenizer, which begins with the first large text and ends when
     there was none for IDLE_S seconds. It encodes one text at a time. Thread-safe."""
 
-    def __init__(self, file: CheckedFile, normalize: Callable[[str], str]) -> None:
+    def __init__(self, file: CheckedFile, growth: Callable[[str], float]) -> None:
+        """growth: returns how many times longer the normalizer makes a text."""
         setup = {
             "library": library_of(file.path),
             "file": str(file.path),
@@ -36,8 +37,8 @@ class LargeTexts:
             "declared": file.declared,
             "names": file.names,
         }
-        self._growth = file.limits.growth
-        self._normalize = normalize
+        self._max_growth = file.limits.growth
+        self._growth = growth
         self._worker = BoundedWorker(
             Path(__file__).with_name("tokenizer_worker.py"),
             lambda: setup,
@@ -50,13 +51,9 @@ class LargeTexts:
 
     def has(self, text: str) -> bool:
         """Returns whether a text is large, before or after it is normalized."""
-        if len(text) > LARGE_CHARS or self._growth <= 1:
+        if len(text) > LARGE_CHARS or len(text) * self._max_growth <= LARGE_CHARS:
             return len(text) > LARGE_CHARS
-        if len(text) * self._growth <= LARGE_CHARS:
-            return False
-        starts = range(0, len(text), CHUNK_CHARS)
-        sizes = (len(self._normalize(text[start : start + CHUNK_CHARS])) for start in starts)
-        return sum(sizes) > LARGE_CHARS
+        return len(text) * self._growth(text) > LARGE_CHARS
 
     def encode(self, text: str, kind: str) -> list[int]:
         """Returns the token ids. kind: see `make_encoder` in tokenizer_worker.py. Raises

@@ -29,7 +29,8 @@ class SentencePieceCodec:
         except (OSError, RuntimeError, ValueError, TypeError) as error:
             raise ModelLoadError(f"{file.path} cannot be used: {error}") from error
         self._limits = file.limits
-        self.large = LargeTexts(file, self._first.normalize)
+        self.large = LargeTexts(file, self.growth)
+        self.max_growth = file.limits.growth
         if self.size < 1:
             raise ModelLoadError(f"{file.path} has an empty vocabulary")
         names = [str(self._first.id_to_piece(index)) for index in range(self.size)]
@@ -62,7 +63,11 @@ class SentencePieceCodec:
         longest_first = sorted(self.special.values(), key=len, reverse=True)
         self._split = re.compile("|".join(re.escape(token) for token in longest_first))
 
+    def growth(self, text: str) -> float:
+        return self._limits.measure_growth(text, self._first.normalize)
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self._limits.check(text, self._first.normalize)
         ids: list[int] = []
         end = 0
         for match in self._split.finditer(text):
@@ -73,12 +78,12 @@ class SentencePieceCodec:
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def encode_plain(self, text: str) -> list[int]:
+        self._limits.check(text, self._first.normalize)
         return self._encode_part(text, is_first=True)
 
     def _encode_part(self, text: str, *, is_first: bool) -> list[int]:
         if not text:
             return []
-        self._limits.check(text, self._first.normalize)
         if self.large.has(text):
             return self.large.encode(text, "first" if is_first else "rest")
         ids: list[int] = (self._first if is_first else self._rest).encode(text)

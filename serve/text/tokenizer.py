@@ -31,11 +31,13 @@ class _Codec(Protocol):
     """A library's tokenizer. Ids are below `size`; some of them may have no token."""
 
     size: int
+    max_growth: float
     special: dict[int, str]
     pieces: list[bytes] | None
     strips_leading_space: bool
     large: LargeTexts
 
+    def growth(self, text: str) -> float: ...
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def encode_plain(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
@@ -48,7 +50,8 @@ class Tokenizer:
     vocab_size: the largest token id plus one. named_tokens: "bos_token" -> "<s>" and so on, for
     chat templates. pieces: the bytes that each id adds to the text, for byte-level and
     sentencepiece-like decoders, padded with b"" to the model's vocabulary; None for other
-    decoders. strips_leading_space: decoding removes the first space of a text.
+    decoders. strips_leading_space: decoding removes the first space of a text. max_growth: the most
+    characters that the normalizer makes of one.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Tokenizer:
     ) -> None:
         self._codec = codec
         self.vocab_size = codec.size
+        self.max_growth = codec.max_growth
         self.named_tokens = named_tokens
         self.chat_template = chat_template
         self.bos_token_id = self._named_id("bos_token")
@@ -82,6 +86,11 @@ class Tokenizer:
             config.chat_template,
             min_size if type(min_size) is int else 0,
         )
+
+    def growth(self, text: str) -> float:
+        """Returns how many times longer the normalizer makes the text, at least 1.0: what it takes
+        to encode the text grows with it. A long text takes a while, unless max_growth is 1.0."""
+        return self._codec.growth(_checked(text))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes the text; special tokens in it become their ids.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ CHECK_TIMEOUT_S = 60.0
 # Both libraries take 12 to 20 bytes for a byte of a file with 256,000 tokens, as measured.
 MEMORY_PER_BYTE = 32
 BASE_MEMORY_BYTES = 1 << 30
-# A text whose normalized form has fewer characters needs at most about 400 MB.
-MAX_NORMALIZED_CHARS = 4_000_000
+# A million normalized characters take 435 MB to encode, as measured for NFKC of U+FDFA.
+MAX_NORMALIZED_CHARS = 1_000_000
 MAX_NORMALIZED_GROWTH = 2  # of a text that is itself longer
 CHUNK_CHARS = 1024
-LONG_RUN = 1024
+SEARCHED_CHARS = 1 << 14
 MAX_SPLIT_S = 5.0
 MAX_REMEMBERED = 16
 
@@ -52,8 +52,7 @@ class TextLimits:
         if len(text) * self.growth > MAX_NORMALIZED_CHARS:
             _check_growth(text, normalize)
         for pattern, seconds in self.squares:
-            runs = re.finditer(f"{pattern}{{{LONG_RUN},}}", text)
-            if sum((run.end() - run.start()) ** 2 for run in runs) * seconds > MAX_SPLIT_S:
+            if sum(size * size for size in _run_sizes(pattern, text)) * seconds > MAX_SPLIT_S:
                 raise RequestError(
                     "the tokenizer takes too long to split a text with so many digits, letters or"
                     " spaces in a row",
@@ -61,14 +60,38 @@ class TextLimits:
                     code="invalid_prompt",
                 )
 
+    def measure_growth(self, text: str, normalize: Callable[[str], str]) -> float:
+        """Returns how many times longer normalize makes the text, at least 1.0. Bytes of UTF-8
+        count as half a character, as some tokenizers make tokens of them."""
+        if self.growth == 1.0:
+            return 1.0
+        chars = size = 0
+        for part in _normalized(text, normalize):
+            part_chars, part_bytes = _sizes(part)
+            chars, size = chars + part_chars, size + part_bytes
+        before = max(1, len(text), _sizes(text)[1] / 2)
+        return max(1.0, max(chars, size / 2) / before)
+
+
+def _run_sizes(pattern: str, text: str) -> Iterator[int]:
+    """Yields the lengths of all runs of a class of characters. The text is searched in pieces,
+    since a search keeps the interpreter from other threads."""
+    runs = re.compile(f"{pattern}+")
+    start = end = 0
+    for piece in range(0, len(text), SEARCHED_CHARS):
+        for run in runs.finditer(text, piece, piece + SEARCHED_CHARS):
+            if run.start() > end:  # it does not continue the last run of the piece before
+                yield end - start
+                start = run.start()
+            end = run.end()
+    yield end - start
+
 
 def _check_growth(text: str, normalize: Callable[[str], str]) -> None:
-    """Normalizes parts of a text, which shows its growth, but for what depends on text beyond a
-    part."""
     allowed = max(MAX_NORMALIZED_CHARS, MAX_NORMALIZED_GROWTH * len(text))
     size = 0
-    for start in range(0, len(text), CHUNK_CHARS):
-        size += len(normalize(text[start : start + CHUNK_CHARS]))
+    for part in _normalized(text, normalize):
+        size += len(part)
         if size > allowed:
             raise RequestError(
                 f"the tokenizer's normalizer makes more than {allowed} characters of the text's"
@@ -76,6 +99,18 @@ def _check_growth(text: str, normalize: Callable[[str], str]) -> None:
                 param="prompt",
                 code="invalid_prompt",
             )
+
+
+def _normalized(text: str, normalize: Callable[[str], str]) -> Iterator[str]:
+    """Normalizes parts of a text, which shows its growth, but for what depends on text beyond a
+    part."""
+    for start in range(0, len(text), CHUNK_CHARS):
+        yield normalize(text[start : start + CHUNK_CHARS])
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    """Returns the numbers of characters and of bytes in UTF-8."""
+    return len(text), len(text.encode("utf-8", "replace"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ MAX_VOCAB = 1 << 24
 MAX_TOKEN_CHARS = 4096
 MAX_STEPS = 128
 MAX_CONTENT_CHARS = 64  # what a step may insert at one place
+MAX_WORD_CHARS = 1000
 MAX_SPECIAL_IDS = 256  # that a post-processor adds to a text
 MAX_GROWTH = 1024.0
 # What a regular expression matches may depend on text far away, so that the server cannot foresee
@@ -57,11 +58,19 @@ _CHARS = "aA1 \n\t!-_'é字\u0301👍\ufdfa"
 _END = "\x01"
 _SHORT_RUNS = (16, 24, 32, 40)
 _SHORT_TRIAL_S = 0.1
-_LONG_RUN = 2048
+# Then a run doubles until it takes as long as this; a run of _TIMES its length tells the power.
+_FIRST_RUN, _LAST_RUN = 64, 1 << 16
+_CLEAR_S = 0.001  # most tokenizers take 0.25 to 0.75 us for a character
+_TIMES = 4
+_SQUARE, _CUBE = 8.0, 28.0  # ratios of the times, between 4 and 16 and between 16 and 64
+_MIN_SQUARE_S = 1e-10  # the memory of a longer text has made up to 4e-11 of it
 _LONG_TRIAL_S = 3.0
-_SLOW_S = 0.003  # most tokenizers take 0.5 to 1.5 ms
-_CLASSES = {"a": r"[^\W\d_]", "字": r"[^\W\d_]", "1": r"\d", " ": r"\s", "-": r"[^\w\s]"}
+_MAX_CHAR_S = 0.0015  # for each character of a run
+_KINDS = (r"[^\W\d_]", r"\d", r"\s", r"[^\w\s]")
 _MAX_LITERALS = 32
+# Parts of patterns that stand for characters without holding one.
+_CLASS = re.compile(r"\\[pP]\{[^}]*\}|\\[xu](?:\{[^}]*\}|[0-9a-fA-F]+)|\[:[^]]*:\]")
+_MEMBERS = "".join(map(chr, [*range(0x80, 0xD800, 4), *range(0xE000, 0x20000, 8)]))
 
 
 class Refused(ValueError):
@@ -228,6 +237,9 @@ def _check_model(model: dict[str, Any]) -> None:
     if isinstance(ids, dict) and len(set(map(repr, ids.values()))) < len(ids):
         # the library picks one of them arbitrarily
         raise Refused("has two tokens with the same id in its vocabulary")
+    word = model.get("max_input_chars_per_word")
+    if isinstance(word, int | float) and word > MAX_WORD_CHARS:  # a word takes its square
+        raise Refused(f"has a max_input_chars_per_word above {MAX_WORD_CHARS}")
     for key in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
         if len(model.get(key) or "") > MAX_CONTENT_CHARS:
             raise Refused(f"has a {key} of more than {MAX_CONTENT_CHARS} characters")
@@ -251,31 +263,73 @@ def check_tokens(tokens: Collection[str]) -> None:
 
 
 def try_texts(
-    encode: Callable[[str], object], tokens: Collection[str], regexes: Collection[str] = ()
+    encode: Callable[[str], object], tokens: Collection[str], chars: str = "", end: str = ""
 ) -> dict[str, float]:
-    """Encodes texts that patterns and long tokens make slow. Refuses what takes too long.
+    """Encodes texts that patterns and long tokens make slow. Refuses what takes too long. chars:
+    those of patterns, beside the usual ones. end: ends each text, since a pattern without its last
+    character is not even tried.
 
     Returns what takes the square of a run's length: the class of its characters, as a pattern, and
     the seconds for each square of a character. A text that the library cannot encode is a request's
     error later.
     """
-    literals = dict.fromkeys(char for regex in regexes for char in _literals(regex))
-    end = _END + "".join(literals)  # without its last literal, a pattern is not even tried
-    for char in dict.fromkeys([*_CHARS, *list(literals)[:_MAX_LITERALS]]):
+    chars = "".join(dict.fromkeys(_CHARS + chars))
+    for char in chars:
         text = "".join(char * run + _END for run in _SHORT_RUNS)
-        if _seconds(encode, text + end, _SHORT_TRIAL_S) is None:
+        if _seconds(encode, text + _END + end, _SHORT_TRIAL_S) is None:
             raise Refused(f"cannot split {len(text)} characters such as {char!r}")
-    longest = sorted(filter(None, tokens), key=len)[-2:]
     squares: dict[str, float] = {}
-    for text in (*_CHARS, *longest):
-        run = text * -(-_LONG_RUN // len(text))
-        seconds = _seconds(encode, run[:_LONG_RUN] + end, _LONG_TRIAL_S)
-        kind = _CLASSES.get(text)
-        if kind is not None and seconds is not None and seconds > _SLOW_S:
-            twice = _seconds(encode, text * 2 * _LONG_RUN + end, 5 * _LONG_TRIAL_S)
-            if twice is not None and twice > 3 * seconds:
-                squares[kind] = max(squares.get(kind, 0.0), twice / (2 * _LONG_RUN) ** 2)
+    for text in (*chars, *sorted(filter(None, tokens), key=len)[-2:]):
+        seconds = _square_seconds(encode, text, _END + end)
+        if seconds and len(text) == 1:
+            kind = next((kind for kind in _KINDS if re.match(kind, text)), re.escape(text))
+            squares[kind] = max(squares.get(kind, 0.0), seconds)
     return squares
+
+
+def _square_seconds(encode: Callable[[str], object], text: str, end: str) -> float:
+    """Returns the seconds for the square of a character in runs of a text, 0.0 if the time grows
+    like the length. Refuses what grows like its cube."""
+
+    def measure(size: int) -> float:
+        run = text * -(-size // len(text))
+        took_s = _seconds(encode, run[:size] + end, _LONG_TRIAL_S)
+        if took_s is None or took_s > _MAX_CHAR_S * size:
+            raise Refused(f"takes too long to split {size} characters such as {text[:4]!r}")
+        return took_s
+
+    size = _FIRST_RUN
+    while (took_s := measure(size)) < _CLEAR_S or (took_s := measure(size)) < _CLEAR_S:
+        if size >= _LAST_RUN:
+            return 0.0
+        size *= 2
+    longer_s = measure(_TIMES * size)
+    if longer_s > _SQUARE * took_s:  # or another process was in the way
+        longer_s = min(longer_s, measure(_TIMES * size))
+    if longer_s > _CUBE * took_s:
+        raise Refused(f"takes the cube of a run's length to split characters such as {text[:4]!r}")
+    seconds = longer_s / (_TIMES * size) ** 2
+    return seconds if longer_s > _SQUARE * took_s and seconds > _MIN_SQUARE_S else 0.0
+
+
+def _chars_of(regexes: Iterable[str]) -> str:
+    """Returns characters that a file's patterns name, by themselves or by a class."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Split
+
+    regexes = list(regexes)
+    chars = dict.fromkeys("".join(map(_literals, regexes))[:_MAX_LITERALS])
+    classes = dict.fromkeys(found for regex in regexes for found in _CLASS.findall(regex))
+    for name in list(classes)[:_MAX_LITERALS]:
+        for members in (_CHARS, _MEMBERS):
+            try:
+                found = Split(Regex(name), "removed", invert=True).pre_tokenize_str(members)
+            except Exception:  # a part of a pattern need not be one
+                break
+            if found:
+                chars[found[0][0][0]] = None
+                break
+    return "".join(chars)
 
 
 def _literals(regex: str) -> str:
@@ -391,7 +445,9 @@ def _check(question: dict[str, Any]) -> dict[str, Any]:
     fast = load_fast(data, question["declared"], question["names"])
     tokens = fast.get_vocab(with_added_tokens=True)
     check_tokens(tokens)
-    squares = try_texts(fast.encode, tokens, list(_regexes(description)))
+    regexes = list(_regexes(description))
+    end = "".join(dict.fromkeys("".join(map(_literals, regexes))))
+    squares = try_texts(fast.encode, tokens, _chars_of(regexes), end)
     return {"growth": growth, "squares": squares, "decoder": description.get("decoder")}
 
 

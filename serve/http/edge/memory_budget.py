@@ -26,7 +26,7 @@ from serve.machine import trim_heap
 BODY_BYTES = 2  # for a byte of a body: itself and its text
 VALUE_BYTES = 48  # for a value in JSON
 CONTAINER_BYTES = 256  # for an object or a list in JSON
-ENCODE_BYTES = 420  # for a character to encode: tokenizers keep words, pieces and ids
+ENCODE_BYTES = 440  # for a character to encode: tokenizers keep words, pieces and ids
 TOKEN_BYTES = 16  # for a token id in an answer, and in the text of a piece of it
 DECODE_BYTES = 160  # for a token to decode
 LOGPROB_BYTES = 280  # for a log-probability in an answer: its objects and its JSON
@@ -162,7 +162,7 @@ def parsed_bytes(size: int, marks: Marks) -> int:
     return BODY_BYTES * size + VALUE_BYTES * num_values + CONTAINER_BYTES * num_containers
 
 
-def encode_bytes(text: str) -> int:
-    """Returns the bytes that it takes to encode a text."""
+def encode_bytes(text: str, growth: float = 1.0) -> int:
+    """Returns the bytes that it takes to encode a text. growth: see Tokenizer.growth."""
     num_chars = len(text) if text.isascii() else max(len(text), len(text.encode()) // 2)
-    return ENCODE_BYTES * num_chars
+    return int(ENCODE_BYTES * num_chars * growth)

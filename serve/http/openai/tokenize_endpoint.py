@@ -168,10 +168,14 @@ async def _tokens(call: Call, asked: TokenizeCall) -> Sequence[int]:
     def encode() -> list[int]:
         return tokenizer.encode(text, add_special_tokens=asked.add_special_tokens)
 
-    if len(text) <= INLINE_CHARS:
+    if len(text) * tokenizer.max_growth <= INLINE_CHARS:
         return encode()
     needed = encode_bytes(text)
     charge.add(needed, "prompt")
+    if tokenizer.max_growth > 1.0:
+        growth = await charge.run(lambda: tokenizer.growth(text))
+        charge.add(encode_bytes(text, growth) - needed, "prompt")
+        needed = encode_bytes(text, growth)
     tokens = await charge.run(lambda: _packed(encode()))
     charge.reduce(max(0, needed - TOKEN_BYTES * len(tokens)))
     return tokens

@@ -13,11 +13,15 @@ from pathlib import Path
 import pytest
 
 from serve.config import EngineConfig
+from serve.engine import text_loader
+from serve.engine.chat_prompt import make_chat_template
 from serve.engine.loader import load_engine
 from serve.engine.text_loader import TextLoading
 from serve.errors import ModelLoadError
 from serve.models import ModelSpec
 from serve.models.progress import LoadProgress
+from serve.text.chat_template import ChatTemplate
+from serve.text.tokenizer_config import TextConfig
 from tests.support.engine.checkpoints import checkpoint, edit_json
 
 
@@ -60,7 +64,16 @@ def test_an_interrupt_ends_the_loading_of_weights(endless_weights: None) -> None
     assert no_thread("mergestep-compute")
 
 
-def test_the_template_of_a_model_whose_weights_are_wrong_is_closed(tmp_path: Path) -> None:
+def test_the_template_of_a_model_whose_weights_are_wrong_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    templates: list[ChatTemplate | None] = []
+
+    def make(config: TextConfig) -> ChatTemplate | None:
+        templates.append(make_chat_template(config))
+        return templates[-1]
+
+    monkeypatch.setattr(text_loader, "make_chat_template", make)
     path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
     (path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
@@ -69,6 +82,9 @@ def test_the_template_of_a_model_whose_weights_are_wrong_is_closed(tmp_path: Pat
     while not no_thread("mergestep-text"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    (template,) = templates
+    assert template is not None
+    assert template._worker._is_closed and template._worker._child is None
 
 
 def test_what_is_discarded_is_closed() -> None:

@@ -251,6 +251,24 @@ def test_a_killed_or_frozen_child_is_replaced(make: Any, number: int) -> None:
     assert template.render([]) == "fine"
 
 
+def test_an_interrupted_call_leaves_no_answer_to_the_next(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = make("{{ messages[0]['content'] }}")
+    assert template.render([{"role": "user", "content": "first"}]) == "first"
+    child = template._worker._child
+
+    def interrupted(deadline: float) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(child, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        template.render([{"role": "user", "content": "second"}])
+    monkeypatch.undo()
+    assert template.render([{"role": "user", "content": "third"}]) == "third"
+    assert not child.is_alive
+
+
 def test_large_conversations_pass_the_pipe(make: Any) -> None:
     content = "naïve " * 300_000
     template = make("{{ messages[0].content }}", timeout_s=10)

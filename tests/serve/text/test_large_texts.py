@@ -115,8 +115,8 @@ def test_a_file_that_has_changed_is_refused(
 def test_the_normalized_text_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.load(make_directory("bytes", tmp_path))
     codec = tokenizer._codec.large
-    monkeypatch.setattr(codec, "_growth", 18.0)
-    monkeypatch.setattr(codec, "_normalize", lambda text: text * 3)
+    monkeypatch.setattr(codec, "_max_growth", 18.0)
+    monkeypatch.setattr(codec, "_growth", lambda text: 3.0)
     monkeypatch.setattr(large_texts, "LARGE_CHARS", 3000)
     assert not codec.has("a" * 999) and codec.has("a" * 1001) and codec.has("a" * 3001)
 

@@ -172,6 +172,23 @@ def test_exponential_patterns_are_refused(regex: str, step: str, tmp_path: Path)
 
 
 @pytest.mark.row("X7")
+def test_a_pattern_that_is_slow_for_one_script(tmp_path: Path) -> None:
+    """It took 1.2 s for 604 characters, and the trial had none of its letters."""
+    state = make.bytes_with(None, r"\p{Greek}*\p{Greek}*\p{Greek}*z|.")
+    with pytest.raises(ModelLoadError, match=r"(cube|too long|cannot split|takes)"):
+        Tokenizer.load(write(tmp_path / "model", state))
+
+
+@pytest.mark.row("X7")
+def test_long_words_of_a_word_piece_model(tmp_path: Path) -> None:
+    """A word that no token begins takes the square of its length."""
+    state = make.bert()
+    state["model"]["max_input_chars_per_word"] = 1_000_000_000
+    with pytest.raises(ModelLoadError, match="max_input_chars_per_word above 1000"):
+        Tokenizer.load(write(tmp_path / "model", state))
+
+
+@pytest.mark.row("X7")
 def test_a_trial_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token for each length of a run makes a text take the cube of a token's length."""
     state = make.unigram_with(make.sequence("normalizers"))
@@ -217,9 +234,18 @@ def test_a_text_that_grows_too_long_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(path)
     assert tokenizer.encode("\ufdfa" * 1000)
     for encode in (tokenizer.encode, tokenizer.encode_plain):
-        with pytest.raises(RequestError, match="makes more than 4000000 characters") as caught:
+        with pytest.raises(RequestError, match="makes more than 1000000 characters") as caught:
             encode("\ufdfa" * 300_000)
         assert (caught.value.param, caught.value.code) == ("prompt", "invalid_prompt")
+
+
+def test_growth_is_measured_where_a_text_may_grow(tmp_path: Path) -> None:
+    state = make.bytes_state()
+    assert Tokenizer.load(write(tmp_path / "plain", state)).growth("\ufdfa" * 5000) == 1.0
+    tokenizer = Tokenizer.load(write(tmp_path / "nfkc", state | {"normalizer": {"type": "NFKC"}}))
+    assert tokenizer.max_growth == 18.0
+    assert tokenizer.growth("a" * 5000) == tokenizer.growth("") == 1.0
+    assert tokenizer.growth("\ufdfa" * 5000) == pytest.approx(18 / 1.5)  # 3 bytes before
 
 
 def test_a_long_text_that_does_not_grow_is_accepted() -> None:
@@ -239,6 +265,23 @@ def test_runs_that_take_the_square_of_their_length(name: str, char: str, tmp_pat
     with pytest.raises(RequestError, match="in a row"):
         tokenizer.encode(char * 1_000_000 + "x")
     assert time.monotonic() - began < 1
+
+
+@pytest.mark.row("X7")
+def test_runs_are_counted_in_linear_time() -> None:
+    """100 kB of runs of 1,023 letters took 0.85 s, without letting other threads run."""
+    limits = TextLimits(squares=((r"[^\W\d_]", 1e-12),))
+    text = ("a" * 1023 + "\x01") * 1000
+    began = time.process_time()
+    limits.check(text, str)
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 1000])
+def test_runs_across_the_searched_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_check, "SEARCHED_CHARS", size)
+    sizes = [run for run in tokenizer_check._run_sizes(r"\d", "12a345678b9c0") if run]
+    assert sizes == [2, 6, 1, 1]
 
 
 def test_linear_patterns_have_no_limit(tmp_path: Path) -> None:

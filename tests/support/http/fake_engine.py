@@ -23,6 +23,10 @@ class FakeTokenizer:
     pieces: list[bytes] | None = None
     special_ids: frozenset[int] = frozenset()
     strips_leading_space = False
+    max_growth = 1.0
+
+    def growth(self, text: str) -> float:
+        return 1.0
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)

@@ -190,6 +190,26 @@ def test_texts_beyond_the_budget_are_refused_and_the_rest_is_answered() -> None:
     run_with_server(FakeEngine(), check, **MANY)
 
 
+def test_texts_are_charged_as_they_are_after_normalizing() -> None:
+    class Growing(type(FakeEngine().tokenizer)):  # type: ignore[misc]
+        max_growth = 18.0
+
+        def growth(self, text: str) -> float:
+            return 12.0 if "\ufdfa" in text else 1.0
+
+    async def check(served: Served) -> None:
+        for char, status in (("a", 200), ("\ufdfa", 400)):
+            got, answer = await served.post("/tokenize", {"prompt": char * 5000})
+            assert got == status
+        assert (answer["error"]["code"], answer["error"]["param"]) == (
+            "request_too_large",
+            "prompt",
+        )
+        assert budget_of(served).num_bytes == 0
+
+    run_with_server(FakeEngine(tokenizer=Growing()), check, max_work_bytes=ENCODE_BYTES * 12 * 7000)
+
+
 def test_a_large_text_comes_back_whole() -> None:
     async def check(served: Served) -> None:
         text = 'naïve "日本" \\ \n' * 3000
