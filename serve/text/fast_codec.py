@@ -12,7 +12,7 @@ from serve.errors import ModelLoadError
 from serve.text.large_texts import LargeTexts, encode_error
 from serve.text.sentencepiece_codec import SPACE, piece_bytes
 from serve.text.tokenizer_check import CheckedFile
-from serve.text.tokenizer_worker import MAX_VOCAB, is_panic, load_fast
+from serve.text.tokenizer_file import MAX_VOCAB, is_panic, load_fast
 
 LONG_TEXT = 4096
 

@@ -9,7 +9,7 @@ from typing import Any
 from serve.errors import ModelLoadError
 from serve.text.large_texts import LargeTexts
 from serve.text.tokenizer_check import CheckedFile
-from serve.text.tokenizer_worker import load_sentencepiece
+from serve.text.tokenizer_file import load_sentencepiece
 
 SPACE = "\u2581"  # sentencepiece's visible space
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -1,7 +1,7 @@
 """Checks a tokenizer's file in a child process before this process loads it.
 
-The file is untrusted: see tokenizer_worker.py for what it could do. The content that has been
-checked is the content that is loaded.
+The file is untrusted: see tokenizer_file.py and tokenizer_worker.py for what it could do. The
+content that has been checked is the content that is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from serve.config import default_model_path
 from serve.errors import ModelLoadError, RequestError
 from serve.models.config_file import read_bytes
 from serve.sandbox.worker import BoundedWorker, WorkerError
-from serve.text.tokenizer_worker import check_description, read_description
+from serve.text.tokenizer_file import check_description, read_description
 
 MAX_FILE_BYTES = 256 << 20
 CHECK_TIMEOUT_S = 60.0
@@ -115,7 +115,7 @@ def _sizes(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class CheckedFile:
-    """A tokenizer's file that may be loaded. declared, names: see load_fast in tokenizer_worker.py.
+    """A tokenizer's file that may be loaded. declared, names: see load_fast in tokenizer_file.py.
     decoder: of tokenizer.json."""
 
     path: Path

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serve.errors import ModelLoadError, RequestError
-from serve.text import tokenizer_check, tokenizer_worker
+from serve.text import tokenizer_check, tokenizer_file
 from serve.text.tokenizer import Tokenizer
 from serve.text.tokenizer_check import TextLimits
 from tests.support.engine import tokenizer_pipelines as make
@@ -196,7 +196,7 @@ def test_a_trial_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = write(tmp_path / "model", state)
     monkeypatch.setattr(tokenizer_check, "CHECK_TIMEOUT_S", 1.0)
     began = time.monotonic()
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.json .*longer than 1 s"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json .*(longer than 1 s|the cube)"):
         Tokenizer.load(path)
     assert time.monotonic() - began < 10
 
@@ -208,7 +208,7 @@ def test_a_trial_that_takes_too_much_memory(
     path = write(tmp_path / "model", make.bytes_state())
     monkeypatch.setattr(tokenizer_check, "BASE_MEMORY_BYTES", 1 << 20)
     monkeypatch.setattr(tokenizer_check, "_accepted", {})
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.json .*(ended|memory)"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json .*(ended|memory|too long)"):
         Tokenizer.load(path)
 
 
@@ -325,7 +325,7 @@ def test_normal_forms_make_at_most_this_much_of_a_character() -> None:
     def lower_behind(form: str) -> Callable[[str], str]:
         return lambda text: normal(form)(text).lower()
 
-    limits = tokenizer_worker._FORMS
+    limits = tokenizer_file._FORMS
     for name in ("NFC", "NFD", "NFKC", "NFKD"):
         for form in (normal(name), lower_before(name), lower_behind(name)):
             assert most(form) == limits[name]
