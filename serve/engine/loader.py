@@ -40,6 +40,7 @@ from serve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_CHECK_S = 0.1  # how often a wait for the tokenizer looks whether loading was stopped
 GPU_BATCHED_TOKENS = 2048  # rows of a step: enough for the products to reach the device's limit
 
 
@@ -169,8 +170,13 @@ def _load_parts(
         if is_stopped.is_set():
             raise EngineStoppedError("the model's loading was stopped")
 
+    def wait() -> LoadedText:
+        while not text.is_done(_CHECK_S):  # the trial of a tokenizer may take a minute
+            check()
+        return text.result()
+
     try:
-        runtime = load_runtime(config, LoadProgress(progress, check=check, finish=text.result))
+        runtime = load_runtime(config, LoadProgress(progress, check=check, finish=wait))
     except BaseException:
         text.discard()
         raise

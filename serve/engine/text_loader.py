@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +84,10 @@ class TextLoading:
         """Raises the error if it has failed by now: ModelLoadError names the wrong file."""
         if self._loaded.done():
             self._loaded.result()
+
+    def is_done(self, timeout_s: float) -> bool:
+        """Waits for the end of loading. Returns whether it has ended, in whatever way."""
+        return bool(wait([self._loaded], timeout_s).done)
 
     def result(self) -> LoadedText:
         return self._loaded.result()

@@ -35,10 +35,19 @@ def run(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+PYTHON = """
+import sys
+from serve import LLM
+print("loading the model", file=sys.stderr, flush=True)
+LLM(sys.argv[1])
+"""
+
+
 @contextlib.contextmanager
-def loading(model: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """Yields a server that has begun to load the model."""
-    process = run("-m", "serve", "run", str(model), "--port", "0", *options)
+def loading(model: Path, *options: str, library: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """Yields a server that has begun to load the model, or a program that uses the library."""
+    command = ("-m", "serve", "run", str(model), "--port", "0", *options)
+    process = run(*(("-c", PYTHON, str(model)) if library else command))
     assert process.stderr is not None
     try:
         while "loading the model" not in (line := process.stderr.readline()):
@@ -87,24 +96,30 @@ def test_a_signal_while_weights_load(
         assert time.monotonic() - began < LIMIT_S
 
 
-def test_a_signal_while_the_tokenizer_is_tried(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "library", "limit_s"),
+    [(signal.SIGTERM, False, LIMIT_S), (signal.SIGINT, True, 3 * LIMIT_S)],  # Python frees all
+)
+def test_a_signal_while_the_tokenizer_is_tried(
+    number: signal.Signals, library: bool, limit_s: float, tmp_path: Path
+) -> None:
     """The child process ends with the server."""
 
     def change(state: Json) -> None:
         state |= make.unigram_with(make.sequence("normalizers"))
         state["model"]["vocab"] += [["a" * size, -1.0] for size in range(2, 4000)]
 
-    with loading(model_with(tmp_path, {}, change)) as process:
+    with loading(model_with(tmp_path, {}, change), library=library) as process:
         deadline = time.monotonic() + 10
         while not (children := children_of(process)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(0.5)
         began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == -signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(30) == -number
         while any(map(is_running, children)):
-            assert time.monotonic() - began < LIMIT_S
+            assert time.monotonic() - began < limit_s
             time.sleep(0.01)
 
 
