@@ -137,12 +137,15 @@ class Preprocessor:
                 raise RequestError("a prompt needs prompt_token_ids or prompt", param="prompt")
             if isinstance(inner, str):
                 special = given.get("add_special_tokens", True)
-                inner = self._encode(inner, add_special_tokens=special)
+                is_cut = given.get("truncate_prompt_tokens") is not None
+                inner = self._encode(inner, add_special_tokens=special, is_cut=is_cut)
             return _truncated(inner, given)
         return self._encode(prompt) if isinstance(prompt, str) else prompt
 
-    def _encode(self, text: str, *, add_special_tokens: bool = True) -> abc.Sequence[int]:
-        check_text(text, self._tokenizer, self._limits)
+    def _encode(
+        self, text: str, *, add_special_tokens: bool = True, is_cut: bool = False
+    ) -> abc.Sequence[int]:
+        check_text(text, self._tokenizer, self._limits, is_cut=is_cut)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 

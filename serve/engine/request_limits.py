@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from serve.errors import ContextLengthError, RequestError
 from serve.request import Request
 from serve.sampling_params import SamplingParams
-from serve.text.tokenizer import Tokenizer
+from serve.text.tokenizer import Tokenizer, check_encodable
 
 SURE_CHARS = 4  # for each token of the context: longer texts are counted in pieces first
 PIECE_CHARS = 1 << 16
@@ -60,14 +60,18 @@ def check_request(request: Request, token_ids: Sequence[int], limits: RequestLim
     return replace(request, prompt_token_ids=tuple(token_ids), params=params)
 
 
-def check_text(text: str, tokenizer: Tokenizer, limits: RequestLimits) -> None:
+def check_text(
+    text: str, tokenizer: Tokenizer, limits: RequestLimits, *, is_cut: bool = False
+) -> None:
     """Raises ContextLengthError for a text that cannot fit whatever its tokens are, before time
-    is spent on tokenizing it."""
+    is spent on tokenizing it. A long text that may fit is counted in pieces, unless it is cut to a
+    number of tokens afterwards."""
     longest, most = tokenizer.max_piece_bytes, limits.max_model_len
     if longest is not None and len(text) > most * longest:
         raise _too_long(most, 0, f"at least {-(-len(text) // longest)}")
-    if len(text) <= max(PIECE_CHARS, SURE_CHARS * most):
+    if is_cut or len(text) <= max(PIECE_CHARS, SURE_CHARS * most):
         return
+    check_encodable(text)
     count = 0
     for start in range(0, len(text), PIECE_CHARS):
         piece = text[start : start + PIECE_CHARS]

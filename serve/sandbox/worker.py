@@ -45,13 +45,16 @@ class BoundedWorker:
         name: str,
         timeout_s: float,
         memory_bytes: int,
+        fds: tuple[int, ...] = (),
     ) -> None:
         """script: a file whose start(setup) returns a function from call to answer. name: names the
-        work in messages. memory_bytes: the memory beyond that of prepare()."""
+        work in messages. memory_bytes: the memory beyond that of prepare(). fds: descriptors that
+        the child has, too, by the same numbers."""
         self._script = script
         self._make_setup = make_setup
         self._name = name
         self._timeout_s = timeout_s
+        self._fds = fds
         self._limits = {"memory_bytes": memory_bytes, "cpu_s": int(timeout_s) + 1}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -60,11 +63,13 @@ class BoundedWorker:
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer; raises WorkerError without one, EngineStoppedError after close()."""
         line = _dumps(question) + b"\n"
+        problem = ""
         with self._lock:
-            if self._is_closed:
-                raise EngineStoppedError(f"{self._name} has been closed")
             try:
-                return self._start().ask(line, self._timeout_s)
+                # close() does not wait for a call: it sees the child, or is seen after the start
+                child = None if self._is_closed else self._start()
+                if child is not None and not self._is_closed:
+                    return child.ask(line, self._timeout_s)
             except TimeoutError:
                 problem = f"{self._name} took longer than {self._timeout_s:g} s"
             except (OSError, ValueError):
@@ -73,6 +78,8 @@ class BoundedWorker:
                 self._stop()
                 raise
             self._stop()
+        if self._is_closed:
+            raise EngineStoppedError(f"{self._name} has been closed")
         raise WorkerError(problem)
 
     def start(self) -> None:
@@ -111,7 +118,7 @@ class BoundedWorker:
         if self._child is not None and not self._child.is_alive:
             self._stop()
         if self._child is None:
-            self._child = _Child(self._script, self._setup)
+            self._child = _Child(self._script, self._setup, self._fds)
         return self._child
 
     def _setup(self) -> dict[str, Any]:
@@ -126,7 +133,9 @@ class BoundedWorker:
 class _Child:
     """A child process and its two pipes."""
 
-    def __init__(self, script: Path, make_setup: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, script: Path, make_setup: Callable[[], dict[str, Any]], fds: tuple[int, ...]
+    ) -> None:
         """make_setup: is called before the first call, while the process already starts."""
         # Started by path with -P: importing `serve` would be slow, and its folders must not shadow
         # modules. A process group of its own keeps Ctrl-C in a terminal away from it. A session of
@@ -139,6 +148,7 @@ class _Child:
             stderr=subprocess.DEVNULL,  # a traceback would contain a client's text
             bufsize=0,
             process_group=0,
+            pass_fds=fds,
         )
         assert self.process.stdin is not None, "stdin is a pipe"
         assert self.process.stdout is not None, "stdout is a pipe"

@@ -8,20 +8,26 @@ concerns the server, and a text that takes too much memory or time fails alone.
 from __future__ import annotations
 
 import base64
+import logging
+import os
 import threading
+import weakref
 from array import array
 from collections.abc import Callable
 from pathlib import Path
 
-from serve.errors import RequestError
+from serve.errors import GenerationError, RequestError
 from serve.sandbox.worker import BoundedWorker, WorkerError
-from serve.text.tokenizer_check import CheckedFile, library_of
+from serve.text.tokenizer_check import MEMORY_PER_BYTE, CheckedFile, library_of
 
 LARGE_CHARS = 1 << 17
 MEMORY_BYTES = 4 << 30
 TIMEOUT_S = 60.0
 IDLE_S = 10.0
 _MAX_MESSAGE_CHARS = 200
+_PIECE_CHARS = 3 << 16  # of base64, which hold whole ids
+
+logger = logging.getLogger(__name__)
 
 
 class LargeTexts:
@@ -30,9 +36,13 @@ class LargeTexts:
 
     def __init__(self, file: CheckedFile, growth: Callable[[str], float]) -> None:
         """growth: returns how many times longer the normalizer makes a text."""
+        self._path = file.path
+        # the child reads the file that was loaded, wherever it is by then
+        self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._finalizer = weakref.finalize(self, os.close, self._fd)
         setup = {
             "library": library_of(file.path),
-            "file": str(file.path),
+            "file": f"/proc/self/fd/{self._fd}",
             "sha256": file.sha256,
             "declared": file.declared,
             "names": file.names,
@@ -44,9 +54,11 @@ class LargeTexts:
             lambda: setup,
             name="the tokenizer",
             timeout_s=TIMEOUT_S,
-            memory_bytes=MEMORY_BYTES,
+            memory_bytes=MEMORY_BYTES + MEMORY_PER_BYTE * len(file.data),
+            fds=(self._fd,),
         )
         self._lock = threading.Lock()
+        self._is_closed = False
         self._timer: threading.Timer | None = None
 
     def has(self, text: str) -> bool:
@@ -64,11 +76,12 @@ class LargeTexts:
             answer = {"error": f"{error} for a text of {len(text)} characters"}
         finally:
             self._rest_later()
+        if "broken" in answer:
+            logger.error("%s %s; large texts need it", self._path, answer["broken"])
+            raise GenerationError("the tokenizer's file has changed since the model was loaded")
         if "ids" not in answer:
             raise encode_error(str(answer["error"]))
-        ids = array("I")
-        ids.frombytes(base64.b64decode(answer["ids"]))
-        return ids.tolist()
+        return _decoded(answer["ids"])
 
     def worker_bytes(self) -> int:
         """Returns the resident memory of the child process."""
@@ -77,17 +90,31 @@ class LargeTexts:
     def close(self) -> None:
         """Ends the child process. Idempotent."""
         with self._lock:
+            self._is_closed = True
             if self._timer is not None:
                 self._timer.cancel()
         self._worker.close()
+        self._finalizer()
 
     def _rest_later(self) -> None:
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
+            if self._is_closed:
+                return
             self._timer = threading.Timer(IDLE_S, self._worker.rest)
             self._timer.daemon = True
             self._timer.start()
+
+
+def _decoded(text: str) -> list[int]:
+    """Returns the ids of base64, in pieces, so that other threads go on between them."""
+    ids: list[int] = []
+    for start in range(0, len(text), _PIECE_CHARS):
+        piece = array("I")
+        piece.frombytes(base64.b64decode(text[start : start + _PIECE_CHARS]))
+        ids += piece
+    return ids
 
 
 def encode_error(problem: str) -> RequestError:

@@ -90,18 +90,18 @@ class Tokenizer:
     def growth(self, text: str) -> float:
         """Returns how many times longer the normalizer makes the text, at least 1.0: what it takes
         to encode the text grows with it. A long text takes a while, unless max_growth is 1.0."""
-        return self._codec.growth(_checked(text))
+        return self._codec.growth(check_encodable(text))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes the text; special tokens in it become their ids.
 
         add_special_tokens: add those that the checkpoint puts around a text (BOS).
         """
-        return self._codec.encode(_checked(text), add_special_tokens)
+        return self._codec.encode(check_encodable(text), add_special_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
         """Encodes the text without special tokens: "</s>" is four characters."""
-        return self._codec.encode_plain(_checked(text))
+        return self._codec.encode_plain(check_encodable(text))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._codec.decode(token_ids, skip_special_tokens)
@@ -132,7 +132,7 @@ class Tokenizer:
         return None if token is None else self._codec.token_to_id(token)
 
 
-def _checked(text: str) -> str:
+def check_encodable(text: str) -> str:
     """Rejects lone surrogates, which JSON escapes and str allow but UTF-8 does not."""
     if not text.isascii():
         try:

@@ -153,9 +153,10 @@ def _seconds(encode: Callable[[str], object], text: str, limit_s: float) -> floa
 
 
 def prepare(setup: dict[str, Any]) -> dict[str, Any]:
-    """Imports the library before the limits apply. Makes the system end this process with the
-    server's thread that started it."""
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    """Imports the library before the limits apply. Makes the system end a trial with the server's
+    thread that started it; the encoder outlives that, and ends with its standard input."""
+    if "file" not in setup:
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     importlib.import_module(setup["library"])
     return setup
 
@@ -183,13 +184,18 @@ def start(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def make_encoder(file: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Returns the function from {"text", "kind"} to {"ids"} (uint32, base64) or to {"error"}.
+    """Returns the function from {"text", "kind"} to {"ids"} (uint32, base64), to {"error"}, or to
+    {"broken"} if the file is another one.
 
     file: has "file", "sha256", "declared" and "names". kind: "special" adds the tokens around a
     text, "bare" does not, and "plain" has no special tokens in it either. For sentencepiece it is
     "first" or "rest".
     """
-    data = _read(file)
+    try:
+        data = _read(file)
+    except Refused as error:
+        problem = str(error)
+        return lambda question: {"broken": problem}
     if file["library"] == "sentencepiece":
         first, rest = load_sentencepiece(data)
 

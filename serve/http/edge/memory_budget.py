@@ -32,7 +32,7 @@ DECODE_BYTES = 160  # for a token to decode
 LOGPROB_BYTES = 280  # for a log-probability in an answer: its objects and its JSON
 EMBEDDING_BYTES = 8  # for a number of an embedding
 STORED_BYTES = 8  # for a byte of a stored response that is parsed again
-BODY_SHARE = 0.25
+BODY_SHARE = 0.125
 TRIM_BYTES = 32 << 20
 _TRIM_WAIT_S = 0.5
 _THREADS = 2
@@ -96,18 +96,15 @@ class Charge:
         has: BODY_SHARE of the budget is for bodies alone, so that they find room beside large
         work."""
         budget = self._budget
-        if self.num_bytes + num_bytes > budget.limit:
+        allowed = budget.limit if is_body else budget.limit - int(BODY_SHARE * budget.limit)
+        if self.num_bytes + num_bytes > allowed:
             raise ApiError(
                 400,
                 f"the request would take about {(self.num_bytes + num_bytes) >> 20} MiB of memory;"
-                f" at most {budget.limit >> 20} MiB are allowed",
+                f" at most {allowed >> 20} MiB are allowed",
                 param=param,
                 code="request_too_large",
             )
-        num_others = budget.num_bytes - self.num_bytes
-        allowed = budget.limit
-        if num_others and not is_body:
-            allowed -= int(BODY_SHARE * budget.limit)
         if budget.num_bytes + num_bytes > allowed:
             raise _no_memory_left()
         self.grow(num_bytes)

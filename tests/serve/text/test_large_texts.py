@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serve.engine.request_limits import PIECE_CHARS, RequestLimits, check_text
-from serve.errors import ContextLengthError, EngineStoppedError, RequestError
+from serve.errors import ContextLengthError, EngineStoppedError, GenerationError, RequestError
 from serve.text import large_texts
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine.tokenizer_files import make_directory
@@ -95,7 +96,7 @@ def test_closing_does_not_wait_for_a_text(tmp_path: Path) -> None:
     began_s = time.monotonic()
     tokenizer.close()
     thread.join()
-    assert raised and time.monotonic() - began_s < 1.0
+    assert isinstance(raised[0], EngineStoppedError) and time.monotonic() - began_s < 1.0
 
 
 def test_a_file_that_has_changed_is_refused(
@@ -106,10 +107,42 @@ def test_a_file_that_has_changed_is_refused(
     large = Tokenizer.load(path)
     file = path / "tokenizer.json"
     file.write_bytes(file.read_bytes() + b" ")
-    with pytest.raises(RequestError, match="tokenizer"):
+    with pytest.raises(GenerationError, match="has changed since the model was loaded"):
         large.encode(TEXT)
     assert large.encode("a")
     large.close()
+
+
+def test_a_file_that_is_gone_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = shutil.copytree(make_directory("bytes", tmp_path), tmp_path / "copy")
+    large = Tokenizer.load(path)
+    shutil.rmtree(path)
+    ids = large.encode(TEXT)
+    monkeypatch.setattr(large_texts, "LARGE_CHARS", 100)
+    assert large.encode(TEXT) == ids
+    assert large.worker_bytes()
+    large.close()
+
+
+def test_the_process_outlives_the_thread_that_started_it(large: Tokenizer) -> None:
+    thread = threading.Thread(target=large.encode, args=(TEXT,))
+    thread.start()
+    thread.join()
+    child = large._codec.large._worker._child
+    assert large.encode(TEXT)
+    assert child is not None and large._codec.large._worker._child is child
+    large.close()
+
+
+def test_nothing_stays_after_close(large: Tokenizer) -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    large.encode(TEXT)
+    large.close()
+    with pytest.raises(EngineStoppedError):
+        large.encode(TEXT)
+    timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)
+    assert len(os.listdir("/proc/self/fd")) == files - 1
 
 
 def test_the_normalized_text_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +171,7 @@ def test_texts_are_counted_in_pieces_before_they_are_encoded(tmp_path: Path) -> 
         check_text("7" * (9 * PIECE_CHARS), tokenizer, limits)
     assert encoded == [PIECE_CHARS] * 3
     check_text("7" * (2 * PIECE_CHARS), tokenizer, limits)
-    assert len(encoded) == 3, "this one may fit"
+    check_text("7" * (9 * PIECE_CHARS), tokenizer, limits, is_cut=True)
+    assert len(encoded) == 3, "these may fit"
+    with pytest.raises(RequestError, match=f"lone surrogate at character {8 * PIECE_CHARS}"):
+        check_text("7" * (8 * PIECE_CHARS) + "\ud800" * PIECE_CHARS, tokenizer, limits)

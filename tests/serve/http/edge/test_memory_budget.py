@@ -15,6 +15,7 @@ from serve.http.edge.errors import ApiError
 from serve.http.edge.json_body import count_marks
 from serve.http.edge.memory_budget import (
     BODY_BYTES,
+    BODY_SHARE,
     ENCODE_BYTES,
     LOGPROB_BYTES,
     TRIM_BYTES,
@@ -53,7 +54,7 @@ def test_a_charge_is_added_refused_and_released() -> None:
         assert never.value.param == "prompt"
         three = budget.charge()
         with pytest.raises(ApiError, match="no memory left"):
-            three.add(10)
+            three.add(20)
         three.add(30, is_body=True)  # a part is for bodies alone
         with pytest.raises(ApiError, match="no memory left"):
             three.add(1, is_body=True)
@@ -67,8 +68,8 @@ def test_a_charge_is_added_refused_and_released() -> None:
 def test_work_that_has_begun_may_take_twice_the_limit() -> None:
     budget = MemoryBudget(100)
     charge, other = budget.charge(), budget.charge()
-    charge.add(90)
-    charge.grow(110)
+    charge.add(80)
+    charge.grow(120)
     with pytest.raises(ApiError, match="no memory left"):
         charge.grow(1)
     with pytest.raises(ApiError, match="no memory left"):
@@ -161,7 +162,8 @@ def test_the_largest_text_fits_the_default_budget() -> None:
 
     text = "👍" * MAX_TEXT_CHARS
     body = json.dumps({"prompt": text}, ensure_ascii=False).encode()
-    assert encode_bytes(text) + _parsed_bytes(body) <= limits.WORK_BYTES
+    allowed = (1 - BODY_SHARE) * limits.WORK_BYTES
+    assert encode_bytes(text) + _parsed_bytes(body) <= allowed
 
 
 def _parsed_bytes(body: bytes) -> int:
