@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -217,22 +218,27 @@ def test_interrupting_an_answer_keeps_the_conversation(
         line = next(lines, None)
         if line is None:
             raise EOFError
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        threading.Thread(target=interrupt_answer, args=(len(engine.submitted) + 1,)).start()
         return line
+
+    def interrupt_answer(number: int) -> None:
+        deadline = time.monotonic() + 30
+        while not (len(engine.submitted) == number and engine.running):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("builtins.input", next_line)
     monkeypatch.setattr(sys, "stdin", _Terminal())
-    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    try:
-        with ServerThread(engine) as server:
-            speaker = ServerSpeaker(server.url, {}, model=None, api_key=None)
-            run_chat(speaker, system=None, message=None)
-            deadline = time.monotonic() + 2
-            while engine.running and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert len(engine.aborted) == 2
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with ServerThread(engine) as server:
+        speaker = ServerSpeaker(server.url, {}, model=None, api_key=None)
+        run_chat(speaker, system=None, message=None)
+        deadline = time.monotonic() + 10
+        while engine.running and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(engine.aborted) == 2
     assert capsys.readouterr().out.count("stopped") == 2
     second = engine.submitted[1][0]
     assert [message["role"] for message in second] == ["user", "assistant", "user"]
