@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import chain, combinations, product
 from typing import Any, NamedTuple
 
 from serve.structured.schema_walk import DATA, NAMED, Document, Work
@@ -45,6 +45,9 @@ class _Splitter:
     def __init__(self, document: Document) -> None:
         self._document = document
         self._work = document.work
+        # By the identity of schemas in the document: a union in many places is compared once.
+        self._known: dict[int, _Facts] = {}
+        self._disjoint: dict[tuple[int, ...], bool] = {}
 
     def split(self, node: Any) -> Any:
         if isinstance(node, list):
@@ -58,17 +61,68 @@ class _Splitter:
             elif key in NAMED and isinstance(value, dict):
                 made[key] = {name: self.split(item) for name, item in value.items()}
             elif key == "oneOf" and "anyOf" not in node and isinstance(value, list):
-                facts = [self._facts(item) for item in value]
-                is_split = self._are_disjoint(facts)
-                made["anyOf" if is_split else key] = self.split(
-                    _typed(value, facts) if is_split else value
-                )
+                made |= self._split_one_of(value)
             else:
                 made[key] = self.split(value)
         return made
 
+    def _split_one_of(self, alternatives: list[Any]) -> dict[str, Any]:
+        meant = [self._meant(item) for item in alternatives]
+        facts = [self._known_facts(item) for item in meant]
+        key = tuple(map(id, meant))
+        if key not in self._disjoint:
+            self._disjoint[key] = self._are_disjoint(facts)
+        if self._disjoint[key]:
+            return {"anyOf": self.split(_typed(alternatives, facts))}
+        return {"oneOf": self.split(alternatives)}
+
+    def _meant(self, node: Any) -> Any:
+        """Returns what the schema refers to if it says nothing else."""
+        self._work.spend()
+        is_reference = (
+            isinstance(node, dict) and len(node) == 1 and isinstance(node.get("$ref"), str)
+        )
+        return self._document.target(node["$ref"]) if is_reference else node
+
+    def _known_facts(self, node: Any) -> _Facts:
+        if id(node) not in self._known:
+            self._known[id(node)] = self._facts(node)
+        return self._known[id(node)]
+
     def _are_disjoint(self, facts: Sequence[_Facts]) -> bool:
-        return all(self._exclude(one, other) for one, other in combinations(facts, 2))
+        distinct = self._distinct(facts)
+        kept = [each for index, each in enumerate(facts) if index in distinct]
+        others = [each for index, each in enumerate(facts) if index not in distinct]
+        pairs = chain(combinations(others, 2), product(others, kept))
+        return all(self._exclude(one, other) for one, other in pairs)
+
+    def _distinct(self, facts: Sequence[_Facts]) -> set[int]:
+        """Returns the indices of alternatives that exclude each other, because the constants of the
+        value itself, or of one required property, differ in all of them. This is one pass over all
+        constants; of the property that tells the most apart, alternatives with a constant that an
+        earlier one has are left out."""
+        listed: dict[str | None, list[tuple[int, frozenset[_Scalar]]]] = {}
+        for index, each in enumerate(facts):
+            allowed: list[tuple[str | None, _Values]] = [(None, each.own)]
+            if each.own.types in (None, _OBJECT):
+                allowed += each.properties.items()
+            for name, (_, values) in allowed:
+                self._work.spend()
+                if values is not None:
+                    listed.setdefault(name, []).append((index, values))
+        most: set[int] = set()
+        for members in listed.values():
+            if len(most) == len(facts):
+                break
+            found: set[int] = set()
+            seen: set[_Scalar] = set()
+            for index, values in members:
+                self._work.spend(1 + len(values) // 8)
+                if seen.isdisjoint(values):
+                    seen |= values
+                    found.add(index)
+            most = max(most, found, key=len)
+        return most
 
     def _exclude(self, one: _Facts, other: _Facts) -> bool:
         """Returns whether no value fulfils both, or only values that are no objects and fulfil
