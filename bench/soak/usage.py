@@ -16,6 +16,7 @@ _LINE = re.compile(rf"^({'|'.join(_FIELDS)}):\s+(\d+) kB", re.M)
 _PSS = re.compile(r"^Pss:\s+(\d+) kB", re.M)
 KEPT = "mergestep:kept_bytes"
 PREFIX = "mergestep:"
+WORKER = "worker_memory_bytes "
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,14 @@ class Usage:
         """The resident memory of the server and its workers without the K/V pool, which is shared
         memory of a fixed size."""
         return self.memory["rss"] - self.memory["shared"] + self.memory["workers"]
+
+    @property
+    def own_files(self) -> int:
+        """The open files of the server without its two pipes to each worker, which starts with the
+        first call that needs it and may end when there was none for a while."""
+        return self.files - 2 * sum(
+            bool(size) for name, size in self.metrics.items() if name.startswith(WORKER)
+        )
 
 
 def read_usage(pid: int, at_s: float, metrics: str = "") -> Usage:
