@@ -1,14 +1,17 @@
 """`python -m bench.engine.memory_storm`: calls whose answers are far larger than their bodies.
 
 It starts a server process and sends each kind of call from many clients at once. Meanwhile another
-process asks /health every 20 ms and samples the server's resident memory. A kind fails if memory
-is more than 100 MB above where it began once the storm has ended, if /health took more than 50 ms,
-if an answer has an unexpected status, or if memory is still charged at the end. The model is the
-embedded one. Texts that are far too long for it are refused before they are tokenized, so that some
-kinds go to a second server, whose copy of the model has a context of 700,000 tokens.
+process asks /health every 20 ms and samples the resident memory of the server and of its child
+processes, of which one encodes large texts. A kind fails if the server's memory is more than 100 MB
+above where it began once the storm has ended, or that of the child processes more than 64 MB after
+their idle time; if /health took more than 50 ms, if an answer is cut off or has an unexpected
+status, or if memory is still charged at the end. The model is the embedded one. Texts that are far
+too long for it are refused before they are tokenized, so that some kinds go to a second server,
+whose copy of the model has a context of 700,000 tokens.
 
-A line has the memory before, at the peak and after. The clients share the machine with the server;
-"late" is the worst delay of the wake-ups of the process that asks.
+A line has the server's memory before, at the peak and after, and the peak of the child processes'.
+The clients share the machine with the server; "late" is the worst delay of the wake-ups of the
+process that asks.
 """
 
 from __future__ import annotations
@@ -22,26 +25,33 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from bench.common import tables
 from bench.common.checkpoints import with_context
+from bench.common.child_processes import children_bytes
 from bench.engine.storm_calls import JSON_TYPE, KINDS, Server
 from serve.errors import ConfigError, MergestepError
 from serve.machine import process_bytes
+from serve.text.large_texts import IDLE_S
 
 MAX_GROWTH_BYTES, MAX_HEALTH_S = 100e6, 0.05
+# the one for chat templates keeps 45 MB of its heap; one that has encoded a large text has more
+MAX_CHILD_GROWTH_BYTES = 64e6
 CLIENTS = 32
 _SAMPLE_S = 0.02
 LONG_CONTEXT = 700_000  # tokens; the longest piece has 13 bytes: room for texts of 8 MB
 _SETTLE_S, _SETTLE_TRIES = 0.25, 20
+_CHILD_SETTLE_S = IDLE_S + 2.0
 _TRIM_S = 1.0  # the server gives memory back half a second after large work
 _READ_BYTES = 1 << 16
 _URL = re.compile(r"http://([0-9.]+):(\d+)")
@@ -50,13 +60,17 @@ _CHARGED = re.compile(rb"^mergestep:charged_bytes\{[^}]*\} ([0-9.e+]+)$", re.M)
 
 @dataclass(slots=True)
 class Storm:
-    """The figures of one kind of call. statuses: answers by status. charged: bytes that the server
-    still counts as in use after the storm."""
+    """The figures of one kind of call. before, peak, after: bytes of the server, and of its child
+    processes. statuses: answers by status; 0 is no answer, or one that was cut off. charged: bytes
+    that the server still counts as in use after the storm."""
 
     kind: str
     before: int = 0
     peak: int = 0
     after: int = 0
+    child_before: int = 0
+    child_peak: int = 0
+    child_after: int = 0
     health_s: float = 0.0
     late_s: float = 0.0
     seconds: float = 0.0
@@ -67,15 +81,23 @@ class Storm:
         sizes = [f"{size / 1e6:.0f}" for size in (self.before, self.peak, self.after)]
         answers = ", ".join(f"{count} x {status}" for status, count in self.statuses.items())
         return (
-            f"{self.kind}: {' -> '.join(sizes)} MB, /health {1e3 * self.health_s:.0f} ms (asked"
+            f"{self.kind}: {' -> '.join(sizes)} MB, child processes at most"
+            f" {self.child_peak / 1e6:.0f} MB, /health {1e3 * self.health_s:.0f} ms (asked"
             f" {1e3 * self.late_s:.0f} ms late), {answers} in {self.seconds:.1f} s"
         )
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the figures by name, for JSON."""
+        return asdict(self) | {"statuses": dict(self.statuses)}  # asdict counts a Counter's items
 
     def faults(self) -> list[str]:
         found = []
         growth = self.after - self.before
         if growth > MAX_GROWTH_BYTES:
             found.append(f"memory is {growth / 1e6:.0f} MB above where it began")
+        growth = self.child_after - self.child_before
+        if growth > MAX_CHILD_GROWTH_BYTES:
+            found.append(f"child processes are {growth / 1e6:.0f} MB above where they began")
         if self.health_s > MAX_HEALTH_S:
             found.append(f"/health took {1e3 * self.health_s:.0f} ms")
         expected = KINDS[self.kind].status
@@ -134,26 +156,41 @@ def _watcher(server: Server) -> Iterator[Connection]:
         process.join()
 
 
+class _Watched(NamedTuple):
+    """The peaks of the server and of its child processes, the worst latency, and the worst delay of
+    the watcher's own wake-ups."""
+
+    peak: int
+    child_peak: int
+    health_s: float
+    late_s: float
+
+
 def _watch_storms(server: Server, pipe: Connection) -> None:
-    """Watches from each message to the next one, and sends the figures. It sends a message when it
-    begins, too."""
+    """Watches from each message to the next one, and sends the figures, or the error if the server
+    does not answer. It sends a message when it begins, too."""
     with contextlib.suppress(EOFError):
         while True:
             pipe.recv()
             pipe.send("begin")
-            found = _watch(server, pipe)
+            found: _Watched | Exception
+            try:
+                found = _watch(server, pipe)
+            except (OSError, HTTPException) as error:
+                found = error
             pipe.recv()
             pipe.send(found)
 
 
-def _watch(server: Server, pipe: Connection) -> tuple[int, float, float]:
-    """Asks /health and samples memory until the pipe has a message. Returns the peak, the worst
-    latency and the worst delay of its own wake-ups."""
+def _watch(server: Server, pipe: Connection) -> _Watched:
+    """Asks /health and samples memory until the pipe has a message. Raises OSError or HTTPException
+    if the server does not answer."""
     connection = server.connect()
-    peak, health_s, late_s = 0, 0.0, 0.0
+    peak, child_peak, health_s, late_s = 0, 0, 0.0, 0.0
     due_s = time.perf_counter()
     while not pipe.poll():
         peak = max(peak, process_bytes(server.pid))
+        child_peak = max(child_peak, children_bytes(server.pid))
         began_s = time.perf_counter()
         connection.request("GET", "/health")
         connection.getresponse().read()
@@ -162,36 +199,50 @@ def _watch(server: Server, pipe: Connection) -> tuple[int, float, float]:
         time.sleep(max(0.0, due_s - time.perf_counter()))
         late_s = max(late_s, time.perf_counter() - due_s)
     connection.close()
-    return peak, health_s, late_s
+    return _Watched(peak, child_peak, health_s, late_s)
 
 
-def _post(server: Server, path: str, body: bytes, statuses: Counter[int]) -> None:
+def _post(server: Server, path: str, body: bytes) -> int:
+    """Returns the answer's status; 0 if there is none, or if it is cut off."""
     connection = server.connect()
     try:
         connection.request("POST", path, body, JSON_TYPE)
         answer = connection.getresponse()
         while answer.read(_READ_BYTES):
             pass
-        statuses[answer.status] += 1
-    except OSError:
-        statuses[0] += 1
+        return 0 if answer.length else answer.status  # length: bytes that did not come
+    except (OSError, HTTPException):
+        return 0
     finally:
         connection.close()
 
 
+@contextmanager
+def _answering(server: Server) -> Iterator[None]:
+    """Raises MergestepError where the server does not answer."""
+    try:
+        yield
+    except (OSError, HTTPException) as error:
+        problem = "no longer answers" if process_bytes(server.pid) else "has ended"
+        raise MergestepError(f"the server {problem}: {error}") from error
+
+
 def run_storms(server: Server, kinds: Sequence[str], clients: int, scale: float) -> Iterator[Storm]:
     """Yields the storms of the kinds, each of one body from all clients at once. scale: of its
-    size. Each begins where the one before has ended."""
-    bodies = {
-        kind: json.dumps(KINDS[kind].body(server, scale) | (KINDS[kind].more or {})).encode()
-        for kind in dict.fromkeys(kinds)
-    }
-    with _watcher(server) as pipe:
-        size = _settled(server)
+    size. Each begins where the one before has ended. Raises MergestepError if the server ends."""
+    with _answering(server), _watcher(server) as pipe:
+        bodies = {
+            kind: json.dumps(KINDS[kind].body(server, scale) | (KINDS[kind].more or {})).encode()
+            for kind in dict.fromkeys(kinds)
+        }
+        size, child_size = _settled(server)
         for kind in kinds:
-            storm = Storm(kind, before=size)
+            storm = Storm(kind, before=size, child_before=child_size)
             _run(storm, server, bodies[kind], clients, pipe)
-            storm.after = size = _settled(server, storm.before + MAX_GROWTH_BYTES)
+            size, child_size = _settled(
+                server, size + MAX_GROWTH_BYTES, child_size + MAX_CHILD_GROWTH_BYTES
+            )
+            storm.after, storm.child_after = size, child_size
             charged = _CHARGED.search(server.get("/metrics"))
             storm.charged = float(charged[1]) if charged else 0.0
             yield storm
@@ -201,23 +252,21 @@ def _run(storm: Storm, server: Server, body: bytes, clients: int, pipe: Connecti
     pipe.send("begin")
     pipe.recv()
     path = KINDS[storm.kind].path
-    threads = [
-        threading.Thread(target=_post, args=(server, path, body, storm.statuses))
-        for _ in range(clients)
-    ]
     began_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(clients) as pool:
+        storm.statuses.update(pool.map(lambda _: _post(server, path, body), range(clients)))
     storm.seconds = time.perf_counter() - began_s
     pipe.send("end")
-    storm.peak, storm.health_s, storm.late_s = pipe.recv()
+    found = pipe.recv()
+    if isinstance(found, Exception):
+        raise found
+    storm.peak, storm.child_peak, storm.health_s, storm.late_s = found
 
 
-def _settled(server: Server, aim: float = math.inf) -> int:
-    """Returns the resident memory once it no longer falls, and waits longer while it exceeds
-    aim."""
+def _settled(server: Server, aim: float = math.inf, child_aim: float = math.inf) -> tuple[int, int]:
+    """Returns the resident memory of the server once it no longer falls, and of its child
+    processes. Waits longer while they exceed their aims."""
+    until_s = time.monotonic() + _CHILD_SETTLE_S
     time.sleep(_TRIM_S)
     size = process_bytes(server.pid)
     for _ in range(_SETTLE_TRIES):
@@ -225,7 +274,9 @@ def _settled(server: Server, aim: float = math.inf) -> int:
         before, size = size, process_bytes(server.pid)
         if before <= size <= aim:
             break
-    return size
+    while (child_size := children_bytes(server.pid)) > child_aim and time.monotonic() < until_s:
+        time.sleep(_SETTLE_S)
+    return size, child_size
 
 
 def memory_storm(
@@ -256,7 +307,7 @@ def memory_storm(
                 console.print(storm.text(), highlight=False, soft_wrap=True)
                 for fault in storm.faults():
                     console.print(f"  {fault}", style="red")
-    tables.write(json_file, head, {"storms": [asdict(storm) for storm in storms]})
+    tables.write(json_file, head, {"storms": [storm.figures() for storm in storms]})
     return storms
 
 

@@ -109,8 +109,9 @@ class Soak:
             texts.append(
                 f"the floor of memory grows by {slope.value:.2f} MB/h, more than {limit:g}"
             )
-        if self.after.files > self.before.files:
-            texts.append(f"the server has {self.after.files} files, {self.before.files} before")
+        files, files_before = self.after.own_files, self.before.own_files
+        if files > files_before:
+            texts.append(f"the server has {files} files, {files_before} before")
         early = max(usage.threads for usage in self.samples[: len(self.samples) // 2 + 1])
         if self.after.threads > early + _LATE_THREADS:
             texts.append(f"the server has {self.after.threads} threads, {early} in the first half")

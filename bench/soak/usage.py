@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from bench.common.child_processes import children_bytes
 
 _FIELDS = {"VmRSS": "rss", "RssAnon": "anonymous", "RssFile": "file", "RssShmem": "shared"}
 _LINE = re.compile(rf"^({'|'.join(_FIELDS)}):\s+(\d+) kB", re.M)
 _PSS = re.compile(r"^Pss:\s+(\d+) kB", re.M)
 KEPT = "mergestep:kept_bytes"
 PREFIX = "mergestep:"
+WORKER = "worker_memory_bytes "
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,20 @@ class Usage:
         memory of a fixed size."""
         return self.memory["rss"] - self.memory["shared"] + self.memory["workers"]
 
+    @property
+    def own_files(self) -> int:
+        """The open files of the server without its two pipes to each worker, which starts with the
+        first call that needs it and may end when there was none for a while."""
+        return self.files - 2 * sum(
+            bool(size) for name, size in self.metrics.items() if name.startswith(WORKER)
+        )
+
 
 def read_usage(pid: int, at_s: float, metrics: str = "") -> Usage:
     """Reads the figures of a process. metrics: the text of /metrics."""
     status = Path(f"/proc/{pid}/status").read_text()
     memory = {_FIELDS[name]: int(size) << 10 for name, size in _LINE.findall(status)}
-    memory["workers"] = sum(map(_resident, _children(pid)))
+    memory["workers"] = children_bytes(pid)
     memory["pss"] = _pss(pid)
     kept, others = _read_metrics(metrics)
     return Usage(
@@ -66,22 +76,6 @@ def _read_metrics(text: str) -> tuple[dict[str, float], dict[str, float]]:
             else:
                 others[" ".join([family.name.removeprefix(PREFIX), *labels])] = sample.value
     return kept, others
-
-
-def _children(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            yield from map(int, (task / "children").read_text().split())
-        except OSError:  # the thread has ended
-            continue
-
-
-def _resident(pid: int) -> int:
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):  # it has ended
-        return 0
-    return pages * os.sysconf("SC_PAGESIZE")
 
 
 def _pss(pid: int) -> int:

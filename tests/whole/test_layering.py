@@ -135,7 +135,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "bench/ablation": ("bench/common", "bench/load", "bench/offline"),
     "bench/simulate": ("bench/common", "bench/load", "bench/plan"),
     "bench/nodes": ("bench/common", "bench/load", "bench/plan"),
-    "bench/soak": (),
+    "bench/soak": ("bench/common",),
     "bench/peers": (),
     "bench": (),
 }

@@ -2,8 +2,9 @@
 
 Such work is charged what it is expected to take before it begins. What does not fit beside the
 work in progress is refused with 429, and what would not fit alone with 400. A charge ends with its
-call, however that ends. The factors are the peaks of the resident memory as
-`python -m bench.engine.memory_storm` measures them, rounded up.
+call, however that ends. The factors are the peaks of the resident memory, of the server or of the
+child process that encodes large texts, as `python -m bench.engine.memory_storm` measures them,
+rounded up.
 
 Freed memory stays with the process (ops/cpu/heap.py), since a step uses it again. So after large
 work the heap is trimmed, beside the event loop and at most twice a second.

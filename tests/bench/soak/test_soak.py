@@ -195,6 +195,15 @@ def test_what_is_left_behind_is_a_fault() -> None:
     ]
 
 
+def test_the_pipes_of_workers_are_no_fault() -> None:
+    """A worker that starts after the pause, or has not ended yet, adds two files."""
+    samples = [usage(float(at_s), 300 * MB) for at_s in range(0, 3600, 5)]
+    workers = {"worker_memory_bytes tokenizer": 86e6, "worker_memory_bytes grammar": 0.0}
+    for files, expected in ((22, []), (23, ["the server has 21 files, 20 before"])):
+        after = replace(samples[-1], files=files, metrics=workers)
+        assert soak(samples, after=after).faults() == expected
+
+
 def test_the_usage_of_this_process() -> None:
     import os
 
