@@ -321,7 +321,7 @@ def soak(
     ] = 0.3,
     hostile: Annotated[float, typer.Option(help="Share of hostile calls.")] = 0.1,
     max_slope: Annotated[
-        float, typer.Option(help="Fail if memory's floor grows by more than this many MB per hour.")
+        float, typer.Option(help="Fail if memory grows by more than this many MB per hour.")
     ] = 1.0,
     run_options: Annotated[
         str,

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.soak.run import MEGABYTE, Soak, own_megabytes
+from bench.soak.run import JUDGED, MEGABYTE, SERVER, WORKERS, Soak, Value
 from bench.soak.slope import Slope
 from bench.soak.usage import Usage
 
-Value = Callable[[Usage], float]
 _PARTS: dict[str, Value] = {
-    "server and workers, without the K/V pool": lambda usage: usage.own_bytes,
+    SERVER: lambda usage: usage.own_bytes,
     "anonymous": lambda usage: usage.memory["anonymous"],
     "files": lambda usage: usage.memory["file"],
-    "workers": lambda usage: usage.memory["workers"],
-    "proportional set size": lambda usage: usage.memory["pss"],
+    WORKERS: lambda usage: usage.memory["workers"],
     "C heap in use": lambda usage: usage.metrics.get("heap_bytes in_use", 0.0),
     "C heap free": lambda usage: usage.metrics.get("heap_bytes free", 0.0),
 }
@@ -39,23 +36,20 @@ def show_sample(usage: Usage, num_calls: int, num_failed: int, console: Console)
 
 def show(soak: Soak, console: Console) -> None:
     console.print(_calls_table(soak))
-    table = Table("memory in MB", "when full", "at the end", "floor, per hour (95 % interval)")
+    table = Table("memory in MB", "in the middle", "at the end", "per hour (95 % interval)")
     for name, value in _PARTS.items():
         table.add_row(name, *_cells(soak, value, MEGABYTE))
     table.add_row("Python's blocks, thousands", *_cells(soak, _metric(_BLOCKS), 1e3))
     console.print(table)
     console.print(_kept_table(soak))
-    span_min = (soak.samples[-1].at_s - soak.fit_from_s) / 60 if soak.samples else 0.0
+    full_s = max(soak.filled_s.values(), default=0.0)
     console.print(
-        f"the caches were full after {soak.fit_from_s / 60:.1f} min; the slopes are those of the"
-        f" {span_min:.1f} min since",
+        f"the caches were full after {full_s / 60:.1f} min; the slopes are those of the time since"
+        f" minute {soak.fit_from_s / 60:.1f}",
         highlight=False,
     )
-    for name, slope, meaning in (
-        ("floor", soak.slope(own_megabytes), "what stays between bursts; the verdict is about it"),
-        ("median", soak.median_slope(own_megabytes), "with what calls in flight take"),
-    ):
-        console.print(f"{name}: {_text(slope)}: {meaning}", highlight=False, soft_wrap=True)
+    for name, value in JUDGED.items():
+        console.print(f"{name}: {_text(soak.slope(value))}", highlight=False, soft_wrap=True)
     faults, undecided = soak.faults(), soak.undecided()
     for fault in faults:
         console.print(f"[red]FAULT[/red] {fault}", highlight=False, soft_wrap=True)
@@ -66,16 +60,14 @@ def show(soak: Soak, console: Console) -> None:
 
 
 def document(soak: Soak) -> dict[str, Any]:
-    """Returns what is written as JSON. The slopes are those of the floor, but for the medians."""
+    """Returns what is written as JSON."""
     slopes = {name: _fields(soak.slope(value)) for name, value in _PARTS.items()}
-    medians = {name: _fields(soak.median_slope(value)) for name, value in _PARTS.items()}
     kept = {name: _fields(soak.slope(_kept(name))) for name in _names(soak)}
     return {
         "calls": {f"{kind}: {result}": n for (kind, result), n in _sorted_calls(soak)},
         "filled_s": soak.filled_s,
         "fit_from_s": soak.fit_from_s,
         "bytes_per_hour": slopes,
-        "median_bytes_per_hour": medians,
         "kept_bytes_per_hour": kept,
         "samples": [
             {
@@ -110,7 +102,7 @@ def _sorted_calls(soak: Soak) -> list[tuple[tuple[str, str], int]]:
 
 def _kept_table(soak: Soak) -> Table:
     """The fastest growing first."""
-    table = Table("kept, in MB", "full after", "when full", "at the end", "floor, per hour")
+    table = Table("kept, in MB", "full after", "in the middle", "at the end", "per hour")
     grown = {name: soak.slope(_kept(name)) for name in _names(soak)}
     for name in sorted(grown, key=lambda name: -(grown[name] or Slope(0, 0, 0)).value):
         at_s = soak.filled_s.get(name)
@@ -147,7 +139,8 @@ def _text(slope: Slope | None) -> str:
     """Returns a slope in MB per hour."""
     if slope is None:
         return "too few samples"
-    return f"{slope.value:+.2f} MB/h ({slope.low:+.2f} to {slope.high:+.2f})"
+    value, low, high = (each / MEGABYTE for each in slope)
+    return f"{value:+.2f} MB/h ({low:+.2f} to {high:+.2f})"
 
 
 def _fields(slope: Slope | None) -> dict[str, float] | None:

@@ -1,9 +1,9 @@
 """Runs a soak: load on a server process, samples of its memory meanwhile, and idle states around.
 
 The load pauses once, after a short warm-up. Open files and threads must be at the end what they
-were in that pause, and nothing may be running. The slope is fitted over the samples from the time
-at which the caches, by the sizes that /metrics reports, were full. The verdict is about the slope
-of memory's floor (bench/soak/slope.py); where its interval reaches above the limit, there is none.
+were in that pause, and nothing may be running. Slopes are fitted over the samples of the second
+half of the time, in which the caches, by the sizes that /metrics reports, should be full. Where
+they are not, or where the intervals are too wide, there is no verdict.
 """
 
 from __future__ import annotations
@@ -25,14 +25,24 @@ from bench.soak.usage import Usage, read_usage
 from serve.errors import ConfigError, MergestepError
 
 _WARM_SHARE, _WARM_S = 0.1, 60.0  # of the time, at most
-_SAMPLE_S, _LEAST_SAMPLES = 5.0, 40
+_SAMPLE_S, _LEAST_SAMPLES = 1.0, 40
 _IDLE_S = 3.0  # the server gives unused memory back after half a second without work
 _IDLE_TRIES = 10
-_LATEST_FIT = 0.5  # the fit begins at this share of the time at the latest
+_FIT_FROM = 0.5  # of the time: the heap grows a little for a while after the caches are full
 _CACHE_BYTES = 1 << 20  # smaller ones do not delay the fit
 _LATE_THREADS = 6  # a pool starts a thread when it first needs it; asyncio's has two cores + 4
+_CLEAR = 5.0  # times the limit, which the interval must not reach
 MEGABYTE, HOUR_S = 1e6, 3600.0
 UNFINISHED, PAGES_IN_USE = "requests_unfinished", "kv_pages in_use"
+
+
+SERVER, WORKERS = "server, without the K/V pool", "its child processes"
+Value = Callable[[Usage], float]
+JUDGED: dict[str, Value] = {
+    SERVER: lambda usage: usage.own_bytes,
+    WORKERS: lambda usage: usage.memory["workers"],
+}
+"""What must not grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +90,20 @@ class Soak:
             sizes = [(usage.at_s, usage.kept.get(name, 0.0)) for usage in self.samples]
             if max(value for _, value in sizes) >= _CACHE_BYTES:
                 self.filled_s[name] = full_at_s(sizes)
-        latest_s = self.samples[-1].at_s * _LATEST_FIT if self.samples else 0.0
-        self.fit_from_s = min(latest_s, max(self.filled_s.values(), default=0.0))
+        self.fit_from_s = self.samples[-1].at_s * _FIT_FROM if self.samples else 0.0
 
-    def series(self, value: Callable[[Usage], float]) -> list[tuple[float, float]]:
+    def series(self, value: Value) -> list[tuple[float, float]]:
         """Returns (seconds, value) of the samples from the fit's begin on."""
         later = (usage for usage in self.samples if usage.at_s >= self.fit_from_s)
         return [(usage.at_s, value(usage)) for usage in later]
 
-    def slope(self, value: Callable[[Usage], float]) -> Slope | None:
-        """Returns the growth of a figure's floor per hour, since the caches were full."""
-        return _per_hour(slope_of(floor_of(self.series(value))))
-
-    def median_slope(self, value: Callable[[Usage], float]) -> Slope | None:
-        """Returns the growth of a figure's median per hour, since the caches were full."""
-        return _per_hour(slope_of(medians_of(self.series(value))))
+    def slope(self, value: Value) -> Slope | None:
+        """Returns the growth of a figure per hour in the second half of the time: that of its
+        floor or of its median, whichever is known better."""
+        points = self.series(value)
+        found = [slope_of(floor_of(points)), slope_of(medians_of(points))]
+        slopes = [slope * HOUR_S for slope in found if slope is not None]
+        return min(slopes, key=lambda slope: slope.high - slope.low, default=None)
 
     @property
     def still_filling(self) -> list[str]:
@@ -104,11 +113,10 @@ class Soak:
     def faults(self) -> list[str]:
         """Returns a text for each figure that shows a leak or an error."""
         texts = [f"a call failed: {text}" for text in self.outcomes.failures[:3]]
-        slope, limit = self.slope(own_megabytes), self.settings.max_slope
-        if slope is not None and slope.value > limit:
-            texts.append(
-                f"the floor of memory grows by {slope.value:.2f} MB/h, more than {limit:g}"
-            )
+        limit = self.settings.max_slope
+        for name, slope in self._judged():
+            if _is_growth(slope, limit):
+                texts.append(f"{name}: memory grows by {slope.value:.2f} MB/h, more than {limit:g}")
         files, files_before = self.after.own_files, self.before.own_files
         if files > files_before:
             texts.append(f"the server has {files} files, {files_before} before")
@@ -124,21 +132,26 @@ class Soak:
 
     def undecided(self) -> list[str]:
         """Returns a text for each reason why the samples do not show whether there is a leak."""
-        slope, limit = self.slope(own_megabytes), self.settings.max_slope
+        limit = self.settings.max_slope
         texts = [f"{name} was not full when the fit began" for name in self.still_filling]
-        if slope is None:
+        judged = self._judged()
+        if not judged:
             texts.append("too few samples for a slope")
-        elif slope.value <= limit < slope.high:
-            texts.append(f"the interval reaches {slope.high:.2f} MB/h, more than {limit:g}")
+        for name, slope in judged:
+            is_wide = slope.value > limit or slope.high > _CLEAR * limit
+            if is_wide and not _is_growth(slope, limit):
+                texts.append(f"{name}: the interval reaches {slope.high:.2f} MB/h")
         return [f"{text}: run longer" for text in texts]
 
+    def _judged(self) -> list[tuple[str, Slope]]:
+        """Returns the slopes of JUDGED in MB per hour."""
+        slopes = [(name, self.slope(value)) for name, value in JUDGED.items()]
+        return [(name, slope * (1 / MEGABYTE)) for name, slope in slopes if slope is not None]
 
-def own_megabytes(usage: Usage) -> float:
-    return usage.own_bytes / MEGABYTE
 
-
-def _per_hour(slope: Slope | None) -> Slope | None:
-    return None if slope is None else slope * HOUR_S
+def _is_growth(slope: Slope, limit: float) -> bool:
+    """Returns whether a slope is above the limit and is certainly one."""
+    return slope.value > limit and slope.low > 0
 
 
 class SoakTest:

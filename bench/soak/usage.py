@@ -13,7 +13,6 @@ from bench.common.child_processes import children_bytes
 
 _FIELDS = {"VmRSS": "rss", "RssAnon": "anonymous", "RssFile": "file", "RssShmem": "shared"}
 _LINE = re.compile(rf"^({'|'.join(_FIELDS)}):\s+(\d+) kB", re.M)
-_PSS = re.compile(r"^Pss:\s+(\d+) kB", re.M)
 KEPT = "mergestep:kept_bytes"
 PREFIX = "mergestep:"
 WORKER = "worker_memory_bytes "
@@ -33,9 +32,9 @@ class Usage:
 
     @property
     def own_bytes(self) -> int:
-        """The resident memory of the server and its workers without the K/V pool, which is shared
-        memory of a fixed size."""
-        return self.memory["rss"] - self.memory["shared"] + self.memory["workers"]
+        """The resident memory of the server without the K/V pool, which is shared memory of a
+        fixed size, and without its workers, which come and go."""
+        return self.memory["rss"] - self.memory["shared"]
 
     @property
     def own_files(self) -> int:
@@ -51,7 +50,6 @@ def read_usage(pid: int, at_s: float, metrics: str = "") -> Usage:
     status = Path(f"/proc/{pid}/status").read_text()
     memory = {_FIELDS[name]: int(size) << 10 for name, size in _LINE.findall(status)}
     memory["workers"] = children_bytes(pid)
-    memory["pss"] = _pss(pid)
     kept, others = _read_metrics(metrics)
     return Usage(
         at_s,
@@ -76,12 +74,3 @@ def _read_metrics(text: str) -> tuple[dict[str, float], dict[str, float]]:
             else:
                 others[" ".join([family.name.removeprefix(PREFIX), *labels])] = sample.value
     return kept, others
-
-
-def _pss(pid: int) -> int:
-    """Returns the proportional set size; 0 where the system does not tell it."""
-    try:
-        found = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
-    except OSError:
-        return 0
-    return int(found[1]) << 10 if found else 0
