@@ -7,7 +7,7 @@ those are made when the metrics are requested (serve/http/monitoring/exposition.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
@@ -89,23 +89,22 @@ class RequestCounters:
 
 
 class PoolCounters:
-    """Counts the waiting jobs and the seconds of work of a pool of several threads."""
+    """The waiting jobs and the seconds of work of a pool of several threads."""
 
-    def __init__(self) -> None:
-        self.num_waiting = 0
+    def __init__(self, num_waiting: Callable[[], int] = lambda: 0) -> None:
+        """num_waiting: returns the number of jobs that have not begun."""
+        self._num_waiting = num_waiting
         self.busy_s = 0.0
         self._lock = threading.Lock()
 
-    def queued(self) -> None:
-        with self._lock:
-            self.num_waiting += 1
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Surrounds the work of one queued job."""
+        """Surrounds the work of one job."""
         began_s = monotonic()
-        with self._lock:
-            self.num_waiting -= 1
         try:
             yield
         finally:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -15,8 +16,54 @@ from serve.errors import OverloadedError
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 MAX_COMPILING = 64
 _MAX_RECORDS_BEHIND = 8  # steps by which pool 3 may be behind before the loop waits for it
+
+
+class JobThreads:
+    """Threads that run jobs in their order.
+
+    Submitting takes no lock, unlike that of ThreadPoolExecutor: a thread that holds one may have to
+    wait for the interpreter, and the event loop would wait with it. The threads are daemons.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}_{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of jobs that have not begun."""
+        return self._jobs.qsize()
+
+    def submit(self, job: Callable[..., object], *arguments: Any) -> None:
+        self._jobs.put((job, arguments))
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Ends the threads after the jobs queued so far, and waits for them."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, arguments = item
+            try:
+                job(*arguments)
+            except BaseException:
+                logger.exception("a job of %s failed", threading.current_thread().name)
+            # While it waits, the frame must not keep what the job refers to alive.
+            del item, job, arguments
 
 
 class PromptPool:
@@ -24,10 +71,16 @@ class PromptPool:
 
     def __init__(self, num_threads: int, executor: Executor | None = None) -> None:
         """executor: runs all jobs instead of num_threads threads of this pool's own."""
-        self.counters = PoolCounters()
-        self._tokenizing = executor or ThreadPoolExecutor(num_threads, "mergestep-tokenize")
-        # Compiling a grammar is slow: requests without a new grammar must not wait for it.
-        self._compiling = executor or ThreadPoolExecutor(1, "mergestep-compile")
+        self._tokenizing: Executor | JobThreads
+        self._compiling: Executor | JobThreads
+        if executor is not None:
+            self._tokenizing = self._compiling = executor
+            self.counters = PoolCounters()
+        else:
+            tokenizing = self._tokenizing = JobThreads(num_threads, "mergestep-tokenize")
+            # Compiling a grammar is slow: requests without a new grammar must not wait for it.
+            compiling = self._compiling = JobThreads(1, "mergestep-compile")
+            self.counters = PoolCounters(lambda: tokenizing.num_waiting + compiling.num_waiting)
         self._num_compiling = 0  # jobs that wait for the compiling thread or run in it
         self._lock = threading.Lock()
 
@@ -38,7 +91,6 @@ class PromptPool:
 
     def submit(self, job: Callable[[], None], *, compiles: bool) -> None:
         """Queues a job; `compiles` sends it to the thread that compiles grammars."""
-        self.counters.queued()
         if not compiles:
             self._tokenizing.submit(self._work, job)
             return

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.timing
 TRIES, PASSES = 10, 2
 GATE = 2 / 3
 TYPICAL = {
-    "engine rows/s over the loop's rounds/s": 0.0108,
+    # 0.0108 on most machines; 0.005 on one whose loop was as fast, with readings twice apart
+    "engine rows/s over the loop's rounds/s": 0.0075,
     "loop rounds in the gap between two steps of 256 sequences": 4000.0,
     "HTTP over in-process tokens/s, embedded model": 0.74,
     "int8 linear, 1 row, over the read bandwidth": 0.93,

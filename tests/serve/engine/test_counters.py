@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from serve import Engine, SamplingParams
-from serve.engine.counters import PoolCounters, RequestCounters
+from serve.engine.counters import RequestCounters
 from serve.engine.output_processor import OutputProcessor, OutputState, RequestTimes, StepRecord
-from serve.engine.pools import MAX_COMPILING, PromptPool
+from serve.engine.pools import MAX_COMPILING, JobThreads, PromptPool
 from serve.engine.stats import StepCounters
 from serve.engine.step_trace import StepTraces
 from serve.errors import OverloadedError
@@ -80,20 +80,37 @@ def _sequences() -> list[Sequence]:
     return sequences
 
 
-def test_a_pool_counts_jobs_that_fail_too() -> None:
-    counters = PoolCounters()
-    counters.queued()
-    counters.queued()
+def test_a_pool_counts_jobs_that_fail_too(caplog: pytest.LogCaptureFixture) -> None:
+    pool, may_end, done = PromptPool(1), threading.Event(), threading.Event()
 
     def work() -> None:
-        with counters.working():
-            assert counters.num_waiting == 1
-            time.sleep(0.01)
-            raise ValueError("bad")
+        may_end.wait(5)
+        time.sleep(0.01)
+        raise ValueError("bad")
 
-    with pytest.raises(ValueError, match="bad"):
-        work()
-    assert counters.num_waiting == 1 and counters.busy_s >= 0.01
+    def last() -> None:
+        assert pool.counters.num_waiting == 0
+        done.set()
+
+    pool.submit(work, compiles=False)
+    pool.submit(last, compiles=False)
+    while pool.counters.num_waiting != 1:  # until the first one has begun
+        time.sleep(0.001)
+    may_end.set()
+    assert done.wait(5)
+    pool.shutdown()
+    assert pool.counters.busy_s >= 0.01
+    assert "a job of mergestep-tokenize_0 failed" in caplog.text
+
+
+def test_a_pool_ends_after_its_jobs() -> None:
+    pool, results = PromptPool(2), []
+    for number in range(100):
+        pool.submit(lambda number=number: results.append(number), compiles=number % 3 == 0)
+    pool.shutdown()
+    assert sorted(results) == list(range(100))
+    assert isinstance(pool._tokenizing, JobThreads)
+    assert not any(thread.is_alive() for thread in pool._tokenizing._threads)
 
 
 def test_reasons_and_methods_are_bounded() -> None:
