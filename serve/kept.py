@@ -1,7 +1,7 @@
 """How much memory the server keeps between requests: tables and caches, by name.
 
-Sizes of Python objects are estimates from a sample of their entries. They are made when somebody
-asks, so that a request costs nothing more.
+Sizes of Python objects are estimated from a sample of their entries. The estimate is made when a
+client reads /metrics; serving a completion or a chat does not pay for it.
 """
 
 from __future__ import annotations

@@ -241,8 +241,9 @@ class Connection(web.RequestHandler):
             self._head_goes_on(len(data))
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio wants a bool
-        """Lets a client that has closed its sending half have its answer if that is short. At any
-        other request the client counts as gone, so that nothing is generated for nobody."""
+        """Called when a client has closed its sending half. If the answer to its request is short,
+        the answer is still sent. Any other request is aborted, because most clients that close
+        their half have gone, and no tokens should be computed for them."""
         is_idle = not self._messages and (self._waiter is not None or not self._request_count)
         is_tls = self.transport is not None and self.transport.get_extra_info("ssl_object")
         if is_idle or is_tls or not self._has_short_answers:

@@ -72,7 +72,7 @@ def test_a_factor_must_be_above_one(factor):
 
 
 def test_only_an_engine_limits_its_steps_by_default():
-    """Nobody waits for the single tokens of LLM."""
+    """An LLM has no such limit, since its callers get whole answers."""
     assert EngineConfig().inter_token_factor == 3.0
     with LLM(str(checkpoint("llama"))) as llm:
         assert llm.config.inter_token_factor == math.inf

@@ -59,7 +59,7 @@ def test_a_hard_limit_without_room_for_a_connection_is_an_error(limit: dict[str,
     ("files", "wanted", "allowed", "is_told"),
     [
         (65_536, 20_000, 20_000, False),
-        (20_000, 20_000, 20_000 - NEEDED, False),  # nobody asked for the default
+        (20_000, 20_000, 20_000 - NEEDED, False),  # 20,000 is the default: no warning
         (1000, 20_000, 1000 - NEEDED, True),
         (5000, 6000, 5000 - NEEDED, True),
         (20, 20_000, 1, True),
