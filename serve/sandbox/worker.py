@@ -62,7 +62,7 @@ class BoundedWorker:
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer; raises WorkerError without one, EngineStoppedError after close()."""
-        line = _dumps(question) + b"\n"
+        line = _line(question)
         problem = ""
         with self._lock:
             try:
@@ -197,12 +197,20 @@ class _Child:
         self._stdout.close()
 
 
-def _dumps(question: dict[str, Any]) -> bytes:
-    """Uses orjson, which holds the interpreter for a fifth of the time, where it can."""
+def _line(question: dict[str, Any]) -> bytes:
+    """Uses orjson where it can, which holds the interpreter for a fifth of the time. Each item of a
+    list, such as a message, is written by itself, so that other threads go on between them."""
     try:
-        return orjson.dumps(question)
+        written = {name: _written(value) for name, value in question.items()}
+        return orjson.dumps(written, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # a lone surrogate, for example
-        return json.dumps(question).encode()
+        return json.dumps(question).encode() + b"\n"
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, list):
+        return [orjson.Fragment(orjson.dumps(item)) for item in value]
+    return value
 
 
 def _loads(line: bytes) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve.errors import RequestError
 from serve.sandbox.worker import BoundedWorker, WorkerError
@@ -24,6 +24,8 @@ WORKER_MEMORY_BYTES = 1 << 30
 SENTINEL = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
 # This marker follows the content of a last message that the model has to continue.
 CONTINUE = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
+
+_SEARCH_CHARS = 64 << 10  # how much is searched at once, since that holds the interpreter
 
 _NOT_RENDERED = "cannot render the messages: "
 _QUESTION = {"role": "user", "content": "Hello!"}
@@ -123,10 +125,10 @@ def neutralize(
 
     Text parts are joined first, since two harmless parts may form a special token together.
     """
-    pattern = _pattern(tuple(special_tokens))
+    tokens = _tokens(tuple(special_tokens))
     return [
         {
-            key: _cut(flatten_content(value) if key == "content" else value, pattern)
+            key: _cut(flatten_content(value) if key == "content" else value, tokens)
             for key, value in message.items()
         }
         for message in messages
@@ -135,7 +137,7 @@ def neutralize(
 
 def neutralize_value(value: Any, special_tokens: Iterable[str]) -> Any:
     """Does the same for any JSON value, including the keys of objects."""
-    return _cut(value, _pattern(tuple(special_tokens)))
+    return _cut(value, _tokens(tuple(special_tokens)))
 
 
 def split_neutralized(text: str) -> list[str]:
@@ -143,34 +145,52 @@ def split_neutralized(text: str) -> list[str]:
     return [segment for segment in text.split(SENTINEL) if segment]
 
 
+class _Tokens(NamedTuple):
+    """Special tokens. pattern: matches each of them."""
+
+    pattern: re.Pattern[str]
+    max_chars: int
+
+
 @lru_cache(maxsize=8)
-def _pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str] | None:
-    """Matches the longest token; a token of one character cannot be cut and is left as it is."""
+def _tokens(special_tokens: tuple[str, ...]) -> _Tokens | None:
+    """A token of one character cannot be cut and is left as it is."""
     tokens = sorted({token for token in special_tokens if len(token) > 1}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, tokens))) if tokens else None
+    if not tokens:
+        return None
+    return _Tokens(re.compile("|".join(map(re.escape, tokens))), len(tokens[0]))
 
 
-def _cut(value: Any, pattern: re.Pattern[str] | None) -> Any:
+def _cut(value: Any, tokens: _Tokens | None) -> Any:
     if isinstance(value, str):
-        return value if pattern is None else _cut_text(value, pattern)
+        return value if tokens is None else _cut_text(value, tokens)
     if isinstance(value, Mapping):
-        return {_cut(key, pattern): _cut(item, pattern) for key, item in value.items()}
+        return {_cut(key, tokens): _cut(item, tokens) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_cut(item, pattern) for item in value]
+        return [_cut(item, tokens) for item in value]
     return value
 
 
-def _cut_text(text: str, pattern: re.Pattern[str]) -> str:
+def _cut_text(text: str, tokens: _Tokens) -> str:
     """Cuts after the first character of every match, including overlapping ones."""
     pieces: list[str] = []
     start = 0
-    match = pattern.search(text)
-    while match is not None:
-        cut = match.start() + 1
+    for cut in _cuts(text, tokens):
         pieces.append(text[start:cut])
         start = cut
-        match = pattern.search(text, cut)
     if not pieces:
         return text
     pieces.append(text[start:])
     return SENTINEL.join(pieces)
+
+
+def _cuts(text: str, tokens: _Tokens) -> Iterator[int]:
+    """Yields where to cut. It searches in pieces, so that other threads go on between them."""
+    search = tokens.pattern.search
+    for first in range(0, len(text), _SEARCH_CHARS):
+        end = first + _SEARCH_CHARS
+        match = search(text, first, end + tokens.max_chars)
+        while match is not None and match.start() < end:
+            cut = match.start() + 1
+            yield cut
+            match = search(text, cut, end + tokens.max_chars)

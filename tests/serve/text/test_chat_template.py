@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from serve.errors import EngineStoppedError, RequestError
 from serve.text.chat_template import (
+    _SEARCH_CHARS,
     SENTINEL,
     ChatTemplate,
     neutralize,
@@ -316,6 +317,16 @@ def test_no_segment_holds_a_special_token(text: str) -> None:
     segments = split_neutralized(message["content"])
     assert "".join(segments) == text
     assert not any(token in segment for segment in segments for token in TOKENS)
+
+
+def test_tokens_at_the_ends_of_searched_pieces() -> None:
+    """A long text is searched in pieces. A token is found wherever a piece ends inside it."""
+    for before in range(_SEARCH_CHARS - 12, _SEARCH_CHARS + 2):
+        text = "." * before + "<|im_start|>aa</s>" + "." * _SEARCH_CHARS + "<|im_end|>"
+        (message,) = neutralize([{"role": "user", "content": text}], TOKENS)
+        segments = split_neutralized(message["content"])
+        ends = "." * before + "<", "|im_start|>a", "a<", "/s>" + "." * _SEARCH_CHARS + "<"
+        assert segments == [*ends, "|", "im_end|>"]
 
 
 def test_text_without_special_tokens_is_unchanged() -> None:
