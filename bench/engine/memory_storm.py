@@ -307,7 +307,8 @@ def memory_storm(
                 console.print(storm.text(), highlight=False, soft_wrap=True)
                 for fault in storm.faults():
                     console.print(f"  {fault}", style="red")
-    tables.write(json_file, head, {"storms": [storm.figures() for storm in storms]})
+                # after each, so that those before a crash are kept
+                tables.write(json_file, head, {"storms": [each.figures() for each in storms]})
     return storms
 
 
