@@ -14,8 +14,8 @@ from enum import Enum
 LATE_FOR_S = 10.0
 """A node is late for so long after its last sign of it."""
 MAX_STALLED_S = 8.0
-"""A node is given up when steps have waited so long for it without hearing of it, less
-STALL_RATE of the time since."""
+"""A node is given up when steps have waited so long for it without a heartbeat, or beyond the usual
+time, less STALL_RATE of the time since."""
 STALL_RATE = 0.1
 PROBATION_S: tuple[float, ...] = (5.0, 15.0, 45.0, 60.0)
 """The probation after the first loss, the second, ...; the last one is that of all later losses."""
@@ -29,8 +29,8 @@ FORGET_S = 120.0
 USUAL_ANSWERS = 32
 """The usual pace of a node is that of so many answers."""
 SLOW_FACTOR, SLOW_S = 8.0, 0.5
-"""An answer that takes so much longer than usual, and longer than SLOW_S, stalls a step, whatever
-heartbeats say."""
+"""A wait that is so much longer than usual, and longer than SLOW_S, stalls a step from then on,
+whatever heartbeats say."""
 
 
 class NodeState(Enum):
@@ -59,9 +59,11 @@ class AnswerPace:
     def _usual_s(self, work: float) -> float:
         return self._seconds * work / self._work if self._work else math.inf
 
-    def slow_s(self, work: float) -> float:
-        """Returns the time after which an answer is slow; infinite before the first one."""
-        return max(SLOW_FACTOR * self._usual_s(work), SLOW_S)
+    def stalled_s(self, work: float, waited_s: float) -> float:
+        """Returns for how long the wait for an answer has stalled a step; 0 before the first
+        answer."""
+        expected_s = SLOW_FACTOR * self._usual_s(work)
+        return waited_s - expected_s if waited_s >= max(expected_s, SLOW_S) else 0.0
 
     def learn(self, work: float, seconds: float) -> None:
         """Notes an answer. One that takes long counts as twice the usual time, so that what is

@@ -150,21 +150,26 @@ class NodeLink:
         """Waits for the RESULT or PARTIAL of a layer; the caller releases the frame. work: the sum
         of the rows' keys. Raises NodeError and TransportError."""
         key = (number, layer)
-        began_s = self._clock()
-        slow_s = self._pace.slow_s(work)
+        began_s = now_s = self._clock()
+        before_s, waited_s, silent_s = self.stalled_s, 0.0, 0.0
         while key not in self._arrived:
+            polled_s = now_s
             frame = self.endpoint.poll(_POLL_S)
             if frame is not None:
                 self._arrive(frame, number)
-            elif self.endpoint.silence_s >= _STALL_S or self.unanswered_s >= slow_s:
-                self.stalled_s += _POLL_S
-                if self.stalled_s > MAX_STALLED_S:
-                    raise TransportTimeoutError(f"{self.url}: it stalls for {self.stalled_s:.3g} s")
-            if key not in self._arrived:
-                self.unanswered_s = self._clock() - began_s
-                self.was_late |= self.unanswered_s >= _LATE_S
-                if self.unanswered_s >= self._answer_s:
-                    raise TransportTimeoutError(f"{self.url}: no answer for {self._answer_s:.3g} s")
+            now_s = self._clock()
+            waited_s += min(now_s - polled_s, _POLL_S)  # no more, since this process may have slept
+            if frame is None and self.endpoint.silence_s >= _STALL_S:
+                silent_s += _POLL_S
+            self.stalled_s = before_s + max(silent_s, self._pace.stalled_s(work, waited_s))
+            if key in self._arrived:
+                break
+            if self.stalled_s > MAX_STALLED_S:
+                raise TransportTimeoutError(f"{self.url}: it stalls for {self.stalled_s:.3g} s")
+            self.unanswered_s = now_s - began_s
+            self.was_late |= self.unanswered_s >= _LATE_S
+            if self.unanswered_s >= self._answer_s:
+                raise TransportTimeoutError(f"{self.url}: no answer for {self._answer_s:.3g} s")
         self.unanswered_s = 0.0
         self._pace.learn(work, self._clock() - self._asked_s)
         return self._arrived.pop(key)

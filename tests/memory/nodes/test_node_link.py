@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from memory.nodes.direct import direct_pair
+from memory.nodes.node_health import MAX_STALLED_S, NodeHealth
 from memory.nodes.node_link import NodeError, NodeLink, NodesLostError
 from memory.nodes.node_loop import post_bytes
 from memory.nodes.placement import Shard
@@ -165,6 +167,87 @@ def test_two_answers_to_one_question_are_an_error():
 def test_a_live_node_that_does_not_answer_is_lost():
     with pytest.raises(TransportTimeoutError, match="no answer for 30 s"):
         with_answers().link.answer(1, 0)
+
+
+class Paced:
+    """A link to a node that answers each query after answer_s, and the time that passes in it. As
+    its reader does, it hands the stalls to `health` after each answer."""
+
+    def __init__(self):
+        self.now = self.answer_s = 0.0
+        self.health = NodeHealth()
+        engine_end, self._node_end = direct_pair()
+        shard = Shard("head", 0, 1)
+        self.link = NodeLink("node", engine_end, shard, lambda: self.now, pace=self.health.pace)
+        self._poll, engine_end.poll = engine_end.poll, self.poll
+        post_bytes(self._node_end, attached())
+        self._answer_at = 0.0
+        self.link.attach(REQUEST, 0.0)
+        self._answer_at = math.inf
+        self._number = 0
+
+    def poll(self, timeout_s: float = 0.0):
+        if self.now + timeout_s < self._answer_at:
+            self.now += timeout_s
+            return None
+        self.now = max(self.now, self._answer_at)
+        return self._poll(0.0)
+
+    def ask(self) -> None:
+        self._number += 1
+        self.link.post_rows(Kind.QUERY, self._number, 0, WireType.FLOAT32, 0, [])
+        self._answer_at = self.now + self.answer_s
+        post_bytes(self._node_end, partial(self._number))
+        _, frame = self.link.answer(self._number, 0, 1e5)
+        self.link.endpoint.release(frame)
+        if self.link.stalled_s:
+            self.health.stall(self.now, self.link.stalled_s)
+            self.link.stalled_s = 0.0
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "then_s", "is_given_up"),
+    [
+        (0.002, 0.4, False),
+        *[(0.002, then_s, True) for then_s in (0.55, 0.74, 0.9, 1.2, 5.0)],
+        (0.1, 0.8, False),
+        (0.1, 1.2, False),
+        (0.1, 5.0, True),
+    ],
+)
+def test_a_starved_node_is_given_up_and_one_that_engines_share_is_kept(
+    usual_s, then_s, is_given_up
+):
+    """From some time on all answers take longer than usual."""
+    node = Paced()
+    node.answer_s = usual_s
+    for _ in range(100):
+        node.ask()
+    assert not node.health.stalls_too_often and node.link.unanswered_s == 0.0
+    began_s, node.answer_s = node.now, then_s
+    while node.now < began_s + 1000.0 and not node.health.stalls_too_often:
+        node.ask()
+    assert node.health.stalls_too_often == is_given_up
+    assert not is_given_up or node.now <= began_s + 2.5 * MAX_STALLED_S
+
+
+def test_a_pause_of_the_engine_itself_is_no_stall():
+    """The process may be stopped or the machine may sleep."""
+    node = Paced()
+    node.answer_s = 0.01
+    for _ in range(10):
+        node.ask()
+    node.answer_s = 25.0
+    poll = node.poll
+
+    def sleep_first(timeout_s=0.0):
+        node.now += 24.9
+        node.link.endpoint.poll = poll
+        return None
+
+    node.link.endpoint.poll = sleep_first
+    node.ask()
+    assert not node.health.stalls_too_often
 
 
 def test_a_node_that_has_closed_is_lost():
