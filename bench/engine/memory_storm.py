@@ -193,7 +193,10 @@ def _watch(server: Server, pipe: Connection) -> _Watched:
         child_peak = max(child_peak, children_bytes(server.pid))
         began_s = time.perf_counter()
         connection.request("GET", "/health")
-        connection.getresponse().read()
+        answer = connection.getresponse()
+        answer.read()
+        if answer.status != 200:
+            raise HTTPException(f"/health was answered with {answer.status}")
         health_s = max(health_s, time.perf_counter() - began_s)
         due_s = max(due_s + _SAMPLE_S, time.perf_counter())
         time.sleep(max(0.0, due_s - time.perf_counter()))

@@ -22,6 +22,7 @@ KEYS = tuple(f"soak-{number}:soak-key-{number:08d}" for number in range(8))
 
 MAX_ANSWER_TOKENS = 48
 NUM_PREFIXES = 64
+HOSTILE = "hostile: "  # begins the kinds of hostile calls
 NUM_USERS = 4000
 _SYLLABLES = tuple(a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "ar", "en"))
 
@@ -233,7 +234,7 @@ class Calls:
 
     def hostile(self, kind: str, path: str, body: bytes, **changes: Any) -> Call:
         headers = changes.pop("headers", None) or self.headers()
-        return Call(f"hostile: {kind}", path, body, headers=headers, is_hostile=True, **changes)
+        return Call(f"{HOSTILE}{kind}", path, body, headers=headers, is_hostile=True, **changes)
 
     def mutated(self) -> Call:
         path = self._rng.choice(list(SEEDS))

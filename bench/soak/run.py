@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from bench.soak.calls import KEYS, Calls
-from bench.soak.server import ServerProcess
-from bench.soak.slope import Slope, floor_of, full_at_s, medians_of, slope_of
+from bench.soak.server import TRACEBACK, ServerProcess
+from bench.soak.slope import Slope, floor_of, full_at_s, medians_of, slope_of, step_of
 from bench.soak.streams import Outcomes, Streams
 from bench.soak.usage import Usage, read_usage
 from serve.errors import ConfigError, MergestepError
@@ -33,7 +33,10 @@ _CACHE_BYTES = 1 << 20  # smaller ones do not delay the fit
 _LATE_THREADS = 6  # a pool starts a thread when it first needs it; asyncio's has two cores + 4
 _CLEAR = 5.0  # times the limit, which the interval must not reach
 MEGABYTE, HOUR_S = 1e6, 3600.0
-UNFINISHED, PAGES_IN_USE = "requests_unfinished", "kv_pages in_use"
+_LEAST_ANSWERED = 0.5  # of the valid calls that their client waits for
+MEANT_TO_BE_ZERO = "requests_unfinished", "kv_pages in_use", "charged_bytes"
+"""In the idle server."""
+UNFINISHED = MEANT_TO_BE_ZERO[0]
 
 
 SERVER, WORKERS = "server, without the K/V pool", "its child processes"
@@ -123,10 +126,13 @@ class Soak:
         early = max(usage.threads for usage in self.samples[: len(self.samples) // 2 + 1])
         if self.after.threads > early + _LATE_THREADS:
             texts.append(f"the server has {self.after.threads} threads, {early} in the first half")
-        for name in (UNFINISHED, PAGES_IN_USE):
+        if self.outcomes.answered < _LEAST_ANSWERED:
+            share = f"{100 * self.outcomes.answered:.0f} %"
+            texts.append(f"only {share} of the valid calls were answered, the others refused")
+        for name in MEANT_TO_BE_ZERO:
             if self.after.metrics.get(name):
                 texts.append(f"{name} is {self.after.metrics[name]:g} in the idle server")
-        if "Traceback" in self.log:
+        if TRACEBACK in self.log:
             texts.append("the server's log has a traceback")
         return texts
 
@@ -141,6 +147,11 @@ class Soak:
             is_wide = slope.value > limit or slope.high > _CLEAR * limit
             if is_wide and not _is_growth(slope, limit):
                 texts.append(f"{name}: the interval reaches {slope.high:.2f} MB/h")
+        for name, value in JUDGED.items():
+            at_s, rise = step_of(floor_of(self.series(value)))
+            if rise > limit * MEGABYTE and not any(name in text for text in self.faults()):
+                rose = f"memory rose by {rise / MEGABYTE:.1f} MB after minute {at_s / 60:.1f}"
+                texts.append(f"{name}: {rose} and stayed there")
         return [f"{text}: run longer" for text in texts]
 
     def _judged(self) -> list[tuple[str, Slope]]:
@@ -192,7 +203,7 @@ class SoakTest:
             await self._load(session, streams, seconds - warm_s)
             after = await self._idle(session)
         return Soak(
-            settings, before, after, self._samples, streams.outcomes, self._server.log_tail()
+            settings, before, after, self._samples, streams.outcomes, self._server.log_text()
         )
 
     async def _load(self, session: aiohttp.ClientSession, streams: Streams, seconds: float) -> None:
@@ -229,5 +240,5 @@ class SoakTest:
                 text = await response.text()
             return read_usage(self._server.pid, time.monotonic() - self._began_s, text)
         except (aiohttp.ClientError, OSError) as error:
-            tail = self._server.log_tail()
+            tail = self._server.log_text()
             raise MergestepError(f"the server has ended: {error!r}\n{tail}") from error

@@ -17,6 +17,7 @@ from serve.errors import MergestepError
 _URL = re.compile(r"http://[0-9.]+:\d+")
 _STOP_S = 60.0
 _LOG_CHARS = 4000
+TRACEBACK = "Traceback"
 # Small caches are full after minutes; their sizes make no difference to a leak.
 _OPTIONS = ("--kv-cache-bytes", "64MiB", "--max-responses", "256", "--log-level", "warning")
 
@@ -29,8 +30,11 @@ class ServerProcess:
     url: str
     log: Path
 
-    def log_tail(self) -> str:
-        return self.log.read_text(errors="replace")[-_LOG_CHARS:]
+    def log_text(self) -> str:
+        """Returns the end of the log; of one with a traceback, what begins with the first."""
+        text = self.log.read_text(errors="replace")
+        first = text.find(TRACEBACK)
+        return text[-_LOG_CHARS:] if first < 0 else text[first:][:_LOG_CHARS]
 
 
 @contextmanager

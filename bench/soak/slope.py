@@ -83,6 +83,17 @@ def _reduced(
         yield statistics.median(at_s for at_s, _ in part), value_of([value for _, value in part])
 
 
+def step_of(points: Points) -> tuple[float, float]:
+    """Returns the time of the largest rise after which all values are higher than all before, and
+    by how much they are; (0, 0) if there is none. There are two values at least on either side."""
+    most = 0.0, 0.0
+    for i in range(2, len(points) - 1):
+        highest = max(value for _, value in points[:i])
+        lowest = min(value for _, value in points[i:])
+        most = max(most, (points[i][0], lowest - highest), key=lambda found: found[1])
+    return most
+
+
 def full_at_s(points: Points) -> float:
     """Returns the time from which on a size was at least _FULL of its greatest one."""
     most = max((value for _, value in points), default=0.0)

@@ -13,10 +13,16 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from bench.soak.calls import Call, Calls
+from bench.soak.calls import HOSTILE, Call, Calls
 
 _RESPONSE_ID = re.compile(rb'"id": ?"(resp_\w+)"')
 _CODE = re.compile(rb'"code": ?"(\w+)"')
+# an answer that has begun ends with an error
+_ERROR = re.compile(
+    rb'^data: \{"error"|^event: (?:error|response\.failed)\r?$|"finish_reason": ?"error"', re.M
+)
+_ERRORS_MIDWAY = ("memory_budget",)  # of a full server
+_KEPT_BYTES = 1 << 12
 _CALL_TIMEOUT_S = 120.0
 _LEARN = 0.05  # weight of the newest call in the mean seconds of its kind
 _FIRST_S = 0.3  # the mean before the first call of a kind
@@ -53,6 +59,15 @@ class Outcomes:
         self.add(kind, "failed")
         if len(self.failures) < 20:
             self.failures.append(f"{kind}: {text}")
+
+    @property
+    def answered(self) -> float:
+        """The share of the valid calls that were answered, of those that were not aborted."""
+        results = Counter[str]()
+        for (kind, result), count in self.by_kind.items():
+            if not kind.startswith(HOSTILE) and result != "aborted":
+                results[result] += count
+        return results["ok"] / max(1, results.total())
 
     def total(self, result: str | None = None) -> int:
         return sum(n for (_, one), n in self.by_kind.items() if result in (None, one))
@@ -141,8 +156,11 @@ class Streams:
                 self.outcomes.fail(call.kind, repr(error))
             return
         code = _CODE.search(text)
-        if not call.accepts(status, code[1].decode() if code else ""):
-            self.outcomes.fail(call.kind, f"{status} {text[:300]!r}")
+        name = code[1].decode() if code else ""
+        if status == 200 and _ERROR.search(text) and name not in _ERRORS_MIDWAY:
+            status = 500  # had the error come before the first event
+        if not call.accepts(status, name):
+            self.outcomes.fail(call.kind, f"{status} {text[:300]!r} ... {text[-300:]!r}")
         elif status == 200:
             self.outcomes.add(call.kind, "ok")
         else:
@@ -151,16 +169,18 @@ class Streams:
             self._calls.note_response(found[1].decode())
 
     async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
-        """Reads the answer, now and then with a pause, and returns its first part."""
-        first = b""
+        """Reads the answer, now and then with a pause, and returns its first and last part."""
+        first = last = b""
         pauses = self._rng.random() < 0.02
         async for chunk in answer.content.iter_any():
-            if len(first) < 1 << 12:
+            if len(first) < _KEPT_BYTES:
                 first += chunk
+            else:
+                last = (last + chunk)[-_KEPT_BYTES:]
             if pauses:
                 await asyncio.sleep(_SLOW_READER_S)
                 pauses = self._rng.random() < 0.5
-        return first
+        return first + last
 
     async def _raw(self) -> None:
         """Sends bytes that are not a whole request, reads what comes back, and leaves."""
@@ -173,4 +193,4 @@ class Streams:
                     await reader.read()
                 finally:
                     writer.transport.abort()
-        self.outcomes.add("hostile: raw bytes", "refused")
+        self.outcomes.add(f"{HOSTILE}raw bytes", "refused")

@@ -4,6 +4,7 @@ that ends, and small storms on a server."""
 from __future__ import annotations
 
 import socket
+import statistics
 import subprocess
 import threading
 from collections import Counter
@@ -78,12 +79,13 @@ def answering() -> Iterator[int]:
 
     def answer() -> None:
         for sent in ANSWERS:
-            connection, _ = listener.accept()
+            connection, _ = listener.accept()  # raises after a while if the test has failed
             with connection:
                 connection.recv(1 << 16)
                 connection.sendall(sent)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10.0)
         thread = threading.Thread(target=answer)
         thread.start()
         yield listener.getsockname()[1]
@@ -140,9 +142,9 @@ def test_small_storms(is_long: bool, scale: float, monkeypatch: pytest.MonkeyPat
 @pytest.mark.timing
 @pytest.mark.process
 def test_health_is_answered_during_small_storms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best of three counts, since the clients share the machine with the server."""
+    """Two of three hold, since the clients share the machine with the server."""
     kinds = ("token strings", "detokenize", "count messages", "long prompts")
-    best = dict.fromkeys(kinds, 1.0)
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for storm in small_storms(3 * kinds, 0.1, monkeypatch):
-        best[storm.kind] = min(best[storm.kind], storm.health_s)
-    assert max(best.values()) <= MAX_HEALTH_S, best
+        found[storm.kind].append(storm.health_s)
+    assert max(map(statistics.median, found.values())) <= MAX_HEALTH_S, found

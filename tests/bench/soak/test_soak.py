@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from bench.common.tables import console
-from bench.soak.calls import Call, Calls
+from bench.soak.calls import HOSTILE, Call, Calls
 from bench.soak.report import document, show
 from bench.soak.run import JUDGED, SERVER, WORKERS, Soak, SoakSettings
-from bench.soak.streams import Outcomes
+from bench.soak.server import ServerProcess
+from bench.soak.streams import Outcomes, Streams
 from bench.soak.usage import Usage, read_usage
 from serve.errors import ConfigError
 
@@ -82,7 +88,9 @@ def usage(at_s: float, own: float, **kept: float) -> Usage:
 
 
 def soak(samples: list[Usage], **changes: Any) -> Soak:
-    made: dict[str, Any] = {"before": samples[0], "after": samples[-1], "outcomes": Outcomes()}
+    outcomes = Outcomes()
+    outcomes.add("chat", "ok")
+    made: dict[str, Any] = {"before": samples[0], "after": samples[-1], "outcomes": outcomes}
     return Soak(SETTINGS, samples=samples, **{**made, **changes})
 
 
@@ -110,10 +118,16 @@ def test_child_processes_are_judged_too() -> None:
 
 
 def bursts(
-    leak: float = 0.0, *, seed: int = 0, step: float = 0.0, share: float = 0.6, noise: float = 0.15
+    leak: float = 0.0,
+    *,
+    seed: int = 0,
+    step: float = 0.0,
+    minute: int = 45,
+    share: float = 0.6,
+    noise: float = 0.15,
 ) -> list[Usage]:
     """An hour of samples in MB with bursts of 50 MB (exponential, 5 to 25 s long) most of the
-    time, which leaks so much an hour, and keeps `step` more from minute 45 on."""
+    time, which leaks so much an hour, and keeps `step` more from a minute on."""
     rng = random.Random(seed)
     samples, left, height = [], 0, 0.0
     for at_s in range(0, 3600, 5):
@@ -121,7 +135,7 @@ def bursts(
             left, height = rng.choice([1, 2, 3, 5]), rng.expovariate(1 / 50)
         left -= 1
         size = 400 + leak * at_s / 3600 + rng.gauss(0, noise) + (height if left > 0 else 0.0)
-        size += step if at_s >= 45 * 60 else 0.0
+        size += step if at_s >= minute * 60 else 0.0
         samples.append(usage(float(at_s), size * MB))
     return samples
 
@@ -142,6 +156,13 @@ def test_bursts_are_no_leak_and_hide_none(seed: int) -> None:
 
 def test_a_step_that_stays_shows() -> None:
     assert any("memory grows" in text for text in soak(bursts(step=20.0)).faults())
+
+
+@pytest.mark.parametrize("minute", [34, 53, 56])
+def test_a_step_that_the_slope_does_not_show_is_undecided(minute: int) -> None:
+    found = soak(bursts(step=20.0, minute=minute))
+    assert found.faults() == []
+    assert f"{SERVER}: memory rose by " in found.undecided()[-1]
 
 
 def test_a_wide_interval_is_undecided() -> None:
@@ -183,16 +204,56 @@ def test_what_is_left_behind_is_a_fault() -> None:
     samples = [usage(float(i), 300 * MB) for i in range(0, 600, 5)]
     assert soak(samples).faults() == []
     last = samples[-1]
-    left = replace(last, files=23, metrics={"requests_unfinished": 2.0})
+    left = replace(last, files=23, metrics={"requests_unfinished": 2.0, "charged_bytes": 3.0})
     outcomes = Outcomes()
     outcomes.fail("chat", "500 b'x'")
+    for kind in ("chat", f"{HOSTILE}deep JSON"):
+        outcomes.by_kind[kind, "ok"] += 2
+        outcomes.by_kind[kind, "refused"] += 5
+        outcomes.by_kind[kind, "aborted"] += 99
     faults = soak(samples, after=left, outcomes=outcomes, log="Traceback (most recent").faults()
     assert faults == [
         "a call failed: chat: 500 b'x'",
         "the server has 23 files, 20 before",
+        "only 25 % of the valid calls were answered, the others refused",
         "requests_unfinished is 2 in the idle server",
+        "charged_bytes is 3 in the idle server",
         "the server's log has a traceback",
     ]
+
+
+def test_a_traceback_anywhere_in_the_log_is_found(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("begin\nTraceback (most recent call last)\n" + "a warning\n" * 10_000)
+    assert ServerProcess(0, "", log).log_text().startswith("Traceback (most")
+    log.write_text("a warning\n" * 10_000 + "the last one\n")
+    assert ServerProcess(0, "", log).log_text().endswith("a warning\nthe last one\n")
+
+
+LONG = b"data: {}\n\n" * 2000
+ANSWERS = {
+    LONG + b"data: [DONE]\n\n": "ok",
+    b'data: {"choices": [{"text": "\\ndata: {\\"error\\""}]}\n\ndata: [DONE]\n\n': "ok",
+    LONG + b'data: {"error": {"code": "internal_error"}}\n\n': "failed",
+    LONG + b'data: {"error": {"code": "memory_budget"}}\n\n': "ok",
+    LONG + b"event: error\ndata: {}\n\n": "failed",
+    b"event: response.failed\r\ndata: {}\r\n\r\n": "failed",
+    b'{"choices": [{"finish_reason": "error"}]}': "failed",
+}
+
+
+@pytest.mark.parametrize("body", ANSWERS)
+def test_an_error_in_the_middle_of_an_answer_is_a_failure(body: bytes) -> None:
+    async def run() -> None:
+        async def answer(request: web.BaseRequest) -> web.Response:
+            return web.Response(body=body)
+
+        async with RawTestServer(answer) as server, aiohttp.ClientSession() as session:
+            await streams._send(session, Call("chat", str(server.make_url("/"))))
+
+    streams = Streams("", Calls("m", 1024, 1, 0.0), num=1, abort_share=0.0, seed=1)
+    asyncio.run(run())
+    assert streams.outcomes.by_kind == {("chat", ANSWERS[body]): 1}
 
 
 def test_the_pipes_of_workers_are_no_fault() -> None:
