@@ -87,11 +87,17 @@ def encode_chat(
         text = template.render(safe, **options)
     if continue_final_message:
         text = _continued(text)
-    check_text(text, tokenizer, limits)
+    parts = split_neutralized(text)
+    check_text("".join(parts), tokenizer, limits)
     token_ids: list[int] = []
-    for part in split_neutralized(text):
+    for part in parts:
         token_ids.extend(tokenizer.encode(part, add_special_tokens=False))
     return token_ids
+
+
+def conversation_size(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the number of characters of the messages' texts."""
+    return sum(len(text) for item in messages for text in item.values() if isinstance(text, str))
 
 
 def _name_arguments(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -67,20 +67,25 @@ class JobThreads:
 
 
 class PromptPool:
-    """Pool 1: threads that tokenize and check requests, and one that compiles grammars."""
+    """Pool 1: threads that tokenize and check requests, one for those with large texts, and one
+    that compiles grammars."""
 
     def __init__(self, num_threads: int, executor: Executor | None = None) -> None:
         """executor: runs all jobs instead of num_threads threads of this pool's own."""
         self._tokenizing: Executor | JobThreads
+        self._encoding: Executor | JobThreads
         self._compiling: Executor | JobThreads
         if executor is not None:
-            self._tokenizing = self._compiling = executor
+            self._tokenizing = self._encoding = self._compiling = executor
             self.counters = PoolCounters()
         else:
             tokenizing = self._tokenizing = JobThreads(num_threads, "mergestep-tokenize")
             # Compiling a grammar is slow: requests without a new grammar must not wait for it.
             compiling = self._compiling = JobThreads(1, "mergestep-compile")
-            self.counters = PoolCounters(lambda: tokenizing.num_waiting + compiling.num_waiting)
+            # Large texts are encoded by one child process, for seconds: others must not wait, too.
+            encoding = self._encoding = JobThreads(1, "mergestep-encode")
+            threads = tokenizing, encoding, compiling
+            self.counters = PoolCounters(lambda: sum(each.num_waiting for each in threads))
         self._num_compiling = 0  # jobs that wait for the compiling thread or run in it
         self._lock = threading.Lock()
 
@@ -89,10 +94,11 @@ class PromptPool:
         if self._num_compiling >= MAX_COMPILING:
             raise OverloadedError(f"{self._num_compiling} requests wait for grammars")
 
-    def submit(self, job: Callable[[], None], *, compiles: bool) -> None:
-        """Queues a job; `compiles` sends it to the thread that compiles grammars."""
+    def submit(self, job: Callable[[], None], *, compiles: bool, is_large: bool = False) -> None:
+        """Queues a job. compiles: it compiles a grammar. is_large: it has a large text."""
         if not compiles:
-            self._tokenizing.submit(self._work, job)
+            threads = self._encoding if is_large else self._tokenizing
+            threads.submit(self._work, job)
             return
         with self._lock:
             self._num_compiling += 1
@@ -100,8 +106,8 @@ class PromptPool:
 
     def shutdown(self) -> None:
         """Waits until all submitted jobs have run, then ends the threads."""
-        self._tokenizing.shutdown(wait=True)
-        self._compiling.shutdown(wait=True)
+        for threads in (self._tokenizing, self._encoding, self._compiling):
+            threads.shutdown(wait=True)
 
     def _compile(self, job: Callable[[], None]) -> None:
         try:

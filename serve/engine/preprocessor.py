@@ -149,6 +149,12 @@ class Preprocessor:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
+def text_size(prompt: Prompt | Encode) -> int:
+    """Returns the number of characters that a prompt is known to have."""
+    text: object = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    return len(text) if isinstance(text, str) else 0
+
+
 def _truncated(token_ids: abc.Sequence[int], given: dict[str, Any]) -> abc.Sequence[int]:
     size, side = given.get("truncate_prompt_tokens"), given.get("truncation_side", "left")
     if size is None or not isinstance(token_ids, list):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -25,10 +26,16 @@ from serve.machine import process_bytes
 MAIN = Path(__file__).with_name("worker_main.py")
 STARTUP_TIMEOUT_S = 20.0
 READ_SIZE = 1 << 16
+_END_S = 1.0  # a process may close its pipes shortly before it has ended
 
 
 class WorkerError(Exception):
     """There is no answer; the message is for the client."""
+
+
+class WorkerLostError(WorkerError):
+    """There is no answer for another reason than the call: the process did not start in time, or
+    the system has ended it."""
 
 
 class BoundedWorker:
@@ -63,24 +70,32 @@ class BoundedWorker:
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer; raises WorkerError without one, EngineStoppedError after close()."""
         line = _line(question)
-        problem = ""
+        error: WorkerError
         with self._lock:
+            child = None
             try:
                 # close() does not wait for a call: it sees the child, or is seen after the start
                 child = None if self._is_closed else self._start()
                 if child is not None and not self._is_closed:
                     return child.ask(line, self._timeout_s)
             except TimeoutError:
-                problem = f"{self._name} took longer than {self._timeout_s:g} s"
+                if child is None or child.is_ready:
+                    error = WorkerError(f"{self._name} took longer than {self._timeout_s:g} s")
+                else:
+                    error = WorkerLostError(
+                        f"{self._name} did not start within {STARTUP_TIMEOUT_S:g} s"
+                    )
             except (OSError, ValueError):
-                problem = f"{self._name} process ended"
+                is_lost = child is None or child.was_killed()
+                kind = WorkerLostError if is_lost else WorkerError
+                error = kind(f"{self._name} process ended")
             except BaseException:  # or the next call would read this one's answer
                 self._stop()
                 raise
             self._stop()
         if self._is_closed:
             raise EngineStoppedError(f"{self._name} has been closed")
-        raise WorkerError(problem)
+        raise error
 
     def start(self) -> None:
         """Starts the child process ahead of the first call, since that takes a while."""
@@ -160,6 +175,19 @@ class _Child:
     @property
     def is_alive(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has begun to take calls."""
+        return self._make_setup is None
+
+    def was_killed(self) -> bool:
+        """Returns whether SIGKILL ended the process, as the system does where memory is short. A
+        limit of its own ends it in another way."""
+        try:
+            return self.process.wait(_END_S) == -signal.SIGKILL
+        except subprocess.TimeoutExpired:
+            return False
 
     def ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
         """Sends a line and returns the answer, or raises TimeoutError, OSError or ValueError."""

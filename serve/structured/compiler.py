@@ -23,7 +23,7 @@ from serve.structured.grammar_source import grammar_of
 from serve.structured.grammar_worker import Vocabulary, make_matcher, make_tokenizer, problem_of
 from serve.structured.json_limits import JsonForm
 from serve.structured.json_tokens import JsonTokens
-from serve.structured.refusal import PARAM, invalid
+from serve.structured.refusal import INVALID_SCHEMA, PARAM, invalid
 from serve.structured.schema_ends import pattern_ends, required_names, shortest_sizes
 from serve.structured.schema_walk import Work
 from serve.structured_output import StructuredOutput
@@ -98,7 +98,7 @@ class GrammarCompiler:
         self.cache.count(is_hit=result is not None)
         if result is None:
             with self._compiling:
-                result = self.cache.get(structured) or self._compile(structured)
+                result = self.cache.get(structured) or self._compile_or_refuse(structured)
         if isinstance(result, str):
             raise invalid(result)
         return result
@@ -117,6 +117,15 @@ class GrammarCompiler:
     def close(self) -> None:
         """Ends the child process. Idempotent."""
         self._worker.close()
+
+    def _compile_or_refuse(self, structured: StructuredOutput) -> Grammar | str:
+        """Keeps a refusal, too, which may take as long as compiling."""
+        try:
+            return self._compile(structured)
+        except RequestError as error:
+            if error.code == INVALID_SCHEMA:
+                self.cache.put(structured, str(error).removeprefix(f"{PARAM} "))
+            raise
 
     def _compile(self, structured: StructuredOutput) -> Grammar | str:
         is_bounded = structured.bounded

@@ -17,8 +17,8 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
-from serve.errors import GenerationError, RequestError
-from serve.sandbox.worker import BoundedWorker, WorkerError
+from serve.errors import GenerationError, OverloadedError, RequestError
+from serve.sandbox.worker import BoundedWorker, WorkerError, WorkerLostError
 from serve.text.tokenizer_check import MEMORY_PER_BYTE, CheckedFile, library_of
 
 LARGE_CHARS = 1 << 17
@@ -70,9 +70,11 @@ class LargeTexts:
 
     def encode(self, text: str, kind: str) -> list[int]:
         """Returns the token ids. kind: see `make_encoder` in tokenizer_worker.py. Raises
-        RequestError."""
+        RequestError, and OverloadedError if the system has no room for the child process."""
         try:
             answer = self._worker.ask({"text": text, "kind": kind})
+        except WorkerLostError as error:
+            raise OverloadedError(f"no memory or time for a long text: {error}") from None
         except WorkerError as error:
             answer = {"error": f"{error} for a text of {len(text)} characters"}
         finally:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,7 @@ SEARCHED_CHARS = 1 << 14
 MAX_SPLIT_S = 5.0
 MAX_REMEMBERED = 16
 
+_remembering = threading.Lock()
 _accepted: dict[str, dict[str, Any]] = {}
 """Answers of the child process by the hash of the question, which has the hash of the file: an
 application that loads a checkpoint again does not wait for it again."""
@@ -144,12 +147,17 @@ def check_file(path: Path, declared: object = None, names: tuple[str, ...] = ())
         answer = _ask(question, len(data))
         if "error" in answer:
             raise ModelLoadError(f"{path} {answer['error']}")
-        while len(_accepted) >= MAX_REMEMBERED:
-            _accepted.pop(next(iter(_accepted)))
-        _accepted[key] = answer
+        _remember(key, answer)
     limits = TextLimits(answer["growth"], tuple(answer["squares"].items()))
     sha256 = question["sha256"]
     return CheckedFile(path, data, sha256, declared, names, limits, answer.get("decoder"))
+
+
+def _remember(key: str, answer: dict[str, Any]) -> None:
+    with _remembering:
+        while len(_accepted) >= MAX_REMEMBERED:
+            del _accepted[next(iter(_accepted))]
+        _accepted[key] = answer
 
 
 def _describe(data: bytes) -> dict[str, Any]:
@@ -168,7 +176,7 @@ def _ask(question: dict[str, Any], size_bytes: int) -> dict[str, Any]:
     library = library_of(Path(question["file"]))
     worker = BoundedWorker(
         Path(__file__).with_name("tokenizer_worker.py"),
-        lambda: {"library": library},
+        lambda: {"library": library, "parent": os.getpid()},
         name="the tokenizer's trial",
         timeout_s=CHECK_TIMEOUT_S,
         memory_bytes=BASE_MEMORY_BYTES + MEMORY_PER_BYTE * size_bytes,

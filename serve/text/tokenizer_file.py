@@ -25,7 +25,6 @@ MAX_GROWTH = 1024.0
 # What a regular expression matches may depend on text far away, so that the server cannot foresee
 # the growth from a part of a text.
 MAX_REGEX_GROWTH = 16.0
-MAX_DECODER_JSON = 1 << 16
 # These bytes follow a serialized model: protobuf merges them as
 # normalizer_spec.add_dummy_prefix = false.
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"

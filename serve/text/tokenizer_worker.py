@@ -10,8 +10,10 @@ import base64
 import ctypes
 import hashlib
 import importlib
+import os
 import re
 import signal
+import sys
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable
@@ -157,6 +159,8 @@ def prepare(setup: dict[str, Any]) -> dict[str, Any]:
     thread that started it; the encoder outlives that, and ends with its standard input."""
     if "file" not in setup:
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != setup["parent"]:  # it has ended before
+            sys.exit()
     importlib.import_module(setup["library"])
     return setup
 

@@ -35,7 +35,7 @@ class Generation:
 
     def __init__(self, streams: Sequence[RequestStream], n: int, charge: Charge) -> None:
         self._streams = streams
-        self._charge = charge
+        self.charge = charge
         self._num_left = 0  # log-probabilities that are charged and have not come
         self._is_counting = False
         self._n = n
@@ -82,7 +82,7 @@ class Generation:
                 f"{limits.LOGPROBS}: request fewer tokens or a stream",
                 param=param,
             )
-        self._charge.add(LOGPROB_BYTES * expected, param)
+        self.charge.add(LOGPROB_BYTES * expected, param)
         self._num_left = expected
         self._is_counting = expected < size
 
@@ -90,7 +90,7 @@ class Generation:
         if self._is_counting and delta.logprobs:
             self._num_left -= sum(1 + len(item.top) for item in delta.logprobs)
             if self._num_left < 0:
-                self._charge.grow(LOGPROB_BYTES * CHARGED_AT_ONCE)
+                self.charge.grow(LOGPROB_BYTES * CHARGED_AT_ONCE)
                 self._num_left += CHARGED_AT_ONCE
         return checked(delta)
 

@@ -7,7 +7,6 @@ made of is sent in pieces, too, and never exists as a whole.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ import orjson
 from aiohttp import web
 
 from serve.http.edge.errors import JSON_TYPE, body_response, common_headers
+from serve.http.edge.memory_budget import Charge
 
 INLINE_VALUES = 2048  # answers with more numbers and texts are made in a thread
 CHARS_PER_VALUE = 16  # a long text counts as one value per so many characters
@@ -48,14 +48,15 @@ def drained(items: list[T]) -> Iterator[T]:
 
 
 async def large_response(
-    make: Callable[[], object], num_values: int, request_id: str
+    make: Callable[[], object], num_values: int, request_id: str, charge: Charge
 ) -> web.Response:
-    """Answers with what `make` returns. A thread makes and serializes it if it has many values."""
+    """Answers with what `make` returns. A thread makes and serializes it if it has many values.
+    charge: that of the call, which ends with that work at the earliest."""
 
     def body() -> bytes:
         return orjson.dumps(make())
 
-    data = body() if num_values <= INLINE_VALUES else await asyncio.to_thread(body)
+    data = body() if num_values <= INLINE_VALUES else await charge.finish(body)
     return body_response(data, request_id)
 
 

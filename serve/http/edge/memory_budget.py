@@ -36,7 +36,7 @@ STORED_BYTES = 8  # for a byte of a stored response that is parsed again
 BODY_SHARE = 0.125
 TRIM_BYTES = 32 << 20
 _TRIM_WAIT_S = 0.5
-_THREADS = 2
+_THREADS = 2  # for work that may take long, and as many for answers
 
 T = TypeVar("T")
 
@@ -52,10 +52,12 @@ class MemoryBudget:
         self._num_freed = 0
         self._is_trimming = False
         self._threads = ThreadPoolExecutor(_THREADS, "mergestep-large")
-        self.submit = self._threads.submit
+        self._answering = ThreadPoolExecutor(_THREADS, "mergestep-answer")
+        self.submit, self.submit_answer = self._threads.submit, self._answering.submit
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._answering):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def charge(self) -> Charge:
         """Returns a charge of nothing, which its owner releases."""
@@ -123,7 +125,13 @@ class Charge:
     async def run(self, job: Callable[[], T]) -> T:
         """Runs the job in a thread. If the call is cancelled meanwhile, its charge ends with the
         job, since a thread cannot be cancelled."""
-        working = self._budget.submit(job)
+        return await self._end_with(self._budget.submit(job))
+
+    async def finish(self, job: Callable[[], T]) -> T:
+        """Does the same for a job that makes an answer, which does not wait for long work."""
+        return await self._end_with(self._budget.submit_answer(job))
+
+    async def _end_with(self, working: Future[T]) -> T:
         try:
             return await asyncio.wrap_future(working)
         except asyncio.CancelledError:

@@ -43,4 +43,4 @@ async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> we
             return await write_stream(run, ChatStreamWriter(*parts), events)
         whole = WholeChatWriter(*parts)
         await write_whole(run, whole)
-        return await large_response(whole.body, whole.num_values, call.request_id)
+        return await large_response(whole.body, whole.num_values, call.request_id, call.charge)

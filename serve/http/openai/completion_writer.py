@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -183,7 +182,7 @@ async def whole_answer(
         }
 
     size = _num_values(asked, generation.prompt_tokens, outputs)
-    return await large_response(answer, size, request_id)
+    return await large_response(answer, size, request_id, generation.charge)
 
 
 def _num_values(asked: CompletionCall, prompt_tokens: int, outputs: list[_Candidate]) -> int:
@@ -283,7 +282,7 @@ class CompletionStreamWriter:
                 opening["text"] = self._writer.prompt_text(position)
                 opening["logprobs"] = self._logprobs(choice, scores, None)
 
-            await asyncio.to_thread(fill) if size > INLINE_VALUES else fill()
+            await self._generation.charge.finish(fill) if size > INLINE_VALUES else fill()
         if asked.return_token_ids:
             opening["prompt_token_ids"] = self._generation.requests[position].prompt_token_ids
         return self._chunk(opening)

@@ -17,6 +17,7 @@ from serve.http.openai.completion_writer import (
     charge_size,
     whole_answer,
 )
+from serve.http.openai.prompts import charge_cut_prompts
 from serve.http.schema.describe import Operation
 from serve.request import Prompt
 
@@ -52,10 +53,13 @@ async def _answer(
     head = answer_head(context, call, COMPLETION)
     with parameters_named({"structured": asked.structured_name}):
         call.engine.check_grammar_queue(asked.params)
+        tokenizer, charge = call.engine.tokenizer, call.charge
+        num_bytes = await charge_cut_prompts(asked.prompts, tokenizer, charge, "prompt")
         streams = await submit_each(asked.prompts, call.request_id, submit)
-        with Generation(streams, asked.params.n, call.charge) as generation:
+        with Generation(streams, asked.params.n, charge) as generation:
             await generation.accepted()
-            charge_size(asked, generation, call.charge)
+            charge.reduce(num_bytes)
+            charge_size(asked, generation, charge)
             writer = ChoiceWriter(asked, generation, context.engine.tokenizer)
             if asked.stream:
                 stream = CompletionStreamWriter(generation, head, writer)

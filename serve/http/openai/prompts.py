@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from serve.errors import RequestError
+from serve.http.edge.memory_budget import Charge, encode_bytes
 from serve.http.schema.fields import MAX_TOKEN_ID, Parsed, Schema, Unknown, check_length, wrong_type
 from serve.request import Prompt
+from serve.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 1024
 MAX_PROMPT_CHARS = 8 << 20
 MAX_PROMPT_TOKENS = 1 << 22
+CHARGED_CHARS = 1 << 16  # texts that are cut are charged beyond that
 _FORMS = "a string, a list of strings, token ids or lists of token ids"
 
 
@@ -74,6 +77,31 @@ def prompts_field(max_prompts: int) -> Parsed:
 
     forms = [_TEXT_SCHEMA, several(_TEXT_SCHEMA), _TOKENS_SCHEMA, several(_TOKENS_SCHEMA)]
     return Parsed(parse, {"anyOf": forms})
+
+
+async def charge_encoding(text: str, tokenizer: Tokenizer, charge: Charge, param: str) -> int:
+    """Charges what it takes to encode a text, and returns how much that is."""
+    needed = encode_bytes(text)
+    charge.add(needed, param)
+    if tokenizer.max_growth > 1.0:
+        growth = await charge.run(lambda: tokenizer.growth(text))
+        charge.add(encode_bytes(text, growth) - needed, param)
+        needed = encode_bytes(text, growth)
+    return needed
+
+
+async def charge_cut_prompts(
+    prompts: Iterable[Prompt], tokenizer: Tokenizer, charge: Charge, param: str
+) -> int:
+    """Charges what it takes to encode long texts that are cut afterwards, which may be far longer
+    than the context, and returns how much that is."""
+    num_bytes = 0
+    for prompt in prompts:
+        if isinstance(prompt, dict) and "truncate_prompt_tokens" in prompt:
+            text = prompt.get("prompt")
+            if isinstance(text, str) and len(text) * tokenizer.max_growth > CHARGED_CHARS:
+                num_bytes += await charge_encoding(text, tokenizer, charge, param)
+    return num_bytes
 
 
 def with_options(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:

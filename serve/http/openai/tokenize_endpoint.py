@@ -21,8 +21,9 @@ from serve.http.edge.large_json import (
     list_pieces,
     text_pieces,
 )
-from serve.http.edge.memory_budget import DECODE_BYTES, TOKEN_BYTES, encode_bytes
+from serve.http.edge.memory_budget import DECODE_BYTES, TOKEN_BYTES
 from serve.http.openai.answer_schemas import DETOKENIZE_ANSWER, TOKENIZE_ANSWER, TOKENIZER_ANSWER
+from serve.http.openai.prompts import charge_encoding
 from serve.http.schema.describe import Operation
 from serve.http.schema.fields import (
     Boolean,
@@ -170,12 +171,7 @@ async def _tokens(call: Call, asked: TokenizeCall) -> Sequence[int]:
 
     if len(text) * tokenizer.max_growth <= INLINE_CHARS:
         return encode()
-    needed = encode_bytes(text)
-    charge.add(needed, "prompt")
-    if tokenizer.max_growth > 1.0:
-        growth = await charge.run(lambda: tokenizer.growth(text))
-        charge.add(encode_bytes(text, growth) - needed, "prompt")
-        needed = encode_bytes(text, growth)
+    needed = await charge_encoding(text, tokenizer, charge, "prompt")
     tokens = await charge.run(lambda: _packed(encode()))
     charge.reduce(max(0, needed - TOKEN_BYTES * len(tokens)))
     return tokens

@@ -130,7 +130,9 @@ class _Endpoints:
         def listed() -> dict[str, Any]:
             return item_list(stored.input_items(), query)
 
-        return await large_response(listed, num_bytes // CHARS_PER_VALUE, call.request_id)
+        return await large_response(
+            listed, num_bytes // CHARS_PER_VALUE, call.request_id, call.charge
+        )
 
     async def cancel(self, call: Call) -> web.Response:
         self._stored(call)
@@ -177,7 +179,8 @@ class _Endpoints:
             own = json_bytes(kept_items(named_items(items, response_id)))
             return _Conversation((*before, own), chat, head)
 
-        num_bytes = sum(stored.size_bytes for stored in (previous, *referred) if stored)
+        num_bytes = sum(stored.size_bytes for stored in referred)
+        num_bytes += 0 if previous is None else previous.continued_bytes
         call.charge.add(STORED_BYTES * num_bytes, "previous_response_id")
         own_bytes = call.request.content_length
         inline_bytes = self._context.settings.parse_inline_bytes

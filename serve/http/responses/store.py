@@ -46,6 +46,11 @@ class StoredResponse:
         texts = sum(map(len, (self.body, self.kept or b"", *self.history)))
         return texts + items + ENTRY_BYTES
 
+    @property
+    def continued_bytes(self) -> int:
+        """The size of what a response that continues this one is made of."""
+        return sum(map(len, (self.kept or self.body, *self.history)))
+
     def output(self) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = orjson.loads(self.body)["output"]
         return items

@@ -189,6 +189,19 @@ def _cost_s(num_sequences: int, repeats: int = 200) -> float:
     return (time.perf_counter() - began) / repeats
 
 
+def test_large_texts_delay_no_others() -> None:
+    pool, may_end, done = PromptPool(1), threading.Event(), threading.Event()
+    for _ in range(3):
+        pool.submit(may_end.wait, compiles=False, is_large=True)
+    pool.submit(done.set, compiles=False)
+    assert done.wait(5)
+    while pool.counters.num_waiting != 2:
+        time.sleep(0.001)
+    may_end.set()
+    pool.shutdown()
+    assert pool.counters.num_waiting == 0
+
+
 def test_the_compile_queue_is_bounded() -> None:
     """Further requests with a grammar are refused; those without one are tokenized."""
     pool, compile_ends, done = PromptPool(1), threading.Event(), threading.Event()

@@ -36,6 +36,14 @@ def schema(value):
     return StructuredOutput("json_schema", value if isinstance(value, str) else json.dumps(value))
 
 
+def test_a_refusal_is_kept(compiler, monkeypatch):
+    """Finding it out may take as long as compiling."""
+    bad = schema({"anyOf": [{"type": "integer", "maximum": 1 << 70}, {"$ref": "http://a/b"}]})
+    first = refused(compiler, bad)
+    monkeypatch.setattr(grammar_module, "grammar_of", None)
+    assert refused(compiler, bad) == first
+
+
 def nested(depth):
     return '{"properties":{"a":' * depth + "{}" + "}}" * depth
 

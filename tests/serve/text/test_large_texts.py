@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from serve.engine.request_limits import PIECE_CHARS, RequestLimits, check_text
-from serve.errors import ContextLengthError, EngineStoppedError, GenerationError, RequestError
+from serve.errors import (
+    ContextLengthError,
+    EngineStoppedError,
+    GenerationError,
+    OverloadedError,
+    RequestError,
+)
 from serve.text import large_texts
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine.tokenizer_files import make_directory
@@ -75,6 +82,28 @@ def test_a_text_that_takes_too_much_memory_fails_alone(
     assert error.value.param == "prompt"
     assert len(tokenizer.encode("a " * 100_000)) >= 100_000
     tokenizer.close()
+
+
+@pytest.mark.parametrize("problem", ["killed", "starts slowly"])
+def test_what_the_text_does_not_cause_is_no_error_of_it(
+    problem: str, large: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system ends this process first where memory is short. The client may try again."""
+    worker = large._codec.large._worker
+    if problem == "killed":
+        large.encode(TEXT)
+        assert worker._child is not None
+        os.kill(worker._child.process.pid, signal.SIGSTOP)
+        threading.Timer(0.1, worker._child.process.kill).start()
+    else:
+        monkeypatch.setattr("serve.sandbox.worker.STARTUP_TIMEOUT_S", 0.0)
+    match = "process ended" if problem == "killed" else "did not start within 0 s"
+    with pytest.raises(OverloadedError, match=match):
+        large.encode(TEXT)
+    monkeypatch.undo()
+    monkeypatch.setattr(large_texts, "LARGE_CHARS", 100)
+    assert large.encode(TEXT)
+    large.close()
 
 
 def test_closing_does_not_wait_for_a_text(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,21 @@ def test_no_special_id_comes_from_user_text(seed: int) -> None:
         template.close()
     assert _specials(token_ids, tokenizer) == _specials(plain, tokenizer)
     assert content in tokenizer.decode(token_ids)
+
+
+def test_cut_special_tokens_do_not_count_against_the_context() -> None:
+    """What cuts them is removed before the text is encoded."""
+    tokenizer = Tokenizer.load(checkpoint("llama"))
+    special = max(tokenizer.special_token_strings, key=len)
+    content = f"{'x' * 60}{special}\n" * 1200
+    template = ChatTemplate("{{ messages[0].content }}", special_tokens={})
+    try:
+        limits = replace(LIMITS, max_model_len=1 << 20)
+        token_ids = encode_chat(template, tokenizer, [_user(content)], limits)
+        limits = replace(LIMITS, max_model_len=len(token_ids))
+        assert encode_chat(template, tokenizer, [_user(content)], limits) == token_ids
+    finally:
+        template.close()
 
 
 def _user(content: str) -> dict[str, str]:

@@ -78,7 +78,8 @@ def test_work_that_has_begun_may_take_twice_the_limit() -> None:
     budget.close()
 
 
-def test_a_cancelled_call_is_charged_until_its_thread_is_done() -> None:
+@pytest.mark.parametrize("name", ["run", "finish"])
+def test_a_cancelled_call_is_charged_until_its_thread_is_done(name: str) -> None:
     async def main() -> None:
         budget = MemoryBudget(100)
         may_end, begun = threading.Event(), threading.Event()
@@ -91,7 +92,7 @@ def test_a_cancelled_call_is_charged_until_its_thread_is_done() -> None:
             charge = budget.charge()
             try:
                 charge.add(20)
-                await charge.run(job)
+                await getattr(charge, name)(job)
             finally:
                 charge.release()
 
@@ -116,6 +117,19 @@ def test_a_cancelled_call_is_charged_until_its_thread_is_done() -> None:
         with pytest.raises(ValueError, match="no"):
             await call(fails)
         assert budget.num_bytes == 0
+        budget.close()
+
+    asyncio.run(main())
+
+
+def test_answers_do_not_wait_for_long_work() -> None:
+    async def main() -> None:
+        budget, may_end = MemoryBudget(100), threading.Event()
+        charge = budget.charge()
+        working = [asyncio.create_task(charge.run(may_end.wait)) for _ in range(3)]
+        assert await asyncio.wait_for(charge.finish(lambda: "done"), 5) == "done"
+        may_end.set()
+        await asyncio.gather(*working)
         budget.close()
 
     asyncio.run(main())
@@ -210,6 +224,26 @@ def test_texts_are_charged_as_they_are_after_normalizing() -> None:
         assert budget_of(served).num_bytes == 0
 
     run_with_server(FakeEngine(tokenizer=Growing()), check, max_work_bytes=ENCODE_BYTES * 12 * 7000)
+
+
+def test_texts_that_are_cut_are_charged() -> None:
+    """They may be far longer than the context."""
+    engine = FakeEngine()
+    engine.spec.hidden_size = 64
+    cut = {"model": "fake", "truncate_prompt_tokens": 3}
+
+    async def check(served: Served) -> None:
+        for path, name in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
+            status, answer = await served.post(path, {**cut, name: ["a", TEXT * 2]})
+            assert (status, answer["error"]["code"]) == (400, "request_too_large")
+            assert answer["error"]["param"] == name
+            assert budget_of(served).num_bytes == 0
+        for body in ({**cut, "prompt": TEXT}, {"model": "fake", "prompt": TEXT * 2}):
+            status, _ = await served.post("/v1/completions", body)
+            assert status == 200
+            assert budget_of(served).num_bytes == 0
+
+    run_with_server(engine, check, **MANY)
 
 
 def test_a_large_text_comes_back_whole() -> None:
