@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 
 from memory.kv_memory import KVMemory
 from memory.nodes.node_set import NodeSet
@@ -31,13 +32,7 @@ from serve.engine.node_recovery import NodeRecovery
 from serve.engine.output_processor import OutputProcessor, Sink, StepRecord
 from serve.engine.overlapped_executor import make_executor
 from serve.engine.pools import ComputeThread, OutputThread, PromptPool
-from serve.engine.preprocessor import (
-    Encode,
-    PreparedRequest,
-    Preprocessor,
-    prepare_sequences,
-    text_size,
-)
+from serve.engine.preprocessor import Encode, PreparedRequest, Preprocessor, prepare_sequences
 from serve.engine.request_limits import RequestLimits
 from serve.engine.request_table import RequestState, RequestTable
 from serve.engine.stats import EngineStats, engine_stats
@@ -50,7 +45,6 @@ from serve.sampling_params import SamplingParams
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence, SequenceStatus
 from serve.text.detokenizer import DetokenizerFactory
-from serve.text.large_texts import LARGE_CHARS
 from serve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -148,25 +142,20 @@ class EngineCore:
         arrived_s: float | None = None,
         num_chars: int = 0,
     ) -> RequestState:
-        """Queues a request for pool 1; its sink receives all results and errors. `prompt` may be
-        a function that pool 1 calls for the token ids, of about num_chars characters. Raises
-        OverloadedError, EngineStoppedError, or RequestError for an id that is in use."""
+        """Queues a request for pool 1; its sink receives all results and errors. `prompt` may be a
+        function from nothing to the token ids of about num_chars characters. Raises RequestError
+        for an id that is in use, OverloadedError and EngineStoppedError."""
         now_s = self._clock() if arrived_s is None else arrived_s
         state = self._preprocessor.make_state(prompt, params, sink, now_s, request_id, client)
         compiles = self._preprocessor.masks.is_slow(state.request.params)
-        is_large = (num_chars or text_size(prompt)) > LARGE_CHARS
-
-        def submit_to_pool() -> None:
-            self._prompt_pool.submit(
-                lambda: self._prepare(state, prompt), compiles=compiles, is_large=is_large
-            )
-
-        self._requests.add(state, submit_to_pool)
+        is_large = self._preprocessor.is_large(prompt, num_chars)
+        job = partial(self._prepare, state, prompt)
+        submit = partial(self._prompt_pool.submit, job, compiles=compiles, is_large=is_large)
+        self._requests.add(state, submit)
         return state
 
     def check_grammar_queue(self, params: SamplingParams) -> None:
-        """Raises OverloadedError if the request needs a new grammar and too many requests wait
-        for theirs. `submit` does not check this; the caller decides whether to wait."""
+        """Raises OverloadedError, as `submit` does not, if too many wait for a new grammar."""
         if self._preprocessor.masks.is_slow(params):
             self._prompt_pool.check_compile_queue()
 

@@ -26,6 +26,7 @@ from serve.scheduler.sequence import Sequence, make_sequences
 from serve.structured.masks import MaskMaker
 from serve.structured.token_mask import SequenceMask
 from serve.text.detokenizer import DetokenizerFactory
+from serve.text.large_texts import LARGE_CHARS
 from serve.text.tokenizer import Tokenizer
 
 MAX_TRUNCATED = (1 << 31) - 1
@@ -76,6 +77,12 @@ class Preprocessor:
         )
         self._seed = seed
         self._counter = itertools.count()
+
+    def is_large(self, prompt: Prompt | Encode, num_chars: int) -> bool:
+        """Returns whether a prompt has a large text, which takes a while. num_chars: of what a
+        function encodes."""
+        text: object = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        return (len(text) if isinstance(text, str) else num_chars) > LARGE_CHARS
 
     def make_state(
         self,
@@ -147,12 +154,6 @@ class Preprocessor:
     ) -> abc.Sequence[int]:
         check_text(text, self._tokenizer, self._limits, is_cut=is_cut)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-
-def text_size(prompt: Prompt | Encode) -> int:
-    """Returns the number of characters that a prompt is known to have."""
-    text: object = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-    return len(text) if isinstance(text, str) else 0
 
 
 def _truncated(token_ids: abc.Sequence[int], given: dict[str, Any]) -> abc.Sequence[int]:
