@@ -82,7 +82,7 @@ class PromptPool:
             tokenizing = self._tokenizing = JobThreads(num_threads, "mergestep-tokenize")
             # Compiling a grammar is slow: requests without a new grammar must not wait for it.
             compiling = self._compiling = JobThreads(1, "mergestep-compile")
-            # Large texts are encoded by one child process, for seconds: others must not wait, too.
+            # One child process encodes large texts, for seconds: nobody waits behind them.
             encoding = self._encoding = JobThreads(1, "mergestep-encode")
             threads = tokenizing, encoding, compiling
             self.counters = PoolCounters(lambda: sum(each.num_waiting for each in threads))
