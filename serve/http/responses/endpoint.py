@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from serve.http.responses.store import ResponseStore, StoredResponse
 from serve.kept import Kept
 from serve.sampling_params import SamplingParams
 
+TURN_BYTES = 1 << 20
 # The names of this API by those of SamplingParams and the engine.
 NAMES = {
     "prompt": "input",
@@ -83,6 +86,7 @@ class _Endpoints:
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         settings = context.settings
+        self._turn = asyncio.Lock()
         self._store = store = ResponseStore(settings.max_responses, settings.max_responses_bytes)
         context.kept["responses"] = lambda: Kept(len(store), store.size_bytes)
 
@@ -90,9 +94,8 @@ class _Endpoints:
         parse = partial(parse_response_call, defaults=call.engine.generation_defaults)
         asked = await self._context.read(call, lambda body, unknown: parse(body, unknown=unknown))
         with parameters_named(NAMES):
-            conversation = await self._conversation(call, asked)
-            with ChatRun(call, conversation.chat) as run:
-                await run.accepted()
+            conversation, run = await self._begin(call, asked)
+            with run:
                 run.generation.charge_logprobs("top_logprobs")
                 return await self._answer(call, asked, run, conversation)
 
@@ -100,10 +103,8 @@ class _Endpoints:
         asked = await self._context.read(call, parse_count_call)
         with parameters_named(NAMES):
             # max_tokens 0: rendered, but never scheduled
-            none = SamplingParams(max_tokens=0)
-            chat = replace((await self._conversation(call, asked)).chat, params=none)
-            with ChatRun(call, chat) as run:
-                await run.accepted()
+            _, run = await self._begin(call, asked, SamplingParams(max_tokens=0))
+            with run:
                 counts = {"object": "response.input_tokens", "input_tokens": run.prompt_tokens}
                 return json_response(counts, call.request_id)
 
@@ -156,38 +157,58 @@ class _Endpoints:
         await write_whole(run, writer)
         return json_response(writer.response(), call.request_id)
 
-    async def _conversation(self, call: Call, asked: ResponseCall) -> _Conversation:
+    async def _begin(
+        self, call: Call, asked: ResponseCall, params: SamplingParams | None = None
+    ) -> tuple[_Conversation, ChatRun]:
+        """Returns the conversation and its run, whose prompt is accepted; use that in a `with`
+        block. params: instead of the call's. Very long conversations take turns: threads that work
+        on one hold the interpreter for milliseconds, and the event loop would wait for several."""
         owner = _owner(call)
         previous = self._previous(asked.previous_id, owner)
         referred = self._referred(asked.items, owner)
-        response_id = "resp_" + call.request_id.removeprefix("req_")
-
-        def gather() -> _Conversation:
-            before = () if previous is None else previous.continued()
-            earlier = [item for listed in before for item in orjson.loads(listed)]
-            items = _resolved(asked.items, referred)
-            if len(earlier) + len(items) > MAX_MESSAGES:
-                raise RequestError(
-                    f"the conversation has more than {MAX_MESSAGES} items",
-                    param="input",
-                    code="array_above_max_length",
-                )
-            head = response_head(asked, response_id, int(time.time()), call.engine.model_name)
-            chat = asked.chat(earlier, items)
-            if not head["store"]:
-                return _Conversation((), chat, head)
-            own = json_bytes(kept_items(named_items(items, response_id)))
-            return _Conversation((*before, own), chat, head)
-
         num_bytes = sum(stored.size_bytes for stored in referred)
         num_bytes += 0 if previous is None else previous.continued_bytes
         call.charge.add(STORED_BYTES * num_bytes, "previous_response_id")
         own_bytes = call.request.content_length
-        inline_bytes = self._context.settings.parse_inline_bytes
-        if own_bytes is None or own_bytes + num_bytes > inline_bytes:
-            # one thread for all, which works on after its client has left
-            return await self._context.bodies.run_in_thread(gather)
-        return gather()
+        size = num_bytes + (TURN_BYTES if own_bytes is None else own_bytes)
+        gather = partial(self._gathered, call, asked, previous, referred)
+        async with self._turn if size > TURN_BYTES else nullcontext():
+            if size > self._context.settings.parse_inline_bytes:
+                # one thread for all, which works on after its client has left
+                conversation = await self._context.bodies.run_in_thread(gather)
+            else:
+                conversation = gather()
+            chat = conversation.chat
+            run = ChatRun(call, chat if params is None else replace(chat, params=params))
+            with ExitStack() as undo:
+                undo.push(run)
+                await run.accepted()
+                undo.pop_all()
+            return conversation, run
+
+    def _gathered(
+        self,
+        call: Call,
+        asked: ResponseCall,
+        previous: StoredResponse | None,
+        referred: list[StoredResponse],
+    ) -> _Conversation:
+        before = () if previous is None else previous.continued()
+        earlier = [item for listed in before for item in orjson.loads(listed)]
+        items = _resolved(asked.items, referred)
+        if len(earlier) + len(items) > MAX_MESSAGES:
+            raise RequestError(
+                f"the conversation has more than {MAX_MESSAGES} items",
+                param="input",
+                code="array_above_max_length",
+            )
+        response_id = "resp_" + call.request_id.removeprefix("req_")
+        head = response_head(asked, response_id, int(time.time()), call.engine.model_name)
+        chat = asked.chat(earlier, items)
+        if not head["store"]:
+            return _Conversation((), chat, head)
+        own = json_bytes(kept_items(named_items(items, response_id)))
+        return _Conversation((*before, own), chat, head)
 
     def _previous(self, response_id: str | None, owner: str) -> StoredResponse | None:
         """Returns the stored response that the request continues."""
