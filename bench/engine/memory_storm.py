@@ -60,11 +60,13 @@ _CHARGED = re.compile(rb"^mergestep:charged_bytes\{[^}]*\} ([0-9.e+]+)$", re.M)
 
 @dataclass(slots=True)
 class Storm:
-    """The figures of one kind of call. before, peak, after: bytes of the server, and of its child
-    processes. statuses: answers by status; 0 is no answer, or one that was cut off. charged: bytes
-    that the server still counts as in use after the storm."""
+    """The figures of one kind of call. began: bytes of the server before the first storm. before,
+    peak, after: its bytes, and those of its child processes, about this one. statuses: answers by
+    status; 0 is no answer, or one that was cut off. charged: bytes that the server still counts as
+    in use after the storm."""
 
     kind: str
+    began: int = 0
     before: int = 0
     peak: int = 0
     after: int = 0
@@ -92,7 +94,7 @@ class Storm:
 
     def faults(self) -> list[str]:
         found = []
-        growth = self.after - self.before
+        growth = self.after - min(self.began, self.before)
         if growth > MAX_GROWTH_BYTES:
             found.append(f"memory is {growth / 1e6:.0f} MB above where it began")
         growth = self.child_after - self.child_before
@@ -238,12 +240,15 @@ def run_storms(server: Server, kinds: Sequence[str], clients: int, scale: float)
             kind: json.dumps(KINDS[kind].body(server, scale) | (KINDS[kind].more or {})).encode()
             for kind in dict.fromkeys(kinds)
         }
-        size, child_size = _settled(server)
+        began, child_size = _settled(server)
+        size = began
         for kind in kinds:
-            storm = Storm(kind, before=size, child_before=child_size)
+            storm = Storm(kind, began=began, before=size, child_before=child_size)
             _run(storm, server, bodies[kind], clients, pipe)
             size, child_size = _settled(
-                server, size + MAX_GROWTH_BYTES, child_size + MAX_CHILD_GROWTH_BYTES
+                server,
+                min(began, size) + MAX_GROWTH_BYTES,
+                child_size + MAX_CHILD_GROWTH_BYTES,
             )
             storm.after, storm.child_after = size, child_size
             charged = _CHARGED.search(server.get("/metrics"))

@@ -21,13 +21,15 @@ MB = 1_000_000
 
 
 def storm(**changes: object) -> Storm:
-    made = {"before": 600 * MB, "peak": 900 * MB, "after": 650 * MB, "health_s": 0.01}
+    made = {"began": 600 * MB, "before": 600 * MB, "peak": 900 * MB, "after": 650 * MB}
+    made["health_s"] = 0.01
     return Storm("tokenize", **{**made, "statuses": Counter({200: 2, 429: 30}), **changes})
 
 
 def test_faults() -> None:
     assert storm().faults() == []
     assert storm(after=701 * MB).faults() == ["memory is 101 MB above where it began"]
+    assert storm(before=650 * MB, after=701 * MB).faults(), "many small steps"
     assert storm(health_s=0.06).faults() == ["/health took 60 ms"]
     assert storm(charged=5.0).faults() == ["5 bytes are still charged"]
     grown = storm(child_before=20 * MB, child_after=120 * MB)
