@@ -17,7 +17,7 @@ from serve.engine.early_rejection import EarlyRejection
 from serve.engine.output_processor import OutputState, Sink
 from serve.engine.request_limits import RequestLimits, check_request, check_text
 from serve.engine.request_table import RequestState
-from serve.errors import MergestepError, RequestError
+from serve.errors import ContextLengthError, MergestepError, RequestError
 from serve.pooling import PoolingParams
 from serve.request import Prompt, Request
 from serve.sampling_params import SamplingParams
@@ -29,6 +29,7 @@ from serve.text.detokenizer import DetokenizerFactory
 from serve.text.large_texts import LARGE_CHARS
 from serve.text.tokenizer import Tokenizer
 
+FREED_AT_ONCE = 1 << 14
 MAX_TRUNCATED = (1 << 31) - 1
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,14 @@ class Preprocessor:
         if state.is_aborted:  # spare the work: the loop ends a request of no tokens at once
             params = request.params.changed(max_tokens=0, min_tokens=0)
             return replace(request, prompt=None, params=params, client=None, pooling=None)
-        return check_request(request, self._token_ids(prompt), self._limits)
+        token_ids = self._token_ids(prompt)
+        try:
+            return check_request(request, token_ids, self._limits)
+        except ContextLengthError:
+            # freeing a million integers at once would hold the interpreter for 10 ms
+            while self.is_large(prompt, 0) and isinstance(token_ids, list) and token_ids:
+                del token_ids[-FREED_AT_ONCE:]
+            raise
 
     def _token_ids(self, prompt: Prompt | Encode) -> abc.Sequence[int]:
         if callable(prompt):
