@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import textwrap
 from dataclasses import asdict
@@ -18,6 +19,8 @@ from bench.offline.startup import Start, import_seconds, measure
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import read_spec
+
+_DIGITS = re.compile(r"[0-9][0-9.,]*")
 
 
 def startup(
@@ -93,22 +96,26 @@ def _show(starts: dict[str, list[Start]], imports: dict[str, float], console: Co
 
 
 def _phases(starts: list[Start]) -> list[str]:
-    """Returns the median seconds between lines of the log until the server is ready, as texts; none
-    if the starts log different numbers of lines."""
-    logs = [
-        [(at_s, line) for at_s, line in start.lines if at_s <= start.at_s["/ready"]]
-        for start in starts
-    ]
-    if len({len(lines) for lines in logs}) != 1:
-        return []
-    texts = [_short(line.partition(":")[2].strip() or line) for _, line in logs[0]]
-    times = [[at_s for at_s, _ in lines] for lines in logs]
+    """Returns the median seconds between lines of the log until the server is ready, as texts.
+    Lines that only some of the starts have, such as those of progress, are left out."""
+    logs: list[dict[str, tuple[float, str]]] = []
+    for start in starts:
+        lines: dict[str, tuple[float, str]] = {}
+        for at_s, line in start.lines:
+            if at_s <= start.at_s["/ready"]:
+                text = line.partition(":")[2].strip() or line
+                lines.setdefault(_DIGITS.sub("#", text), (at_s, _short(text)))
+        logs.append(lines)
+    common = [name for name in logs[0] if all(name in lines for lines in logs)]
+    times = [[lines[name][0] for name in common] for lines in logs]
     gaps = [[later - earlier for earlier, later in pairwise([0.0, *row])] for row in times]
     medians = [statistics.median(column) for column in zip(*gaps, strict=True)]
-    last = statistics.median(
-        start.at_s["/ready"] - row[-1] for start, row in zip(starts, times, strict=True) if row
-    )
-    phases = [f'{seconds:.2f} to "{text}"' for seconds, text in zip(medians, texts, strict=True)]
+    ends = zip(starts, times, strict=True)
+    last = statistics.median(start.at_s["/ready"] - (row or [0.0])[-1] for start, row in ends)
+    phases = [
+        f'{seconds:.2f} to "{logs[0][name][1]}"'
+        for seconds, name in zip(medians, common, strict=True)
+    ]
     return [*phases, f"{last:.2f} to ready"]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench.cli.latency import latency
+from bench.cli.startup import _phases
 from bench.cli.startup import startup as measure_startup
 from bench.common.ceilings import Ceiling, ModelCost, steady
 from bench.common.tables import Head, check_file, interval, number, spread
@@ -17,6 +18,7 @@ from bench.offline import startup
 from bench.offline.latency import Rounds
 from bench.offline.peers import PeerError, PeerProcess, parse_peers
 from bench.offline.requests import fixed_requests
+from bench.offline.startup import Start
 from bench.offline.tally import Tally
 from bench.offline.tasks import Shape, make_task, warm_up_of
 from bench.offline.throughput import throughput
@@ -364,3 +366,18 @@ def test_numbers_and_heads():
     assert interval(list(range(20))) == (5, 14), "96 %; one more at either end: 88 %"
     head = Head.now("test")
     assert "torch" in str(head) and head.processors >= 1
+
+
+def test_phases_are_those_that_all_starts_log():
+    """Slow starts log lines of progress, too, and lines have numbers in them."""
+    begun, loaded, late = "serve: loading", "serve: loaded in 1.5 s", "serve: 2 requests"
+    starts = [
+        Start({"/ready": 4.0}, 0, [(1.0, begun), (3.0, loaded), (9.0, late)]),
+        Start(
+            {"/ready": 5.0}, 0, [(1.5, begun), (2.0, "serve: 40 %"), (4.5, "serve: loaded in 3 s")]
+        ),
+        Start({"/ready": 6.0}, 0, [(2.0, begun), (5.0, "serve: loaded in 3 s")]),
+    ]
+    expected = ['1.50 to "loading"', '3.00 to "loaded in 1.5 s"', "1.00 to ready"]
+    assert _phases(starts) == expected
+    assert _phases([Start({"/ready": 2.0})]) == ["2.00 to ready"]
