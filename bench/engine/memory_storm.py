@@ -61,9 +61,9 @@ _CHARGED = re.compile(rb"^mergestep:charged_bytes\{[^}]*\} ([0-9.e+]+)$", re.M)
 @dataclass(slots=True)
 class Storm:
     """The figures of one kind of call. began: bytes of the server before the first storm. before,
-    peak, after: its bytes, and those of its child processes, about this one. statuses: answers by
-    status; 0 is no answer, or one that was cut off. charged: bytes that the server still counts as
-    in use after the storm."""
+    peak, after: its bytes before, during and after this one; child_*: those of its child processes.
+    statuses: answers by status; 0 is no answer, or one that was cut off. charged: bytes that the
+    server still counts as in use after the storm."""
 
     kind: str
     began: int = 0

@@ -34,9 +34,8 @@ _LATE_THREADS = 6  # a pool starts a thread when it first needs it; asyncio's ha
 _CLEAR = 5.0  # times the limit, which the interval must not reach
 MEGABYTE, HOUR_S = 1e6, 3600.0
 _LEAST_ANSWERED = 0.5  # of the valid calls that their client waits for
-MEANT_TO_BE_ZERO = "requests_unfinished", "kv_pages in_use", "charged_bytes"
-"""In the idle server."""
-UNFINISHED = MEANT_TO_BE_ZERO[0]
+UNFINISHED = "requests_unfinished"
+ZERO_WHEN_IDLE = UNFINISHED, "kv_pages in_use", "charged_bytes"
 
 
 SERVER, WORKERS = "server, without the K/V pool", "its child processes"
@@ -128,8 +127,8 @@ class Soak:
             texts.append(f"the server has {self.after.threads} threads, {early} in the first half")
         if self.outcomes.answered < _LEAST_ANSWERED:
             share = f"{100 * self.outcomes.answered:.0f} %"
-            texts.append(f"only {share} of the valid calls were answered, the others refused")
-        for name in MEANT_TO_BE_ZERO:
+            texts.append(f"only {share} of the valid calls were answered")
+        for name in ZERO_WHEN_IDLE:
             if self.after.metrics.get(name):
                 texts.append(f"{name} is {self.after.metrics[name]:g} in the idle server")
         if TRACEBACK in self.log:

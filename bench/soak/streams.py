@@ -21,7 +21,7 @@ _CODE = re.compile(rb'"code": ?"(\w+)"')
 _ERROR = re.compile(
     rb'^data: \{"error"|^event: (?:error|response\.failed)\r?$|"finish_reason": ?"error"', re.M
 )
-_ERRORS_MIDWAY = ("memory_budget",)  # of a full server
+_REFUSALS_MIDWAY = ("memory_budget",)  # of a full server
 _KEPT_BYTES = 1 << 12
 _CALL_TIMEOUT_S = 120.0
 _LEARN = 0.05  # weight of the newest call in the mean seconds of its kind
@@ -67,7 +67,7 @@ class Outcomes:
         for (kind, result), count in self.by_kind.items():
             if not kind.startswith(HOSTILE) and result != "aborted":
                 results[result] += count
-        return results["ok"] / max(1, results.total())
+        return results["ok"] / results.total() if results else 1.0
 
     def total(self, result: str | None = None) -> int:
         return sum(n for (_, one), n in self.by_kind.items() if result in (None, one))
@@ -157,8 +157,8 @@ class Streams:
             return
         code = _CODE.search(text)
         name = code[1].decode() if code else ""
-        if status == 200 and _ERROR.search(text) and name not in _ERRORS_MIDWAY:
-            status = 500  # had the error come before the first event
+        if status == 200 and _ERROR.search(text):  # it would have been this before the first event
+            status = 429 if name in _REFUSALS_MIDWAY else 500
         if not call.accepts(status, name):
             self.outcomes.fail(call.kind, f"{status} {text[:300]!r} ... {text[-300:]!r}")
         elif status == 200:

@@ -29,8 +29,8 @@ FORGET_S = 120.0
 USUAL_ANSWERS = 32
 """The usual pace of a node is that of so many answers."""
 SLOW_FACTOR, SLOW_S = 8.0, 0.5
-"""A wait that is so much longer than usual, and longer than SLOW_S, stalls a step from then on,
-whatever heartbeats say."""
+"""A wait of more than SLOW_S that is so much longer than usual stalls a step, whatever heartbeats
+say. What counts is all of it beyond SLOW_FACTOR times the usual time."""
 
 
 class NodeState(Enum):

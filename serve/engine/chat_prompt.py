@@ -95,9 +95,13 @@ def encode_chat(
     return token_ids
 
 
-def conversation_size(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the number of characters of the messages' texts."""
-    return sum(len(text) for item in messages for text in item.values() if isinstance(text, str))
+def num_chars(value: Any) -> int:
+    """Returns the number of characters of the texts in a JSON value, such as messages."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(num_chars, value.values()))
+    return sum(map(num_chars, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def _name_arguments(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -143,8 +143,8 @@ class EngineCore:
         num_chars: int = 0,
     ) -> RequestState:
         """Queues a request for pool 1; its sink receives all results and errors. `prompt` may be a
-        function from nothing to the token ids of about num_chars characters. Raises RequestError
-        for an id that is in use, OverloadedError and EngineStoppedError."""
+        function that returns the token ids; num_chars is the size of the text that it encodes.
+        Raises RequestError for an id that is in use, OverloadedError and EngineStoppedError."""
         now_s = self._clock() if arrived_s is None else arrived_s
         state = self._preprocessor.make_state(prompt, params, sink, now_s, request_id, client)
         compiles = self._preprocessor.masks.is_slow(state.request.params)

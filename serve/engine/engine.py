@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol, Unpack
 
 from serve.config import EngineConfig, EngineSettings
-from serve.engine.chat_prompt import conversation_size, encode_chat, make_chat_format
+from serve.engine.chat_prompt import encode_chat, make_chat_format, num_chars
 from serve.engine.loader import LoadedEngine, load_engine
 from serve.engine.outputs import (
     CompletionOutput,
@@ -208,8 +208,8 @@ class Engine:
                 continue_final_message=continue_final_message,
             )
 
-        num_chars = conversation_size(messages)
-        return self._submit(encode, params, request_id, client, policy, num_chars)
+        size = num_chars(messages) + num_chars(tools)
+        return self._submit(encode, params, request_id, client, policy, size)
 
     def _submit(
         self,
@@ -218,7 +218,7 @@ class Engine:
         request_id: str | None,
         client: str | None,
         policy: CallPolicy | None,
-        num_chars: int = 0,
+        size: int = 0,
     ) -> RequestStream:
         loaded, hub = self.loaded, self._hub
         assert hub is not None
@@ -230,7 +230,7 @@ class Engine:
             arrived_s = policy.arrived_s
         stream = RequestStream(hub, params.n)
         core = loaded.core
-        state = core.submit(prompt, params, stream.sink, request_id, client, arrived_s, num_chars)
+        state = core.submit(prompt, params, stream.sink, request_id, client, arrived_s, size)
         stream.attach(core, state)
         if policy is not None:
             policy.submitted(stream)

@@ -82,7 +82,7 @@ class PromptPool:
             tokenizing = self._tokenizing = JobThreads(num_threads, "mergestep-tokenize")
             # Compiling a grammar is slow: requests without a new grammar must not wait for it.
             compiling = self._compiling = JobThreads(1, "mergestep-compile")
-            # One child process encodes large texts, for seconds: nobody waits behind them.
+            # Large texts take one child process seconds: requests without one must not wait.
             encoding = self._encoding = JobThreads(1, "mergestep-encode")
             threads = tokenizing, encoding, compiling
             self.counters = PoolCounters(lambda: sum(each.num_waiting for each in threads))
@@ -95,8 +95,9 @@ class PromptPool:
             raise OverloadedError(f"{self._num_compiling} requests wait for grammars")
 
     def submit(self, job: Callable[[], None], *, compiles: bool, is_large: bool = False) -> None:
-        """Queues a job. compiles: it compiles a grammar. is_large: it has a large text."""
-        if not compiles:
+        """Queues a job. compiles: it compiles a grammar. is_large: it has a large text, with which
+        it does not compete with other grammars."""
+        if is_large or not compiles:
             threads = self._encoding if is_large else self._tokenizing
             threads.submit(self._work, job)
             return

@@ -80,9 +80,11 @@ class Preprocessor:
         self._counter = itertools.count()
 
     def is_large(self, prompt: Prompt | Encode, num_chars: int) -> bool:
-        """Returns whether a prompt has a large text, which takes a while. num_chars: of what a
-        function encodes."""
-        text: object = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        """Returns whether a prompt has a large text to encode, which takes a while. num_chars: the
+        size of that of a function."""
+        text: object = prompt
+        if isinstance(prompt, dict):
+            text = None if "prompt_token_ids" in prompt else prompt.get("prompt")
         return (len(text) if isinstance(text, str) else num_chars) > LARGE_CHARS
 
     def make_state(

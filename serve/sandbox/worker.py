@@ -34,7 +34,7 @@ class WorkerError(Exception):
 
 
 class WorkerLostError(WorkerError):
-    """There is no answer for another reason than the call: the process did not start in time, or
+    """There is no answer, and the call is not known to be the reason: the process did not start, or
     the system has ended it."""
 
 
@@ -86,7 +86,7 @@ class BoundedWorker:
                         f"{self._name} did not start within {STARTUP_TIMEOUT_S:g} s"
                     )
             except (OSError, ValueError):
-                is_lost = child is None or child.was_killed()
+                is_lost = child is None or not child.is_ready or child.was_killed()
                 kind = WorkerLostError if is_lost else WorkerError
                 error = kind(f"{self._name} process ended")
             except BaseException:  # or the next call would read this one's answer

@@ -17,8 +17,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from serve.errors import RequestError
-from serve.sandbox.worker import BoundedWorker, WorkerError
+from serve.errors import OverloadedError, RequestError
+from serve.sandbox.worker import BoundedWorker, WorkerError, WorkerLostError
 from serve.structured.grammar_source import grammar_of
 from serve.structured.grammar_worker import Vocabulary, make_matcher, make_tokenizer, problem_of
 from serve.structured.json_limits import JsonForm
@@ -145,6 +145,8 @@ class GrammarCompiler:
             if problem and is_bounded and text != (whole := grammar_of(structured)):
                 # the library may not be able to close these objects
                 text, problem = whole, self._problem(whole)
+        except WorkerLostError as error:
+            raise OverloadedError(f"{PARAM} cannot be compiled now: {error}") from None
         except WorkerError as error:
             result: Grammar | str = f"is too complex: {error}"
             self.cache.put(structured, result, UNSURE_S)

@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serve.errors import RequestError
-from serve.sandbox.worker import BoundedWorker, WorkerError
+from serve.errors import OverloadedError, RequestError
+from serve.sandbox.worker import BoundedWorker, WorkerError, WorkerLostError
 
 WORKER_MEMORY_BYTES = 1 << 30
 
@@ -71,7 +71,8 @@ class ChatTemplate:
         tools: list[Any] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        """Returns the prompt; RequestError if the template raises, times out or grows too large."""
+        """Returns the prompt; RequestError if the template raises, times out or grows too large,
+        OverloadedError if the system has no room for the child process."""
         try:
             answer = self._worker.ask(
                 {
@@ -82,6 +83,8 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
+        except WorkerLostError as error:
+            raise OverloadedError(f"{_NOT_RENDERED}{error}") from None
         except WorkerError as error:
             answer = {"error": str(error)}
         if "text" not in answer:
@@ -98,7 +101,7 @@ class ChatTemplate:
         for messages in _TRIALS:
             try:
                 self.render(messages)
-            except RequestError as error:
+            except (RequestError, OverloadedError) as error:
                 problems.append(str(error).removeprefix(_NOT_RENDERED))
             else:
                 return None

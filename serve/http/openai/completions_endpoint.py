@@ -17,7 +17,7 @@ from serve.http.openai.completion_writer import (
     charge_size,
     whole_answer,
 )
-from serve.http.openai.prompts import charge_cut_prompts
+from serve.http.openai.prompts import cut_long_texts
 from serve.http.schema.describe import Operation
 from serve.request import Prompt
 
@@ -54,11 +54,10 @@ async def _answer(
     with parameters_named({"structured": asked.structured_name}):
         call.engine.check_grammar_queue(asked.params)
         tokenizer, charge = call.engine.tokenizer, call.charge
-        num_bytes = await charge_cut_prompts(asked.prompts, tokenizer, charge, "prompt")
-        streams = await submit_each(asked.prompts, call.request_id, submit)
+        prompts = await cut_long_texts(asked.prompts, tokenizer, charge, "prompt")
+        streams = await submit_each(prompts, call.request_id, submit)
         with Generation(streams, asked.params.n, charge) as generation:
             await generation.accepted()
-            charge.reduce(num_bytes)
             charge_size(asked, generation, charge)
             writer = ChoiceWriter(asked, generation, context.engine.tokenizer)
             if asked.stream:

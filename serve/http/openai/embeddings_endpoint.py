@@ -25,7 +25,7 @@ from serve.http.edge.errors import body_response
 from serve.http.edge.large_json import StreamedJson
 from serve.http.edge.memory_budget import EMBEDDING_BYTES
 from serve.http.openai.answer_schemas import EMBEDDINGS_ANSWER
-from serve.http.openai.prompts import charge_cut_prompts, prompts_field, with_options
+from serve.http.openai.prompts import cut_long_texts, prompts_field, with_options
 from serve.http.schema.describe import Operation
 from serve.http.schema.fields import Boolean, Integer, OneOfNames, Record, Unknown
 from serve.pooling import MAX_DIMENSIONS, POOLING_KINDS, PoolingParams
@@ -108,13 +108,11 @@ async def _embed(call: Call, asked: EmbeddingCall) -> list[EmbeddingOutput]:
             prompt, asked.params, request_id=name, client=asked.client, policy=call.policy
         )
 
-    tokenizer, charge = call.engine.tokenizer, call.charge
-    num_bytes = await charge_cut_prompts(asked.prompts, tokenizer, charge, "input")
-    streams = await submit_each(asked.prompts, call.request_id, submit)
+    prompts = await cut_long_texts(asked.prompts, call.engine.tokenizer, call.charge, "input")
+    streams = await submit_each(prompts, call.request_id, submit)
     try:
         for stream in streams:
             await stream.accepted()
-        charge.reduce(num_bytes)
         return [await _output(stream) for stream in streams]
     finally:
         for stream in streams:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from serve.errors import RequestError
+from serve.http.edge.large_json import SENT_PIECE
 from serve.http.edge.memory_budget import Charge, encode_bytes
 from serve.http.schema.fields import MAX_TOKEN_ID, Parsed, Schema, Unknown, check_length, wrong_type
 from serve.request import Prompt
@@ -90,18 +92,36 @@ async def charge_encoding(text: str, tokenizer: Tokenizer, charge: Charge, param
     return needed
 
 
-async def charge_cut_prompts(
-    prompts: Iterable[Prompt], tokenizer: Tokenizer, charge: Charge, param: str
-) -> int:
-    """Charges what it takes to encode long texts that are cut afterwards, which may be far longer
-    than the context, and returns how much that is."""
-    num_bytes = 0
+async def cut_long_texts(
+    prompts: list[Prompt], tokenizer: Tokenizer, charge: Charge, param: str
+) -> list[Prompt]:
+    """Returns the prompts with the token ids of long texts that are cut to a number of tokens. Such
+    a text may be far longer than the context, so it is charged while it is encoded."""
+    made: list[Prompt] = []
     for prompt in prompts:
-        if isinstance(prompt, dict) and "truncate_prompt_tokens" in prompt:
-            text = prompt.get("prompt")
-            if isinstance(text, str) and len(text) * tokenizer.max_growth > CHARGED_CHARS:
-                num_bytes += await charge_encoding(text, tokenizer, charge, param)
-    return num_bytes
+        given: dict[str, Any] = dict(prompt) if isinstance(prompt, dict) else {}
+        text, size = given.get("prompt"), given.get("truncate_prompt_tokens")
+        if isinstance(text, str) and size is not None and len(text) > CHARGED_CHARS:
+            num_bytes = await charge_encoding(text, tokenizer, charge, param)
+            encode = partial(_encode_cut, text, tokenizer, given)
+            prompt = {"prompt_token_ids": await charge.run(encode), "truncate_prompt_tokens": size}
+            charge.reduce(num_bytes)
+        made.append(prompt)
+    return made
+
+
+def _encode_cut(text: str, tokenizer: Tokenizer, given: Mapping[str, Any]) -> list[int]:
+    special = given.get("add_special_tokens", True)
+    token_ids = tokenizer.encode(text, add_special_tokens=special)
+    excess = len(token_ids) - given["truncate_prompt_tokens"]
+    if given.get("truncation_side", "left") == "left":
+        token_ids.reverse()
+    while excess > 0:  # freeing all at once would hold the interpreter for too long
+        del token_ids[-min(excess, SENT_PIECE) :]
+        excess -= SENT_PIECE
+    if given.get("truncation_side", "left") == "left":
+        token_ids.reverse()
+    return token_ids
 
 
 def with_options(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:

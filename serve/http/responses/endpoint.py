@@ -168,11 +168,15 @@ class _Endpoints:
         referred = self._referred(asked.items, owner)
         num_bytes = sum(stored.size_bytes for stored in referred)
         num_bytes += 0 if previous is None else previous.continued_bytes
-        call.charge.add(STORED_BYTES * num_bytes, "previous_response_id")
         own_bytes = call.request.content_length
-        size = num_bytes + (TURN_BYTES if own_bytes is None else own_bytes)
+        if own_bytes is None:  # it came in chunks, and is charged if it is large
+            own_bytes = call.charge.num_bytes
+        size = num_bytes + own_bytes
+        call.charge.add(STORED_BYTES * num_bytes, "previous_response_id")
+        # a call that may wait for its grammar would keep the turn meanwhile
+        takes_turn = size > TURN_BYTES and asked.params.structured is None and not asked.functions
         gather = partial(self._gathered, call, asked, previous, referred)
-        async with self._turn if size > TURN_BYTES else nullcontext():
+        async with self._turn if takes_turn else nullcontext():
             if size > self._context.settings.parse_inline_bytes:
                 # one thread for all, which works on after its client has left
                 conversation = await self._context.bodies.run_in_thread(gather)

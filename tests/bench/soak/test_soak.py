@@ -215,7 +215,7 @@ def test_what_is_left_behind_is_a_fault() -> None:
     assert faults == [
         "a call failed: chat: 500 b'x'",
         "the server has 23 files, 20 before",
-        "only 25 % of the valid calls were answered, the others refused",
+        "only 25 % of the valid calls were answered",
         "requests_unfinished is 2 in the idle server",
         "charged_bytes is 3 in the idle server",
         "the server's log has a traceback",
@@ -235,7 +235,7 @@ ANSWERS = {
     LONG + b"data: [DONE]\n\n": "ok",
     b'data: {"choices": [{"text": "\\ndata: {\\"error\\""}]}\n\ndata: [DONE]\n\n': "ok",
     LONG + b'data: {"error": {"code": "internal_error"}}\n\n': "failed",
-    LONG + b'data: {"error": {"code": "memory_budget"}}\n\n': "ok",
+    LONG + b'data: {"error": {"code": "memory_budget"}}\n\n': "refused",
     LONG + b"event: error\ndata: {}\n\n": "failed",
     b"event: response.failed\r\ndata: {}\r\n\r\n": "failed",
     b'{"choices": [{"finish_reason": "error"}]}': "failed",

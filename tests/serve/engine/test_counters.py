@@ -193,9 +193,12 @@ def test_large_texts_delay_no_others() -> None:
     pool, may_end, done = PromptPool(1), threading.Event(), threading.Event()
     for _ in range(3):
         pool.submit(may_end.wait, compiles=False, is_large=True)
+    pool.submit(may_end.wait, compiles=True, is_large=True)
     pool.submit(done.set, compiles=False)
-    assert done.wait(5)
-    while pool.counters.num_waiting != 2:
+    compiled = threading.Event()
+    pool.submit(compiled.set, compiles=True)
+    assert done.wait(5) and compiled.wait(5)
+    while pool.counters.num_waiting != 3:
         time.sleep(0.001)
     may_end.set()
     pool.shutdown()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 import weakref
+from contextlib import suppress
 from typing import get_type_hints
 
 import pytest
@@ -14,8 +15,10 @@ from bench.common.instant import load_instant
 from serve import Engine, FinishReason
 from serve.config import EngineConfig, EngineSettings
 from serve.errors import (
+    ContextLengthError,
     EngineStoppedError,
     OverloadedError,
+    RequestError,
 )
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.engine_rig import PROMPT, Rig, _ids, go, params, text_script
@@ -37,6 +40,51 @@ def test_stream_gives_all_tokens_and_one_end():
             assert metrics.first_token_s <= metrics.finished_s
 
     go(main())
+
+
+def test_large_texts_take_a_thread_of_their_own(monkeypatch):
+    """What the caller has tokenized does not count, and is not touched."""
+    routed, ids = [], [5] * 100_000
+
+    async def main():
+        async with Rig() as rig:
+            pool = rig.engine.loaded.core._prompt_pool
+            submit = pool.submit
+
+            def noted(job, **how):
+                routed.append(how["is_large"])
+                submit(job, **how)
+
+            monkeypatch.setattr(pool, "submit", noted)
+            text = "a" * 200_000
+            for prompt in (
+                "a",
+                text,
+                {"prompt": text, "truncate_prompt_tokens": 3},
+                {"prompt_token_ids": ids, "prompt": text},
+            ):
+                with suppress(RequestError):
+                    await rig.engine.generate(prompt, params(max_tokens=1))
+
+    go(main())
+    assert routed == [False, True, True, False]
+    assert len(ids) == 100_000
+
+
+def test_the_tokens_of_a_long_prompt_that_is_refused_are_freed_in_pieces(monkeypatch):
+    monkeypatch.setattr("serve.engine.preprocessor.LARGE_CHARS", 100)
+    monkeypatch.setattr("serve.engine.preprocessor.FREED_AT_ONCE", 100)
+    ids = [5] * 50_000
+
+    async def main():
+        async with Rig() as rig:
+            tokenizer = rig.engine.tokenizer
+            monkeypatch.setattr(tokenizer, "encode", lambda text, add_special_tokens: ids)
+            with pytest.raises(ContextLengthError):
+                await rig.engine.generate("a" * 200, params(max_tokens=1))
+
+    go(main())
+    assert ids == []
 
 
 def test_stop_string_ends_the_sequence_and_frees_it():

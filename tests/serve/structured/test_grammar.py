@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.config import default_model_path
-from serve.errors import RequestError
+from serve.errors import OverloadedError, RequestError
 from serve.structured import compiler as grammar_module
 from serve.structured.compiler import COMPILE_MEMORY_BYTES, GrammarCache, GrammarCompiler
 from serve.structured.grammar_source import check_regex, grammar_of
@@ -42,6 +42,17 @@ def test_a_refusal_is_kept(compiler, monkeypatch):
     first = refused(compiler, bad)
     monkeypatch.setattr(grammar_module, "grammar_of", None)
     assert refused(compiler, bad) == first
+
+
+def test_a_process_that_does_not_start_is_no_error_of_the_grammar(monkeypatch):
+    tokenizer = Tokenizer.load(default_model_path())
+    made = GrammarCompiler(tokenizer, tokenizer.vocab_size, {tokenizer.eos_token_id})
+    with monkeypatch.context() as patched:
+        patched.setattr("serve.sandbox.worker.STARTUP_TIMEOUT_S", 0.0)
+        with pytest.raises(OverloadedError, match="did not start within 0 s"):
+            made.compile(schema({"type": "integer"}))
+    assert made.compile(schema({"type": "integer"}))
+    made.close()
 
 
 def nested(depth):

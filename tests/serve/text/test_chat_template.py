@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.errors import EngineStoppedError, RequestError
+from serve.errors import EngineStoppedError, OverloadedError, RequestError
 from serve.text.chat_template import (
     _SEARCH_CHARS,
     SENTINEL,
@@ -301,6 +301,20 @@ def test_close_reaps_the_child() -> None:
     assert process.returncode is not None
     with pytest.raises(EngineStoppedError):
         template.render([])
+
+
+def test_a_process_that_does_not_start_is_no_error_of_the_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = ChatTemplate("hello", special_tokens={})
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("serve.sandbox.worker.STARTUP_TIMEOUT_S", 0.0)
+            with pytest.raises(OverloadedError, match="did not start within 0 s"):
+                template.render([])
+        assert template.render([]) == "hello"
+    finally:
+        template.close()
 
 
 TOKENS = ("<|im_start|>", "<|im_end|>", "</s>", "[INST]", "<<a>", "<a>", "|im_end|>", "aa")

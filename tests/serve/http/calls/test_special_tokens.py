@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve.engine.chat_prompt import encode_chat
+from serve.engine.chat_prompt import encode_chat, num_chars
 from serve.engine.request_limits import RequestLimits
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
@@ -55,6 +55,13 @@ def test_cut_special_tokens_do_not_count_against_the_context() -> None:
         assert encode_chat(template, tokenizer, [_user(content)], limits) == token_ids
     finally:
         template.close()
+
+
+def test_all_texts_of_a_conversation_count() -> None:
+    call = {"function": {"name": "ab", "arguments": {"c": "defg", "n": 5}}}
+    parts = [{"text": "hij"}]
+    assert num_chars([{"content": None, "tool_calls": [call]}, {"content": parts}]) == 9
+    assert num_chars(None) == 0
 
 
 def _user(content: str) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import threading
 from typing import Any
 
@@ -15,7 +14,6 @@ from serve.http.calls.generation import SUBMITTED_AT_ONCE, submit_each
 from serve.http.calls.key_policy import KeyPolicy
 from serve.http.calls.messages import MAX_MESSAGES
 from serve.http.edge import large_json, limits
-from serve.http.edge.body import PACED_BYTES, READS_PER_PASS, Bodies
 from serve.http.edge.keys import ApiKey
 from serve.http.edge.large_json import PIECE, drained, json_list, large_response
 from serve.http.edge.memory_budget import MemoryBudget
@@ -199,55 +197,6 @@ def test_too_many_logprobs_are_refused(path: str, body: dict[str, Any], param: s
             assert status == 200
 
     run_with_server(engine, check)
-
-
-def test_large_bodies_are_read_in_turns() -> None:
-    """A pass of the event loop reads some of them; one that has left delays no other."""
-
-    async def main() -> None:
-        bodies, read, passes = Bodies(), [], 0
-
-        async def body(number: int) -> None:
-            await bodies.turn()
-            read.append((number, passes))
-
-        tasks = [asyncio.create_task(body(number)) for number in range(2 * READS_PER_PASS + 2)]
-        await asyncio.sleep(0)
-        assert len(read) == READS_PER_PASS
-        tasks[READS_PER_PASS].cancel()
-        while len(read) < len(tasks) - 1:
-            passes += 1
-            await asyncio.sleep(0)
-            assert passes < 10
-        numbers = [number for number, _ in read]
-        assert numbers == [n for n in range(len(tasks)) if n != READS_PER_PASS]
-        later = [at for _, at in read[READS_PER_PASS:]]
-        assert max(later.count(at) for at in later) <= READS_PER_PASS and len(set(later)) == 2
-        bodies.close()
-
-    asyncio.run(main())
-
-
-def test_a_large_body_waits_for_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[int] = []
-    turn = Bodies.turn
-
-    async def counted(self: Bodies) -> None:
-        turns.append(self.num_bytes)
-        await turn(self)
-
-    monkeypatch.setattr(Bodies, "turn", counted)
-
-    async def check(served: Served) -> None:
-        for size, is_paced in ((PACED_BYTES // 2, False), (8 * PACED_BYTES, True)):
-            turns.clear()
-            body = io.BytesIO(orjson.dumps({"prompt": "a" * size}))
-            headers = {"Content-Type": "application/json"}
-            async with served.session.post("/tokenize", data=body, headers=headers) as answer:
-                assert answer.status == 200
-            assert bool(turns) == is_paced
-
-    run_with_server(FakeEngine(), check)
 
 
 def test_large_json_is_made_in_a_thread_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,10 +238,13 @@ def test_texts_that_are_cut_are_charged() -> None:
             assert (status, answer["error"]["code"]) == (400, "request_too_large")
             assert answer["error"]["param"] == name
             assert budget_of(served).num_bytes == 0
-        for body in ({**cut, "prompt": TEXT}, {"model": "fake", "prompt": TEXT * 2}):
-            _, answer = await served.post("/v1/completions", body)
-            assert answer["error"]["code"] == "context_length_exceeded", "it is tokenized"
+        for side, kept in (("left", "789"), ("right", "012")):
+            body = {**cut, "prompt": TEXT, "truncation_side": side, "return_token_ids": True}
+            status, answer = await served.post("/v1/completions", body)
+            assert (status, answer["choices"][0]["prompt_token_ids"]) == (200, [*map(ord, kept)])
             assert budget_of(served).num_bytes == 0
+        _, answer = await served.post("/v1/completions", {"model": "fake", "prompt": TEXT * 2})
+        assert answer["error"]["code"] == "context_length_exceeded", "it is not cut"
 
     run_with_server(engine, check, **MANY)
 

@@ -170,3 +170,5 @@ def test_a_large_response_is_continued_without_parsing_it(monkeypatch: pytest.Mo
     assert small.kept is None and large.kept is not None
     assert large.continued() == small.continued()
     assert large.size_bytes == small.size_bytes + len(large.kept)
+    assert small.continued_bytes == len(small.body) + len(b"[0]")
+    assert large.continued_bytes == len(large.kept) + len(b"[0]")
