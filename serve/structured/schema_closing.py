@@ -5,9 +5,9 @@ invent them without end. A *place* is where a value stands in the document. The 
 at a place are its *parts*: the keywords there, the members of allOf, the alternatives of anyOf and
 of oneOf, and the target of $ref. What one part names is no additional property for the others, so
 a place is closed once, for the names of all its parts, or each alternative of anyOf for its own
-names and those of the other parts. (An alternative of oneOf must not be closed, since then a value
-could match one that by the letter matches two.) A place stays open if a part says
-additionalProperties itself, and if no part has properties.
+names and those of the other parts. (The alternatives of oneOf stay as they are, with all in them:
+a value could match one that is closed where by the letter it matches two.) A place stays open if a
+part says additionalProperties itself, and if no part has properties.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ _HOLDS = ("properties", "patternProperties", *LISTED, *SINGLE, "$ref")
 _ASKED = "unevaluatedProperties"
 _ITEMS, _REST = "\0items", "\0rest"  # of an array; of an object, beside `properties`
 _NONE: frozenset[str] = frozenset()
+_LETTER = frozenset(("\0letter",))  # in the place of `shared`: a copy in which nothing is closed
 
 
 @dataclass(slots=True)
 class _Names:
     """The properties that parts name. has_any: a part has `properties` or `patternProperties`,
     perhaps without any. is_said: a part says itself which others there may be. has_choices: the
-    names are those of alternatives."""
+    names are those of alternatives, or one of them says which others there may be."""
 
     names: dict[str, None] = field(default_factory=dict)
     patterns: dict[str, None] = field(default_factory=dict)
@@ -86,9 +87,12 @@ class _Closer:
             key = self._left.pop()
             reference, shared = key
             node = self._document.target(reference)
-            made[self._copies[key]] = (
-                self._place(node) if shared is None else self._part(node, shared)
-            )
+            if shared is None:
+                made[self._copies[key]] = self._place(node)
+            elif shared is _LETTER:
+                made[self._copies[key]] = self._by_letter(node)
+            else:
+                made[self._copies[key]] = self._part(node, shared)
         if made:
             schema["$defs"] = {**schema.get("$defs", {}), **made}
         return schema
@@ -115,19 +119,21 @@ class _Closer:
         others = others or _Names()
         total = self._parts_of_root.union([others, *(names for _, names in parts)])
         has_group = any(key == "anyOf" and names.has_any for key, names in parts)
+        beside = [names for key, names in parts if not (has_group and key == "anyOf")]
+        said = [names for names in beside if names.is_said]
+        if rest not in (None, True) and any(names.has_choices for names in said):
+            return self._part(node, shared) | {_ASKED: rest}  # the compiler refuses the keyword
         if (
             (rest is None and not (self._every and total.has_any))
             or rest is True
-            or any(names.is_said for key, names in parts if key != "anyOf" or not has_group)
+            or said
             or not _may_be_object(node)
         ):
             return self._part(node, shared)
         if rest is not None and any(n.has_choices for key, n in parts if key != "anyOf"):
-            return self._part(node, shared) | {_ASKED: rest}  # the compiler refuses the keyword
+            return self._part(node, shared) | {_ASKED: rest}
         if has_group:
-            around = self._parts_of_root.union(
-                [others, *(names for key, names in parts if key != "anyOf")]
-            )
+            around = self._parts_of_root.union([others, *beside])
             made: dict[str, Any] = self._part(node, shared, ("anyOf",))
             made["anyOf"] = [
                 self._in_place(item, shared)
@@ -186,6 +192,8 @@ class _Closer:
         for key, value in node.items():
             if key in but:
                 made[key] = value
+            elif key == "oneOf" and self._every and not self._asks(value):
+                made[key] = self._by_letter(value)
             elif key in IN_PLACE and isinstance(value, list):
                 made[key] = [self._in_place(item, shared) for item in value]
             elif key in NAMED and isinstance(value, dict):
@@ -206,6 +214,33 @@ class _Closer:
                 made[key] = self._copy(value, shared) if is_open else self._closed(value)
             elif key != _ASKED:
                 made[key] = value
+        return made
+
+    def _asks(self, value: Any) -> bool:
+        """Returns whether unevaluatedProperties is somewhere in a schema or in a list of them."""
+        self._document.work.spend()
+        if isinstance(value, list):
+            return any(map(self._asks, value))
+        is_dict = isinstance(value, dict)
+        return is_dict and (_ASKED in value or any(map(self._asks, value.values())))
+
+    def _by_letter(self, value: Any) -> Any:
+        """Returns a schema, or a list of them, with nothing closed in it or behind references."""
+        self._num_made += 1
+        self._document.work.spend()
+        if isinstance(value, list):
+            return [self._by_letter(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        made = dict(value)
+        for key, inner in value.items():
+            if key in NAMED and isinstance(inner, dict):
+                made[key] = {name: self._by_letter(item) for name, item in inner.items()}
+            elif key in (*IN_PLACE, *LISTED, *SINGLE):
+                made[key] = self._by_letter(inner)
+        reference = value.get("$ref")
+        if isinstance(reference, str) and isinstance(self._document.target(reference), dict):
+            made["$ref"] = self._copy(reference, _LETTER)
         return made
 
     def _closed(self, reference: str) -> str:
@@ -259,7 +294,7 @@ class _PartNames:
                 names = [self.all_of(member, steps + 1) for member in members]
                 if key in CHOICES:
                     names = [self.union(names)]
-                    names[0].has_choices = names[0].has_any
+                    names[0].has_choices = names[0].has_any or names[0].is_said
                 parts += [(key, each) for each in names]
         reference = node.get("$ref")
         if isinstance(reference, str):
