@@ -95,8 +95,8 @@ class PromptPool:
             raise OverloadedError(f"{self._num_compiling} requests wait for grammars")
 
     def submit(self, job: Callable[[], None], *, compiles: bool, is_large: bool = False) -> None:
-        """Queues a job. compiles: it compiles a grammar. is_large: it has a large text, with which
-        it does not compete with other grammars."""
+        """Queues a job. compiles: it compiles a grammar. is_large: it has a large text, and goes
+        to the thread for these even if it compiles a grammar, too."""
         if is_large or not compiles:
             threads = self._encoding if is_large else self._tokenizing
             threads.submit(self._work, job)
