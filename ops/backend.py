@@ -8,6 +8,7 @@ tokens of K/V. Nothing here knows requests, ranges or pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -52,6 +53,58 @@ class LinearOp(Protocol):
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Returns act(norm(x) @ weight.T + bias) (+ residual): [T, out], for x: [T, in].
 
+        The residual, [T, out], may be overwritten.
+        """
+
+
+class Routing(NamedTuple):
+    """The experts of each row. experts: [T, K] int32, distinct in a row; weights: [T, K] fp32."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterKind:
+    """How a router turns logits into experts and weights.
+
+    score: "softmax" or "sigmoid", over all logits, or over the chosen ones with is_after_top_k.
+    The chosen experts are those with the largest score plus correction; weights are scores without
+    it. With num_groups above 1 only experts of the num_top_groups best groups can be chosen; a
+    group's score is the sum of its best group_best (corrected) scores. is_normalized: weights of a
+    row are divided by their sum plus sum_eps. scale multiplies the weights in the end.
+    """
+
+    top_k: int
+    score: str = "softmax"
+    is_after_top_k: bool = False
+    is_normalized: bool = False
+    sum_eps: float = 0.0
+    scale: float = 1.0
+    num_groups: int = 1
+    num_top_groups: int = 1
+    group_best: int = 1
+
+
+class Router(NamedTuple):
+    """A router: weight: [E, in] fp32; bias of the logits: [E] fp32 or None; correction: [E] fp32 or
+    None, added to scores for the choice only; expert_scales: [E] fp32 or None, multiply the
+    weights in the end."""
+
+    kind: RouterKind
+    weight: Tensor
+    bias: Tensor | None = None
+    correction: Tensor | None = None
+    expert_scales: Tensor | None = None
+
+
+class ExpertsOp(Protocol):
+    """The packed experts of a mixture: gate, up, activation, down, and the weighted sum."""
+
+    def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+        """Returns sum over k of weights[t, k] * expert[experts[t, k]](x[t]) (+ residual): [T, out].
+
+        x: [T, in]. A row's sum is in the order of its k, so its bits do not depend on other rows.
         The residual, [T, out], may be overwritten.
         """
 
@@ -146,6 +199,19 @@ class Backend(Protocol):
     ) -> LinearOp:
         """Copies weight: [out, in] and bias: [out], both in the compute dtype."""
 
+    def pack_experts(
+        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool = False
+    ) -> ExpertsOp:
+        """Combines the products of E experts, which were packed by this back end with one shape.
+
+        ups include the activation and no norm. scales_input: a weight multiplies the expert's input
+        instead of its output (Llama 4).
+        """
+
+    def route(self, x: Tensor, router: Router) -> Routing:
+        """Returns the experts of x: [T, in], computed in fp32. Of equal scores the lower expert
+        comes first."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalizes x: [..., N]; weight: [N]. The mean square is fp32, the result in x's dtype."""
 
@@ -159,10 +225,14 @@ class Backend(Protocol):
         """
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
-        """Applies silu, gelu, gelu_tanh or relu to x: [T, F]."""
+        """Applies silu, gelu, gelu_tanh, relu or relu2 (the square of relu) to x: [T, F]."""
 
     def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
-        """Returns act(gate) * up: [T, F], for gate_up: [T, 2F]."""
+        """Returns act(gate) * up: [T, F], for gate_up: [T, 2F].
+
+        The kind swiglu_oai exists only here: gate and up are clamped to 7, up also to -7 from
+        below, and the result is gate * sigmoid(1.702 * gate) * (up + 1) (gpt-oss).
+        """
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Tensor, rows: Tensor) -> None:
         """Writes k, v: [T, Hk, D] into cache: [N, 2, Hk, D], one layer of all ranges.

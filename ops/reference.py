@@ -13,7 +13,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ops.backend import NO_FUSION, Fusion, KeyValues, LinearOp, Partial, QuantizedLinears
+from ops.backend import (
+    NO_FUSION,
+    ExpertsOp,
+    Fusion,
+    KeyValues,
+    LinearOp,
+    Partial,
+    QuantizedLinears,
+    Router,
+    Routing,
+)
+from ops.experts import ExpertsOneByOne, route
 from ops.linear import PlainLinear
 
 
@@ -21,11 +32,21 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def gate(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """Returns Backend.gated_activation of the two halves."""
+    if kind == "swiglu_oai":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return _activate(gate, kind) * up
+
+
 def _activate(x: Tensor, kind: str) -> Tensor:
     if kind == "silu":
         return x * torch.sigmoid(x)
     if kind == "relu":
         return x.clamp(min=0)
+    if kind == "relu2":
+        return x.clamp(min=0).square()
     if kind == "gelu":
         return 0.5 * x * (1 + torch.erf(x / 2**0.5))
     if kind == "gelu_tanh":
@@ -52,6 +73,14 @@ class ReferenceBackend:
 
         return PlainLinear(self, product, fusion)
 
+    def pack_experts(
+        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool = False
+    ) -> ExpertsOp:
+        return ExpertsOneByOne(ups, downs, scales_input)
+
+    def route(self, x: Tensor, router: Router) -> Routing:
+        return route(x, router)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = _wide(x)
         mean_square = (wide * wide).mean(-1, keepdim=True)
@@ -76,8 +105,7 @@ class ReferenceBackend:
         return _activate(_wide(x), kind).to(x.dtype)
 
     def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
-        gate, up = _wide(gate_up).chunk(2, dim=-1)
-        return (_activate(gate, kind) * up).to(gate_up.dtype)
+        return gate(*_wide(gate_up).chunk(2, dim=-1), kind).to(gate_up.dtype)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Tensor, rows: Tensor) -> None:
         for i, row in enumerate(rows.tolist()):

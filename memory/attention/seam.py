@@ -17,13 +17,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """The attention parameters of one layer. window: the keys a row sees, itself included."""
+    """The attention parameters of one layer.
+
+    window: the keys a row sees, itself included. soft_cap: scores become cap * tanh(score / cap);
+    0: none. sinks: for each head a logit that takes part in the softmax and has no value. shares:
+    the earlier layer whose K/V this layer reads; it has none of its own. value_dim: V is the first
+    value_dim values of K and is not stored (latent attention, num_kv_heads is 1); None: V is
+    stored.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     window: int | None = None
+    soft_cap: float = 0.0
+    sinks: tuple[float, ...] | None = None
+    shares: int | None = None
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +88,15 @@ class Attention(Protocol):
     def begin(self, layer: int, q: Tensor) -> Ticket:
         """Starts a layer with its queries. The step's K/V is not yet written."""
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Pending:
         """Rotates k, writes k and v, and attends. k may be overwritten. The implementation rotates
-        k, so that it can do so while it writes k."""
+        k, so that it can do so while it writes k.
+
+        k and v are None for a layer that shares the K/V of another, which has finished in this
+        step; v is None where V is a part of K.
+        """
 
 
 class PlannedAttention(Protocol):
