@@ -52,6 +52,12 @@ class PackedWeight(Protocol):
     def plain(self) -> Tensor:
         """Returns the dequantized weight, [out, in] fp32."""
 
+    def rows(self, order: Tensor) -> PackedWeight:
+        """Returns the outputs `order`, [n] int64, in this order."""
+
+    def scaled(self, factor: float) -> PackedWeight:
+        """Returns the weight times factor."""
+
 
 class CheckpointFormat(Protocol):
     """The storage format of quantized products. method: the checkpoint's quant_method."""

@@ -19,7 +19,7 @@ from ops.cpu.native_ceilings import Ceilings
 from serve.config import EngineConfig
 from serve.engine.step_trace import TracedStep
 from serve.loading.precision import choose_backend, resolve_precision
-from serve.models import ModelSpec
+from serve.models import ModelSpec, count_parameters
 from serve.scheduler.step_time import StepWork
 
 MAX_DRIFT, MAX_REPEATS = 0.15, 3
@@ -134,16 +134,18 @@ class ModelCost:
     """
 
     def __init__(self, spec: ModelSpec, weights: str, compute: torch.dtype, kv_bytes: int) -> None:
-        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        mlp = (3 if spec.is_gated else 2) * spec.hidden_size * spec.intermediate_size
-        self.block_weights = spec.num_layers * (spec.hidden_size * (2 * q + 2 * kv) + mlp)
-        self.head_weights = spec.vocab_size * spec.hidden_size
+        counts = count_parameters(spec)
+        self.block_weights = counts.blocks
+        self.head_weights = counts.head
         self.is_int8 = weights != "plain"
         # The last product of 4-bit models is in int8.
         self.weight_bytes = _WEIGHT_BYTES.get(weights, compute.itemsize)
         self.head_bytes = max(1.0, self.weight_bytes)
         self.kv_bytes = kv_bytes
-        self._attention_width = 4 * q * spec.num_layers  # operations per query row and key
+        # operations per query row and key
+        self._attention_width = sum(
+            4 * layer.num_heads * layer.head_dim for layer in spec.attention_layers
+        )
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, kv_bytes: int) -> ModelCost:

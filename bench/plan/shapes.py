@@ -229,28 +229,25 @@ def _named(name: str, row: dict[str, Any]) -> Shape:
 
 
 def _read(path: Path) -> Shape:
-    from serve.models import read_spec  # imports torch
+    from serve.models import count_parameters, read_spec  # imports torch
 
     spec = read_spec(path)
-    norm_parameters = spec.has_norm_weight + spec.has_norm_bias
-    return make_shape(
-        path.resolve().name,
+    counts, layers = count_parameters(spec), spec.attention_layers
+    table = spec.vocab_size * spec.embed_size
+    mlp = spec.layers[0].mlp
+    return Shape(
+        name=path.resolve().name,
         hidden=spec.hidden_size,
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        ffn=spec.intermediate_size,
-        vocab=spec.vocab_size,
-        context=spec.max_model_len,
-        windows=spec.windows,
+        q_width=layers[0].num_heads * layers[0].head_dim,
+        kv_width=layers[0].num_kv_heads * layers[0].head_dim,
+        head_dim=layers[0].head_dim,
+        ffn=getattr(mlp, "expert", mlp).size,
+        windows=tuple(layer.window for layer in layers),
+        max_model_len=spec.max_model_len,
+        block_parameters=counts.blocks + counts.experts,
+        head_parameters=counts.head,
+        embedding_parameters=table,
+        # a tied table counts as the last product
+        other_parameters=counts.others + counts.tables - (0 if spec.is_tied else table),
         is_tied=spec.is_tied,
-        is_gated=spec.is_gated,
-        has_qk_norm=spec.has_qk_norm,
-        has_qkv_bias=spec.has_qkv_bias,
-        has_o_bias=spec.has_o_bias,
-        has_mlp_bias=spec.has_mlp_bias,
-        norm_parameters=norm_parameters,
-        has_final_norm=spec.has_final_norm,
-        embed=spec.embed_size,
-        num_positions=spec.num_positions,
     )

@@ -20,7 +20,7 @@ from serve.cli.reporting import printable
 from serve.config import DEFAULT_MODEL, DTYPES, EngineConfig
 from serve.errors import ConfigError, ModelLoadError, reason
 from serve.loading.precision import resolve_precision
-from serve.models import read_spec
+from serve.models import count_parameters, read_spec
 from serve.models.checkpoint import Checkpoint
 from serve.models.spec import ModelSpec
 from serve.units import format_count, format_memory
@@ -69,7 +69,7 @@ def _describe(name: str, path: Path) -> ServableModel:
     try:
         spec = read_spec(path)
         model.family = spec.model_type
-        model.parameters = spec.num_parameters
+        model.parameters = count_parameters(spec).total
         model.max_model_len = spec.max_model_len
         files = {entry.file for entry in Checkpoint(path).entries.values()}
         model.size_bytes = sum(file.stat().st_size for file in files)

@@ -16,6 +16,7 @@ from ops.cpu import native_library
 from serve.engine.loader import LoadedEngine
 from serve.loading.precision import Precision
 from serve.machine import process_bytes
+from serve.models import count_parameters
 from serve.units import format_count, format_memory
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def server_lines(server: HttpServer) -> list[tuple[str, str]]:
 
 def _model(loaded: LoadedEngine) -> str:
     spec = loaded.spec
-    text = f"{spec.model_type}, {format_count(spec.num_parameters)} parameters"
+    text = f"{spec.model_type}, {format_count(count_parameters(spec).total)} parameters"
     text += f", context {loaded.max_model_len:,}"
     if loaded.max_model_len < spec.max_model_len:
         text += f" of {spec.max_model_len:,}"

@@ -21,7 +21,7 @@ from ops.cpu import native_library
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.machine import available_memory
-from serve.models import ModelSpec
+from serve.models import ModelSpec, count_parameters
 from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -92,13 +92,14 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
         kv_reason = "as the products"
         if is_int8 and not can_int8:
             kv = "bfloat16"  # the compute type is fp32, twice the bytes
-            kv_reason = f"int8 K/V has no heads of {spec.head_dim}"
+            kv_reason = f"int8 K/V has no heads of {_some(_head_dims(spec))}"
             logger.info("kv_dtype auto: bfloat16 (%s)", kv_reason)
     if kv == "int8":
         _require(backend, "kv_dtype", kv)
         if not can_int8:
             raise ConfigError(
-                f"kv_dtype int8 needs a head_dim of a multiple of 16 up to 512, not {spec.head_dim}"
+                "kv_dtype int8 needs a head_dim of a multiple of 16 up to 512, not "
+                f"{_some(_head_dims(spec))}"
             )
     return Precision(compute, weights, kv, packed, backend, reason, kv_reason)
 
@@ -130,9 +131,20 @@ def check_weights_fit(spec: ModelSpec, precision: Precision) -> None:
 
 def _least_bytes(spec: ModelSpec, bytes_per_weight: float) -> int:
     """Returns the bytes of all weights; the embedding keeps the type of the file."""
-    embedding = spec.vocab_size * spec.embed_size
+    counts = count_parameters(spec)
+    # a tied table is in memory twice: in the file's type, and packed for the last product
+    looked_up = counts.tables or counts.head
     in_file = 4 if spec.torch_dtype == "float32" else 2
-    return int((spec.num_parameters - embedding) * bytes_per_weight) + embedding * in_file
+    return int((counts.total - counts.tables) * bytes_per_weight) + looked_up * in_file
+
+
+def _head_dims(spec: ModelSpec) -> list[int]:
+    """Returns the different head_dims of the layers, the smallest first."""
+    return sorted({layer.head_dim for layer in spec.attention_layers})
+
+
+def _some(numbers: list[int]) -> str:
+    return " and ".join(map(str, numbers))
 
 
 def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:
@@ -143,8 +155,8 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:
     reason = None
     if config.memory_nodes:
         reason = "memory nodes are used"
-    elif spec.head_dim > _CUDA_MAX_HEAD_DIM:
-        reason = f"its kernels have no heads of {spec.head_dim}"
+    elif max(_head_dims(spec)) > _CUDA_MAX_HEAD_DIM:
+        reason = f"its kernels have no heads of {max(_head_dims(spec))}"
     if best == "cuda" and reason is not None:
         logger.warning("backend auto: cpu, not cuda (%s)", reason)
         return "cpu"

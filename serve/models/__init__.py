@@ -8,12 +8,15 @@ decoder.py.
 from serve.models.decoder import Decoder, run_interleaved
 from serve.models.families import FAMILIES
 from serve.models.spec import ModelSpec, read_generation_defaults, read_spec
-from serve.models.weights import load_model
+from serve.models.tensors import ParameterCounts
+from serve.models.weights import count_parameters, load_model
 
 __all__ = [
     "FAMILIES",
     "Decoder",
     "ModelSpec",
+    "ParameterCounts",
+    "count_parameters",
     "load_model",
     "read_generation_defaults",
     "read_spec",

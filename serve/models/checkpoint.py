@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ops.cpu.finite import all_finite
 from quant.checkpoint_formats import TensorRule
+from serve.checkpoint_json import read_json
 from serve.errors import ModelLoadError, reason
-from serve.models.config_file import read_json
 from serve.regular_file import check_regular
 
 SINGLE = "model.safetensors"
@@ -57,9 +57,12 @@ class Checkpoint:
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Announces the tensors that will be fetched; files ignore it."""
 
-    def fetch(self, name: str) -> Tensor:
-        """Returns the tensor, mapped from the file. ModelLoadError if it is not finite."""
+    def fetch(self, name: str, index: int | None = None) -> Tensor:
+        """Returns the tensor, or its part tensor[index], mapped from the file. ModelLoadError if it
+        is not finite."""
         tensor = self._read(name)
+        if index is not None:
+            tensor = tensor[index]
         if not all_finite(tensor):
             raise ModelLoadError(f"{self.entries[name].file}: tensor {name} holds NaN or infinity")
         return tensor

@@ -10,8 +10,8 @@ import hashlib
 import re
 from pathlib import Path
 
+from serve.checkpoint_json import read_bytes
 from serve.errors import ModelLoadError, reason
-from serve.models.config_file import read_bytes
 from serve.regular_file import open_regular
 
 MANIFEST = "SHA256SUMS"

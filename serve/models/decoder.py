@@ -7,37 +7,31 @@ determines the precision; this file names none.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from memory.attention.seam import Attention, AttentionLayer, Pending, Rotation
+from memory.attention.seam import Attention, AttentionLayer
 from ops.backend import Backend, LinearOp, Norm
 from ops.linear import apply_norm
+from serve.models.blocks import Block, RowInputs
 from serve.models.rope import RotaryTable
 from serve.models.spec import ModelSpec
 
 
 @dataclass(slots=True)
-class LayerWeights:
-    """The weights of one block.
+class PerLayerTables:
+    """Embeddings that blocks add after their MLPs (Gemma 4).
 
-    qkv computes q, k and v side by side, or only k and v if q has a product of its own, which runs
-    first; up includes the MLP's activation. In a pre-norm block qkv and up normalize their input;
-    in a post-norm block attn_norm and mlp_norm follow the residual sums.
+    embed: [vocab, layers * size] in the file's type. project computes as much from the embeddings;
+    norm: of each layer's part of it.
     """
 
-    q: LinearOp | None
-    qkv: LinearOp
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: LinearOp
-    up: LinearOp
-    down: LinearOp
-    attn_norm: Norm | None = None
-    mlp_norm: Norm | None = None
+    embed: Tensor
+    project: LinearOp
+    norm: Norm
 
 
 @dataclass(slots=True)
@@ -51,10 +45,11 @@ class DecoderWeights:
     embed: Tensor
     positions: Tensor | None
     project_in: LinearOp | None
-    layers: list[LayerWeights]
+    blocks: list[Block]
     project_out: LinearOp | None
     head: LinearOp
     final_norm: Norm | None = None
+    per_layer: PerLayerTables | None = None
 
 
 Slices = Generator[None, None, Tensor]
@@ -98,12 +93,13 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self._backend = backend
-        self._rotary: RotaryTable | None = None
-        if spec.rope is not None:
-            self._rotary = RotaryTable(spec.rope, spec.max_model_len, device)
+        self._rotary = [RotaryTable(rope, spec.max_model_len, device) for rope in spec.ropes]
 
     def attention_layers(self) -> list[AttentionLayer]:
-        return self.spec.attention_layers
+        return [
+            replace(layer, sinks=block.attention.sinks)
+            for layer, block in zip(self.spec.attention_layers, self.weights.blocks, strict=True)
+        ]
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Returns [T, hidden] before the final norm, for input_ids, positions: [T] int64."""
@@ -121,18 +117,21 @@ class Decoder:
         Closing the generator abandons the pass.
         """
         x = self._embed(input_ids, positions)
-        rotation = self._rotary.lookup(positions) if self._rotary is not None else None
-        for index, layer in enumerate(self.weights.layers):
-            pending = self._attend(index, layer, x, rotation, attention)
+        rotations = [table.lookup(positions) for table in self._rotary]
+        inputs = RowInputs(rotations, positions, self._per_layer_inputs(input_ids, x))
+        for index, block in enumerate(self.weights.blocks):
+            pending = block.attention.attend(index, x, inputs, attention)
             yield
-            x = self._block(layer, pending.wait().flatten(1), x)
+            x = block.finish(self._backend, pending.wait(), x, inputs, index)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns [R, vocab] fp32 for hidden: [R, hidden] of `forward`."""
         if self.weights.project_out is not None:
             hidden = self.weights.project_out(hidden)
-        return self.weights.head(hidden).float()
+        logits = self.weights.head(hidden).float()
+        cap = self.spec.logit_soft_cap
+        return logits if cap == 0 else torch.tanh(logits / cap) * cap
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Returns the head's input [R, embed_size] for hidden: [R, hidden] of `forward`."""
@@ -144,6 +143,8 @@ class Decoder:
     def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         weights = self.weights
         x = functional.embedding(input_ids, weights.embed).to(self.dtype)
+        if self.spec.embed_scale != 1.0:
+            x = x * self.spec.embed_scale
         if weights.project_in is not None:
             x = weights.project_in(x)
         if weights.positions is not None:
@@ -151,41 +152,16 @@ class Decoder:
             x = x + functional.embedding(rows, weights.positions).to(self.dtype)
         return x
 
-    def _block(self, layer: LayerWeights, attended: Tensor, x: Tensor) -> Tensor:
-        """Computes the part of a block after attention. attended: [T, H * D]."""
-        x = layer.o(attended, residual=x)
-        if layer.attn_norm is not None:
-            x = apply_norm(self._backend, x, layer.attn_norm)
-        x = layer.down(layer.up(x), residual=x)
-        if layer.mlp_norm is not None:
-            x = apply_norm(self._backend, x, layer.mlp_norm)
-        return x
-
-    def _attend(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: Tensor,
-        rotation: Rotation | None,
-        attention: Attention,
-    ) -> Pending:
-        """Passes q to attention before k and v are computed, so that memory nodes can start."""
-        spec, rows = self.spec, x.shape[0]
-        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        if layer.q is None:
-            qkv, k_at = layer.qkv(x).view(rows, heads + 2 * kv_heads, dim), heads
-            q = qkv[:, :heads]
-        else:
-            q = layer.q(x).view(rows, heads, dim)
-        q = self._normed(q, layer.q_norm)
-        if rotation is not None:
-            q = self._backend.rotary(q, *rotation)
-        ticket = attention.begin(index, q)
-        if layer.q is not None:
-            qkv, k_at = layer.qkv(x).view(rows, 2 * kv_heads, dim), 0
-        k = self._normed(qkv[:, k_at : k_at + kv_heads], layer.k_norm)
-        return attention.finish(ticket, k, qkv[:, k_at + kv_heads :], rotation)
-
-    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """Returns x: [T, H, D], which may have strided rows, normalized per head."""
-        return x if norm is None else self._backend.rms_norm(x, norm, self.spec.norm_eps)
+    def _per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
+        """Returns what blocks add after their MLPs, [layers, T, size], for embeddings x."""
+        tables = self.weights.per_layer
+        if tables is None:
+            return None
+        shape = (len(x), self.spec.num_layers, -1)
+        embedded: Tensor = functional.embedding(input_ids, tables.embed).to(self.dtype).view(shape)
+        size = embedded.shape[-1]
+        projected: Tensor = self._backend.rms_norm(
+            tables.project(x).view(shape), tables.norm.weight, tables.norm.eps
+        )
+        total: Tensor = (projected + embedded * size**0.5) * 2**-0.5
+        return total.transpose(0, 1)

@@ -33,8 +33,10 @@ class RandomCheckpoint(Checkpoint):
         for name, shape in shapes.items():
             self.entries[name] = TensorEntry(self.path, shape, "BF16")
 
-    def fetch(self, name: str) -> Tensor:
+    def fetch(self, name: str, index: int | None = None) -> Tensor:
         shape, kind = self.entries[name].shape, torch.bfloat16
+        if index is not None:
+            shape = shape[1:]
         if len(shape) == 1:
             make = torch.zeros if name.endswith(".bias") else torch.ones
             return make(shape, dtype=kind, device=self._device)

@@ -1,7 +1,7 @@
-"""ModelSpec: the switches of the decoder, read from config.json.
+"""ModelSpec: the description of a decoder, and its reader of config.json.
 
-This module reads no weights. families.py maps keys to switches; here are the spec, the common
-checks and the generation defaults.
+This module reads no weights. Families map keys to fields; here are the fields of the whole model,
+the common checks and the generation defaults. layer_spec.py has the fields of a block.
 """
 
 from __future__ import annotations
@@ -12,114 +12,145 @@ from typing import Any
 
 from memory.attention.seam import AttentionLayer
 from quant.checkpoint_formats import CheckpointFormat, read_format
+from serve.checkpoint_json import ConfigReader, read_json
 from serve.errors import ModelLoadError
-from serve.models.config_file import ConfigReader, read_json
-from serve.models.families import FAMILIES, Family
-from serve.models.rope import RopeSpec
+from serve.models.families import FAMILIES
+from serve.models.families.layer_spec import AttentionSpec, LayerSpec
+from serve.models.families.names import Family
+from serve.models.families.rope_spec import RopeSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+# keys under which multimodal configurations hold that of their language model
+NESTED = ("text_config", "llm_config", "language_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The numbers and switches of a decoder. Defaults are those of a Llama block.
+    """The numbers and switches of a decoder. Defaults are those of a Llama model.
 
-    norm: "rms" or "layer". is_post_norm: normalize after the residual sum instead of before the
-    block. activation: a kind of Backend.activation. rope and num_positions exclude each other:
-    learned positions have num_positions rows, and position p uses row p + position_offset.
-    embed_size differs from hidden_size if the model projects in and out. windows, scales: one per
-    layer. tolerates_int8: dtype auto may choose int8. packed: the storage format of a quantized
-    checkpoint.
+    norm: "rms" or "layer", for all norms of the hidden state. norm_offset is added to the weights
+    of all norms. Learned positions have num_positions rows, and position p uses row
+    p + position_offset. embed_size differs from hidden_size if the model projects in and out.
+    embed_scale multiplies embeddings, residual_scale what a block's halves add, logit_scale the
+    logits; logits become cap * tanh(logit / cap) if logit_soft_cap is not 0. per_layer_vocab: rows
+    of the table of per-layer embeddings. tolerates_int8: dtype auto may choose int8. packed: the
+    storage format of a quantized checkpoint. is_nested: config.json is that of a multimodal model.
     """
 
     model_type: str
     torch_dtype: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    embed_size: int
     max_model_len: int
     norm_eps: float
-    windows: tuple[int | None, ...]
-    scales: tuple[float, ...]
-    embed_size: int
-    rope: RopeSpec | None = None
+    layers: tuple[LayerSpec, ...]
     num_positions: int = 0
     position_offset: int = 0
     norm: str = "rms"
     has_norm_weight: bool = True
     has_norm_bias: bool = False
-    is_post_norm: bool = False
+    norm_offset: float = 0.0
     has_final_norm: bool = True
-    has_qk_norm: bool = False
-    has_qkv_bias: bool = False
-    has_o_bias: bool = False
-    has_mlp_bias: bool = False
-    is_gated: bool = True
-    activation: str = "silu"
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_soft_cap: float = 0.0
+    per_layer_vocab: int = 0
     is_tied: bool = False
+    has_head_bias: bool = False
     tolerates_int8: bool = True
     packed: CheckpointFormat | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    is_nested: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        return [
-            AttentionLayer(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                scale=scale,
-                window=window,
-            )
-            for scale, window in zip(self.scales, self.windows, strict=True)
-        ]
+        """The layers as the attention seam sees them; sinks are known when weights are."""
+        return [attention_layer(layer) for layer in self.layers]
 
     @property
-    def num_parameters(self) -> int:
-        """The number of weights and biases; a tied table counts once."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        ups = 2 if self.is_gated else 1
-        norm = hidden * (self.has_norm_weight + self.has_norm_bias)
-        layer = 2 * norm + (2 * self.head_dim if self.has_qk_norm else 0)
-        layer += hidden * (2 * q_size + 2 * kv_size) + (ups + 1) * hidden * inner
-        layer += (q_size + 2 * kv_size if self.has_qkv_bias else 0) + hidden * self.has_o_bias
-        layer += (ups * inner + hidden) if self.has_mlp_bias else 0
-        ends = self.vocab_size * self.embed_size * (1 if self.is_tied else 2)
-        ends += self.num_positions * hidden + (norm if self.has_final_norm else 0)
-        if self.embed_size != hidden:
-            ends += 2 * self.embed_size * hidden
-        return self.num_layers * layer + ends
+    def ropes(self) -> list[RopeSpec]:
+        """The different rotary embeddings of the layers."""
+        found = (layer.attention.rope for layer in self.layers)
+        return list(dict.fromkeys(rope for rope in found if rope is not None))
+
+
+def attention_layer(layer: LayerSpec) -> AttentionLayer:
+    """Returns what K/V memory and attention kernels need to know of a layer."""
+    spec = layer.attention
+    if isinstance(spec, AttentionSpec):
+        return AttentionLayer(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+            shares=spec.shares,
+        )
+    return AttentionLayer(
+        num_heads=spec.num_heads,
+        num_kv_heads=1,
+        head_dim=spec.kv_rank + spec.rope_dim,
+        scale=spec.scale,
+        value_dim=spec.kv_rank,
+    )
 
 
 def read_spec(path: Path) -> ModelSpec:
     """Reads config.json (and eos ids of generation_config.json) of a Hugging Face directory."""
-    config = read_config(path)
+    whole = read_config(path)
+    config = _language_model(whole)
     model_type = config.text("model_type")
     family = FAMILIES.get(model_type)
     if family is None:
         raise config.fail(
             "model_type", f"{model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}"
         )
-    dtype = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
+    default = whole.text("dtype", whole.text("torch_dtype", "float32"))
+    dtype = config.text("dtype", config.text("torch_dtype", default)).removeprefix("torch.")
     if dtype not in DTYPES:
         raise config.fail("dtype", f"{dtype!r} is not supported; known: {', '.join(DTYPES)}")
-    bos_ids = config.token_ids("bos_token_id")
+    bos_ids = config.token_ids("bos_token_id") or whole.token_ids("bos_token_id")
     spec = ModelSpec(
         model_type=model_type,
         torch_dtype=dtype,
         eos_token_ids=read_generation_defaults(path)["eos_token_ids"],
         bos_token_id=bos_ids[0] if bos_ids else None,
-        packed=_read_packed(config, family),
-        **family.switches(config),
+        packed=_read_packed(whole if whole.has("quantization_config") else config, family),
+        is_nested=config is not whole,
+        **family.fields(config),
     )
     _check_heads(config, spec)
     return spec
+
+
+def _language_model(config: ConfigReader) -> ConfigReader:
+    """Returns the reader of the language model's configuration, which may be nested."""
+    nested = [key for key in NESTED if config.has(key)]
+    if not nested:
+        return config
+    key = nested[0]
+    values = config.values[key]
+    if len(nested) > 1 or not isinstance(values, dict):
+        raise config.fail(" and ".join(nested), "must be one object, the language model's")
+    if any(values.get(other) is not None for other in NESTED):
+        raise config.fail(key, "holds another nested configuration")
+    # a key of the whole model is that of its language model; text_config only repeats it
+    inherited = {
+        name: config.values[name]
+        for name in ("tie_word_embeddings", "vocab_size")
+        if config.has(name) and (name == "tie_word_embeddings" or values.get(name) is None)
+    }
+    values = values | inherited
+    values.setdefault("model_type", config.values.get("model_type"))
+    return ConfigReader(values, f"{config.source}: {key}")
 
 
 def read_config(path: Path) -> ConfigReader:
@@ -136,7 +167,8 @@ def read_config(path: Path) -> ConfigReader:
     if not source.exists():
         raise ModelLoadError(f"{path} has no config.json; a Hugging Face model directory is needed")
     config = ConfigReader(read_json(source), str(source))
-    if config.has("auto_map"):
+    model_type = config.values.get("model_type")
+    if config.has("auto_map") and model_type not in FAMILIES:
         raise config.fail(
             "auto_map", "asks for code from the checkpoint, which is never run; use a plain model"
         )
@@ -170,12 +202,13 @@ def read_generation_defaults(path: Path) -> dict[str, Any]:
     These are temperature, top_p, top_k, min_p and repetition_penalty. eos ids of
     generation_config.json take precedence over those of config.json.
     """
-    config = read_config(path)
+    whole = read_config(path)
+    config_ids = _language_model(whole).token_ids("eos_token_id") or whole.token_ids("eos_token_id")
     source = path / "generation_config.json"
     if not source.exists():
-        return {"eos_token_ids": config.token_ids("eos_token_id")}
+        return {"eos_token_ids": config_ids}
     generation = ConfigReader(read_json(source), str(source))
-    eos_ids = generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
+    eos_ids = generation.token_ids("eos_token_id") or config_ids
     defaults: dict[str, Any] = {"eos_token_ids": eos_ids}
     for key in ("temperature", "top_p", "min_p", "repetition_penalty"):
         if generation.has(key):
@@ -186,8 +219,9 @@ def read_generation_defaults(path: Path) -> dict[str, Any]:
 
 
 def _check_heads(config: ConfigReader, spec: ModelSpec) -> None:
-    if spec.num_heads % spec.num_kv_heads:
-        raise ModelLoadError(
-            f"{config.source}: {spec.num_heads} attention heads cannot be divided among "
-            f"{spec.num_kv_heads} key/value heads"
-        )
+    for layer in spec.attention_layers:
+        if layer.num_heads % layer.num_kv_heads:
+            raise ModelLoadError(
+                f"{config.source}: {layer.num_heads} attention heads cannot be divided among "
+                f"{layer.num_kv_heads} key/value heads"
+            )

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from serve.checkpoint_json import read_bytes
 from serve.config import default_model_path
 from serve.errors import ModelLoadError, RequestError
-from serve.models.config_file import read_bytes
 from serve.sandbox.worker import BoundedWorker, WorkerError
 from serve.text.tokenizer_file import check_description, read_description
 

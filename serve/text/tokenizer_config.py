@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from serve.checkpoint_json import read_bytes, read_json
 from serve.errors import ModelLoadError
-from serve.models.config_file import read_bytes, read_json
 
 MAX_TEMPLATE_BYTES = 4 << 20
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")

@@ -33,6 +33,7 @@ from memory.nodes.wire import (
     read_json,
     read_plan,
 )
+from serve.checkpoint_json import ConfigReader
 from serve.errors import ConfigError, ModelLoadError, RequestError
 from serve.http.anthropic.requests import parse_messages_call
 from serve.http.edge.errors import ApiError
@@ -41,7 +42,6 @@ from serve.http.openai import requests as schema
 from serve.http.responses.items import REFERENCE
 from serve.http.responses.requests import parse_response_call
 from serve.http.responses.response_head import response_head
-from serve.models.config_file import ConfigReader
 from serve.sampling_params import SamplingParams
 from serve.structured.grammar_source import grammar_of
 from serve.text.chat_parser import AnswerParser, ChatFormat, ToolCallArguments, ToolCallStart

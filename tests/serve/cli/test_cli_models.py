@@ -14,7 +14,7 @@ from serve.cli.main import app
 from serve.cli.model_files import cached_models, find_model
 from serve.config import default_model_path
 from serve.errors import ModelLoadError
-from serve.models import read_spec
+from serve.models import count_parameters, read_spec
 from serve.models.checkpoint import Checkpoint
 from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint
 from tests.support.http.fake_engine import FakeEngine
@@ -58,7 +58,7 @@ def listed(*arguments: str) -> list[dict[str, Any]]:
 def test_parameters_are_counted_as_in_the_files(variant: Variant) -> None:
     path = checkpoint(variant.family, variant.name)
     shapes = [entry.shape for entry in Checkpoint(path).entries.values()]
-    assert read_spec(path).num_parameters == sum(map(math.prod, shapes))
+    assert count_parameters(read_spec(path)).total == sum(map(math.prod, shapes))
 
 
 def test_the_embedded_model_and_the_cache(cache: Path) -> None:
@@ -68,7 +68,7 @@ def test_the_embedded_model_and_the_cache(cache: Path) -> None:
     (cache / "datasets--Org--Text").mkdir()
     embedded, broken, tiny = listed()
     assert embedded["name"] == "default"
-    assert embedded["parameters"] == read_spec(default_model_path()).num_parameters
+    assert embedded["parameters"] == count_parameters(read_spec(default_model_path())).total
     assert (tiny["name"], tiny["path"], tiny["problem"]) == ("Org/Tiny", str(snapshot), "")
     assert tiny["size_bytes"] == (snapshot / "model.safetensors").stat().st_size
     assert "bfloat16" in tiny["dtypes"] and "fp8" not in tiny["dtypes"]

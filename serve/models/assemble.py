@@ -1,0 +1,266 @@
+"""Builds the weights of a decoder from a source of tensors, which may only note what is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ops.backend import Backend, Fusion, LinearOp, Norm
+from serve.models.assemble_latent import assemble_latent
+from serve.models.assemble_mlp import MlpAssembler
+from serve.models.blocks import AttentionHalf, AttentionWeights, Block, PerLayerInput
+from serve.models.decoder import DecoderWeights, PerLayerTables
+from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, QKNorm
+from serve.models.families.names import WeightNames
+from serve.models.spec import ModelSpec
+from serve.models.tensors import Part, Rows, TensorSource
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a checkpoint keeps a model: the prefix of its tensors, and the head's module (None: the
+    embedding is the head)."""
+
+    prefix: str
+    head: str | None
+
+
+class Assembler:
+    """Builds one model. q_first: q has a product of its own, so that memory nodes start earlier."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        names: WeightNames,
+        stored: Stored,
+        source: TensorSource,
+        backend: Backend,
+        *,
+        q_first: bool,
+    ) -> None:
+        self._spec = spec
+        self._names = names
+        self._stored = stored
+        self._source = source
+        self._backend = backend
+        self._q_first = q_first
+        self._rotations = {rope: index for index, rope in enumerate(spec.ropes)}
+
+    def decoder(self, layers: Iterable[int]) -> DecoderWeights:
+        """Builds everything; layers yields the numbers of all layers."""
+        spec, names, prefix = self._spec, self._names, self._stored.prefix
+        has_projections = spec.embed_size != spec.hidden_size
+        final_norm = self._norm(prefix + names.final_norm) if spec.has_final_norm else None
+        embed = f"{prefix}{names.embed}"
+        blocks = []
+        for index in layers:
+            blocks.append(self._block(spec.layers[index], prefix + names.layer.format(index)))
+            self._source.end_layer()
+        positions = project_in = project_out = None
+        if spec.num_positions:
+            shape = (spec.num_positions, spec.hidden_size)
+            positions = self._source.table(f"{prefix}{names.positions}.weight", shape)
+        if has_projections:
+            inner = Part(prefix + names.project_in, spec.hidden_size)
+            outer = Part(prefix + names.project_out, spec.embed_size)
+            project_in = self._source.product([inner], spec.embed_size)
+            project_out = self._source.product([outer], spec.hidden_size, fusion=Fusion(final_norm))
+            final_norm = None
+        head = self._source.product(
+            [Part(self._stored.head or embed, spec.vocab_size)],
+            spec.embed_size,
+            has_bias=spec.has_head_bias,
+            fusion=Fusion(final_norm),
+            scale=spec.logit_scale,
+            is_head=True,
+        )
+        return DecoderWeights(
+            embed=self._source.table(f"{embed}.weight", (spec.vocab_size, spec.embed_size)),
+            positions=positions,
+            project_in=project_in,
+            blocks=blocks,
+            project_out=project_out,
+            head=head,
+            final_norm=final_norm,
+            per_layer=self._per_layer_tables(prefix) if spec.per_layer_vocab else None,
+        )
+
+    def _per_layer_tables(self, prefix: str) -> PerLayerTables:
+        spec = self._spec
+        size = spec.layers[0].per_layer_input
+        width = size * spec.num_layers
+        project = Part(f"{prefix}per_layer_model_projection", width)
+        return PerLayerTables(
+            embed=self._source.table(
+                f"{prefix}embed_tokens_per_layer.weight", (spec.per_layer_vocab, width)
+            ),
+            project=self._source.product([project], spec.hidden_size, scale=spec.hidden_size**-0.5),
+            norm=self._norm(f"{prefix}per_layer_projection_norm", size),
+        )
+
+    def _block(self, layer: LayerSpec, at: str) -> Block:
+        names, norms = self._names, layer.norms
+        attn_in = self._norm(at + names.attn_in) if "attn_in" in norms else None
+        mlp_in = attn_in if layer.is_parallel else None
+        if "mlp_in" in norms:
+            mlp_in = self._norm(at + names.mlp_in)
+        mlps = MlpAssembler(self._spec, names, self._source, self._backend, self._norm)
+        after = {
+            place: self._norm(at + getattr(names, place)) if place in norms else None
+            for place in ("attn_out", "mlp_out", "attn_sum", "mlp_sum")
+        }
+        per_layer = self._per_layer_input(layer, at) if layer.per_layer_input else None
+        scalar = self._source.vector(at + names.scalar, (1,)) if layer.has_scalar else None
+        return Block(
+            attention=self._attention(layer.attention, at, Fusion(attn_in)),
+            mlp=mlps.mlp(layer.mlp, at, mlp_in),
+            is_parallel=layer.is_parallel,
+            per_layer=per_layer,
+            scalar=scalar,
+            is_plain=not (norms & set(after) or layer.is_parallel or layer.per_layer_input)
+            and not layer.has_scalar,
+            **after,
+        )
+
+    def _per_layer_input(self, layer: LayerSpec, at: str) -> PerLayerInput:
+        size, hidden = layer.per_layer_input, self._spec.hidden_size
+        mlp = layer.mlp if isinstance(layer.mlp, MlpSpec) else layer.mlp.expert
+        gate, project = f"{at}per_layer_input_gate", f"{at}per_layer_projection"
+        fusion = Fusion(None, mlp.activation)
+        return PerLayerInput(
+            gate=self._source.product([Part(gate, size)], hidden, fusion=fusion),
+            project=self._source.product([Part(project, hidden)], size),
+            norm=self._norm(f"{at}post_per_layer_input_norm"),
+        )
+
+    # -- attention
+
+    def _attention(
+        self, spec: AttentionSpec | LatentSpec, at: str, fusion: Fusion
+    ) -> AttentionHalf:
+        rotation = None if spec.rope is None else self._rotations[spec.rope]
+        if isinstance(spec, LatentSpec):
+            return assemble_latent(
+                self._spec, spec, self._names, at, fusion, rotation, self._source, self._backend
+            )
+        hidden, source = self._spec.hidden_size, self._source
+        q, kv = self._qkv_parts(spec, at)
+        q_op: LinearOp | None = None
+        kv_op: LinearOp | None = None
+        if self._q_first or not kv:
+            q_op = source.product(q, hidden, has_bias=spec.has_qkv_bias, fusion=fusion)
+            if kv:
+                kv_op = source.product(kv, hidden, has_bias=spec.has_qkv_bias, fusion=fusion)
+        else:
+            kv_op = source.product(
+                _merged([*q, *kv]), hidden, has_bias=spec.has_qkv_bias, fusion=fusion
+            )
+        weights = AttentionWeights(
+            spec=spec,
+            backend=self._backend,
+            norm_eps=self._spec.norm_eps,
+            q=q_op,
+            qkv=kv_op,
+            o=source.product(
+                [Part(at + self._names.o, hidden)],
+                spec.q_size,
+                has_bias=spec.has_o_bias,
+                scale=self._spec.residual_scale,
+            ),
+            rotation=rotation,
+        )
+        if spec.qk_norm is not None:
+            weights.q_norm = self._qk_norm(
+                spec, spec.qk_norm, at + self._names.q_norm, spec.num_heads
+            )
+            if spec.shares is None:
+                weights.k_norm = self._qk_norm(
+                    spec, spec.qk_norm, at + self._names.k_norm, spec.num_kv_heads
+                )
+        if spec.has_v_norm and spec.shares is None:
+            weights.v_norm = source.ones(spec.head_dim)
+        if spec.gate is not None:
+            size = spec.num_heads if spec.gate == "head" else spec.q_size
+            weights.gate = source.product(
+                [Part(at + self._names.gate, size)], hidden, fusion=fusion
+            )
+        if spec.has_sinks:
+            sinks = source.vector(at + self._names.sinks, (spec.num_heads,), dtype=torch.float32)
+            weights.sinks = None if sinks is None else tuple(sinks.tolist())
+        return weights
+
+    def _qkv_parts(self, spec: AttentionSpec, at: str) -> tuple[list[Part], list[Part]]:
+        """Returns the parts of q, and those of k and v; none where K/V is another layer's."""
+        q_size, kv_size, modules = spec.q_size, spec.kv_size, self._names.qkv
+        q_rows, k_rows = (
+            _rotation_rows(spec, spec.num_heads),
+            _rotation_rows(spec, spec.num_kv_heads),
+        )
+        if len(modules) == 3:
+            q = [Part(at + modules[0], q_size, q_rows)]
+            kv = [Part(at + modules[1], kv_size, k_rows), Part(at + modules[2], kv_size)]
+        else:
+            module, total = at + modules[0], q_size + 2 * kv_size
+            k_end = q_size + kv_size
+            q = [Part(module, total, slice(q_size) if q_rows is None else q_rows)]
+            k_slice: Rows = slice(q_size, k_end) if k_rows is None else k_rows + q_size
+            kv = [Part(module, total, k_slice), Part(module, total, slice(k_end, total))]
+        if spec.shares is not None:
+            kv = []
+        return q, kv[:1] if spec.is_v_k else kv
+
+    def _qk_norm(self, spec: AttentionSpec, norm: QKNorm, name: str, num_heads: int) -> Tensor:
+        """Returns the norm's weight with its values in the order of q's and k's rows."""
+        dim, source = spec.head_dim, self._source
+        if not norm.has_weight:
+            return source.ones(dim)
+        shape = {"head": (dim,), "all": (num_heads * dim,), "each": (num_heads, dim)}[norm.scope]
+        offset = self._spec.norm_offset
+        if norm.scope == "each" and not source.has(f"{name}.weight"):
+            rows = [
+                source.vector(f"{name}.norms.{head}.weight", (dim,), offset=offset)
+                for head in range(num_heads)
+            ]
+            weight = None if rows[0] is None else torch.stack(rows)
+        else:
+            weight = source.vector(f"{name}.weight", shape, offset=offset)
+        order = _rotation_rows(spec, num_heads)
+        if order is None or weight is None or norm.follows_rope:
+            return weight
+        order = order.to(weight.device)
+        return weight[order] if norm.scope == "all" else weight[..., order[:dim]]
+
+    def _norm(self, name: str, size: int | None = None) -> Norm:
+        spec, source = self._spec, self._source
+        shape = (spec.hidden_size if size is None else size,)
+        if not spec.has_norm_weight:
+            return Norm(spec.norm, source.ones(shape[0]), None, spec.norm_eps)
+        bias = source.vector(f"{name}.bias", shape) if spec.has_norm_bias else None
+        weight = source.vector(f"{name}.weight", shape, offset=spec.norm_offset)
+        return Norm(spec.norm, weight, bias, spec.norm_eps)
+
+
+def _merged(parts: list[Part]) -> list[Part]:
+    """Returns one part where the parts are all rows of one tensor in their order."""
+    first = parts[0]
+    end = 0
+    for part in parts:
+        if part.module != first.module or not isinstance(part.rows, slice):
+            return parts
+        if (part.rows.start or 0) != end:
+            return parts
+        end = part.rows.stop
+    return [Part(first.module, first.num_rows)] if end == first.num_rows else parts
+
+
+def _rotation_rows(spec: AttentionSpec, num_heads: int) -> Tensor | None:
+    """Returns the rows of q or k that put the pairs of an interleaved RoPE side by side."""
+    if spec.rope is None or not spec.rope.is_interleaved:
+        return None
+    dim, rotated = spec.head_dim, spec.rope.dim
+    pairs = torch.arange(rotated).view(-1, 2)
+    one = torch.cat((pairs[:, 0], pairs[:, 1], torch.arange(rotated, dim)))
+    return (torch.arange(num_heads)[:, None] * dim + one).flatten()

@@ -1,0 +1,166 @@
+"""Builds the MLPs of blocks, dense and mixtures, from a source of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ops.backend import NO_FUSION, Backend, Fusion, LinearOp, Norm, Router
+from serve.models.blocks import DenseMlp, MixtureMlp, Mlp, SideBySideMlp
+from serve.models.families.layer_spec import MixtureSpec, MlpSpec
+from serve.models.families.names import ExpertNames, WeightNames
+from serve.models.spec import ModelSpec
+from serve.models.tensors import Part, TensorSource
+from serve.models.xielu import Xielu
+
+
+class MlpAssembler:
+    """Builds the MLP of one block. norm: builds the norm of a name."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        names: WeightNames,
+        source: TensorSource,
+        backend: Backend,
+        norm: Callable[[str], Norm],
+    ) -> None:
+        self._spec = spec
+        self._names = names
+        self._source = source
+        self._backend = backend
+        self._norm = norm
+
+    def mlp(self, mlp: MlpSpec | MixtureSpec, at: str, norm: Norm | None) -> Mlp:
+        """Builds the MLP of the block whose tensors' names begin with `at`, behind its norm."""
+        names, scale = self._names, self._spec.residual_scale
+        if isinstance(mlp, MlpSpec):
+            up = tuple(at + name for name in names.up)
+            return self._dense(mlp, up, at + names.down, Fusion(norm), scale)
+        stored = self._find_experts(names.experts, at)
+        if mlp.dense is None:
+            return self._mixture(mlp, stored, at, norm)
+        up = tuple(at + name for name in names.up)
+        return SideBySideMlp(
+            self._backend,
+            self._dense(mlp.dense, up, at + names.down, Fusion(norm), scale),
+            self._norm(at + stored.dense_out_norm),
+            self._mixture(mlp, stored, at, self._norm(at + stored.in_norm)),
+            self._norm(at + stored.out_norm),
+        )
+
+    def _dense(
+        self, mlp: MlpSpec, up: tuple[str, ...], down: str, fusion: Fusion, scale: float
+    ) -> DenseMlp:
+        hidden, source = self._spec.hidden_size, self._source
+        is_xielu = mlp.activation == "xielu"
+        if not is_xielu:
+            fusion = fusion._replace(activation=mlp.activation, is_gated=mlp.is_gated)
+        num_parts = 2 if mlp.is_gated else 1
+        sizes = [mlp.size] * num_parts if len(up) == num_parts else [num_parts * mlp.size]
+        parts = [Part(name, size) for name, size in zip(up, sizes, strict=True)]
+        up_op = source.product(parts, hidden, has_bias=mlp.has_bias, fusion=fusion)
+        if is_xielu:
+            up_op = Xielu.after(up_op, down.rpartition(".")[0] + ".act_fn", source)
+        down_op = source.product([Part(down, hidden)], mlp.size, has_bias=mlp.has_bias, scale=scale)
+        return DenseMlp(up_op, down_op)
+
+    # -- mixtures
+
+    def _find_experts(self, ways: tuple[ExpertNames, ...], at: str) -> ExpertNames:
+        """Returns the way in which the checkpoint stores a mixture."""
+        for way in ways:
+            up = at + way.up[0].format(0)
+            if self._source.has(up) or self._source.has(f"{up}.weight"):
+                return way
+        return ways[0]
+
+    def _mixture(
+        self, mixture: MixtureSpec, names: ExpertNames, at: str, norm: Norm | None
+    ) -> MixtureMlp:
+        experts = [self._expert(mixture, names, at, index) for index in range(mixture.num_experts)]
+        built = MixtureMlp(
+            self._backend,
+            norm,
+            self._router(mixture, names, at),
+            self._source.experts(
+                [up for up, _ in experts],
+                [down for _, down in experts],
+                scales_input=mixture.scales_input,
+            ),
+        )
+        if mixture.is_router_normed:
+            # the router's own scales are part of its weight
+            ones = self._source.ones(self._spec.hidden_size)
+            built.router_norm = Norm("rms", ones, None, self._spec.norm_eps)
+        if mixture.shared is not None:
+            up = tuple(at + name for name in names.shared_up)
+            scale = self._spec.residual_scale
+            built.shared = self._dense(mixture.shared, up, at + names.shared_down, NO_FUSION, scale)
+            if mixture.is_shared_gated:
+                gate = Part(at + names.shared_gate, 1)
+                built.shared_gate = self._source.product([gate], self._spec.hidden_size)
+        return built
+
+    def _expert(
+        self, mixture: MixtureSpec, names: ExpertNames, at: str, index: int
+    ) -> tuple[LinearOp, LinearOp]:
+        """Returns the products up, with the activation, and down of one expert."""
+        hidden, mlp = self._spec.hidden_size, mixture.expert
+        fusion = Fusion(None, mlp.activation, mlp.is_gated)
+        scale = self._spec.residual_scale
+        up = self._source.product(
+            _up_parts(mixture, names, at, index), hidden, has_bias=mlp.has_bias, fusion=fusion
+        )
+        down_part = _part(names, at + names.down, hidden, index, mixture.num_experts)
+        return up, self._source.product([down_part], mlp.size, has_bias=mlp.has_bias, scale=scale)
+
+    def _router(self, mixture: MixtureSpec, names: ExpertNames, at: str) -> Router:
+        num, hidden, source = mixture.num_experts, self._spec.hidden_size, self._source
+        wide = torch.float32
+
+        def vector(name: str) -> Tensor:
+            return source.vector(at + name, (num,), dtype=wide)
+
+        weight = source.vector(f"{at}{names.router}.weight", (num, hidden), dtype=wide)
+        expert_scales = None
+        if mixture.is_router_normed:
+            scale = source.vector(at + names.router_scale, (hidden,), dtype=wide)
+            if weight is not None:
+                weight = weight * (scale * hidden**-0.5)
+            expert_scales = vector(names.expert_scale)
+        return Router(
+            mixture.router,
+            weight,
+            vector(f"{names.router}.bias") if mixture.has_router_bias else None,
+            vector(names.correction) if mixture.has_correction else None,
+            expert_scales,
+        )
+
+
+def _part(names: ExpertNames, name: str, num_rows: int, index: int, num_experts: int) -> Part:
+    if not names.is_fused:
+        return Part(name.format(index), num_rows, expert=index)
+    return Part(
+        name,
+        num_rows,
+        expert=index,
+        is_fused=True,
+        bias=names.bias.format(name),
+        num_experts=num_experts,
+        is_transposed=names.is_transposed,
+    )
+
+
+def _up_parts(mixture: MixtureSpec, names: ExpertNames, at: str, index: int) -> list[Part]:
+    """Returns the parts of one expert's gate and up."""
+    size, num_parts = mixture.expert.size, 2 if mixture.expert.is_gated else 1
+    if len(names.up) == num_parts:
+        return [_part(names, at + name, size, index, mixture.num_experts) for name in names.up]
+    whole = _part(names, at + names.up[0], num_parts * size, index, mixture.num_experts)
+    if not names.is_interleaved:
+        return [whole]
+    return [replace(whole, rows=slice(first, None, 2)) for first in (0, 1)]

@@ -1,0 +1,13 @@
+"""The table of architectures: model_type -> fields of ModelSpec, and names of tensors.
+
+This folder owns what differs between families: keys of config.json and names of tensors. It
+computes nothing and reads no weights. Begin with names.py, then fields.py and llama.py; a family
+that resembles one of the table is a function of a few lines and a row.
+"""
+
+from __future__ import annotations
+
+from serve.models.families import learned, llama
+from serve.models.families.names import Family
+
+FAMILIES: dict[str, Family] = llama.FAMILIES | learned.FAMILIES

@@ -1,0 +1,66 @@
+"""Llama and its nearest relatives: Llama 1 to 3, Qwen 2 to 3, Mistral."""
+
+from __future__ import annotations
+
+from serve.checkpoint_json import ConfigReader
+from serve.models.families.fields import (
+    FULL,
+    SLIDING,
+    llama_fields,
+    num_layers_of,
+    read_layer_types,
+    read_windows,
+)
+from serve.models.families.layer_spec import QKNorm
+from serve.models.families.names import Family, Fields
+
+
+def _llama(config: ConfigReader) -> Fields:
+    return llama_fields(config)
+
+
+def _qwen2(config: ConfigReader) -> Fields:
+    return llama_fields(
+        config, qkv_bias=True, o_bias=False, mlp_bias=False, windows=qwen_windows(config)
+    )
+
+
+def _qwen3(config: ConfigReader) -> Fields:
+    return llama_fields(
+        config, head_dim=128, mlp_bias=False, qk_norm=QKNorm(), windows=qwen_windows(config)
+    )
+
+
+def _mistral(config: ConfigReader) -> Fields:
+    window = None
+    if config.values.get("sliding_window", 4096) is not None:
+        window = config.integer("sliding_window", 4096)
+    return llama_fields(
+        config,
+        kv_heads=8,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        windows=[window] * num_layers_of(config),
+    )
+
+
+def qwen_windows(config: ConfigReader) -> list[int | None]:
+    """Returns the window of each layer, from `layer_types` or from max_window_layers on."""
+    num_layers = num_layers_of(config)
+    is_used = config.boolean("use_sliding_window", False)
+    first = config.integer("max_window_layers", 28, low=0)
+    types = read_layer_types(
+        config, [SLIDING if index >= first else FULL for index in range(num_layers)]
+    )
+    if not is_used or not config.values.get("sliding_window", 1):
+        return [None] * num_layers
+    return read_windows(config, types, 4096)
+
+
+FAMILIES = {
+    "llama": Family(_llama, title="Llama 1 to 3, Yi, TinyLlama, SmolLM 1 and 2, Falcon 3"),
+    "qwen2": Family(_qwen2, title="Qwen 2 and 2.5, QwQ"),
+    "qwen3": Family(_qwen3, title="Qwen 3"),
+    "mistral": Family(_mistral, title="Mistral 7B, Nemo, Small 3"),
+}

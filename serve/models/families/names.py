@@ -1,0 +1,117 @@
+"""The names of a family's tensors, and what a row of the table of families is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from serve.checkpoint_json import ConfigReader
+
+Fields = dict[str, Any]
+"""The fields of ModelSpec that a family reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of a mixture's tensors in one layer.
+
+    up and down: modules of one expert with {} for its number, or with is_fused tensors of all
+    experts, [E, out, in] (is_transposed: [E, in, out]); a fused up may hold gate and up one after
+    the other or, with is_interleaved, row by row in turn. router_bias, correction, router_scale,
+    expert_scale: tensors. shared_up, shared_down, shared_gate: modules.
+    """
+
+    router: str = "mlp.gate"
+    up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    down: str = "mlp.experts.{}.down_proj"
+    is_fused: bool = False
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    bias: str = "{}.bias"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    shared_up: tuple[str, ...] = (
+        "mlp.shared_experts.gate_proj",
+        "mlp.shared_experts.up_proj",
+    )
+    shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
+    dense_out_norm: str = "post_feedforward_layernorm_1"
+    in_norm: str = "pre_feedforward_layernorm_2"
+    out_norm: str = "post_feedforward_layernorm_2"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNames:
+    """The names of latent attention's tensors in one layer; q: the product of full rank."""
+
+    q_down: str = "self_attn.q_a_proj"
+    q_norm: str = "self_attn.q_a_layernorm"
+    q_up: str = "self_attn.q_b_proj"
+    q: str = "self_attn.q_proj"
+    kv_down: str = "self_attn.kv_a_proj_with_mqa"
+    kv_norm: str = "self_attn.kv_a_layernorm"
+    kv_up: str = "self_attn.kv_b_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNames:
+    """The names of a family's tensors.
+
+    Names of a layer follow prefix + layer.format(index), others follow the prefix. A tuple lists
+    parts that are concatenated along the output; one name instead of several is a tensor that holds
+    all parts, one after the other. Norms, projections and MLP names get ".weight" and ".bias".
+    prefixes, heads: the first that fits the checkpoint is used (with or without the head's model,
+    alone or in a multimodal model). experts: the ways in which a mixture is stored. is_transposed:
+    weights are stored [in, out]. ignored: endings of tensors that older checkpoints have and the
+    decoder does not need. A name of a norm may be empty, where the family has none.
+    """
+
+    prefixes: tuple[str, ...] = (
+        "model.",
+        "",
+        "model.language_model.",
+        "language_model.model.",
+        "language_model.",
+    )
+    heads: tuple[str, ...] = ("lm_head", "language_model.lm_head", "model.lm_head")
+    layer: str = "layers.{}."
+    embed: str = "embed_tokens"
+    positions: str = "embed_positions"
+    project_in: str = "project_in"
+    project_out: str = "project_out"
+    final_norm: str = "norm"
+    attn_in: str = "input_layernorm"
+    attn_out: str = "post_attention_layernorm"
+    attn_sum: str = "self_attn_layer_norm"
+    mlp_in: str = "post_attention_layernorm"
+    mlp_out: str = "post_feedforward_layernorm"
+    mlp_sum: str = "final_layer_norm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    gate: str = "self_attn.gate_proj"
+    sinks: str = "self_attn.sinks"
+    o: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    xielu: str = "mlp.act_fn"
+    experts: tuple[ExpertNames, ...] = (ExpertNames(),)
+    latent: LatentNames = LatentNames()
+    scalar: str = "layer_scalar"
+    is_transposed: bool = False
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row of the table.
+
+    fields: reads config.json. names: the tensors' names. title: the models that people know it by.
+    """
+
+    fields: Callable[[ConfigReader], Fields]
+    names: WeightNames = WeightNames()
+    title: str = ""

@@ -1,0 +1,375 @@
+"""Two sources of a model's tensors: one notes what is needed, the other loads it.
+
+assemble.py walks a model once with each: with ExpectedTensors before anything is read, so that
+every name and shape is checked first, and with LoadedTensors afterwards. This module knows names,
+shapes and packed formats, not what the tensors are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ops.backend import NO_FUSION, Backend, ExpertsOp, Fusion, LinearOp
+from quant.checkpoint_formats import CheckpointFormat, PackedWeight, TensorRule
+from serve.errors import ModelLoadError
+from serve.models.checkpoint import Checkpoint
+
+MakeLinear = Callable[[Sequence[Tensor], Tensor | None, Fusion], LinearOp]
+Shapes = dict[str, tuple[int, ...]]
+Rows = slice | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of a product's weight that one stored tensor gives.
+
+    module: its name without an ending. num_rows: rows of the stored tensor, [num_rows, in]. rows:
+    those that are taken, in this order; None: all. expert: the number of the expert whose product
+    it is. is_fused: the tensor holds all num_experts experts, [num_experts, num_rows, in]; its name
+    is the module's, and that of the biases `bias`. is_transposed: stored [.., in, num_rows].
+    """
+
+    module: str
+    num_rows: int
+    rows: Rows | None = None
+    expert: int | None = None
+    is_fused: bool = False
+    num_experts: int = 0
+    bias: str = ""
+    is_transposed: bool = False
+
+    @property
+    def weight(self) -> str:
+        return self.module if self.is_fused else f"{self.module}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        return self.bias or f"{self.module}.bias"
+
+    def shape(self, num_in: int, is_transposed: bool) -> tuple[int, ...]:
+        """Returns the stored tensor's shape. is_transposed: all products of the model are."""
+        shape = (self.num_rows, num_in)
+        if self.is_transposed or is_transposed:
+            shape = (num_in, self.num_rows)
+        return (self.num_experts, *shape) if self.is_fused else shape
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        return (self.num_experts, self.num_rows) if self.is_fused else (self.num_rows,)
+
+    @property
+    def index(self) -> int | None:
+        """The index into the stored tensor, None for all of it."""
+        return self.expert if self.is_fused else None
+
+
+@dataclass(slots=True)
+class ParameterCounts:
+    """The numbers of weights: in products of blocks, in experts, in the last product, in tables
+    that are looked up, and in norms, biases and routers. A table that is also the last product
+    counts as that."""
+
+    blocks: int = 0
+    experts: int = 0
+    head: int = 0
+    tables: int = 0
+    others: int = 0
+
+    def add(self, kind: str, number: int) -> None:
+        setattr(self, kind, getattr(self, kind) + number)
+
+    @property
+    def total(self) -> int:
+        return self.blocks + self.experts + self.head + self.tables + self.others
+
+
+class TensorSource(Protocol):
+    """Where a model's weights come from."""
+
+    def product(
+        self,
+        parts: Sequence[Part],
+        num_in: int,
+        *,
+        has_bias: bool = False,
+        fusion: Fusion = NO_FUSION,
+        scale: float = 1.0,
+        is_head: bool = False,
+    ) -> LinearOp:
+        """Packs the parts, concatenated along the output; scale multiplies weights and biases."""
+
+    def vector(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        offset: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Returns a copy on the device in the compute type or `dtype`, plus offset."""
+
+    def table(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns a copy on the device in the file's type."""
+
+    def ones(self, size: int) -> Tensor:
+        """Returns ones on the device in the compute type, for norms without weights."""
+
+    def experts(
+        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
+    ) -> ExpertsOp:
+        """Combines the products of a mixture's experts."""
+
+    def has(self, name: str) -> bool:
+        """Returns whether the checkpoint has a tensor of this name."""
+
+    def end_layer(self) -> None:
+        """Tells that all tensors of a layer were read."""
+
+
+class ExpectedTensors:
+    """Notes the names and shapes of all tensors. Its results are empty and must not be used."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint | None,
+        packed: CheckpointFormat | None,
+        *,
+        is_transposed: bool = False,
+    ) -> None:
+        """checkpoint: None for counting parameters without files. is_transposed: products other
+        than the head are stored [in, out]."""
+        self.shapes: Shapes = {}
+        self.packed_rules: dict[str, TensorRule] = {}
+        self.products: set[str] = set()
+        self.counts = ParameterCounts()
+        self._checkpoint = checkpoint
+        self._packed = packed
+        self._is_transposed = is_transposed
+
+    def product(
+        self,
+        parts: Sequence[Part],
+        num_in: int,
+        *,
+        has_bias: bool = False,
+        fusion: Fusion = NO_FUSION,
+        scale: float = 1.0,
+        is_head: bool = False,
+    ) -> Any:
+        entries = {} if self._checkpoint is None else self._checkpoint.entries
+        is_packed = is_quantized(self._packed, parts, entries, self._path)
+        for part in {part.module: part for part in parts}.values():
+            self.products.add(part.module)
+            if is_packed:
+                self._expect_packed(part, num_in)
+            else:
+                is_transposed = self._is_transposed and not is_head
+                kind = "head" if is_head else "blocks" if part.expert is None else "experts"
+                self._expect(part.weight, part.shape(num_in, is_transposed), kind)
+            if has_bias:
+                self._expect(part.bias_name, part.bias_shape)
+        return _nothing()
+
+    def vector(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        offset: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        self._expect(name, shape)
+        return _nothing()
+
+    def table(self, name: str, shape: tuple[int, ...]) -> Any:
+        self._expect(name, shape, "tables")
+        return _nothing()
+
+    def ones(self, size: int) -> Any:
+        return _nothing()
+
+    def experts(
+        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
+    ) -> Any:
+        return _nothing()
+
+    def has(self, name: str) -> bool:
+        return self._checkpoint is not None and name in self._checkpoint.entries
+
+    def end_layer(self) -> None:
+        """Nothing was read."""
+
+    @property
+    def _path(self) -> object:
+        return None if self._checkpoint is None else self._checkpoint.path
+
+    def _expect(self, name: str, shape: tuple[int, ...], kind: str = "others") -> None:
+        if name not in self.shapes:
+            self.counts.add(kind, torch.Size(shape).numel())
+        self.shapes[name] = shape
+
+    def _expect_packed(self, part: Part, num_in: int) -> None:
+        assert self._packed is not None
+        try:
+            rules = self._packed.tensors(num_in, part.num_rows)
+        except ValueError as error:
+            raise ModelLoadError(f"{self._path}: {part.module}: {error}") from error
+        self.packed_rules |= {f"{part.module}.{ending}": rule for ending, rule in rules.items()}
+
+
+def _nothing() -> Any:
+    """Returns what stands for a product or tensor while names are only noted."""
+    return None
+
+
+class LoadedTensors:
+    """Fetches, casts and packs one product at a time."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        packed: CheckpointFormat | None,
+        backend: Backend,
+        dtype: torch.dtype,
+        make_linear: MakeLinear,
+        make_head: MakeLinear,
+        *,
+        weight_dtype: torch.dtype | None,
+        unpack: bool,
+        is_transposed: bool,
+    ) -> None:
+        """weight_dtype: the type in which products are packed; None: the file's. unpack: quantized
+        products become plain weights. is_transposed: products other than the head are stored
+        [in, out]."""
+        self._checkpoint = checkpoint
+        self._packed = packed
+        self._backend = backend
+        self._linears = backend.quantized
+        self._device = backend.device
+        self._dtype = dtype
+        self._make = {False: make_linear, True: make_head}
+        self._weight_dtype = weight_dtype
+        self._unpack = unpack
+        self._is_transposed = is_transposed
+
+    def product(
+        self,
+        parts: Sequence[Part],
+        num_in: int,
+        *,
+        has_bias: bool = False,
+        fusion: Fusion = NO_FUSION,
+        scale: float = 1.0,
+        is_head: bool = False,
+    ) -> LinearOp:
+        bias = None
+        if has_bias:
+            biases = [self._bias(part) for part in parts]
+            bias = _scaled(biases[0] if len(biases) == 1 else torch.cat(biases), scale)
+        if is_quantized(self._packed, parts, self._checkpoint.entries, self._checkpoint.path):
+            packed = self._load_packed(parts, scale)
+            if not self._unpack:
+                assert self._linears is not None, "a back end without quantized products"
+                return packed.linear(bias, fusion, self._linears)
+            weights = [self._cast(packed.plain())]
+        else:
+            weights = [
+                self._cast(_scaled(self._weight(part, self._is_transposed and not is_head), scale))
+                for part in parts
+            ]
+        return self._make[is_head](weights, bias, fusion)
+
+    def vector(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        offset: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        stored = self._checkpoint.fetch(name)
+        if offset:
+            stored = stored.float() + offset
+        # a copy, so that the file can be unmapped
+        return stored.to(self._device, dtype or self._dtype, copy=True)
+
+    def table(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        # a copy, so that replacing the file does not affect a running model
+        return self._checkpoint.fetch(name).to(self._device, copy=True)
+
+    def ones(self, size: int) -> Tensor:
+        return torch.ones(size, dtype=self._dtype, device=self._device)
+
+    def experts(
+        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
+    ) -> ExpertsOp:
+        return self._backend.pack_experts(ups, downs, scales_input=scales_input)
+
+    def has(self, name: str) -> bool:
+        return name in self._checkpoint.entries
+
+    def end_layer(self) -> None:
+        self._checkpoint.release()
+
+    def _weight(self, part: Part, is_transposed: bool) -> Tensor:
+        stored = self._checkpoint.fetch(part.weight, part.index)
+        if part.is_transposed or is_transposed:
+            stored = stored.t()
+        return stored if part.rows is None else stored[part.rows]
+
+    def _bias(self, part: Part) -> Tensor:
+        stored = self._checkpoint.fetch(part.bias_name, part.index)
+        return self._cast(stored if part.rows is None else stored[part.rows])
+
+    def _load_packed(self, parts: Sequence[Part], scale: float) -> PackedWeight:
+        assert self._packed is not None
+        names = list(dict.fromkeys(part.module for part in parts))
+        try:
+            packed = self._packed.load(self._checkpoint.fetch, names)
+            if any(part.rows is not None for part in parts):
+                packed = packed.rows(_rows_of(parts))
+            return packed if scale == 1.0 else packed.scaled(scale)
+        except ValueError as error:
+            raise ModelLoadError(f"{self._checkpoint.path}: {error}") from error
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._weight_dtype or tensor.dtype)
+
+
+def is_quantized(
+    packed: CheckpointFormat | None, parts: Sequence[Part], entries: Any, path: object
+) -> bool:
+    """Returns whether the checkpoint stores this product in its quantized format."""
+    if packed is None:
+        return False
+    has = [f"{part.module}.{packed.marker}" in entries for part in parts]
+    if any(has) and not all(has):
+        raise ModelLoadError(
+            f"{path}: {parts[has.index(False)].module} is not quantized, but "
+            f"{parts[has.index(True)].module} is; products that are computed together must be alike"
+        )
+    return all(has)
+
+
+def _rows_of(parts: Sequence[Part]) -> Tensor:
+    """Returns the rows of the parts as indexes into their modules, which are concatenated."""
+    starts: dict[str, int] = {}
+    end = 0
+    for part in parts:
+        if part.module not in starts:
+            starts[part.module] = end
+            end += part.num_rows
+    taken = []
+    for part in parts:
+        rows = torch.arange(part.num_rows)
+        taken.append(starts[part.module] + (rows if part.rows is None else rows[part.rows]))
+    return torch.cat(taken)
+
+
+def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1.0 else tensor.float() * scale
