@@ -62,7 +62,7 @@ class ExpertsOneByOne:
     def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
         experts, weights = routing
         parts: Tensor | None = None
-        for expert in experts.unique().tolist():
+        for expert in sorted(set(experts.flatten().tolist())):
             row, k = (experts == expert).nonzero(as_tuple=True)
             weight = weights[row, k, None]
             rows = x[row] * weight.to(x.dtype) if self._scales_input else x[row]

@@ -105,7 +105,8 @@ class ReferenceBackend:
         return _activate(_wide(x), kind).to(x.dtype)
 
     def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
-        return gate(*_wide(gate_up).chunk(2, dim=-1), kind).to(gate_up.dtype)
+        first, second = _wide(gate_up).chunk(2, dim=-1)
+        return gate(first, second, kind).to(gate_up.dtype)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Tensor, rows: Tensor) -> None:
         for i, row in enumerate(rows.tolist()):

@@ -17,11 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.backend import NO_FUSION, Fusion, KeyValues, LinearOp, Partial, QuantizedLinears
+from ops.backend import (
+    NO_FUSION,
+    ExpertsOp,
+    Fusion,
+    KeyValues,
+    LinearOp,
+    Partial,
+    QuantizedLinears,
+    Router,
+    Routing,
+)
 from ops.cpu import native_library, native_partials, native_plain_attention
 from ops.cpu.native_plain_linear import PlainLinear as NativePlainLinear
 from ops.cpu.native_quantized_linear import NATIVE
 from ops.cpu.native_rotation import rotate_
+from ops.experts import ExpertsOneByOne, route
 from ops.linear import PlainLinear
 from ops.reference import ReferenceBackend
 
@@ -32,6 +43,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square_(),
 }
 # Up to this many rows, the query heads of a K/V head's group become rows of one head. A larger
 # causal block is cheaper with repeated K/V heads, because the kernel then skips half of it.
@@ -59,6 +71,14 @@ class CpuBackend:
         if self._has_native and weight.dtype in native_library.TYPES:
             return NativePlainLinear(weight, bias, fusion)
         return PlainLinear(self, self._product(weight, bias), fusion)
+
+    def pack_experts(
+        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool = False
+    ) -> ExpertsOp:
+        return ExpertsOneByOne(ups, downs, scales_input)
+
+    def route(self, x: Tensor, router: Router) -> Routing:
+        return route(x, router)
 
     def _product(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         bias = None if bias is None else bias.clone()
@@ -94,6 +114,10 @@ class CpuBackend:
 
     def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if kind == "swiglu_oai":
+            wide = gate.float().clamp(max=7.0)
+            activated = torch.sigmoid(1.702 * wide).mul_(wide).to(gate.dtype)
+            return activated.mul_(up.clamp(-7.0, 7.0).add_(1))
         return _ACTIVATIONS[kind](gate).mul_(up)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Tensor, rows: Tensor) -> None:

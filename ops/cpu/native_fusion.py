@@ -9,7 +9,15 @@ from torch import Tensor
 from ops.backend import Fusion, Norm
 from ops.cpu.native_library import address
 
-ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
+ACTIVATIONS = {
+    None: 0,
+    "silu": 1,
+    "gelu": 2,
+    "gelu_tanh": 3,
+    "relu": 4,
+    "relu2": 5,
+    "swiglu_oai": 6,
+}
 NORMS = {"rms": 1, "layer": 2}
 """The library's numbers of activations and norms."""
 

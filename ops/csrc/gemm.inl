@@ -82,8 +82,21 @@ MS_INLINE f32x16 activate(f32x16 x, Activation kind) {
     case Activation::gelu_tanh:
       return 0.5f * x * (1.0f + tanh(0.79788456f * fma(x * x * x, splat(0.044715f), x)));
     case Activation::relu: return max(splat(0.0f), x);  // with this order of arguments NaN stays NaN
+    case Activation::relu2: {
+      const f32x16 positive = max(splat(0.0f), x);
+      return positive * positive;
+    }
+    case Activation::swiglu_oai: {
+      const f32x16 gate = min(splat(7.0f), x);
+      return gate * sigmoid(1.702f * gate);
+    }
     default: return x;
   }
+}
+
+// Returns what multiplies the activated gates.
+MS_INLINE f32x16 gate_factor(f32x16 up, Activation kind) {
+  return kind == Activation::swiglu_oai ? max(splat(-7.0f), min(splat(7.0f), up)) + 1.0f : up;
 }
 
 MS_INLINE void put(void* row, DType type, size_t at, f32x16 v, int n) {
@@ -125,7 +138,8 @@ void finish_panel(const LinearInt8& op, const Sum* c, int rows, int first_row, i
     for (int h = 0; h < 2; h++)
       y[h] = fma(total(c + m * PANEL + 16 * h, offset) * xs, scale[h], bias[h]);
     if (op.is_gated) {  // 16 gates and then their 16 factors
-      put(row, type, n / 2, activate(y[0], op.activation) * y[1], op.num_out - n / 2);
+      const f32x16 factor = gate_factor(y[1], op.activation);
+      put(row, type, n / 2, activate(y[0], op.activation) * factor, op.num_out - n / 2);
       continue;
     }
     for (int h = 0; h < 2; h++) {

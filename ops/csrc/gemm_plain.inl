@@ -177,7 +177,7 @@ void finish_plain(const LinearPlain& op, const float* c, int rows, int panel, ch
     }
     if (op.is_gated) {  // 16 gates and then their 16 factors
       const f32x16 gate = rounded<TYPE>(activate(y[0], op.activation));
-      put(out, TYPE, n / 2, gate * y[1], op.num_out - n / 2);
+      put(out, TYPE, n / 2, gate * rounded<TYPE>(gate_factor(y[1], op.activation)), op.num_out - n / 2);
       continue;
     }
     for (int h = 0; h < 2; h++) {

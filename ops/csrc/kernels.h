@@ -8,7 +8,8 @@
 namespace ms {
 
 enum class DType : int { f32, bf16 };
-enum class Activation : int { none, silu, gelu, gelu_tanh, relu };
+// swiglu_oai exists only with gates.
+enum class Activation : int { none, silu, gelu, gelu_tanh, relu, relu2, swiglu_oai };
 enum class NormKind : int { none, rms, layer };
 
 struct Rows {

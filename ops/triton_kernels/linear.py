@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.triton_kernels.rows import ACTIVATIONS, Quantized, activate
+from ops.triton_kernels.rows import ACTIVATIONS, Quantized, activate, gate_factor
 
 
 class Tile(NamedTuple):
@@ -84,7 +84,7 @@ def finish(
     WIDTH: tl.constexpr = BN // 2 if GATED else BN
     if GATED:
         gate, up = tl.split(tl.reshape(y, (BM, WIDTH, 2)))
-        y = activate(gate, ACT) * up
+        y = activate(gate, ACT) * gate_factor(up, ACT)
         n0 = n0 // 2
         N = N // 2
     else:

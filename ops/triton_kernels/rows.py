@@ -22,7 +22,15 @@ from torch import Tensor
 
 from ops.backend import Norm
 
-ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
+ACTIVATIONS = {
+    None: 0,
+    "silu": 1,
+    "gelu": 2,
+    "gelu_tanh": 3,
+    "relu": 4,
+    "relu2": 5,
+    "swiglu_oai": 6,  # only with gates
+}
 NORMS = {"rms": 1, "layer": 2}
 # Rows up to this length are held in registers.
 MAX_BLOCK = 8192
@@ -47,7 +55,21 @@ def activate(x, KIND: tl.constexpr):
         x = x / (1.0 + tl.exp(tl.minimum(-u, 88.0)))
     elif KIND == 4:
         x = tl.where(x < 0.0, 0.0, x)
+    elif KIND == 5:
+        x = tl.where(x < 0.0, 0.0, x)
+        x = x * x
+    elif KIND == 6:
+        x = tl.where(x > 7.0, 7.0, x)
+        x = x / (1.0 + tl.exp(tl.minimum(-1.702 * x, 88.0)))
     return x
+
+
+@triton.jit
+def gate_factor(up, KIND: tl.constexpr):
+    """Returns what multiplies the activated gates."""
+    if KIND == 6:
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    return up
 
 
 @triton.jit
@@ -112,7 +134,7 @@ def _values(at, cols, n, ACT: tl.constexpr, GATED: tl.constexpr):
     mask = cols < n
     x = activate(tl.load(at + cols, mask=mask, other=0.0).to(tl.float32), ACT)
     if GATED:
-        x *= tl.load(at + n + cols, mask=mask, other=0.0).to(tl.float32)
+        x *= gate_factor(tl.load(at + n + cols, mask=mask, other=0.0).to(tl.float32), ACT)
     return x
 
 

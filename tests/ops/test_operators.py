@@ -67,10 +67,12 @@ def test_norms_and_activations(cpu, dtype, rows):
     close(cpu.rms_norm(x, w, 1e-5), REFERENCE.rms_norm(wx, ww, 1e-5), dtype)
     close(cpu.layer_norm(x, w, b, 1e-5), REFERENCE.layer_norm(wx, ww, wb, 1e-5), dtype)
     close(cpu.layer_norm(x, w, None, 1e-5), REFERENCE.layer_norm(wx, ww, None, 1e-5), dtype)
-    for kind in ("silu", "relu", "gelu", "gelu_tanh"):
-        close(cpu.activation(x.clone(), kind), REFERENCE.activation(wx, kind), dtype)
-        gated = REFERENCE.gated_activation(wx, kind)
-        close(cpu.gated_activation(x.clone(), kind), gated, dtype)
+    for kind in ("silu", "relu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"):
+        if kind != "swiglu_oai":
+            close(cpu.activation(x.clone(), kind), REFERENCE.activation(wx, kind), dtype)
+        for size in (1, 4):  # the larger reaches the clamps
+            gated = REFERENCE.gated_activation(wx * size, kind)
+            close(cpu.gated_activation(x * size, kind), gated, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ops import Fusion, Norm
 from ops.cpu import native_library
 from ops.cpu.backend import CpuBackend
+from ops.cpu.native_fusion import ACTIVATIONS
 from ops.cpu.native_plain_linear import PlainLinear
 from ops.linear import PlainLinear as SeparateCalls
 from ops.reference import ReferenceBackend
@@ -22,6 +23,8 @@ pytestmark = [
     pytest.mark.usefixtures("seeded"),
 ]
 REFERENCE = ReferenceBackend()
+FUSED = [(kind, gated) for kind in ACTIVATIONS if kind for gated in (False, True)]
+FUSED.remove(("swiglu_oai", False))  # it exists only with gates
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1, 1), (1, 64, 32), (3, 17, 70), (5, 255, 33), (13, 641, 96), (40, 1030, 300)]
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
@@ -88,8 +91,7 @@ def test_a_row_does_not_depend_on_the_others(isa, dtype, fusion):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("kind", "is_gated"), FUSED)
 def test_activation_and_bias_are_fused(isa, dtype, kind, is_gated):
     # about 10 bits before the rounding, in the range where activations are not linear
     x, weight = whole(14, 70, dtype=dtype), whole(90, 70, dtype=dtype, largest=31) / 256
@@ -140,9 +142,11 @@ def test_nan_and_infinity_stay_in_their_row(isa, dtype):
     x = whole(6, 33, dtype=dtype)
     expected = product(x, weight)
     x[1, 32], x[4, 0] = torch.nan, torch.inf
-    for kind in (None, "silu", "gelu", "gelu_tanh", "relu"):
+    for kind in (None, "silu", "gelu", "gelu_tanh", "relu", "relu2"):
         y = PlainLinear(weight, None, Fusion(None, kind))(x)
         assert bool(y[1].isnan().all()), f"{kind}"
+    gated = PlainLinear(weight, None, Fusion(None, "swiglu_oai", True))(x)
+    assert bool(gated[1].isnan().all())
     y = PlainLinear(weight, None)(x)
     by_sign = torch.where(weight[:, 0] == 0, torch.nan, torch.inf * weight[:, 0])
     assert torch.equal(y[4].nan_to_num(7.0), by_sign.nan_to_num(7.0))

@@ -13,7 +13,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 from ops.backend import NO_FUSION, Fusion, Norm
 from ops.cuda import tune
 from ops.cuda.linear import Int8Linear, round_weight
-from ops.reference import _activate
+from ops.reference import _activate, gate
 from ops.triton_kernels.linear import ScaledWeight, Tile, library_linear, scaled_linear
 from ops.triton_kernels.rows import Quantized, quantize_rows
 
@@ -82,11 +82,12 @@ def test_scales_bias_activation_and_residual(tile):
     total = want + residual.double()
     found = scaled_linear(x, w, residual, residual, tile=tile)
     check_close(found, total)
-    for kind in ("silu", "gelu", "gelu_tanh", "relu"):
-        out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
-        check_close(scaled_linear(x, w, out, None, kind, tile=tile), _activate(want, kind))
+    for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"):
+        if kind != "swiglu_oai":
+            out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
+            check_close(scaled_linear(x, w, out, None, kind, tile=tile), _activate(want, kind))
         out = torch.empty(rows, outputs // 2, device=DEVICE)
-        gated = _activate(want[:, 0::2], kind) * want[:, 1::2]
+        gated = gate(want[:, 0::2], want[:, 1::2], kind)
         check_close(scaled_linear(x, w, out, None, kind, is_gated=True, tile=tile), gated)
 
 

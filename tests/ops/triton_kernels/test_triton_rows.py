@@ -10,12 +10,12 @@ import torch
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from ops.backend import Norm
-from ops.reference import ReferenceBackend, _activate
+from ops.reference import ReferenceBackend, _activate, gate
 from ops.triton_kernels.rows import activation_rows, gated_rows, norm_rows, quantize_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = ReferenceBackend()
-KINDS = ("silu", "gelu", "gelu_tanh", "relu")
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 WIDTHS = (1, 17, 64, 200)
 
 
@@ -76,6 +76,18 @@ def test_activation(kind):
     found = gated_rows(torch.cat([x, x + 1], 1), kind)
     torch.testing.assert_close(found.double(), want * (x + 1).double(), rtol=2e-5, atol=2e-4)
     assert gated_rows(x.bfloat16(), kind).dtype == torch.bfloat16
+
+
+def test_clamped_gates():
+    x = torch.cat([5 * torch.randn(2, 70), torch.linspace(-100, 100, 70)[None]]).to(DEVICE)
+    both = torch.cat([x, x.flip(1)], 1)
+    want = gate(x.double(), x.flip(1).double(), "swiglu_oai")
+    found = gated_rows(both, "swiglu_oai")
+    torch.testing.assert_close(found.double(), want, rtol=2e-5, atol=2e-5)
+    check_codes(want, both, activation="swiglu_oai", is_gated=True)
+    both[1, 3], both[2, 80] = torch.nan, torch.nan
+    where = gated_rows(both, "swiglu_oai").isnan().nonzero()
+    assert where.tolist() == [[1, 3], [2, 10]]
 
 
 def check_codes(values: torch.Tensor, x, **how) -> None:
