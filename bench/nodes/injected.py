@@ -159,10 +159,10 @@ class TimedPlan:
         return self._inner.begin(layer, q)
 
     def finish(
-        self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> TimedPending:
         node, clock = self._node, self._node.clock
-        arrived = node.to_node.arrival(clock.now(), k.nbytes + v.nbytes)
+        arrived = node.to_node.arrival(clock.now(), sum(x.nbytes for x in (k, v) if x is not None))
         answer_at = node.from_node.arrival(max(arrived, self._done_at), ticket.q.nbytes)
         began = clock.now()
         out = self._inner.finish(ticket, k, v, rotation).wait()

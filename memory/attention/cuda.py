@@ -180,14 +180,19 @@ class CudaPlan:
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Finished:
         number, q, _ = ticket
         layer = self._layers[number]
         dim = q.shape[2]
         missing = layer.tiles.head_dim - dim
         if missing:
-            q, k, v = (pad(x, (0, missing)) for x in (q, k, v))
-        turn = None if rotation is None else kernels.Rotation(*rotation)
-        layer.append(self._arrays, k, v, turn)
+            q = pad(q, (0, missing))
+        if k is not None and v is not None:
+            if missing:
+                k, v = pad(k, (0, missing)), pad(v, (0, missing))
+            turn = None if rotation is None else kernels.Rotation(*rotation)
+            layer.append(self._arrays, k, v, turn)
         out = layer.attend(self._arrays, q, *self._sizes)
         return Finished(out[..., :dim] if missing else out)

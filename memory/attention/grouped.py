@@ -54,7 +54,9 @@ class GroupedPlan:
         group, position = self._positions[layer]
         return self._groups[group].begin(position, q)._replace(layer=layer)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Pending:
         group, position = self._positions[ticket.layer]
         return self._groups[group].finish(ticket._replace(layer=position), k, v, rotation)
 

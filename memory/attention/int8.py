@@ -102,8 +102,11 @@ class Int8LocalPlan:
         begun = self._ops[layer].begin(self._step, q.float()) if self._is_eager else None
         return Ticket(layer, q, begun)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Finished:
         layer, q, begun = ticket
         op = self._ops[layer]
-        op.append(self._step, k.float(), v.float(), rotation)
+        if k is not None and v is not None:
+            op.append(self._step, k.float(), v.float(), rotation)
         return Finished(op.attend(self._step, q.float(), begun=begun).to(q.dtype))

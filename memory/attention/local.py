@@ -68,21 +68,24 @@ class LocalPlan:
         window = self._parent.layers[layer].window
         return [_last(views[layer], window) for views in self._views[: self._step.num_decodes]]
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Finished:
         layer, q, begun = ticket
         parent = self._parent
         dtype = parent.cache.layout.dtype
-        if rotation is not None:
-            k = parent.backend.rotary(k, *rotation)
+        if k is not None and v is not None:
+            if rotation is not None:
+                k = parent.backend.rotary(k, *rotation)
+            cache = parent.layer_tensors[layer]
+            parent.backend.store_kv(k.to(dtype), v.to(dtype), cache, self._rows)
         if q.dtype == dtype:
-            return Finished(self._attend(ticket, k, v))
-        ticket = Ticket(layer, q.to(dtype), begun)
-        return Finished(self._attend(ticket, k.to(dtype), v.to(dtype)).to(q.dtype))
+            return Finished(self._attend(ticket))
+        return Finished(self._attend(Ticket(layer, q.to(dtype), begun)).to(q.dtype))
 
-    def _attend(self, ticket: Ticket, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, ticket: Ticket) -> Tensor:
         layer, q, begun = ticket
         shape, backend = self._parent.layers[layer], self._parent.backend
-        backend.store_kv(k, v, self._parent.layer_tensors[layer], self._rows)
         num_decodes = self._step.num_decodes
         parts: list[Tensor] = []
         if num_decodes:

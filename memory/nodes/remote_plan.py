@@ -148,8 +148,11 @@ class RemotePlan(_NodesPlan):
         super().__init__(number, nodes, wire, backend)
         self._tails = tails
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Pending:
         layer, q, _ = ticket
+        assert k is not None and v is not None
         k, v = self._rotated(k, v, rotation)
         self._post_kv(Kind.OWN, layer, k, v)
         self._post_kv(Kind.UPDATE, layer, k, v)
@@ -193,8 +196,11 @@ class PrefixPlan(_NodesPlan):
         super().__init__(number, nodes, wire, backend)
         self._new = new
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Pending:
         layer, q, _ = ticket
+        assert k is not None and v is not None
         k, v = self._rotated(k, v, rotation)
         self._post_kv(Kind.UPDATE, layer, k, v)
         out, lse = self._new.attend(layer, q, k, v)

@@ -169,7 +169,9 @@ class _NoAttention:
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Finished:
         return Finished(ticket.q)
 
 

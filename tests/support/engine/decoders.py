@@ -22,35 +22,62 @@ class ListAttention:
     def __init__(self, layers: list[AttentionLayer]) -> None:
         self.layers = layers
         self.k = [torch.empty(0, x.num_kv_heads, x.head_dim) for x in layers]
-        self.v = [torch.empty(0, x.num_kv_heads, x.head_dim) for x in layers]
+        self.v = [torch.empty(0, x.num_kv_heads, x.value_dim or x.head_dim) for x in layers]
         self.calls: list[tuple[str, int]] = []
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         self.calls.append(("begin", layer))
         return Ticket(layer, q)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Finished:
         index, q, _ = ticket
-        if rotation is not None:
-            k = ReferenceBackend().rotary(k, *rotation)
         self.calls.append(("finish", index))
         layer = self.layers[index]
         assert q.shape[1:] == (layer.num_heads, layer.head_dim)
-        assert k.shape == v.shape == (len(q), layer.num_kv_heads, layer.head_dim)
-        self.k[index] = torch.cat((self.k[index], k.float()))
-        self.v[index] = torch.cat((self.v[index], v.float()))
+        self._append(index, len(q), k, v, rotation)
+        owner = index if layer.shares is None else layer.shares
         group = layer.num_heads // layer.num_kv_heads
-        keys = self.k[index].repeat_interleave(group, dim=1)
-        values = self.v[index].repeat_interleave(group, dim=1)
+        keys = self.k[owner].repeat_interleave(group, dim=1)
+        values = self.v[owner].repeat_interleave(group, dim=1)
         scores = torch.einsum("thd,lhd->htl", q.float(), keys) * layer.scale
+        if layer.soft_cap:
+            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
         num_keys = len(keys)
         row = torch.arange(num_keys - len(q), num_keys)[:, None]
         key = torch.arange(num_keys)[None]
         visible = key <= row
         if layer.window is not None:
             visible &= key > row - layer.window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if layer.sinks is not None:
+            sinks = torch.tensor(layer.sinks)[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :num_keys]
         return Finished(torch.einsum("htl,lhd->thd", weights, values).to(q.dtype))
+
+    def _append(
+        self,
+        index: int,
+        num_rows: int,
+        k: Tensor | None,
+        v: Tensor | None,
+        rotation: Rotation | None,
+    ) -> None:
+        layer = self.layers[index]
+        assert (k is None) == (layer.shares is not None)
+        if k is None:
+            return
+        if rotation is not None:
+            k = ReferenceBackend().rotary(k, *rotation)
+        if v is None:
+            assert layer.value_dim is not None
+            v = k[..., : layer.value_dim]
+        assert k.shape[:2] == v.shape[:2] == (num_rows, layer.num_kv_heads)
+        assert k.shape[2] == layer.head_dim and v.shape[2] == (layer.value_dim or layer.head_dim)
+        self.k[index] = torch.cat((self.k[index], k.float()))
+        self.v[index] = torch.cat((self.v[index], v.float()))
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:

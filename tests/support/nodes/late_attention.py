@@ -37,7 +37,9 @@ class LatePlan:
         self.parent.events.append(("begin", self.number, layer))
         return self.inner.begin(layer, q)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> LateResult:
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> LateResult:
         return LateResult(self, (ticket, k, v, rotation))
 
 
