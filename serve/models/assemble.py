@@ -55,6 +55,7 @@ class Assembler:
         has_projections = spec.embed_size != spec.hidden_size
         final_norm = self._norm(prefix + names.final_norm) if spec.has_final_norm else None
         embed = f"{prefix}{names.embed}"
+        table = self._source.table(f"{embed}.weight", (spec.vocab_size, spec.embed_size))
         blocks = []
         for index in layers:
             blocks.append(self._block(spec.layers[index], prefix + names.layer.format(index)))
@@ -78,7 +79,7 @@ class Assembler:
             is_head=True,
         )
         return DecoderWeights(
-            embed=self._source.table(f"{embed}.weight", (spec.vocab_size, spec.embed_size)),
+            embed=table,
             positions=positions,
             project_in=project_in,
             blocks=blocks,

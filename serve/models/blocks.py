@@ -57,11 +57,12 @@ class AttentionWeights:
         """Passes q to attention before k and v are computed."""
         spec, rows = self.spec, x.shape[0]
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        num_kv = kv_heads if spec.is_v_k else 2 * kv_heads
         rotation = None if self.rotation is None else inputs.rotations[self.rotation]
         qkv = None
         if self.q is None:
             assert self.qkv is not None
-            qkv, k_at = self.qkv(x).view(rows, -1, dim), heads
+            qkv, k_at = self.qkv(x).view(rows, heads + num_kv, dim), heads
             q = qkv[:, :heads]
         else:
             q = self.q(x).view(rows, heads, dim)
@@ -70,7 +71,7 @@ class AttentionWeights:
             q = q * query_factors(spec.query_scaling, inputs.positions)[:, None, None].to(q.dtype)
         ticket = attention.begin(index, q)
         if self.q is not None and self.qkv is not None:
-            qkv, k_at = self.qkv(x).view(rows, -1, dim), 0
+            qkv, k_at = self.qkv(x).view(rows, num_kv, dim), 0
         if qkv is None:
             return attention.finish(ticket, None, None, None)
         k = qkv[:, k_at : k_at + kv_heads]

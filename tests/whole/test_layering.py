@@ -99,8 +99,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/runner": ("serve", "serve/scheduler", "serve/models"),
     "serve/scheduler": ("serve", "serve/structured"),
     "serve/structured": ("serve", "serve/text", "serve/sandbox"),
-    "serve/text": ("serve", "serve/models", "serve/sandbox"),
-    "serve/models": ("serve",),
+    "serve/text": ("serve", "serve/sandbox"),
+    "serve/models": ("serve", "serve/models/families"),
+    "serve/models/families": ("serve",),
     "serve/sandbox": ("serve",),
     "memory/nodes": ("memory", "memory/attention", "memory/pages"),
     "memory": ("memory/prefix", "memory/pages"),
@@ -243,12 +244,6 @@ def test_the_scheduler_sees_integers_of_memory_only() -> None:
     for path in sources("serve/scheduler"):
         seen = {row_of(other) for other in imports_of(path) if other.parts[0] == "memory"}
         assert seen <= {"memory", "memory/pages", "memory/prefix"}, path
-
-
-def test_text_knows_of_models_the_configuration_file_only() -> None:
-    for path in sources("serve/text"):
-        seen = {other for other in imports_of(path) if row_of(other) == "serve/models"}
-        assert seen <= {Path("serve/models/config_file.py")}, path
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:

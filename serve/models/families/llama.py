@@ -48,14 +48,15 @@ def _mistral(config: ConfigReader) -> Fields:
 def qwen_windows(config: ConfigReader) -> list[int | None]:
     """Returns the window of each layer, from `layer_types` or from max_window_layers on."""
     num_layers = num_layers_of(config)
-    is_used = config.boolean("use_sliding_window", False)
     first = config.integer("max_window_layers", 28, low=0)
-    types = read_layer_types(
-        config, [SLIDING if index >= first else FULL for index in range(num_layers)]
-    )
-    if not is_used or not config.values.get("sliding_window", 1):
+    if not config.boolean("use_sliding_window", False) or not config.values.get(
+        "sliding_window", 1
+    ):
+        if SLIDING in read_layer_types(config, [FULL] * num_layers):
+            raise config.fail("sliding_window", "is missing, but layer_types has sliding layers")
         return [None] * num_layers
-    return read_windows(config, types, 4096)
+    types = [SLIDING if index >= first else FULL for index in range(num_layers)]
+    return read_windows(config, read_layer_types(config, types), 4096)
 
 
 FAMILIES = {

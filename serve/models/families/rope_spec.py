@@ -43,22 +43,20 @@ def read_rope(
     *,
     layer_type: str | None = None,
     theta: float = DEFAULT_THETA,
-    partial: float = 1.0,
+    partial: float | None = None,
     is_interleaved: bool = False,
 ) -> RopeSpec:
     """Reads `rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling` (older).
 
     layer_type: the key of an object for each type of layer, where there is one. theta, partial: the
-    family's defaults of rope_theta and partial_rotary_factor.
+    family's defaults of rope_theta and partial_rotary_factor; None: the family rotates all values.
     """
     rope = _parameters(config, layer_type)
     theta = rope.number(
         "rope_theta", config.number("rope_theta", theta, low=1.0), low=1.0, high=1e15
     )
-    partial = rope.number(
-        "partial_rotary_factor", config.number("partial_rotary_factor", partial, high=1.0), high=1.0
-    )
     kind = rope.text("rope_type", rope.text("type", "default"))
+    partial = _read_partial(config, rope, partial)
     dim = head_dim if kind == "proportional" else int(head_dim * partial)
     if dim % 2 or dim == 0:
         raise config.fail("head_dim", f"is {head_dim}; RoPE needs an even number of rotated values")
@@ -84,6 +82,17 @@ def read_rope(
         f"{kind!r} is not supported; known: default, dynamic, linear, llama3, yarn, longrope, "
         "proportional",
     )
+
+
+def _read_partial(config: ConfigReader, rope: ConfigReader, default: float | None) -> float:
+    """Returns the rotated part of a head's values."""
+    key = "partial_rotary_factor"
+    if default is None:
+        for reader in (config, rope):
+            if reader.number(key, 1.0, high=1.0) != 1.0:
+                raise reader.fail(key, "other than 1 is not supported for this model_type")
+        return 1.0
+    return rope.number(key, config.number(key, default, high=1.0), high=1.0)
 
 
 def _parameters(config: ConfigReader, layer_type: str | None) -> ConfigReader:

@@ -18,7 +18,7 @@ from serve.loading.kv_sizing import size_kv
 from serve.loading.precision import resolve_precision
 from serve.loading.runtime import _set_threads, load_runtime
 from serve.machine import available_memory, usable_processors
-from serve.models import read_spec
+from serve.models import ModelSpec, read_spec
 from tests.support.engine.checkpoints import checkpoint
 
 MIB = 1 << 20
@@ -31,6 +31,14 @@ def spec():
 
 def sizes(spec, token_bytes, **settings):
     return size_kv(EngineConfig(**settings), spec, [LayerGroup(token_bytes)])
+
+
+def _with_heads_of(spec: ModelSpec, head_dim: int) -> ModelSpec:
+    layers = [
+        replace(layer, attention=replace(layer.attention, head_dim=head_dim))
+        for layer in spec.layers
+    ]
+    return replace(spec, layers=tuple(layers))
 
 
 def test_pages_hold_about_sixteen_tokens(spec):
@@ -156,7 +164,7 @@ def test_auto_takes_int8_for_16_bit_checkpoints_that_tolerate_it(spec, monkeypat
     monkeypatch.setattr("ops.cpu.native_library.instruction_set", lambda: "avx2")
     assert _precision(half) == ("int8", "int8")
     assert _precision(replace(half, tolerates_int8=False))[0] != "int8"
-    assert _precision(replace(half, head_dim=20)) == ("int8", "bfloat16")
+    assert _precision(_with_heads_of(half, 20)) == ("int8", "bfloat16")
     monkeypatch.setattr("ops.cpu.native_library.instruction_set", lambda: "portable")
     assert _precision(half)[0] != "int8"
 
@@ -174,7 +182,7 @@ def test_heads_that_int8_kv_does_not_fit_have_bfloat16_kv(caplog):
 
 def test_unavailable_int8_is_refused(spec, monkeypatch):
     with pytest.raises(ConfigError, match="head_dim"):
-        _precision(replace(spec, head_dim=20), kv_dtype="int8")
+        _precision(_with_heads_of(spec, 20), kv_dtype="int8")
     monkeypatch.setattr("ops.cpu.native_library.is_available", lambda: False)
     with pytest.raises(ConfigError, match="native kernels"):
         _precision(spec, dtype="int8")

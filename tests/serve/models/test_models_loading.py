@@ -129,8 +129,10 @@ def test_spec_of_each_family() -> None:
     assert (spec.model_type, spec.torch_dtype) == ("mistral", "float32")
     assert (spec.eos_token_ids, spec.bos_token_id) == ((1,), 0)
     assert spec.attention_layers == [AttentionLayer(4, 2, 16, 16**-0.5, 8)] * 2
-    assert read_spec(checkpoint("qwen2", "old-window")).windows == (None, 8, 8)
-    assert read_spec(checkpoint("gpt2", "scaled")).scales[2] == pytest.approx(12**-0.5 / 3)
+    layers = read_spec(checkpoint("qwen2", "old-window")).attention_layers
+    assert [layer.window for layer in layers] == [None, 8, 8]
+    layers = read_spec(checkpoint("gpt2", "scaled")).attention_layers
+    assert layers[2].scale == pytest.approx(12**-0.5 / 3)
     assert read_spec(checkpoint("llama", "yarn")).max_model_len == 256
     assert read_spec(checkpoint("opt", "350m")).embed_size == 24
 

@@ -36,7 +36,7 @@ def refused(path: Path) -> str:
 CONFIG_ERRORS: list[tuple[str, Json, str]] = [
     ("llama", {"model_type": "rwkv"}, "model_type 'rwkv' is not supported"),
     ("llama", {"model_type": None}, "model_type is missing"),
-    ("llama", {"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
+    ("llama", {"model_type": "own", "auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
     ("llama", {"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ("llama", {"hidden_size": -1}, "hidden_size is -1"),
