@@ -7,7 +7,12 @@ that resembles one of the table is a function of a few lines and a row.
 
 from __future__ import annotations
 
-from serve.models.families import learned, llama
+from serve.models.families import dense, learned, llama, sandwich
 from serve.models.families.names import Family
 
-FAMILIES: dict[str, Family] = llama.FAMILIES | learned.FAMILIES
+FAMILIES: dict[str, Family] = {
+    **llama.FAMILIES,
+    **dense.FAMILIES,
+    **sandwich.FAMILIES,
+    **learned.FAMILIES,
+}

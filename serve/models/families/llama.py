@@ -32,17 +32,22 @@ def _qwen3(config: ConfigReader) -> Fields:
 
 
 def _mistral(config: ConfigReader) -> Fields:
-    window = None
-    if config.values.get("sliding_window", 4096) is not None:
-        window = config.integer("sliding_window", 4096)
     return llama_fields(
         config,
         kv_heads=8,
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
-        windows=[window] * num_layers_of(config),
+        windows=whole_window(config, 4096),
     )
+
+
+def whole_window(config: ConfigReader, default: int | None = None) -> list[int | None]:
+    """Returns the window that all layers have; null means none."""
+    window = None
+    if config.values.get("sliding_window", default) is not None:
+        window = config.integer("sliding_window", default)
+    return [window] * num_layers_of(config)
 
 
 def qwen_windows(config: ConfigReader) -> list[int | None]:

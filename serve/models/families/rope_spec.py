@@ -125,9 +125,7 @@ def _read_longrope(
     config: ConfigReader, rope: ConfigReader, plain: RopeSpec, pretrained_len: int, max_len: int
 ) -> RopeSpec:
     """Reads LongRoPE (arXiv 2402.13753) as Phi-3 publishes it."""
-    factor = max_len / pretrained_len
-    if not config.has(PRETRAINED_LEN):
-        factor = rope.number("factor", factor, low=1e-3)
+    factor = rope.number("factor", max_len / pretrained_len, low=1e-3)
     attention = 1.0
     if factor > 1.0:
         attention = math.sqrt(1 + math.log(factor) / math.log(pretrained_len))
