@@ -136,9 +136,17 @@ class MlpAssembler:
             mixture.router,
             weight,
             vector(f"{names.router}.bias") if mixture.has_router_bias else None,
-            vector(names.correction) if mixture.has_correction else None,
+            self._correction(mixture, names, at),
             expert_scales,
         )
+
+    def _correction(self, mixture: MixtureSpec, names: ExpertNames, at: str) -> Tensor | None:
+        if not mixture.has_correction:
+            return None
+        num = mixture.num_experts
+        shape = (1, num) if names.is_correction_row else (num,)
+        stored = self._source.vector(at + names.correction, shape, dtype=torch.float32)
+        return None if stored is None else stored.view(-1)
 
 
 def _part(names: ExpertNames, name: str, num_rows: int, index: int, num_experts: int) -> Part:

@@ -7,12 +7,13 @@ that resembles one of the table is a function of a few lines and a row.
 
 from __future__ import annotations
 
-from serve.models.families import dense, learned, llama, sandwich
+from serve.models.families import dense, learned, llama, mixtures, sandwich
 from serve.models.families.names import Family
 
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
     **dense.FAMILIES,
     **sandwich.FAMILIES,
+    **mixtures.FAMILIES,
     **learned.FAMILIES,
 }

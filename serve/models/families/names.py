@@ -18,8 +18,9 @@ class ExpertNames:
 
     up and down: modules of one expert with {} for its number, or with is_fused tensors of all
     experts, [E, out, in] (is_transposed: [E, in, out]); a fused up may hold gate and up one after
-    the other or, with is_interleaved, row by row in turn. router_bias, correction, router_scale,
-    expert_scale: tensors. shared_up, shared_down, shared_gate: modules.
+    the other or, with is_interleaved, row by row in turn. correction (is_correction_row: stored
+    as [1, E]), router_scale, expert_scale: tensors. shared_up, shared_down, shared_gate: modules.
+    The norms are those of a mixture beside a dense MLP.
     """
 
     router: str = "mlp.gate"
@@ -30,6 +31,7 @@ class ExpertNames:
     is_interleaved: bool = False
     bias: str = "{}.bias"
     correction: str = "mlp.gate.e_score_correction_bias"
+    is_correction_row: bool = False
     router_scale: str = "router.scale"
     expert_scale: str = "router.per_expert_scale"
     shared_up: tuple[str, ...] = (

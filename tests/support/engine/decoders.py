@@ -11,13 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket
-from ops.reference import ReferenceBackend
+from ops.reference import ReferenceBackend, attention_fp64
 from serve.models import Decoder, load_model
 
 
 class ListAttention:
-    """K and V of one sequence in lists, with the softmax written out; also checks the order of
-    calls."""
+    """K and V of one sequence in lists, attended over in fp64; also checks the order of calls."""
 
     def __init__(self, layers: list[AttentionLayer]) -> None:
         self.layers = layers
@@ -36,46 +35,34 @@ class ListAttention:
         self.calls.append(("finish", index))
         layer = self.layers[index]
         assert q.shape[1:] == (layer.num_heads, layer.head_dim)
-        self._append(index, len(q), k, v, rotation)
-        owner = index if layer.shares is None else layer.shares
-        group = layer.num_heads // layer.num_kv_heads
-        keys = self.k[owner].repeat_interleave(group, dim=1)
-        values = self.v[owner].repeat_interleave(group, dim=1)
-        scores = torch.einsum("thd,lhd->htl", q.float(), keys) * layer.scale
-        if layer.soft_cap:
-            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
-        num_keys = len(keys)
-        row = torch.arange(num_keys - len(q), num_keys)[:, None]
-        key = torch.arange(num_keys)[None]
-        visible = key <= row
-        if layer.window is not None:
-            visible &= key > row - layer.window
-        scores = scores.masked_fill(~visible, float("-inf"))
-        if layer.sinks is not None:
-            sinks = torch.tensor(layer.sinks)[:, None, None].expand(-1, len(q), 1)
-            scores = torch.cat((scores, sinks), dim=-1)
-        weights = scores.softmax(dim=-1)[..., :num_keys]
-        return Finished(torch.einsum("htl,lhd->thd", weights, values).to(q.dtype))
+        if layer.shares is None:
+            assert k is not None
+            self._append(index, k, v, rotation)
+        else:
+            assert k is None
+            assert v is None
+            index = layer.shares
+        attended = attention_fp64(
+            q,
+            self.k[index],
+            self.v[index],
+            layer.scale,
+            window=layer.window,
+            soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
+        )
+        return Finished(attended.out.to(q.dtype))
 
-    def _append(
-        self,
-        index: int,
-        num_rows: int,
-        k: Tensor | None,
-        v: Tensor | None,
-        rotation: Rotation | None,
-    ) -> None:
+    def _append(self, index: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
         layer = self.layers[index]
-        assert (k is None) == (layer.shares is not None)
-        if k is None:
-            return
         if rotation is not None:
             k = ReferenceBackend().rotary(k, *rotation)
-        if v is None:
-            assert layer.value_dim is not None
+        if layer.value_dim is not None:
+            assert v is None
             v = k[..., : layer.value_dim]
-        assert k.shape[:2] == v.shape[:2] == (num_rows, layer.num_kv_heads)
-        assert k.shape[2] == layer.head_dim and v.shape[2] == (layer.value_dim or layer.head_dim)
+        assert v is not None
+        assert k.shape == (len(k), layer.num_kv_heads, layer.head_dim)
+        assert v.shape == (*k.shape[:2], layer.value_dim or layer.head_dim)
         self.k[index] = torch.cat((self.k[index], k.float()))
         self.v[index] = torch.cat((self.v[index], v.float()))
 
