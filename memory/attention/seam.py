@@ -19,7 +19,8 @@ from torch import Tensor
 class AttentionLayer:
     """The attention parameters of one layer.
 
-    window: the keys a row sees, itself included. soft_cap: scores become cap * tanh(score / cap);
+    window: the keys a row sees, itself included. chunk: a row sees the keys from the last multiple
+    of so many positions on. soft_cap: scores become cap * tanh(score / cap);
     0: none. sinks: for each head a logit that takes part in the softmax and has no value. shares:
     the earlier layer whose K/V this layer reads; it has none of its own. value_dim: V is the first
     value_dim values of K and is not stored (latent attention, num_kv_heads is 1); None: V is
@@ -35,6 +36,7 @@ class AttentionLayer:
     sinks: tuple[float, ...] | None = None
     shares: int | None = None
     value_dim: int | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ def attention_layer(layer: LayerSpec) -> AttentionLayer:
             head_dim=spec.head_dim,
             scale=spec.scale,
             window=spec.window,
+            chunk=spec.chunk,
             soft_cap=spec.soft_cap,
             shares=spec.shares,
         )
@@ -125,10 +126,16 @@ def read_spec(path: Path) -> ModelSpec:
         bos_token_id=bos_ids[0] if bos_ids else None,
         packed=_read_packed(whole if whole.has("quantization_config") else config, family),
         is_nested=config is not whole,
-        **family.fields(config),
+        **family.fields(_with_defaults(config, family)),
     )
     _check_heads(config, spec)
     return spec
+
+
+def _with_defaults(config: ConfigReader, family: Family) -> ConfigReader:
+    given = {key: value for key, value in config.values.items() if value is not None}
+    missing = {key: value for key, value in family.defaults.items() if key not in given}
+    return ConfigReader(config.values | missing, config.source) if missing else config
 
 
 def _language_model(config: ConfigReader) -> ConfigReader:

@@ -41,7 +41,8 @@ class QueryScaling:
 class AttentionSpec:
     """Attention with stored keys and values.
 
-    rope: None for a layer without positions. window: the keys a row sees, itself included. gate:
+    rope: None for a layer without positions. window: the keys a row sees, itself included. chunk: a
+    row sees the keys from the last multiple of so many positions on. gate:
     "head" or "value": sigmoid of another product of the input multiplies each head's output, or
     each value. shares: the earlier layer whose K/V is read; such a layer has no k and v. soft_cap:
     scores become cap * tanh(score / cap). has_v_norm: values are normalized per head without a
@@ -53,6 +54,7 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None
+    chunk: int | None = None
     rope: RopeSpec | None = None
     qk_norm: QKNorm | None = None
     query_scaling: QueryScaling | None = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from serve.checkpoint_json import ConfigReader
@@ -112,8 +112,10 @@ class Family:
     """One row of the table.
 
     fields: reads config.json. names: the tensors' names. title: the models that people know it by.
+    defaults: values of keys that published configurations leave out.
     """
 
     fields: Callable[[ConfigReader], Fields]
     names: WeightNames = WeightNames()
     title: str = ""
+    defaults: Mapping[str, object] = field(default_factory=dict)

@@ -42,16 +42,28 @@ class ListAttention:
             assert k is None
             assert v is None
             index = layer.shares
+        length = len(self.k[index])
+        first, parts = length - len(q), []
+        while first < length:
+            chunk = layer.chunk or length
+            begin = first // chunk * chunk
+            end = min(length, begin + chunk)
+            rows = slice(first - length + len(q), end - length + len(q))
+            parts.append(self._attend(layer, q[rows], index, slice(begin, end)))
+            first = end
+        return Finished(torch.cat(parts) if parts else torch.empty_like(q))
+
+    def _attend(self, layer: AttentionLayer, q: Tensor, owner: int, keys: slice) -> Tensor:
         attended = attention_fp64(
             q,
-            self.k[index],
-            self.v[index],
+            self.k[owner][keys],
+            self.v[owner][keys],
             layer.scale,
             window=layer.window,
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
         )
-        return Finished(attended.out.to(q.dtype))
+        return attended.out.to(q.dtype)
 
     def _append(self, index: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
         layer = self.layers[index]

@@ -1,0 +1,106 @@
+"""Llama 4, the text model: layers with positions attend within chunks, others to everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ops.backend import RouterKind
+from serve.checkpoint_json import ConfigReader
+from serve.models.families.fields import MAX_WIDTH, llama_fields, num_layers_of, read_heads
+from serve.models.families.layer_spec import (
+    AttentionSpec,
+    LayerSpec,
+    MixtureSpec,
+    MlpSpec,
+    QKNorm,
+    QueryScaling,
+)
+from serve.models.families.mixtures import read_counts, read_expert, with_mixture
+from serve.models.families.names import ExpertNames, Family, Fields, WeightNames
+from serve.models.families.rope_spec import read_rope
+
+
+def _llama4(config: ConfigReader) -> Fields:
+    num_layers = num_layers_of(config)
+    _, _, dim = read_heads(config, kv_heads=8, head_dim=128)
+    rope = read_rope(config, dim, theta=500000.0, is_interleaved=True)
+    uses_rope = _rope_layers(config, num_layers)
+    fields = llama_fields(
+        config,
+        kv_heads=8,
+        head_dim=128,
+        mlp_bias=False,
+        ropes=[rope if uses else None for uses in uses_rope],
+        eps=("rms_norm_eps", 1e-5),
+    )
+    chunk = config.integer("attention_chunk_size", 8192)
+    has_norm = config.boolean("use_qk_norm", True)
+    scaling = None
+    if config.boolean("attn_temperature_tuning", True):
+        scaling = QueryScaling(
+            beta=config.number("attn_scale", 0.1),
+            length=config.integer("floor_scale", 8192),
+            offset=1,
+        )
+    dense = config.integer("intermediate_size_mlp", 16384, high=MAX_WIDTH * 8)
+
+    def with_own(layer: LayerSpec) -> LayerSpec:
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, AttentionSpec)
+        assert isinstance(mlp, MlpSpec)
+        if attention.rope is None:
+            attention = replace(attention, query_scaling=scaling)
+        else:
+            norm = QKNorm(has_weight=False) if has_norm else None
+            attention = replace(attention, chunk=chunk, qk_norm=norm)
+        return replace(layer, attention=attention, mlp=replace(mlp, size=dense))
+
+    layers = {layer: with_own(layer) for layer in set(fields["layers"])}
+    fields["layers"] = tuple(layers[layer] for layer in fields["layers"])
+    num_experts, top_k = read_counts(config, ("num_local_experts",))
+    expert = read_expert(config, "intermediate_size")
+    mixture = MixtureSpec(
+        num_experts=num_experts,
+        expert=expert,
+        router=RouterKind(top_k=top_k, score="sigmoid"),
+        shared=expert,
+        scales_input=True,
+    )
+    step = config.integer("interleave_moe_layer_step", 1)
+    sparse = config.values.get("moe_layers")
+    if sparse is None:
+        sparse = range(step - 1, num_layers, step)
+    return with_mixture(fields, mixture, [index in sparse for index in range(num_layers)])
+
+
+def _rope_layers(config: ConfigReader, num_layers: int) -> list[bool]:
+    """Returns whether each layer has positions; no_rope_layers lists 1 for those that have."""
+    interval = config.integer("no_rope_layer_interval", 4)
+    uses = config.values.get("no_rope_layers") or [
+        int((index + 1) % interval != 0) for index in range(num_layers)
+    ]
+    if not isinstance(uses, list) or len(uses) != num_layers or not set(uses) <= {0, 1}:
+        raise config.fail("no_rope_layers", f"must list 0 or 1 for {num_layers} layers")
+    return [bool(use) for use in uses]
+
+
+_NAMES = WeightNames(
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    experts=(
+        ExpertNames(
+            router="feed_forward.router",
+            up=("feed_forward.experts.gate_up_proj",),
+            down="feed_forward.experts.down_proj",
+            is_fused=True,
+            is_transposed=True,
+            bias="{}_bias",
+            shared_up=(
+                "feed_forward.shared_expert.gate_proj",
+                "feed_forward.shared_expert.up_proj",
+            ),
+            shared_down="feed_forward.shared_expert.down_proj",
+        ),
+    ),
+)
+FAMILIES = {"llama4_text": Family(_llama4, _NAMES, "Llama 4 Scout and Maverick, text")}
