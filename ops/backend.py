@@ -14,13 +14,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-INT4_GROUPS = (32, 64, 128)
+INT4_GROUPS = (16, 32, 64, 128)
 # A sum of products of int8 fits 32 bits up to this many inputs: 2^31 / (127 * 128).
 MAX_INT8_INPUTS = 132_104
 # The values of QLoRA (arXiv 2305.14314), rounded to 127ths as the kernels do.
 NF4_VALUES = tuple(
     n / 127 for n in (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
 )
+# The values of FP4 e2m1 by code, as the Open Compute Project's microscaling formats define it.
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The meanings of 4-bit codes: whole numbers, or indexes into NF4_VALUES or FP4_VALUES.
+TABLES = ("int4", "nf4", "fp4")
 
 
 class Norm(NamedTuple):
@@ -159,14 +163,26 @@ class QuantizedLinears(Protocol):
         fusion: Fusion = NO_FUSION,
         *,
         group: int,
-        is_nf4: bool = False,
+        table: str = "int4",
+        minimums: Tensor | None = None,
+        channel_scales: Tensor | None = None,
     ) -> LinearOp:
-        """Packs (codes - zeros) * scales, with 8 for missing zeros, or NF4_VALUES[codes] * scales.
+        """Packs values(codes) * scales * channel_scales.
 
-        codes: [out, in] uint8 below 16; scales: [out, groups]; zeros: [out, groups] uint8. group:
-        inputs that share a scale, one of INT4_GROUPS; the last group may be shorter. Scales are
-        stored as fp16 times a power of two per channel, which is exact for fp16 and bf16 scales
-        within 1 : 2^14 of the channel's largest.
+        codes: [out, in] uint8 below 16; scales: [out, groups] fp32; channel_scales: [out] fp32,
+        ones if missing. group: inputs that share a scale, one of INT4_GROUPS; the last group may
+        be shorter. The values by table:
+
+            int4    codes - zeros, with zeros: [out, groups] uint8, or codes - 8 without; with
+                    minimums: [out, groups] fp32 instead, codes * scales - minimums
+            nf4     NF4_VALUES[codes]
+            fp4     FP4_VALUES[codes]
+
+        Scales and minimums are stored as fp16 times a power of two per channel. For fp16 and bf16
+        scales of int4 and nf4 that is exact within 1 : 2^14 of the channel's largest; with
+        minimums, both have 11 bits within 1 : 2^28 of the larger. The scales of fp4 are stored
+        exactly: e8m0 scales within 1 : 2^38 and all of e4m3 are. ValueError that names the output
+        for others. A scale whose group has only zeros does not matter.
         """
 
     def rounded4(

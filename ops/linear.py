@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ops.backend import NF4_VALUES, Backend, Fusion, Norm
+from ops.backend import INT4_GROUPS, NF4_VALUES, TABLES, Backend, Fusion, Norm
+
+# The kernels' values are whole numbers: a table's values times this.
+_UNITS = {"int4": 1, "nf4": 127, "fp4": 2}
+# fp16 ends at 2^16.
+_HEADROOM = 15
 
 
 class PlainLinear:
@@ -42,12 +48,82 @@ def apply_norm(backend: Backend, x: Tensor, norm: Norm) -> Tensor:
     return backend.layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
-def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits scales: [out, groups] into fp16 [out, groups] and fp32 powers of two [out]."""
+def split_scales(scales: Tensor, headroom: int = 0) -> tuple[Tensor, Tensor]:
+    """Splits scales: [out, groups] into fp16 [out, groups] and fp32 powers of two [out].
+
+    The largest fp16 of a channel is below 2^headroom and not below half of that.
+    """
     largest = scales.float().abs().amax(1)
     _, exponent = torch.frexp(largest)
-    channels = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))  # normal fp32
+    exponent = (exponent - headroom).clamp(-126, 127)  # normal fp32
+    channels = torch.ldexp(torch.ones_like(largest), exponent)
     return (scales.float() / channels[:, None]).half().contiguous(), channels.contiguous()
+
+
+class Stored4(NamedTuple):
+    """What the kernels keep of 4-bit weights beside the codes.
+
+    scales, minimums: [out, groups] fp16; channels: [out] fp32, the factors of both.
+    """
+
+    scales: Tensor
+    minimums: Tensor | None
+    channels: Tensor
+
+
+def stored4(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    *,
+    group: int,
+    table: str,
+    minimums: Tensor | None,
+    channel_scales: Tensor | None,
+) -> Stored4:
+    """Returns what the kernels keep for the arguments of `QuantizedLinears.int4`.
+
+    ValueError for scales of fp4 that fp16 times a power of two does not hold exactly.
+    """
+    shape = (codes.shape[0], -(-codes.shape[1] // group))
+    assert group in INT4_GROUPS and table in TABLES and codes.dtype == torch.uint8
+    assert (zeros is None and minimums is None) or table == "int4", "only int4 has an offset"
+    assert zeros is None or minimums is None, "zero points or minimums"
+    for each in (scales, zeros, minimums):
+        assert each is None or each.shape == shape, f"{each.shape} for {shape}"
+    assert int(codes.max()) < 16, "codes of 4 bits"
+    halves = None
+    if table == "fp4":
+        scales = torch.where(_has_values(codes, group), scales.float(), 0.0)
+        kept, channels = split_scales(scales, _HEADROOM)
+        _check_exact(scales, kept.float() * channels[:, None])
+    elif minimums is not None:
+        both, channels = split_scales(torch.cat([scales.float(), minimums.float()], 1), _HEADROOM)
+        kept, halves = (each.contiguous() for each in both.chunk(2, 1))
+    else:
+        kept, channels = split_scales(scales)
+    channels = channels / _UNITS[table]
+    if channel_scales is not None:
+        assert channel_scales.shape == channels.shape, f"{channel_scales.shape}"
+        channels = channels * channel_scales.float()
+    return Stored4(kept, halves, channels)
+
+
+def _has_values(codes: Tensor, group: int) -> Tensor:
+    """Returns which groups of FP4 codes have a value other than zero, [out, groups] bool."""
+    magnitudes = functional.pad(codes & 7, (0, -codes.shape[1] % group))
+    return magnitudes.reshape(len(codes), -1, group).amax(2) > 0
+
+
+def _check_exact(scales: Tensor, kept: Tensor) -> None:
+    wrong = (scales != kept).any(1).nonzero()
+    if len(wrong):
+        some = scales[wrong[0, 0]].abs()
+        least, most = float(some[some > 0].min()), float(some.max())
+        raise ValueError(
+            f"the FP4 scales of output {int(wrong[0, 0])}, {least:.4g} to {most:.4g}, cannot be "
+            "stored exactly: they need at most 11 bits each and a range of 1 : 2^38"
+        )
 
 
 def nf4_bounds() -> Tensor:

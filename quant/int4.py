@@ -1,4 +1,4 @@
-"""4-bit weights with a scale per group of inputs: rounding of plain weights to int4 or NF4.
+"""4-bit weights with a scale per group of inputs, and rounding of plain weights to int4 or NF4.
 
 int4 has 16 even steps, one of which is the group's largest magnitude. NF4 has the quantiles of a
 normal distribution (QLoRA, arXiv 2305.14314), for weights that are about normal.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.backend import NF4_VALUES, NO_FUSION, Fusion, LinearOp, QuantizedLinears
+from ops.backend import FP4_VALUES, NF4_VALUES, NO_FUSION, Fusion, LinearOp, QuantizedLinears
 from ops.cpu.native_quantized_linear import NATIVE
 from ops.linear import round_to_4_bits
 
@@ -21,33 +21,47 @@ GROUP = 64
 class Int4Weight(NamedTuple):
     """A quantized weight: codes: [out, in] uint8 below 16; scales: [out, groups] fp32.
 
-    zeros: [out, groups] uint8. With is_nf4 codes are indexes into NF4_VALUES, otherwise integers
-    offset by zeros, or by 8 without zeros.
+    zeros: [out, groups] uint8; minimums: [out, groups] fp32; channel_scales: [out] fp32. What they
+    stand for, and the tables, are those of `QuantizedLinears.int4`.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
     group: int
-    is_nf4: bool = False
+    table: str = "int4"
+    minimums: Tensor | None = None
+    channel_scales: Tensor | None = None
 
     def linear(
         self, bias: Tensor | None, fusion: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp:
-        codes, scales, zeros, group, is_nf4 = self
-        return linears.int4(codes, scales, zeros, bias, fusion, group=group, is_nf4=is_nf4)
+        return linears.int4(
+            self.codes,
+            self.scales,
+            self.zeros,
+            bias,
+            fusion,
+            group=self.group,
+            table=self.table,
+            minimums=self.minimums,
+            channel_scales=self.channel_scales,
+        )
 
     def plain(self) -> Tensor:
         """Returns the dequantized weight, [out, in] fp32."""
         out = self.codes.float()
-        if self.is_nf4:
-            out = torch.tensor(NF4_VALUES)[self.codes.int()]
+        if self.table != "int4":
+            values = torch.tensor(NF4_VALUES if self.table == "nf4" else FP4_VALUES)
+            out = values[self.codes.int()]
         for group, scales in enumerate(self.scales.unbind(1)):
             part = out[:, group * self.group : (group + 1) * self.group]
-            if not self.is_nf4:
+            if self.table == "int4" and self.minimums is None:
                 part -= 8 if self.zeros is None else self.zeros[:, group, None]
             part *= scales[:, None]
-        return out
+            if self.minimums is not None:
+                part -= self.minimums[:, group, None]
+        return out if self.channel_scales is None else out * self.channel_scales[:, None]
 
 
 def quantize_int4(weight: Tensor, group: int = GROUP) -> Int4Weight:
@@ -57,4 +71,4 @@ def quantize_int4(weight: Tensor, group: int = GROUP) -> Int4Weight:
 
 def quantize_nf4(weight: Tensor, group: int = GROUP) -> Int4Weight:
     """Rounds weight: [out, in] in any float type to NF4 values times the group's largest."""
-    return Int4Weight(*round_to_4_bits(weight, group, is_nf4=True), None, group, is_nf4=True)
+    return Int4Weight(*round_to_4_bits(weight, group, is_nf4=True), None, group, table="nf4")

@@ -28,7 +28,7 @@ MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
 NODE_ENCRYPTIONS = ("auto", "on", "off")
 MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
-WEIGHT_GROUPS = (32, 64, 128)  # as the kernels have them; their module is slow to import
+WEIGHT_GROUPS = (16, 32, 64, 128)  # as the kernels have them; their module is slow to import
 DEFAULT_MODEL = "default"
 _DEFAULT_BATCHED_TOKENS = 256
 MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
@@ -114,7 +114,7 @@ class EngineConfig:
         channel, activations per token); "int4" and "nf4" round the weights to 4 bits; "fp8"
         multiplies e4m3 numbers on GPUs that support it. "auto" takes int8 for 16-bit checkpoints
         of the families that tolerate it, and logs the reason.
-    weight_group: the number of inputs that share a scale in int4 and nf4: 32, 64 or 128.
+    weight_group: the number of inputs that share a scale in int4 and nf4: 16, 32, 64 or 128.
     kv_dtype: how K/V is stored. "auto" takes int8 with int8 products (bfloat16 where head_dim is
         not a multiple of 16), else the compute type.
     kv_group: the largest number of values of a head that share a scale in int8 K/V.

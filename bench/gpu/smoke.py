@@ -100,7 +100,7 @@ def _make(kind: str, layer: Layer) -> tuple[LinearOp, Tensor, Fusion]:
     values = torch.tensor(NF4_VALUES).double() if is_nf4 else torch.arange(-8.0, 8.0).double()
     exact = values.to(codes.device)[codes.long()]
     exact *= scales.double().repeat_interleave(group, 1)
-    op = Int4Linear(codes, scales, None, None, fusion, group=group, is_nf4=is_nf4, device=device())
+    op = Int4Linear(codes, scales, None, None, fusion, group=group, table=kind, device=device())
     return op, exact, fusion
 
 

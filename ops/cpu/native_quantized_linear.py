@@ -11,7 +11,7 @@ from torch import Tensor
 from ops.backend import INT4_GROUPS, MAX_INT8_INPUTS, NO_FUSION, Fusion, LinearOp
 from ops.cpu.native_fusion import ACTIVATIONS, checked_bias, set_norm, sizes
 from ops.cpu.native_library import TYPES, address, library
-from ops.linear import nf4_bounds, split_scales
+from ops.linear import nf4_bounds, stored4
 
 _NF4_BOUNDS = nf4_bounds()
 
@@ -112,7 +112,7 @@ def _addresses(parts: list[Tensor]) -> list[int]:
 
 
 class Int4Linear(NativeLinear):
-    """4-bit weights with a scale and perhaps a zero point per group: QuantizedLinears.int4."""
+    """4-bit weights with a scale and perhaps an offset per group: QuantizedLinears.int4."""
 
     def __init__(
         self,
@@ -123,18 +123,22 @@ class Int4Linear(NativeLinear):
         fusion: Fusion = NO_FUSION,
         *,
         group: int,
-        is_nf4: bool = False,
+        table: str = "int4",
+        minimums: Tensor | None = None,
+        channel_scales: Tensor | None = None,
     ) -> None:
         num_out, num_in = sizes(codes.shape[0], codes.shape[1], fusion)
-        shape = (codes.shape[0], -(-num_in // group))
-        assert group in INT4_GROUPS and codes.dtype == torch.uint8
-        assert not (is_nf4 and zeros is not None)
-        assert scales.shape == shape and (zeros is None or zeros.shape == shape), f"{scales.shape}"
         codes, bias = codes.contiguous(), checked_bias(bias, num_out, fusion)
-        assert int(codes.max()) < 16, "codes of 4 bits"
-        halves, channels = split_scales(scales)
-        if is_nf4:  # the kernel's values are multiples of 1/127
-            channels = channels / 127
+        halves, lows, channels = stored4(
+            codes,
+            scales,
+            zeros,
+            group=group,
+            table=table,
+            minimums=minimums,
+            channel_scales=channel_scales,
+        )
+        assert table != "fp4" and lows is None and group > 16, "not yet in the library"
         if zeros is not None:
             zeros = zeros.to(torch.uint8).contiguous()
         op = library().Int4Linear(
@@ -145,7 +149,7 @@ class Int4Linear(NativeLinear):
             address(zeros),
             channels.data_ptr(),
             group,
-            is_nf4,
+            table == "nf4",
             address(bias),
             ACTIVATIONS[fusion.activation],
             fusion.is_gated,

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ops.backend import INT4_GROUPS, MAX_INT8_INPUTS, NO_FUSION, Fusion, Norm
+from ops.backend import MAX_INT8_INPUTS, NO_FUSION, Fusion, Norm
 from ops.cuda import tune
-from ops.linear import round_to_4_bits, split_scales
+from ops.linear import round_to_4_bits, stored4
 from ops.triton_kernels.linear import ScaledWeight, library_linear, scaled_linear, split_scratch
 from ops.triton_kernels.linear4 import int4_linear, pack_int4
 from ops.triton_kernels.rows import activation_rows, gated_rows, norm_rows, quantize_rows
@@ -181,7 +181,7 @@ class Fp8Linear(ScaledLinear):
 
 
 class Int4Linear(CudaLinear):
-    """4-bit weights with a scale and perhaps a zero point per group: QuantizedLinears.int4."""
+    """4-bit weights with a scale and perhaps an offset per group: QuantizedLinears.int4."""
 
     def __init__(
         self,
@@ -192,32 +192,34 @@ class Int4Linear(CudaLinear):
         fusion: Fusion = NO_FUSION,
         *,
         group: int,
-        is_nf4: bool = False,
+        table: str = "int4",
+        minimums: Tensor | None = None,
+        channel_scales: Tensor | None = None,
         device: torch.device,
     ) -> None:
-        """codes, scales and zeros may be on any device."""
+        """The tensors may be on any device."""
         num_rows, num_in = codes.shape
         super().__init__("int4", num_in, num_rows, fusion, torch.bfloat16, device)
-        shape = (num_rows, -(-num_in // group))
-        assert (
-            group in INT4_GROUPS
-            and codes.dtype == torch.uint8
-            and not (is_nf4 and zeros is not None)
-        )
-        assert scales.shape == shape and (zeros is None or zeros.shape == shape), f"{scales.shape}"
-        assert int(codes.max()) < 16, "codes of 4 bits"
         order = interleaved(torch.arange(num_rows, device=device), fusion)
-        codes, scales = codes.to(device)[order], scales.to(device)[order]
-        halves, channels = split_scales(scales)
-        self.weight = pack_int4(
+
+        def placed(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)[order]
+
+        codes, scales, zeros = codes.to(device)[order], scales.to(device)[order], placed(zeros)
+        stored = stored4(
             codes,
-            halves,
-            None if zeros is None else zeros.to(device)[order],
-            channels / 127 if is_nf4 else channels,
-            packed_bias(bias, num_rows, fusion, device),
+            scales,
+            zeros,
             group=group,
-            is_nf4=is_nf4,
+            table=table,
+            minimums=placed(minimums),
+            channel_scales=placed(channel_scales),
         )
+        bias = packed_bias(bias, num_rows, fusion, device)
+        assert table != "fp4" and stored.minimums is None and group > 16, "not yet in the kernel"
+        halves, _, channels = stored
+        is_nf4 = table == "nf4"
+        self.weight = pack_int4(codes, halves, zeros, channels, bias, group=group, is_nf4=is_nf4)
 
     @property
     def size_bytes(self) -> int:
@@ -243,7 +245,8 @@ def rounded4_linear(
     """Implements QuantizedLinears.rounded4 on a device, with the temporary memory of one part."""
     rounded = [round_to_4_bits(part.to(device), group, is_nf4=is_nf4) for part in parts]
     codes, scales = (torch.cat(each) for each in zip(*rounded, strict=True))
-    return Int4Linear(codes, scales, None, bias, fusion, group=group, is_nf4=is_nf4, device=device)
+    how = {"group": group, "table": "nf4" if is_nf4 else "int4", "device": device}
+    return Int4Linear(codes, scales, None, bias, fusion, **how)
 
 
 class PlainLinear:

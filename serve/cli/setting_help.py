@@ -73,7 +73,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
         "Type of the weights: auto, int8, int4, nf4, bfloat16 or float32; on newer GPUs also fp8.",
         choices=DTYPES,
     ),
-    "weight_group": Option(MODEL, "Inputs that share a scale in int4 and nf4: 32, 64 or 128."),
+    "weight_group": Option(MODEL, "Inputs that share a scale in int4 and nf4: 16, 32, 64 or 128."),
     "kv_dtype": Option(MODEL, "Type of K/V: auto, int8, bfloat16 or float32.", choices=KV_DTYPES),
     "kv_group": Option(MODEL, "Values that share a scale in int8 K/V."),
     "max_model_len": Option(MODEL, "Longest sequence in tokens; by default the model's."),

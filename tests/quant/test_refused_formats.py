@@ -67,7 +67,7 @@ REFUSED: list[tuple[Json, str, object]] = [
     (GPTQ, "bits", 8),
     (GPTQ, "bits", None),
     (GPTQ, "bits", "4"),
-    (GPTQ, "group_size", 16),
+    (GPTQ, "group_size", 8),
     (GPTQ, "group_size", 1024),
     (GPTQ, "group_size", True),
     (GPTQ, "checkpoint_format", "marlin"),
@@ -78,7 +78,7 @@ REFUSED: list[tuple[Json, str, object]] = [
     (AWQ, "version", "gemv"),
     (AWQ, "version", "marlin"),
     (AWQ, "zero_point", False),
-    (AWQ, "group_size", 16),
+    (AWQ, "group_size", 8),
 ]
 
 

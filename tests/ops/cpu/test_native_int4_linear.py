@@ -37,7 +37,7 @@ def random_weight(num_out: int, num_in: int, kind: str, group: int = 64) -> Int4
         ((torch.rand(shape) + 0.1) * 0.02).half().float(),
         torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "zeros" else None,
         group,
-        kind == "nf4",
+        "nf4" if kind == "nf4" else "int4",
     )
 
 
@@ -49,7 +49,7 @@ def plain(weight: Int4Weight) -> Tensor:
         return x.double().repeat_interleave(weight.group, 1)[:, :num_in]
 
     scales = spread(weight.scales)
-    if weight.is_nf4:
+    if weight.table == "nf4":
         return torch.tensor(NF4_VALUES).double()[weight.codes.long()] * scales
     zeros = 8.0 if weight.zeros is None else spread(weight.zeros)
     return (weight.codes.double() - zeros) * scales

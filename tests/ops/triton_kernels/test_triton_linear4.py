@@ -12,8 +12,9 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 import triton
 import triton.language as tl
 
-from ops.backend import NF4_VALUES, NO_FUSION, Fusion, Norm
-from ops.cuda.linear import Fp8Linear, Int4Linear, PlainLinear
+from ops.backend import NF4_VALUES, NO_FUSION, Fusion, LinearOp, Norm
+from ops.cuda.backend import CudaLinears
+from ops.cuda.linear import Fp8Linear, PlainLinear
 from ops.reference import ReferenceBackend, _activate
 from ops.triton_kernels.linear import ScaledWeight, Tile, scaled_linear
 from ops.triton_kernels.linear4 import NF4_CODES, int4_linear, unpack
@@ -41,11 +42,8 @@ def with_zeros(weight: torch.Tensor, group: int) -> Int4Weight:
 KINDS = {"int4": quantize_int4, "zeros": with_zeros, "nf4": quantize_nf4}
 
 
-def layer4(weight: Int4Weight, bias=None, fusion: Fusion = NO_FUSION, **how) -> Int4Linear:
-    codes, scales, zeros, group, is_nf4 = weight
-    return Int4Linear(
-        codes, scales, zeros, bias, fusion, group=group, is_nf4=is_nf4, device=DEVICE, **how
-    )
+def layer4(weight: Int4Weight, bias=None, fusion: Fusion = NO_FUSION) -> LinearOp:
+    return weight.linear(bias, fusion, CudaLinears(DEVICE))
 
 
 def reference(x: torch.Tensor, plain: torch.Tensor, bias, fusion: Fusion, dtype=torch.int8):

@@ -120,7 +120,7 @@ def test_the_context_must_fit(spec):
         ({"dtype": "float8"}, "dtype"),
         ({"kv_dtype": "int4"}, "kv_dtype"),
         ({"kv_group": 12}, "kv_group"),
-        ({"weight_group": 16}, "weight_group"),
+        ({"weight_group": 8}, "weight_group"),
         ({"weight_group": 64.0}, "weight_group"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_seqs": 10**9}, "max_num_seqs must be at most"),
