@@ -140,7 +140,9 @@ def _int4_layers(kind: str, quick: bool) -> list[Int4Linear]:
     zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "int4 zeros" else None
     count = 2 if quick else FAR // (num_in * num_out // 2)
     return [
-        Int4Linear(codes, scales, zeros, None, group=group, table="nf4" if kind == "nf4" else "int4")
+        Int4Linear(
+            codes, scales, zeros, None, group=group, table="nf4" if kind == "nf4" else "int4"
+        )
         for _ in range(count)
     ]
 

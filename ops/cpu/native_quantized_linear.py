@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.backend import INT4_GROUPS, MAX_INT8_INPUTS, NO_FUSION, Fusion, LinearOp
+from ops.backend import INT4_GROUPS, MAX_INT8_INPUTS, NO_FUSION, TABLES, Fusion, LinearOp
 from ops.cpu.native_fusion import ACTIVATIONS, checked_bias, set_norm, sizes
 from ops.cpu.native_library import TYPES, address, library
 from ops.linear import nf4_bounds, stored4
@@ -138,7 +138,6 @@ class Int4Linear(NativeLinear):
             minimums=minimums,
             channel_scales=channel_scales,
         )
-        assert table != "fp4" and lows is None and group > 16, "not yet in the library"
         if zeros is not None:
             zeros = zeros.to(torch.uint8).contiguous()
         op = library().Int4Linear(
@@ -147,9 +146,10 @@ class Int4Linear(NativeLinear):
             codes.data_ptr(),
             halves.data_ptr(),
             address(zeros),
+            address(lows),
             channels.data_ptr(),
             group,
-            table == "nf4",
+            TABLES.index(table),
             address(bias),
             ACTIVATIONS[fusion.activation],
             fusion.is_gated,

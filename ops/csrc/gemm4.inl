@@ -1,54 +1,77 @@
 // Linear layers with 4-bit weights on rows of signed bytes. Included once per instruction set.
 //
-// y[m, n] = act((sum over groups g of scale[n, g] * sum over k in g of x[m, k] * v[n, k])
+// y[m, n] = act((sum over groups g of scale[n, g] * sum over k in g of x[m, k] * v[n, k]
+//                                     - minimum[n, g] * sum over k in g of x[m, k])
 //               * x_scale[m] * channel_scale[n] + bias[n])
 //
-// A code becomes an unsigned byte in registers: the code itself, or its NF4 value in 127ths plus 128.
-// The sum of a group starts at minus its offset (8, the zero point or 128) times the sum of the
+// A code becomes an unsigned byte in registers: the code itself, or an entry of a table of 16. The
+// sum of a group starts at minus its offset (8, the zero point, 0 or 128) times the sum of the
 // group's x. These sums are exact integers; the groups are added in fp32 in a fixed order, so a row
 // has the same bits in any batch.
 //
 // Weights are packed in panels of 32 outputs. A panel has for each group 32 fp16 scales, 32 int16
-// zero points if there are any, and [group / 4][16][4 inputs] bytes, with outputs 0-15 in the low
-// nibbles and 16-31 in the high ones. A panel is read from end to end.
+// zero points or fp16 minimums if there are any, and [group / 4][16][4 inputs] bytes, with outputs
+// 0-15 in the low nibbles and 16-31 in the high ones. A panel is read from end to end.
 
 namespace MS_ISA {
 namespace {
 
-// The NF4 values of QLoRA (arXiv 2305.14314) in 127ths, plus 128.
-alignas(16) constexpr uint8_t NF4_BYTES[16] = {1,   40,  61,  78,  92,  105, 116, 128,
-                                               138, 148, 159, 171, 184, 199, 220, 255};
-
-// Converts codes, bytes of 0..15, to their unsigned factors.
-template <Codes CODES>
-MS_INLINE i32x16 factors(i32x16 codes) {
-  if (CODES != Codes::nf4) return codes;
+// A table of 16 bytes in the form in which instructions look up codes, bytes of 0..15.
 #if defined(__AVX512BW__)
-  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)NF4_BYTES));
-  return (i32x16)_mm512_shuffle_epi8(table, (__m512i)codes);
+using Table = __m512i;
+MS_INLINE Table load_table(const uint8_t* from) {
+  return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)from));
+}
+MS_INLINE i32x16 look_up(Table table, i32x16 codes) { return (i32x16)_mm512_shuffle_epi8(table, (__m512i)codes); }
 #elif defined(__AVX2__)
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)NF4_BYTES));
+using Table = __m256i;
+MS_INLINE Table load_table(const uint8_t* from) {
+  return _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)from));
+}
+MS_INLINE i32x16 look_up(Table table, i32x16 codes) {
   return by_pieces<i32x16>([=](auto v) MS_LAMBDA { return _mm256_shuffle_epi8(table, (__m256i)v); }, codes);
+}
 #elif defined(__aarch64__)
-  return by_pieces<i32x16>([](auto v) MS_LAMBDA { return vqtbl1q_u8(load<uint8x16_t>(NF4_BYTES), (uint8x16_t)v); }, codes);
+using Table = uint8x16_t;
+MS_INLINE Table load_table(const uint8_t* from) { return load<uint8x16_t>(from); }
+MS_INLINE i32x16 look_up(Table table, i32x16 codes) {
+  return by_pieces<i32x16>([=](auto v) MS_LAMBDA { return vqtbl1q_u8(table, (uint8x16_t)v); }, codes);
+}
 #else
+using Table = const uint8_t*;
+MS_INLINE Table load_table(const uint8_t* from) { return from; }
+MS_INLINE i32x16 look_up(Table table, i32x16 codes) {
   uint8_t bytes[64];
   store(bytes, codes);
-  for (int i = 0; i < 64; i++) bytes[i] = NF4_BYTES[bytes[i]];
+  for (int i = 0; i < 64; i++) bytes[i] = table[bytes[i]];
   return load<i32x16>(bytes);
+}
 #endif
+
+// Converts codes to their unsigned factors.
+template <Codes CODES>
+MS_INLINE i32x16 factors(Table table, i32x16 codes) {
+  return CODES == Codes::from_table ? look_up(table, codes) : codes;
+}
+
+// Returns 32 fp16 numbers.
+MS_INLINE void read_halves(const uint8_t* from, f32x16 (&to)[2]) {
+  to[0] = from_half(reinterpret_cast<const uint16_t*>(from));
+  to[1] = from_half(reinterpret_cast<const uint16_t*>(from) + 16);
 }
 
 // Computes c[MR][32] (+)= x[MR][groups] * w[groups]. sums: the group sums of x, [MR][sums_stride].
 template <int MR, Codes CODES>
-__attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const int32_t* sums,
+__attribute__((noinline)) void micro4(const uint8_t* w, const uint8_t* table_at, const int8_t* x, const int32_t* sums,
                                       int sums_stride, float* c, int groups, int quads,
                                       bool is_first, const uint8_t* next) {
   const i32x16 low = splat_i32(0x0f0f0f0f);
+  const Table table = load_table(table_at);
   for (int g = 0; g < groups; g++) {
-    const f32x16 scale[2] = {from_half(reinterpret_cast<const uint16_t*>(w)),
-                             from_half(reinterpret_cast<const uint16_t*>(w) + 16)};
+    f32x16 scale[2];
+    read_halves(w, scale);
     w += 64;
+    const uint8_t* minimums = w;
     i32x16 sum[MR][2];
     if (CODES == Codes::with_zeros) {
       const i32x16 zero[2] = {MS_WIDEN(i32x16, i16x16, w), MS_WIDEN(i32x16, i16x16, w + 32)};
@@ -57,8 +80,11 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
         const i32x16 xs = splat_i32(-sums[m * sums_stride + g]);
         sum[m][0] = zero[0] * xs, sum[m][1] = zero[1] * xs;
       });
+    } else if (CODES == Codes::with_minimums) {
+      w += 64;
+      unroll<MR>([&](auto m) MS_LAMBDA { sum[m][0] = sum[m][1] = i32x16{}; });
     } else {
-      constexpr int ADDED = CODES == Codes::nf4 ? 128 : 8;
+      constexpr int ADDED = CODES == Codes::from_table ? 128 : 8;
       unroll<MR>([&](auto m) MS_LAMBDA {
         sum[m][0] = sum[m][1] = splat_i32(-ADDED * sums[m * sums_stride + g]);
       });
@@ -66,12 +92,12 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
     for (int q = 0; q < quads; q++) {
 #if defined(MS_AVX_VNNI)
       add_quad(sum, x, [&](auto h) MS_LAMBDA {
-        return factors<CODES>((i32x16)((u32x16)load<i32x16>(w) >> 4 * h) & low);
+        return factors<CODES>(table, (i32x16)((u32x16)load<i32x16>(w) >> 4 * h) & low);
       });
 #else
       const i32x16 both = load<i32x16>(w);
-      const i32x16 w0 = factors<CODES>(both & low);
-      const i32x16 w1 = factors<CODES>((i32x16)((u32x16)both >> 4) & low);
+      const i32x16 w0 = factors<CODES>(table, both & low);
+      const i32x16 w1 = factors<CODES>(table, (i32x16)((u32x16)both >> 4) & low);
       unroll<MR>([&](auto m) MS_LAMBDA {
         const i32x16 xs = splat_bytes(x + m * SLICE);
         sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
@@ -91,20 +117,32 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
         store(to, fma(to_float(sum[m][h]), scale[h], before));
       }
     });
+    if (CODES == Codes::with_minimums) {
+      f32x16 minimum[2];
+      read_halves(minimums, minimum);
+      unroll<MR>([&](auto m) MS_LAMBDA {
+        const f32x16 xs = splat(static_cast<float>(-sums[m * sums_stride + g]));
+        for (int h = 0; h < 2; h++) {
+          float* to = c + m * PANEL + 16 * h;
+          store(to, fma(xs, minimum[h], load<f32x16>(to)));
+        }
+      });
+    }
   }
 }
 
-using Micro4 = void (*)(const uint8_t*, const int8_t*, const int32_t*, int, float*, int, int, bool,
+using Micro4 = void (*)(const uint8_t*, const uint8_t*, const int8_t*, const int32_t*, int, float*, int, int, bool,
                         const uint8_t*);
 struct Micro4Table { Micro4 at[MAX_GROUP]; };
 template <Codes CODES, size_t... I>
 constexpr Micro4Table micro4_table(std::index_sequence<I...>) {
   return {{micro4<static_cast<int>(I) + 1, CODES>...}};
 }
-constexpr Micro4Table MICRO4[3] = {
+constexpr Micro4Table MICRO4[4] = {
     micro4_table<Codes::centred>(std::make_index_sequence<MAX_GROUP>{}),
     micro4_table<Codes::with_zeros>(std::make_index_sequence<MAX_GROUP>{}),
-    micro4_table<Codes::nf4>(std::make_index_sequence<MAX_GROUP>{}),
+    micro4_table<Codes::with_minimums>(std::make_index_sequence<MAX_GROUP>{}),
+    micro4_table<Codes::from_table>(std::make_index_sequence<MAX_GROUP>{}),
 };
 
 void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const Quantized& x,
@@ -127,7 +165,7 @@ void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const
       // Weights that are used once are a stream; otherwise the first rows prefetch the next slice.
       const uint8_t* next = slice + (parts == 1 ? AHEAD : some * bytes);
       if (p > 0) next = reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE);
-      micro.at[mr - 1](slice, xs + m * SLICE, sums + (first_row + m) * all + g, all, c + m * PANEL,
+      micro.at[mr - 1](slice, op.table, xs + m * SLICE, sums + (first_row + m) * all + g, all, c + m * PANEL,
                        some, op.group / 4, g == 0, next);
       m += mr;
     }

@@ -172,11 +172,12 @@ class Int8Linear : public QuantizedLinear {
 
 class Int4Linear : public QuantizedLinear {
  public:
-  // codes: [channels][num_in] bytes below 16; scales: [channels][groups] fp16; zeros:
-  // [channels][groups] bytes, or 0; channel_scales: [channels] fp32.
-  Int4Linear(int num_in, int num_out, uintptr_t codes, uintptr_t scales, uintptr_t zeros,
-             uintptr_t channel_scales, int group, bool is_nf4, uintptr_t bias, int activation, bool is_gated)
-      : Int4Linear(num_in, num_out, group, kind(zeros, is_nf4), bias, activation, is_gated) {
+  // codes: [channels][num_in] bytes below 16; scales: [channels][groups] fp16; zeros, or 0:
+  // [channels][groups] bytes; minimums, or 0: like scales; channel_scales: [channels] fp32; table: the
+  // index in TABLES of ops/backend.py.
+  Int4Linear(int num_in, int num_out, uintptr_t codes, uintptr_t scales, uintptr_t zeros, uintptr_t minimums,
+             uintptr_t channel_scales, int group, int table, uintptr_t bias, int activation, bool is_gated)
+      : Int4Linear(num_in, num_out, group, kind(zeros, minimums, table), table, bias, activation, is_gated) {
     nb::gil_scoped_release release;
     spread(pointer<float>(channel_scales), scales_.as<float>());
     Team::get().parallel(op_.num_panels, [&](int panel) {
@@ -185,7 +186,7 @@ class Int4Linear : public QuantizedLinear {
       for (int c = 0; c < PANEL; c++)
         if (channel(panel, c) >= 0)
           pack_channel(to, c, channel(panel, c), pointer<uint8_t>(codes), pointer<uint16_t>(scales),
-                       pointer<uint8_t>(zeros));
+                       pointer<uint8_t>(zeros), pointer<uint16_t>(minimums));
     });
   }
 
@@ -193,7 +194,7 @@ class Int4Linear : public QuantizedLinear {
   // codes, or 0 for int4.
   Int4Linear(int num_in, int num_out, const std::vector<size_t>& parts, int dtype, int group, uintptr_t bounds,
              uintptr_t bias, int activation, bool is_gated)
-      : Int4Linear(num_in, num_out, group, kind(0, bounds != 0), bias, activation, is_gated) {
+      : Int4Linear(num_in, num_out, group, kind(0, 0, bounds != 0), bounds != 0, bias, activation, is_gated) {
     const PackSource source = pack_source(parts, dtype);
     nb::gil_scoped_release release;
     kernels().pack_int4(source, op4_, pointer<float>(bounds), packed_.as<uint8_t>(), scales_.as<float>());
@@ -204,21 +205,23 @@ class Int4Linear : public QuantizedLinear {
   }
 
  private:
-  Int4Linear(int num_in, int num_out, int group, Codes codes, uintptr_t bias, int activation, bool is_gated)
+  Int4Linear(int num_in, int num_out, int group, Codes codes, int table, uintptr_t bias, int activation,
+             bool is_gated)
       : QuantizedLinear(num_in, num_out, padding(group), panel_bytes(num_in, group, codes), bias, activation,
                         is_gated),
-        op4_{op_, group, codes} {}
+        op4_{op_, group, codes, table == 2 ? FP4_BYTES : NF4_BYTES} {}
 
   static int padding(int group) { return group < 64 ? 64 : group; }
-  static Codes kind(uintptr_t zeros, bool is_nf4) {
-    return is_nf4 ? Codes::nf4 : zeros ? Codes::with_zeros : Codes::centred;
+  static Codes kind(uintptr_t zeros, uintptr_t minimums, int table) {
+    if (table) return Codes::from_table;
+    return zeros ? Codes::with_zeros : minimums ? Codes::with_minimums : Codes::centred;
   }
   static size_t panel_bytes(int num_in, int group, Codes codes) {
     return round_up(num_in, padding(group)) / group * group_bytes(group, codes);
   }
 
   void pack_channel(uint8_t* to, int c, int n, const uint8_t* codes, const uint16_t* scales,
-                    const uint8_t* zeros) const {
+                    const uint8_t* zeros, const uint16_t* minimums) const {
     const int group = op4_.group, groups = (op_.num_in + group - 1) / group;
     const uint8_t* row = codes + static_cast<size_t>(n) * op_.num_in;
     for (int g = 0; g < groups; g++, to += group_bytes(group, op4_.codes)) {
@@ -228,6 +231,10 @@ class Int4Linear : public QuantizedLinear {
       if (zeros) {
         const int16_t zero = zeros[at];
         std::memcpy(bytes + 2 * c, &zero, 2);
+        bytes += 64;
+      }
+      if (minimums) {
+        std::memcpy(bytes + 2 * c, minimums + at, 2);
         bytes += 64;
       }
       for (int i = 0; i < group && g * group + i < op_.num_in; i++)
@@ -312,7 +319,7 @@ void ms::bind_linear(nb::module_& m) {
       .def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, int, bool>());
   with_quantized(int8);
   nb::class_<Int4Linear> int4(m, "Int4Linear");
-  int4.def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, bool, uintptr_t, int, bool>())
+  int4.def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, int, uintptr_t, int, bool>())
       .def(nb::init<int, int, const std::vector<size_t>&, int, int, uintptr_t, uintptr_t, int, bool>());
   with_quantized(int4);
   nb::class_<PlainLinear> plain(m, "PlainLinear");

@@ -216,10 +216,7 @@ class Int4Linear(CudaLinear):
             channel_scales=placed(channel_scales),
         )
         bias = packed_bias(bias, num_rows, fusion, device)
-        assert table != "fp4" and stored.minimums is None and group > 16, "not yet in the kernel"
-        halves, _, channels = stored
-        is_nf4 = table == "nf4"
-        self.weight = pack_int4(codes, halves, zeros, channels, bias, group=group, is_nf4=is_nf4)
+        self.weight = pack_int4(codes, stored, zeros, bias, group=group, table=table)
 
     @property
     def size_bytes(self) -> int:

@@ -1,6 +1,7 @@
-"""Products of int8 rows with 4-bit weights that have a scale and perhaps a zero point per group.
+"""Products of int8 rows with 4-bit weights that have a scale and perhaps an offset per group.
 
-y[m, n] = act((sum over groups g of scale[g, n] * sum over k in g of x[m, k] * v[n, k])
+y[m, n] = act((sum over groups g of scale[g, n] * sum over k in g of x[m, k] * v[n, k]
+                                    - minimum[g, n] * sum over k in g of x[m, k])
               * x_scale[m] * channel_scale[n] + bias[n])
 
 A group's sum is an exact integer, and one program adds the groups in fp32 in one order. So a row
@@ -8,10 +9,10 @@ has the same bits in any batch and with any tile. K is not split for the same re
 
 With few rows the bytes of the weights are the bound, half of int8's. The packed bytes stream
 through shared memory in panels (see PANEL) of whole cache lines. Three instructions unpack four
-codes (ten for NF4) in the registers that the tensor cores read: 38 codes per clock and SM at 4.3
-TB/s take 30 (95) of the 128 instructions per clock. With many rows, each group of 64 to 128
+codes (ten with a table) in the registers that the tensor cores read: 38 codes per clock and SM at
+4.3 TB/s take 30 (95) of the 128 instructions per clock. With many rows, each group of 64 to 128
 products needs a conversion and a multiply-add outside of the tensor cores, which limits them to
-about 40 % of int8.
+about 40 % of int8. Groups of 16 take twice the products, because the tensor cores add 32 at a time.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -27,24 +28,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.backend import TABLES
+from ops.linear import Stored4
 from ops.triton_kernels.linear import Tile, scale_and_finish, tile_place
 from ops.triton_kernels.rows import ACTIVATIONS, Quantized
 
 # The number of outputs whose bytes for a chunk of inputs are contiguous.
 PANEL = 16
-# The NF4_VALUES of ops/backend.py, in 127ths.
+# The NF4_VALUES of ops/backend.py, in 127ths, and its FP4_VALUES, in halves.
 NF4_CODES = (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
-_LOW = tl.constexpr(0x00F4E9DCCEBDA881)
-_HIGH = tl.constexpr(0x7F5C47382B1F140A)
+FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class Int4Weight(NamedTuple):
     """A packed 4-bit weight.
 
     packed: [N / PANEL, chunks, PANEL, half] bytes; words: [groups, N] int32, the bits of the fp16
-    scale below the zero point; channels: [N] fp32; bias: [N] fp32 or None. N is num_out, rounded
-    up to a multiple of PANEL. A chunk has max(group, 64) inputs; byte j has input j in its low and
-    input half + j in its high bits.
+    scale below the zero point or the fp16 minimum; channels: [N] fp32; bias: [N] fp32 or None. N is
+    num_out, rounded up to a multiple of PANEL. A chunk has max(group, 64) inputs; byte j has input
+    j in its low and input half + j in its high bits.
     """
 
     packed: Tensor
@@ -53,55 +55,75 @@ class Int4Weight(NamedTuple):
     bias: Tensor | None
     group: int
     num_out: int
-    is_nf4: bool
+    table: str
+    has_minimums: bool
+
+
+def _word(values) -> int:
+    """Returns eight int8 values as the bytes of a signed number of 64 bits."""
+    return int.from_bytes(bytes(value & 255 for value in values), "little", signed=True)
+
+
+def _look_up_words(values) -> str:
+    """Returns the instructions that look up the codes of four packed bytes, $2, in 16 values.
+
+    Bytes are picked from the first and from the last eight values by three bits of a code, and one
+    of both by the fourth, which the last permutation copies to all bits of its byte.
+    """
+    low, high = (f"{_word(half) & (1 << 64) - 1:016X}" for half in (values[:8], values[8:]))
+    return f"""{{
+        .reg .b32 x<2>, y<2>, s<2>, l<2>, h<2>, m<2>;
+        and.b32 x0, $2, 0x0F0F0F0F;
+        shr.u32 x1, $2, 4;
+        and.b32 x1, x1, 0x0F0F0F0F;
+        shr.u32 y0, x0, 4;
+        shr.u32 y1, x1, 4;
+        or.b32 y0, x0, y0;
+        or.b32 y1, x1, y1;
+        prmt.b32 s0, y0, y0, 0x0020;
+        prmt.b32 s1, y1, y1, 0x0020;
+        and.b32 s0, s0, 0x7777;
+        and.b32 s1, s1, 0x7777;
+        prmt.b32 l0, 0x{low[8:]}, 0x{low[:8]}, s0;
+        prmt.b32 l1, 0x{low[8:]}, 0x{low[:8]}, s1;
+        prmt.b32 h0, 0x{high[8:]}, 0x{high[:8]}, s0;
+        prmt.b32 h1, 0x{high[8:]}, 0x{high[:8]}, s1;
+        shl.b32 m0, x0, 4;
+        shl.b32 m1, x1, 4;
+        prmt.b32 m0, m0, m0, 0xBA98;
+        prmt.b32 m1, m1, m1, 0xBA98;
+        lop3.b32 $0, m0, h0, l0, 0xCA;
+        lop3.b32 $1, m1, h1, l1, 0xCA;
+        }}"""
+
+
+_NF4_LOW, _NF4_HIGH = tl.constexpr(_word(NF4_CODES[:8])), tl.constexpr(_word(NF4_CODES[8:]))
+_FP4_LOW, _FP4_HIGH = tl.constexpr(_word(FP4_CODES[:8])), tl.constexpr(_word(FP4_CODES[8:]))
+_NF4_WORDS = tl.constexpr(_look_up_words(NF4_CODES))
+_FP4_WORDS = tl.constexpr(_look_up_words(FP4_CODES))
 
 
 @triton.jit
-def _nf4(codes):
-    """Maps codes below 16 to 127ths, without byte permutation."""
+def _look_up(codes, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Maps codes below 16 to int8 values, without byte permutation."""
     wide = codes.to(tl.int64)
     shift = (wide & 7) * 8
-    return tl.where(wide < 8, _LOW >> shift, _HIGH >> shift).to(tl.int8)
+    return tl.where(wide < 8, LOW >> shift, HIGH >> shift).to(tl.int8)
 
 
 @triton.jit
-def unpack(packed, zeros, NF4: tl.constexpr, ASM: tl.constexpr):
+def unpack(packed, zeros, TABLE: tl.constexpr, ASM: tl.constexpr):
     """Returns int8 values of the low and of the high codes of packed bytes; zeros have that layout.
 
-    ASM processes four bytes at a time, which the interpreter cannot: (c | 128) - z never borrows
-    from another byte.
+    TABLE: an index of TABLES. ASM processes four bytes at a time, which the interpreter cannot:
+    (c | 128) - z never borrows from another byte.
     """
-    if ASM and NF4:
+    LOW: tl.constexpr = _NF4_LOW if TABLE == 1 else _FP4_LOW
+    HIGH: tl.constexpr = _NF4_HIGH if TABLE == 1 else _FP4_HIGH
+    WORDS: tl.constexpr = _NF4_WORDS if TABLE == 1 else _FP4_WORDS
+    if ASM and TABLE:
         low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 x<2>, y<2>, s<2>, l<2>, h<2>, m<2>;
-            and.b32 x0, $2, 0x0F0F0F0F;
-            shr.u32 x1, $2, 4;
-            and.b32 x1, x1, 0x0F0F0F0F;
-            shr.u32 y0, x0, 4;
-            shr.u32 y1, x1, 4;
-            or.b32 y0, x0, y0;
-            or.b32 y1, x1, y1;
-            prmt.b32 s0, y0, y0, 0x0020;
-            prmt.b32 s1, y1, y1, 0x0020;
-            and.b32 s0, s0, 0x7777;
-            and.b32 s1, s1, 0x7777;
-            prmt.b32 l0, 0xCEBDA881, 0x00F4E9DC, s0;
-            prmt.b32 l1, 0xCEBDA881, 0x00F4E9DC, s1;
-            prmt.b32 h0, 0x2B1F140A, 0x7F5C4738, s0;
-            prmt.b32 h1, 0x2B1F140A, 0x7F5C4738, s1;
-            shl.b32 m0, x0, 4;
-            shl.b32 m1, x1, 4;
-            prmt.b32 m0, m0, m0, 0xBA98;
-            prmt.b32 m1, m1, m1, 0xBA98;
-            lop3.b32 $0, m0, h0, l0, 0xCA;
-            lop3.b32 $1, m1, h1, l1, 0xCA;
-            }""",
-            "=&r,=&r,r",
-            [packed],
-            dtype=(tl.int8, tl.int8),
-            is_pure=True,
-            pack=4,
+            WORDS, "=&r,=&r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
     elif ASM:
         low, high = tl.inline_asm_elementwise(
@@ -124,8 +146,8 @@ def unpack(packed, zeros, NF4: tl.constexpr, ASM: tl.constexpr):
     else:
         low = packed & 15
         high = (packed >> 4) & 15
-        if NF4:
-            low, high = _nf4(low), _nf4(high)
+        if TABLE:
+            low, high = _look_up(low, LOW, HIGH), _look_up(high, LOW, HIGH)
         else:
             low, high = low - zeros, high - zeros
     return low, high
@@ -138,21 +160,66 @@ def scales_of(word):
 
 
 @triton.jit
-def zeros_of(word, BN: tl.constexpr, HALF: tl.constexpr):
+def zeros_of(word, BN: tl.constexpr, HALF: tl.constexpr, MINIMUMS: tl.constexpr):
     """Returns the zero points in Int4Weight.words in the layout of a chunk's bytes."""
+    if MINIMUMS:
+        return tl.zeros((BN, HALF), tl.int8)
     return tl.broadcast_to((word >> 16).to(tl.int8)[:, None], (BN, HALF))
+
+
+@triton.jit
+def add_group(acc, products, word, sums_at, MINIMUMS: tl.constexpr):
+    """Adds the scaled products of a group; sums_at: the group's sums of x, for the minimums."""
+    acc = tl.fma(products.to(tl.float32), scales_of(word)[:, None], acc)
+    if MINIMUMS:
+        sums = -tl.load(sums_at).to(tl.float32)
+        minimums = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        acc = tl.fma(sums[None, :], minimums[:, None], acc)
+    return acc
+
+
+@triton.jit
+def add_quarters(
+    acc, packed, x_low, x_high, word_at, word_stride, sums_at,
+    TABLE: tl.constexpr, ASM: tl.constexpr, MINIMUMS: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Adds a chunk of four groups, two in the low and two in the high codes.
+
+    The tensor cores multiply the inputs of two groups at once, so that the other's weights are set
+    to zero.
+    """
+    none = tl.zeros((BN, BM), tl.int32)
+    is_first = tl.broadcast_to((tl.arange(0, HALF) < HALF // 2)[None, :], (BN, HALF))
+    for high in tl.static_range(2):
+        word0 = tl.load(word_at + 2 * high * word_stride)
+        word1 = tl.load(word_at + (2 * high + 1) * word_stride)
+        zeros0 = zeros_of(word0, BN, HALF, MINIMUMS)
+        zeros = tl.where(is_first, zeros0, zeros_of(word1, BN, HALF, MINIMUMS))
+        values, others = unpack(packed, zeros, TABLE, ASM)
+        x = x_low
+        if high:
+            values, x = others, x_high
+        products = tl.dot(tl.where(is_first, values, 0), x, none, out_dtype=tl.int32)
+        acc = add_group(acc, products, word0, sums_at + 2 * high, MINIMUMS)
+        products = tl.dot(tl.where(is_first, 0, values), x, none, out_dtype=tl.int32)
+        acc = add_group(acc, products, word1, sums_at + (2 * high + 1), MINIMUMS)
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])
 def int4_kernel(
-    x_at, row_scales_at, w_at, words_at, channels_at, bias_at, residual_at, out_at,
+    x_at, row_scales_at, sums_at, w_at, words_at, channels_at, bias_at, residual_at, out_at,
     M, N, N_padded, chunks, x_stride, residual_stride, out_stride,
-    STAGES: tl.constexpr, NF4: tl.constexpr, ASM: tl.constexpr, GROUP: tl.constexpr,
-    HALF: tl.constexpr, PANEL: tl.constexpr, CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr, TABLE: tl.constexpr, MINIMUMS: tl.constexpr, ASM: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, PANEL: tl.constexpr, CHUNKS: tl.constexpr,
     BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies x: [M, K] int8, CHUNKS chunks per iteration, a divisor of chunks. Grid: tiles."""
+    """Multiplies x: [M, K] int8, CHUNKS chunks per iteration, a divisor of chunks. Grid: tiles.
+
+    With MINIMUMS, sums: [M, groups] int32 are the group sums of x.
+    """
     tile_m, tile_n = tile_place(tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP_M)
     m0, n0 = tile_m * BM, tile_n * BN
     rows = tl.minimum(m0 + tl.arange(0, BM), M - 1).to(tl.int64)
@@ -164,6 +231,9 @@ def int4_kernel(
     none = tl.zeros((BN, BM), tl.int32)
     acc = tl.zeros((BN, BM), tl.float32)
     PER_CHUNK: tl.constexpr = 2 * HALF // GROUP
+    sums_ats = rows
+    if MINIMUMS:
+        sums_ats = sums_at + rows * (chunks * PER_CHUNK)
     # Explicit loads let the compiler prefetch the words, too.
     for start in tl.range(0, chunks, CHUNKS, num_stages=STAGES):
         for more in tl.static_range(CHUNKS):
@@ -172,17 +242,26 @@ def int4_kernel(
             x_low = tl.load(x_ats + chunk * (2 * HALF))
             x_high = tl.load(x_ats + chunk * (2 * HALF) + HALF)
             word_at = words_at + chunk * PER_CHUNK * N_padded + channels
-            word = tl.load(word_at)
-            low, high = unpack(packed, zeros_of(word, BN, HALF), NF4, ASM)
-            sums = tl.dot(low, x_low, none, out_dtype=tl.int32)
-            if PER_CHUNK == 2:
-                acc = tl.fma(sums.to(tl.float32), scales_of(word)[:, None], acc)
-                word = tl.load(word_at + N_padded)
-                if not NF4:
-                    low, high = unpack(packed, zeros_of(word, BN, HALF), NF4, ASM)
-                sums = none
-            sums = tl.dot(high, x_high, sums, out_dtype=tl.int32)
-            acc = tl.fma(sums.to(tl.float32), scales_of(word)[:, None], acc)
+            group_sums = sums_ats + chunk * PER_CHUNK
+            if PER_CHUNK == 4:
+                acc = add_quarters(
+                    acc, packed, x_low, x_high, word_at, N_padded, group_sums,
+                    TABLE, ASM, MINIMUMS, BN, BM, HALF,
+                )  # fmt: skip
+            else:
+                word = tl.load(word_at)
+                low, high = unpack(packed, zeros_of(word, BN, HALF, MINIMUMS), TABLE, ASM)
+                products = tl.dot(low, x_low, none, out_dtype=tl.int32)
+                if PER_CHUNK == 2:
+                    acc = add_group(acc, products, word, group_sums, MINIMUMS)
+                    word = tl.load(word_at + N_padded)
+                    if not TABLE:
+                        zeros = zeros_of(word, BN, HALF, MINIMUMS)
+                        low, high = unpack(packed, zeros, TABLE, ASM)
+                    group_sums += 1
+                    products = none
+                products = tl.dot(high, x_high, products, out_dtype=tl.int32)
+                acc = add_group(acc, products, word, group_sums, MINIMUMS)
     scale_and_finish(
         tl.trans(acc), tl.load(row_scales_at + rows), channels_at, bias_at, residual_at, out_at,
         m0, n0, M, N, residual_stride, out_stride, BIAS, ACT, GATED, RESIDUAL, BM, BN,
@@ -191,15 +270,14 @@ def int4_kernel(
 
 def pack_int4(
     codes: Tensor,
-    scales: Tensor,
+    stored: Stored4,
     zeros: Tensor | None,
-    channels: Tensor,
     bias: Tensor | None,
     *,
     group: int,
-    is_nf4: bool,
+    table: str,
 ) -> Int4Weight:
-    """Packs codes: [N, K] uint8 below 16; scales: [N, groups] fp16; zeros: [N, groups] uint8."""
+    """Packs codes: [N, K] uint8 below 16; zeros: [N, groups] uint8."""
     num_out, num_in = codes.shape
     chunk = max(group, 64)
     # Inputs beyond the end may have any value, because their x is 0.
@@ -207,17 +285,21 @@ def pack_int4(
     codes = codes.reshape(-1, PANEL, codes.shape[1] // chunk, 2, chunk // 2).transpose(1, 2)
     packed = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4).contiguous().view(torch.int8)
     groups = packed.shape[1] * (chunk // group)
-    words = scales.view(torch.int16).int() & 0xFFFF
-    words |= (torch.full_like(words, 8) if zeros is None else zeros.int()) << 16
+    words = stored.scales.view(torch.int16).int() & 0xFFFF
+    if stored.minimums is not None:
+        words |= stored.minimums.view(torch.int16).int() << 16
+    else:
+        words |= (torch.full_like(words, 8) if zeros is None else zeros.int()) << 16
     missing = (0, -num_out % PANEL, 0, groups - words.shape[1])
     return Int4Weight(
         packed,
         functional.pad(words.t(), missing).contiguous(),
-        channels,
+        stored.channels,
         bias,
         group,
         num_out,
-        is_nf4,
+        table,
+        stored.minimums is not None,
     )
 
 
@@ -239,9 +321,13 @@ def int4_linear(
         return out
     assert tile.swap and tile.split_k == 1, f"{tile}"
     tiles = triton.cdiv(num_rows, tile.m) * triton.cdiv(num_out, tile.n)
+    sums = None
+    if weight.has_minimums:
+        sums = x.codes.unflatten(1, (-1, weight.group)).sum(2, dtype=torch.int32)
     int4_kernel[(tiles,)](
         x.codes,
         x.scales,
+        sums,
         weight.packed,
         weight.words,
         weight.channels,
@@ -256,7 +342,8 @@ def int4_linear(
         0 if residual is None else residual.stride(0),
         out.stride(0),
         STAGES=tile.num_stages,
-        NF4=weight.is_nf4,
+        TABLE=TABLES.index(weight.table),
+        MINIMUMS=weight.has_minimums,
         ASM=not triton.knobs.runtime.interpret,
         GROUP=weight.group,
         HALF=half,

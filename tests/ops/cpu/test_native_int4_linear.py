@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ops import Fusion, Norm
-from ops.backend import INT4_GROUPS, NF4_VALUES, NO_FUSION
+from ops.backend import FP4_VALUES, INT4_GROUPS, NF4_VALUES, NO_FUSION
 from ops.cpu import native_library
 from ops.cpu.native_fusion import ACTIVATIONS
 from ops.cpu.native_quantized_linear import NATIVE, Int8Linear
@@ -26,33 +26,56 @@ pytestmark = [
 REFERENCE = ReferenceBackend()
 FUSED = [(kind, gated) for kind in ACTIVATIONS if kind for gated in (False, True)]
 FUSED.remove(("swiglu_oai", False))  # it exists only with gates
-KINDS = ["centred", "zeros", "nf4"]
-SHAPES = [(1, 64, 32), (3, 100, 70), (13, 640, 96), (5, 33, 1), (40, 1024, 300), (200, 96, 32)]
+KINDS = ["centred", "zeros", "minimums", "nf4", "fp4"]
+SHAPES = [
+    (1, 64, 32),
+    (3, 100, 70),
+    (16, 640, 96),
+    (5, 33, 1),
+    (65, 1024, 300),
+    (200, 96, 32),
+    (4, 17, 40),
+]
+VALUES = {"nf4": NF4_VALUES, "fp4": FP4_VALUES}
 
 
 def random_weight(num_out: int, num_in: int, kind: str, group: int = 64) -> Int4Weight:
     shape = (num_out, -(-num_in // group))
+    scales = ((torch.rand(shape) + 0.1) * 0.02).half().float()
     return Int4Weight(
         torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8),
-        ((torch.rand(shape) + 0.1) * 0.02).half().float(),
+        scales,
         torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "zeros" else None,
         group,
-        "nf4" if kind == "nf4" else "int4",
+        kind if kind in VALUES else "int4",
+        minimums=(scales * 20 * torch.randn(shape)).half().float() if kind == "minimums" else None,
     )
+
+
+def spread(x: Tensor, weight: Int4Weight) -> Tensor:
+    """Returns numbers per group, [out, groups], for each input in float64."""
+    return x.double().repeat_interleave(weight.group, 1)[:, : weight.codes.shape[1]]
 
 
 def plain(weight: Int4Weight) -> Tensor:
     """Returns the numbers that a weight stands for, in float64."""
-    num_in = weight.codes.shape[1]
-
-    def spread(x: Tensor) -> Tensor:
-        return x.double().repeat_interleave(weight.group, 1)[:, :num_in]
-
-    scales = spread(weight.scales)
-    if weight.table == "nf4":
-        return torch.tensor(NF4_VALUES).double()[weight.codes.long()] * scales
-    zeros = 8.0 if weight.zeros is None else spread(weight.zeros)
+    scales = spread(weight.scales, weight)
+    if weight.channel_scales is not None:
+        scales *= weight.channel_scales.double()[:, None]
+    if weight.table in VALUES:
+        return torch.tensor(VALUES[weight.table]).double()[weight.codes.long()] * scales
+    if weight.minimums is not None:
+        return weight.codes.double() * scales - spread(weight.minimums, weight)
+    zeros = 8.0 if weight.zeros is None else spread(weight.zeros, weight)
     return (weight.codes.double() - zeros) * scales
+
+
+def magnitudes(weight: Int4Weight) -> Tensor:
+    """Returns the magnitudes of what the kernel adds for a weight, in float64."""
+    if weight.minimums is None:
+        return plain(weight).abs()
+    scaled = weight.codes.double() * spread(weight.scales, weight).abs()
+    return scaled + spread(weight.minimums, weight).abs()
 
 
 def whole_rows(rows: int, size: int) -> Tensor:
@@ -68,9 +91,10 @@ def test_nothing_is_rounded_but_the_sums_of_groups(isa, m, k, n, kind, group):
     weight, x = random_weight(n, k, kind, group), whole_rows(m, k)
     y = weight.linear(None)(x)
     wide = plain(weight)
-    # the product and sum of each group, and the two scales: half a unit in the last place each
-    terms = x.abs().double() @ wide.abs().T
-    bound = terms * (2 * weight.scales.shape[1] + 6) * 2.0**-24
+    # the products and sums of each group, and the two scales: half a unit in the last place each
+    per_group = 2 if weight.minimums is None else 4
+    terms = x.abs().double() @ magnitudes(weight).T
+    bound = terms * (per_group * weight.scales.shape[1] + 6) * 2.0**-24
     assert bool(((y - x.double() @ wide.T).abs() <= bound).all())
 
 
@@ -94,7 +118,10 @@ def test_a_row_does_not_depend_on_the_others(isa, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_activation_and_bias_are_fused(isa, activation, is_gated, kind):
     weight, x, bias = random_weight(90, 64, kind), whole_rows(5, 64), torch.randn(90)
-    weight = weight._replace(scales=weight.scales / 64)
+    minimums = weight.minimums
+    weight = weight._replace(
+        scales=weight.scales / 64, minimums=None if minimums is None else minimums / 64
+    )
     fusion = Fusion(None, activation, is_gated)
     y = weight.linear(bias, fusion)(x)
     expected = REFERENCE.pack_linear(plain(weight), bias.double(), fusion)(x.double())
@@ -142,6 +169,55 @@ def test_int8_weights_are_used_as_they_are(isa):
     assert gated(x).shape == (9, 35)
     expected = REFERENCE.pack_linear(wide, None, Fusion(None, "silu", True))(x.double())
     assert torch.allclose(small(x).double(), expected, rtol=5e-3, atol=1e-4)
+
+
+# -- FP4
+
+
+def fp4_weight(scales: Tensor, group: int, channel_scales: Tensor | None = None) -> Int4Weight:
+    codes = torch.randint(0, 16, (len(scales), scales.shape[1] * group), dtype=torch.uint8)
+    codes[:, ::group] = 7  # no group has only zeros
+    return Int4Weight(codes, scales, None, group, "fp4", channel_scales=channel_scales)
+
+
+def test_mxfp4_is_exact(isa):
+    """Scales are e8m0 within 1 : 2^38 of the output's largest, in groups of 32."""
+    for lowest in (-127, -40, 60):
+        exponents = lowest + torch.randint(0, 39, (70, 5)).float()
+        exponents[:, 0], exponents[:, 1] = lowest, lowest + 38
+        weight = fp4_weight(torch.ldexp(torch.tensor(1.0), exponents), 32)
+        wide = weight.linear(None)(torch.eye(160) * 127).T.double()
+        assert torch.equal(wide, (plain(weight) * 127).float().double())
+        assert torch.equal(weight.plain().double(), plain(weight))
+
+
+def test_nvfp4_is_exact(isa):
+    """Scales are all numbers of e4m3 times one fp32 per part of the weight, in groups of 16."""
+    numbers = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    scales = torch.stack([numbers[torch.randperm(126)] for _ in range(36)])
+    factors = torch.cat([torch.full((20,), 7.3e-5), torch.full((16,), 1.19e-3)])
+    for channel_scales in (None, factors):
+        weight = fp4_weight(scales, 16, channel_scales)
+        got = weight.linear(None)(torch.eye(scales.shape[1] * 16) * 127).T.double()
+        exact = plain(weight) * 127
+        # without factors nothing is rounded; with them the end of the product is, once
+        allowed = 0 if channel_scales is None else 2.0**-24
+        assert bool(((got - exact).abs() <= allowed * exact.abs()).all())
+        assert torch.equal(weight.plain(), plain(weight).float())
+
+
+def test_scales_that_cannot_be_exact_are_refused(isa):
+    scales = torch.ones(3, 4)
+    for bad in ([2.0**20, 1, 1, 2.0**-20], [1, 1.0001, 1, 1], [1, float("nan"), 1, 1]):
+        scales[1] = torch.tensor(bad)
+        with pytest.raises(ValueError, match="FP4 scales of output 1"):
+            fp4_weight(scales, 32).linear(None)
+    # a group of zeros may have any scale
+    scales[1] = torch.tensor([1, 2.0**127, 2.0**-127, 0.5])
+    weight = fp4_weight(scales, 32)
+    weight.codes[1, 32:96] = 8
+    got = weight.linear(None)(torch.eye(128) * 127).T.double()
+    assert torch.equal(got, plain(weight) * 127)
 
 
 # -- rounding

@@ -12,12 +12,21 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 import triton
 import triton.language as tl
 
-from ops.backend import NF4_VALUES, NO_FUSION, Fusion, LinearOp, Norm
+from ops.backend import (
+    FP4_VALUES,
+    INT4_GROUPS,
+    NF4_VALUES,
+    NO_FUSION,
+    TABLES,
+    Fusion,
+    LinearOp,
+    Norm,
+)
 from ops.cuda.backend import CudaLinears
 from ops.cuda.linear import Fp8Linear, PlainLinear
 from ops.reference import ReferenceBackend, _activate
 from ops.triton_kernels.linear import ScaledWeight, Tile, scaled_linear
-from ops.triton_kernels.linear4 import NF4_CODES, int4_linear, unpack
+from ops.triton_kernels.linear4 import FP4_CODES, NF4_CODES, int4_linear, unpack
 from ops.triton_kernels.rows import quantize_rows
 from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
 
@@ -39,7 +48,29 @@ def with_zeros(weight: torch.Tensor, group: int) -> Int4Weight:
     return quantize_int4(weight, group)._replace(zeros=zeros)
 
 
-KINDS = {"int4": quantize_int4, "zeros": with_zeros, "nf4": quantize_nf4}
+def with_minimums(weight: torch.Tensor, group: int) -> Int4Weight:
+    rounded = quantize_int4(weight, group)
+    minimums = (rounded.scales * (8 + torch.randn(rounded.scales.shape))).half().float()
+    return rounded._replace(minimums=minimums)
+
+
+def fp4(weight: torch.Tensor, group: int) -> Int4Weight:
+    """Returns random FP4 weights with e4m3 scales and a factor for each output."""
+    shape = (len(weight), -(-weight.shape[1] // group))
+    scales = (448 * torch.rand(shape)).to(torch.float8_e4m3fn).float()
+    codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
+    return Int4Weight(
+        codes, scales, None, group, "fp4", channel_scales=1e-3 * (1 + torch.rand(len(weight)))
+    )
+
+
+KINDS = {
+    "int4": quantize_int4,
+    "zeros": with_zeros,
+    "nf4": quantize_nf4,
+    "minimums": with_minimums,
+    "fp4": fp4,
+}
 
 
 def layer4(weight: Int4Weight, bias=None, fusion: Fusion = NO_FUSION) -> LinearOp:
@@ -64,12 +95,13 @@ def check_close(found: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), want, rtol=rtol, atol=2e-5 * want.abs().max().item())
 
 
-def test_nf4_values_are_the_cpu_kernels():
+def test_values_are_the_cpu_kernels():
     assert [n / 127 for n in NF4_CODES] == list(NF4_VALUES)
+    assert [n / 2 for n in FP4_CODES] == list(FP4_VALUES)
 
 
 @pytest.mark.parametrize("quantize", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group", INT4_GROUPS)
 def test_int4_products(group, quantize):
     for rows, outputs, inputs in ((1, 16, 64), (19, 38, 300)):
         weight = quantize(torch.randn(outputs, inputs), group)
@@ -84,8 +116,9 @@ def test_int4_products(group, quantize):
 
 
 @pytest.mark.parametrize("fusion", EDGES.values(), ids=EDGES)
-def test_int4_layer(fusion):
-    weight, bias = with_zeros(torch.randn(36, 90), 32), torch.randn(36)
+@pytest.mark.parametrize(("kind", "group"), [("zeros", 32), ("minimums", 64), ("fp4", 16)])
+def test_int4_layer(fusion, kind, group):
+    weight, bias = KINDS[kind](torch.randn(36, 90), group), torch.randn(36)
     x = torch.randn(20, 90, device=DEVICE)
     layer, want = layer4(weight, bias, fusion), reference(x, weight.plain(), bias, fusion)
     found = layer(x)
@@ -112,9 +145,9 @@ def test_int4_nan_and_infinity_stay_in_their_row():
 
 
 @triton.jit
-def unpack_kernel(packed_at, zeros_at, out_at, NF4: tl.constexpr, ASM: tl.constexpr):
+def unpack_kernel(packed_at, zeros_at, out_at, TABLE: tl.constexpr, ASM: tl.constexpr):
     at = tl.arange(0, 256)
-    low, high = unpack(tl.load(packed_at + at), tl.load(zeros_at + at), NF4, ASM)
+    low, high = unpack(tl.load(packed_at + at), tl.load(zeros_at + at), TABLE, ASM)
     tl.store(out_at + at, low)
     tl.store(out_at + 256 + at, high)
 
@@ -124,12 +157,12 @@ def unpack_kernel(packed_at, zeros_at, out_at, NF4: tl.constexpr, ASM: tl.conste
 def test_unpacking_by_words_equals_unpacking_by_bytes():
     """The machine's byte permutations equal the interpreter's arithmetic for all codes."""
     packed = torch.arange(256, device=DEVICE).to(torch.uint8).view(torch.int8)
-    for is_nf4 in (False, True):
+    for table in range(len(TABLES)):
         for zero in (0, 8, 16):
             zeros, outs = torch.full_like(packed, zero), []
             for asm in (False, True):
                 outs.append(torch.empty(512, dtype=torch.int8, device=DEVICE))
-                unpack_kernel[(1,)](packed, zeros, outs[-1], NF4=is_nf4, ASM=asm)
+                unpack_kernel[(1,)](packed, zeros, outs[-1], TABLE=table, ASM=asm)
             assert torch.equal(*outs)
 
 

@@ -174,12 +174,13 @@ def small_batch_cases() -> Iterator[Case]:
     yield small_batch_case("few_stream_80", tile, arch=80, NORM=2, NORM_BIAS=True)
 
 
-def int4_case(name: str, tile, *, group: int = 64, is_nf4: bool = False, arch: int) -> Case:
+def int4_case(name: str, tile, *, group: int = 64, arch: int, **how) -> Case:
     from ops.triton_kernels.linear4 import PANEL, int4_kernel
 
     pointers = {
         "x_at": "*i8",
         "row_scales_at": "*fp32",
+        "sums_at": "*i32",
         "w_at": "*i8",
         "words_at": "*i32",
         "channels_at": "*fp32",
@@ -189,16 +190,17 @@ def int4_case(name: str, tile, *, group: int = 64, is_nf4: bool = False, arch: i
     }
     sizes = ("N", "N_padded", "chunks", "x_stride", "residual_stride", "out_stride")
     half = max(group, 64) // 2
-    how = {"STAGES": tile.num_stages, "GROUP": group, "HALF": half, "CHUNKS": tile.k // half}
+    loop = {"STAGES": tile.num_stages, "GROUP": group, "HALF": half, "CHUNKS": tile.k // half}
+    kind = {"TABLE": 0, "MINIMUMS": False} | how
     switches = {"BIAS": False, "ACT": 0, "GATED": False, "RESIDUAL": False, "ASM": True}
     return Case(
         name,
         int4_kernel,
         {**pointers, **dict.fromkeys(("M", *sizes), "i32")},
         {
-            **how,
+            **loop,
+            **kind,
             **switches,
-            "NF4": is_nf4,
             "PANEL": PANEL,
             "BM": tile.m,
             "BN": tile.n,
@@ -216,9 +218,11 @@ def int4_cases() -> Iterator[Case]:
     from ops.triton_kernels.linear import Tile
 
     yield int4_case("int4_stream", Tile(16, 32, 256, 2, 4, swap=True), arch=90)
-    yield int4_case(
-        "nf4_stream_32", Tile(8, 32, 256, 2, 4, swap=True), is_nf4=True, group=32, arch=90
-    )
+    yield int4_case("nf4_stream_32", Tile(8, 32, 256, 2, 4, swap=True), TABLE=1, group=32, arch=90)
+    yield int4_case("fp4_stream_16", Tile(8, 32, 256, 2, 4, swap=True), TABLE=2, group=16, arch=90)
+    yield int4_case("minimums_stream", Tile(8, 32, 256, 2, 4, swap=True), MINIMUMS=True, arch=90)
+    yield int4_case("fp4_large", Tile(128, 128, 64, 8, 4, swap=True), TABLE=2, group=32, arch=90)
+    yield int4_case("minimums_large", Tile(128, 128, 64, 8, 4, swap=True), MINIMUMS=True, arch=90)
     yield int4_case("int4_large", Tile(128, 128, 64, 8, 4, swap=True), group=128, arch=90)
 
 
@@ -235,7 +239,7 @@ def compiled() -> dict[str, Compiled]:
 
 
 def test_nothing_spills_and_all_fits(compiled):
-    assert len(compiled) == 17
+    assert len(compiled) == 21
     for name, one in compiled.items():
         arch = next((a for a in SHARED_LIMITS if name.endswith(str(a))), 90)
         assert one.stack == 0, f"{name}: {one.stack} bytes of stack"
