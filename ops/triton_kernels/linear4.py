@@ -180,30 +180,33 @@ def add_group(acc, products, word, sums_at, MINIMUMS: tl.constexpr):
 
 @triton.jit
 def add_quarters(
-    acc, packed, x_low, x_high, word_at, word_stride, sums_at,
+    acc, packed, x_ats, word_at, word_stride, sums_at,
     TABLE: tl.constexpr, ASM: tl.constexpr, MINIMUMS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Adds a chunk of four groups, two in the low and two in the high codes.
 
-    The tensor cores multiply the inputs of two groups at once, so that the other's weights are set
-    to zero.
+    The tensor cores multiply the inputs of two groups at once, so that the x of the other is loaded
+    as zeros.
     """
     none = tl.zeros((BN, BM), tl.int32)
-    is_first = tl.broadcast_to((tl.arange(0, HALF) < HALF // 2)[None, :], (BN, HALF))
-    for high in tl.static_range(2):
-        word0 = tl.load(word_at + 2 * high * word_stride)
-        word1 = tl.load(word_at + (2 * high + 1) * word_stride)
-        zeros0 = zeros_of(word0, BN, HALF, MINIMUMS)
-        zeros = tl.where(is_first, zeros0, zeros_of(word1, BN, HALF, MINIMUMS))
-        values, others = unpack(packed, zeros, TABLE, ASM)
-        x = x_low
-        if high:
-            values, x = others, x_high
-        products = tl.dot(tl.where(is_first, values, 0), x, none, out_dtype=tl.int32)
-        acc = add_group(acc, products, word0, sums_at + 2 * high, MINIMUMS)
-        products = tl.dot(tl.where(is_first, 0, values), x, none, out_dtype=tl.int32)
-        acc = add_group(acc, products, word1, sums_at + (2 * high + 1), MINIMUMS)
+    ks = tl.arange(0, HALF)
+    in_first = tl.broadcast_to((ks < HALF // 2)[None, :], (BN, HALF))
+    for half in tl.static_range(2):
+        word0 = tl.load(word_at + 2 * half * word_stride)
+        word1 = tl.load(word_at + (2 * half + 1) * word_stride)
+        zeros = zeros_of(word0, BN, HALF, MINIMUMS)
+        zeros = tl.where(in_first, zeros, zeros_of(word1, BN, HALF, MINIMUMS))
+        low, high = unpack(packed, zeros, TABLE, ASM)
+        values = low
+        if half:
+            values = high
+        x0 = tl.load(x_ats + half * HALF, mask=(ks < HALF // 2)[:, None], other=0)
+        products = tl.dot(values, x0, none, out_dtype=tl.int32)
+        acc = add_group(acc, products, word0, sums_at + 2 * half, MINIMUMS)
+        x1 = tl.load(x_ats + half * HALF, mask=(ks >= HALF // 2)[:, None], other=0)
+        products = tl.dot(values, x1, none, out_dtype=tl.int32)
+        acc = add_group(acc, products, word1, sums_at + (2 * half + 1), MINIMUMS)
     return acc
 
 
@@ -239,16 +242,16 @@ def int4_kernel(
         for more in tl.static_range(CHUNKS):
             chunk = start + more
             packed = tl.load(w_ats + chunk * (PANEL * HALF))
-            x_low = tl.load(x_ats + chunk * (2 * HALF))
-            x_high = tl.load(x_ats + chunk * (2 * HALF) + HALF)
+            x_chunk = x_ats + chunk * (2 * HALF)
             word_at = words_at + chunk * PER_CHUNK * N_padded + channels
             group_sums = sums_ats + chunk * PER_CHUNK
             if PER_CHUNK == 4:
                 acc = add_quarters(
-                    acc, packed, x_low, x_high, word_at, N_padded, group_sums,
+                    acc, packed, x_chunk, word_at, N_padded, group_sums,
                     TABLE, ASM, MINIMUMS, BN, BM, HALF,
                 )  # fmt: skip
             else:
+                x_low, x_high = tl.load(x_chunk), tl.load(x_chunk + HALF)
                 word = tl.load(word_at)
                 low, high = unpack(packed, zeros_of(word, BN, HALF, MINIMUMS), TABLE, ASM)
                 products = tl.dot(low, x_low, none, out_dtype=tl.int32)

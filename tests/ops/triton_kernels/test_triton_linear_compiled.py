@@ -261,7 +261,12 @@ def loop_of(ptx: str, instruction: str) -> str:
 def test_products_use_tensor_cores(compiled):
     """On sm_90, whole tiles of 64 rows use wgmma from shared memory; the others use mma."""
     kinds = {
-        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8": ("int8_large_residual", "int4_large"),
+        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8": (
+            "int8_large_residual",
+            "int4_large",
+            "fp4_large",
+            "minimums_large",
+        ),
         "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32": (
             "int8_stream",
             "int8_stream_8",
@@ -272,6 +277,8 @@ def test_products_use_tensor_cores(compiled):
             "few_stream_80",
             "int4_stream",
             "nf4_stream_32",
+            "fp4_stream_16",
+            "minimums_stream",
         ),
         "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3": ("fp8_large",),
     }
