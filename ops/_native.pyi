@@ -54,6 +54,30 @@ def quantize_heads(
 def dequantize_heads(
     values: int, scales: int, rows: int, heads: int, head_dim: int, out: int, dtype: int
 ) -> None: ...
+def route(
+    x: int,
+    x_stride: int,
+    x_type: int,
+    rows: int,
+    experts: int,
+    weights: int,
+    weight: int,
+    weight_type: int,
+    bias: int,
+    correction: int,
+    expert_scales: int,
+    num_experts: int,
+    num_in: int,
+    top_k: int,
+    is_sigmoid: bool,
+    is_after_top_k: bool,
+    is_normalized: bool,
+    sum_eps: float,
+    scale: float,
+    num_groups: int,
+    num_top_groups: int,
+    group_best: int,
+) -> None: ...
 def checksum(address: int, size: int) -> int: ...
 def read_bytes(address: int, size: int) -> int: ...
 def copy_bytes(to: int, source: int, size: int) -> None: ...
@@ -62,6 +86,7 @@ def multiply_bf16(rounds: int) -> float: ...
 
 class _Linear:
     bytes: int
+    product: int
     def set_norm(self, kind: int, weight: int, bias: int, eps: float) -> None: ...
     def run(
         self,
@@ -102,6 +127,7 @@ class Int8Linear(_Linear):
 
 class PlainLinear:
     bytes: int
+    product: int
     def __init__(
         self,
         num_in: int,
@@ -133,6 +159,30 @@ class Int4Linear(_Linear):
         bias: int,
         activation: int,
         is_gated: bool,
+    ) -> None: ...
+
+class ExpertLayer:
+    def __init__(
+        self,
+        ups: Sequence[int],
+        up_kind: int,
+        downs: Sequence[int],
+        down_kind: int,
+        scales_input: bool,
+    ) -> None: ...
+    def run(
+        self,
+        x: int,
+        x_stride: int,
+        x_type: int,
+        rows: int,
+        top_k: int,
+        experts: int,
+        weights: int,
+        out: int,
+        out_stride: int,
+        out_type: int,
+        add: bool,
     ) -> None: ...
 
 class StepPlan:

@@ -91,9 +91,12 @@ class RouterKind:
 
 
 class Router(NamedTuple):
-    """A router: weight: [E, in] fp32; bias of the logits: [E] fp32 or None; correction: [E] fp32 or
-    None, added to scores for the choice only; expert_scales: [E] fp32 or None, multiply the
-    weights in the end."""
+    """A router.
+
+    weight: [E, in] fp32 or bf16. bias of the logits, correction and expert_scales: [E] fp32 or
+    None. correction is added to scores for the choice only; expert_scales multiply the weights in
+    the end.
+    """
 
     kind: RouterKind
     weight: Tensor

@@ -16,7 +16,7 @@ from ops.backend import LinearOp, Router, RouterKind, Routing
 def route(x: Tensor, router: Router) -> Routing:
     """Computes Backend.route."""
     kind = router.kind
-    logits = x.float() @ router.weight.T
+    logits = x.float() @ router.weight.float().T
     if router.bias is not None:
         logits = logits + router.bias
     scores = logits if kind.is_after_top_k else _score(logits, kind.score)

@@ -28,7 +28,7 @@ from ops.backend import (
     Router,
     Routing,
 )
-from ops.cpu import native_library, native_partials, native_plain_attention
+from ops.cpu import native_experts, native_library, native_partials, native_plain_attention
 from ops.cpu.native_plain_linear import PlainLinear as NativePlainLinear
 from ops.cpu.native_quantized_linear import NATIVE
 from ops.cpu.native_rotation import rotate_
@@ -75,9 +75,13 @@ class CpuBackend:
     def pack_experts(
         self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool = False
     ) -> ExpertsOp:
+        if self._has_native and native_experts.can_group(ups, downs):
+            return native_experts.NativeExperts(ups, downs, scales_input)
         return ExpertsOneByOne(ups, downs, scales_input)
 
     def route(self, x: Tensor, router: Router) -> Routing:
+        if self._has_native and native_experts.can_route(x, router):
+            return native_experts.route(x, router)
         return route(x, router)
 
     def _product(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -25,7 +25,7 @@ class PlainLinear:
         if weight.stride(1) != 1:
             weight = weight.contiguous()
         bias = checked_bias(bias, self.num_out, fusion)
-        self._op = library().PlainLinear(
+        self.packed = library().PlainLinear(
             self.num_in,
             self.num_out,
             weight.data_ptr(),
@@ -35,11 +35,11 @@ class PlainLinear:
             ACTIVATIONS[fusion.activation],
             fusion.is_gated,
         )
-        self._norm = set_norm(self._op, fusion.norm, self.num_in)
+        self.norm = set_norm(self.packed, fusion.norm, self.num_in)
 
     @property
     def size_bytes(self) -> int:
-        return int(self._op.bytes)
+        return int(self.packed.bytes)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
@@ -53,7 +53,7 @@ class PlainLinear:
             x = x.contiguous()
         if rows:
             has_residual = residual is not None
-            self._op.run(
+            self.packed.run(
                 x.data_ptr(), x.stride(0), rows, out.data_ptr(), out.stride(0), has_residual
             )
         return out

@@ -26,14 +26,14 @@ class NativeLinear:
 
     def __init__(self, op: Any, num_in: int, num_out: int, fusion: Fusion) -> None:
         """op: the library's packed product. num_out: number of outputs after gating."""
-        self._op, self.num_in, self.num_out = op, num_in, num_out
+        self.packed, self.num_in, self.num_out = op, num_in, num_out
         self._out_dtype = torch.float32 if fusion.activation is None else torch.bfloat16
         self._is_gated = fusion.is_gated
-        self._norm = set_norm(op, fusion.norm, num_in)
+        self.norm = set_norm(op, fusion.norm, num_in)
 
     @property
     def size_bytes(self) -> int:
-        return int(self._op.bytes)
+        return int(self.packed.bytes)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
@@ -47,7 +47,7 @@ class NativeLinear:
         if x.stride(1) != 1:
             x = x.contiguous()
         if rows:
-            self._op.run(
+            self.packed.run(
                 x.data_ptr(),
                 x.stride(0),
                 TYPES[x.dtype],
@@ -61,7 +61,7 @@ class NativeLinear:
 
     def only_quantize(self, x: Tensor) -> None:
         """Runs norm and quantization without the product, for benchmarks."""
-        self._op.only_quantize(x.data_ptr(), x.stride(0), TYPES[x.dtype], x.shape[0])
+        self.packed.only_quantize(x.data_ptr(), x.stride(0), TYPES[x.dtype], x.shape[0])
 
 
 class Int8Linear(NativeLinear):

@@ -13,6 +13,9 @@ T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 // Binds Int8Linear, Int4Linear and PlainLinear; defined in linear.cpp.
 void bind_linear(nanobind::module_& m);
 
+// Binds Experts and route; defined in experts.cpp.
+void bind_experts(nanobind::module_& m);
+
 // Binds IoRing and checksum; defined in storage.cpp.
 void bind_storage(nanobind::module_& m);
 

@@ -173,20 +173,26 @@ void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const
   finish_panel(op.base, c, rows, first_row, panel, x, out, out_stride, type, add);
 }
 
+// Computes the sum of every group of row m.
+MS_INLINE void sum_row_groups(const LinearInt4& op, const Quantized& x, int m, int32_t* sums) {
+  const int all = op.base.num_in_padded / op.group;
+  for (int g = 0; g < all; g++) {
+    const int k = g * op.group;
+    const int8_t* at = x.values + k / SLICE * x.slice_stride + m * SLICE + k % SLICE;
+    i32x16 sum = {};
+    for (int i = 0; i < op.group; i += 16)
+      sum += MS_WIDEN(i32x16, i8x16, at + i);
+    sums[g] = reduce_add(sum);
+  }
+}
+
 // Computes the sum of every group of every row, [rows][groups].
 void sum_groups(const LinearInt4& op, const Quantized& x, int rows, int32_t* sums) {
   const int all = op.base.num_in_padded / op.group;
   const int share = 1 + 16384 / op.base.num_in_padded;
   ms::Team::get().parallel((rows + share - 1) / share, [&](int task) {
     for (int m = task * share; m < rows && m < (task + 1) * share; m++)
-      for (int g = 0; g < all; g++) {
-        const int k = g * op.group;
-        const int8_t* at = x.values + k / SLICE * x.slice_stride + m * SLICE + k % SLICE;
-        i32x16 sum = {};
-        for (int i = 0; i < op.group; i += 16)
-          sum += MS_WIDEN(i32x16, i8x16, at + i);
-        sums[static_cast<size_t>(m) * all + g] = reduce_add(sum);
-      }
+      sum_row_groups(op, x, m, sums + static_cast<size_t>(m) * all);
   });
 }
 

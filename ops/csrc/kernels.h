@@ -107,6 +107,42 @@ constexpr size_t group_bytes(int group, Codes codes) {
   return 64 + (has_offsets ? 64 : 0) + static_cast<size_t>(group) * 16;
 }
 
+// One product of each expert of a mixture, all of one kind and shape: addresses of LinearInt8,
+// LinearInt4 or LinearPlain.
+enum class WeightKind : int { int8, int4, plain };
+struct ExpertProducts {
+  const void* const* ops;
+  WeightKind kind;
+};
+struct Experts {
+  ExpertProducts ups, downs;
+  int num_experts;
+  bool scales_input;  // a weight multiplies an expert's input instead of its output
+};
+// The rows of a step and the experts of each, [rows][top_k].
+struct RoutedRows {
+  Rows x;
+  int rows, top_k;
+  const int32_t* experts;
+  const float* weights;
+  void* out;
+  size_t out_stride;
+  DType out_type;
+  bool add;  // to what out holds
+};
+
+// A router (see Router and RouterKind in ops/backend.py). weight: [num_experts][num_in], dense; the
+// arrays after it may be null.
+struct Router {
+  const void* weight;
+  DType type;
+  const float *bias, *correction, *expert_scales;
+  int num_experts, num_in, top_k;
+  bool is_sigmoid, is_after_top_k, is_normalized;
+  float sum_eps, scale;
+  int num_groups, num_top_groups, group_best;
+};
+
 // Locates one layer's K and V in a tile of TILE tokens (see kv_tiles.inl).
 constexpr int TILE = 16, MAX_HEAD_DIM = 512, MAX_GROUPS = MAX_HEAD_DIM / 8;
 struct CacheLayer {
@@ -244,6 +280,9 @@ struct Kernels {
   void (*dequantize_heads)(const int8_t* values, const float* scales, int rows, int heads, int dim, void* out, DType);
   void (*pack_int4)(const PackSource&, const LinearInt4&, const float* bounds, uint8_t* packed, float* factors);
   bool (*all_finite)(const void*, size_t bytes, uint32_t low, uint32_t high);
+  void (*mix_experts)(const Experts&, const RoutedRows&);
+  // Writes the experts of each row and their weights, [rows][top_k].
+  void (*route)(const Router&, const Rows&, int rows, int32_t* experts, float* weights);
 };
 
 const Kernels* portable_kernels();

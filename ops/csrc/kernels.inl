@@ -25,6 +25,8 @@ using namespace ms;
 #include "attention_plain.inl"
 #include "attention_plain_prefill.inl"
 #include "partials.inl"
+#include "experts.inl"
+#include "router.inl"
 #include "ceilings.inl"
 #include "logits.inl"
 #include "sampling.inl"
@@ -38,7 +40,7 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::argmax,  MS_ISA::sample, MS_ISA::describe_tokens, MS_ISA::linear_int4,
                               MS_ISA::decode_plain, MS_ISA::prefill_plain, MS_ISA::linear_plain,
                               MS_ISA::merge_partials, MS_ISA::quantize_heads, MS_ISA::dequantize_heads,
-                              MS_ISA::pack_int4, MS_ISA::all_finite};
+                              MS_ISA::pack_int4, MS_ISA::all_finite, MS_ISA::mix_experts, MS_ISA::route};
   return &all;
 }
 }  // namespace ms

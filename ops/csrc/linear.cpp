@@ -1,16 +1,12 @@
 // Binds the linear layers. A layer owns its packed weights, quantizes its rows and multiplies.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <vector>
 
 #include "binding.h"
+#include "buffer.h"
 #include "isa.h"
 #include "team.h"
 
@@ -20,29 +16,6 @@ using namespace ms;
 namespace {
 
 constexpr int PANEL = 32;
-
-// Memory for weights, on huge pages where the system provides them.
-class Buffer {
- public:
-  explicit Buffer(size_t bytes) : bytes_(bytes) {
-    const size_t huge = size_t{2} << 20, align = bytes >= huge ? huge : 64;
-    data_ = std::aligned_alloc(align, (bytes + align - 1) / align * align);
-    if (!data_) throw std::bad_alloc();
-#if defined(__linux__)
-    if (align == huge) madvise(data_, bytes, MADV_HUGEPAGE);
-#endif
-  }
-  ~Buffer() { std::free(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  template <class T>
-  T* as() const { return static_cast<T*>(data_); }
-  size_t bytes() const { return bytes_; }
-
- private:
-  void* data_;
-  size_t bytes_;
-};
 
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 int count_panels(int num_out, bool is_gated) { return is_gated ? (num_out + 15) / 16 : (num_out + 31) / 32; }
@@ -77,7 +50,7 @@ class Linear {
         num_panels_(count_panels(num_out, is_gated)),
         is_gated_(is_gated),
         packed_(num_panels_ * panel_bytes),
-        bias_(num_panels_ * size_t{PANEL} * 4),
+        bias_(bias ? num_panels_ * size_t{PANEL} * 4 : 0),
         has_bias_(bias != 0) {
     if (bias) spread(pointer<float>(bias), bias_.as<float>());
   }
@@ -161,6 +134,8 @@ class Int8Linear : public QuantizedLinear {
     });
   }
 
+  // What the product of several layers takes (see experts.cpp).
+  const void* product() const { return &op_; }
   void multiply(const Quantized& x, int rows, void* out, size_t out_stride, DType type, bool add) const {
     kernels().linear_int8(op_, x, rows, out, out_stride, type, add);
   }
@@ -200,6 +175,7 @@ class Int4Linear : public QuantizedLinear {
     kernels().pack_int4(source, op4_, pointer<float>(bounds), packed_.as<uint8_t>(), scales_.as<float>());
   }
 
+  const void* product() const { return &op4_; }
   void multiply(const Quantized& x, int rows, void* out, size_t out_stride, DType type, bool add) const {
     kernels().linear_int4(op4_, x, rows, out, out_stride, type, add);
   }
@@ -258,6 +234,7 @@ class PlainLinear : public Linear {
   }
 
   size_t bytes() const { return packed_.bytes(); }
+  const void* product() const { return &op_; }
 
   void run(uintptr_t x, size_t x_stride, int rows, uintptr_t out, size_t out_stride, bool add) const {
     kernels().linear_plain(op_, {pointer<void>(x), x_stride, op_.type}, rows, norm_, pointer<void>(out), out_stride,
@@ -293,7 +270,8 @@ template <class T>
 nb::class_<T>& with_common(nb::class_<T>& c) {
   return c.def("set_norm", [](T& self, int kind, uintptr_t weight, uintptr_t bias,
                               float eps) { self.set_norm(kind, weight, bias, eps); })
-      .def_prop_ro("bytes", [](const T& self) { return self.bytes(); });
+      .def_prop_ro("bytes", [](const T& self) { return self.bytes(); })
+      .def_prop_ro("product", [](const T& self) { return reinterpret_cast<uintptr_t>(self.product()); });
 }
 
 template <class T>

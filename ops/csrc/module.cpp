@@ -175,6 +175,7 @@ NB_MODULE(_native, m) {
                                      pointer<SampledRow>(out));
   });
   bind_linear(m);
+  bind_experts(m);
   bind_storage(m);
   nb::class_<StepPlan>(m, "StepPlan")
       .def(nb::init<uintptr_t, size_t, const std::vector<size_t>&, const std::vector<int>&,

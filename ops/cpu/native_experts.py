@@ -1,0 +1,138 @@
+"""Mixtures of experts on the native kernels: the router, and all experts of a layer in one call.
+
+The experts are layers that were packed one by one; their weights stay where they are. The result
+has the bits of `ExpertsOneByOne` over the same layers (ops/csrc/experts.inl).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.backend import LinearOp, Router, Routing
+from ops.cpu.native_library import TYPES, address, library
+from ops.cpu.native_plain_linear import PlainLinear
+from ops.cpu.native_quantized_linear import NativeLinear
+
+_INT8, _INT4, _PLAIN = range(3)  # the library's kinds of weights
+
+
+def _kind(op: LinearOp) -> int | None:
+    """Returns the kind of a layer's weights, or None if it is not the library's."""
+    if isinstance(op, PlainLinear):
+        return _PLAIN
+    if not isinstance(op, NativeLinear):
+        return None
+    return _INT4 if isinstance(op.packed, library().Int4Linear) else _INT8
+
+
+def can_group(ups: Sequence[LinearOp], downs: Sequence[LinearOp]) -> bool:
+    """Returns whether NativeExperts takes these layers."""
+    up_kinds, down_kinds = ({_kind(op) for op in ops} for ops in (ups, downs))
+    kinds = up_kinds | down_kinds
+    if None in kinds or len(up_kinds) != 1 or len(down_kinds) != 1:
+        return False
+    if _PLAIN in kinds:
+        types = {op.dtype for op in (*ups, *downs) if isinstance(op, PlainLinear)}
+        return len(kinds) == 1 and len(types) == 1
+    return True
+
+
+class NativeExperts:
+    """An ExpertsOp over layers of the native library. Rows and results are fp32 or bf16.
+
+    A row's bits do not depend on other rows, nor on the number of threads.
+    """
+
+    def __init__(
+        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], scales_input: bool
+    ) -> None:
+        """The layers satisfy can_group. ValueError if they differ in shape."""
+        assert len(ups) == len(downs) > 0
+        self._layers: list[Any] = [*ups, *downs]
+        up, down = self._layers[0], self._layers[-1]
+        assert down.num_in == up.num_out, f"{up.num_out} results for {down.num_in} inputs"
+        assert all(layer.norm is None for layer in self._layers), "experts have no norm"
+        self.num_in, self.num_out = up.num_in, down.num_out
+        self._dtype = up.dtype if isinstance(up, PlainLinear) else None
+        products = [layer.packed.product for layer in self._layers]
+        self._experts = library().ExpertLayer(
+            products[: len(ups)], _kind(up), products[len(ups) :], _kind(down), scales_input
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(layer.size_bytes for layer in self._layers)
+
+    def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+        (rows, top_k), num_in = routing.experts.shape, x.shape[1]
+        assert num_in == self.num_in and len(x) == rows, f"{x.shape} of {rows} rows"
+        assert self._dtype in (None, x.dtype), f"{x.dtype} times {self._dtype}"
+        out = torch.empty(rows, self.num_out, dtype=x.dtype) if residual is None else residual
+        assert out.shape == (rows, self.num_out) and out.stride(1) == 1, f"{out.shape}"
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        experts, weights = routing.experts.contiguous(), routing.weights.contiguous()
+        assert experts.dtype == torch.int32 and weights.dtype == torch.float32
+        if rows:
+            self._experts.run(
+                x.data_ptr(),
+                x.stride(0),
+                TYPES[x.dtype],
+                rows,
+                top_k,
+                experts.data_ptr(),
+                weights.data_ptr(),
+                out.data_ptr(),
+                out.stride(0),
+                TYPES[out.dtype],
+                residual is not None,
+            )
+        return out
+
+
+def can_route(x: Tensor, router: Router) -> bool:
+    weight = router.weight
+    return x.dtype in TYPES and weight.dtype in TYPES and weight.is_contiguous()
+
+
+def route(x: Tensor, router: Router) -> Routing:
+    """Computes Backend.route."""
+    kind, weight, bias, correction, expert_scales = router
+    num_experts, num_in = weight.shape
+    assert x.shape[1] == num_in and kind.top_k <= num_experts, f"{x.shape} for {num_in} inputs"
+    assert num_experts % kind.num_groups == 0 and kind.num_top_groups <= kind.num_groups
+    for each in (bias, correction, expert_scales):
+        assert each is None or (each.shape == (num_experts,) and each.dtype == torch.float32)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    experts = torch.empty(len(x), kind.top_k, dtype=torch.int32)
+    weights = torch.empty(len(x), kind.top_k)
+    library().route(
+        x.data_ptr(),
+        x.stride(0),
+        TYPES[x.dtype],
+        len(x),
+        experts.data_ptr(),
+        weights.data_ptr(),
+        weight.data_ptr(),
+        TYPES[weight.dtype],
+        address(bias),
+        address(correction),
+        address(expert_scales),
+        num_experts,
+        num_in,
+        kind.top_k,
+        kind.score == "sigmoid",
+        kind.is_after_top_k,
+        kind.is_normalized,
+        kind.sum_eps,
+        kind.scale,
+        kind.num_groups,
+        kind.num_top_groups,
+        kind.group_best,
+    )
+    return Routing(experts, weights)
