@@ -6,10 +6,11 @@
 namespace MS_ISA {
 namespace {
 
-constexpr int ROUTED_ROWS = 4, ROUTED_EXPERTS = 4;  // of the micro kernel: sixteen sums
+// Rows and experts of the micro kernel, whose sums stay in registers.
+constexpr int ROUTED_ROWS = HAS_32_REGISTERS ? 6 : 2, ROUTED_EXPERTS = HAS_32_REGISTERS ? 4 : 2;
 
 template <DType TYPE, int ROWS>
-MS_INLINE void add_logits(const Router& router, const float* x, size_t stride, int expert, float* logits) {
+__attribute__((noinline)) void add_logits(const Router& router, const float* x, size_t stride, int expert, float* logits) {
   const size_t num_in = router.num_in, item = TYPE == DType::f32 ? 4 : 2;
   const char* weight[ROUTED_EXPERTS];
   for (int e = 0; e < ROUTED_EXPERTS; e++) {  // the last expert again beyond the end
@@ -39,12 +40,26 @@ MS_INLINE void add_logits(const Router& router, const float* x, size_t stride, i
     }
 }
 
-template <DType TYPE>
+using AddLogits = void (*)(const Router&, const float*, size_t, int, float*);
+struct AddLogitsTable { AddLogits at[ROUTED_ROWS]; };
+template <DType TYPE, size_t... I>
+constexpr AddLogitsTable add_logits_table(std::index_sequence<I...>) {
+  return {{add_logits<TYPE, static_cast<int>(I) + 1>...}};
+}
+constexpr AddLogitsTable ADD_LOGITS[2] = {
+    add_logits_table<DType::f32>(std::make_index_sequence<ROUTED_ROWS>{}),
+    add_logits_table<DType::bf16>(std::make_index_sequence<ROUTED_ROWS>{}),
+};
+
+// Computes the logits of rows for a few experts, in groups of rows of about one size.
 void some_logits(const Router& router, const float* x, size_t stride, int rows, int expert, float* logits) {
-  const size_t step = router.num_experts;
-  for (; rows >= ROUTED_ROWS; rows -= ROUTED_ROWS, x += ROUTED_ROWS * stride, logits += ROUTED_ROWS * step)
-    add_logits<TYPE, ROUTED_ROWS>(router, x, stride, expert, logits);
-  for (; rows > 0; rows--, x += stride, logits += step) add_logits<TYPE, 1>(router, x, stride, expert, logits);
+  const AddLogitsTable& add = ADD_LOGITS[static_cast<int>(router.type)];
+  const int groups = (rows + ROUTED_ROWS - 1) / ROUTED_ROWS;
+  for (int g = 0, m = 0; g < groups; g++) {
+    const int some = (rows - m + groups - g - 1) / (groups - g);
+    add.at[some - 1](router, x + m * stride, stride, expert, logits + static_cast<size_t>(m) * router.num_experts);
+    m += some;
+  }
 }
 
 // Replaces logits by their scores.
@@ -129,11 +144,10 @@ void route(const Router& router, const Rows& x, int rows, int32_t* experts, floa
   // A task is a few experts for some rows, which stay in cache for all of them.
   constexpr int TASK_ROWS = 32, TASK_EXPERTS = 2 * ROUTED_EXPERTS;
   const int parts = (n + TASK_EXPERTS - 1) / TASK_EXPERTS, blocks = (rows + TASK_ROWS - 1) / TASK_ROWS;
-  const auto some = router.type == DType::f32 ? some_logits<DType::f32> : some_logits<DType::bf16>;
   team.parallel(parts * blocks, [&](int task) {
     const int first = task / parts * TASK_ROWS, count = rows - first < TASK_ROWS ? rows - first : TASK_ROWS;
     for (int e = task % parts * TASK_EXPERTS, end = e + TASK_EXPERTS; e < end && e < n; e += ROUTED_EXPERTS)
-      some(router, wide.data() + first * stride, stride, count, e, logits.data() + static_cast<size_t>(first) * n);
+      some_logits(router, wide.data() + first * stride, stride, count, e, logits.data() + static_cast<size_t>(first) * n);
   });
   const int each = 1 + 1024 / n;
   team.parallel((rows + each - 1) / each, [&](int task) {
