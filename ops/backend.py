@@ -265,36 +265,57 @@ class Backend(Protocol):
         caches: Sequence[KeyValues],
         scale: float,
         begun: Tensor | None = None,
+        *,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Partial:
         """Computes attention for q: [S, H, D], one row per sequence.
 
         caches[s] holds all keys that row s sees. A row without keys gets 0 and an lse of -inf.
-        begun is the result of begin_decode for the same arguments, and is overwritten.
+        begun is the result of begin_decode for the same arguments, and is overwritten. soft_cap:
+        scores become cap * tanh(score / cap); 0: none. sinks: [H] fp32, logits that take part in
+        the softmax, and in lse, and have no value.
         """
 
-    def begin_decode(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Tensor | None:
+    def begin_decode(
+        self, q: Tensor, caches: Sequence[KeyValues], scale: float, *, soft_cap: float = 0.0
+    ) -> Tensor | None:
         """Begins decode_attention while the last key of each cache is not yet written.
 
         decode_attention then gives the same bits. Returns None if the backend cannot begin.
         """
 
     def prefill_attention(
-        self, q: Tensor, cache: KeyValues, scale: float, window: int | None
+        self,
+        q: Tensor,
+        cache: KeyValues,
+        scale: float,
+        window: int | None,
+        *,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Partial:
         """Computes causal attention for q: [n, H, D], the last n positions of one sequence.
 
         cache holds the last L positions of the sequence, so that L - n keys precede the first row.
-        Row i sees keys j <= L - n + i and, with a window w, only j > L - n + i - w.
+        Row i sees keys j <= L - n + i and, with a window w, only j > L - n + i - w. soft_cap and
+        sinks: as in decode_attention.
         """
 
     def prefix_attention(
-        self, q: Tensor, cache: KeyValues, scale: float, window: int | None
+        self,
+        q: Tensor,
+        cache: KeyValues,
+        scale: float,
+        window: int | None,
+        *,
+        soft_cap: float = 0.0,
     ) -> Partial:
         """Computes prefix attention for q: [n, H, D], the n positions that follow the L of cache.
 
         Every row sees all L keys, or with a window w keys j > L + i - w. A row that sees no key
         gets 0 and an lse of -inf. Merged with prefill_attention of the rows over their own keys,
-        the result is attention over all keys.
+        the result is attention over all keys. Sinks belong to that other part.
         """
 
     def merge_partials(self, parts: Sequence[Partial]) -> Partial:

@@ -113,7 +113,9 @@ class ReferenceBackend:
             cache[row, 0] = k[i]
             cache[row, 1] = v[i]
 
-    def begin_decode(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Tensor | None:
+    def begin_decode(
+        self, q: Tensor, caches: Sequence[KeyValues], scale: float, *, soft_cap: float = 0.0
+    ) -> Tensor | None:
         return None
 
     def decode_attention(
@@ -122,22 +124,39 @@ class ReferenceBackend:
         caches: Sequence[KeyValues],
         scale: float,
         begun: Tensor | None = None,
+        *,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Partial:
         parts = [
-            self.prefill_attention(q[s : s + 1], cache, scale, None)
+            self.prefill_attention(q[s : s + 1], cache, scale, None, soft_cap=soft_cap, sinks=sinks)
             for s, cache in enumerate(caches)
         ]
         return Partial(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
 
     def prefill_attention(
-        self, q: Tensor, cache: KeyValues, scale: float, window: int | None
+        self,
+        q: Tensor,
+        cache: KeyValues,
+        scale: float,
+        window: int | None,
+        *,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Partial:
-        return _attend(q, cache, scale, window, cache.k.shape[2] - len(q))
+        part = _attend(q, cache, scale, window, cache.k.shape[2] - len(q), soft_cap)
+        return part if sinks is None else with_sinks(part, sinks)
 
     def prefix_attention(
-        self, q: Tensor, cache: KeyValues, scale: float, window: int | None
+        self,
+        q: Tensor,
+        cache: KeyValues,
+        scale: float,
+        window: int | None,
+        *,
+        soft_cap: float = 0.0,
     ) -> Partial:
-        return _attend(q, cache, scale, window, cache.k.shape[2])
+        return _attend(q, cache, scale, window, cache.k.shape[2], soft_cap)
 
     def merge_partials(self, parts: Sequence[Partial]) -> Partial:
         # the softmax over a union weighs each part by exp(lse_part - lse_union)
@@ -157,8 +176,21 @@ class ReferenceBackend:
         total.out[where], total.lse[where] = merged.out, merged.lse
 
 
+def with_sinks(part: Partial, sinks: Tensor) -> Partial:
+    """Returns attention with the sinks, [H], in the denominator."""
+    # in fp64, so that the bits of a row do not depend on its place in the tensor
+    lse, sinks = part.lse.double(), sinks.double()
+    out = _wide(part.out) * torch.sigmoid(lse - sinks).to(_wide(part.out).dtype)[..., None]
+    return Partial(out.to(part.out.dtype), torch.logaddexp(lse, sinks).to(part.lse.dtype))
+
+
 def _attend(
-    q: Tensor, cache: KeyValues, scale: float, window: int | None, first_position: int
+    q: Tensor,
+    cache: KeyValues,
+    scale: float,
+    window: int | None,
+    first_position: int,
+    soft_cap: float,
 ) -> Partial:
     """Computes attention of rows from first_position on; the cache begins at position 0."""
     n, num_heads, _ = q.shape
@@ -174,6 +206,8 @@ def _attend(
     lse = torch.empty(n, num_heads, dtype=k.dtype, device=q.device)
     for head in range(num_heads):
         scores = (_wide(q[:, head]) @ k[head // group].T) * scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         scores = scores.masked_fill(~visible, float("-inf"))
         lse[:, head] = torch.logsumexp(scores, dim=-1)
         weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)  # NaN without keys

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
+from memory.attention.seam import (
+    AttentionLayer,
+    AttentionStep,
+    Finished,
+    Rotation,
+    Ticket,
+    kv_owner,
+)
 from ops.cuda import attention as kernels
 from ops.cuda.prefill import LibraryPrefill
 from ops.kv_tiles import TILE_TOKENS, KVTiles, layer_bytes
@@ -24,7 +31,7 @@ _DIM_UNIT = 16  # of a head, as the kernels have it
 
 class CudaKVLayout:
     """The layout of all layers' K and V in one tile's bytes. Head dimensions are padded with zeros
-    to a multiple of 16."""
+    to a multiple of 16. A layer that shares the K/V of another has its offset."""
 
     tile_tokens = TILE_TOKENS
 
@@ -36,12 +43,14 @@ class CudaKVLayout:
         self.groups: list[int | None] = []
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
         offset = 0
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             dim = padded_dim(layer.head_dim)
             fitting = fitting_group(dim, group) if dtype == torch.int8 else None
             self.groups.append(fitting)
-            self.offsets.append(offset)
-            offset += layer_bytes(layer.num_kv_heads, dim, dtype, fitting)
+            owner = kv_owner(self.layers, number)
+            self.offsets.append(offset if owner == number else self.offsets[owner])
+            if owner == number:
+                offset += layer_bytes(layer.num_kv_heads, dim, dtype, fitting)
         self.tile_bytes = offset
 
     def pad(self, tile_bytes: int) -> None:

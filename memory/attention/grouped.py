@@ -14,6 +14,7 @@ from memory.attention.seam import (
     PlannedAttention,
     Rotation,
     Ticket,
+    kv_owner,
 )
 
 
@@ -65,10 +66,12 @@ def group_layers(
     layers: Sequence[AttentionLayer], max_model_len: int
 ) -> list[tuple[int | None, list[int]]]:
     """Returns (window, layer numbers) of each group, the largest window first. A window of at least
-    max_model_len counts as None, full attention."""
+    max_model_len counts as None, full attention. A layer that shares the K/V of another is in its
+    group."""
     found: dict[int, list[int]] = {}
-    for number, layer in enumerate(layers):
-        window = max_model_len if layer.window is None else min(layer.window, max_model_len)
+    for number in range(len(layers)):
+        reach = layers[kv_owner(layers, number)].window
+        window = max_model_len if reach is None else min(reach, max_model_len)
         found.setdefault(window, []).append(number)
     order = sorted(found, reverse=True)
     return [(window if window < max_model_len else None, found[window]) for window in order]

@@ -10,13 +10,23 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
+from memory.attention.seam import (
+    AttentionLayer,
+    AttentionStep,
+    Finished,
+    Rotation,
+    Ticket,
+    kv_owner,
+)
 from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
 
 
 class Int8KVLayout:
-    """The layout of all layers' K and V in one tile's bytes."""
+    """The layout of all layers' K and V in one tile's bytes.
+
+    A layer that shares the K/V of another has its offset.
+    """
 
     tile_tokens = TILE_TOKENS
 
@@ -26,12 +36,14 @@ class Int8KVLayout:
         self.formats: list[Int8KVFormat] = []
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
         offset = 0
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             fitting = fitting_group(layer.head_dim, group)
             assert fitting is not None, f"no scale group of head_dim {layer.head_dim}"
             self.formats.append(Int8KVFormat(layer.num_kv_heads, layer.head_dim, fitting))
-            self.offsets.append(offset)
-            offset += self.formats[-1].tile_bytes
+            owner = kv_owner(self.layers, number)
+            self.offsets.append(offset if owner == number else self.offsets[owner])
+            if owner == number:
+                offset += self.formats[-1].tile_bytes
         self.tile_bytes = offset
 
     def pad(self, tile_bytes: int) -> None:
@@ -59,6 +71,8 @@ def int8_ops(layout: Int8KVLayout) -> list[Int8Attention]:
             group=form.group,
             scale=layer.scale,
             window=layer.window,
+            soft_cap=layer.soft_cap,
+            sinks=layer.sinks or (),
         )
         for layer, form, offset in zip(layout.layers, layout.formats, layout.offsets, strict=True)
     ]

@@ -14,12 +14,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memory.attention.seam import AttentionLayer
+from memory.attention.seam import AttentionLayer, kv_owner
 from ops.backend import KeyValues
 
 
 class KVLayout:
-    """The layout of all layers' K and V in one token's bytes."""
+    """The layout of all layers' K and V in one token's bytes.
+
+    A layer that shares the K/V of another has its offset.
+    """
 
     tile_tokens = 1
 
@@ -28,9 +31,11 @@ class KVLayout:
         self.dtype = dtype
         self.offsets: list[int] = []  # in elements, per layer
         offset = 0
-        for layer in self.layers:
-            self.offsets.append(offset)
-            offset += 2 * layer.num_kv_heads * layer.head_dim
+        for number, layer in enumerate(self.layers):
+            owner = kv_owner(self.layers, number)
+            self.offsets.append(offset if owner == number else self.offsets[owner])
+            if owner == number:
+                offset += 2 * layer.num_kv_heads * layer.head_dim
         self.token_elements = offset
 
     def pad(self, token_bytes: int) -> None:
@@ -51,6 +56,11 @@ class KVCache:
         buffer = (ctypes.c_char * size_bytes).from_address(address)
         self._flat = torch.frombuffer(buffer, dtype=layout.dtype)
         self._num_tokens = size_bytes // layout.token_bytes
+        owners = [kv_owner(layout.layers, i) for i in range(len(layout.layers))]
+        self._own = [i for i, owner in enumerate(owners) if i == owner]
+        self._places = None  # of each layer's K/V among those with K/V of their own; None: the same
+        if len(self._own) < len(owners):
+            self._places = [self._own.index(owner) for owner in owners]
         self._is_uniform = len({(x.num_kv_heads, x.head_dim) for x in layout.layers}) == 1
 
     def layer(self, index: int) -> Tensor:
@@ -66,13 +76,18 @@ class KVCache:
     def views(self, start: int, num_tokens: int) -> list[KeyValues]:
         """Returns K and V of num_tokens tokens from the token address `start` on, for each
         layer."""
+        own = self._own_views(start, num_tokens)
+        return own if self._places is None else [own[place] for place in self._places]
+
+    def _own_views(self, start: int, num_tokens: int) -> list[KeyValues]:
+        """Returns the views of the layers that have K/V of their own."""
         if not self._is_uniform:
-            return [self.view(i, start, num_tokens) for i in range(len(self.layout.layers))]
+            return [self.view(i, start, num_tokens) for i in self._own]
         item = self.layout.layers[0]
         heads, dim, stride = item.num_kv_heads, item.head_dim, self.layout.token_elements
         # One strided view of all layers that C++ splits is cheaper than one view per layer.
         whole = self._flat.as_strided(
-            (len(self.layout.layers), 2, 1, heads, num_tokens, dim),
+            (len(self._own), 2, 1, heads, num_tokens, dim),
             (2 * heads * dim, heads * dim, 0, dim, stride, 1),
             start * stride,
         )

@@ -35,6 +35,7 @@ class LocalAttention:
         self.cache = cache
         self.backend = backend
         self.layer_tensors = [cache.layer(i) for i in range(len(self.layers))]
+        self.sinks = [None if x.sinks is None else torch.tensor(x.sinks) for x in self.layers]
 
     def plan(self, step: AttentionStep) -> LocalPlan:
         return LocalPlan(self, step)
@@ -60,8 +61,8 @@ class LocalPlan:
         begun = None
         if parent.is_eager and num_decodes:
             rows = q[:num_decodes].to(parent.cache.layout.dtype)
-            caches, scale = self._decode_caches(layer), parent.layers[layer].scale
-            begun = parent.backend.begin_decode(rows, caches, scale)
+            shape, caches = parent.layers[layer], self._decode_caches(layer)
+            begun = parent.backend.begin_decode(rows, caches, shape.scale, soft_cap=shape.soft_cap)
         return Ticket(layer, q, begun)
 
     def _decode_caches(self, layer: int) -> list[KeyValues]:
@@ -86,17 +87,24 @@ class LocalPlan:
     def _attend(self, ticket: Ticket) -> Tensor:
         layer, q, begun = ticket
         shape, backend = self._parent.layers[layer], self._parent.backend
+        cap, sinks = shape.soft_cap, self._parent.sinks[layer]
         num_decodes = self._step.num_decodes
         parts: list[Tensor] = []
         if num_decodes:
             caches, rows = self._decode_caches(layer), q[:num_decodes]
-            parts.append(backend.decode_attention(rows, caches, shape.scale, begun).out)
+            part = backend.decode_attention(
+                rows, caches, shape.scale, begun, soft_cap=cap, sinks=sinks
+            )
+            parts.append(part.out)
         row = num_decodes
         for index in range(num_decodes, len(self._views)):
             n = self._step.num_rows[index]
             cache = _reached(self._views[index][layer], n, shape.window)
             rows = q[row : row + n]
-            parts.append(backend.prefill_attention(rows, cache, shape.scale, shape.window).out)
+            part = backend.prefill_attention(
+                rows, cache, shape.scale, shape.window, soft_cap=cap, sinks=sinks
+            )
+            parts.append(part.out)
             row += n
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -9,7 +9,7 @@ waits in `wait`. Models never see ranges or pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -22,7 +22,8 @@ class AttentionLayer:
     window: the keys a row sees, itself included. chunk: a row sees the keys from the last multiple
     of so many positions on. soft_cap: scores become cap * tanh(score / cap);
     0: none. sinks: for each head a logit that takes part in the softmax and has no value. shares:
-    the earlier layer whose K/V this layer reads; it has none of its own. value_dim: V is the first
+    the earlier layer, in the same list, whose K/V this layer reads; it has none of its own, and
+    sees no keys that the other does not. value_dim: V is the first
     value_dim values of K and is not stored (latent attention, num_kv_heads is 1); None: V is
     stored.
     """
@@ -37,6 +38,33 @@ class AttentionLayer:
     shares: int | None = None
     value_dim: int | None = None
     chunk: int | None = None
+
+
+def kv_owner(layers: Sequence[AttentionLayer], index: int) -> int:
+    """Returns the layer whose K/V a layer reads: the one it shares, or itself. ValueError if the
+    layer cannot read the other's K/V."""
+    layer = layers[index]
+    if layer.shares is None:
+        return index
+    owner = layers[layer.shares] if 0 <= layer.shares < index else None
+    if owner is None or owner.shares is not None:
+        raise ValueError(f"layer {index} cannot share the K/V of layer {layer.shares}")
+    if _kv_shape(owner) != _kv_shape(layer):
+        raise ValueError(f"layers {layer.shares} and {index} share K/V, but differ in their heads")
+    if owner.window is not None and (layer.window is None or layer.window > owner.window):
+        raise ValueError(f"layer {index} sees keys that layer {layer.shares} does not keep")
+    return layer.shares
+
+
+def _kv_shape(layer: AttentionLayer) -> tuple[int, int, int | None]:
+    return layer.num_kv_heads, layer.head_dim, layer.value_dim
+
+
+def layers_in(layers: Sequence[AttentionLayer], numbers: Sequence[int]) -> list[AttentionLayer]:
+    """Returns some of a model's layers, among them the owner of each one's K/V. Their `shares` are
+    numbers in the list that is returned."""
+    chosen = [layers[i] for i in numbers]
+    return [x if x.shares is None else replace(x, shares=numbers.index(x.shares)) for x in chosen]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 
 from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
-from memory.attention.seam import AttentionLayer
+from memory.attention.seam import AttentionLayer, layers_in
 from memory.nodes.wire import ErrorCode, WireError
 from quant.kv import GROUPS, fitting_group
 
@@ -162,7 +162,7 @@ class NodeLayout:
         self.request = request
         self.groups: list[Int8KVLayout | KVLayout] = []
         for ids in request.group_layers:
-            layers = [request.layers[number] for number in ids]
+            layers = layers_in(request.layers, ids)
             if request.kv_dtype == "int8":
                 self.groups.append(Int8KVLayout(layers, request.kv_group))
             else:

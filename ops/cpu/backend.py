@@ -34,7 +34,7 @@ from ops.cpu.native_quantized_linear import NATIVE
 from ops.cpu.native_rotation import rotate_
 from ops.experts import ExpertsOneByOne, route
 from ops.linear import PlainLinear
-from ops.reference import ReferenceBackend
+from ops.reference import ReferenceBackend, with_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -131,10 +131,12 @@ class CpuBackend:
         can_attend = native_plain_attention.can_attend
         return self._has_native and all(can_attend(q, cache) for cache in caches)
 
-    def begin_decode(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Tensor | None:
+    def begin_decode(
+        self, q: Tensor, caches: Sequence[KeyValues], scale: float, *, soft_cap: float = 0.0
+    ) -> Tensor | None:
         if not self._has_native_decode(q, caches):
             return None
-        return native_plain_attention.begin_decode(q, caches, scale)
+        return native_plain_attention.begin_decode(q, caches, scale, soft_cap=soft_cap)
 
     def decode_attention(
         self,
@@ -142,38 +144,56 @@ class CpuBackend:
         caches: Sequence[KeyValues],
         scale: float,
         begun: Tensor | None = None,
+        *,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Partial:
         if self._has_native_decode(q, caches):
-            return native_plain_attention.decode_attention(q, caches, scale, begun)
-        if q.dtype not in self._flash_types or any(cache.k.shape[2] == 0 for cache in caches):
-            return self._reference.decode_attention(q, caches, scale)
-        num_rows, num_heads, head_dim = q.shape
-        num_kv_heads = caches[0].k.shape[1]
-        # With one row per K/V head and group member, each K/V byte is read once per group.
-        # The kernel reads head by head, so tokens far apart in memory are gathered first: one copy
-        # in address order costs less than eight strided reads (1.5x at 512 tokens).
-        folded = q.view(num_rows, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        parts = [
-            _flash(folded[s], cache.k.contiguous(), cache.v.contiguous(), scale)
-            for s, cache in enumerate(caches)
-        ]
-        out = torch.cat([p[0] for p in parts]).view(num_rows, num_heads, head_dim)
-        lse = torch.cat([p[1] for p in parts]).view(num_rows, num_heads)
-        return Partial(out, lse)
+            return native_plain_attention.decode_attention(
+                q, caches, scale, begun, soft_cap=soft_cap, sinks=sinks
+            )
+        has_empty = any(cache.k.shape[2] == 0 for cache in caches)
+        if q.dtype not in self._flash_types or has_empty or soft_cap:
+            return self._reference.decode_attention(
+                q, caches, scale, soft_cap=soft_cap, sinks=sinks
+            )
+        part = _decode_by_flash(q, caches, scale)
+        return part if sinks is None else with_sinks(part, sinks)
+
+    def _has_native_prefill(self, q: Tensor, cache: KeyValues, soft_cap: float) -> bool:
+        # torch's flash kernel has no soft cap
+        can_run = self._has_native and (self._has_vectors or soft_cap > 0)
+        return can_run and native_plain_attention.can_attend(q, cache)
 
     def prefill_attention(
+        self,
+        q: Tensor,
+        cache: KeyValues,
+        scale: float,
+        window: int | None,
+        *,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Partial:
+        if self._has_native_prefill(q, cache, soft_cap):
+            return native_plain_attention.prefill_attention(
+                q, cache, scale, window, soft_cap=soft_cap, sinks=sinks
+            )
+        if q.dtype not in self._flash_types or soft_cap:
+            return self._reference.prefill_attention(
+                q, cache, scale, window, soft_cap=soft_cap, sinks=sinks
+            )
+        part = self._prefill_by_flash(q, cache, scale, window)
+        return part if sinks is None else with_sinks(part, sinks)
+
+    def _prefill_by_flash(
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
     ) -> Partial:
-        can_run = self._has_native and self._has_vectors
-        if can_run and native_plain_attention.can_attend(q, cache):
-            return native_plain_attention.prefill_attention(q, cache, scale, window)
         n, length = q.shape[0], cache.k.shape[2]
         if window is not None and length > n + window - 1:  # no row sees earlier keys
             first = length - n - window + 1
             cache = KeyValues(cache.k[:, :, first:], cache.v[:, :, first:])
             length -= first
-        if q.dtype not in self._flash_types:
-            return self._reference.prefill_attention(q, cache, scale, window)
         num_prefix = length - n
         if n <= _FOLD_ROWS or (window is not None and window < length):
             return _masked(q, cache, scale, window)
@@ -186,13 +206,20 @@ class CpuBackend:
         return self.merge_partials([prefix, own])
 
     def prefix_attention(
-        self, q: Tensor, cache: KeyValues, scale: float, window: int | None
+        self,
+        q: Tensor,
+        cache: KeyValues,
+        scale: float,
+        window: int | None,
+        *,
+        soft_cap: float = 0.0,
     ) -> Partial:
-        can_run = self._has_native and self._has_vectors
-        if can_run and native_plain_attention.can_attend(q, cache):
-            return native_plain_attention.prefix_attention(q, cache, scale, window)
-        if q.dtype not in self._flash_types:
-            return self._reference.prefix_attention(q, cache, scale, window)
+        if self._has_native_prefill(q, cache, soft_cap):
+            return native_plain_attention.prefix_attention(
+                q, cache, scale, window, soft_cap=soft_cap
+            )
+        if q.dtype not in self._flash_types or soft_cap:
+            return self._reference.prefix_attention(q, cache, scale, window, soft_cap=soft_cap)
         n, length = q.shape[0], cache.k.shape[2]
         num_seeing = 0 if length == 0 else n if window is None else min(n, window - 1)
         out = torch.zeros(q.shape, dtype=q.dtype)
@@ -221,6 +248,22 @@ def _flash(
     """Returns out [1, Hq, n, D] and lse [1, Hq, n] for q: [1, Hq, n, D]; k, v: [1, Hq, L, D]."""
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return cast(tuple[Tensor, Tensor], run(q, k, v, 0.0, causal, attn_mask=mask, scale=scale))
+
+
+def _decode_by_flash(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = caches[0].k.shape[1]
+    # With one row per K/V head and group member, each K/V byte is read once per group.
+    # The kernel reads head by head, so tokens far apart in memory are gathered first: one copy
+    # in address order costs less than eight strided reads (1.5x at 512 tokens).
+    folded = q.view(num_rows, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    parts = [
+        _flash(folded[s], cache.k.contiguous(), cache.v.contiguous(), scale)
+        for s, cache in enumerate(caches)
+    ]
+    out = torch.cat([p[0] for p in parts]).view(num_rows, num_heads, head_dim)
+    lse = torch.cat([p[1] for p in parts]).view(num_rows, num_heads)
+    return Partial(out, lse)
 
 
 def _folded(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Partial:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.backend import KeyValues, Partial
-from ops.cpu.native_library import BEGIN, FINISH, TYPES, library
+from ops.cpu.native_library import BEGIN, FINISH, TYPES, address, library
 
 
 def can_attend(q: Tensor, cache: KeyValues) -> bool:
@@ -24,27 +24,50 @@ def can_attend(q: Tensor, cache: KeyValues) -> bool:
     return has_dim and is_dense and has_types
 
 
-def begin_decode(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Tensor:
+def begin_decode(
+    q: Tensor, caches: Sequence[KeyValues], scale: float, *, soft_cap: float = 0.0
+) -> Tensor:
     """Computes Backend.begin_decode over bf16 or fp32 K/V."""
     rows, heads, dim = q.shape
     sums = torch.empty(rows, 2, heads, dim + 2)
-    _decode(q, caches, scale, 0, 0, BEGIN, sums.data_ptr())
+    _decode(q, caches, scale, 0, 0, soft_cap, 0, BEGIN, sums.data_ptr())
     return sums
 
 
 def decode_attention(
-    q: Tensor, caches: Sequence[KeyValues], scale: float, begun: Tensor | None = None
+    q: Tensor,
+    caches: Sequence[KeyValues],
+    scale: float,
+    begun: Tensor | None = None,
+    *,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Partial:
     """Computes Backend.decode_attention over bf16 or fp32 K/V."""
     out = torch.empty(q.shape, dtype=torch.float32)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     phase = () if begun is None else (FINISH, begun.data_ptr())
-    _decode(q, caches, scale, out.data_ptr(), lse.data_ptr(), *phase)
+    changes = soft_cap, _address_of(sinks, q.shape[1])
+    _decode(q, caches, scale, out.data_ptr(), lse.data_ptr(), *changes, *phase)
     return Partial(out.to(q.dtype), lse)
 
 
+def _address_of(sinks: Tensor | None, num_heads: int) -> int:
+    if sinks is not None:
+        assert sinks.shape == (num_heads,) and sinks.dtype == torch.float32, f"{sinks.shape}"
+        assert sinks.is_contiguous()
+    return address(sinks)
+
+
 def _decode(
-    q: Tensor, caches: Sequence[KeyValues], scale: float, out: int, lse: int, *phase: int
+    q: Tensor,
+    caches: Sequence[KeyValues],
+    scale: float,
+    out: int,
+    lse: int,
+    soft_cap: float,
+    sinks: int,
+    *phase: int,
 ) -> None:
     """phase: none for one call; else its number and the address of the sums."""
     rows, heads, dim = q.shape
@@ -69,11 +92,21 @@ def _decode(
             TYPES[q.dtype],
             out,
             lse,
+            soft_cap,
+            sinks,
             *phase,
         )
 
 
-def prefill_attention(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> Partial:
+def prefill_attention(
+    q: Tensor,
+    cache: KeyValues,
+    scale: float,
+    window: int | None,
+    *,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Partial:
     """Computes Backend.prefill_attention. A row's bits do not depend on the other rows.
 
     This holds if the cache begins at the same position for every call: the kernel takes its keys
@@ -81,16 +114,25 @@ def prefill_attention(q: Tensor, cache: KeyValues, scale: float, window: int | N
     """
     first_position = cache.k.shape[2] - len(q)
     assert first_position >= 0, f"{q.shape} with {cache.k.shape}"
-    return _attend_rows(q, cache, scale, window, first_position)
+    changes = soft_cap, _address_of(sinks, q.shape[1])
+    return _attend_rows(q, cache, scale, window, first_position, *changes)
 
 
-def prefix_attention(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> Partial:
+def prefix_attention(
+    q: Tensor, cache: KeyValues, scale: float, window: int | None, *, soft_cap: float = 0.0
+) -> Partial:
     """Computes Backend.prefix_attention, with the bits of prefill_attention's rule."""
-    return _attend_rows(q, cache, scale, window, cache.k.shape[2])
+    return _attend_rows(q, cache, scale, window, cache.k.shape[2], soft_cap, 0)
 
 
 def _attend_rows(
-    q: Tensor, cache: KeyValues, scale: float, window: int | None, first_position: int
+    q: Tensor,
+    cache: KeyValues,
+    scale: float,
+    window: int | None,
+    first_position: int,
+    soft_cap: float,
+    sinks: int,
 ) -> Partial:
     """Computes attention of rows from first_position on; the cache begins at position 0."""
     rows, heads, dim = q.shape
@@ -120,5 +162,7 @@ def _attend_rows(
             window or 0,
             out.data_ptr(),
             lse.data_ptr(),
+            soft_cap,
+            sinks,
         )
     return Partial(out, lse)

@@ -139,7 +139,8 @@ class AttendPlan {
         total = earlier;
       }
       float* lse = call_.lse ? call_.lse + static_cast<size_t>(seq.first_row) * heads + h : nullptr;
-      const float inverse = finish_row(call_.layer, h, seq.first_position < seq.kv_len, total[0], total[1], lse);
+      const float* sinks = seq.first_position < seq.kv_len ? call_.layer.sinks : nullptr;
+      const float inverse = finish_row(sinks, h, total[0], total[1], lse);
       float* out = call_.out + seq.first_row * call_.out_stride + h * dim;
       for (int d = 0; d < dim; d += 16) store(out + d, load<f32x16>(total + 2 + d) * inverse);
     }

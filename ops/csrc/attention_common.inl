@@ -48,8 +48,8 @@ MS_INLINE f32x16 binary_order(f32x16 x) {
 MS_INLINE f32x16 power_of_two(f32x16 order) { return (f32x16)((to_int_nearest(order) + 127) << 23); }
 
 // Changes that a few models make to scores before the softmax; scores are in base 2 here.
-MS_INLINE f32x16 soft_capped(const AttentionLayer& layer, f32x16 score) {
-  const float cap = layer.soft_cap * LOG2E;
+MS_INLINE f32x16 soft_capped(float soft_cap, f32x16 score) {
+  const float cap = soft_cap * LOG2E;
   return cap * tanh(score / cap);
 }
 MS_INLINE f32x16 alibi(f32x16 score, i32x16 distance, f32x16 slope) {
@@ -58,11 +58,12 @@ MS_INLINE f32x16 alibi(f32x16 score, i32x16 distance, f32x16 slope) {
 MS_INLINE bool changes_scores(const AttentionLayer& layer) { return layer.soft_cap > 0.0f || layer.slopes; }
 
 // Returns the factor for a row's sums at the end, its sink included, and writes lse unless it is
-// null. Where attention is cut into parts, the sink belongs to the part with the row's own key.
-MS_INLINE float finish_row(const AttentionLayer& layer, int head, bool has_own_key, float m, float l, float* lse) {
+// null. sinks: those of all heads, or null. Where attention is cut into parts, the sink belongs to
+// the part with the row's own key.
+MS_INLINE float finish_row(const float* sinks, int head, float m, float l, float* lse) {
   float keep = 1.0f;
-  if (layer.sinks && has_own_key) {
-    const float sink = layer.sinks[head] * LOG2E, now = m > sink ? m : sink;
+  if (sinks) {
+    const float sink = sinks[head] * LOG2E, now = m > sink ? m : sink;
     keep = exp2_neg(splat(m - now))[0];
     l = l * keep + exp2_neg(splat(sink - now))[0];
     m = now;

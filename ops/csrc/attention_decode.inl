@@ -116,7 +116,7 @@ MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, cons
 __attribute__((noinline)) void change_scores(const AttentionLayer& layer, const Scratch& s, int row, int first,
                                            f32x16* score, int tiles) {
   for (int t = 0; t < tiles; t++) {
-    if (layer.soft_cap > 0.0f) score[t] = soft_capped(layer, score[t]);
+    if (layer.soft_cap > 0.0f) score[t] = soft_capped(layer.soft_cap, score[t]);
     if (layer.slopes)
       score[t] = alibi(score[t], LANES + (first + t * TILE - s.position), splat(layer.slopes[s.head + row]));
   }

@@ -16,9 +16,10 @@ MS_INLINE f32x16 plain_at(const void* p, size_t i) {
 }
 
 // Adds tokens [0, n) of one K/V head, n <= 16, for G query heads. q, acc: [G][dim]; m, l: [G].
+// cap: the soft cap of scores; 0: none.
 template <DType TYPE, int G>
 MS_INLINE void plain_tokens(const char* k, const char* v, size_t token_bytes, int n, int dim,
-                            const float* q, float* m, float* l, float* acc) {
+                            float cap, const float* q, float* m, float* l, float* acc) {
   f32x16 score[G];
   unroll<G>([&](auto g) MS_LAMBDA { score[g] = splat(NOTHING); });
   for (int t = 0; t < n; t++) {
@@ -37,6 +38,8 @@ MS_INLINE void plain_tokens(const char* k, const char* v, size_t token_bytes, in
     }
     unroll<G>([&](auto g) MS_LAMBDA { score[g] = select(LANES == t, sum_all(sum[g]), score[g]); });
   }
+  if (cap > 0.0f)
+    for (int g = 0; g < G; g++) score[g] = select(LANES < n, soft_capped(cap, score[g]), splat(NOTHING));
   f32x16 shrink[G];
   alignas(64) float weight[G][16];
   unroll<G>([&](auto g) MS_LAMBDA {
@@ -60,13 +63,13 @@ MS_INLINE void plain_tokens(const char* k, const char* v, size_t token_bytes, in
 
 template <DType TYPE, int G>
 __attribute__((noinline)) void plain_part(const char* k, const char* v, size_t token_bytes, int n,
-                                          int dim, const float* q, float* m, float* l, float* acc) {
+                                          int dim, float cap, const float* q, float* m, float* l, float* acc) {
   for (int t = 0; t < n; t += 16)
     plain_tokens<TYPE, G>(k + t * token_bytes, v + t * token_bytes, token_bytes, n - t < 16 ? n - t : 16,
-                          dim, q, m, l, acc);
+                          dim, cap, q, m, l, acc);
 }
 
-using PlainPart = void (*)(const char*, const char*, size_t, int, int, const float*, float*, float*, float*);
+using PlainPart = void (*)(const char*, const char*, size_t, int, int, float, const float*, float*, float*, float*);
 constexpr PlainPart PLAIN_PART[2][4] = {
     {plain_part<DType::f32, 1>, plain_part<DType::f32, 2>, plain_part<DType::f32, 3>, plain_part<DType::f32, 4>},
     {plain_part<DType::bf16, 1>, plain_part<DType::bf16, 2>, plain_part<DType::bf16, 3>, plain_part<DType::bf16, 4>},
@@ -125,7 +128,7 @@ void decode_plain(const PlainSequence* sequences, int count, const PlainLayer& l
     for (int g = 0; g < per_kv; g += 4)
       by_count[(per_kv - g < 4 ? per_kv - g : 4) - 1](
           static_cast<const char*>(seq.k) + at, static_cast<const char*>(seq.v) + at, seq.token_stride * item, n, dim,
-          wide.data() + g * dim, m + g, l + g, acc + g * dim);
+          layer.soft_cap, wide.data() + g * dim, m + g, l + g, acc + g * dim);
   });
   const int* starts = firsts.data();
   const auto merge_part = [&](float* total, const float* more) {
@@ -161,13 +164,12 @@ void decode_plain(const PlainSequence* sequences, int count, const PlainLayer& l
       const size_t head = static_cast<size_t>(i / layer.num_kv_heads) * heads + i % layer.num_kv_heads * per_kv + g;
       if (is_empty) {
         std::memset(out + head * dim, 0, sizeof(float) * dim);
-        lse[head] = NO_KEYS;
+        lse[head] = layer.sinks ? layer.sinks[head % heads] : NO_KEYS;
         continue;
       }
-      const float l = total[per_kv + g];
+      const float inverse = finish_row(layer.sinks, static_cast<int>(head % heads), total[g], total[per_kv + g], lse + head);
       for (int d = 0; d < dim; d += 16)
-        store(out + head * dim + d, load<f32x16>(total + 2 * per_kv + g * dim + d) * (1.0f / l));
-      lse[head] = (total[g] + __builtin_log2f(l)) * LN2;
+        store(out + head * dim + d, load<f32x16>(total + 2 * per_kv + g * dim + d) * inverse);
     }
   });
 }

@@ -111,9 +111,13 @@ MS_INLINE void multiply(f32x16 (&sum)[AT_ONCE][C], const float* lanes, const flo
 #endif
 }
 
+// What a tile and a block need: no masks, masks, or soft caps of scores, which then include masks.
+enum class Scores : int { plain, masked, capped };
+
 // Adds keys [from, to) of the block, in runs of AT_ONCE, to all rows of a tile.
-template <class U, int C, bool MASKED>
-__attribute__((noinline)) void tile_block(const QueryTile& tile, const KeyBlock& block, int from, int to, float scale) {
+template <class U, int C, Scores SCORES>
+__attribute__((noinline)) void tile_block(const QueryTile& tile, const KeyBlock& block, int from, int to, float scale,
+                                          float soft_cap) {
   alignas(64) float scores[KEY_BLOCK * C * 16];  // overwritten by the weights
   const int units = block.dim / U::COUNT;
   const auto is_seen = [&](auto c, int key) MS_LAMBDA {
@@ -122,7 +126,7 @@ __attribute__((noinline)) void tile_block(const QueryTile& tile, const KeyBlock&
   };
   // True if some of the `count` keys are masked for some row; only such keys pay for masks.
   const auto is_edge = [&](int key, int count) MS_LAMBDA {
-    return MASKED && (block.first + key < tile.max_low || block.first + key + count > tile.min_high);
+    return SCORES != Scores::plain && (block.first + key < tile.max_low || block.first + key + count > tile.min_high);
   };
   f32x16 top[C], shrink[C], even[C], odd[C];
   unroll<C>([&](auto c) MS_LAMBDA { top[c] = load<f32x16>(tile.m + 16 * c); });
@@ -131,9 +135,12 @@ __attribute__((noinline)) void tile_block(const QueryTile& tile, const KeyBlock&
     unroll<AT_ONCE>([&](auto r) MS_LAMBDA { unroll<C>([&](auto c) MS_LAMBDA { sum[r][c] = f32x16{}; }); });
     multiply<U, C>(sum, tile.q, block.k + key * units, units, 1, units);
     const bool masks = is_edge(key, AT_ONCE);
+    if constexpr (SCORES == Scores::capped)
+      for (auto& row : sum)
+        for (f32x16& x : row) x = soft_capped(soft_cap, x * scale);
     unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
       unroll<C>([&](auto c) MS_LAMBDA {
-        f32x16 x = sum[r][c] * scale;
+        f32x16 x = SCORES == Scores::capped ? sum[r][c] : sum[r][c] * scale;
         if (masks) x = select(is_seen(c, key + r), x, splat(NOTHING));
         top[c] = max(top[c], x);
         store(scores + ((key + r) * C + c) * 16, x);
@@ -173,11 +180,12 @@ __attribute__((noinline)) void tile_block(const QueryTile& tile, const KeyBlock&
   }
 }
 
-using TileBlock = void (*)(const QueryTile&, const KeyBlock&, int, int, float);
+using TileBlock = void (*)(const QueryTile&, const KeyBlock&, int, int, float, float);
 template <class U, size_t... C>
-constexpr TileBlock tile_block_for(int vecs, bool masked, std::index_sequence<C...>) {
-  constexpr TileBlock all[][2] = {{tile_block<U, C + 1, false>, tile_block<U, C + 1, true>}...};
-  return all[vecs - 1][masked];
+constexpr TileBlock tile_block_for(int vecs, Scores scores, std::index_sequence<C...>) {
+  constexpr TileBlock all[][3] = {{tile_block<U, C + 1, Scores::plain>, tile_block<U, C + 1, Scores::masked>,
+                                   tile_block<U, C + 1, Scores::capped>}...};
+  return all[vecs - 1][static_cast<int>(scores)];
 }
 
 // ---- a task
@@ -254,10 +262,14 @@ struct PrefillCall {
   void finish_tile(const QueryTile& tile, int kv_head, int from, int to) const {
     const int dim = layer.head_dim;
     for (int c = 0; c < tile.vecs; c++) {
-      const f32x16 sum = load<f32x16>(tile.l + 16 * c), inverse = select(sum == 0.0f, sum, 1.0f / sum);
       const int first = from + c * 16, count = to - first < 16 ? to - first : 16;
-      for (int i = 0; i < count; i++)
-        rows.lse[head_of(first + i, kv_head)] = (tile.m[16 * c + i] + __builtin_log2f(tile.l[16 * c + i])) * LN2;
+      alignas(64) float factors[16] = {};
+      for (int i = 0; i < count; i++) {
+        const int head = kv_head * per_kv + (first + i) % per_kv;
+        factors[i] = finish_row(layer.sinks, head, tile.m[16 * c + i], tile.l[16 * c + i],
+                                rows.lse + head_of(first + i, kv_head));
+      }
+      const f32x16 inverse = load<f32x16>(factors);
       for (int d = 0; d < dim; d += 16) {
         f32x16 x[16];
         for (int i = 0; i < 16; i++) x[i] = load<f32x16>(tile.acc + ((d + i) * tile.vecs + c) * 16) * inverse;
@@ -315,8 +327,9 @@ struct PrefillCall {
     to = to / AT_ONCE * AT_ONCE;
     if (from >= to || to <= 0) return;
     const bool is_whole = tile.max_low <= block.first + from && tile.min_high >= block.first + to;
-    const TileBlock run_tile = tile_block_for<U>(tile.vecs, !is_whole, std::make_index_sequence<TILE_VECS>{});
-    run_tile(tile, block, from, to, layer.scale * LOG2E);
+    const Scores scores = layer.soft_cap > 0.0f ? Scores::capped : is_whole ? Scores::plain : Scores::masked;
+    const TileBlock run_tile = tile_block_for<U>(tile.vecs, scores, std::make_index_sequence<TILE_VECS>{});
+    run_tile(tile, block, from, to, layer.scale * LOG2E, layer.soft_cap);
   }
 };
 

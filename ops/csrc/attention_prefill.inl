@@ -66,7 +66,7 @@ __attribute__((noinline)) void change_and_mask(const AttentionLayer& layer, cons
     for (int c = 0; c < C; c++) {
       float* at = scores + (r * C + c) * 16;
       f32x16 x = load<f32x16>(at);
-      if (layer.soft_cap > 0.0f) x = soft_capped(layer, x);
+      if (layer.soft_cap > 0.0f) x = soft_capped(layer.soft_cap, x);
       if (layer.slopes) {
         const i32x16 own = load<i32x16>(tile.position + 16 * c);
         x = alibi(x, (position + r) - own, load<f32x16>(tile.slope + 16 * c));

@@ -202,8 +202,8 @@ class RowTask {
         const int head = head_of(first + i), lane = c * 16 + i, later = first + i + 16;
         for (int d = 0; d < dim_ && later < to_; d += 16) __builtin_prefetch(result(later) + d, 1, 3);
         float* lse = call_.lse ? call_.lse + step_row(first + i) * call_.layer.num_heads + head : nullptr;
-        const bool has_own_key = tile.position[lane] < seq_.kv_len;
-        inverse[i] = finish_row(call_.layer, head, has_own_key, tile.total_m[lane], tile.total_l[lane], lse);
+        const float* sinks = tile.position[lane] < seq_.kv_len ? call_.layer.sinks : nullptr;
+        inverse[i] = finish_row(sinks, head, tile.total_m[lane], tile.total_l[lane], lse);
       }
       for (int d = 0; d < dim_; d += 16) {
         f32x16 x[16];

@@ -178,6 +178,8 @@ struct PlainLayer {
   int num_heads, num_kv_heads, head_dim;
   float scale;
   DType type;
+  float soft_cap = 0.0f;         // as in AttentionLayer
+  const float* sinks = nullptr;
 };
 // Query rows, [count][heads][dim] with dense heads, from position first_position of a sequence on.
 // `window` is the number of keys that a row attends to, its own included; 0 means all. `out` is

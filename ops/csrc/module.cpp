@@ -72,26 +72,28 @@ void rotate(uintptr_t x, size_t stride, int rows, int heads, int head_dim, uintp
 
 // sequences: five numbers each, the addresses of K and V, token stride, head stride and length.
 void decode_plain(const std::vector<size_t>& sequences, int num_heads, int num_kv_heads, int head_dim, float scale,
-                  int type, uintptr_t q, size_t q_stride, int q_type, uintptr_t out, uintptr_t lse, int phase,
-                  uintptr_t sums) {
+                  int type, uintptr_t q, size_t q_stride, int q_type, uintptr_t out, uintptr_t lse, float soft_cap,
+                  uintptr_t sinks, int phase, uintptr_t sums) {
   std::vector<PlainSequence> all;
   for (size_t i = 0; i + 5 <= sequences.size(); i += 5)
     all.push_back({pointer<void>(sequences[i]), pointer<void>(sequences[i + 1]), sequences[i + 2], sequences[i + 3],
                    static_cast<int>(sequences[i + 4])});
   nb::gil_scoped_release release;
   kernels().decode_plain(all.data(), static_cast<int>(all.size()),
-                         {num_heads, num_kv_heads, head_dim, scale, static_cast<DType>(type)}, pointer<void>(q), q_stride,
-                         static_cast<DType>(q_type), pointer<float>(out), pointer<float>(lse),
+                         {num_heads, num_kv_heads, head_dim, scale, static_cast<DType>(type), soft_cap,
+                          pointer<float>(sinks)},
+                         pointer<void>(q), q_stride, static_cast<DType>(q_type), pointer<float>(out), pointer<float>(lse),
                          {static_cast<Phase>(phase), pointer<float>(sums)});
 }
 
 // q and out: [count][num_heads][head_dim], of the same type.
 void prefill_plain(uintptr_t k, uintptr_t v, size_t token_stride, size_t head_stride, int length, int num_heads,
                    int num_kv_heads, int head_dim, float scale, int type, uintptr_t q, size_t q_stride, int q_type,
-                   int count, int first_position, int window, uintptr_t out, uintptr_t lse) {
+                   int count, int first_position, int window, uintptr_t out, uintptr_t lse, float soft_cap, uintptr_t sinks) {
   nb::gil_scoped_release release;
   kernels().prefill_plain({pointer<void>(k), pointer<void>(v), token_stride, head_stride, length},
-                          {num_heads, num_kv_heads, head_dim, scale, static_cast<DType>(type)},
+                          {num_heads, num_kv_heads, head_dim, scale, static_cast<DType>(type), soft_cap,
+                           pointer<float>(sinks)},
                           {pointer<void>(q), q_stride, static_cast<DType>(q_type), count, first_position, window, pointer<void>(out),
                            pointer<float>(lse)});
 }
@@ -139,7 +141,8 @@ NB_MODULE(_native, m) {
   m.def("set_num_threads", [](int n) { Team::get().resize(n); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("rotate", &rotate);
   m.def("decode_plain", &decode_plain, "sequences"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "type"_a,
-        "q"_a, "q_stride"_a, "q_type"_a, "out"_a, "lse"_a, "phase"_a = 0, "sums"_a = 0);
+        "q"_a, "q_stride"_a, "q_type"_a, "out"_a, "lse"_a,
+        "soft_cap"_a = 0.0f, "sinks"_a = 0, "phase"_a = 0, "sums"_a = 0);
   m.def("read_bytes", [](uintptr_t from, size_t bytes) {
     nb::gil_scoped_release release;
     return kernels().read_bytes(pointer<void>(from), bytes);

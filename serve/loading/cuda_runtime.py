@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memory.attention.cuda import CudaAttention, CudaKVLayout, padded_dim, step_arrays
 from memory.attention.grouped import group_layers
-from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket
+from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket, layers_in
 from memory.kv_manager import KVManager
 from memory.pages.cuda_device import CudaUnavailableError
 from memory.pages.cuda_vmm import CudaMemory
@@ -124,7 +124,7 @@ def _layouts(
 ) -> list[CudaKVLayout]:
     kind = getattr(torch, precision.kv)
     try:
-        return [CudaKVLayout([layers[i] for i in ids], kind, config.kv_group) for ids in layers_of]
+        return [CudaKVLayout(layers_in(layers, ids), kind, config.kv_group) for ids in layers_of]
     except ValueError as error:
         raise ConfigError(f"backend cuda: {error}; use the cpu back end") from error
 

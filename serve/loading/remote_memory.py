@@ -13,7 +13,7 @@ import torch
 from memory.attention.grouped import group_layers
 from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
-from memory.attention.seam import AttentionLayer
+from memory.attention.seam import AttentionLayer, layers_in
 from memory.kv_memory import KVMemory
 from memory.nodes.attach import AttachRequest, NodeLayout, accounting_bytes
 from memory.nodes.direct import direct_pair
@@ -325,7 +325,7 @@ def _geometry(
 ) -> PageGeometry:
     token_bytes = []
     for _, ids in groups:
-        chosen = [layers[i] for i in ids]
+        chosen = layers_in(layers, ids)
         layout: Int8KVLayout | KVLayout
         if precision.kv == "int8":
             layout = Int8KVLayout(chosen, config.kv_group)

@@ -16,7 +16,7 @@ from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
 from memory.attention.kv_layout import KVCache, KVLayout
 from memory.attention.local import LocalAttention
-from memory.attention.seam import AttentionLayer, PlannedAttention
+from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.nodes.node_set import NodeSet
@@ -130,7 +130,7 @@ def _load_local(
     """Makes K/V and attention in this machine's memory."""
     layers = model.attention_layers()
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
-    layouts = [_kv_layout(config, precision, [layers[i] for i in ids]) for _, ids in groups]
+    layouts = [_kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
     windows = [window for window, _ in groups]
     sizes = size_kv(
         config,
