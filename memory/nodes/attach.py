@@ -15,7 +15,7 @@ import torch
 
 from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
-from memory.attention.seam import AttentionLayer, layers_in
+from memory.attention.seam import AttentionLayer, kv_owner, layers_in
 from memory.nodes.wire import ErrorCode, WireError
 from quant.kv import GROUPS, fitting_group
 
@@ -25,7 +25,7 @@ STRIPE_TOKENS = 16
 _SYSTEM_PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM = 1024, 4096, 1024
-_MAX_SCALE = 1e30  # of scores; the check refuses NaN, too
+_MAX_NUMBER = 1e30  # of scales, caps and sinks; the check refuses NaN, too
 _MAX_RANGES = 1 << 20
 _MAX_SLOTS = 1 << 24
 _MAX_PAGES = 1 << 22
@@ -120,12 +120,20 @@ class AttachRequest:
         if num_parts > _MAX_PARTS or self.num_ranges * sum(self.num_places) > _MAX_ALL_SLOTS:
             raise _shape(f"{num_parts} range parts with page slots {self.num_places} are too many")
         for ids in self.group_layers:
-            if len({self.layers[number].window for number in ids}) != 1:
-                raise _shape("the layers of a group must have the same window")
+            self._check_shares(ids)
         if self.kv_dtype == "int8":
             for layer in self.layers:
                 if fitting_group(layer.head_dim, self.kv_group) is None:
                     raise _shape(f"head_dim {layer.head_dim} has no int8 K/V")
+
+    def _check_shares(self, ids: list[int]) -> None:
+        for number in ids:
+            try:
+                owner = kv_owner(self.layers, number)
+            except ValueError as error:
+                raise _shape(str(error)) from error
+            if owner not in ids or (owner != number and ids.index(owner) > ids.index(number)):
+                raise _shape(f"layer {owner} must be in the group of layer {number}, before it")
 
 
 def growth_of(request: AttachRequest, num_pages: int) -> int:
@@ -167,6 +175,7 @@ class NodeLayout:
                 self.groups.append(Int8KVLayout(layers, request.kv_group))
             else:
                 self.groups.append(KVLayout(layers, getattr(torch, request.kv_dtype)))
+        self.windows = [_widest(layout.layers) for layout in self.groups]
         self.page_bytes = self._fitting_page()
         for layout, tokens in zip(self.groups, request.page_tokens, strict=True):
             layout.pad(self.page_bytes // tokens * layout.tile_tokens)
@@ -203,6 +212,12 @@ class NodeLayout:
         return self.request.num_places[group] * self.page_bytes
 
 
+def _widest(layers: Sequence[AttentionLayer]) -> int | None:
+    """Returns the largest window of some layers; None: one of them sees all keys."""
+    windows = [layer.window for layer in layers if layer.window is not None]
+    return max(windows) if len(windows) == len(layers) else None
+
+
 class _Fields:
     def __init__(self, content: dict[str, object]) -> None:
         self._content = content
@@ -214,6 +229,12 @@ class _Fields:
 
     def integer(self, name: str, least: int, most: int) -> int:
         return _integer(name, self.get(name), least, most)
+
+    def optional(self, name: str, least: int, most: int) -> int | None:
+        return None if self.get(name) is None else self.integer(name, least, most)
+
+    def number(self, name: str) -> float:
+        return _number(name, self.get(name))
 
     def flag(self, name: str) -> bool:
         value = self.get(name)
@@ -237,6 +258,14 @@ def _integer(name: str, value: object, least: int, most: int) -> int:
     return value
 
 
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _shape(f"{name} must be a number")
+    if not -_MAX_NUMBER <= value <= _MAX_NUMBER:
+        raise _shape(f"{name} must be a number")
+    return float(value)
+
+
 def _list(name: str, value: object, most: int) -> list[object]:
     if not isinstance(value, list) or not 0 < len(value) <= most:
         raise _shape(f"{name} must be a list of 1 to {most}")
@@ -251,20 +280,34 @@ def _layer(value: object) -> AttentionLayer:
     if not isinstance(value, dict):
         raise _shape("layers must be objects")
     fields = _Fields(value)
-    scale, window = fields.get("scale"), fields.get("window")
-    if type(scale) not in (int, float) or not -_MAX_SCALE <= scale <= _MAX_SCALE:  # type: ignore[operator]
-        raise _shape("scale must be a number")
     heads = fields.integer("num_heads", 1, _MAX_HEADS)
     kv_heads = fields.integer("num_kv_heads", 1, heads)
     if heads % kv_heads:
         raise _shape("num_kv_heads must divide num_heads")
+    soft_cap = fields.number("soft_cap")
+    if soft_cap < 0:
+        raise _shape("soft_cap must not be negative")
+    dim = fields.integer("head_dim", 1, _MAX_HEAD_DIM)
     return AttentionLayer(
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=fields.integer("head_dim", 1, _MAX_HEAD_DIM),
-        scale=float(scale),  # type: ignore[arg-type]
-        window=None if window is None else _integer("window", window, 1, 2**31 - 1),
+        head_dim=dim,
+        scale=fields.number("scale"),
+        window=fields.optional("window", 1, 2**31 - 1),
+        soft_cap=soft_cap,
+        sinks=_sinks(fields.get("sinks"), heads),
+        shares=fields.optional("shares", 0, _MAX_LAYERS),
+        value_dim=fields.optional("value_dim", 1, dim),
     )
+
+
+def _sinks(value: object, num_heads: int) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    sinks = tuple(_number("sinks", item) for item in _list("sinks", value, _MAX_HEADS))
+    if len(sinks) != num_heads:
+        raise _shape(f"sinks must have a number for each of {num_heads} heads")
+    return sinks
 
 
 def _shape(text: str) -> WireError:

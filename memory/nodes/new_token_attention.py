@@ -9,6 +9,7 @@ numbers in this step and in later ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -37,7 +38,8 @@ class NewTokenAttention(Protocol):
         self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Attends with q [T, H, D] and k, v [T, Hk, D]; q and k are rotated. Returns out [T, H, D]
-        and lse [T, H], both fp32."""
+        and lse [T, H], both fp32. A layer that shares K/V gets k and v of the other one, which has
+        attended before."""
 
 
 class _Int8Run(NamedTuple):
@@ -61,7 +63,9 @@ class Int8NewTokenAttention:
         max_num_seqs: int,
         tail_cache: PromptTailCache | None = None,
     ) -> None:
-        layouts = [Int8KVLayout([layer], group) for layer in layers]
+        # the buffer holds one layer at a time, so also a shared layer's own copy
+        layouts = [Int8KVLayout([replace(layer, shares=None)], group) for layer in layers]
+        self._has_kv = [layer.shares is None for layer in layers]
         self._ops = [int8_ops(layout)[0] for layout in layouts]
         self._tile_bytes = [layout.tile_bytes for layout in layouts]
         num_tiles = -(-max_rows // TILE_TOKENS) + max_num_seqs
@@ -131,7 +135,8 @@ class Int8NewTokenAttention:
         is_kept = 0 in run.steps
         op = self._tail_ops[layer] if is_kept else self._ops[layer]
         step = run.steps[0 if is_kept else self._tile_bytes[layer]]
-        op.append(step, k, v, None)
+        if self._has_kv[layer] or not is_kept:
+            op.append(step, k, v, None)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         return op.attend(step, q, lse), lse
 
@@ -148,6 +153,7 @@ class PlainNewTokenAttention:
         tail_cache: PromptTailCache | None = None,
     ) -> None:
         self._layers = list(layers)
+        self._sinks = [None if x.sinks is None else torch.tensor(x.sinks) for x in layers]
         self._dtype = dtype
         self._backend = backend
         self._cache: KVCache | None = None
@@ -165,18 +171,31 @@ class PlainNewTokenAttention:
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(plan, tuple)
         row, chunks = plan
-        shape = self._layers[layer]
+        shape, sinks = self._layers[layer], self._sinks[layer]
         q, k, v = (x.to(self._dtype).contiguous() for x in (q, k, v))
         outs: list[Tensor] = []
         lses: list[Tensor] = []
         if row:
-            out, lse = _own_key(q[:row], k[:row], v[:row], shape.scale)
-            outs.append(out)
+            if shape.soft_cap or sinks is not None:
+                caches = [_dense_keys(k[i : i + 1], v[i : i + 1]) for i in range(row)]
+                out, lse = self._backend.decode_attention(
+                    q[:row], caches, shape.scale, soft_cap=shape.soft_cap, sinks=sinks
+                )
+            else:
+                out, lse = _own_key(q[:row], k[:row], v[:row], shape.scale)
+            outs.append(out.float())
             lses.append(lse)
         for num_rows, span in chunks:
             own = slice(row, row + num_rows)
             cache = self._keys(layer, k[own], v[own], span)
-            out, lse = self._backend.prefill_attention(q[own], cache, shape.scale, shape.window)
+            out, lse = self._backend.prefill_attention(
+                q[own],
+                cache,
+                shape.scale,
+                shape.window,
+                soft_cap=shape.soft_cap,
+                sinks=sinks,
+            )
             outs.append(out.float())
             lses.append(lse)
             row += num_rows
@@ -186,12 +205,17 @@ class PlainNewTokenAttention:
 
     def _keys(self, layer: int, k: Tensor, v: Tensor, span: TailSpan | None) -> KeyValues:
         if span is None:
-            return KeyValues(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+            return _dense_keys(k, v)
         assert self._cache is not None
         end = span.start + span.num_tokens
-        rows = torch.arange(end - len(k), end)
-        self._backend.store_kv(k, v, self._cache.layer(layer), rows)
+        if self._layers[layer].shares is None:
+            rows = torch.arange(end - len(k), end)
+            self._backend.store_kv(k, v, self._cache.layer(layer), rows)
         return self._cache.view(layer, span.start, span.num_tokens)
+
+
+def _dense_keys(k: Tensor, v: Tensor) -> KeyValues:
+    return KeyValues(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
 
 
 def _own_key(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,9 @@ class PlainNodeAttention:
         lses: list[Tensor] = []
         singles = [view[layer] for num_rows, view in plan if num_rows == 1]
         if singles and shape.window is None:
-            out, lse = self._backend.decode_attention(q[: len(singles)], singles, shape.scale)
+            out, lse = self._backend.decode_attention(
+                q[: len(singles)], singles, shape.scale, soft_cap=shape.soft_cap
+            )
             outs.append(out)
             lses.append(lse)
         else:
@@ -135,7 +137,7 @@ class PlainNodeAttention:
         for num_rows, view in plan[row:]:
             cache = _reached(view[layer], shape.window)
             out, lse = self._backend.prefix_attention(
-                q[row : row + num_rows], cache, shape.scale, shape.window
+                q[row : row + num_rows], cache, shape.scale, shape.window, soft_cap=shape.soft_cap
             )
             outs.append(out)
             lses.append(lse)

@@ -98,7 +98,7 @@ class NodeLoop:
                 self.run_deferred()
             return
         try:
-            if kind is Kind.QUERY and self._session.request.prefix_only:
+            if kind is Kind.QUERY and self._session.answers_at_once(header):
                 with self._computing:
                     answer = self._session.query(header, message)
                 self._post(answer)

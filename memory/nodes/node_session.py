@@ -230,11 +230,9 @@ class NodeSession:
     def _require(self, index: int, first_row: int, end: int, is_append: bool = False) -> None:
         """Requires pages for every token that the kernels touch: up to `end`, from the first token
         that `first_row` sees, or with is_append from `first_row` itself."""
-        for number, group in enumerate(self.layout.groups):
+        for number, window in enumerate(self.layout.windows):
             tokens = self.request.page_tokens[number]
-            first = (
-                first_row if is_append else self._first_visible(group.layers[0].window, first_row)
-            )
+            first = first_row if is_append else self._first_visible(window, first_row)
             part = number * self.request.num_ranges + index
             self._slots.require(part, first // tokens, -(-end // tokens))
 
@@ -255,11 +253,24 @@ class NodeSession:
             raise WireError(ErrorCode.RANGE, f"layer {header.layer}")
         return plan
 
+    def answers_at_once(self, header: Header) -> bool:
+        """Returns whether a QUERY is answered before k and v: by prefix attention, or because the
+        layer has none of its own."""
+        return self.request.prefix_only or self._has_no_kv(header.layer)
+
+    def _has_no_kv(self, layer: int) -> bool:
+        layers = self.request.layers
+        return layer < len(layers) and layers[layer].shares is not None
+
     def query(self, header: Header, message: memoryview) -> Answer:
-        """Attends over the prefix; returns a PARTIAL, which the caller sends before the next
-        call."""
+        """Attends with q alone; returns a PARTIAL over the prefix, or else a RESULT, which the
+        caller sends before the next call."""
         plan, q = self._read_q(header, message)
         group, index = self._layer_index[header.layer]
+        if not self.request.prefix_only:
+            attention = self._attention(plan, group)
+            found = attention.finish(attention.begin(index, q), None, None, None).wait()
+            return self._answer(Kind.RESULT, header, encode(found, header.dtype))
         out, lse = self._groups[group].query(plan.queries[group], index, q)
         return self._answer(Kind.PARTIAL, header, [*encode(out, header.dtype), lse])
 
@@ -307,6 +318,8 @@ class NodeSession:
         """Checks an update before it is deferred. Raises WireError if `update` would not accept
         it."""
         plan = self._planned(header)
+        if self._has_no_kv(header.layer):
+            raise WireError(ErrorCode.SHAPE, f"layer {header.layer} has no k and v of its own")
         if header.rows != plan.num_append_rows or not header.rows:
             raise WireError(
                 ErrorCode.SHAPE, f"{header.rows} rows of k and v, {plan.num_append_rows} due"

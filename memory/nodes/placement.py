@@ -73,9 +73,12 @@ class Shard:
 
     def layer(self, layer: AttentionLayer) -> AttentionLayer:
         """Returns the layer with the heads that the node has."""
-        _, kv_heads = self.heads(layer)
+        first, kv_heads = self.heads(layer)
         group = layer.num_heads // layer.num_kv_heads
-        return replace(layer, num_kv_heads=kv_heads, num_heads=group * kv_heads)
+        sinks = layer.sinks
+        if sinks is not None:
+            sinks = sinks[first * group : (first + kv_heads) * group]
+        return replace(layer, num_kv_heads=kv_heads, num_heads=group * kv_heads, sinks=sinks)
 
     def page_tokens(self, num_tokens: int) -> int:
         """Returns how many of a page's tokens are in this shard."""

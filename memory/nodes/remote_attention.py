@@ -95,9 +95,9 @@ class RemoteAttention:
         if self._nodes.prefix_only:
             new = self.new_token_attention.plan(step.num_decodes, step.num_rows, spans)
             rows = PlannedRows([], self.new_token_attention, new)
-            return PrefixPlan(number, planned, self.wire, self.backend, rows)
+            return PrefixPlan(number, planned, self.wire, self.backend, self.layers, rows)
         tails = self._plan_tails(step, spans)
-        return RemotePlan(number, planned, self.wire, self.backend, tails)
+        return RemotePlan(number, planned, self.wire, self.backend, self.layers, tails)
 
     def _plan_tails(self, step: AttentionStep, spans: Sequence[TailSpan | None]) -> PlannedRows:
         """Returns the rows whose prompts are in the prompt tail cache."""

@@ -66,8 +66,15 @@ class _NodesPlan:
     """The part of a step's planned attention that computes nothing here."""
 
     def __init__(
-        self, number: int, nodes: list[NodeRows], wire: WireFormat, backend: Backend
+        self,
+        number: int,
+        nodes: list[NodeRows],
+        wire: WireFormat,
+        backend: Backend,
+        layers: Sequence[AttentionLayer],
     ) -> None:
+        self._layers = layers
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # k and v of layers that others share
         self._number = number
         self._nodes = nodes
         self._wire = wire
@@ -91,6 +98,19 @@ class _NodesPlan:
             is_wider = dtype.itemsize > k.dtype.itemsize
             k = self._backend.rotary(k.to(dtype) if is_wider else k, *rotation)
         return _dense(k.to(dtype)), _dense(v.to(dtype))
+
+    def _keys(
+        self, layer: int, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns k and v of the step's rows, as `_rotated`, of the layer whose K/V is read."""
+        shares = self._layers[layer].shares
+        if shares is not None:
+            return self._kept[shares]
+        assert k is not None and v is not None
+        found = self._rotated(k, v, rotation)
+        if any(other.shares == layer for other in self._layers):
+            self._kept[layer] = found
+        return found
 
     def _post_kv(self, kind: Kind, layer: int, k: Tensor, v: Tensor) -> None:
         """Sends k and v: with OWN of the query rows, with UPDATE of the appended ones."""
@@ -142,20 +162,21 @@ class RemotePlan(_NodesPlan):
         nodes: list[NodeRows],
         wire: WireFormat,
         backend: Backend,
+        layers: Sequence[AttentionLayer],
         tails: PlannedRows,
     ) -> None:
         """tails: the rows to compute here."""
-        super().__init__(number, nodes, wire, backend)
+        super().__init__(number, nodes, wire, backend, layers)
         self._tails = tails
 
     def finish(
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Pending:
         layer, q, _ = ticket
-        assert k is not None and v is not None
-        k, v = self._rotated(k, v, rotation)
-        self._post_kv(Kind.OWN, layer, k, v)
-        self._post_kv(Kind.UPDATE, layer, k, v)
+        k, v = self._keys(layer, k, v, rotation)
+        if self._layers[layer].shares is None:
+            self._post_kv(Kind.OWN, layer, k, v)
+            self._post_kv(Kind.UPDATE, layer, k, v)
         out = torch.empty(q.shape, dtype=q.dtype)
         if runs := self._tails.runs:
             here, _ = self._tails.attend(layer, *(_rows_of(x, runs) for x in (q, k, v)))
@@ -190,19 +211,20 @@ class PrefixPlan(_NodesPlan):
         nodes: list[NodeRows],
         wire: WireFormat,
         backend: Backend,
+        layers: Sequence[AttentionLayer],
         new: PlannedRows,
     ) -> None:
         """new: all rows, which attend here over each other."""
-        super().__init__(number, nodes, wire, backend)
+        super().__init__(number, nodes, wire, backend, layers)
         self._new = new
 
     def finish(
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Pending:
         layer, q, _ = ticket
-        assert k is not None and v is not None
-        k, v = self._rotated(k, v, rotation)
-        self._post_kv(Kind.UPDATE, layer, k, v)
+        k, v = self._keys(layer, k, v, rotation)
+        if self._layers[layer].shares is None:
+            self._post_kv(Kind.UPDATE, layer, k, v)
         out, lse = self._new.attend(layer, q, k, v)
         return PrefixPending(self, layer, Partial(out, lse), q.dtype, self._backend)
 

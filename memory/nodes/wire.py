@@ -17,7 +17,8 @@ checked before it is used: its form here, its meaning in `node_session`.
 
 A node answers OWN with RESULT, attention over all keys of the querying rows, their own included. In
 a session with prefix_only (attach.py) it answers QUERY with PARTIAL, attention over the keys before
-the step, and there is no OWN.
+the step, and there is no OWN. A layer that shares the K/V of an earlier one has neither OWN nor
+UPDATE: the node answers its QUERY at once, with RESULT or PARTIAL.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-VERSION = 2
+VERSION = 3
 MAX_JSON_BYTES = 1 << 20
 _MAGIC = 0x534D  # "MS"
 _HEADER = struct.Struct("<HBBIQHHIQ")  # magic version kind epoch plan layer dtype rows spare

@@ -52,7 +52,7 @@ class Local:
         )
         plan = self._attention.plan(step)
         return [
-            plan.finish(plan.begin(layer, q), k.clone(), v, None).wait()
+            plan.finish(plan.begin(layer, q), None if k is None else k.clone(), v, None).wait()
             for layer, (q, k, v) in enumerate(inputs)
         ]
 

@@ -151,8 +151,8 @@ def test_a_row_has_the_same_bits_in_any_chunk(isa, dtype):
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 def test_without_native_kernels(monkeypatch, dtype, cap):
-    """Heads of 20 have no native kernel: torch's flash kernel computes them, whose exp has an error of
-    20 ulp, or the reference."""
+    """Heads of 20 have no native kernel: torch's flash kernel computes them, or the reference."""
+    of_exp = 2.0**-12 if dtype == torch.bfloat16 else 2e-5  # torch's exp is coarser for bf16
     monkeypatch.setattr(native_library, "is_available", lambda: False)
     sinks = torch.randn(4)
     for backend in (CpuBackend(), get_backend("reference")):
@@ -161,9 +161,9 @@ def test_without_native_kernels(monkeypatch, dtype, cap):
             cache = kv.view()
             q = torch.randn(rows, 4, 20).to(dtype)
             got = backend.prefill_attention(q, cache, 0.3, window, soft_cap=cap, sinks=sinks)
-            near(got, q, cache, 0.3, fp64(q, cache, 0.3, window, cap, sinks), cap, 2e-5)
+            near(got, q, cache, 0.3, fp64(q, cache, 0.3, window, cap, sinks), cap, of_exp)
             before = KeyValues(cache.k[:, :, :past], cache.v[:, :, :past])
             got = backend.prefix_attention(q, before, 0.3, window, soft_cap=cap)
-            near(got, q, before, 0.3, fp64(q, before, 0.3, window, cap, None, past), cap, 2e-5)
+            near(got, q, before, 0.3, fp64(q, before, 0.3, window, cap, None, past), cap, of_exp)
         got = backend.decode_attention(q, [cache], 0.3, soft_cap=cap, sinks=sinks)
-        near(got, q, cache, 0.3, fp64(q, cache, 0.3, None, cap, sinks), cap, 2e-5)
+        near(got, q, cache, 0.3, fp64(q, cache, 0.3, None, cap, sinks), cap, of_exp)

@@ -9,7 +9,7 @@ import torch
 from memory.attention.grouped import group_layers
 from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
-from memory.attention.seam import AttentionLayer, AttentionStep
+from memory.attention.seam import AttentionLayer, AttentionStep, layers_in
 from memory.nodes.direct import direct_pair
 from memory.nodes.new_token_attention import Int8NewTokenAttention, PlainNewTokenAttention
 from memory.nodes.node import MemoryNode
@@ -75,7 +75,7 @@ class RemoteRig:
         groups = group_layers(layers, max_len)
         token_bytes = []
         for _, ids in groups:
-            chosen = [layers[i] for i in ids]
+            chosen = layers_in(layers, ids)
             if kv_dtype == "int8":
                 token_bytes.append(Int8KVLayout(chosen, 64).token_bytes)
             else:
@@ -132,7 +132,7 @@ class RemoteRig:
         outs = []
         for layer, (q, k, v) in enumerate(inputs):
             ticket = plan.begin(layer, q)
-            outs.append(plan.finish(ticket, k.clone(), v, None).wait())
+            outs.append(plan.finish(ticket, None if k is None else k.clone(), v, None).wait())
         return outs
 
     def close(self):
