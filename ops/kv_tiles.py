@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 TILE_TOKENS = 16
+MAX_HEAD_DIM = 512
 _SIZES = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 4}
 
 
@@ -20,8 +21,8 @@ def layer_bytes(num_kv_heads: int, head_dim: int, dtype: torch.dtype, group: int
         raise ValueError(f"K/V in {dtype}; known: {', '.join(map(str, _SIZES))}")
     if (dtype == torch.int8) != (group is not None):
         raise ValueError(f"{dtype} K/V with scale group {group}")
-    if head_dim % 16 or not 16 <= head_dim <= 256:
-        raise ValueError(f"head_dim {head_dim} is not a multiple of 16 up to 256")
+    if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}")
     if group is not None and (group < 8 or head_dim % group):
         raise ValueError(f"scale group {group} does not divide head_dim {head_dim}")
     of_head = head_dim * _SIZES[dtype] + (head_dim // group * 2 if group else 0)
@@ -50,6 +51,7 @@ class KVTiles:
     scales [Hk, 16, 2, D / group], for each token those of K before those of V. The product with V
     sums over tokens, and int8 tensor cores read four summed values side by side; bf16 can be
     transposed while it is loaded. window: number of keys a row sees, itself included; None: all.
+    soft_cap: scores become cap * tanh(score / cap); 0: none.
     """
 
     num_heads: int
@@ -61,6 +63,7 @@ class KVTiles:
     group: int | None
     tile_stride: int
     offset: int
+    soft_cap: float = 0.0
 
     def __post_init__(self) -> None:
         size = layer_bytes(self.num_kv_heads, self.head_dim, self.dtype, self.group)
@@ -68,7 +71,7 @@ class KVTiles:
         assert self.tile_stride % 16 == 0 and self.offset % 16 == 0, f"{self}"
         assert 0 <= self.offset <= self.tile_stride - size, f"{self}"
         assert self.window is None or self.window > 0, f"{self}"
-        assert self.scale > 0, f"{self}"
+        assert self.scale > 0 and self.soft_cap >= 0, f"{self}"
 
     @property
     def heads_per_kv(self) -> int:

@@ -106,7 +106,7 @@ def make_step(
     window: int | None = None,
 ) -> Step:
     """Makes a step; sequences with one row decode and come first."""
-    from ops.cuda.attention import CudaAttentionLayer, KVTiles, StepArrays, layer_bytes
+    from ops.cuda.attention import CudaAttentionLayer, HeadShape, KVTiles, StepArrays, layer_bytes
     from ops.triton_kernels.kv import append
 
     tile_tokens = 16
@@ -122,9 +122,7 @@ def make_step(
         max_rows=max(total, 1),
         max_seqs=len(kv_lens),
         max_len=max(kv_lens),
-        num_heads=heads.query,
-        num_kv_heads=heads.kv,
-        head_dim=heads.dim,
+        shapes=[HeadShape(heads.query, heads.kv, heads.dim)],
         device=device(),
         windows=(window,),
     )

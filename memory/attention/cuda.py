@@ -75,6 +75,7 @@ class CudaKVLayout:
             group=self.groups[index],
             tile_stride=self.tile_bytes,
             offset=self.offsets[index],
+            soft_cap=layer.soft_cap,
         )
 
 
@@ -90,14 +91,12 @@ def step_arrays(
     max_len: int,
     device: torch.device,
 ) -> kernels.StepArrays:
-    """Returns the step buffers for a model's layers, which have heads of one shape."""
-    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-    assert len(shapes) == 1, f"layers of several shapes: {shapes}"
-    heads, kv_heads, dim = shapes.pop()
+    """Returns the step buffers for a model's layers."""
+    shapes = [
+        kernels.HeadShape(x.num_heads, x.num_kv_heads, padded_dim(x.head_dim)) for x in layers
+    ]
     windows = list(dict.fromkeys(layer.window for layer in layers))
-    return kernels.StepArrays(
-        max_rows, max_seqs, max_len, heads, kv_heads, padded_dim(dim), device, windows
-    )
+    return kernels.StepArrays(max_rows, max_seqs, max_len, shapes, device, windows)
 
 
 class CudaAttention:
@@ -124,7 +123,9 @@ class CudaAttention:
         self._library_rows = None if library is None else library.min_rows
         self._host = torch.zeros(arrays.num_words, dtype=torch.int32)
         made = {
-            number: kernels.CudaAttentionLayer(layout.tiles(place), base, library)
+            number: kernels.CudaAttentionLayer(
+                layout.tiles(place), base, library, _sinks(layout.layers[place], arrays)
+            )
             for layout, ids, base in zip(layouts, layers_of, bases, strict=True)
             for place, number in enumerate(ids)
         }
@@ -169,6 +170,12 @@ class CudaAttention:
         """Returns the plan for steps of at most num_rows rows, num_decodes of them decode rows. The
         device reads the rows from the arrays when it runs the plan."""
         return CudaPlan(self._layers, self.arrays, num_rows, num_decodes, has_prompts, chunks)
+
+
+def _sinks(layer: AttentionLayer, arrays: kernels.StepArrays) -> Tensor | None:
+    if layer.sinks is None:
+        return None
+    return torch.tensor(layer.sinks, dtype=torch.float32, device=arrays.buffer.device)
 
 
 class CudaPlan:

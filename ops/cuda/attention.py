@@ -20,7 +20,15 @@ from ops.triton_kernels.decode import combine, decode
 from ops.triton_kernels.kv import Rotation, append
 from ops.triton_kernels.prefill import prefill, tile_rows
 
-__all__ = ["CudaAttentionLayer", "KVTiles", "PrefillChunk", "Rotation", "StepArrays", "layer_bytes"]
+__all__ = [
+    "CudaAttentionLayer",
+    "HeadShape",
+    "KVTiles",
+    "PrefillChunk",
+    "Rotation",
+    "StepArrays",
+    "layer_bytes",
+]
 
 Integers = NDArray[np.int64]
 MIN_SPLIT = 256
@@ -50,13 +58,26 @@ class PromptAttention(Protocol):
         """Computes attention of a chunk's rows of q: [T, H, D] into the same rows of out."""
 
 
+class HeadShape(NamedTuple):
+    """The heads of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def tile_rows(self) -> int:
+        return tile_rows(self.num_heads // self.num_kv_heads, self.head_dim)
+
+
 class StepArrays:
     """Metadata of one step: a host layout, its copy on the device, and scratch for splits.
 
     A host buffer is an int32 tensor of `num_words`, pinned if there is a GPU; callers may alternate
-    several. windows: those of the layers, None for all keys; each has its own work list. The rows
-    of a step are one per decoding sequence, then the prefill chunks, then padding up to
-    padded_rows. padded_decodes: decode rows of the launches. Those beyond the real ones write
+    several. shapes: those of the layers; the tiles of prefill chunks are listed once for each
+    number of rows in a tile. windows: those of the layers, None for all keys; each has its own work
+    list. The rows of a step are one per decoding sequence, then the prefill chunks, then padding up
+    to padded_rows. padded_decodes: decode rows of the launches. Those beyond the real ones write
     zeros, before the rows of prefill chunks are written there.
     """
 
@@ -65,25 +86,24 @@ class StepArrays:
         max_rows: int,
         max_seqs: int,
         max_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shapes: Sequence[HeadShape],
         device: torch.device | str,
         windows: Sequence[int | None] = (None,),
         min_split: int = MIN_SPLIT,
     ) -> None:
-        assert len(set(windows)) == len(windows) > 0, f"{windows}"
+        assert len(set(windows)) == len(windows) > 0 < len(shapes), f"{windows} {shapes}"
         assert min_split % TILE_TOKENS == 0, f"{min_split=}"
         self.max_rows, self.max_seqs, self.max_len = max_rows, max_seqs, max_len
-        self.rows_per_tile = tile_rows(num_heads // num_kv_heads, head_dim)
+        self.rows_per_tile = tuple(dict.fromkeys(shape.tile_rows for shape in shapes))
         self.windows, self.min_split = tuple(windows), min_split
         # A window may begin and end inside a split, which adds an item per sequence.
         self.max_items = max_seqs * min(MAX_SPLITS, -(-max_len // min_split)) + max_seqs
-        self.max_tiles = max_rows // self.rows_per_tile + min(max_seqs, max_rows)
-        sizes = {"counts": len(windows) + 1, "rows": 2 * max_rows, "starts": 2 * max_seqs}
+        max_tiles = [max_rows // rows + min(max_seqs, max_rows) for rows in self.rows_per_tile]
+        num_counts = len(windows) + len(max_tiles)
+        sizes = {"counts": num_counts, "rows": 2 * max_rows, "starts": 2 * max_seqs}
         sizes |= {"prompt_starts": 2 * max_seqs, "prompts": 4 * max_seqs}
         sizes |= {f"slots{i}": 2 * max_seqs for i in range(len(windows))}
-        sizes |= {"tiles": 2 * self.max_tiles}
+        sizes |= {f"tiles{i}": 2 * count for i, count in enumerate(max_tiles)}
         sizes |= {f"items{i}": 4 * self.max_items for i in range(len(windows))}
         self._places: dict[str, tuple[int, int]] = {}
         at = 0
@@ -95,15 +115,17 @@ class StepArrays:
         self.rows = self._wide("rows")
         self.starts, self.prompt_starts = self._wide("starts"), self._wide("prompt_starts")
         self.prompts = self._part("prompts").view(-1, 4)
-        self.tiles = self._part("tiles").view(-1, 2)
+        self.tiles = [self._part(f"tiles{i}").view(-1, 2) for i in range(len(max_tiles))]
         counts = self._part("counts")
-        self.num_tiles = counts[-1:]
         self.num_items = [counts[i : i + 1] for i in range(len(windows))]
+        self.num_tiles = [counts[i : i + 1] for i in range(len(windows), num_counts)]
         self.slots = [self._part(f"slots{i}").view(-1, 2) for i in range(len(windows))]
         self.items = [self._part(f"items{i}").view(-1, 4) for i in range(len(windows))]
-        shape = (self.max_items, num_heads, head_dim)
-        self.outs = torch.empty(shape, dtype=torch.float32, device=device)
-        self.lses = torch.empty(shape[:2], dtype=torch.float32, device=device)
+        # The layers use this memory in turn, each with its own heads.
+        most = self.max_items * max(shape.num_heads * shape.head_dim for shape in shapes)
+        self._outs = torch.empty(most, dtype=torch.float32, device=device)
+        most = self.max_items * max(shape.num_heads for shape in shapes)
+        self._lses = torch.empty(most, dtype=torch.float32, device=device)
         self.num_programs = _num_programs(self.buffer)
 
     def fill(
@@ -157,6 +179,15 @@ class StepArrays:
             first, end = at if i else 0, at + 4 * int(counts[i])
             self.buffer[first:end].copy_(host[first:end], non_blocking=True)
 
+    def tile_index(self, rows: int) -> int:
+        return self.rows_per_tile.index(rows)
+
+    def scratch(self, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Returns memory for results of splits: outs [items, H, D] and lses [items, H] fp32."""
+        lses = self._lses[: self.max_items * num_heads].view(-1, num_heads)
+        outs = self._outs[: self.max_items * num_heads * head_dim]
+        return outs.view(-1, num_heads, head_dim), lses
+
     def window_index(self, window: int | None) -> int:
         return self.windows.index(window)
 
@@ -176,16 +207,18 @@ class StepArrays:
         self._host(words, "prompt_starts").view(np.int64)[: len(start)] = start
         prompts = self._host(words, "prompts").reshape(-1, 4)[: len(start)]
         prompts[:, 0], prompts[:, 1], prompts[:, 2] = first, count, length
-        num_tiles = -(-count // self.rows_per_tile)
-        total = int(num_tiles.sum())
-        sequence = np.repeat(np.arange(len(start)), num_tiles)
-        index = np.arange(total) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-        # The longest first, so that all programs end at about the same time.
-        keys = (length - count)[sequence] + index * self.rows_per_tile
-        order = np.argsort(-keys, kind="stable")
-        tiles = self._host(words, "tiles").reshape(-1, 2)[:total]
-        tiles[:, 0], tiles[:, 1] = sequence[order], index[order] * self.rows_per_tile
-        self._host(words, "counts")[-1] = total
+        counts = self._host(words, "counts")[len(self.windows) :]
+        for i, rows in enumerate(self.rows_per_tile):
+            num_tiles = -(-count // rows)
+            total = int(num_tiles.sum())
+            sequence = np.repeat(np.arange(len(start)), num_tiles)
+            index = np.arange(total) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+            # The longest first, so that all programs end at about the same time.
+            keys = (length - count)[sequence] + index * rows
+            order = np.argsort(-keys, kind="stable")
+            tiles = self._host(words, f"tiles{i}").reshape(-1, 2)[:total]
+            tiles[:, 0], tiles[:, 1] = sequence[order], index[order] * rows
+            counts[i] = total
 
     def _fill_items(
         self,
@@ -254,8 +287,17 @@ class StepArrays:
 class CudaAttentionLayer:
     """One layer's K/V in the tiles at base. Rows are in the order of StepArrays."""
 
-    def __init__(self, tiles: KVTiles, base: int, library: PromptAttention | None = None) -> None:
-        self.tiles, self.base, self.library = tiles, base, library
+    def __init__(
+        self,
+        tiles: KVTiles,
+        base: int,
+        library: PromptAttention | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """sinks: [H] fp32 on the device, logits that take part in the softmax and have no value."""
+        self.tiles, self.base, self.library, self.sinks = tiles, base, library, sinks
+        shape = HeadShape(tiles.num_heads, tiles.num_kv_heads, tiles.head_dim)
+        self.rows_per_tile = shape.tile_rows
 
     def append(
         self, arrays: StepArrays, k: Tensor, v: Tensor, rotation: Rotation | None = None
@@ -281,6 +323,7 @@ class CudaAttentionLayer:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         index = arrays.window_index(tiles.window)
         if num_decodes_padded:
+            outs, lses = arrays.scratch(tiles.num_heads, tiles.head_dim)
             decode(
                 q[:num_decodes_padded],
                 tiles,
@@ -288,13 +331,15 @@ class CudaAttentionLayer:
                 arrays.starts,
                 arrays.items[index],
                 arrays.num_items[index],
-                arrays.outs,
-                arrays.lses,
+                outs,
+                lses,
                 arrays.num_programs,
             )
-            combine(arrays.outs, arrays.lses, arrays.slots[index], out[:num_decodes_padded])
+            rows = out[:num_decodes_padded]
+            combine(outs, lses, arrays.slots[index], rows, sinks=self.sinks)
         if has_prefill:
-            max_tiles = num_rows_padded // arrays.rows_per_tile
+            kind = arrays.tile_index(self.rows_per_tile)
+            max_tiles = num_rows_padded // self.rows_per_tile
             max_tiles += min(num_rows_padded, arrays.max_seqs)
             prefill(
                 q,
@@ -302,11 +347,12 @@ class CudaAttentionLayer:
                 self.base,
                 arrays.prompt_starts,
                 arrays.prompts,
-                arrays.tiles,
-                arrays.num_tiles,
+                arrays.tiles[kind],
+                arrays.num_tiles[kind],
                 max_tiles,
-                arrays.rows_per_tile,
+                self.rows_per_tile,
                 out,
+                sinks=self.sinks,
             )
         for prompt in prompts:
             assert self.library is not None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.cuda.attention import CudaAttentionLayer, PrefillChunk, StepArrays
+from ops.cuda.attention import CudaAttentionLayer, HeadShape, PrefillChunk, StepArrays
 from ops.kv_tiles import TILE_TOKENS, KVTiles, layer_bytes
 from ops.triton_kernels.kv import gather
 
@@ -178,6 +178,8 @@ class LibraryPrefill:
         """Returns whether a candidate agrees with own on cases that show a shifted mask."""
         if tiles.window is not None and not candidate.has_windows:
             return False
+        if tiles.soft_cap:
+            return False  # our own kernel caps scores
         window = None if tiles.window is None else min(tiles.window, 50)
         for rows, length in ((64, 64), (100, 170), (1, 33)):
             q, k, v = _random(tiles, rows, length, self.device)
@@ -201,7 +203,7 @@ def own_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | N
     memory = torch.empty(-(-length // TILE_TOKENS) * size, dtype=torch.uint8, device=q.device)
     tiles = KVTiles(heads, kv_heads, dim, scale, window, torch.bfloat16, None, size, 0)
     layer = CudaAttentionLayer(tiles, memory.data_ptr())
-    arrays = StepArrays(length, 1, length, heads, kv_heads, dim, q.device, [window])
+    arrays = StepArrays(length, 1, length, [HeadShape(heads, kv_heads, dim)], q.device, [window])
     host = torch.zeros(arrays.num_words, dtype=torch.int32)
     for new in (length, rows):
         arrays.fill(host, [0], [new], [length], 0, new, 0)

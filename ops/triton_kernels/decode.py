@@ -54,6 +54,7 @@ def decode_kernel(
     outs,
     lses,
     scale: tl.float32,
+    CAP: tl.constexpr,
     GQA: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -98,7 +99,7 @@ def decode_kernel(
             most, total, acc0, acc1 = attend_block(
                 q0, q1, most, total, acc0, acc1,
                 tile + tl.cast(key // 16, tl.int64) * TILE_STRIDE, head, keys, present,
-                mapped, present[None, :], scale, True,
+                mapped, present[None, :], scale, CAP, True,
                 TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
             )  # fmt: skip
         m = tl.arange(0, ROWS)
@@ -120,12 +121,15 @@ def combine_kernel(
     result,
     result_stride,
     result_lse,
+    sinks,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Reads slots: [S, 2] int32, first slot and number of slots per row; no slot gives 0 and -inf.
+    sinks: a logit for each head, which only adds to the denominator.
 
     Latency is the bound: a row's partial results have just been written and are in the L2 cache.
     """
@@ -145,6 +149,11 @@ def combine_kernel(
         acc = acc * shrink + out * weight
         total = total * shrink + weight
         most = now
+    if HAS_SINKS:
+        sink = tl.load(sinks + head + tl.arange(0, 1))
+        now = tl.maximum(most, sink)
+        shrink = tl.exp(most - now)
+        acc, total, most = acc * shrink, total * shrink + tl.exp(sink - now), now
     safe = tl.where(total > 0, total, 1.0)
     out = (acc / safe).to(result.dtype.element_ty)
     tl.store(result + row * result_stride + head * HEAD_DIM + d, out, mask=d < HEAD_DIM)
@@ -187,12 +196,15 @@ def decode(
 
 def constants(tiles: KVTiles, of_q: torch.dtype) -> dict[str, Any]:
     """Returns the compile-time arguments of decode_kernel that depend on the layer."""
-    return {"GQA": tiles.heads_per_kv} | layer_constants(tiles, of_q)
+    return {"GQA": tiles.heads_per_kv, "CAP": tiles.soft_cap * LOG2E} | layer_constants(tiles, of_q)
 
 
 def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
     """Returns blocks of 64 keys; usual heads get registers and stages for 3 programs per SM."""
-    if torch.float32 in (tiles.dtype, of_q):
+    is_wide = torch.float32 in (tiles.dtype, of_q)
+    if tiles.head_dim > 256:
+        return Config({"BLOCK": 16 if is_wide or arch == 89 else 32, "STAGES": 2}, 4)
+    if is_wide:
         return Config({"BLOCK": 32, "STAGES": 2}, 4)
     row_bytes = tiles.head_dim * tiles.dtype.itemsize
     stages = 2 if row_bytes > (128 if arch == 89 else 256) else 3
@@ -201,9 +213,18 @@ def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
 
 
 def combine(
-    outs: Tensor, lses: Tensor, slots: Tensor, result: Tensor, lse: Tensor | None = None
+    outs: Tensor,
+    lses: Tensor,
+    slots: Tensor,
+    result: Tensor,
+    lse: Tensor | None = None,
+    *,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Merges slots: [S, 2] int32 into rows of result: [S, H, D] (and lse: [S, H] fp32)."""
+    """Merges slots: [S, 2] int32 into rows of result: [S, H, D] (and lse: [S, H] fp32).
+
+    sinks: [H] fp32, logits that take part in the softmax and have no value.
+    """
     rows, heads, dim = result.shape
     assert slots.shape[0] >= rows and slots.stride(0) == 2, f"{slots.shape}"
     assert outs.dtype == lses.dtype == torch.float32 and outs.shape[1:] == (heads, dim)
@@ -215,9 +236,11 @@ def combine(
             result,
             row_stride(result),
             lses if lse is None else lse,
+            lses if sinks is None else sinks,
             HEADS=heads,
             HEAD_DIM=dim,
             DIM_PAD=triton.next_power_of_2(dim),
             HAS_LSE=lse is not None,
+            HAS_SINKS=sinks is not None,
             num_warps=1,
         )

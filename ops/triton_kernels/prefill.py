@@ -28,12 +28,13 @@ from ops.triton_kernels.tiles import (
     tile_pointer,
 )
 
-_LN2 = tl.constexpr(0.6931471805599453)
+_LN2, _LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(LOG2E)
 
 
 @triton.jit
 def _attend_span(
     q0, q1, most, total, acc0, acc1, tile, head, first, end, position, kv_len, scale,
+    CAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,7 +60,7 @@ def _attend_span(
         most, total, acc0, acc1 = attend_block(
             q0, q1, most, total, acc0, acc1,
             tile + tl.cast(key // 16, tl.int64) * TILE_STRIDE, head, keys, present, mapped,
-            visible, scale, HAS_MASK,
+            visible, scale, CAP, HAS_MASK,
             TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
         )  # fmt: skip
     return most, total, acc0, acc1
@@ -78,10 +79,13 @@ def prefill_kernel(
     out,
     out_stride,
     lse,
+    sinks,
     scale: tl.float32,
     WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     PREFIX_ONLY: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     GQA: tl.constexpr,
     ROWS: tl.constexpr,
     ROWS_PAD: tl.constexpr,
@@ -144,19 +148,25 @@ def prefill_kernel(
             edge = tl.minimum(tl.maximum(edge, begin), full)
             most, total, acc0, acc1 = _attend_span(
                 q0, q1, most, total, acc0, acc1, tile, head, begin, edge, position, kv_len, scale,
-                True, WINDOW, BLOCK, STAGES,
+                CAP, True, WINDOW, BLOCK, STAGES,
                 TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
             )  # fmt: skip
         most, total, acc0, acc1 = _attend_span(
             q0, q1, most, total, acc0, acc1, tile, head, edge, full, position, kv_len, scale,
-            False, 0, BLOCK, STAGES,
+            CAP, False, 0, BLOCK, STAGES,
             TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
         )  # fmt: skip
         most, total, acc0, acc1 = _attend_span(
             q0, q1, most, total, acc0, acc1, tile, head, full, end, position, kv_len, scale,
-            True, WINDOW, BLOCK, STAGES,
+            CAP, True, WINDOW, BLOCK, STAGES,
             TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
         )  # fmt: skip
+        if HAS_SINKS:
+            sink = tl.load(sinks + head * GQA + m % GQA) * _LOG2E
+            now = tl.maximum(most, sink)
+            shrink = tl.exp2(most - now)
+            total = total * shrink + tl.exp2(sink - now)
+            acc0, acc1, most = acc0 * shrink[:, None], acc1 * shrink[:, None], now
         safe = tl.where(total > 0, total, 1.0)
         dtype: tl.constexpr = out.dtype.element_ty
         at = (place * out_stride + of_head)[:, None] + d[None, :]
@@ -170,7 +180,12 @@ def prefill_kernel(
 
 def tile_rows(heads_per_kv: int, head_dim: int) -> int:
     """Returns the rows of a sequence that one program computes."""
-    return max(1, (128 if head_dim <= 128 else 64) // heads_per_kv)
+    return max(1, _most_rows(head_dim) // heads_per_kv)
+
+
+def _most_rows(head_dim: int) -> int:
+    """Returns the rows and heads of a program whose sums fit the registers."""
+    return 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
 
 
 def prefill(
@@ -187,13 +202,14 @@ def prefill(
     lse: Tensor | None = None,
     *,
     prefix_only: bool = False,
+    sinks: Tensor | None = None,
 ) -> None:
     """Computes Backend.prefill_attention, or prefix_attention if prefix_only, of several sequences.
 
     q, out: [T, H, D] with strided rows; lse: [T, H] fp32. starts: [S] int64, each sequence's
     token number of position 0; sequences: [S, 4] int32 of first row, rows, K/V length;
     tile_list: [max_tiles, 2] int32 of sequence and row in it, of which num_tiles are used. Rows
-    without a tile are not written.
+    without a tile are not written. sinks: [H] fp32, as in `combine`; not with prefix_only.
     """
     assert q.shape == out.shape and out.shape[1:] == (tiles.num_heads, tiles.head_dim)
     if max_tiles:
@@ -210,9 +226,11 @@ def prefill(
             out,
             row_stride(out),
             starts if lse is None else lse,
+            starts if sinks is None else sinks,
             tiles.scale * LOG2E,
             PREFIX_ONLY=prefix_only,
             HAS_LSE=lse is not None,
+            HAS_SINKS=sinks is not None,
             **constants(tiles, q.dtype, rows_per_tile),
             **chosen.options(),
         )
@@ -222,9 +240,13 @@ def constants(tiles: KVTiles, of_q: torch.dtype, rows_per_tile: int) -> dict[str
     """Returns the compile-time arguments of prefill_kernel that depend on the layer."""
     return {
         "WINDOW": tiles.window or 0,
+        "CAP": tiles.soft_cap * LOG2E,
         "GQA": tiles.heads_per_kv,
         "ROWS": rows_per_tile,
-        "ROWS_PAD": max(64, triton.next_power_of_2(rows_per_tile * tiles.heads_per_kv)),
+        "ROWS_PAD": max(
+            min(64, _most_rows(tiles.head_dim)),
+            triton.next_power_of_2(rows_per_tile * tiles.heads_per_kv),
+        ),
     } | layer_constants(tiles, of_q)
 
 
@@ -234,6 +256,9 @@ def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
     sm_86 and sm_89 have 99 KiB.
     """
     is_large = tiles.head_dim > 128
+    if tiles.head_dim > 256:
+        is_small = arch == 89 or torch.float32 in (tiles.dtype, of_q)
+        return Config({"BLOCK": 16 if is_small else 32, "STAGES": 1 if arch == 89 else 2}, 4)
     if torch.float32 in (tiles.dtype, of_q):
         return Config({"BLOCK": 32, "STAGES": 2}, 8)
     if arch < 90:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops.triton_kernels.tiles import as_operand, load_scales, load_values
+from ops.triton_kernels.tiles import LOG2E, as_operand, load_scales, load_values
+
+_LOG2E = tl.constexpr(LOG2E)
 
 
 @triton.jit
@@ -29,6 +31,7 @@ def attend_block(
     mapped,
     visible,
     scale,
+    CAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
     TILE_STRIDE: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -44,7 +47,8 @@ def attend_block(
     tile: where the layer's part of the block's first tile begins; tokens: [N] from there on;
     present: [N], which are there; mapped: [N], which lie in tiles of which some are there and
     so may be read; visible: [M or 1, N], which count, if HAS_MASK.
-    scale: of a score, times log2(e). Returns most, total, acc0, acc1 with the block in them.
+    scale: of a score, times log2(e). CAP: the soft cap of scores, times log2(e); 0: none. Returns
+    most, total, acc0, acc1 with the block in them.
     """
     k = load_values(
         tile, head, tokens, present, mapped, 0, False, not HAS_MASK,
@@ -67,6 +71,9 @@ def attend_block(
         scores *= (k_scale * scale)[None, :]
     else:
         scores *= scale
+    if CAP > 0:
+        # cap * tanh(score / cap), where tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        scores = CAP - 2 * CAP / (tl.exp2(scores * (2 * _LOG2E / CAP)) + 1)
     if HAS_MASK:
         scores = tl.where(visible, scores, float("-inf"))
     now = tl.maximum(most, tl.max(scores, 1))

@@ -253,4 +253,5 @@ def _library(
         return None
     library = LibraryPrefill(installed(), device.device)
     tiles = [layout.tiles(i) for layout in layouts for i in range(len(layout.layers))]
-    return library if library.prepare(tiles) else None
+    has_sinks = any(layer.sinks for layout in layouts for layer in layout.layers)
+    return library if not has_sinks and library.prepare(tiles) else None

@@ -12,14 +12,15 @@ import torch
 
 from tests.support.cuda.cuda_kv import DEVICE, Tiles, random_kv, random_q
 
-from ops.cuda.attention import KVTiles, StepArrays, layer_bytes  # isort: skip
+from ops.cuda.attention import HeadShape, KVTiles, StepArrays, layer_bytes  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("seeded")
 FP32, INT8 = torch.float32, torch.int8
 
 
 def step_arrays(max_rows=64, max_seqs=8, max_len=4096, heads=4, kv_heads=2, **more) -> StepArrays:
-    return StepArrays(max_rows, max_seqs, max_len, heads, kv_heads, 64, DEVICE, **more)
+    shapes = [HeadShape(heads, kv_heads, 64)]
+    return StepArrays(max_rows, max_seqs, max_len, shapes, DEVICE, **more)
 
 
 def filled(arrays, *step) -> torch.Tensor:
@@ -38,18 +39,19 @@ def test_rows_and_prompts():
     assert arrays.prompt_starts[:2].tolist() == [320, 1600]
     assert arrays.prompts[:2, :3].tolist() == [[2, 5, 20], [7, 33, 33]]
     # two query heads per K/V head: 64 rows a tile; the longest chunk first
-    assert arrays.num_tiles.tolist() == [2]
-    assert arrays.tiles[:2].tolist() == [[0, 0], [1, 0]]
+    assert arrays.num_tiles[0].tolist() == [2]
+    assert arrays.tiles[0][:2].tolist() == [[0, 0], [1, 0]]
 
 
 def test_prompt_tiles_cover_every_row_once():
     arrays = step_arrays(max_rows=400, heads=8, kv_heads=1)
     counts = [1, 16, 17, 100, 33]
     filled(arrays, [0] * 5, counts, [n + 50 for n in counts], 0, 200, 0)
-    tiles = arrays.tiles[: arrays.num_tiles.item()].tolist()
-    covered = [[s, r] for s, n in enumerate(counts) for r in range(0, n, arrays.rows_per_tile)]
+    (rows,) = arrays.rows_per_tile
+    tiles = arrays.tiles[0][: arrays.num_tiles[0].item()].tolist()
+    covered = [[s, r] for s, n in enumerate(counts) for r in range(0, n, rows)]
     assert sorted(tiles) == covered
-    assert len(covered) <= 200 // arrays.rows_per_tile + 5
+    assert len(covered) <= 200 // rows + 5
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 300, 5000])
@@ -83,7 +85,7 @@ def test_lists_for_each_window():
 def test_a_step_without_sequences():
     arrays = step_arrays()
     filled(arrays, [], [], [], 0, 3, 2)
-    assert arrays.rows[:3].tolist() == [-1] * 3 and arrays.num_tiles.tolist() == [0]
+    assert arrays.rows[:3].tolist() == [-1] * 3 and arrays.num_tiles[0].tolist() == [0]
     assert arrays.num_items[0].tolist() == [0] and not arrays.slots[0].any()
 
 
@@ -106,12 +108,12 @@ def test_the_largest_steps_fit():
     filled(arrays, [0] * 8, [1] * 8, [4096] * 8, 8, 64, 8)
     assert int(arrays.num_items[0]) == 8 * 32
     filled(arrays, [0] * 8, [8] * 8, [4096] * 8, 0, 64, 0)
-    assert int(arrays.num_tiles) == 8
+    assert int(arrays.num_tiles[0]) == 8
 
 
 def test_filling_is_quick():
     """The limit is ten times the time on an idle machine."""
-    arrays = StepArrays(4096, 256, 32768, 32, 8, 128, DEVICE)
+    arrays = StepArrays(4096, 256, 32768, [HeadShape(32, 8, 128)], DEVICE)
     host = torch.zeros(arrays.num_words, dtype=torch.int32)
     decodes = ([16 * i for i in range(256)], [1] * 256, [4000 + i for i in range(256)], 256)
     prompts = ([0] * 8, [256] * 8, [3000] * 8, 0)

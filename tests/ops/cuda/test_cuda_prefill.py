@@ -160,7 +160,7 @@ def test_a_step_with_long_chunks(window):
     prompts = arrays.fill(host, tiles.starts, rows, lens, 1, 66, 1, library.min_rows)
     arrays.upload(host)
     assert [tuple(p) for p in prompts] == [(tiles.starts[1], 1, 60, 100)]
-    assert arrays.prompts[: arrays.num_tiles.item(), :3].tolist() == [[61, 5, 50]]
+    assert arrays.prompts[: arrays.num_tiles[0].item(), :3].tolist() == [[61, 5, 50]]
     q = random_q(66, 4, 64)
     out = attention.attend(arrays, q, 1, 66, True, prompts)
     for i, part in enumerate((slice(0, 1), slice(1, 61), slice(61, 66))):

@@ -25,14 +25,22 @@ LAYERS = {
     "bf16": (4, 128, BF16, None, None, BF16),
     "bf16_256": (2, 256, BF16, None, None, BF16),
     "fp32": (4, 64, FP32, None, None, FP32),
+    "int8_8": (2, 512, INT8, 64, None, BF16),
+    "bf16_512": (8, 512, BF16, None, None, BF16),
+    "bf16_sinks": (8, 64, BF16, None, 128, BF16),
+    "int8_capped": (2, 256, INT8, 128, None, BF16),
 }
+CAPS = {"int8_capped": 50.0}
+SINKS = ("bf16_sinks",)
 ARCHES = {"int8_2": (80, 89, 90), "int8_4": (89, 90), "bf16": (89, 90), "bf16_256": (89, 90)}
+ARCHES |= {"int8_8": (80, 89, 90), "bf16_512": (80, 89, 90)}
 
 
 def layers() -> Iterator[tuple[str, KVTiles, torch.dtype, int]]:
     for name, (shared, dim, dtype, group, window, of_q) in LAYERS.items():
         size = layer_bytes(8, dim, dtype, group)
-        tiles = KVTiles(8 * shared, 8, dim, 0.1, window, dtype, group, 32 * size, 0)
+        cap = CAPS.get(name, 0.0)
+        tiles = KVTiles(8 * shared, 8, dim, 0.1, window, dtype, group, 32 * size, 0, cap)
         for arch in ARCHES.get(name, (90,)):
             yield name, tiles, of_q, arch
 
@@ -80,9 +88,9 @@ def prefill_case(name: str, tiles: KVTiles, of_q: torch.dtype, arch: int) -> Cas
         prefill.prefill_kernel,
         common_arguments(of_q)
         | {"sequences": "*i32", "tile_list": "*i32", "num_tiles": "*i32"}
-        | {"out": f"*{NAMES[of_q]}", "out_stride": "i32", "lse": "*fp32"},
+        | {"out": f"*{NAMES[of_q]}", "out_stride": "i32", "lse": "*fp32", "sinks": "*fp32"},
         prefill.constants(tiles, of_q, rows)
-        | {"PREFIX_ONLY": False, "HAS_LSE": False}
+        | {"PREFIX_ONLY": False, "HAS_LSE": False, "HAS_SINKS": name in SINKS}
         | config.constants,
         config.num_warps,
         max_registers=config.max_registers,
@@ -137,8 +145,8 @@ def plain_cases() -> Iterator[Case]:
         "combine",
         decode.combine_kernel,
         {"outs": "*fp32", "lses": "*fp32", "slots": "*i32", "result": "*bf16"}
-        | {"result_stride": "i32", "result_lse": "*fp32"},
-        {"HEADS": 32, "HEAD_DIM": 128, "DIM_PAD": 128, "HAS_LSE": False},
+        | {"result_stride": "i32", "result_lse": "*fp32", "sinks": "*fp32"},
+        {"HEADS": 32, "HEAD_DIM": 128, "DIM_PAD": 128, "HAS_LSE": False, "HAS_SINKS": True},
         num_warps=1,
         divisible=("result_stride",),
     )

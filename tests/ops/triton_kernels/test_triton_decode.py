@@ -11,9 +11,9 @@ pytestmark = pytest.mark.usefixtures("seeded")
 BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
 
 
-def make(heads, kv_heads, dim, dtype, group=None, window=None, *, lens, q_dtype=BF16):
+def make(heads, kv_heads, dim, dtype, group=None, window=None, *, lens, q_dtype=BF16, **more):
     kv = [random_kv(length, kv_heads, dim, q_dtype) for length in lens]
-    return Tiles(heads, kv_heads, dim, dtype, group, window, lens, kv)
+    return Tiles(heads, kv_heads, dim, dtype, group, window, lens, kv, **more)
 
 
 def attend(tiles: Tiles, q, *, padding=0, **sizes):
@@ -46,6 +46,9 @@ def check(tiles: Tiles, out, q):
         (1, 1, 256, INT8, 64, BF16),
         (20, 1, 64, INT8, 32, BF16),
         (4, 1, 128, INT8, 128, FP32),
+        (2, 1, 192, BF16, None, BF16),
+        (2, 1, 512, BF16, None, BF16),
+        (2, 1, 512, INT8, 64, FP32),
     ],
 )
 def test_rows_of_many_lengths(heads, kv_heads, dim, dtype, group, q_dtype):
@@ -68,6 +71,16 @@ def test_windows(window):
     lens = [1, 40, 64, 131, 200]
     tiles = make(4, 2, 64, INT8, 64, window, lens=lens, q_dtype=FP32)
     q = random_q(len(lens), 4, 64, FP32)
+    check(tiles, attend(tiles, q, min_split=64), q)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_soft_caps_and_sinks(window, has_sinks):
+    sinks = [0.5, -3.0, 2.0, 30.0] if has_sinks else None
+    more = {"lens": [1, 40, 200], "q_dtype": FP32, "soft_cap": 1.5, "sinks": sinks}
+    tiles = make(4, 2, 64, INT8, 64, window, **more)
+    q = 4 * random_q(3, 4, 64, FP32)
     check(tiles, attend(tiles, q, min_split=64), q)
 
 

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.usefixtures("seeded")
 BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
 
 
-def make(heads, kv_heads, dim, dtype, group=None, window=None, *, lens, q_dtype=FP32):
+def make(heads, kv_heads, dim, dtype, group=None, window=None, *, lens, q_dtype=FP32, **more):
     kv = [random_kv(length, kv_heads, dim, q_dtype) for length in lens]
-    return Tiles(heads, kv_heads, dim, dtype, group, window, lens, kv)
+    return Tiles(heads, kv_heads, dim, dtype, group, window, lens, kv, **more)
 
 
 def attend(tiles: Tiles, q, num_rows, *, prefix_only=False):
@@ -30,9 +30,9 @@ def attend(tiles: Tiles, q, num_rows, *, prefix_only=False):
     out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=DEVICE)
     lse = torch.full(q.shape[:2], float("nan"), device=DEVICE)
     prefill(
-        q, tiles.layer, tiles.base, arrays.prompt_starts, arrays.prompts, arrays.tiles,
-        arrays.num_tiles, len(arrays.tiles), arrays.rows_per_tile, out, lse,
-        prefix_only=prefix_only,
+        q, tiles.layer, tiles.base, arrays.prompt_starts, arrays.prompts, arrays.tiles[0],
+        arrays.num_tiles[0], len(arrays.tiles[0]), arrays.rows_per_tile[0], out, lse,
+        prefix_only=prefix_only, sinks=None if prefix_only else tiles.attention.sinks,
     )  # fmt: skip
     return out, lse
 
@@ -61,6 +61,8 @@ def check(tiles: Tiles, found, q, num_rows, *, prefix_only=False):
         (2, 1, 80, INT8, 40, BF16),
         (4, 2, 96, INT8, 32, BF16),
         (4, 1, 256, INT8, 64, FP32),
+        (8, 1, 512, BF16, None, BF16),
+        (2, 1, 512, INT8, 64, FP32),
     ],
 )
 def test_chunks_of_several_sequences(heads, kv_heads, dim, dtype, group, q_dtype):
@@ -76,6 +78,17 @@ def test_lengths_around_tiles_and_blocks(past):
     tiles = make(2, 1, 64, INT8, 64, lens=[past + n for n in rows])
     q = random_q(sum(rows), 2, 64, FP32)
     check(tiles, attend(tiles, q, rows), q, rows)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("prefix_only", [False, True])
+def test_soft_caps_and_sinks(window, prefix_only):
+    lens, rows = [90, 40], [50, 3]
+    sinks = [0.5, -3.0, 2.0, 30.0]
+    tiles = make(4, 2, 64, INT8, 64, window, lens=lens, soft_cap=1.5, sinks=sinks)
+    q = 4 * random_q(sum(rows), 4, 64, FP32)
+    found = attend(tiles, q, rows, prefix_only=prefix_only)
+    check(tiles, found, q, rows, prefix_only=prefix_only)
 
 
 @pytest.mark.parametrize("window", [1, 20, 32, 65, 128, 1000])

@@ -10,7 +10,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from ops.cuda.attention import CudaAttentionLayer, KVTiles, StepArrays, layer_bytes
+from ops.cuda.attention import CudaAttentionLayer, HeadShape, KVTiles, StepArrays, layer_bytes
 from ops.reference import attention_fp64, round_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,11 +21,24 @@ BF16 = 2.0**-8 if DEVICE == "cuda" else 2.0**-7
 class Tiles:
     """The second of three layers in the tiles of several sequences; all other memory is poison."""
 
-    def __init__(self, heads, kv_heads, dim, dtype, group=None, window=None, lens=(), kv=None):
+    def __init__(
+        self, heads, kv_heads, dim, dtype, group=None, window=None, lens=(), kv=None, *,
+        soft_cap=0.0, sinks=None,
+    ):  # fmt: skip
         size = layer_bytes(kv_heads, dim, dtype, group)
         self.layer = KVTiles(
-            heads, kv_heads, dim, dim**-0.5, window, dtype, group, 2 * size + 48, size + 16
-        )
+            heads,
+            kv_heads,
+            dim,
+            dim**-0.5,
+            window,
+            dtype,
+            group,
+            2 * size + 48,
+            size + 16,
+            soft_cap,
+        )  # fmt: skip
+        self.sinks = sinks
         self.lens, stride = list(lens), self.layer.tile_stride
         tiles = [-(-length // 16) for length in self.lens]
         self.starts = [16 * (3 + sum(tiles[:i])) for i in range(len(tiles))]
@@ -35,7 +48,8 @@ class Tiles:
         memory = torch.full((total + 16,), poison, dtype=torch.uint8, device=DEVICE)
         self.memory = memory[-memory.data_ptr() % 16 :][:total]
         self.base = self.memory.data_ptr()
-        self.attention = CudaAttentionLayer(self.layer, self.base)
+        on_device = None if sinks is None else torch.tensor(sinks, device=DEVICE)
+        self.attention = CudaAttentionLayer(self.layer, self.base, sinks=on_device)
         for i, (k, v) in enumerate(kv or ()):
             self.write(i, k, v)
 
@@ -106,8 +120,9 @@ class Tiles:
         decodes = num_decodes + padding[0]
         rows = decodes + sum(num_rows[num_decodes:]) + padding[1]
         arrays = StepArrays(
-            max(rows, 1), len(lens) + padding[0], max(lens), layer.num_heads, layer.num_kv_heads,
-            layer.head_dim, DEVICE, [layer.window], **sizes,
+            max(rows, 1), len(lens) + padding[0], max(lens),
+            [HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim)],
+            DEVICE, [layer.window], **sizes,
         )  # fmt: skip
         host = torch.full((arrays.num_words,), -7, dtype=torch.int32)
         arrays.fill(host, self.starts[: len(lens)], num_rows, lens, num_decodes, rows, decodes)
@@ -119,10 +134,13 @@ class Tiles:
         k, v = self.read(sequence, kv_len)
         q, scale, window = q.cpu(), self.layer.scale, self.layer.window
         first = len(k) if prefix_only else len(k) - len(q)
-        out, lse = attention_fp64(q, k, v, scale, window=window, first_position=first)
+        options = {"window": window, "soft_cap": self.layer.soft_cap, "first_position": first}
+        if not prefix_only:
+            options["sinks"] = self.sinks
+        out, lse = attention_fp64(q, k, v, scale, **options)
         if q.dtype == torch.float32:
             return out, lse, torch.full_like(out, 1e-5)
-        spread, _ = attention_fp64(q, k, v.abs(), scale, window=window, first_position=first)
+        spread, _ = attention_fp64(q, k, v.abs(), scale, **options)
         # weights and the result are rounded; with several scales also the values
         score = 0.0
         if self.layer.num_groups > 2:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 
+from memory.attention.seam import AttentionLayer
 from memory.nodes.attach import AttachRequest
 from memory.nodes.direct import direct_pair
 from memory.nodes.node import MemoryNode
@@ -226,9 +228,7 @@ def rival_request(request: AttachRequest, number: int, size_bytes: int) -> Attac
         "engine": f"rival {number}",
         "epoch": 1,
         "kv_dtype": "float32",
-        "layers": [
-            {"num_heads": 1, "num_kv_heads": 1, "head_dim": 32, "scale": 1.0, "window": None}
-        ],
+        "layers": [asdict(AttentionLayer(1, 1, 32, 1.0))],
         "group_layers": [[0]],
         "page_tokens": [max(16, size_bytes // 256 // 16 * 16)],
         "num_places": [1],
