@@ -23,6 +23,8 @@ from serve.loading.precision import resolve_precision
 from serve.models import count_parameters, read_spec
 from serve.models.checkpoint import Checkpoint
 from serve.models.spec import ModelSpec
+from serve.text.rank_patterns import find_tokenizer, rules_of
+from serve.text.tokenizer_config import optional_json
 from serve.units import format_count, format_memory
 
 
@@ -81,9 +83,7 @@ def _describe(name: str, path: Path) -> ServableModel:
 
 
 def _check_tokenizer(path: Path) -> None:
-    names = ("tokenizer.json", "tokenizer.model")
-    if not any((path / name).is_file() for name in names):
-        raise ModelLoadError(f"{path} has neither {' nor '.join(names)}")
+    rules_of(find_tokenizer(path), optional_json(path / "tokenizer_config.json"))
 
 
 def _dtypes(spec: ModelSpec) -> tuple[str, list[str]]:

@@ -32,14 +32,20 @@ def make_chat_template(source: Tokenizer | TextConfig) -> ChatTemplate | None:
     the named tokens at the first use."""
     if source.chat_template is None:
         return None
-    return ChatTemplate(source.chat_template, special_tokens=source.named_tokens)
+    return ChatTemplate(
+        source.chat_template,
+        special_tokens=source.named_tokens,
+        tool_source=source.tool_template,
+    )
 
 
 def make_chat_format(tokenizer: Tokenizer, config: EngineConfig) -> ChatFormat:
     """Returns the format of reasoning and tool calls in the model's answers, which the template and
     the settings determine."""
     style = choose_format(
-        tokenizer.chat_template or "", config.tool_parser, config.reasoning_parser
+        f"{tokenizer.tool_template or ''}{tokenizer.chat_template or ''}",
+        config.tool_parser,
+        config.reasoning_parser,
     )
     markers = (*(style.tools.markers if style.tools else ()),)
     end_id = None

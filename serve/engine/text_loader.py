@@ -37,6 +37,8 @@ class LoadedText:
 
 def _load(path: Path) -> tuple[LoadedText, TextConfig]:
     config = read_text_config(path)
+    for note in config.notes:
+        logger.info("%s", note)
     template = make_chat_template(config)  # its process starts beside the tokenizer's
     try:
         tokenizer = Tokenizer.load(path, config)

@@ -38,19 +38,24 @@ _TRIALS: tuple[list[dict[str, Any]], ...] = (
 
 
 class ChatTemplate:
-    """Renders one template in a child process, one prompt at a time. Thread-safe."""
+    """Renders a model's template in a child process, one prompt at a time. Thread-safe.
+
+    tool_source: the template of conversations with tools, where it is another one.
+    """
 
     def __init__(
         self,
         source: str,
         *,
         special_tokens: dict[str, str],
+        tool_source: str | None = None,
         timeout_s: float = 2.0,
         max_output_chars: int = 4_000_000,
     ) -> None:
         self.source = source
         setup = {
             "source": source,
+            "tool_source": tool_source,
             "special_tokens": special_tokens,
             "max_chars": max_output_chars,
         }
@@ -76,10 +81,10 @@ class ChatTemplate:
         try:
             answer = self._worker.ask(
                 {
+                    "documents": None,
                     **(extra or {}),
                     "messages": messages,
                     "tools": tools,
-                    "documents": None,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )

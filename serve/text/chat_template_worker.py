@@ -128,10 +128,13 @@ def prepare(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Returns the renderer; setup has the template, the special tokens and max_chars."""
-    template, problem = compile_template(setup["source"])
+    """Returns the renderer; setup has the templates, the special tokens and max_chars."""
+    plain = with_tools = compile_template(setup["source"])
+    if setup["tool_source"] is not None:
+        with_tools = compile_template(setup["tool_source"])
 
     def answer(variables: dict[str, Any]) -> dict[str, Any]:
+        template, problem = with_tools if variables["tools"] else plain
         if template is None:
             return {"error": problem}
         return render(template, {**setup["special_tokens"], **variables}, setup["max_chars"])

@@ -1,4 +1,4 @@
-"""The tokenizer of a tokenizer.json (the tokenizers library)."""
+"""The tokenizer of a tokenizer.json, of ranks or of a tekken.json (the tokenizers library)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from serve.errors import ModelLoadError
 from serve.text.large_texts import LargeTexts, encode_error
+from serve.text.rank_file import byte_chars
 from serve.text.sentencepiece_codec import SPACE, piece_bytes
-from serve.text.tokenizer_check import CheckedFile
+from serve.text.tokenizer_check import CheckedFile, as_tokenizer_json
 from serve.text.tokenizer_file import MAX_VOCAB, is_panic, load_fast
 
 LONG_TEXT = 4096
@@ -22,7 +23,7 @@ class FastCodec:
 
     def __init__(self, file: CheckedFile) -> None:
         try:
-            self._fast = load_fast(file.data, file.declared, file.names)
+            self._fast = load_fast(as_tokenizer_json(file), file.declared, file.names)
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
@@ -38,7 +39,8 @@ class FastCodec:
             raise ModelLoadError(
                 f"{file.path} has {self.size} token ids; 1 to {MAX_VOCAB} can be used"
             )
-        added = self._fast.get_added_tokens_decoder()
+        added: dict[int, Any] = self._fast.get_added_tokens_decoder()
+        self.highest_plain_id = max((i for i in vocab.values() if i not in added), default=-1)
         self.special = {index: str(item.content) for index, item in added.items() if item.special}
         self.pieces, self.strips_leading_space = _fast_pieces(file.decoder, vocab, self.size)
 
@@ -94,16 +96,6 @@ class FastCodec:
         return index
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Returns GPT-2's characters for bytes: printable ones map to themselves, the others to the
-    characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    hidden = [byte for byte in range(256) if byte not in printable]
-    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
-    return alphabet
-
-
 def _fast_pieces(
     decoder: object, vocab: dict[str, int], size: int
 ) -> tuple[list[bytes] | None, bool]:
@@ -112,7 +104,7 @@ def _fast_pieces(
     kinds = [str(step.get("type")) for step in steps]
     pieces = [b""] * size
     if kinds == ["ByteLevel"]:
-        alphabet = _byte_alphabet()
+        alphabet = {char: byte for byte, char in enumerate(byte_chars())}
         for token, index in vocab.items():
             mapped = [alphabet.get(char, -1) for char in token]
             pieces[index] = token.encode() if -1 in mapped else bytes(mapped)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from serve.errors import GenerationError, OverloadedError, RequestError
 from serve.sandbox.worker import BoundedWorker, WorkerError, WorkerLostError
-from serve.text.tokenizer_check import MEMORY_PER_BYTE, CheckedFile, library_of
+from serve.text.tokenizer_check import MEMORY_PER_BYTE, CheckedFile
 
 LARGE_CHARS = 1 << 17
 MEMORY_BYTES = 4 << 30
@@ -42,11 +42,12 @@ class LargeTexts:
         self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, os.close, self._fd)
         setup = {
-            "library": library_of(file.path),
+            "library": file.library,
             "file": f"/proc/self/fd/{self._fd}",
             "sha256": file.sha256,
             "declared": file.declared,
             "names": file.names,
+            "rules": file.rules,
         }
         self._max_growth = file.limits.growth
         self._growth = growth

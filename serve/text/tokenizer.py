@@ -1,4 +1,5 @@
-"""Tokenizers of tokenizer.json (tokenizers) and tokenizer.model (sentencepiece).
+"""Tokenizers of tokenizer.json, tekken.json and files of ranks (tokenizers) and of
+tokenizer.model (sentencepiece).
 
 A Tokenizer is immutable after `load` and thread-safe; long texts are encoded without the GIL.
 detokenizer.py decodes incrementally from `pieces`; chat_template.py renders chats. Tokenizer code
@@ -7,30 +8,36 @@ in a checkpoint is never run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from serve.errors import ModelLoadError, RequestError
 from serve.text.fast_codec import FastCodec
 from serve.text.large_texts import LargeTexts
+from serve.text.rank_patterns import TEKKEN_FILE, find_tokenizer, rules_of
 from serve.text.sentencepiece_codec import SentencePieceCodec
 from serve.text.tokenizer_check import check_file
 from serve.text.tokenizer_config import (
     TextConfig,
-    listed,
+    extra_tokens,
     optional_json,
     read_text_config,
-    token_string,
 )
 
-EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+TEKKEN_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+logger = logging.getLogger(__name__)
 
 
 class _Codec(Protocol):
-    """A library's tokenizer. Ids are below `size`; some of them may have no token."""
+    """A library's tokenizer. Ids are below `size`; some of them may have no token.
+    highest_plain_id: of the tokens that are not added ones."""
 
     size: int
+    highest_plain_id: int
     max_growth: float
     special: dict[int, str]
     pieces: list[bytes] | None
@@ -51,17 +58,23 @@ class Tokenizer:
     chat templates. pieces: the bytes that each id adds to the text, for byte-level and
     sentencepiece-like decoders, padded with b"" to the model's vocabulary; None for other
     decoders. strips_leading_space: decoding removes the first space of a text. max_growth: the most
-    characters that the normalizer makes of one.
+    characters that the normalizer makes of one. tool_template: see TextConfig.
     """
 
     def __init__(
-        self, codec: _Codec, named_tokens: dict[str, str], chat_template: str | None, min_size: int
+        self,
+        codec: _Codec,
+        named_tokens: dict[str, str],
+        chat_template: str | None,
+        min_size: int,
+        tool_template: str | None = None,
     ) -> None:
         self._codec = codec
         self.vocab_size = codec.size
         self.max_growth = codec.max_growth
         self.named_tokens = named_tokens
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         self.special_ids = frozenset(codec.special)
@@ -78,14 +91,13 @@ class Tokenizer:
         """Loads a Hugging Face directory; ModelLoadError names the file that is wrong. config: that
         of the directory, if it has been read."""
         config = config or read_text_config(path)
-        codec = _load_codec(config)
-        min_size = optional_json(path / "config.json").get("vocab_size")
-        return cls(
-            codec,
-            config.named_tokens,
-            config.chat_template,
-            min_size if type(min_size) is int else 0,
-        )
+        file = find_tokenizer(path)
+        codec = _load_codec(file, config)
+        size = _vocab_size(optional_json(path / "config.json"))
+        if size is not None:
+            _check_size(file, codec, size)
+        named, template = config.named_tokens, config.chat_template
+        return cls(codec, named, template, size or 0, config.tool_template)
 
     def growth(self, text: str) -> float:
         """Returns how many times longer the normalizer makes the text, at least 1.0: what it takes
@@ -144,12 +156,41 @@ def check_encodable(text: str) -> str:
     return text
 
 
-def _load_codec(config: TextConfig) -> _Codec:
-    path, values, named = config.path, config.values, config.named_tokens
-    if (file := path / "tokenizer.json").exists():
-        extra = [token_string(item) for key in EXTRA_TOKENS for item in listed(values, key)]
-        names = (*named.values(), *filter(None, extra))
-        return FastCodec(check_file(file, values.get("added_tokens_decoder"), names))
-    if (file := path / "tokenizer.model").exists():
-        return SentencePieceCodec(check_file(file), values, named)
-    raise ModelLoadError(f"{path} has neither tokenizer.json nor tokenizer.model")
+def _load_codec(file: Path, config: TextConfig) -> _Codec:
+    values, named = config.values, config.named_tokens
+    rules = rules_of(file, values)
+    if rules is None and file.name == "tokenizer.model":
+        return SentencePieceCodec(check_file(file), config)
+    if file.name == TEKKEN_FILE:
+        for key, token in TEKKEN_NAMES.items():
+            named.setdefault(key, token)
+    declared = values.get("added_tokens_decoder")
+    return FastCodec(check_file(file, declared, (*named.values(), *extra_tokens(values)), rules))
+
+
+def _vocab_size(config: dict[str, Any]) -> int | None:
+    """Returns the rows of the model's embedding, which the part for text of a multimodal
+    configuration has."""
+    for values in (config, *(config.get(key) for key in TEXT_CONFIGS)):
+        size = values.get("vocab_size") if isinstance(values, dict) else None
+        if type(size) is int and size > 0:
+            return size
+    return None
+
+
+def _check_size(file: Path, codec: _Codec, size: int) -> None:
+    """Refuses the tokenizer of another model. Added tokens beyond the embedding are of parts that
+    are not loaded, such as Gemma 3's images; the model can neither read nor write them."""
+    highest = codec.highest_plain_id
+    if highest >= size:
+        raise ModelLoadError(
+            f"{file} has tokens up to the id {highest}, but the model's vocabulary has {size}"
+            f" (vocab_size in config.json): it is the tokenizer of another model"
+        )
+    if codec.size > size:
+        logger.warning(
+            "%s has added tokens up to the id %d, and the model none beyond %d: they are not used",
+            file,
+            codec.size - 1,
+            size - 1,
+        )

@@ -20,6 +20,7 @@ from serve.checkpoint_json import read_bytes
 from serve.config import default_model_path
 from serve.errors import ModelLoadError, RequestError
 from serve.sandbox.worker import BoundedWorker, WorkerError
+from serve.text.rank_file import RankRules, describe_ranks, encoded
 from serve.text.tokenizer_file import check_description, read_description
 
 MAX_FILE_BYTES = 256 << 20
@@ -119,7 +120,7 @@ def _sizes(text: str) -> tuple[int, int]:
 @dataclass(frozen=True, slots=True)
 class CheckedFile:
     """A tokenizer's file that may be loaded. declared, names: see load_fast in tokenizer_file.py.
-    decoder: of tokenizer.json."""
+    decoder: of tokenizer.json. rules: of a file of ranks, as JSON."""
 
     path: Path
     data: bytes = field(repr=False)
@@ -128,16 +129,34 @@ class CheckedFile:
     names: tuple[str, ...] = ()
     limits: TextLimits = TextLimits()
     decoder: object = None
+    rules: dict[str, Any] | None = None
+
+    @property
+    def library(self) -> str:
+        """The library that reads the file."""
+        return library_of(self.path, self.rules)
 
 
-def check_file(path: Path, declared: object = None, names: tuple[str, ...] = ()) -> CheckedFile:
-    """Reads and checks a tokenizer.json or a tokenizer.model. ModelLoadError names the file."""
+def as_tokenizer_json(file: CheckedFile) -> bytes:
+    """Returns the file's content, which is made for a file of ranks."""
+    return file.data if file.rules is None else encoded(describe_ranks(file.data, file.rules))
+
+
+def check_file(
+    path: Path,
+    declared: object = None,
+    names: tuple[str, ...] = (),
+    rules: RankRules | None = None,
+) -> CheckedFile:
+    """Reads and checks a tokenizer's file. rules: of a file of ranks. ModelLoadError names the
+    file."""
     data = read_bytes(path, MAX_FILE_BYTES)
     question: dict[str, Any] = {
         "file": str(path),
         "sha256": hashlib.sha256(data).hexdigest(),
         "declared": declared,
         "names": names,
+        "rules": None if rules is None else rules.as_json(),
     }
     key = hashlib.sha256(json.dumps(question).encode()).hexdigest()
     answer = _accepted.get(key)
@@ -150,7 +169,9 @@ def check_file(path: Path, declared: object = None, names: tuple[str, ...] = ())
         _remember(key, answer)
     limits = TextLimits(answer["growth"], tuple(answer["squares"].items()))
     sha256 = question["sha256"]
-    return CheckedFile(path, data, sha256, declared, names, limits, answer.get("decoder"))
+    return CheckedFile(
+        path, data, sha256, declared, names, limits, answer.get("decoder"), question["rules"]
+    )
 
 
 def _remember(key: str, answer: dict[str, Any]) -> None:
@@ -167,13 +188,13 @@ def _describe(data: bytes) -> dict[str, Any]:
     return {"growth": growth, "squares": {}, "decoder": description.get("decoder")}
 
 
-def library_of(path: Path) -> str:
+def library_of(path: Path, rules: dict[str, Any] | None) -> str:
     """Returns the library that reads a tokenizer's file."""
-    return "sentencepiece" if path.suffix == ".model" else "tokenizers"
+    return "sentencepiece" if path.suffix == ".model" and rules is None else "tokenizers"
 
 
 def _ask(question: dict[str, Any], size_bytes: int) -> dict[str, Any]:
-    library = library_of(Path(question["file"]))
+    library = library_of(Path(question["file"]), question["rules"])
     worker = BoundedWorker(
         Path(__file__).with_name("tokenizer_worker.py"),
         lambda: {"library": library, "parent": os.getpid()},

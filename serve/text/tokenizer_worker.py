@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from serve.text.rank_file import describe_ranks, encoded
 from serve.text.tokenizer_file import (
     Refused,
     check_description,
@@ -166,9 +167,9 @@ def prepare(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Returns the function from {"file", "sha256", "declared", "names"} to {"error"} or to
-    {"growth", "squares", "decoder"}: see check_description and try_texts. With a file in the setup
-    it returns that of `make_encoder`."""
+    """Returns the function from {"file", "sha256", "declared", "names", "rules"} to {"error"} or
+    to {"growth", "squares", "decoder"}: see check_description and try_texts. With a file in the
+    setup it returns that of `make_encoder`."""
     if "file" in setup:
         return make_encoder(setup)
 
@@ -191,9 +192,9 @@ def make_encoder(file: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, A
     """Returns the function from {"text", "kind"} to {"ids"} (uint32, base64), to {"error"}, or to
     {"broken"} if the file is another one.
 
-    file: has "file", "sha256", "declared" and "names". kind: "special" adds the tokens around a
-    text, "bare" does not, and "plain" has no special tokens in it either. For sentencepiece it is
-    "first" or "rest".
+    file: has "file", "sha256", "declared", "names" and "rules". kind: "special" adds the tokens
+    around a text, "bare" does not, and "plain" has no special tokens in it either. For
+    sentencepiece it is "first" or "rest".
     """
     try:
         data = _read(file)
@@ -207,6 +208,8 @@ def make_encoder(file: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, A
             ids: list[int] = (first if kind == "first" else rest).encode(text)
             return ids
     else:
+        if file["rules"] is not None:
+            data = encoded(describe_ranks(data, file["rules"]))
         fast = load_fast(data, file["declared"], file["names"])
 
         def encode(text: str, kind: str) -> list[int]:
@@ -238,9 +241,14 @@ def _read(question: dict[str, Any]) -> bytes:
 
 def _check(question: dict[str, Any]) -> dict[str, Any]:
     data = _read(question)
-    if question["file"].endswith(".model"):
+    rules = question["rules"]
+    if rules is None and question["file"].endswith(".model"):
         return _check_sentencepiece(data)
-    description = read_description(data)
+    if rules is None:
+        description = read_description(data)
+    else:
+        description = describe_ranks(data, rules)
+        data = encoded(description)
     growth = check_description(description)
     fast = load_fast(data, question["declared"], question["names"])
     tokens = fast.get_vocab(with_added_tokens=True)
