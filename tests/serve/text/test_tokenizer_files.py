@@ -11,6 +11,7 @@ import pytest
 
 from serve.errors import ModelLoadError, RequestError
 from serve.text.tokenizer import Tokenizer
+from serve.text.tokenizer_config import read_text_config
 from tests.support.engine.checkpoints import BOS, CHAT_TEMPLATE, Json, checkpoint, edit_json
 from tests.support.engine.tokenizer_files import sentencepiece_model, write_config
 
@@ -141,9 +142,16 @@ def test_broken_files(tmp_path: Path) -> None:
         (path / "tokenizer.model").write_bytes(bad)
         with pytest.raises(ModelLoadError, match=r"tokenizer\.model"):
             Tokenizer.load(path)
-    (path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "evil.T"}}')
-    with pytest.raises(ModelLoadError, match="auto_map"):
-        Tokenizer.load(path)
+
+
+def test_code_of_the_checkpoint_is_named_and_not_run(tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    (path / "evil.py").write_text("raise SystemExit")
+    auto_map = {"AutoTokenizer": ["evil.T", None]}
+    edit_json(path / "tokenizer_config.json", lambda values: values.update(auto_map=auto_map))
+    assert Tokenizer.load(path).encode("fox") == Tokenizer.load(checkpoint("llama")).encode("fox")
+    (note,) = read_text_config(path).notes
+    assert "auto_map" in note and "not run" in note
 
 
 @pytest.mark.row("X7")
@@ -178,15 +186,33 @@ def test_a_text_without_tokens_is_a_request_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("X7")
-def test_ids_beyond_the_model(tmp_path: Path) -> None:
-    """The tokenizer accepts an id that has no row in the model; a request with it is refused."""
+@pytest.mark.parametrize("nested", [None, "text_config"])
+def test_the_tokenizer_of_another_model(nested: str | None, tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
 
     def change(state: Json) -> None:
         state["model"]["vocab"]["zz"] = 5000
 
     edit_json(path / "tokenizer.json", change)
+    if nested:
+        edit_json(
+            path / "config.json",
+            lambda config: config.update({nested: {"vocab_size": config.pop("vocab_size")}}),
+        )
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json .* id 5000, .*vocabulary has 320 "):
+        Tokenizer.load(path)
+
+
+@pytest.mark.row("X7")
+def test_added_tokens_beyond_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Gemma 3's smallest model has no row for the token of images, which its tokenizer adds."""
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+
+    def change(state: Json) -> None:
+        state["added_tokens"].append(dict(state["added_tokens"][0], content="<image>", id=315))
+
+    edit_json(path / "tokenizer.json", change)
+    edit_json(path / "config.json", lambda config: config.update(vocab_size=315))
     tokenizer = Tokenizer.load(path)
-    assert tokenizer.vocab_size == 5001
-    assert tokenizer.decode(tokenizer.encode_plain("the fox")) == "the fox"
-    assert tokenizer.decode([4000]) == ""
+    assert tokenizer.encode("a<image>")[-1] == 315
+    assert "added tokens up to the id 315, and the model none beyond 314" in caplog.text

@@ -32,7 +32,9 @@ def learned_ranks(size: int = 1500) -> dict[bytes, int]:
         vocab_size=size, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
     )
     texts = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md"))]
-    fast.train_from_iterator([*texts, "日本語 naïve 👍🏽 中文字 " * 20, " " * 64 + "-" * 64], trainer)
+    fast.train_from_iterator(
+        [*texts, "日本語 naïve 👍🏽 中文字 " * 20, " " * 64 + "-" * 64], trainer
+    )
     state = json.loads(fast.to_str())["model"]["vocab"]
     back = {char: byte for byte, char in _byte_chars().items()}
     return {bytes(back[char] for char in token): rank for token, rank in state.items()}
