@@ -205,8 +205,10 @@ def _generation_defaults(path: Path) -> dict[str, object]:
 
 
 def _eos(defaults: dict[str, object], spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns all ids that end an answer. That of the tokenizer is one of them, as in vLLM: some
+    files name the end of a turn only there."""
     found = defaults.get("eos_token_ids") or spec.eos_token_ids
-    if not found and tokenizer.eos_token_id is not None:
-        found = (tokenizer.eos_token_id,)
     assert isinstance(found, tuple)
+    if tokenizer.eos_token_id is not None:
+        found = (*found, tokenizer.eos_token_id)
     return tuple(token for token in found if token < spec.vocab_size)
