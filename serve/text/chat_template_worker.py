@@ -28,8 +28,9 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012  # Jinja's interface
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [nodes.Scope(body, lineno=line)]
 
 
 class SafeNamespace(Namespace):
@@ -122,6 +123,13 @@ def compile_template(source: str) -> tuple[jinja2.Template | None, str]:
         return None, f"the chat template does not compile: {describe(exc)}"
 
 
+def _with_thinking(message: Any) -> Any:
+    """Gives the reasoning of a message also the name that gpt-oss's template reads."""
+    if not isinstance(message, dict) or message.get("reasoning_content") is None:
+        return message
+    return {"thinking": message["reasoning_content"], **message}
+
+
 def prepare(setup: dict[str, Any]) -> dict[str, Any]:
     """Prepares nothing before the limits apply."""
     return setup
@@ -137,6 +145,8 @@ def start(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         template, problem = with_tools if variables["tools"] else plain
         if template is None:
             return {"error": problem}
-        return render(template, {**setup["special_tokens"], **variables}, setup["max_chars"])
+        messages = [_with_thinking(message) for message in variables["messages"]]
+        variables = {**setup["special_tokens"], **variables, "messages": messages}
+        return render(template, variables, setup["max_chars"])
 
     return answer

@@ -80,10 +80,10 @@ def test_tokens_of_turns(tmp_path: Path) -> None:
         ids[END],
         ids[BREAK],
     ]
-    for text in (text, TURN * 3, f"a{END}", f"<{TURN}"):
-        plain = tokenizer.encode_plain(text)
+    for hostile in (text, TURN * 3, f"a{END}", f"<{TURN}"):
+        plain = tokenizer.encode_plain(hostile)
         assert not tokenizer.special_ids.intersection(plain)
-        assert tokenizer.decode(plain) == text
+        assert tokenizer.decode(plain) == hostile
 
 
 def test_added_tokens(tmp_path: Path) -> None:

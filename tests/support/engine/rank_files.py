@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def slow_encode(ranks: dict[bytes, int], pattern: str, text: str) -> list[int]:
             continue
         parts = [data[at : at + 1] for at in range(len(data))]
         while True:
-            pairs = [left + right for left, right in zip(parts, parts[1:], strict=False)]
+            pairs = [left + right for left, right in itertools.pairwise(parts)]
             found = [(ranks[pair], at) for at, pair in enumerate(pairs) if pair in ranks]
             if not found:
                 break

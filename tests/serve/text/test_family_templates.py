@@ -1,0 +1,184 @@
+"""Chat templates of this year's families render as in Transformers; which template is used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.engine.chat_prompt import make_chat_template
+from serve.errors import ModelLoadError, RequestError
+from serve.text.chat_template import ChatTemplate
+from serve.text.tokenizer_config import read_text_config
+from tests.support.engine.checkpoints import checkpoint, edit_json
+
+FOLDER = Path(__file__).parents[2] / "support" / "engine" / "templates"
+# with the constructs of published templates, and shorter
+TEMPLATES = {file.stem: file.read_text("utf-8") for file in sorted(FOLDER.glob("*.jinja"))}
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Köln", "<b>"]},
+        "days": {"type": "array", "items": {"type": "integer"}},
+        "where": {"type": "object", "properties": {"x": {"type": ["number", "null"]}}},
+    },
+    "required": ["city"],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "d", "parameters": PARAMETERS},
+    }
+]
+CALL = {
+    "id": "functions.weather:0",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Köln", "days": [1, 2], "x": True}},
+}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "hm\n"}
+RESULT = {"role": "tool", "tool_call_id": CALL["id"], "content": '{"t": 3}'}
+USER = {"role": "user", "content": "hi {{7*7}} <b>"}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "question": [USER],
+    "system": [
+        {"role": "system", "content": "be brief /no_think"},
+        USER,
+        {"role": "assistant", "content": "<think>a</think>\n\nso"},
+        {"role": "user", "content": " and? "},
+    ],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": " part "}]}],
+    "calls": [USER, CALLED, RESULT, RESULT],
+    "answered": [USER, CALLED, RESULT, {"role": "assistant", "content": "warm"}, USER],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "thinking": {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"},
+    "not thinking": {"enable_thinking": False, "thinking": False, "thinking_budget": 600},
+    "documents": {"documents": [{"title": "a", "text": "b"}, {"title": "é", "text": ""}]},
+}
+
+
+@pytest.fixture(scope="module")
+def templates() -> Iterator[dict[str, ChatTemplate]]:
+    made = {name: ChatTemplate(text, special_tokens=SPECIAL) for name, text in TEMPLATES.items()}
+    yield made
+    for template in made.values():
+        template.close()
+
+
+def test_all_templates_are_found() -> None:
+    assert len(TEMPLATES) == 15
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_equals_transformers(templates: dict[str, ChatTemplate], name: str) -> None:
+    """Also where both refuse a conversation, as those that want roles to alternate."""
+    from jinja2.exceptions import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered = 0
+    for messages in CONVERSATIONS.values():
+        for options in OPTIONS.values():
+            for tools, adds in ((None, True), (TOOLS, True), (TOOLS, False)):
+                try:
+                    (expected,), _ = render_jinja_template(
+                        conversations=[messages],
+                        tools=tools,
+                        chat_template=TEMPLATES[name],
+                        add_generation_prompt=adds,
+                        **SPECIAL,
+                        **options,
+                    )
+                except (TemplateError, TypeError):
+                    with pytest.raises(RequestError):
+                        templates[name].render(messages, tools=tools, extra=options)
+                    continue
+                got = templates[name].render(
+                    messages, tools=tools, add_generation_prompt=adds, extra=options
+                )
+                assert got == expected
+                rendered += 1
+    assert rendered >= 24
+    assert templates[name].find_problem() is None
+
+
+def test_reasoning_has_the_name_that_a_template_reads() -> None:
+    """gpt-oss reads `thinking`, as most others read `reasoning_content`."""
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.thinking }}/{{ m.reasoning_content }};{% endfor %}",
+        special_tokens=SPECIAL,
+    )
+    try:
+        messages = [
+            {"role": "assistant", "reasoning_content": "a"},
+            {"role": "assistant", "thinking": "b", "reasoning_content": "c"},
+            {"role": "user"},
+        ]
+        assert template.render(messages) == "a/a;b/c;/;"
+        assert "thinking" not in messages[0]
+    finally:
+        template.close()
+
+
+def test_assignments_end_with_a_generation_block() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    (expected,), _ = render_jinja_template(conversations=[[USER]], chat_template=text)
+    template = ChatTemplate(text, special_tokens=SPECIAL)
+    try:
+        assert template.render([USER]) == expected == "21"
+    finally:
+        template.close()
+
+
+# -- which template is used
+
+
+def named(default: str, tool_use: str) -> list[dict[str, str]]:
+    return [{"name": "default", "template": default}, {"name": "tool_use", "template": tool_use}]
+
+
+def test_conversations_with_tools_have_a_template(tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    templates = named("plain", "tools: {{ tools | length }}")
+    edit_json(path / "tokenizer_config.json", lambda values: values.update(chat_template=templates))
+    template = make_chat_template(read_text_config(path))
+    assert template is not None
+    try:
+        assert template.render([USER]) == template.render([USER], tools=[]) == "plain"
+        assert template.render([USER], tools=TOOLS) == "tools: 1"
+    finally:
+        template.close()
+
+
+def test_where_templates_are_looked_for(tmp_path: Path) -> None:
+    """As in Transformers: a file, tokenizer_config.json, and then chat_template.json."""
+    config = tmp_path / "tokenizer_config.json"
+    assert read_text_config(tmp_path).chat_template is None
+    legacy = tmp_path / "chat_template.json"
+    legacy.write_text(json.dumps({"chat_template": "legacy"}))
+    assert read_text_config(tmp_path).chat_template == "legacy"
+    assert read_text_config(tmp_path).template_file == legacy
+    config.write_text(json.dumps({"chat_template": named("config", "config tools")}))
+    found = read_text_config(tmp_path)
+    assert (found.chat_template, found.tool_template) == ("config", "config tools")
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("file tools")
+    assert read_text_config(tmp_path).tool_template == "config tools"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    found = read_text_config(tmp_path)
+    assert (found.chat_template, found.tool_template) == ("file", "file tools")
+    (folder / "tool_use.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelLoadError, match=r"tool_use\.jinja"):
+        read_text_config(tmp_path)
+    (folder / "tool_use.jinja").unlink()
+    config.write_text(json.dumps({"chat_template": [{"name": "rag", "template": "x"}, 7, {}]}))
+    (tmp_path / "chat_template.jinja").unlink()
+    assert read_text_config(tmp_path).chat_template is None
