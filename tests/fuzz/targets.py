@@ -179,5 +179,7 @@ TARGETS: dict[str, Target] = {
         _frames, (pack_plan(1, 1, PLAN), pack_json(Kind.ATTACH, 1, {"layers": [1, 2]}))
     ),
     "tokenizer": Target(tokenizer.run, tokenizer.SEEDS),
+    "ranks": Target(tokenizer.run_ranks, tokenizer.RANK_SEEDS),
+    "tekken": Target(tokenizer.run_tekken, tokenizer.TEKKEN_SEEDS),
     "config": Target(_config, (b'{"hidden_size": 64, "rope": {"factor": 2.0}, "x": [1, null]}',)),
 }

@@ -9,7 +9,7 @@ from tests.fuzz.__main__ import run_cases
 from tests.fuzz.live import fuzz_server
 from tests.fuzz.targets import TARGETS, Target
 
-FEWER_CASES = {"tokenizer": 200}
+FEWER_CASES = {"tokenizer": 200, "ranks": 100, "tekken": 100}
 """Targets that ask a child process."""
 
 
