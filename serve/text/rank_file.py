@@ -23,6 +23,7 @@ MAX_TOKEN_BYTES = 1024
 MAX_SQUARES = 1 << 28  # of the lengths of tokens together; files in use have up to 40 million
 MAX_PATTERN_CHARS = 4096
 MAX_SPECIAL_CHARS = 256
+MAX_SPECIAL = 1 << 16  # special tokens, and also ids without a token
 _FIRST_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 _TEKKEN_FILLER = "<SPECIAL_{id}>"
 _TEKKEN_PREFIX = "<s>"
@@ -113,6 +114,8 @@ def _read_tiktoken(data: bytes, rules: RankRules) -> _Vocabulary:
             raise Refused(f"has a token twice, the second time in line {number}")
         ranks[token] = index
     size = max(ranks.values(), default=-1) + 1
+    if size > len(ranks) + MAX_SPECIAL:
+        raise Refused(f"has {len(ranks)} tokens with ranks up to {size - 1}")
     fillers = [
         rules.filler.format(id=size + len(rules.names) + number, number=number)
         for number in range(rules.fillers)
@@ -129,7 +132,7 @@ def _read_tekken(data: bytes) -> _Vocabulary:
     file = read_description(data)
     config = _object(file, "config")
     size = _integer(config, "default_vocab_size", MAX_VOCAB)
-    num_special = _integer(config, "default_num_special_tokens", size)
+    num_special = _integer(config, "default_num_special_tokens", min(size, MAX_SPECIAL))
     items = file.get("vocab")
     if not isinstance(items, list) or len(items) < size - num_special:
         raise Refused(f"has fewer than {size - num_special} tokens in its vocab")
@@ -237,13 +240,14 @@ def _check_tokens(ranks: dict[bytes, int]) -> None:
 
 def _check_special(vocabulary: _Vocabulary, ids: dict[str, int], used: set[int]) -> None:
     contents = list(vocabulary.special.values())
+    most = max(used) + MAX_SPECIAL
     if len(set(contents)) < len(contents):
         raise Refused("has two special tokens of one text")
     for index, content in vocabulary.special.items():
         if index in used or content in ids:
             raise Refused(f"has the special token {content!r:.60} ({index}) as a plain one, too")
-        if not 0 < len(content) <= MAX_SPECIAL_CHARS or not 0 <= index < MAX_VOCAB:
-            raise Refused(f"has a special token ({index}) that is empty or too long")
+        if not 0 < len(content) <= MAX_SPECIAL_CHARS or not 0 <= index <= most:
+            raise Refused(f"has a special token that is empty, too long or too far: {index}")
     for content in vocabulary.prefix:
         if content not in contents:
             raise Refused(f"has no special token {content!r:.60}, which begins its texts")

@@ -159,6 +159,22 @@ def test_which_file_is_the_tokenizer(tmp_path: Path) -> None:
         find_tokenizer(path)
 
 
+@pytest.mark.row("X7")
+def test_declared_tokens_of_ranks_that_cannot_be(tmp_path: Path) -> None:
+    wrong: dict[str, Any] = {
+        "99999999": {"content": "<far>"},
+        "1600": {"content": ""},
+        "x": {"content": "<a>"},
+        "7": {"content": "<in the place of another>"},
+    }
+    for key, item in wrong.items():
+        path = ranks_directory(
+            tmp_path / "model", "QWenTokenizer", added_tokens_decoder={key: item}
+        )
+        with pytest.raises(ModelLoadError, match=r"qwen\.tiktoken .*special|added_tokens_decoder"):
+            Tokenizer.load(path)
+
+
 def test_ranks_of_an_unknown_tokenizer(tmp_path: Path) -> None:
     path = ranks_directory(tmp_path / "model", "QWenTokenizer", tokenizer_class="EvilTokenizer")
     with pytest.raises(ModelLoadError, match=r"qwen\.tiktoken .*EvilTokenizer.* QWenTokenizer"):
@@ -213,6 +229,10 @@ WRONG_RANKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "three fields": (lambda data: data + b"YWJj 1 2\n", "line 1501"),
     "a negative rank": (lambda data: data + line(b"qq", -1), "rank -1 in line 1501"),
     "a rank of 2^40": (lambda data: data + line(b"qq", 1 << 40), "rank 1099511627776"),
+    "ranks far apart": (
+        lambda data: data + line(b"qq", 70_000),
+        "1501 tokens with ranks up to 70000",
+    ),
     "a rank of many digits": (lambda data: data + line(b"qq", "9" * 9999), "line 1501"),
     "a token twice": (lambda data: data + line(b"a", 1500), "twice, the second time in line 1501"),
     "a rank twice": (lambda data: data + line(b"q\xff\xfe", 7), "two tokens of one rank"),
@@ -258,6 +278,12 @@ WRONG_TEKKEN: dict[str, tuple[Callable[[Tekken], object], str]] = {
         lambda file: file["config"].update(default_num_special_tokens=5000),
         "5000 for default_num_special_tokens",
     ),
+    "a million special tokens": (
+        lambda file: file["config"].update(
+            default_vocab_size=1 << 20, default_num_special_tokens=1 << 20
+        ),
+        "1048576 for default_num_special_tokens",
+    ),
     "no pattern": (lambda file: file["config"].pop("pattern"), "no pattern"),
     "a long pattern": (lambda file: file["config"].update(pattern="a" * 5000), "pattern"),
     "a wrong pattern": (lambda file: file["config"].update(pattern="((a"), "cannot be used"),
@@ -288,7 +314,7 @@ WRONG_TEKKEN: dict[str, tuple[Callable[[Tekken], object], str]] = {
     ),
     "an empty special token": (
         lambda file: file["special_tokens"][3].update(token_str=""),
-        "empty or too long",
+        "empty, too long or too far: 3",
     ),
     "an endless pattern": (lambda file: file["config"].update(pattern="(a*)*b|.+"), "cannot|takes"),
 }
