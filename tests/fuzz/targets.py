@@ -91,7 +91,7 @@ def _answer(data: bytes) -> None:
     results = []
     for pieces in ([text], [text[at : at + size] for at in range(0, len(text), size)]):
         reasoning = ReasoningParser(REASONING_FORMATS["deepseek_r1"], is_open=data[0] > 127)
-        parser = AnswerParser(reasoning, ToolCallParser(style, frozenset({"f"})))
+        parser = AnswerParser(reasoning, ToolCallParser(style, {"f": {}}))
         parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
         joined: dict[object, str] = {}
         for part in parts:

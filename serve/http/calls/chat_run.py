@@ -15,16 +15,15 @@ from serve.request import FinishReason, TokenDelta
 from serve.sampling_params import SamplingParams
 from serve.structured_output import StructuredOutput
 from serve.text.chat_parser import (
-    AnswerParser,
+    Parser,
     Part,
     Reasoning,
     Text,
     ToolCallArguments,
     ToolCallStart,
+    make_parser,
 )
-from serve.text.chat_parser.calls import ToolCallParser
 from serve.text.chat_parser.grammar import calls_or_content, content_after_reasoning, forced_calls
-from serve.text.chat_parser.reasoning import ReasoningParser
 
 _TAIL_TOKENS = 16  # the prompt's last tokens, which show whether it ends inside the reasoning
 
@@ -100,7 +99,7 @@ class ChatRun:
             continue_final_message=asked.continue_final_message,
         )
         self.generation = Generation([self._stream], asked.params.n, call.charge)
-        self._parsers: list[AnswerParser] = []
+        self._parsers: list[Parser] = []
         self.reasoning_tokens = 0
 
     def __enter__(self) -> Self:
@@ -181,15 +180,19 @@ class ChatRun:
             return None
         return calls_or_content(style, tools, content, parallel=parallel, **options)
 
-    def _parser(self, is_open: bool) -> AnswerParser:
-        style = self._format
-        reasoning = calls = None
-        if self._reasons and style.reasoning is not None:
-            reasoning = ReasoningParser(style.reasoning, is_open=is_open)
-        if self._uses_tools and style.tools is not None:
-            names = frozenset(tool["function"]["name"] for tool in self._asked.tools)
-            calls = ToolCallParser(style.tools, names)
-        return AnswerParser(reasoning, calls)
+    def _parser(self, is_open: bool) -> Parser:
+        asked, tools = self._asked, None
+        if self._uses_tools:
+            functions = [tool["function"] for tool in asked.tools]
+            tools = {item["name"]: item.get("parameters", {}) for item in functions}
+        num_earlier = sum(len(item.get("tool_calls") or ()) for item in asked.messages)
+        return make_parser(
+            self._format,
+            tools,
+            reasons=self._reasons,
+            is_open=is_open,
+            num_earlier=num_earlier,
+        )
 
     def _will_be_open(self) -> bool:
         """Predicts whether the prompt will end inside the reasoning."""
@@ -216,7 +219,7 @@ class ChatRun:
         text = self._engine.tokenizer.decode(tail, skip_special_tokens=False)
         return text.rstrip().endswith(style.begin)
 
-    def _parsed(self, choice: int, delta: TokenDelta, parser: AnswerParser) -> ChatStep:
+    def _parsed(self, choice: int, delta: TokenDelta, parser: Parser) -> ChatStep:
         had_reasoned = parser.has_reasoned
         parts = parser.push(delta.text)
         reason = delta.finish_reason
@@ -239,7 +242,7 @@ class ChatRun:
                 return number == 0 or self._asked.parallel_tool_calls
         return True
 
-    def _num_reasoning(self, delta: TokenDelta, parser: AnswerParser, parts: list[Part]) -> int:
+    def _num_reasoning(self, delta: TokenDelta, parser: Parser, parts: list[Part]) -> int:
         """Returns how many tokens of the delta are reasoning, markers included. The reasoning had
         not ended before the delta."""
         ids = delta.token_ids

@@ -6,18 +6,15 @@ engine, the tokenizer or HTTP. Begin with parts.py and answer.py.
 
 from __future__ import annotations
 
-from serve.text.chat_parser.answer import AnswerParser
-from serve.text.chat_parser.formats import (
-    ChatFormat,
-    ReasoningFormat,
-    ToolFormat,
-    choose_format,
-)
+from serve.text.chat_parser.answer import AnswerParser, Parser, make_parser
+from serve.text.chat_parser.format_types import ReasoningFormat, ToolFormat
+from serve.text.chat_parser.formats import ChatFormat, choose_format
 from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 
 __all__ = [
     "AnswerParser",
     "ChatFormat",
+    "Parser",
     "Part",
     "Reasoning",
     "ReasoningFormat",
@@ -26,4 +23,5 @@ __all__ = [
     "ToolCallStart",
     "ToolFormat",
     "choose_format",
+    "make_parser",
 ]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from serve.text.chat_parser.calls import ToolCallParser
+from serve.text.chat_parser.formats import ChatFormat
+from serve.text.chat_parser.formats.harmony import HarmonyParser
 from serve.text.chat_parser.parts import Part, Reasoning, Text
 from serve.text.chat_parser.reasoning import ReasoningParser, Split
 
@@ -46,3 +51,27 @@ class AnswerParser:
             parts.append(Text(split.content))
             return parts
         return parts + self._calls.push(split.content)
+
+
+Parser = AnswerParser | HarmonyParser
+
+
+def make_parser(
+    style: ChatFormat,
+    tools: Mapping[str, Mapping[str, Any]] | None,
+    *,
+    reasons: bool,
+    is_open: bool = False,
+    num_earlier: int = 0,
+) -> Parser:
+    """Makes the parser of one answer. tools: the schemas of the tools' parameters by name, or None
+    if calls are text. reasons: the answer may begin with reasoning. is_open: the prompt ends inside
+    it. num_earlier: the calls of the conversation so far."""
+    if style.has_channels:
+        return HarmonyParser(tools, reasons=reasons, num_earlier=num_earlier)
+    reasoning = calls = None
+    if reasons and style.reasoning is not None:
+        reasoning = ReasoningParser(style.reasoning, is_open=is_open)
+    if tools is not None and style.tools is not None:
+        calls = ToolCallParser(style.tools, tools, num_earlier)
+    return AnswerParser(reasoning, calls)

@@ -14,15 +14,14 @@ from llguidance import LLMatcher, LLTokenizer
 from serve.errors import RequestError
 from serve.structured_output import StructuredOutput
 from serve.text.chat_parser import (
-    AnswerParser,
     ChatFormat,
     Part,
     Reasoning,
     Text,
     ToolCallArguments,
     ToolCallStart,
+    make_parser,
 )
-from serve.text.chat_parser.calls import ToolCallParser
 from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
 from serve.text.chat_parser.grammar import (
     MAX_CALLS,
@@ -30,7 +29,6 @@ from serve.text.chat_parser.grammar import (
     content_after_reasoning,
     forced_calls,
 )
-from serve.text.chat_parser.reasoning import ReasoningParser
 
 BYTES = LLTokenizer("byte")
 THINK = REASONING_FORMATS["deepseek_r1"]
@@ -49,7 +47,7 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
     {"type": "function", "function": {"name": "now"}},
 ]
-NAMES = frozenset({"weather", "now"})
+SCHEMAS: dict[str, Any] = {"weather": WEATHER, "now": {}}
 
 
 def matcher(form: StructuredOutput) -> LLMatcher:
@@ -67,7 +65,7 @@ def random_text(form: StructuredOutput, rng: random.Random, max_bytes: int = 400
         mask = np.frombuffer(made.compute_bitmask(), dtype=np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
         plain = [token for token in allowed if 32 <= token < 127 or token in (10, 256)]
-        token = rng.choice(plain)
+        token = rng.choice(plain or allowed)  # markers may have other characters
         if token == 256:
             break
         assert made.consume_token(token)
@@ -84,9 +82,7 @@ def accepts(form: StructuredOutput, text: str) -> bool:
 
 
 def read(chat: ChatFormat, text: str, *, is_open: bool = False) -> list[Part]:
-    assert chat.tools is not None
-    reasoning = None if chat.reasoning is None else ReasoningParser(THINK, is_open=is_open)
-    parser = AnswerParser(reasoning, ToolCallParser(chat.tools, NAMES))
+    parser = make_parser(chat, SCHEMAS, reasons=chat.reasoning is not None, is_open=is_open)
     return parser.push(text) + parser.finish()
 
 

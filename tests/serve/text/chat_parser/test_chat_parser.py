@@ -21,12 +21,14 @@ from serve.text.chat_parser import (
     ToolCallStart,
     choose_format,
 )
-from serve.text.chat_parser.calls import MAX_EXTRA_CHARS, MAX_HELD_CHARS, ToolCallParser
-from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
+from serve.text.chat_parser.calls import ToolCallParser
+from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS, setting_names
+from serve.text.chat_parser.json_calls import MAX_EXTRA_CHARS
+from serve.text.chat_parser.reader import MAX_HELD_CHARS
 from serve.text.chat_parser.reasoning import ReasoningParser
 from tests.support.profile import examples
 
-NAMES = frozenset({"f", "weather"})
+TOOLS: dict[str, Any] = {"f": {}, "weather": {}}
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 HERMES = f"<tool_call>\n{CALL}\n</tool_call>"
 
@@ -35,13 +37,14 @@ def make(tools: str | None, *, reasoning: bool = False, is_open: bool = False) -
     thinking = REASONING_FORMATS["deepseek_r1"]
     return AnswerParser(
         ReasoningParser(thinking, is_open=is_open) if reasoning else None,
-        None if tools is None else ToolCallParser(TOOL_FORMATS[tools], NAMES),
+        None if tools is None else ToolCallParser(TOOL_FORMATS[tools], TOOLS),
     )
 
 
 def test_the_settings_name_the_formats() -> None:
-    assert ("auto", *TOOL_FORMATS, "none") == TOOL_PARSERS
-    assert ("auto", *REASONING_FORMATS, "none") == REASONING_PARSERS
+    tools, reasoning = setting_names()
+    assert ("auto", *tools, "none") == TOOL_PARSERS
+    assert ("auto", *reasoning, "none") == REASONING_PARSERS
 
 
 def parse(parser: AnswerParser, pieces: list[str]) -> list[tuple[str, ...]]:
@@ -271,7 +274,7 @@ def test_settings_choose_the_format() -> None:
 
 
 def test_ids_of_calls() -> None:
-    assert TOOL_FORMATS["hermes"].make_id().startswith("call_")
-    short = {TOOL_FORMATS["mistral"].make_id() for _ in range(50)}
+    assert TOOL_FORMATS["hermes"].make_id("f", 0).startswith("call_")
+    short = {TOOL_FORMATS["mistral"].make_id("f", 0) for _ in range(50)}
     assert len(short) == 50
     assert all(len(item) == 9 and item.isalnum() for item in short)

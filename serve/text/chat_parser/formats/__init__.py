@@ -1,0 +1,117 @@
+"""The tables of the formats of tool calls and reasoning, and the choice of one by the template.
+
+A format is a row in one of the files of this folder, which names where it is described. The order
+of a table is that of the choice: the first one whose marks a template has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from serve.text.chat_parser.format_types import ReasoningFormat, ToolFormat
+from serve.text.chat_parser.formats import (
+    deepseek,
+    gemma,
+    glm,
+    harmony,
+    hermes,
+    json_lists,
+    kimi,
+    llama,
+    minimax,
+    mistral,
+    pythonic,
+    qwen_coder,
+    thinking,
+)
+
+_TOOLS_VARIABLE = re.compile(r"\btools\b")
+_ROWS = (
+    *(harmony.TOOLS, gemma.GEMMA4, gemma.FUNCTIONGEMMA),
+    *(deepseek.DEEPSEEK_V32, deepseek.DEEPSEEK_V31, deepseek.DEEPSEEK_V3, kimi.KIMI_K2),
+    *(minimax.MINIMAX_M2, qwen_coder.SEED_OSS, glm.GLM, qwen_coder.QWEN3_CODER),
+    *(pythonic.LFM2, pythonic.OLMO3, json_lists.PHI4_MINI, json_lists.PHI4_MINI_JSON),
+    *(json_lists.GRANITE, json_lists.HUNYUAN_A13B, json_lists.COHERE, json_lists.APERTUS),
+    *(json_lists.INTERNLM, mistral.MISTRAL_ARGS, mistral.MISTRAL, hermes.HERMES),
+    *(llama.LLAMA4_PYTHONIC, llama.PYTHONIC, llama.LLAMA3_JSON),
+)
+_REASONING_ROWS = (
+    *(harmony.REASONING, gemma.GEMMA_REASONING, qwen_coder.SEED_REASONING, mistral.REASONING),
+    *(thinking.COHERE, thinking.APERTUS, thinking.GRANITE, thinking.RESPONSE, thinking.HUNYUAN),
+    thinking.THINK,
+)
+TOOL_FORMATS: dict[str, ToolFormat] = {row.name: row for row in _ROWS}
+REASONING_FORMATS: dict[str, ReasoningFormat] = {row.name: row for row in _REASONING_ROWS}
+_BY_NAME = TOOL_FORMATS | {alias: row for row in _ROWS for alias in row.aliases}
+_REASONING_BY_NAME = REASONING_FORMATS | {
+    alias: row for row in _REASONING_ROWS for alias in row.aliases
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """The formats of one model's answers.
+
+    tools: the format of calls; None if they are not parsed. has_native_tools: whether the chat
+    template renders tools; else the conversation describes them. special_ids: the ids of markers
+    that are special tokens. reasoning_end_id: the id of the end marker if it is one token.
+    opens_reasoning: whether prompts end inside the reasoning, unless enable_thinking is false.
+    """
+
+    tools: ToolFormat | None = hermes.HERMES
+    reasoning: ReasoningFormat | None = None
+    has_native_tools: bool = False
+    special_ids: Mapping[str, int] = field(default_factory=dict)
+    reasoning_end_id: int | None = None
+    opens_reasoning: bool = False
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether reasoning, calls and texts are messages on channels, as in Harmony."""
+        return self.tools is harmony.TOOLS or self.reasoning is harmony.REASONING
+
+
+def choose_format(template: str, tool_parser: str, reasoning_parser: str) -> ChatFormat:
+    """Returns the formats for the text of a chat template and the two settings.
+
+    "auto" takes the format of the template; tools in an unknown format are described in the
+    conversation instead.
+    """
+    has_tools = _TOOLS_VARIABLE.search(template) is not None
+    if tool_parser == "auto":
+        style = next((row for row in _ROWS if row.is_of(template)), None)
+        has_tools = has_tools and style is not None
+    else:
+        style = _named(tool_parser, template)
+    if not has_tools and tool_parser != "none":
+        style = hermes.HERMES  # the format of the description
+    if reasoning_parser == "auto":
+        reasoning = next((row for row in _REASONING_ROWS if row.is_of(template)), None)
+    else:
+        reasoning = _REASONING_BY_NAME.get(reasoning_parser)
+    return ChatFormat(
+        tools=style,
+        reasoning=reasoning,
+        has_native_tools=has_tools,
+        opens_reasoning=reasoning is not None and _opens(template, reasoning),
+    )
+
+
+def setting_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the formats' names and aliases, which are values of the two settings."""
+    return tuple(sorted(_BY_NAME)), tuple(sorted(_REASONING_BY_NAME))
+
+
+def _named(name: str, template: str) -> ToolFormat | None:
+    """Returns the format of a setting. Mistral's old and new one have one name in vLLM."""
+    if name == mistral.MISTRAL.name and mistral.MISTRAL_ARGS.is_of(template):
+        return mistral.MISTRAL_ARGS
+    return _BY_NAME.get(name)
+
+
+def _opens(template: str, reasoning: ReasoningFormat) -> bool:
+    """Returns whether the end of a prompt begins the reasoning without always ending it."""
+    last = template.rpartition("add_generation_prompt")[2]
+    return last.count(reasoning.begin) > last.count(reasoning.end)
