@@ -7,6 +7,7 @@ special tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,12 @@ from serve.engine.request_limits import RequestLimits, check_text
 from serve.errors import RequestError
 from serve.text.chat_parser import ChatFormat, choose_format
 from serve.text.chat_parser.description import describe_tools
+from serve.text.chat_parser.stored_calls import (
+    drop_thinking,
+    name_arguments,
+    with_thinking,
+    write_arguments,
+)
 from serve.text.chat_template import (
     CONTINUE,
     ChatTemplate,
@@ -76,6 +83,9 @@ def encode_chat(
     if style is not None and not style.has_native_tools:
         flat = [{**item, "content": flatten_content(item.get("content"))} for item in messages]
         messages, tools = describe_tools(flat, tools, template.source), None
+    elif style is not None and style.tools is not None and style.tools.fit_ids is not None:
+        messages = style.tools.fit_ids(messages)
+    messages = with_thinking(messages, template.source)
     special = tokenizer.special_token_strings
     safe = neutralize(messages, special)
     if continue_final_message:
@@ -85,12 +95,7 @@ def encode_chat(
         "tools": neutralize_value(tools, special) or None,
         "extra": neutralize_value(dict(template_kwargs or {}), special),
     }
-    try:
-        text = template.render(safe, **options)
-    except RequestError:
-        if not _name_arguments(safe):
-            raise
-        text = template.render(safe, **options)
+    text = _render(template, safe, options)
     if continue_final_message:
         text = _continued(text)
     parts = split_neutralized(text)
@@ -110,14 +115,17 @@ def num_chars(value: Any) -> int:
     return sum(map(num_chars, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def _name_arguments(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Gives arguments that are text, since their call was cut off, a name. Some templates write
-    each argument by itself and fail without one. Returns whether there were any."""
-    calls = [call["function"] for item in messages for call in item.get("tool_calls") or ()]
-    cut = [function for function in calls if isinstance(function.get("arguments"), str)]
-    for function in cut:
-        function["arguments"] = {"arguments": function["arguments"]}
-    return bool(cut)
+def _render(template: ChatTemplate, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """Renders the messages, and what a template refuses in other forms that it may take."""
+    try:
+        return template.render(messages, **options)
+    except RequestError as error:
+        refusal = error
+    for change in (name_arguments, write_arguments, drop_thinking):
+        if change(messages):
+            with suppress(RequestError):
+                return template.render(messages, **options)
+    raise refusal
 
 
 def _check_size(

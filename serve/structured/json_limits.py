@@ -25,7 +25,8 @@ _INT64 = 1 << 63
 _NUMBER = re.compile(rb"(-?)([0-9]+)(?:(\.)([0-9]*))?(?:[eE]([+-]?)([0-9]*))?$")
 _NUMERIC = frozenset(b"0123456789.eE+-")
 _TAIL_BYTES = 64  # more than a number has
-_BEFORE_VALUE = re.compile(rb'(?:^|":|[\[,\n>]) ?$')  # the last two end a marker of a tool call
+# What stands before a value: in JSON, or in one of the formats of tool calls.
+_BEFORE_VALUE = re.compile(rb'(?:^|":|[\[,\n>=:]) ?$')
 # Tokens by which one in a string can put off its end: the rest of a character or of its escape.
 _TEXT_GROWTH = 12
 _MAX_WAY = 2048

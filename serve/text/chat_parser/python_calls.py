@@ -36,9 +36,7 @@ class PythonCalls:
             if is_call is None:  # malformed after its begin: its text cannot be taken back
                 return True
             if not is_call:
-                if is_first:
-                    return reader.reject()
-                break
+                return reader.reject() or not is_first
             is_first = False
             yield from reader.skip_space()
             reader.hold()

@@ -99,6 +99,7 @@ class ReasoningParser:
                 self._is_wrapped = True
                 text = bare[len(answer[0]) :].lstrip("\n")
             elif answer[0].startswith(bare):
+                self._text = text
                 return
         self._text = text
         if text:

@@ -24,7 +24,7 @@ from serve.text.chat_parser.json_calls import JsonCalls
 from serve.text.chat_parser.named_calls import NamedCalls
 from serve.text.chat_parser.reader import Reader, Wait
 from serve.text.chat_parser.rules import Rules
-from serve.text.chat_parser.stored_ids import with_ids
+from serve.text.chat_parser.stored_calls import with_ids
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _ID = re.compile("[A-Za-z0-9]{9}")
