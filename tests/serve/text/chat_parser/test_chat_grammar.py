@@ -12,6 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from serve.errors import RequestError
+from serve.structured.grammar_source import grammar_of
 from serve.structured_output import StructuredOutput
 from serve.text.chat_parser import (
     ChatFormat,
@@ -107,6 +108,131 @@ def test_forced_calls_are_parsed_back(style: str, seed: int) -> None:
             jsonschema.validate(arguments, WEATHER)
         else:
             assert arguments == {}
+
+
+ORDER = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 9},
+        "code": {"type": "string", "pattern": "^[a-z]{2}/[0-9]$"},
+        "short": {"type": "string", "minLength": 2, "maxLength": 5},
+        "day": {"type": "string", "format": "date"},
+        "size": {"enum": ["s", "l", 5, None]},
+        "kind": {"const": "a b"},
+        "count": {"type": "integer", "minimum": 3, "maximum": 120},
+        "share": {"type": ["number", "null"], "minimum": -1, "maximum": 1},
+        "is_new": {"type": "boolean"},
+        "either": {"anyOf": [{"type": "boolean"}, {"type": "string", "enum": ["x", "y"]}]},
+        "items": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 2,
+            "items": {"$ref": "#/$defs/item"},
+        },
+        "copy": {"$ref": "#/properties/count"},
+    },
+    "required": ["code", "size", "share", "items"],
+    "additionalProperties": False,
+    "$defs": {
+        "item": {
+            "type": "object",
+            "properties": {
+                "id": {"type": "integer", "minimum": 0, "maximum": 9},
+                "label": {"type": "string", "maxLength": 4},
+                "ok": {"type": "boolean"},
+            },
+            "required": ["id", "ok"],
+            "additionalProperties": False,
+        }
+    },
+}
+ORDER_TOOL = {"type": "function", "function": {"name": "order", "parameters": ORDER}}
+
+
+@pytest.mark.parametrize("style", TOOL_FORMATS)
+@pytest.mark.parametrize("seed", range(5))
+def test_typed_values_fit_their_schemas(style: str, seed: int) -> None:
+    """What a schema says of strings, numbers, choices, lists and objects holds in every format."""
+    chat = ChatFormat(tools=TOOL_FORMATS[style])
+    form = forced_calls(chat, [ORDER_TOOL], parallel=False, is_open=False)
+    assert grammar_of(form, closed=True)
+    text = random_text(form, random.Random(seed))
+    parser = make_parser(chat, {"order": ORDER}, reasons=False)
+    parts = parser.push(text) + parser.finish()
+    assert not any(isinstance(part, Text) for part in parts), text
+    made = "".join(part.text for part in parts if isinstance(part, ToolCallArguments))
+    jsonschema.validate(json.loads(made), ORDER)
+
+
+@pytest.mark.parametrize("style", TOOL_FORMATS)
+def test_strict_tools_are_held_beside_text(style: str) -> None:
+    chat = ChatFormat(tools=TOOL_FORMATS[style])
+    form = calls_or_content(chat, TOOLS, None, parallel=True, is_open=False)
+    assert grammar_of(form, closed=True)
+    lead = "<|channel|>final<|message|>" if chat.has_channels else ""
+    assert accepts(form, f"{lead}Hello, {{}} and [] < x")
+    forced = forced_calls(chat, TOOLS, parallel=True, is_open=False)
+    for seed in range(3):
+        text = random_text(forced, random.Random(seed))
+        assert accepts(form, text)
+        broken = text.replace("city", "town").replace("unit", "town")
+        assert broken == text or not accepts(form, broken), broken
+
+
+@pytest.mark.parametrize("style", TOOL_FORMATS)
+def test_tools_without_a_schema_take_any_arguments(style: str) -> None:
+    chat = ChatFormat(tools=TOOL_FORMATS[style])
+    tool = {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}}
+    for form in (
+        forced_calls(chat, [tool], parallel=False, is_open=False),
+        calls_or_content(
+            chat, [tool], StructuredOutput("json_object"), parallel=False, is_open=False
+        ),
+    ):
+        assert grammar_of(form, closed=True)
+        assert not matcher(form).get_error()
+
+
+def test_a_strict_schema_that_is_no_list_of_parameters_is_refused() -> None:
+    """JSON takes any schema of an object; the other formats have parameters one by one."""
+    either = {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    function = {"name": "f", "parameters": either, "strict": True}
+    tool = {"type": "function", "function": function}
+    for style in ("qwen3_coder", "pythonic", "gemma4"):
+        with pytest.raises(RequestError) as caught:
+            forced_calls(
+                ChatFormat(tools=TOOL_FORMATS[style]), [tool], parallel=False, is_open=False
+            )
+        assert caught.value.param == "tools"
+        lax = {"type": "function", "function": {**function, "strict": False}}
+        assert forced_calls(
+            ChatFormat(tools=TOOL_FORMATS[style]), [lax], parallel=False, is_open=False
+        )
+
+
+def test_harmony_answers_have_channels() -> None:
+    chat = ChatFormat(TOOL_FORMATS["openai"], REASONING_FORMATS["openai_gptoss"])
+    made = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>"
+    forced = forced_calls(chat, TOOLS, parallel=True, is_open=False)
+    assert accepts(forced, made) and accepts(forced, thought + made)
+    assert not accepts(forced, f"{final}no") and not accepts(forced, made + made)
+    free = calls_or_content(chat, TOOLS, None, parallel=True, is_open=False)
+    assert accepts(free, thought + made) and accepts(free, f"{thought}{final}yes")
+    content = content_after_reasoning(chat, StructuredOutput("json_object"), is_open=False)
+    assert accepts(content, f'{thought}{final}{{"a": 1}}')
+    assert not accepts(content, '{"a": 1}')
+
+
+def test_a_text_of_tags_cannot_hold_their_end() -> None:
+    chat = ChatFormat(tools=TOOL_FORMATS["minimax_m2"])
+    form = forced_calls(chat, TOOLS[:1], parallel=False, is_open=False)
+    begin = '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">'
+    end = '<parameter name="unit">c</parameter>\n</invoke>\n</minimax:tool_call>'
+    assert accepts(form, f"{begin}Rome</parameter>\n{end}")
+    assert not accepts(form, f"{begin}Rome</parameter>x</parameter>\n{end}")
+    assert not accepts(form, f"{begin}longer than eight</parameter>\n{end}")
 
 
 @pytest.mark.parametrize("style", TOOL_FORMATS)
