@@ -10,6 +10,7 @@ time, so prompts of any length are answered at once.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from bench.common.instant import load_instant
@@ -24,8 +25,12 @@ TURN = "<|assistant|>"
 NOTHING_DICTATED = "Nothing was dictated."
 
 
-def dictated_engine(name: str) -> Engine:
-    return Engine(load=_load, served_model_name=name, max_model_len=CONTEXT, max_num_seqs=16)
+def dictated_engine(name: str, model: Path | None = None) -> Engine:
+    """model: the directory whose tokenizer and chat template it has; the embedded one by default."""
+    options: dict[str, Any] = {} if model is None else {"model": str(model)}
+    return Engine(
+        load=_load, served_model_name=name, max_model_len=CONTEXT, max_num_seqs=16, **options
+    )
 
 
 def dictated_answer(prompt: str) -> str:
