@@ -43,6 +43,8 @@ MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (16, 32, 64, 128)  # as the kernels have them; their module is slow to import
 DEFAULT_MODEL = "default"
 _DEFAULT_BATCHED_TOKENS = 256
+REASONING_BUDGET_MESSAGE = "I have to stop thinking here and answer with what I have so far."
+MAX_MESSAGE_CHARS = 1024
 MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
 
 
@@ -109,6 +111,8 @@ class EngineSettings(TypedDict, total=False):
     tune: bool
     tool_parser: str
     reasoning_parser: str
+    reasoning_budget: int | None
+    reasoning_budget_message: str
     bounded_json: bool
     backend: str
     seed: int | None
@@ -181,6 +185,10 @@ class EngineConfig:
         "mistral", "none" (tools are refused), or "auto" (decided by its chat template).
     reasoning_parser: the format in which the model marks its reasoning: "deepseek_r1" (<think>),
         "none", or "auto" (decided by its chat template).
+    reasoning_budget: the most tokens of reasoning in a chat that does not say; 0: no reasoning;
+        None and -1: no bound.
+    reasoning_budget_message: the sentence that a model is made to think last when its reasoning
+        has reached the bound; "" for none.
     bounded_json: whether structured output has only properties that its schema names, numbers that
         an int64 or a double holds, and an end before max_tokens run out; requests may say
         otherwise.
@@ -223,6 +231,8 @@ class EngineConfig:
     tune: bool = True
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    reasoning_budget: int | None = None
+    reasoning_budget_message: str = REASONING_BUDGET_MESSAGE
     bounded_json: bool = True
     backend: str = "auto"
     seed: int | None = None
@@ -251,6 +261,7 @@ class EngineConfig:
                     raise ConfigError(f"length_predictor has no method {method}")
             if self.memory_policy != "predicted":
                 raise ConfigError("length_predictor needs memory_policy predicted")
+        self._check_reasoning()
         self._check_store()
         self._check_nodes()
         page = self.kv_page_bytes
@@ -306,6 +317,16 @@ class EngineConfig:
         if self.max_num_seqs > MAX_NUM_SEQS:
             raise ConfigError(
                 f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {self.max_num_seqs}"
+            )
+
+    def _check_reasoning(self) -> None:
+        budget, message = self.reasoning_budget, self.reasoning_budget_message
+        if budget is not None and (type(budget) is not int or budget < -1):
+            raise ConfigError(f"reasoning_budget must be an integer from -1 on, not {budget!r}")
+        if not isinstance(message, str) or len(message) > MAX_MESSAGE_CHARS:
+            raise ConfigError(
+                f"reasoning_budget_message must be a string of at most {MAX_MESSAGE_CHARS}"
+                " characters"
             )
 
     def _check_store(self) -> None:

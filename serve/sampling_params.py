@@ -23,6 +23,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 256
+UNBOUNDED = -1  # of thinking_token_budget
 SEED_LIMIT = 1 << 63
 PRIORITY_LIMIT = 1 << 31
 _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -44,6 +45,9 @@ class SamplingParams:
     is set, for parsers of the model's markup.
     cache_salt: a prefix is shared only between requests with the same salt.
     priority: where the engine's order is "priority", a lower one runs first.
+    thinking_token_budget: the most tokens of reasoning; then the model is made to end it. 0: no
+    reasoning; -1: no bound; None: not said, which is the engine's default in chats.
+    is_reasoning_open: whether the prompt ends inside the reasoning; None looks at its end.
     """
 
     n: int = 1
@@ -72,6 +76,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     bad_words: tuple[str, ...] | list[str] = ()
     prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None
+    is_reasoning_open: bool | None = None
 
     def __post_init__(self) -> None:
         stop = self.stop
@@ -104,6 +110,8 @@ class SamplingParams:
             check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.thinking_token_budget is not None:
+            check_int("thinking_token_budget", self.thinking_token_budget, UNBOUNDED, SEED_LIMIT)
         check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
         self._check_stops()
         self._check_logit_bias()

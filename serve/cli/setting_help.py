@@ -93,6 +93,18 @@ ENGINE_OPTIONS: dict[str, Option] = {
         "Format of the model's reasoning; auto looks at its chat template, none keeps it as text.",
         choices=REASONING_PARSERS,
     ),
+    "reasoning_budget": Option(
+        MODEL,
+        "Most tokens of reasoning in chats that do not say; then the model is made to answer."
+        " 0: no reasoning; -1: no bound.",
+        metavar="TOKENS",
+    ),
+    "reasoning_budget_message": Option(
+        MODEL,
+        "The sentence that the model is made to think last when its reasoning has reached the"
+        " bound; empty for none.",
+        metavar="TEXT",
+    ),
     "bounded_json": Option(
         MODEL,
         "Structured output has only the properties that its schema names, numbers that an int64 or"

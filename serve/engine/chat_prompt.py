@@ -14,6 +14,7 @@ from typing import Any
 from serve.config import EngineConfig
 from serve.engine.request_limits import RequestLimits, check_text
 from serve.errors import RequestError
+from serve.structured.reasoning_limit import ReasoningEnd
 from serve.text.chat_parser import ChatFormat, choose_format
 from serve.text.chat_parser.description import describe_tools
 from serve.text.chat_parser.stored_calls import (
@@ -63,6 +64,12 @@ def make_chat_format(tokenizer: Tokenizer, config: EngineConfig) -> ChatFormat:
     ids = tokenizer.special_token_ids
     special = {marker: ids[marker] for marker in markers if marker in ids}
     return replace(style, special_ids=special, reasoning_end_id=end_id)
+
+
+def reasoning_end(tokenizer: Tokenizer, config: EngineConfig) -> ReasoningEnd | None:
+    """Returns how the model's reasoning is ended; None if the model has none that is marked."""
+    style = make_chat_format(tokenizer, config).reasoning
+    return None if style is None else ReasoningEnd(style, config.reasoning_budget_message)
 
 
 def encode_chat(

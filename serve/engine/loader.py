@@ -20,6 +20,7 @@ import torch
 from memory.kv_memory import KVMemory
 from memory.prefix.index import PrefixHasher
 from serve.config import EngineConfig
+from serve.engine.chat_prompt import reasoning_end
 from serve.engine.core import EngineCore
 from serve.engine.pools import ComputeThread
 from serve.engine.request_limits import RequestLimits
@@ -126,6 +127,7 @@ def _load(
         config.ttft_slo,
         spec.embed_size,
         bounded_json=config.bounded_json,
+        reasoning=reasoning_end(tokenizer, config),
     )
     core = parts.core(
         runner=runner,

@@ -74,7 +74,11 @@ class Preprocessor:
         self._prefixes = prefixes
         self._rejection = rejection
         self.masks = MaskMaker(
-            tokenizer, limits.vocab_size, eos_token_ids, bounded_json=limits.bounded_json
+            tokenizer,
+            limits.vocab_size,
+            eos_token_ids,
+            bounded_json=limits.bounded_json,
+            reasoning=limits.reasoning,
         )
         self._seed = seed
         self._counter = itertools.count()

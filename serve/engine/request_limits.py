@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from serve.errors import ContextLengthError, RequestError
 from serve.request import Request
 from serve.sampling_params import SamplingParams
+from serve.structured.reasoning_limit import ReasoningEnd
 from serve.text.tokenizer import Tokenizer, check_encodable
 
 SURE_CHARS = 4  # for each token of the context: longer texts are counted in pieces first
@@ -26,7 +27,8 @@ class RequestLimits:
     max_model_len: tokens of prompt and output together. vocab_size: width of the logits.
     max_num_waiting: sequences that may wait beside the max_num_seqs running ones. ttft_slo_s:
     requests whose first token is predicted to come later are refused. embedding_size: the most
-    dimensions of an embedding, if known. bounded_json: see EngineConfig.
+    dimensions of an embedding, if known. bounded_json: see EngineConfig. reasoning: how the
+    model's reasoning is ended before its time; None if it has none that is marked.
     """
 
     max_model_len: int
@@ -36,6 +38,7 @@ class RequestLimits:
     ttft_slo_s: float | None = None
     embedding_size: int | None = None
     bounded_json: bool = True
+    reasoning: ReasoningEnd | None = None
 
 
 def check_request(request: Request, token_ids: Sequence[int], limits: RequestLimits) -> Request:

@@ -25,7 +25,7 @@ _MAX_THREADS = 4
 def has_masks(plan: StepPlan) -> bool:
     """Returns whether the plan samples a sequence with a mask."""
     pairs = zip(plan.sequences, plan.samples, strict=True)
-    return any(s.mask is not None and samples for s, samples in pairs)
+    return any(s.mask is not None and samples and s.next_mask for s, samples in pairs)
 
 
 class _Stage(Enum):
@@ -104,7 +104,7 @@ class MaskFiller:
     def begin(self, plan: StepPlan) -> FillingMasks:
         """Starts the masks of the plan's sampled sequences. Their tokens must be on the host."""
         pairs = zip(plan.sequences, plan.samples, strict=True)
-        masked = [s for s, samples in pairs if s.mask is not None and samples]
+        masked = [s for s, samples in pairs if s.mask is not None and samples and s.next_mask]
         if not masked:
             return _NO_MASKS
         if self._pool is None:

@@ -42,7 +42,7 @@ def sample(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Sampled:
     if not (sampling.is_available() and sampling.takes(logits)):
         return sample_with_torch(logits, sequences)
     inputs = [_inputs_of(s) for s in sequences]
-    masks = [s.mask for s in sequences]
+    masks = [None if s.mask is None else s.next_mask for s in sequences]
     forbids_stop = [s.stop_ids and len(s.token_ids) < s.min_tokens_total for s in sequences]
     if all(each.is_plain for each in inputs) and not any(forbids_stop) and not any(masks):
         return Sampled(sampling.argmax(logits), None)
@@ -140,8 +140,9 @@ def _adjust(logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias))
             logits[i, ids] += torch.tensor(list(params.logit_bias.values()))
-        if sequence.mask is not None:
-            bits = np.unpackbits(sequence.mask.bits.view(np.uint8), bitorder="little")
+        mask = sequence.next_mask
+        if mask is not None:
+            bits = np.unpackbits(mask.bits.view(np.uint8), bitorder="little")
             allowed = torch.from_numpy(bits[: logits.shape[1]].view(np.bool_)).to(logits.device)
             logits[i].masked_fill_(~allowed, float("-inf"))
         elif len(sequence.token_ids) < sequence.min_tokens_total and sequence.stop_ids:

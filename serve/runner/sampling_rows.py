@@ -18,15 +18,16 @@ from serve.scheduler.sequence import Sequence
 def rows_of(sequences: abc.Sequence[Sequence], slots: abc.Sequence[int]) -> list[Row]:
     """Returns the sequences' rows. slots[i] is where the device keeps the last token of
     sequences[i]. Masks are read when the plan is uploaded, not here."""
+    masks = [None if s.mask is None else s.next_mask for s in sequences]
     return [
         Row(
             _inputs_of(s),
             slot,
             s.token_ids,
-            s.mask is None and bool(s.stop_ids) and len(s.token_ids) < s.min_tokens_total,
-            None if s.mask is None else s.mask.bits,
+            mask is None and bool(s.stop_ids) and len(s.token_ids) < s.min_tokens_total,
+            None if mask is None else mask.bits,
         )
-        for s, slot in zip(sequences, slots, strict=True)
+        for s, slot, mask in zip(sequences, slots, masks, strict=True)
     ]
 
 

@@ -91,6 +91,12 @@ class Sequence:
         return outputs is not None and self.request.reads_prompt and not outputs.is_complete
 
     @property
+    def next_mask(self) -> SequenceMask | None:
+        """The mask of the next token; None if every token is allowed."""
+        mask = self.mask
+        return mask if mask is None or mask.is_needed(len(self.token_ids)) else None
+
+    @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 

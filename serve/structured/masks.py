@@ -1,4 +1,5 @@
-"""Makes the masks of a request's sequences from structured, allowed_token_ids and bad_words."""
+"""Makes the masks of a request's sequences from structured, allowed_token_ids, bad_words and
+thinking_token_budget."""
 
 from __future__ import annotations
 
@@ -6,11 +7,18 @@ import threading
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from serve.errors import RequestError
 from serve.kept import Kept, size_of
 from serve.request import Request
 from serve.sampling_params import SamplingParams
 from serve.structured.bits import Bits, bits_of
 from serve.structured.json_limits import JsonForm, JsonLimits
+from serve.structured.reasoning_limit import (
+    ReasoningEnd,
+    ReasoningLimit,
+    ReasoningLimits,
+    is_reasoning_open,
+)
 from serve.structured.token_mask import BadWords, MaskBudget, Matcher, SequenceMask
 from serve.structured_output import StructuredOutput
 from serve.text.tokenizer import Tokenizer
@@ -24,7 +32,8 @@ _Lists = tuple[Collection[int] | None, Collection[str], tuple[Bits | None, BadWo
 
 class MaskMaker:
     """Makes the masks of an engine. vocab_size: the width of the logits. bounded_json: see
-    GrammarCompiler. Thread-safe."""
+    GrammarCompiler. reasoning: how the model's reasoning is ended; None if it has none that is
+    marked. Thread-safe."""
 
     def __init__(
         self,
@@ -33,8 +42,11 @@ class MaskMaker:
         eos_token_ids: Collection[int],
         *,
         bounded_json: bool = True,
+        reasoning: ReasoningEnd | None = None,
     ) -> None:
         self._bounded_json = bounded_json
+        self._reasoning = reasoning
+        self._reasoning_limits: ReasoningLimits | None = None
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
         self._tokenizer = tokenizer
@@ -89,7 +101,8 @@ class MaskMaker:
         """
         params = request.params
         allowed, words = params.allowed_token_ids, params.bad_words
-        if params.structured is None and allowed is None and not words:
+        limits = self._limits(request)
+        if params.structured is None and allowed is None and not words and not limits:
             return None
         size = self._vocab_size
         matcher, form = None, None
@@ -112,9 +125,31 @@ class MaskMaker:
                 json=None
                 if form is None
                 else JsonLimits(form, params.max_tokens or 0, reports_cut=is_limited),
+                reasoning=limits[index] if limits else None,
             )
-            for _ in range(params.n)
+            for index in range(params.n)
         ]
+
+    def _limits(self, request: Request) -> list[ReasoningLimit]:
+        """Returns the limits of reasoning of the request's sequences; none if it has no budget."""
+        params = request.params
+        budget = params.thinking_token_budget
+        if budget is None or budget < 0 or not params.max_tokens:
+            return []
+        if self._reasoning is None:
+            raise RequestError(
+                "thinking_token_budget is not supported: the model has no reasoning that is marked",
+                param="thinking_token_budget",
+                code="unsupported_parameter",
+            )
+        made = self._reasoning_limits
+        if made is None:
+            made = ReasoningLimits(self._tokenizer, self._reasoning)
+            self._reasoning_limits = made
+        is_open = params.is_reasoning_open
+        if is_open is None:
+            is_open = is_reasoning_open(self._tokenizer, made.style, request.prompt_token_ids)
+        return [made.make(budget, is_open=is_open) for _ in range(params.n)]
 
     def _matcher(self, structured: StructuredOutput) -> tuple[Matcher, JsonForm | None]:
         compiler = self.compiler

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from serve.structured.json_limits import JsonLimits
+    from serve.structured.reasoning_limit import ReasoningLimit
 
 logger = logging.getLogger(__name__)
 
@@ -201,10 +202,12 @@ class SequenceMask:
         min_output: int = 0,
         budget: MaskBudget | None = None,
         json: JsonLimits | None = None,
+        reasoning: ReasoningLimit | None = None,
     ) -> None:
         """allowed: the only tokens that may come. stop_ids: tokens that end the sequence once it
         has min_output tokens, with eos_ids among them unless EOS is ignored. budget: that of the
-        request. json: the limits of the JSON in the matcher's texts."""
+        request. json: the limits of the JSON in the matcher's texts. reasoning: what it forces
+        is allowed whatever else is, except by the matcher."""
         self.error: str | None = None
         self.cost_s = 0.0  # seconds of the last fill()
         self.job: object = None  # opaque: a mask that is filled ahead of its step has its job here
@@ -212,6 +215,8 @@ class SequenceMask:
         self._num_prompt = num_prompt
         self._matcher = matcher
         self._json = json
+        self._reasoning = reasoning
+        self._is_constant = matcher is not None or allowed is not None or bad_words is not None
         self._bad_words = bad_words
         self._stops = bits_of(stop_ids, vocab_size)
         self._ends = bits_of(stop_ids | eos_ids, vocab_size)
@@ -233,6 +238,13 @@ class SequenceMask:
         if self.error is not None:
             self.bits[:] = self._whole  # the next token is never delivered
 
+    def is_needed(self, num_tokens: int) -> bool:
+        """Returns whether the mask of the token after this many may forbid any. What it returns
+        changes only with ending(), between two steps."""
+        if self._is_constant or self._reasoning is None:
+            return True
+        return self._reasoning.may_force(num_tokens - self._num_prompt)
+
     @property
     def is_cut(self) -> bool:
         """Whether the text was completed because the request's tokens run out."""
@@ -241,7 +253,9 @@ class SequenceMask:
     def ending(self, token_ids: Sequence[int]) -> FinishReason | None:
         """Returns STOP if the text is complete and no token can follow, or LENGTH if it was
         completed for lack of tokens, and ERROR after an error."""
-        matcher = self._matcher
+        matcher, reasoning = self._matcher, self._reasoning
+        if reasoning is not None and reasoning.may_force(len(token_ids) - self._num_prompt):
+            self._guarded(lambda: reasoning.observe(self._output(token_ids)))
         if matcher is not None and self.error is None:
             seconds = 0.0
             # else the end is noticed a step later, when the mask allows only EOS
@@ -278,6 +292,9 @@ class SequenceMask:
             end -= 1
         return end
 
+    def _output(self, token_ids: Sequence[int]) -> Sequence[int]:
+        return token_ids[self._num_prompt : self._end(token_ids)]
+
     def _follow(self, matcher: Matcher, token_ids: Sequence[int]) -> None:
         matcher.follow(token_ids, self._num_prompt, self._end(token_ids))
         self._check_error(matcher)
@@ -298,6 +315,9 @@ class SequenceMask:
             self._follow(matcher, token_ids)
             matcher.fill(self._buffer)
             self._check_error(matcher)
+        if self._reasoning is not None and self.error is None and self._force(token_ids, end):
+            return
+        if matcher is not None:
             bits &= self._allowed
             if self._json is not None and self.error is None:
                 self._json.limit_number(bits, self._recent(token_ids, end))
@@ -317,6 +337,23 @@ class SequenceMask:
             bits &= ~self._stops
         if self.error is None and not bits.any():
             self.error = NOTHING_ALLOWED
+
+    def _force(self, token_ids: Sequence[int], end: int) -> bool:
+        """Allows only the token that ends the reasoning, if one is due and the matcher has allowed
+        it; returns whether it did."""
+        reasoning = self._reasoning
+        assert reasoning is not None
+        if not reasoning.may_force(end - self._num_prompt):
+            return False
+        token = reasoning.forced(self._output(token_ids))
+        if token is None or (self._matcher is not None and not self._has(token)):
+            return False
+        self.bits[:] = 0
+        self.bits[token >> 5] = np.uint32(1 << (token & 31))
+        return True
+
+    def _has(self, token: int) -> bool:
+        return bool(self.bits[token >> 5] >> (token & 31) & 1)
 
     def _recent(self, token_ids: Sequence[int], end: int) -> Sequence[int]:
         return token_ids[max(self._num_prompt, end - RECENT_TOKENS) : end]
