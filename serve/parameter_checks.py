@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+import re
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 
 from serve.errors import RequestError
 
@@ -41,3 +43,19 @@ def check_float(name: str, value: object, low: float, high: float) -> None:
         )
     if not math.isfinite(value) or not low <= value <= high:
         raise RequestError(f"{name} must be between {low:g} and {high:g}", param=name)
+
+
+@contextmanager
+def parameters_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames parameters in the RequestErrors of the block. names: the API's name by ours."""
+    try:
+        yield
+    except RequestError as exc:
+        ours = exc.param or ""
+        if ours not in names:
+            raise
+        theirs = names[ours]
+        message = re.sub(
+            rf"(?<!the )\b{ours}\b", theirs, str(exc)
+        )  # "the prompt" is not the parameter
+        raise RequestError(message, param=theirs, code=exc.code) from exc

@@ -14,7 +14,7 @@ from dataclasses import replace
 from memory.kv_manager import KVManager
 from memory.pages.linux_vmm import LinuxMemory
 from serve.config import EngineConfig
-from serve.engine.chat_prompt import make_chat_template
+from serve.engine.chat_prompt import make_chat_template, reasoning_end
 from serve.engine.loader import LoadedEngine, Parts
 from serve.engine.pools import ComputeThread
 from serve.engine.request_limits import RequestLimits
@@ -106,6 +106,7 @@ def load_instant(
         config.max_num_waiting,
         config.max_num_seqs,
         config.ttft_slo,
+        reasoning=reasoning_end(tokenizer, config),
     )
     core = parts.core(
         runner=runner,

@@ -17,8 +17,12 @@ from typing import Any, TypeVar, Unpack
 from rich.console import Console
 from rich.progress import Progress
 
+from serve.chat.answer_plan import AnswerPlan
+from serve.chat.message_parts import MessageParts
+from serve.chat.python_chat import ChatOptions
+from serve.chat.request import ChatRequest
 from serve.config import EngineConfig, EngineSettings
-from serve.engine.chat_prompt import encode_chat
+from serve.engine.chat_prompt import encode_chat, make_chat_format
 from serve.engine.core import EngineCore
 from serve.engine.loader import load_engine
 from serve.engine.outputs import (
@@ -31,6 +35,7 @@ from serve.engine.outputs import (
 from serve.engine.request_table import RequestState
 from serve.engine.stats import EngineStats
 from serve.errors import RequestError
+from serve.parameter_checks import parameters_named
 from serve.pooling import PoolingParams
 from serve.request import FinishReason, Prompt, Request, TokenDelta, TokenLogprobs
 from serve.sampling_params import SamplingParams
@@ -43,8 +48,15 @@ class _Collector:
     """The Sink of one request. It goes into the queue `done` when all its sequences have ended."""
 
     def __init__(
-        self, done: queue.SimpleQueue[_Collector], token_text: Callable[[int], str]
+        self,
+        done: queue.SimpleQueue[_Collector],
+        token_text: Callable[[int], str],
+        *,
+        keeps_deltas: bool = False,
     ) -> None:
+        """keeps_deltas: `deltas` has all deltas; else none."""
+        self.deltas: list[TokenDelta] = []
+        self._keeps_deltas = keeps_deltas
         self.request: Request | None = None
         self.outputs: list[CompletionOutput] = []
         self.error: Exception | None = None
@@ -62,6 +74,8 @@ class _Collector:
     def push(self, delta: TokenDelta) -> None:
         self.outputs[delta.index].extend(delta, self._token_text)
         self.last = delta
+        if self._keeps_deltas:
+            self.deltas.append(delta)
         self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         if delta.finish_reason is not None:
             self._num_left -= 1
@@ -110,6 +124,7 @@ class LLM:
         settings.setdefault("inter_token_factor", math.inf)  # callers read whole answers
         self.config = EngineConfig.from_settings(model, **settings)
         self._loaded = load_engine(self.config, progress=progress)
+        self._chat_format = make_chat_format(self._loaded.tokenizer, self.config)
         self._loaded.core.start()
         self._finalizer = weakref.finalize(self, self._loaded.close)
 
@@ -159,26 +174,95 @@ class LLM:
         *,
         use_tqdm: bool = True,
         client: str | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        include_reasoning: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Does what `generate` does for one conversation or a list of them."""
-        template = self._loaded.template
-        if template is None:
+        """Does what `generate` does for one conversation or a list of them, and reads reasoning and
+        tool calls in the answers: see CompletionOutput.
+
+        The arguments after `client` mean what the fields of /v1/chat/completions mean; a bound on
+        the reasoning is SamplingParams.thinking_token_budget. add_generation_prompt: None is True
+        unless the final message is continued. Raises RequestError that names the argument.
+        """
+        if self._loaded.template is None:
             raise RequestError("this model has no chat template", param="messages")
+        options = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            reasoning_effort,
+            include_reasoning,
+            chat_template_kwargs,
+            add_generation_prompt,
+            continue_final_message,
+        )
         one = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if one else messages
-        limits, tokenizer = self._loaded.limits, self.tokenizer
-        prompts = [
-            {
-                "prompt_token_ids": encode_chat(
-                    template, tokenizer, item, limits, add_generation_prompt
-                )
-            }
-            for item in conversations
+        params = _params_for(sampling_params, len(conversations), SamplingParams)
+        plans = []
+        prompts = []
+        for conversation, each in zip(conversations, params, strict=True):
+            asked = options.request(conversation, each)
+            plans.append(self._plan(asked))
+            prompts.append({"prompt_token_ids": self._rendered(asked, plans[-1])})
+        by_tools = all(plan.structured_by_tools for plan in plans)
+        with parameters_named({"structured": "tools"} if by_tools else {}):
+            all_params = [plan.params for plan in plans]
+            done = self._run(prompts, all_params, use_tqdm, client, keeps_deltas=True)
+        return [
+            self._read(collector, state, plan)
+            for (collector, state), plan in zip(done, plans, strict=True)
         ]
-        params = _params_for(sampling_params, len(prompts), SamplingParams)
-        done = self._run(prompts, params, use_tqdm, client)
-        return [collector.output(state) for collector, state in done]
+
+    def _plan(self, asked: ChatRequest) -> AnswerPlan:
+        return AnswerPlan(
+            asked,
+            self._chat_format,
+            template=self.tokenizer.chat_template or "",
+            bounded_json=self.config.bounded_json,
+            reasoning_budget=self.config.reasoning_budget,
+        )
+
+    def _rendered(self, asked: ChatRequest, plan: AnswerPlan) -> list[int]:
+        template = self._loaded.template
+        assert template is not None
+        return encode_chat(
+            template,
+            self.tokenizer,
+            asked.messages,
+            self._loaded.limits,
+            asked.add_generation_prompt,
+            style=self._chat_format,
+            tools=plan.tools,
+            template_kwargs=plan.template_kwargs,
+            continue_final_message=asked.continue_final_message,
+        )
+
+    def _read(self, collector: _Collector, state: RequestState, plan: AnswerPlan) -> RequestOutput:
+        """Returns the output, with what a plan's readers find in the texts."""
+        output = collector.output(state)
+        if not plan.is_read:
+            for answer in output.outputs:
+                answer.content = answer.text
+            return output
+        readers = plan.readers(self.tokenizer, output.prompt_token_ids)
+        said = [MessageParts() for _ in readers]
+        for delta in collector.deltas:
+            step = readers[delta.index].read(delta.index, delta)
+            said[delta.index].extend(step.parts)
+            if step.finish_reason is not None:
+                output.outputs[delta.index].finish_reason = step.finish_reason
+        for answer, reader, parts in zip(output.outputs, readers, said, strict=True):
+            answer.content, answer.tool_calls = parts.content, parts.tool_calls
+            answer.reasoning = "".join(parts.reasoning) or None
+            answer.reasoning_tokens = reader.reasoning_tokens
+        return output
 
     def _run(
         self,
@@ -186,9 +270,12 @@ class LLM:
         params: Sequence[SamplingParams | PoolingParams],
         show_progress: bool,
         client: str | None,
+        *,
+        keeps_deltas: bool = False,
     ) -> list[tuple[_Collector, RequestState]]:
         done: queue.SimpleQueue[_Collector] = queue.SimpleQueue()
-        collectors = [_Collector(done, self.tokenizer.token_text) for _ in prompts]
+        token_text = self.tokenizer.token_text
+        collectors = [_Collector(done, token_text, keeps_deltas=keeps_deltas) for _ in prompts]
         core = self._loaded.core
         window = self.config.max_num_waiting
         states: list[RequestState] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serve.engine.node_recovery import NO_MEMORY
 from serve.errors import EngineStoppedError, GenerationError, MemoryLostError
@@ -22,7 +22,13 @@ class Logprob(NamedTuple):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One finished sequence of a request. logprobs: per position, token id -> Logprob."""
+    """One finished sequence of a request. logprobs: per position, token id -> Logprob.
+
+    LLM.chat also sets what it has read in the text. content: the visible answer, None if there are
+    only calls or reasoning. reasoning: the model's thoughts. tool_calls: in OpenAI's shape.
+    reasoning_tokens: the tokens of the reasoning, markers included. finish_reason is then
+    "tool_calls" for an answer that ends with calls.
+    """
 
     index: int
     text: str = ""
@@ -32,6 +38,19 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    reasoning_tokens: int = 0
+
+    def message(self) -> dict[str, Any]:
+        """Returns the answer of a chat as the message that continues the conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
 
     def extend(self, delta: TokenDelta, token_text: Callable[[int], str]) -> None:
         """Appends a delta of this sequence; token_text gives the text of a single token."""

@@ -17,10 +17,10 @@ from serve.structured.reasoning_limit import (
     ReasoningEnd,
     ReasoningLimit,
     ReasoningLimits,
-    is_reasoning_open,
 )
 from serve.structured.token_mask import BadWords, MaskBudget, Matcher, SequenceMask
 from serve.structured_output import StructuredOutput
+from serve.text.reasoning_prompt import is_reasoning_open
 from serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from serve.text.chat_parser.reasoning import ReasoningParser
 from serve.text.chat_parser.scan import overlap
 from serve.text.tokenizer import Tokenizer
 
-TAIL_TOKENS = 16  # the prompt's last tokens, which show whether it ends inside the reasoning
 _CHARACTER_BYTES = 4
 # The number of last tokens that may have changed: more than two steps in flight have.
 _LOOK_BACK = 16
@@ -30,14 +29,6 @@ class ReasoningEnd:
 
     style: ReasoningFormat
     message: str = ""
-
-
-def is_reasoning_open(
-    tokenizer: Tokenizer, style: ReasoningFormat, prompt_token_ids: Sequence[int]
-) -> bool:
-    """Returns whether the prompt ends with the marker that begins the reasoning."""
-    tail = list(prompt_token_ids[-TAIL_TOKENS:])
-    return tokenizer.decode(tail, skip_special_tokens=False).rstrip().endswith(style.begin)
 
 
 class ReasoningLimits:

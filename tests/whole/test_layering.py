@@ -55,6 +55,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "serve/http/responses": (
         "serve",
+        "serve/chat",
         "serve/text",
         "serve/http/openai",
         "serve/http/calls",
@@ -63,6 +64,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "serve/http/openai": (
         "serve",
+        "serve/chat",
         "serve/engine",
         "serve/text",
         "serve/http/calls",
@@ -71,6 +73,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "serve/http/anthropic": (
         "serve",
+        "serve/chat",
         "serve/text",
         "serve/http/calls",
         "serve/http/schema",
@@ -78,6 +81,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "serve/http/calls": (
         "serve",
+        "serve/chat",
         "serve/engine",
         "serve/structured",
         "serve/text",
@@ -88,6 +92,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/http/edge": ("serve",),
     "serve/engine": (
         "serve",
+        "serve/chat",
         "serve/loading",
         "serve/runner",
         "serve/scheduler",
@@ -95,6 +100,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/text",
         "serve/models",
     ),
+    "serve/chat": ("serve", "serve/text"),
     "serve/loading": ("serve", "serve/runner", "serve/models"),
     "serve/runner": ("serve", "serve/scheduler", "serve/models"),
     "serve/scheduler": ("serve", "serve/structured"),

@@ -15,8 +15,8 @@ from serve.http.calls.answer_head import event_stream
 from serve.http.calls.answer_writer import write_stream, write_whole
 from serve.http.calls.chat_run import ChatRun
 from serve.http.calls.context import ApiContext, Call, Route
-from serve.http.calls.generation import parameters_named
 from serve.http.edge.errors import json_response
+from serve.parameter_checks import parameters_named
 from serve.sampling_params import SamplingParams
 
 # The names of this API by those of SamplingParams and the engine.

@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
+from serve.chat.answer_reader import ChatStep
 from serve.http.anthropic.errors import error_object
 from serve.http.calls.answer_writer import Counts
-from serve.http.calls.chat_run import ChatStep
 from serve.http.edge.errors import ApiError
 from serve.http.edge.sse import named_event
 from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallStart

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from serve.chat.reasoning import ReasoningOptions
+from serve.chat.request import ChatRequest
 from serve.errors import RequestError
 from serve.http.anthropic.blocks import (
     CACHE_CONTROL,
@@ -15,8 +17,6 @@ from serve.http.anthropic.blocks import (
 )
 from serve.http.anthropic.errors import THREADS_UNSUPPORTED
 from serve.http.anthropic.tools import TOOL_CHOICE, TOOLS, chat_tools
-from serve.http.calls.chat_run import ChatRequest
-from serve.http.calls.conversation import effort_kwargs
 from serve.http.calls.sampling_fields import MAX_CLIENT_CHARS, MAX_TOKENS, MODEL
 from serve.http.calls.structured_fields import BOUNDED, bounded, json_schema
 from serve.http.schema.fields import (
@@ -206,7 +206,7 @@ def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:
         tools=tools,
         tool_choice=tool_choice,
         parallel_tool_calls=not one_call,
-        template_kwargs=_template_kwargs(values),
+        reasoning=_reasoning(values),
         add_generation_prompt=not prefills,
         continue_final_message=prefills,
         client=values.get("metadata", {}).get("user_id") or None,
@@ -214,9 +214,10 @@ def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:
     )
 
 
-def _template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
-    kwargs = effort_kwargs(values.get("output_config", {}).get("effort"))
+def _reasoning(values: Mapping[str, Any]) -> ReasoningOptions:
+    effort: str | None = values.get("output_config", {}).get("effort")
     thinking = values.get("thinking")
-    if thinking is not None:
-        kwargs["enable_thinking"] = thinking["type"] != "disabled"
-    return kwargs
+    if thinking is None:
+        return ReasoningOptions(effort)
+    is_enabled = thinking["type"] != "disabled"
+    return ReasoningOptions(effort, thinking.get("budget_tokens"), is_enabled)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from serve.chat.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS
 from serve.errors import RequestError
 from serve.http.anthropic.blocks import CACHE_CONTROL, NAME
-from serve.http.calls.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS, PARAMETERS
+from serve.http.calls.tools import PARAMETERS
 from serve.http.edge.errors import quoted
 from serve.http.schema.fields import (
     Boolean,

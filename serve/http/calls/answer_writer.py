@@ -8,7 +8,8 @@ from typing import Protocol
 
 from aiohttp import web
 
-from serve.http.calls.chat_run import ChatRun, ChatStep
+from serve.chat.answer_reader import ChatStep
+from serve.http.calls.chat_run import ChatRun
 from serve.http.edge.errors import ApiError
 from serve.http.edge.sse import EventStream
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from serve.engine.node_recovery import NO_MEMORY
@@ -168,19 +166,3 @@ async def submit_each(
             stream.abort()
         raise
     return streams
-
-
-@contextmanager
-def parameters_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Renames parameters in the RequestErrors of the block. names: the API's name by ours."""
-    try:
-        yield
-    except RequestError as exc:
-        ours = exc.param or ""
-        if ours not in names:
-            raise
-        theirs = names[ours]
-        message = re.sub(
-            rf"(?<!the )\b{ours}\b", theirs, str(exc)
-        )  # "the prompt" is not the parameter
-        raise RequestError(message, param=theirs, code=exc.code) from exc

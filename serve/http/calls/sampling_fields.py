@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serve.errors import RequestError
+from serve.http.calls.reasoning_fields import BUDGET_FIELD
 from serve.http.calls.structured_fields import STRUCTURED_FIELDS, structured_output
 from serve.http.edge.errors import quoted
 from serve.http.schema.fields import (
@@ -68,6 +69,7 @@ SAMPLING_FIELDS: dict[str, FieldType] = {
     "allowed_token_ids": TokenIds(MAX_ALLOWED_TOKEN_IDS, min_items=1),
     "bad_words": List(String(MAX_BAD_WORD_LENGTH, min_chars=1), MAX_BAD_WORDS),
     "prompt_logprobs": Integer(0, MAX_LOGPROBS),
+    "thinking_token_budget": BUDGET_FIELD,
 }
 STREAM_FIELDS: dict[str, FieldType] = {
     "stream": Boolean(),

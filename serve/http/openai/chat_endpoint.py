@@ -8,12 +8,12 @@ from serve.http.calls.answer_head import CHAT, answer_head, event_stream
 from serve.http.calls.answer_writer import write_stream, write_whole
 from serve.http.calls.chat_run import ChatRun
 from serve.http.calls.context import ApiContext, Call, Route
-from serve.http.calls.generation import parameters_named
 from serve.http.edge.large_json import large_response
 from serve.http.openai import requests as schema
 from serve.http.openai.answer_schemas import CHAT_ANSWER
 from serve.http.openai.chat_writer import ChatStreamWriter, WholeChatWriter, charge_size
 from serve.http.schema.describe import Operation
+from serve.parameter_checks import parameters_named
 
 
 def chat_routes(context: ApiContext) -> list[Route]:

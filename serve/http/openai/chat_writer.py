@@ -8,9 +8,11 @@ from typing import Any
 
 import orjson
 
+from serve.chat.answer_reader import ChatStep
+from serve.chat.message_parts import MessageParts
 from serve.errors import RequestError
 from serve.http.calls.answer_head import AnswerHead
-from serve.http.calls.chat_run import ChatRun, ChatStep
+from serve.http.calls.chat_run import ChatRun
 from serve.http.edge.errors import ApiError
 from serve.http.edge.large_json import CHARS_PER_VALUE, drained, json_list
 from serve.http.edge.memory_budget import LOGPROB_BYTES, Charge
@@ -26,9 +28,7 @@ from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArgument
 class _Choice:
     """One choice, collected from its steps."""
 
-    texts: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[tuple[ToolCallStart, list[str]]] = field(default_factory=list)
+    said: MessageParts = field(default_factory=MessageParts)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
@@ -36,16 +36,7 @@ class _Choice:
 
     def extend(self, step: ChatStep) -> None:
         delta = step.delta
-        for part in step.parts:
-            match part:
-                case Text(text):
-                    self.texts.append(text)
-                case Reasoning(text):
-                    self.reasoning.append(text)
-                case ToolCallStart():
-                    self.calls.append((part, []))
-                case ToolCallArguments(number, text):
-                    self.calls[number][1].append(text)
+        self.said.extend(step.parts)
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
             self.logprobs = self.logprobs or []
@@ -55,24 +46,12 @@ class _Choice:
 
     def message(self) -> dict[str, Any]:
         """Returns the message. content is null if the choice has only reasoning or calls."""
-        content = "".join(self.texts)
-        is_null = not content and (self.calls or self.reasoning)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if is_null else content,
-            "refusal": None,
-        }
-        if self.reasoning:
-            message["reasoning_content"] = "".join(self.reasoning)
-        if self.calls:
-            message["tool_calls"] = [
-                {
-                    "id": start.call_id,
-                    "type": "function",
-                    "function": {"name": start.name, "arguments": "".join(arguments)},
-                }
-                for start, arguments in self.calls
-            ]
+        said = self.said
+        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+        if said.reasoning:
+            message["reasoning_content"] = "".join(said.reasoning)
+        if said.calls:
+            message["tool_calls"] = said.tool_calls
         return message
 
 
@@ -121,7 +100,8 @@ class WholeChatWriter:
         """The approximate number of values in the body."""
         params, prompt_tokens = self._asked.params, self._run.prompt_tokens
         num_tokens = sum(len(item.token_ids) for item in self._choices)
-        texts = [text for item in self._choices for text in (*item.texts, *item.reasoning)]
+        said = [item.said for item in self._choices]
+        texts = [text for item in said for text in (*item.texts, *item.reasoning)]
         size = FIELDS * len(self._choices) + sum(map(len, texts)) // CHARS_PER_VALUE
         if params.logprobs is not None:
             size += num_tokens * (1 + params.logprobs)

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from serve.http.calls.answer_head import COMPLETION, answer_head, event_stream
 from serve.http.calls.context import ApiContext, Call, Route
-from serve.http.calls.generation import Generation, parameters_named, submit_each
+from serve.http.calls.generation import Generation, submit_each
 from serve.http.openai import requests as schema
 from serve.http.openai.answer_schemas import COMPLETION_ANSWER
 from serve.http.openai.completion_writer import (
@@ -19,6 +19,7 @@ from serve.http.openai.completion_writer import (
 )
 from serve.http.openai.prompts import cut_long_texts
 from serve.http.schema.describe import Operation
+from serve.parameter_checks import parameters_named
 from serve.request import Prompt
 
 if TYPE_CHECKING:

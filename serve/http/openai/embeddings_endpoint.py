@@ -12,7 +12,7 @@ from aiohttp import web
 
 from serve.engine.outputs import EmbeddingOutput, embedding_output
 from serve.http.calls.context import ApiContext, Call, Route
-from serve.http.calls.generation import checked, parameters_named, submit_each
+from serve.http.calls.generation import checked, submit_each
 from serve.http.calls.sampling_fields import (
     CLIENT_FIELDS,
     IGNORED_FIELDS,
@@ -28,6 +28,7 @@ from serve.http.openai.answer_schemas import EMBEDDINGS_ANSWER
 from serve.http.openai.prompts import cut_long_texts, prompts_field, with_options
 from serve.http.schema.describe import Operation
 from serve.http.schema.fields import Boolean, Integer, OneOfNames, Record, Unknown
+from serve.parameter_checks import parameters_named
 from serve.pooling import MAX_DIMENSIONS, POOLING_KINDS, PoolingParams
 from serve.request import Prompt
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from serve.chat.request import ChatRequest
 from serve.errors import RequestError
-from serve.http.calls.chat_run import ChatRequest
 from serve.http.calls.conversation import CONVERSATION_FIELDS, conversation
 from serve.http.calls.sampling_fields import (
     COMMON_FIELDS,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiohttp import web
 
+from serve.chat.request import ChatRequest
 from serve.errors import RequestError
-from serve.http.calls.chat_run import ChatRequest, ChatRun
+from serve.http.calls.chat_run import ChatRun
 from serve.http.calls.context import ApiContext, Call, Route
 from serve.http.calls.conversation import CONVERSATION_FIELDS, conversation
 from serve.http.edge.errors import body_response, json_response

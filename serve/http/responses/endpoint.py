@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import orjson
 from aiohttp import web
 
+from serve.chat.request import ChatRequest
 from serve.errors import RequestError
 from serve.http.calls.answer_head import event_stream
 from serve.http.calls.answer_writer import write_stream, write_whole
-from serve.http.calls.chat_run import ChatRequest, ChatRun
+from serve.http.calls.chat_run import ChatRun
 from serve.http.calls.context import ApiContext, Call, Route
-from serve.http.calls.generation import parameters_named
 from serve.http.calls.messages import MAX_MESSAGES
 from serve.http.edge.errors import ApiError, body_response, json_response, quoted
 from serve.http.edge.large_json import CHARS_PER_VALUE, json_bytes, large_response
@@ -30,6 +30,7 @@ from serve.http.responses.response_head import response_head
 from serve.http.responses.response_writer import ResponseWriter
 from serve.http.responses.store import ResponseStore, StoredResponse
 from serve.kept import Kept
+from serve.parameter_checks import parameters_named
 from serve.sampling_params import SamplingParams
 
 TURN_BYTES = 1 << 20

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from serve.chat.reasoning import BUDGET, EFFORTS
+from serve.chat.request import ChatRequest
+from serve.chat.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS
 from serve.errors import RequestError
-from serve.http.calls.chat_run import ChatRequest
-from serve.http.calls.conversation import effort_kwargs
+from serve.http.calls.reasoning_fields import BUDGET_FIELD, reasoning_options
 from serve.http.calls.sampling_fields import (
     CLIENT_FIELDS,
     IGNORED_FIELDS,
@@ -19,7 +21,7 @@ from serve.http.calls.sampling_fields import (
     sampling_params,
 )
 from serve.http.calls.structured_fields import BOUNDED, JSON_OBJECT, bounded, json_schema
-from serve.http.calls.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS, PARAMETERS
+from serve.http.calls.tools import PARAMETERS
 from serve.http.edge.errors import quoted
 from serve.http.responses.items import INPUT, NAME, chat_messages, input_items
 from serve.http.schema.fields import (
@@ -160,7 +162,7 @@ _FORMAT = Tagged(
 _SUMMARY = OneOfNames(("auto", "concise", "detailed"))
 _REASONING = Record(
     {
-        "effort": OneOfNames(("none", "minimal", "low", "medium", "high", "xhigh", "max")),
+        "effort": OneOfNames(EFFORTS),
         "summary": _SUMMARY,
         "generate_summary": _SUMMARY,
         "context": OneOfNames(("auto", "current_turn", "all_turns")),
@@ -180,6 +182,7 @@ _PROMPT_FIELDS: dict[str, FieldType] = {
     "parallel_tool_calls": Boolean(),
     "text": Record({"format": _FORMAT, "verbosity": OneOfNames(("low", "medium", "high"))}),
     "reasoning": _REASONING,
+    BUDGET: BUDGET_FIELD,
     "truncation": Unsupported(("disabled",)),
     "conversation": Unsupported(),
 }
@@ -241,13 +244,14 @@ class ResponseCall:
         values = self.values
         instructions = values.get("instructions")
         effort = values.get("reasoning", {}).get("effort")
+        said = {"reasoning_effort": effort, BUDGET: values.get(BUDGET)}
         return ChatRequest(
             chat_messages(instructions, [*before, *items], first=len(before)),
             self.params,
             tools=self.functions,
             tool_choice=self.tool_choice,
             parallel_tool_calls=values.get("parallel_tool_calls", True),
-            template_kwargs=effort_kwargs(effort),
+            reasoning=reasoning_options(said),
             client=client_name(values),
             bounded_json=values.get("bounded_json"),
         )

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
+from serve.chat.answer_reader import ChatStep
 from serve.http.calls.answer_writer import Counts
-from serve.http.calls.chat_run import ChatStep
 from serve.http.edge.errors import ApiError
 from serve.http.edge.large_json import json_bytes
 from serve.http.edge.sse import named_event

@@ -219,7 +219,9 @@ class SteppedCore:
             kv=self.bench.kv,
             tokenizer=Tokenizer.load(checkpoint("llama")),
             eos_token_ids=frozenset(),
-            limits=SimpleNamespace(ttft_slo_s=None, vocab_size=320, bounded_json=True, reasoning=None),
+            limits=SimpleNamespace(
+                ttft_slo_s=None, vocab_size=320, bounded_json=True, reasoning=None
+            ),
             compute=ComputeThread(),
             clock=time.monotonic,
         )

@@ -309,7 +309,9 @@ class Bench:
             kv=kv,
             tokenizer=Tokenizer.load(checkpoint("llama")),
             eos_token_ids=frozenset(),
-            limits=SimpleNamespace(ttft_slo_s=None, vocab_size=320, bounded_json=True, reasoning=None),
+            limits=SimpleNamespace(
+                ttft_slo_s=None, vocab_size=320, bounded_json=True, reasoning=None
+            ),
             compute=self.compute,
             clock=functools.partial(next, self.now_s),
         )

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from serve.structured.reasoning_limit import ReasoningEnd, ReasoningLimits, is_reasoning_open
+from serve.structured.reasoning_limit import ReasoningEnd, ReasoningLimits
 from serve.structured.token_mask import SequenceMask, bits_of
 from serve.text.chat_parser.formats import REASONING_FORMATS, ReasoningFormat
+from serve.text.reasoning_prompt import is_reasoning_open
 
 THINK = REASONING_FORMATS["deepseek_r1"]
 MESSAGE = "So far."
@@ -33,7 +34,9 @@ def bytes_tokenizer(*, pieces: bool = True) -> Any:
     return SimpleNamespace(pieces=table if pieces else None, encode=encode, decode=decode)
 
 
-def limits(message: str = MESSAGE, style: ReasoningFormat = THINK, **kwargs: Any) -> ReasoningLimits:
+def limits(
+    message: str = MESSAGE, style: ReasoningFormat = THINK, **kwargs: Any
+) -> ReasoningLimits:
     return ReasoningLimits(bytes_tokenizer(**kwargs), ReasoningEnd(style, message))
 
 

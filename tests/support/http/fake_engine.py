@@ -24,6 +24,7 @@ class FakeTokenizer:
     special_ids: frozenset[int] = frozenset()
     strips_leading_space = False
     max_growth = 1.0
+    chat_template: str | None = None
 
     def growth(self, text: str) -> float:
         return 1.0

@@ -48,6 +48,10 @@ def _http(what: str, constant: str, unit: str, beyond: str, setting: str = "") -
     return Limit(what, f"serve.http.{constant}", unit, beyond, setting)
 
 
+def _chat(what: str, constant: str, unit: str, beyond: str) -> Limit:
+    return Limit(what, f"serve.chat.{constant}", unit, beyond)
+
+
 HEAD = (
     _http("length of the request line or a header", "edge.limits:LINE_BYTES", SIZE, "431, closed"),
     _http("number of headers", "edge.limits:HEADERS", COUNT, "431, closed"),
@@ -194,6 +198,7 @@ SAMPLING = (
     Limit("length of a bad word", _SAMPLING + "MAX_BAD_WORD_LENGTH", CHARS, _LONG),
     _http("`logprobs`", "openai.requests:MAX_COMPLETION_LOGPROBS", COUNT, _VALUE),
     _http("`top_logprobs`", "openai.requests:MAX_TOP_LOGPROBS", COUNT, _VALUE),
+    _http("a bound on reasoning", "calls.reasoning_fields:MAX_BUDGET", TOKENS, _VALUE),
     _http("`n` x `max_tokens` x (1 + `top_logprobs`)", "edge.limits:LOGPROBS", COUNT, _VALUE),
     _http(
         "`prompt_logprobs` in an answer",
@@ -233,18 +238,16 @@ PROMPTS = (
     _http(
         "depth of the arguments of a tool call", "calls.messages:MAX_ARGUMENTS_DEPTH", COUNT, _VALUE
     ),
-    _http(
-        "entries of `chat_template_kwargs`", "calls.conversation:MAX_TEMPLATE_KWARGS", COUNT, _MANY
-    ),
-    _http(
+    _chat("entries of `chat_template_kwargs`", "template_kwargs:MAX_TEMPLATE_KWARGS", COUNT, _MANY),
+    _chat(
         "length of a string in `chat_template_kwargs`",
-        "calls.conversation:MAX_KWARG_CHARS",
+        "template_kwargs:MAX_KWARG_CHARS",
         CHARS,
         _LONG,
     ),
-    _http(
+    _chat(
         "absolute value of a number in `chat_template_kwargs`",
-        "calls.conversation:MAX_KWARG_INTEGER",
+        "template_kwargs:MAX_KWARG_INTEGER",
         COUNT,
         _VALUE,
     ),
@@ -267,17 +270,18 @@ PROMPTS = (
     _http("Responses: length of an id", "responses.items:MAX_ID_CHARS", CHARS, _LONG),
 )
 SHAPES = (
-    _http("tools", "calls.tools:MAX_TOOLS", COUNT, _MANY),
-    _http("size of all tools as JSON", "calls.tools:MAX_TOOLS_BYTES", SIZE, _VALUE),
-    _http("size of the schema of a tool", "calls.tools:MAX_SCHEMA_BYTES", SIZE, _VALUE),
-    _http("depth of the schema of a tool", "calls.tools:MAX_SCHEMA_DEPTH", COUNT, _VALUE),
-    _http(
+    _chat("tools", "tools:MAX_TOOLS", COUNT, _MANY),
+    _chat("length of a tool's name", "tools:MAX_NAME_CHARS", CHARS, _VALUE),
+    _chat("size of all tools as JSON", "tools:MAX_TOOLS_BYTES", SIZE, _VALUE),
+    _chat("size of the schema of a tool", "tools:MAX_SCHEMA_BYTES", SIZE, _VALUE),
+    _chat("depth of the schema of a tool", "tool_schema:MAX_SCHEMA_DEPTH", COUNT, _VALUE),
+    _chat(
         "length of a pattern in the schema of a tool",
-        "calls.tools:MAX_PATTERN_CHARS",
+        "tool_schema:MAX_PATTERN_CHARS",
         CHARS,
         _VALUE,
     ),
-    _http("length of the description of a tool", "calls.tools:MAX_DESCRIPTION_CHARS", CHARS, _LONG),
+    _chat("length of the description of a tool", "tools:MAX_DESCRIPTION_CHARS", CHARS, _LONG),
     _http(
         "size of the schema of an answer", "calls.structured_fields:MAX_SCHEMA_BYTES", SIZE, _VALUE
     ),

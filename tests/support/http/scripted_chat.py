@@ -8,7 +8,8 @@ from typing import Any, Self
 
 import pytest
 
-from serve.http.calls.chat_run import ChatRequest, ChatStep
+from serve.chat.answer_reader import ChatStep
+from serve.chat.request import ChatRequest
 from serve.http.calls.generation import Generation
 from serve.http.edge.memory_budget import MemoryBudget
 from serve.request import TokenDelta, TokenLogprobs

@@ -8,6 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from serve.chat.reasoning import ReasoningOptions
 from serve.text.chat_parser import choose_format
 from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 from tests.support.http.fake_engine import FakeEngine
@@ -144,7 +145,7 @@ def test_thinking_text_and_calls(
         }
     ]
     assert (request.tool_choice, request.parallel_tool_calls) == ("required", False)
-    assert request.template_kwargs == {"enable_thinking": True}
+    assert request.reasoning == ReasoningOptions(max_tokens=1024, is_enabled=True)
 
 
 def test_the_answer_can_be_sent_back_with_results(
@@ -240,20 +241,28 @@ def test_tool_choices(
 
 
 @pytest.mark.parametrize(
-    ("extra", "kwargs"),
+    ("extra", "options"),
     [
-        ({"thinking": {"type": "adaptive"}}, {"enable_thinking": True}),
-        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
-        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
-        ({}, {}),
+        ({"thinking": {"type": "adaptive"}}, ReasoningOptions(is_enabled=True)),
+        ({"thinking": {"type": "disabled"}}, ReasoningOptions(is_enabled=False)),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            ReasoningOptions(max_tokens=1024, is_enabled=True),
+        ),
+        ({"output_config": {"effort": "high"}}, ReasoningOptions("high")),
+        ({}, ReasoningOptions()),
     ],
 )
-def test_the_template_gets_the_thinking_options(
-    fake: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, extra: Any, kwargs: Any
+def test_the_thinking_options(
+    fake: anthropic.Anthropic,
+    monkeypatch: pytest.MonkeyPatch,
+    extra: Any,
+    options: ReasoningOptions,
 ) -> None:
     run = script_answers(monkeypatch, [[Reasoning("hm")], [Text("ok")]])
-    fake.messages.create(model="m", max_tokens=9, messages=USER, **extra)
-    assert run.request.template_kwargs == kwargs
+    fake.messages.create(model="m", max_tokens=2000, messages=USER, **extra)
+    assert run.request.reasoning == options
+    assert run.request.template_kwargs == {}
 
 
 def test_omitted_thinking_is_empty(

@@ -45,6 +45,7 @@ def served() -> Iterator[tuple[FakeEngine, openai.OpenAI]]:
 def engine(served: tuple[FakeEngine, openai.OpenAI]) -> FakeEngine:
     fake = served[0]
     fake.chat_format, fake.prompt_end, fake.reply = ChatFormat(), "", "Hello"
+    fake.tokenizer.chat_template = "{{ enable_thinking }}"
     return fake
 
 

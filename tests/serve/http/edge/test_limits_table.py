@@ -46,7 +46,9 @@ def test_no_constant_is_missing() -> None:
     """Each MAX_ constant of a module that reads requests, and each of limits.py, has a row."""
     listed = {limit.constant for limit in ALL} | NOT_OF_CLIENTS
     defined = set()
-    for path in [*Path("serve/http").rglob("*.py"), Path("serve/sampling_params.py")]:
+    folders = (Path("serve/http"), Path("serve/chat"))
+    paths = [path for folder in folders for path in folder.rglob("*.py")]
+    for path in [*paths, Path("serve/sampling_params.py")]:
         module = ".".join(path.with_suffix("").parts)
         for node in ast.parse(path.read_text()).body:
             targets = node.targets if isinstance(node, ast.Assign) else []

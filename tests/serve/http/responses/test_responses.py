@@ -9,6 +9,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from serve.chat.reasoning import ReasoningOptions
 from serve.errors import GenerationError
 from serve.text.chat_parser import choose_format
 from serve.text.chat_parser.parts import Part, Reasoning, Text
@@ -159,7 +160,7 @@ def test_reasoning_text_and_calls(fake: openai.OpenAI, monkeypatch: pytest.Monke
     function = {name: TOOLS[0][name] for name in ("name", "description", "parameters", "strict")}
     assert request.tools == [{"type": "function", "function": function}]
     assert (request.tool_choice, request.parallel_tool_calls) == ("required", False)
-    assert request.template_kwargs == {"reasoning_effort": "low"}
+    assert request.reasoning == ReasoningOptions("low")
 
 
 def test_markup_of_the_model_is_parsed() -> None:
