@@ -17,6 +17,7 @@ import torch
 from serve import LLM, SamplingParams
 from serve.errors import ConfigError, EngineStoppedError
 from serve.loading import cuda_runtime
+from serve.runner.cuda_runner import CudaRunner
 from serve.runner.graph_shapes import StepShapes
 from serve.runner.mask_filler import MaskFiller
 from serve.runner.step_device import HostStepDevice
@@ -134,6 +135,36 @@ def test_a_step_waits_for_the_tokens_of_a_mask(device, monkeypatch):
         assert output.outputs[0].finish_reason == "stop"
     assert is_late.is_set()
     assert outputs[2].outputs[0].token_ids == expected(tuple(prompts[2]), 3)
+
+
+def test_steps_wait_only_where_reasoning_may_end(device, monkeypatch):
+    """A bound on reasoning needs the tokens of a step before it is launched from the bound on, and
+    until the end is written; a step that fails there is computed again."""
+    waits = []
+    original = CudaRunner.needs_tokens
+
+    def needs(self, plan):
+        waits.append(original(self, plan))
+        return waits[-1]
+
+    monkeypatch.setattr(CudaRunner, "needs_tokens", needs)
+    prompts = prompts_of(11, 9, 4)
+    bound = greedy(30, thinking_token_budget=6, is_reasoning_open=True)
+    settings = {"reasoning_parser": "deepseek_r1", "reasoning_budget_message": ""}
+    with late_llm(**settings) as llm:
+        device.before = _fail_once(9)
+        outputs = llm.generate(prompts, [bound, greedy(20)], use_tqdm=False)
+        end = llm.tokenizer.encode("\n</think>\n\n", add_special_tokens=False)
+    with LLM(str(checkpoint("llama", "base")), dtype="float32", max_num_seqs=4, **settings) as llm:
+        on_cpu = llm.generate(prompts[0], bound, use_tqdm=False)[0].outputs[0].token_ids
+    forced = outputs[0].outputs[0].token_ids
+    assert forced[:6] == expected(tuple(prompts[0]), 6)
+    assert end[0] in forced[6:10]
+    begin = forced.index(end[0], 6)
+    assert forced[begin : begin + len(end)] == end
+    assert forced == on_cpu and len(forced) == 30
+    assert outputs[1].outputs[0].token_ids == expected(tuple(prompts[1]), 20)
+    assert sum(waits) < len(end) + 8 and not any(waits[:4]) and not any(waits[-6:])
 
 
 def _fail_once(step: int) -> Callable[[int], None]:
