@@ -11,10 +11,9 @@ from tests.support.engine.checkpoints import checkpoint
 CONTEXT = 2048
 TEMPLATE = (
     "{% for tool in tools or [] %}<tools>{{ tool | tojson }}</tools>{% endfor %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
-    "{% endfor %}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: "
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
     "{% else %}<think>\n{% endif %}{% endif %}"
 )

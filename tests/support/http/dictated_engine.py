@@ -29,7 +29,7 @@ def dictated_engine(name: str, model: Path | None = None) -> Engine:
     """model: the directory whose tokenizer and chat template it has; the embedded one by default."""
     options: dict[str, Any] = {} if model is None else {"model": str(model)}
     return Engine(
-        load=_load, served_model_name=name, max_model_len=CONTEXT, max_num_seqs=16, **options
+        load=load_dictated, served_model_name=name, max_model_len=CONTEXT, max_num_seqs=16, **options
     )
 
 
@@ -43,7 +43,7 @@ def dictated_answer(prompt: str) -> str:
     return str(sayings[min(turns, len(sayings)) - 1])
 
 
-def _load(config: Any, *, progress: bool = False) -> LoadedEngine:
+def load_dictated(config: Any, *, progress: bool = False) -> LoadedEngine:
     tokenizer = Tokenizer.load(config.model_path)
     answers: dict[tuple[int, int], list[int]] = {}
 
