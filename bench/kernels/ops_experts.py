@@ -121,5 +121,3 @@ class _Mixture:
 def _mix_all(calls: list[tuple[NativeExperts, Routing]], x: Tensor) -> None:
     for experts, routing in calls:
         experts(x, routing)
-
-

@@ -15,6 +15,7 @@ from torch import Tensor
 from memory.attention.seam import Attention, AttentionStep, PlannedAttention, Rotation, Ticket
 from ops import LinearOp
 from serve.models import Decoder
+from serve.models.blocks import AttentionWeights, DenseMlp
 
 ROWS = 8
 MS = 1e-3
@@ -104,12 +105,17 @@ class TimedOp:
 def slow_down(model: Decoder, costs: Costs, clock: Clock) -> None:
     """Gives their injected times to the products of a model that computes q first (q, then k and
     v, then three products after attention)."""
-    for layer in model.weights.layers:
-        assert layer.q is not None, "loaded with q_first"
-        layer.q = TimedOp(layer.q, costs.q_s, costs, clock)
-        layer.qkv = TimedOp(layer.qkv, costs.kv_s, costs, clock)
-        for name in ("o", "up", "down"):
-            setattr(layer, name, TimedOp(getattr(layer, name), costs.rest_s / 3, costs, clock))
+    rest = costs.rest_s / 3
+    for block in model.weights.blocks:
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(attention, AttentionWeights)
+        assert isinstance(mlp, DenseMlp)
+        assert attention.q is not None, "loaded with q_first"
+        assert attention.qkv is not None
+        attention.q = TimedOp(attention.q, costs.q_s, costs, clock)
+        attention.qkv = TimedOp(attention.qkv, costs.kv_s, costs, clock)
+        attention.o = TimedOp(attention.o, rest, costs, clock)
+        mlp.up, mlp.down = (TimedOp(op, rest, costs, clock) for op in (mlp.up, mlp.down))
 
 
 class LinkDirection:

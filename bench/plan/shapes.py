@@ -229,19 +229,22 @@ def _named(name: str, row: dict[str, Any]) -> Shape:
 
 
 def _read(path: Path) -> Shape:
-    from serve.models import count_parameters, read_spec  # imports torch
+    # these import torch
+    from serve.models import count_parameters, read_spec
+    from serve.models.families.layer_spec import MixtureSpec
 
     spec = read_spec(path)
     counts, layers = count_parameters(spec), spec.attention_layers
     table = spec.vocab_size * spec.embed_size
     mlp = spec.layers[0].mlp
+    expert = mlp.expert if isinstance(mlp, MixtureSpec) else mlp
     return Shape(
         name=path.resolve().name,
         hidden=spec.hidden_size,
         q_width=layers[0].num_heads * layers[0].head_dim,
         kv_width=layers[0].num_kv_heads * layers[0].head_dim,
         head_dim=layers[0].head_dim,
-        ffn=getattr(mlp, "expert", mlp).size,
+        ffn=expert.size,
         windows=tuple(layer.window for layer in layers),
         max_model_len=spec.max_model_len,
         block_parameters=counts.blocks + counts.experts,

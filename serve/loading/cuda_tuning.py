@@ -10,9 +10,11 @@ import logging
 
 import torch
 
+from ops.backend import LinearOp
 from ops.cuda import tune
 from ops.cuda.linear import CudaLinear
 from serve.models import Decoder
+from serve.models.blocks import AttentionWeights, Block, DenseMlp, MixtureMlp
 from serve.runner.graph_shapes import StepShapes
 
 logger = logging.getLogger(__name__)
@@ -40,22 +42,30 @@ def tune_products(model: Decoder, shapes: StepShapes, device: torch.device) -> N
 
 
 def _products(model: Decoder, shapes: StepShapes) -> list[tuple[CudaLinear, int, bool]]:
-    """Returns (product, rows, whether a residual is added) for the first layer and the head.
-
-    All layers have the same shapes.
-    """
-    layer, head = model.weights.layers[0], model.weights.head
+    """Returns (product, rows, whether a residual is added) for the head and for the first of the
+    layers that are described alike, which have the same shapes."""
+    head = model.weights.head
+    different = dict(zip(reversed(model.spec.layers), reversed(model.weights.blocks), strict=True))
+    products = [pair for block in different.values() for pair in _block_products(block)]
     found = []
     for rows in dict.fromkeys((*_ROWS, tune.bucket(shapes.max_rows))):
-        for op, adds in (
-            (layer.up, False),
-            (layer.down, True),
-            (layer.qkv, False),
-            (layer.o, True),
-            (head, False),
-        ):
+        for op, adds in [*products, (head, False)]:
             most = shapes.max_sampled if op is head else shapes.max_rows
             is_needed = rows < 2 * most  # the next power of two covers all counts below it
             if is_needed and isinstance(op, CudaLinear) and op.kernel == "int8":
                 found.append((op, rows, adds))
+    return found
+
+
+def _block_products(block: Block) -> list[tuple[LinearOp | None, bool]]:
+    """Returns a block's products and whether each adds a residual."""
+    found: list[tuple[LinearOp | None, bool]] = []
+    mlp = block.mlp
+    if isinstance(mlp, MixtureMlp):
+        mlp = mlp.shared or mlp
+    if isinstance(mlp, DenseMlp):
+        found += [(mlp.up, False), (mlp.down, block.mlp_out is None and not block.is_parallel)]
+    if isinstance(block.attention, AttentionWeights):
+        weights = block.attention
+        found += [(weights.q, False), (weights.qkv, False), (weights.o, block.attn_out is None)]
     return found

@@ -35,7 +35,7 @@ from serve.machine import local_kv_bytes, usable_processors
 from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.checksums import check_manifest
 from serve.models.progress import LoadProgress
-from serve.models.weights import MakeLinear
+from serve.models.tensors import MakeLinear
 from serve.runner.runner import Closable, Runner
 
 logger = logging.getLogger(__name__)

@@ -48,9 +48,7 @@ class GemmaCalls:
             if first is None:
                 return reader.reject()
             reader.begin_call(name)
-            reader.arguments(
-                f"{{{json.dumps(first, ensure_ascii=False)}: "
-            )
+            reader.arguments(f"{{{json.dumps(first, ensure_ascii=False)}: ")
             if not (yield from self._others(reader)):
                 return True
         yield from reader.skip_space()
