@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ops.backend import Backend, Fusion, LinearOp, Norm
-from serve.models.assemble_latent import assemble_latent
+from serve.models.assemble_latent import LatentAssembler
 from serve.models.assemble_mlp import MlpAssembler
 from serve.models.blocks import AttentionHalf, AttentionWeights, Block, PerLayerInput
 from serve.models.decoder import DecoderWeights, PerLayerTables
@@ -144,9 +144,9 @@ class Assembler:
     ) -> AttentionHalf:
         rotation = None if spec.rope is None else self._rotations[spec.rope]
         if isinstance(spec, LatentSpec):
-            return assemble_latent(
-                self._spec, spec, self._names, at, fusion, rotation, self._source, self._backend
-            )
+            assert rotation is not None, "latent attention always rotates"
+            latent = LatentAssembler(self._spec, spec, self._names, at, self._source, self._backend)
+            return latent.attention(fusion, rotation, q_first=self._q_first)
         hidden, source = self._spec.hidden_size, self._source
         q, kv = self._qkv_parts(spec, at)
         q_op: LinearOp | None = None

@@ -116,6 +116,12 @@ class TensorSource(Protocol):
     def table(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns a copy on the device in the file's type."""
 
+    def matrix(self, part: Part, num_in: int) -> Tensor:
+        """Returns the plain weight of a product, [out, in], for `pack`."""
+
+    def pack(self, weight: Tensor) -> LinearOp:
+        """Packs a plain weight, [out, in]."""
+
     def ones(self, size: int) -> Tensor:
         """Returns ones on the device in the compute type, for norms without weights."""
 
@@ -188,6 +194,13 @@ class ExpectedTensors:
 
     def table(self, name: str, shape: tuple[int, ...]) -> Any:
         self._expect(name, shape, "tables")
+        return _nothing()
+
+    def matrix(self, part: Part, num_in: int) -> Any:
+        self.product([part], num_in)
+        return torch.empty(part.num_rows, num_in, device="meta")
+
+    def pack(self, weight: Tensor) -> Any:
         return _nothing()
 
     def ones(self, size: int) -> Any:
@@ -301,6 +314,14 @@ class LoadedTensors:
     def table(self, name: str, shape: tuple[int, ...]) -> Tensor:
         # a copy, so that replacing the file does not affect a running model
         return self._checkpoint.fetch(name).to(self._device, copy=True)
+
+    def matrix(self, part: Part, num_in: int) -> Tensor:
+        if is_quantized(self._packed, [part], self._checkpoint.entries, self._checkpoint.path):
+            return self._cast(self._load_packed([part], 1.0).plain())
+        return self._cast(self._weight(part, self._is_transposed))
+
+    def pack(self, weight: Tensor) -> LinearOp:
+        return self._make[False]([weight], None, NO_FUSION)
 
     def ones(self, size: int) -> Tensor:
         return torch.ones(size, dtype=self._dtype, device=self._device)

@@ -51,7 +51,7 @@ def read_rope(
     layer_type: the key of an object for each type of layer, where there is one. theta, partial: the
     family's defaults of rope_theta and partial_rotary_factor; None: the family rotates all values.
     """
-    rope = _parameters(config, layer_type)
+    rope = rope_parameters(config, layer_type)
     theta = rope.number(
         "rope_theta", config.number("rope_theta", theta, low=1.0), low=1.0, high=1e15
     )
@@ -95,7 +95,7 @@ def _read_partial(config: ConfigReader, rope: ConfigReader, default: float | Non
     return rope.number(key, config.number(key, default, high=1.0), high=1.0)
 
 
-def _parameters(config: ConfigReader, layer_type: str | None) -> ConfigReader:
+def rope_parameters(config: ConfigReader, layer_type: str | None) -> ConfigReader:
     """Returns the reader of the object with the parameters, which may be empty."""
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     raw = config.values.get(key) or {}
