@@ -66,12 +66,15 @@ def group_layers(
     layers: Sequence[AttentionLayer], max_model_len: int
 ) -> list[tuple[int | None, list[int]]]:
     """Returns (window, layer numbers) of each group, the largest window first. A window of at least
-    max_model_len counts as None, full attention. A layer that shares the K/V of another is in its
+    max_model_len counts as None, full attention. Layers with chunks are groups of their own, whose
+    window is a chunk: no row sees more keys. A layer that shares the K/V of another is in its
     group."""
-    found: dict[int, list[int]] = {}
+    found: dict[tuple[int, bool], list[int]] = {}
     for number in range(len(layers)):
-        reach = layers[kv_owner(layers, number)].window
+        owner = layers[kv_owner(layers, number)]
+        reach = owner.window if owner.chunk is None else owner.chunk
         window = max_model_len if reach is None else min(reach, max_model_len)
-        found.setdefault(window, []).append(number)
+        has_chunks = owner.chunk is not None and window < max_model_len
+        found.setdefault((window, has_chunks), []).append(number)
     order = sorted(found, reverse=True)
-    return [(window if window < max_model_len else None, found[window]) for window in order]
+    return [(key[0] if key[0] < max_model_len else None, found[key]) for key in order]

@@ -29,7 +29,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.cuda_tuning import tune_products
 from serve.loading.disk_store import open_kv_store
-from serve.loading.kv_sizing import KVSizes, size_kv
+from serve.loading.kv_sizing import KVSizes, refuse_chunks, size_kv
 from serve.loading.precision import Precision
 from serve.machine import available_memory
 from serve.models import Decoder, ModelSpec
@@ -71,6 +71,7 @@ def load_cuda(
 ) -> CudaParts:
     """Makes K/V memory, attention and a warmed-up runner. ConfigError names the setting."""
     layers = model.attention_layers()
+    refuse_chunks(layers, config.max_model_len or spec.max_model_len, "on a GPU")
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = _layouts(config, precision, layers, [ids for _, ids in groups])
     shapes = StepShapes(config.batched_tokens, config.max_num_seqs, captures=captures)

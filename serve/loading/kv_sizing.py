@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from memory.attention.seam import AttentionLayer
 from memory.pages.layer_groups import LayerGroup, PageLayout
 from serve.config import EngineConfig
 from serve.errors import ConfigError
@@ -118,6 +119,17 @@ def _granted(wanted: int, most: int, device_bytes: int | None) -> int:
     elif granted < wanted:
         logger.info("%s by max_num_seqs sequences of max_model_len; no more is granted", asked)
     return granted
+
+
+def refuse_chunks(layers: Sequence[AttentionLayer], max_len: int, where: str) -> None:
+    """Raises ConfigError if layers attend within chunks that end before max_len."""
+    chunks = [layer.chunk for layer in layers if layer.chunk is not None]
+    if chunks and min(chunks) < max_len:
+        raise ConfigError(
+            f"max_model_len {max_len} is above the model's attention_chunk_size {min(chunks)}, "
+            f"beyond which its layers cannot attend {where}; set max_model_len to it, or serve "
+            "the model on the cpu back end"
+        )
 
 
 @contextmanager

@@ -50,6 +50,7 @@ from memory.partitioned_kv import PartitionedKV
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
+from serve.loading.kv_sizing import refuse_chunks
 from serve.loading.node_key import read_key
 from serve.loading.precision import Precision
 from serve.models import ModelSpec
@@ -163,6 +164,7 @@ class _RemoteSetup:
                 most / 2**20,
                 self.partition,
             )
+        refuse_chunks(layers, self._max_len, "on memory nodes")
         groups = group_layers(layers, self._max_len)
         # An engine that uses a part of a node gets that part of its mappings and so of its pages.
         whole = min(capacity, MAX_PAGES // _FEWEST_PAGES * node_bytes)

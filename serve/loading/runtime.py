@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from memory.attention.chunked import ChunkedAttention
 from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
 from memory.attention.kv_layout import KVCache, KVLayout
@@ -156,7 +157,7 @@ def _load_local(
         )
         with reserving(kv.total_bytes, "max_num_seqs and max_model_len"):
             address = memory.reserve(kv.total_bytes)
-        attention = _attention(kv, layouts, [ids for _, ids in groups], address, backend)
+        attention = _attention(kv, layouts, groups, address, backend)
         secret = None
         if config.kv_cache_dir is not None:
             store, secret = open_kv_store(
@@ -274,11 +275,12 @@ def _kv_layout(
 def _attention(
     kv: KVManager,
     layouts: list[KVLayout | Int8KVLayout],
-    layers_of: list[list[int]],
+    groups: list[tuple[int | None, list[int]]],
     address: int,
     backend: Backend,
 ) -> PlannedAttention:
-    """Makes attention over the reservation at `address`; layers_of: layer numbers per layout."""
+    """Makes attention over the reservation at `address`; groups: window and layer numbers of each
+    layout."""
     parts: list[PlannedAttention] = []
     for number, layout in enumerate(layouts):
         start, end = (address + kv.group_offset(i) for i in (number, number + 1))
@@ -287,4 +289,12 @@ def _attention(
         else:
             cache = KVCache(layout, start, end - start)
             parts.append(LocalAttention(layout.layers, cache, backend))
-    return parts[0] if len(parts) == 1 else GroupedAttention(parts, layers_of)
+        chunk, (window, _) = layout.layers[0].chunk, groups[number]
+        if chunk is not None and window is not None:
+            if chunk % layout.tile_tokens:
+                raise ConfigError(
+                    f"attention_chunk_size is {chunk}; K/V in {layout.tile_tokens} tokens a tile "
+                    "needs a multiple of them: use kv_dtype bfloat16 or float32"
+                )
+            parts[-1] = ChunkedAttention(parts[-1], chunk)
+    return parts[0] if len(parts) == 1 else GroupedAttention(parts, [ids for _, ids in groups])
