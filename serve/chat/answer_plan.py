@@ -13,10 +13,8 @@ from serve.chat.request import ChatRequest
 from serve.errors import RequestError
 from serve.sampling_params import SamplingParams
 from serve.structured_output import StructuredOutput
-from serve.text.chat_parser import AnswerParser, ChatFormat
-from serve.text.chat_parser.calls import ToolCallParser
+from serve.text.chat_parser import ChatFormat, Parser, make_parser
 from serve.text.chat_parser.grammar import calls_or_content, content_after_reasoning, forced_calls
-from serve.text.chat_parser.reasoning import ReasoningParser
 from serve.text.reasoning_prompt import is_reasoning_open
 from serve.text.tokenizer import Tokenizer
 
@@ -133,15 +131,15 @@ class AnswerPlan:
             return None
         return calls_or_content(style, tools, content, parallel=parallel, **options)
 
-    def _parser(self, is_open: bool) -> AnswerParser:
-        style = self._format
-        reasoning = calls = None
-        if self.reasons and style.reasoning is not None:
-            reasoning = ReasoningParser(style.reasoning, is_open=is_open)
-        if self.uses_tools and style.tools is not None:
-            names = frozenset(tool["function"]["name"] for tool in self._asked.tools)
-            calls = ToolCallParser(style.tools, names)
-        return AnswerParser(reasoning, calls)
+    def _parser(self, is_open: bool) -> Parser:
+        asked, tools = self._asked, None
+        if self.uses_tools:
+            functions = [tool["function"] for tool in asked.tools]
+            tools = {item["name"]: item.get("parameters", {}) for item in functions}
+        num_earlier = sum(len(item.get("tool_calls") or ()) for item in asked.messages)
+        return make_parser(
+            self._format, tools, reasons=self.reasons, is_open=is_open, num_earlier=num_earlier
+        )
 
     def _will_be_open(self) -> bool:
         """Predicts whether the prompt will end inside the reasoning."""

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from serve.request import FinishReason, TokenDelta
 from serve.text.chat_parser import (
-    AnswerParser,
     ChatFormat,
+    Parser,
     Part,
     Reasoning,
     ToolCallArguments,
@@ -40,7 +40,7 @@ class AnswerReader:
 
     def __init__(
         self,
-        parser: AnswerParser,
+        parser: Parser,
         style: ChatFormat,
         *,
         counts_reasoning: bool,
@@ -60,10 +60,11 @@ class AnswerReader:
     def read(self, choice: int, delta: TokenDelta) -> ChatStep:
         """Returns the step of the answer's next delta."""
         parser = self._parser
-        had_reasoned = parser.has_reasoned
+        # a format with channels may return to its reasoning
+        was_reasoning = parser.is_reasoning or not parser.has_reasoned
         parts = parser.push(delta.text)
         reason = delta.finish_reason
-        if self._counts_reasoning and not had_reasoned:
+        if self._counts_reasoning and (was_reasoning or parser.is_reasoning):
             self.reasoning_tokens += self._num_reasoning(delta, parts)
         if reason is not None:
             parts += parser.finish()
@@ -83,8 +84,8 @@ class AnswerReader:
         return True
 
     def _num_reasoning(self, delta: TokenDelta, parts: list[Part]) -> int:
-        """Returns how many tokens of the delta are reasoning, markers included. The reasoning had
-        not ended before the delta."""
+        """Returns how many tokens of the delta are reasoning, markers included. It is the
+        first that may have some, or reasoning is open before or after it."""
         ids, parser = delta.token_ids, self._parser
         if parser.is_reasoning:
             return len(ids)

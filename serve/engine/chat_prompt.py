@@ -68,8 +68,10 @@ def make_chat_format(tokenizer: Tokenizer, config: EngineConfig) -> ChatFormat:
 
 def reasoning_end(tokenizer: Tokenizer, config: EngineConfig) -> ReasoningEnd | None:
     """Returns how the model's reasoning is ended; None if the model has none that is marked."""
-    style = make_chat_format(tokenizer, config).reasoning
-    return None if style is None else ReasoningEnd(style, config.reasoning_budget_message)
+    style = make_chat_format(tokenizer, config)
+    if style.reasoning is None:
+        return None
+    return ReasoningEnd(style, config.reasoning_budget_message)
 
 
 def encode_chat(

@@ -148,7 +148,7 @@ class MaskMaker:
             self._reasoning_limits = made
         is_open = params.is_reasoning_open
         if is_open is None:
-            is_open = is_reasoning_open(self._tokenizer, made.style, request.prompt_token_ids)
+            is_open = is_reasoning_open(self._tokenizer, made.reasoning, request.prompt_token_ids)
         return [made.make(budget, is_open=is_open) for _ in range(params.n)]
 
     def _matcher(self, structured: StructuredOutput) -> tuple[Matcher, JsonForm | None]:

@@ -10,12 +10,12 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from serve.text.chat_parser.formats import ReasoningFormat
-from serve.text.chat_parser.reasoning import ReasoningParser
-from serve.text.chat_parser.scan import overlap
+from serve.text.chat_parser import ChatFormat, make_parser
+from serve.text.chat_parser.reader import longest_overlap
 from serve.text.tokenizer import Tokenizer
 
 _CHARACTER_BYTES = 4
+NEXT = "\n\n"  # between the end of the reasoning and the answer, where the format has no marker
 # The number of last tokens that may have changed: more than two steps in flight have.
 _LOOK_BACK = 16
 
@@ -24,10 +24,10 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(frozen=True, slots=True)
 class ReasoningEnd:
-    """How reasoning is ended before its time. message: the sentence that the model is made to
-    think last; "" for none."""
+    """How reasoning is ended before its time. style: it has a format of reasoning. message: the
+    sentence that the model is made to think last; "" for none."""
 
-    style: ReasoningFormat
+    style: ChatFormat
     message: str = ""
 
 
@@ -35,20 +35,24 @@ class ReasoningLimits:
     """Makes the limits of an engine's sequences. The tokens of the end are found once."""
 
     def __init__(self, tokenizer: Tokenizer, end: ReasoningEnd) -> None:
-        style, message = end.style, end.message
+        reasoning, message = end.style.reasoning, end.message
+        assert reasoning is not None
         self.tokenizer = tokenizer
-        self.style = style
-        before = f"\n\n{message}\n" if message else "\n"
-        self._after_thought = self._encode(f"{before}{style.end}{style.resume}")
-        self._at_once = self._encode(f"\n{style.end}{style.resume}")
+        self.style = end.style
+        self.reasoning = reasoning
+        rest = f"{reasoning.end}{reasoning.after or NEXT}"
+        after_thought = self._encode(f"\n\n{message}\n{rest}" if message else f"\n{rest}")
+        at_once = self._encode(f"\n{rest}")
+        again = self._encode(f"\n{rest}{reasoning.before_content}")
+        self._after_thought, self._at_once = (after_thought, again), (at_once, again)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def make(self, max_tokens: int, *, is_open: bool) -> ReasoningLimit:
         """Returns the limit of one sequence. is_open: its prompt ends inside the reasoning."""
-        closing = self._after_thought if max_tokens else self._at_once
-        return ReasoningLimit(self.tokenizer, self.style, max_tokens, closing, is_open=is_open)
+        closings = self._after_thought if max_tokens else self._at_once
+        return ReasoningLimit(self.tokenizer, self.style, max_tokens, closings, is_open=is_open)
 
 
 class _Texts:
@@ -82,32 +86,38 @@ class _Texts:
 
 class ReasoningLimit:
     """The limit of one sequence. max_tokens: the tokens that the model may think of its own
-    accord. closing: the tokens that end the reasoning then."""
+    accord. closings: the tokens that end the reasoning then, and those that end it again where a
+    format lets the model return to it."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        style: ReasoningFormat,
+        style: ChatFormat,
         max_tokens: int,
-        closing: Sequence[int],
+        closings: tuple[Sequence[int], Sequence[int]],
         *,
         is_open: bool,
     ) -> None:
+        assert style.reasoning is not None
         self._tokenizer = tokenizer
         self._style = style
+        self._begins, self._ends = style.reasoning.begins, style.reasoning.ends
+        self._reopens = style.has_channels
+        self._most_over = max(_CHARACTER_BYTES, *map(len, self._ends))
         self._max_tokens = max_tokens
-        self._closing = closing
+        self._closings = closings
         self._begins_open = is_open
         self._settled_at: int | None = None  # the output's length at which nothing was left to do
         self._restart()
 
     def _restart(self) -> None:
-        self._texts = _Texts(self._tokenizer, len(self._style.end))
-        self._parser = ReasoningParser(self._style, is_open=self._begins_open)
+        self._texts = _Texts(self._tokenizer, max(map(len, self._ends)))
+        self._parser = make_parser(self._style, None, reasons=True, is_open=self._begins_open)
         self._head = ""  # the text before the reasoning
         self._seen: list[int] = []
         self._num_thoughts = 0  # tokens inside the reasoning that were not forced
-        self._num_forced = 0  # tokens of `closing` at the end of those seen
+        self._closing: Sequence[int] = self._closings[0]
+        self._num_forced = 0  # tokens of `_closing` at the end of those seen
         self._is_settled = False
 
     def may_force(self, num_output: int) -> bool:
@@ -116,73 +126,75 @@ class ReasoningLimit:
             return False
         return self._settled_at is None or num_output < self._settled_at
 
-    def observe(self, output: Sequence[int]) -> None:
-        """Notes whether the reasoning has ended. Only the loop calls it, between two steps, so
-        that may_force() does not change within one."""
-        if self._settled_at is not None and len(output) < self._settled_at:
+    def observe(self, token_ids: Sequence[int], begin: int, end: int) -> None:
+        """Notes whether the reasoning has ended in the output token_ids[begin:end]. Only the loop
+        calls it, between two steps, so that may_force() does not change within one."""
+        size = end - begin
+        if self._settled_at is not None and size < self._settled_at:
             self._settled_at = None  # tokens were removed
-        if len(output) >= self._max_tokens and self._settled_at is None:
-            self._follow(output)
+        if self._settled_at is None and (size >= self._max_tokens or self._reopens):
+            self._follow(token_ids, begin, end)
             if self._is_settled:
-                self._settled_at = len(output)
+                self._settled_at = size
 
-    def forced(self, output: Sequence[int]) -> int | None:
-        """Returns the token that must follow the output, if one must."""
-        if len(output) < self._max_tokens:
+    def forced(self, token_ids: Sequence[int], begin: int, end: int) -> int | None:
+        """Returns the token that must follow the output token_ids[begin:end], if one must."""
+        if end - begin < self._max_tokens:
             return None
-        self._follow(output)
+        self._follow(token_ids, begin, end)
         return self._next()
 
     def _next(self) -> int | None:
         if self._num_forced:
             return self._closing[self._num_forced]
         over = self._num_thoughts - self._max_tokens
-        if self._is_settled or not self._parser.is_open or over < 0:
+        if self._is_settled or not self._parser.is_reasoning or over < 0:
             return None
-        end = self._style.end
         # a character that has begun is completed, and so is the model's own end marker
-        goes_on = not self._texts.is_whole or overlap(self._texts.tail, end) > 0
-        is_due = not goes_on or over >= max(_CHARACTER_BYTES, len(end))
-        return self._closing[0] if is_due else None
+        goes_on = not self._texts.is_whole or longest_overlap(self._texts.tail, self._ends) > 0
+        return self._closing[0] if not goes_on or over >= self._most_over else None
 
-    def _follow(self, output: Sequence[int]) -> None:
+    def _follow(self, token_ids: Sequence[int], begin: int, end: int) -> None:
         """Takes the output's tokens. Those below the limit are read at once, when it is reached:
-        until then each token costs nothing."""
+        until then each token costs nothing, but where reasoning may begin again."""
         size = len(self._seen)
         start = max(0, size - _LOOK_BACK)
-        if size > len(output) or self._seen[start:] != list(output[start:size]):
+        seen = list(token_ids[begin + start : min(begin + size, end)])
+        if self._seen[start:] != seen:
             self._restart()
-            size = 0
-        while size < len(output) and not self._is_settled:
-            if size < self._max_tokens and self._parser.is_open:
+        while begin + len(self._seen) < end and not self._is_settled:
+            at, limit = begin + len(self._seen), begin + self._max_tokens
+            if at < limit and self._parser.is_reasoning and not self._reopens:
                 # of these many none is forced, whatever they say
-                self._take_thoughts(output[size : self._max_tokens])
+                self._take_thoughts(token_ids[at : min(limit, end)])
             else:
-                self._take(output[size])
-            size = len(self._seen)
+                self._take(token_ids[at])
 
     def _take_thoughts(self, tokens: Sequence[int]) -> None:
         self._parser.push(self._texts.push(tokens))
         self._seen.extend(tokens)
         self._num_thoughts += len(tokens)
-        self._is_settled = self._parser.is_over
+        self._is_settled = self._parser.has_reasoned
 
     def _take(self, token: int) -> None:
         expected = self._next()
         if expected is not None:
             # another token: a grammar did not allow the forced one
             self._num_forced = self._num_forced + 1 if token == expected else 0
-        elif self._parser.is_open:
+        elif self._parser.is_reasoning:
             self._num_thoughts += 1
         text = self._texts.push((token,))
         self._seen.append(token)
         self._parser.push(text)
         if self._num_forced == len(self._closing):
             self._num_forced = 0
-            self._is_settled = True
-        elif self._parser.is_over:
+            self._is_settled = not self._reopens or self._closing is self._closings[1]
+            self._closing = self._closings[1]
+        elif self._reopens or self._parser.is_reasoning:
+            return
+        elif self._parser.has_reasoned:
             self._is_settled = not self._num_forced
-        elif not self._parser.is_open:
+        else:
             self._head += text
             head = self._head.lstrip()
-            self._is_settled = bool(head) and not self._style.begin.startswith(head)
+            self._is_settled = bool(head) and not any(b.startswith(head) for b in self._begins)

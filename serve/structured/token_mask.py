@@ -254,8 +254,9 @@ class SequenceMask:
         """Returns STOP if the text is complete and no token can follow, or LENGTH if it was
         completed for lack of tokens, and ERROR after an error."""
         matcher, reasoning = self._matcher, self._reasoning
-        if reasoning is not None and reasoning.may_force(len(token_ids) - self._num_prompt):
-            self._guarded(lambda: reasoning.observe(self._output(token_ids)))
+        if reasoning is not None and self.error is None:
+            begin, end = self._num_prompt, self._end(token_ids)
+            self._guarded(lambda: reasoning.observe(token_ids, begin, end))
         if matcher is not None and self.error is None:
             seconds = 0.0
             # else the end is noticed a step later, when the mask allows only EOS
@@ -291,9 +292,6 @@ class SequenceMask:
         while end > self._num_prompt and token_ids[end - 1] < 0:
             end -= 1
         return end
-
-    def _output(self, token_ids: Sequence[int]) -> Sequence[int]:
-        return token_ids[self._num_prompt : self._end(token_ids)]
 
     def _follow(self, matcher: Matcher, token_ids: Sequence[int]) -> None:
         matcher.follow(token_ids, self._num_prompt, self._end(token_ids))
@@ -345,7 +343,7 @@ class SequenceMask:
         assert reasoning is not None
         if not reasoning.may_force(end - self._num_prompt):
             return False
-        token = reasoning.forced(self._output(token_ids))
+        token = reasoning.forced(token_ids, self._num_prompt, end)
         if token is None or (self._matcher is not None and not self._has(token)):
             return False
         self.bits[:] = 0

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from serve.structured.reasoning_limit import ReasoningEnd, ReasoningLimits
+from serve.structured.reasoning_limit import ReasoningEnd, ReasoningLimit, ReasoningLimits
 from serve.structured.token_mask import SequenceMask, bits_of
-from serve.text.chat_parser.formats import REASONING_FORMATS, ReasoningFormat
+from serve.text.chat_parser import ChatFormat
+from serve.text.chat_parser.formats import REASONING_FORMATS
 from serve.text.reasoning_prompt import is_reasoning_open
 
 THINK = REASONING_FORMATS["deepseek_r1"]
@@ -34,19 +35,26 @@ def bytes_tokenizer(*, pieces: bool = True) -> Any:
     return SimpleNamespace(pieces=table if pieces else None, encode=encode, decode=decode)
 
 
-def limits(
-    message: str = MESSAGE, style: ReasoningFormat = THINK, **kwargs: Any
-) -> ReasoningLimits:
+def limits(message: str = MESSAGE, name: str = "deepseek_r1", **kwargs: Any) -> ReasoningLimits:
+    style = ChatFormat(reasoning=REASONING_FORMATS[name])
     return ReasoningLimits(bytes_tokenizer(**kwargs), ReasoningEnd(style, message))
 
 
-def written(limit: Any, model: bytes | list[int], size: int) -> bytes:
+def forced_after(limit: ReasoningLimit, output: list[int]) -> int | None:
+    return limit.forced([7, *output], 1, 1 + len(output))
+
+
+def observe(limit: ReasoningLimit, output: list[int]) -> None:
+    limit.observe([7, *output], 1, 1 + len(output))
+
+
+def written(limit: ReasoningLimit, model: bytes | list[int], size: int) -> bytes:
     """Returns the text of `size` tokens. The model writes its tokens one after the other, but for
     those that are forced."""
     own, output = iter(model), []
     while len(output) < size:
-        limit.observe(output)
-        token = limit.forced(output) if limit.may_force(len(output)) else None
+        observe(limit, output)
+        token = forced_after(limit, output) if limit.may_force(len(output)) else None
         output.append(next(own) if token is None else token)
     return b"".join(bytes_tokenizer().pieces[token] for token in output)
 
@@ -112,9 +120,9 @@ def test_what_is_forced_is_a_function_of_the_tokens() -> None:
     output: list[int] = []
     alphabet = [*b"<think>ab \n", 256]
     for _ in range(3000):
-        token = changed.forced(output) if changed.may_force(len(output)) else None
+        token = forced_after(changed, output) if changed.may_force(len(output)) else None
         fresh = made.make(8, is_open=False)
-        assert fresh.forced(output) == (changed.forced(output))
+        assert forced_after(fresh, output) == (forced_after(changed, output))
         if token is None:
             token = rng.choice(alphabet) if len(output) > 6 else b"<think>"[len(output)]
         output.append(token)
@@ -122,7 +130,7 @@ def test_what_is_forced_is_a_function_of_the_tokens() -> None:
             del output[max(0, len(output) - rng.randrange(1, 12)) :]
         if len(output) > 60:
             output = []
-        changed.observe(output)
+        observe(changed, output)
 
 
 def test_the_mask_allows_the_forced_token_only() -> None:
@@ -166,3 +174,37 @@ def test_a_prompt_that_ends_inside_the_reasoning() -> None:
     tokenizer = bytes_tokenizer()
     assert is_reasoning_open(tokenizer, THINK, list(b"question<think>\n"))
     assert not is_reasoning_open(tokenizer, THINK, list(b"<think>\n</think>\n"))
+
+
+GRANITE_END = b"\nHere is my response:\n\n"
+ANALYSIS = b"<|channel|>analysis<|message|>"
+FINAL = b"<|channel|>final<|message|>"
+HARMONY_END = b"\n<|end|><|start|>assistant"
+
+
+def test_a_format_with_several_markers() -> None:
+    text = b"Here's my thought process:abc"
+    answer = written(limits("", "granite").make(3, is_open=False), text + b"defg", 29 + 23 + 4)
+    assert answer == text + GRANITE_END + b"defg"
+    own = b"Here is my thought process:a Here's my response: long answer"
+    assert written(limits("", "granite").make(9, is_open=False), own, len(own)) == own
+
+
+def test_channels() -> None:
+    """The model chooses the channel of what follows; if it thinks again, the answer begins."""
+    made = limits("", "openai_gptoss").make(3, is_open=False)
+    text = ANALYSIS + b"abc" + HARMONY_END + FINAL + b"hello"
+    assert written(made, ANALYSIS + b"abc" + FINAL + b"hello", len(text)) == text
+    again = limits("", "openai_gptoss").make(3, is_open=False)
+    text = ANALYSIS + b"abc" + HARMONY_END + ANALYSIS + HARMONY_END + FINAL + b"hello"
+    assert written(again, ANALYSIS + b"abc" + ANALYSIS + b"hello", len(text)) == text
+    assert not again.may_force(len(text))
+
+
+def test_channels_that_the_model_ends_itself() -> None:
+    """All its thoughts and their ends count, and what is between them does not."""
+    between = b"<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    model = ANALYSIS + b"ab<|end|>" + between + ANALYSIS + b"cdef"
+    made = limits("", "openai_gptoss").make(len(b"ab<|end|>cdef"), is_open=False)
+    text = model + HARMONY_END + b"g"
+    assert written(made, model + b"g", len(text)) == text
