@@ -84,8 +84,8 @@ class AnswerReader:
         return True
 
     def _num_reasoning(self, delta: TokenDelta, parts: list[Part]) -> int:
-        """Returns how many tokens of the delta are reasoning, markers included. It is the
-        first that may have some, or reasoning is open before or after it."""
+        """Returns how many tokens of the delta are reasoning, markers included. The
+        reasoning had not ended before the delta, or has begun again."""
         ids, parser = delta.token_ids, self._parser
         if parser.is_reasoning:
             return len(ids)
