@@ -26,11 +26,11 @@ NOTHING_DICTATED = "Nothing was dictated."
 
 
 def dictated_engine(name: str, model: Path | None = None) -> Engine:
-    """model: the directory whose tokenizer and chat template it has; the embedded one by default."""
-    options: dict[str, Any] = {} if model is None else {"model": str(model)}
-    return Engine(
-        load=load_dictated, served_model_name=name, max_model_len=CONTEXT, max_num_seqs=16, **options
-    )
+    """model: the directory of its tokenizer and chat template; the embedded one by default."""
+    settings: dict[str, Any] = {"max_model_len": CONTEXT, "max_num_seqs": 16}
+    if model is not None:
+        settings["model"] = str(model)
+    return Engine(load=load_dictated, served_model_name=name, **settings)
 
 
 def dictated_answer(prompt: str) -> str:
