@@ -67,8 +67,8 @@ def find_tokenizer(path: Path) -> Path:
     if (file := path / "tokenizer.model").exists():
         return file
     raise ModelLoadError(
-        f"{path} has neither tokenizer.json nor tokenizer.model, {TEKKEN_FILE}, tiktoken.model or"
-        " *.tiktoken"
+        f"{path} has no tokenizer: tokenizer.json, tokenizer.model, {TEKKEN_FILE}, tiktoken.model"
+        " or *.tiktoken"
     )
 
 

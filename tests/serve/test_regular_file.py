@@ -27,7 +27,7 @@ from serve.http.edge.settings import HttpSettings
 from serve.http.edge.tls import tls_context
 from serve.loading.node_key import read_key
 from serve.regular_file import open_regular
-from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.checkpoints import checkpoint, edit_json
 
 
 @pytest.fixture
@@ -60,6 +60,7 @@ CHECKPOINT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "model.safetensors",
     "model.safetensors.index.json",
@@ -72,6 +73,23 @@ CHECKPOINT_FILES = (
 def test_a_fifo_in_a_checkpoint(name: str, tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
     (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    with pytest.raises(ModelLoadError, match="it is a FIFO, not a regular file") as caught:
+        load_engine(EngineConfig(model=str(path)))
+    assert str(path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "qwen.tiktoken", "tiktoken.model"])
+@pytest.mark.row("X3")
+def test_a_fifo_of_ranks(name: str, tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    (path / "tokenizer.json").unlink()
+    edit_json(
+        path / "tokenizer_config.json",
+        lambda values: values.update(
+            tokenizer_class="TikTokenTokenizer" if name == "tiktoken.model" else "QWenTokenizer"
+        ),
+    )
     os.mkfifo(path / name)
     with pytest.raises(ModelLoadError, match="it is a FIFO, not a regular file") as caught:
         load_engine(EngineConfig(model=str(path)))
