@@ -39,8 +39,8 @@ HUNYUAN = ReasoningFormat(
     begin="<think>",
     end="</think>",
     answer=("<answer>", "</answer>"),
-    marks=("</think>",),
-    needs=("<answer>",),
+    marks=("<answer>", "<|extra_0|>"),  # the second one ends a turn of Hunyuan
+    needs=("</think>",),
 )
 GRANITE = ReasoningFormat(
     name="granite",

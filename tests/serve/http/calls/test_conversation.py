@@ -268,6 +268,53 @@ def test_markers_that_are_special_tokens_have_ids(tmp_path: Path) -> None:
     assert chat_format.reasoning_end_id == 4097
 
 
+def test_markers_of_several_tokens_have_ids(tmp_path: Path) -> None:
+    """Of a marker that is more than one token, those that are special have ids."""
+    shutil.copytree(default_model_path(), tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    names = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>")
+    known = {token["content"] for token in content["added_tokens"]}
+    for number, text in enumerate(name for name in names if name not in known):
+        token = {**content["added_tokens"][0], "id": 4096 + number, "content": text}
+        content["added_tokens"].append(token)
+    file.write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    chat_format = make_chat_format(tokenizer, EngineConfig(tool_parser="openai"))
+    assert chat_format.tools is not None
+    reasoned = make_chat_format(
+        tokenizer, EngineConfig(reasoning_parser="openai_gptoss", tool_parser="none")
+    )
+    assert set(reasoned.special_ids) == set(names)
+    assert reasoned.reasoning_end_id == tokenizer.special_token_ids["<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ("{{ call.function.arguments | tojson }}", '{"x": "ü"}'),
+        ("{{ '+' + call.function.arguments }}", '+{"x": "ü"}'),  # as DeepSeek's and Apertus's do
+    ],
+)
+def test_arguments_are_what_the_template_takes(
+    arguments: str, written: str, tokenizer: Tokenizer
+) -> None:
+    source = NATIVE.replace("{{ call.function.arguments | tojson }}", arguments)
+    assert source.count(arguments) == 1
+    assert written in render(source, RESULTS, tokenizer, tools=[TOOL])
+
+
+def test_reasoning_has_the_name_that_the_template_knows(tokenizer: Tokenizer) -> None:
+    source = "{{ tools }}<tool_call>{% for m in messages %}{{ m.thinking }}{% endfor %}"
+    thought = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert "hm" in render(source, [USER, thought], tokenizer)
+    refusing = source.replace(
+        "{{ m.thinking }}",
+        "{% if m.thinking and m.content %}{{ raise_exception('both') }}{% endif %}{{ m.content }}",
+    )
+    assert "said" in render(refusing, [USER, {**thought, "content": "said"}], tokenizer)
+
+
 def test_the_default_format_changes_nothing(tokenizer: Tokenizer) -> None:
     template = make_template(NATIVE, tokenizer)
     plain = encode_chat(template, tokenizer, [USER], LIMITS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -264,6 +265,40 @@ def test_the_template_chooses_the_format(
     assert (style.reasoning.name if style.reasoning else None) == reasoning
 
 
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_the_marks_of_a_format_choose_it(name: str) -> None:
+    row = TOOL_FORMATS[name]
+    for mark in row.marks:
+        style = choose_format(f"{{{{ tools }}}} {mark} {' '.join(row.needs)}", "auto", "none")
+        assert style.tools is row and style.has_native_tools
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+def test_the_marks_of_reasoning_choose_it(name: str) -> None:
+    row = REASONING_FORMATS[name]
+    for mark in row.marks:
+        style = choose_format(f"{mark} {' '.join(row.needs)}", "none", "auto")
+        assert style.reasoning is row
+
+
+def test_formats_with_parts_of_others_are_told_apart() -> None:
+    for template, tools, reasoning in (
+        # Granite 4, Qwen 3, Seed-OSS, Qwen3-Coder, MiniMax, GLM-4.5, Ministral 3
+        ("<tool_call> tools </think>", "hermes", "deepseek_r1"),
+        ("<seed:tool_call><function=f><parameter=x> <seed:think> tools", "seed_oss", "seed_oss"),
+        ("<tool_call><function=f><parameter=x> tools", "qwen3_coder", None),
+        ("<minimax:tool_call> <response></response> </think> tools", "minimax_m2", "deepseek_r1"),
+        ("<tool_call>f<arg_key></arg_key> </think> tools", "glm45", "deepseek_r1"),
+        ("[TOOL_CALLS]f[ARGS] [THINK][/THINK] tools", "mistral_args", "mistral"),
+        ("<|tool_call|> </think> <response></response> tools", "granite", "ernie45"),
+        ("<|tool_call|><|/tool_call|> tools", "phi4_mini", None),
+        ("<|tool_call> <|channel>thought <channel|> tools", "gemma4", "gemma4"),
+    ):
+        style = choose_format(template, "auto", "auto")
+        assert style.tools is TOOL_FORMATS[tools], template
+        assert (style.reasoning and style.reasoning.name) == reasoning, template
+
+
 def test_settings_choose_the_format() -> None:
     style: Any = choose_format("{{ tools }}<tool_call></think>", "mistral", "none")
     assert (style.tools.name, style.has_native_tools, style.reasoning) == ("mistral", True, None)
@@ -271,6 +306,10 @@ def test_settings_choose_the_format() -> None:
     described = choose_format("", "mistral", "auto")
     assert described.tools is TOOL_FORMATS["hermes"], "the format in which the tools are described"
     assert not described.has_native_tools
+    new = choose_format("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral", "qwen3")
+    assert new.tools is TOOL_FORMATS["mistral_args"], "the format that this template has"
+    assert new.reasoning is REASONING_FORMATS["deepseek_r1"], "an alias"
+    assert choose_format("{{ tools }}", "glm47", "none").tools is TOOL_FORMATS["glm45"]
 
 
 def test_ids_of_calls() -> None:
@@ -278,3 +317,34 @@ def test_ids_of_calls() -> None:
     short = {TOOL_FORMATS["mistral"].make_id("f", 0) for _ in range(50)}
     assert len(short) == 50
     assert all(len(item) == 9 and item.isalnum() for item in short)
+
+
+def test_kimis_ids_count_the_calls_of_the_conversation() -> None:
+    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    one = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    text = f"{begin}{one.format('functions.f:0')}{one.format('functions.weather:1')}{end}"
+    parser = ToolCallParser(TOOL_FORMATS["kimi_k2"], TOOLS, 3)
+    parts = parser.push(text) + parser.finish()
+    ids = [part.call_id for part in parts if isinstance(part, ToolCallStart)]
+    assert ids == ["functions.f:3", "functions.weather:4"]
+
+
+def test_stored_calls_get_ids_that_templates_take() -> None:
+    calls: list[Any] = [
+        {"id": item, "function": {"name": "f", "arguments": {}}} for item in ("call_1", "call_2")
+    ]
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_2", "content": "2"},
+        {"role": "tool", "tool_call_id": "unknown", "content": ""},
+    ]
+    for name, pattern in (("mistral", "[A-Za-z0-9]{9}"), ("kimi_k2", r"functions\.f:[01]")):
+        fit = TOOL_FORMATS[name].fit_ids
+        assert fit is not None
+        first, second, other = fit(messages)
+        ids = [call["id"] for call in first["tool_calls"]]
+        assert all(re.fullmatch(pattern, item) for item in ids) and len(set(ids)) == 2
+        assert second["tool_call_id"] == ids[1]
+        assert other["tool_call_id"] == "unknown"
+        assert fit(fit(messages)) == fit(messages), "its own ids stay"
+    assert calls[0]["id"] == "call_1", "the messages of the client stay as they are"
