@@ -37,7 +37,14 @@ def calls(*named: tuple[str, dict[str, Any]]) -> str:
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in made)
 
 
-TWO_SUMS = say(calls(("add", {"a": 2, "b": 3}), ("add", {"a": 1, "b": 1})), "5 and 2.")
+# For each of some formats of calls: a server whose model speaks it, and a text of the user at which
+# that model calls `add` twice, each time after the other's result, and then says SUMMED.
+FORMATS: dict[str, tuple[str, str]] = {
+    name: (f"{root}/v1", text)
+    for name, (root, text) in json.loads(os.environ["CLIENTS_FORMATS"]).items()
+}
+SUMMED = "5 and 2."
+TWO_SUMS = say(calls(("add", {"a": 2, "b": 3}), ("add", {"a": 1, "b": 1})), SUMMED)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from checks import BASE, DICTATED, KEY, MODEL, TWO_SUMS, main
+from checks import BASE, DICTATED, FORMATS, KEY, MODEL, SUMMED, TWO_SUMS, main
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
@@ -112,6 +112,18 @@ def check_chosen_tools_and_their_results() -> None:
             ]
             messages += [answer, *(add.invoke(call) for call in answer.tool_calls)]
             assert model.invoke(messages).text == "5 and 2."
+
+
+def check_rounds_in_each_format() -> None:
+    """Two rounds of calls in the format of each family."""
+    for base_url, text in FORMATS.values():
+        model = chat(base_url).bind_tools([add])
+        messages: list[Any] = [HumanMessage(text)]
+        for arguments in ({"a": 2, "b": 3}, {"a": 1, "b": 1}):
+            answer = model.invoke(messages)
+            assert [call["args"] for call in answer.tool_calls] == [arguments]
+            messages += [answer, *(add.invoke(call) for call in answer.tool_calls)]
+        assert model.invoke(messages).text == SUMMED
 
 
 def check_a_prompt_that_is_too_long() -> None:

@@ -14,7 +14,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from checks import BASE, DICTATED, KEY, MODEL, TWO_SUMS, calls, main, say
+from checks import BASE, DICTATED, FORMATS, KEY, MODEL, SUMMED, TWO_SUMS, calls, main, say
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
@@ -134,6 +134,19 @@ async def check_chosen_tools() -> None:
         result = Runner.run_streamed(agent, TWO_SUMS)
         names = [event.name async for event in result.stream_events() if "item" in event.type]
         assert result.final_output == "5 and 2." and names.count("tool_output") == 2
+
+
+async def check_rounds_in_each_format() -> None:
+    """Two rounds of calls in the format of each family, whole and streamed, over both APIs."""
+    for base_url, text in FORMATS.values():
+        for model in models(base_url):
+            agent = Agent(name="a", model=model, tools=[add])
+            sums.clear()
+            assert (await Runner.run(agent, text)).final_output == SUMMED
+            assert sums == [5, 2]
+            result = Runner.run_streamed(agent, text)
+            names = [event.name async for event in result.stream_events() if "item" in event.type]
+            assert result.final_output == SUMMED and names.count("tool_output") == 2
 
 
 async def check_chosen_handoff() -> None:

@@ -6,6 +6,7 @@ library; `make clients` installs them. docs/clients.md says what works.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ import torch
 from tests.support.http.dictated_engine import dictated_engine
 from tests.support.http.running_server import ServerThread
 from tests.support.http.serve_process import ROOT, serve_run
+from tests.support.http.spoken_formats import make_model, said, spoken
 
 pytestmark = pytest.mark.process
 
@@ -28,6 +31,13 @@ MODEL = "mergestep-default"
 ENVIRONMENTS = ROOT / "build" / "clients"
 SCRIPTS = Path(__file__).parent
 TIMEOUT_S = 240.0
+# One of each syntax; tests/serve/http/calls/test_call_formats.py has all of them.
+FORMATS = (
+    *("openai", "gemma4", "deepseek_v31", "minimax_m2", "glm45", "qwen3_coder", "mistral_args"),
+    *("granite", "kimi_k2", "lfm2", "llama4_pythonic"),
+)
+SUMS = ({"a": 2, "b": 3}, {"a": 1, "b": 1})
+SUMMED = "5 and 2."  # as in checks.py
 # Libraries by the environment that has them: some need an older openai than the others.
 LIBRARIES = [
     *(("openai3", name) for name in ("openai", "anthropic", "langchain_openai")),
@@ -49,7 +59,24 @@ def wait_until_ready(url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def formats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, str]]]:
+    """For each format: a server whose model speaks it, and what a user says for two sums."""
+    path = tmp_path_factory.mktemp("formats")
+    with ExitStack() as stack:
+        servers = {}
+        for name in FORMATS:
+            engine = dictated_engine(MODEL, make_model(path / name, name))
+            server = stack.enter_context(ServerThread(engine))
+            texts = [spoken(name, [("add", arguments)]) for arguments in SUMS]
+            answers = " ".join(f"SAY<<{text}>>" for text in (*texts, said(name, SUMMED)))
+            servers[name] = server.url, f"Do it. {answers}"
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def variables(
+    tmp_path_factory: pytest.TempPathFactory, formats: dict[str, tuple[str, str]]
+) -> Iterator[dict[str, str]]:
     """The variables of the scripts' environment. Nothing but the servers may be asked."""
     home = tmp_path_factory.mktemp("home")
     with serve_run() as (_, url), ServerThread(dictated_engine(MODEL)) as dictated:
@@ -60,6 +87,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
             "PYTHONUNBUFFERED": "1",
             "CLIENTS_ROOT": url,
             "CLIENTS_DICTATED_ROOT": dictated.url,
+            "CLIENTS_FORMATS": json.dumps(formats),
             "CLIENTS_TOKENIZER": str(ROOT / "serve" / "default_model"),
             "CLIENTS_TORCH": str(Path(torch.__file__).parents[1]),
             "HF_HUB_OFFLINE": "1",

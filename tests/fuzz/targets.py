@@ -54,6 +54,8 @@ from tests.fuzz import tokenizer
 
 Expected = (ApiError, RequestError)
 FORMAT = ChatFormat()
+ROWS = (*TOOL_FORMATS.values(),)
+_HERMES, _LLAMA = (bytes([[*TOOL_FORMATS].index(name)]) for name in ("hermes", "llama3_json"))
 CALL = b'{"name": "f", "arguments": {"a": "\\"}"}}'
 PLAN = NodePlan([Edit(next(iter(EditKind)), 1, 2, 3, 4)], [Query(1, 2, 3)], [Append(1, 2, 3)])
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "</s>", "<s>", "[INST]", "<<", ">>")
@@ -85,8 +87,7 @@ def _answer(data: bytes) -> None:
     """Parses a model's text, whose parts must not depend on the pieces."""
     if len(data) < 2:
         return
-    formats = [*TOOL_FORMATS.values()]
-    style, size = formats[data[0] % len(formats)], data[1] % 7 + 1
+    style, size = ROWS[data[0] % len(ROWS)], data[1] % 7 + 1
     text = data[2:].decode("utf-8", "ignore")
     results = []
     for pieces in ([text], [text[at : at + size] for at in range(0, len(text), size)]):
@@ -166,10 +167,13 @@ TARGETS: dict[str, Target] = {
     "answer": Target(
         _answer,
         (
-            b"\0\3<think>\nso\n</think>\n\nI say <tool_call>\n" + CALL + b"\n</tool_call> and",
-            b"\1\2" + CALL + b"; " + CALL,
-            b"\2\5[TOOL_CALLS][" + CALL + b", " + CALL + b"]",
-            b'\x80\1hm</think><tool_call>{"arguments": {}, "name": "f"}</tool_call>\xc3\xa9',
+            *(bytes((index, 3)) + row.example.encode() for index, row in enumerate(ROWS)),
+            _HERMES
+            + b"\3<think>\nso\n</think>\n\nI say <tool_call>\n"
+            + CALL
+            + b"\n</tool_call> and",
+            _LLAMA + b"\2" + CALL + b"; " + CALL,
+            _HERMES + b'\1<tool_call>{"arguments": {}, "name": "f"}</tool_call>\xc3\xa9',
         ),
     ),
     "special-tokens": Target(

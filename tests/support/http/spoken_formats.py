@@ -16,7 +16,8 @@ from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
 
 Calls = Sequence[tuple[str, dict[str, Any]]]
 
-TEMPLATE = """{# MARKS #}{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}
+TEMPLATE = """{# MARKS #}{{ bos_token }}
+{%- if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}
 {%- for message in messages %}<|{{ message.role }}|>{{ message.reasoning_content }}
 {{- message.content }}{% for call in message.tool_calls %}
 CALL {{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}
@@ -56,7 +57,9 @@ def _json_calls(calls: Calls, key: str = "arguments") -> list[str]:
 
 
 def _each(begin: str, end: str, made: Callable[[str, dict[str, Any]], str]) -> Any:
-    return lambda calls: "".join(f"{begin}{made(name, arguments)}{end}" for name, arguments in calls)
+    return lambda calls: "".join(
+        f"{begin}{made(name, arguments)}{end}" for name, arguments in calls
+    )
 
 
 def _block(begin: str, end: str, made: Callable[[str, dict[str, Any]], str], join: str = "") -> Any:
@@ -157,9 +160,7 @@ _SPOKEN: dict[str, Callable[[Calls], str]] = {
     "deepseek_v3": _block(
         _BEGIN,
         _END,
-        lambda n, a: (
-            f"{_CALL_BEGIN}function{_SEP}{n}\n```json\n{json.dumps(a)}\n```{_CALL_END}"
-        ),
+        lambda n, a: f"{_CALL_BEGIN}function{_SEP}{n}\n```json\n{json.dumps(a)}\n```{_CALL_END}",
         "\n",
     ),
     "deepseek_v31": _block(

@@ -37,8 +37,7 @@ TOOLS = ToolFormat(
         head=r"([A-Za-z0-9_.-]{1,64}).{0,100}",
         written_head="{name} <|constrain|>json",
         before=_MESSAGE,
-        end="<|call|>",
-    ),
+    ),  # the end is one of the tokens that end an answer, so no grammar asks for it
     is_single=True,
     others=_ALL,
     marks=("<|channel|>commentary", "<|channel|>analysis"),

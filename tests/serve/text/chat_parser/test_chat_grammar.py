@@ -212,7 +212,7 @@ def test_a_strict_schema_that_is_no_list_of_parameters_is_refused() -> None:
 
 def test_harmony_answers_have_channels() -> None:
     chat = ChatFormat(TOOL_FORMATS["openai"], REASONING_FORMATS["openai_gptoss"])
-    made = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
+    made = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     final = "<|channel|>final<|message|>"
     forced = forced_calls(chat, TOOLS, parallel=True, is_open=False)
