@@ -242,8 +242,8 @@ def rounded4_linear(
     """Implements QuantizedLinears.rounded4 on a device, with the temporary memory of one part."""
     rounded = [round_to_4_bits(part.to(device), group, is_nf4=is_nf4) for part in parts]
     codes, scales = (torch.cat(each) for each in zip(*rounded, strict=True))
-    how = {"group": group, "table": "nf4" if is_nf4 else "int4", "device": device}
-    return Int4Linear(codes, scales, None, bias, fusion, **how)
+    table = "nf4" if is_nf4 else "int4"
+    return Int4Linear(codes, scales, None, bias, fusion, group=group, table=table, device=device)
 
 
 class PlainLinear:

@@ -326,7 +326,7 @@ def int4_linear(
     tiles = triton.cdiv(num_rows, tile.m) * triton.cdiv(num_out, tile.n)
     sums = None
     if weight.has_minimums:
-        sums = x.codes.unflatten(1, (-1, weight.group)).sum(2, dtype=torch.int32)
+        sums = x.codes.view(num_rows, -1, weight.group).sum(2, dtype=torch.int32)
     int4_kernel[(tiles,)](
         x.codes,
         x.scales,
