@@ -262,14 +262,21 @@ struct PrefillCall {
   void finish_tile(const QueryTile& tile, int kv_head, int from, int to) const {
     const int dim = layer.head_dim;
     for (int c = 0; c < tile.vecs; c++) {
+      const f32x16 sum = load<f32x16>(tile.l + 16 * c);
+      f32x16 inverse = select(sum == 0.0f, sum, 1.0f / sum);
       const int first = from + c * 16, count = to - first < 16 ? to - first : 16;
-      alignas(64) float factors[16] = {};
-      for (int i = 0; i < count; i++) {
-        const int head = kv_head * per_kv + (first + i) % per_kv;
-        factors[i] = finish_row(layer.sinks, head, tile.m[16 * c + i], tile.l[16 * c + i],
-                                rows.lse + head_of(first + i, kv_head));
+      if (layer.sinks) {
+        alignas(64) float factors[16] = {};
+        for (int i = 0; i < count; i++) {
+          const int head = kv_head * per_kv + (first + i) % per_kv;
+          factors[i] = finish_row(layer.sinks, head, tile.m[16 * c + i], tile.l[16 * c + i],
+                                  rows.lse + head_of(first + i, kv_head));
+        }
+        inverse = load<f32x16>(factors);
+      } else {
+        for (int i = 0; i < count; i++)
+          rows.lse[head_of(first + i, kv_head)] = (tile.m[16 * c + i] + __builtin_log2f(tile.l[16 * c + i])) * LN2;
       }
-      const f32x16 inverse = load<f32x16>(factors);
       for (int d = 0; d < dim; d += 16) {
         f32x16 x[16];
         for (int i = 0; i < 16; i++) x[i] = load<f32x16>(tile.acc + ((d + i) * tile.vecs + c) * 16) * inverse;

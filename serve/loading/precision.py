@@ -18,6 +18,7 @@ import torch
 from memory.attention.int8 import Int8KVLayout
 from ops import best_backend
 from ops.cpu import native_library
+from ops.kv_tiles import MAX_HEAD_DIM
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.machine import available_memory
@@ -30,7 +31,6 @@ _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # bytes per weight of a product, without scales
 _BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "nf4": 0.5}
 _FP8_CAPABILITY = (8, 9)
-_CUDA_MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:
     reason = None
     if config.memory_nodes:
         reason = "memory nodes are used"
-    elif max(_head_dims(spec)) > _CUDA_MAX_HEAD_DIM:
+    elif max(_head_dims(spec)) > MAX_HEAD_DIM:
         reason = f"its kernels have no heads of {max(_head_dims(spec))}"
     if best == "cuda" and reason is not None:
         logger.warning("backend auto: cpu, not cuda (%s)", reason)

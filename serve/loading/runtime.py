@@ -222,7 +222,9 @@ def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -
     """
     if not native_library.is_available() or precision.compute == torch.float16:
         return
-    has_attention = native_library.instruction_set() != "portable" and layers[0].head_dim % 16 == 0
+    has_attention = native_library.instruction_set() != "portable" and all(
+        layer.head_dim % 16 == 0 for layer in layers
+    )
     if precision.kv == "int8" or has_attention:
         torch.set_num_threads(1)
 

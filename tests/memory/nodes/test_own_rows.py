@@ -165,3 +165,18 @@ def test_a_session_for_prefixes_takes_no_keys_of_querying_rows(node):
     engine.map_ranges()
     began()(engine)
     assert engine.error() is STALE
+
+
+@pytest.mark.parametrize(("kind", "code"), [("own", STALE), ("update", SHAPE)])
+def test_a_layer_that_shares_the_keys_of_another_takes_none(node, kind, code):
+    layers = [WHOLE.layers[0], replace(WHOLE.layers[0], shares=0)]
+    sizes = {"group_layers": [[0, 1]], "page_tokens": [32], "num_places": [8]}
+    request = replace(WHOLE, layers=layers, **sizes)
+    engine = RawEngine.beside(node, request)
+    engine.attach()
+    engine.map_ranges()
+    if kind == "own":
+        engine.own(engine.plan(queries=[(0, 1, 40)]), 1, KV1, KV1)
+    else:
+        engine.update(engine.plan(appends=[(0, 1, 40)]), 1, KV1, KV1)
+    assert engine.error() is code
