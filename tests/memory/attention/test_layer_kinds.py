@@ -70,7 +70,7 @@ class Memory:
 
 
 def run(attention, dtype, check, only=None, *, layers=LAYERS, steps=STEPS):
-    """Runs steps and calls check(layer number, sequence, q, k and v so far, result) for each sequence.
+    """Runs steps and calls check(layer, sequence, q, k and v so far, result) for each sequence.
     only: the sequence whose rows alone are computed; the numbers stay the same."""
     generator = torch.Generator().manual_seed(3)
     kept = {(i, s): ([], []) for i in range(len(layers)) for s in range(3)}

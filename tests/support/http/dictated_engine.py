@@ -27,10 +27,10 @@ NOTHING_DICTATED = "Nothing was dictated."
 
 def dictated_engine(name: str, model: Path | None = None) -> Engine:
     """model: the directory of its tokenizer and chat template; the embedded one by default."""
-    options: dict[str, Any] = {} if model is None else {"model": str(model)}
-    return Engine(
-        load=load_dictated, served_model_name=name, max_model_len=CONTEXT, max_num_seqs=16, **options
-    )
+    settings: dict[str, Any] = {"max_model_len": CONTEXT, "max_num_seqs": 16}
+    if model is not None:
+        settings["model"] = str(model)
+    return Engine(load=load_dictated, served_model_name=name, **settings)
 
 
 def dictated_answer(prompt: str) -> str:
