@@ -16,42 +16,33 @@
 namespace MS_ISA {
 namespace {
 
-// A table of 16 bytes in the form in which instructions look up codes, bytes of 0..15.
+// The NF4 values of QLoRA (arXiv 2305.14314) in 127ths and the FP4 values (e2m1) in halves, plus 128.
+alignas(16) constexpr uint8_t NF4_BYTES[16] = {1,   40,  61,  78,  92,  105, 116, 128,
+                                               138, 148, 159, 171, 184, 199, 220, 255};
+alignas(16) constexpr uint8_t FP4_BYTES[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                               128, 127, 126, 125, 124, 122, 120, 116};
+constexpr bool has_table(Codes codes) { return codes == Codes::nf4 || codes == Codes::fp4; }
+
+// Converts codes, bytes of 0..15, to their unsigned factors. The compiler loads a constant table where
+// registers are scarce, which is faster than to keep one.
+template <Codes CODES>
+MS_INLINE i32x16 factors(i32x16 codes) {
+  if (!has_table(CODES)) return codes;
+  constexpr const uint8_t(&TABLE)[16] = CODES == Codes::nf4 ? NF4_BYTES : FP4_BYTES;
 #if defined(__AVX512BW__)
-using Table = __m512i;
-MS_INLINE Table load_table(const uint8_t* from) {
-  return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)from));
-}
-MS_INLINE i32x16 look_up(Table table, i32x16 codes) { return (i32x16)_mm512_shuffle_epi8(table, (__m512i)codes); }
+  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)TABLE));
+  return (i32x16)_mm512_shuffle_epi8(table, (__m512i)codes);
 #elif defined(__AVX2__)
-using Table = __m256i;
-MS_INLINE Table load_table(const uint8_t* from) {
-  return _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)from));
-}
-MS_INLINE i32x16 look_up(Table table, i32x16 codes) {
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)TABLE));
   return by_pieces<i32x16>([=](auto v) MS_LAMBDA { return _mm256_shuffle_epi8(table, (__m256i)v); }, codes);
-}
 #elif defined(__aarch64__)
-using Table = uint8x16_t;
-MS_INLINE Table load_table(const uint8_t* from) { return load<uint8x16_t>(from); }
-MS_INLINE i32x16 look_up(Table table, i32x16 codes) {
-  return by_pieces<i32x16>([=](auto v) MS_LAMBDA { return vqtbl1q_u8(table, (uint8x16_t)v); }, codes);
-}
+  return by_pieces<i32x16>([](auto v) MS_LAMBDA { return vqtbl1q_u8(load<uint8x16_t>(TABLE), (uint8x16_t)v); }, codes);
 #else
-using Table = const uint8_t*;
-MS_INLINE Table load_table(const uint8_t* from) { return from; }
-MS_INLINE i32x16 look_up(Table table, i32x16 codes) {
   uint8_t bytes[64];
   store(bytes, codes);
-  for (int i = 0; i < 64; i++) bytes[i] = table[bytes[i]];
+  for (int i = 0; i < 64; i++) bytes[i] = TABLE[bytes[i]];
   return load<i32x16>(bytes);
-}
 #endif
-
-// Converts codes to their unsigned factors.
-template <Codes CODES>
-MS_INLINE i32x16 factors(Table table, i32x16 codes) {
-  return CODES == Codes::from_table ? look_up(table, codes) : codes;
 }
 
 // Returns 32 fp16 numbers.
@@ -62,11 +53,10 @@ MS_INLINE void read_halves(const uint8_t* from, f32x16 (&to)[2]) {
 
 // Computes c[MR][32] (+)= x[MR][groups] * w[groups]. sums: the group sums of x, [MR][sums_stride].
 template <int MR, Codes CODES>
-__attribute__((noinline)) void micro4(const uint8_t* w, const uint8_t* table_at, const int8_t* x, const int32_t* sums,
+__attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const int32_t* sums,
                                       int sums_stride, float* c, int groups, int quads,
                                       bool is_first, const uint8_t* next) {
   const i32x16 low = splat_i32(0x0f0f0f0f);
-  const Table table = load_table(table_at);
   for (int g = 0; g < groups; g++) {
     f32x16 scale[2];
     read_halves(w, scale);
@@ -84,7 +74,7 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const uint8_t* table_at,
       w += 64;
       unroll<MR>([&](auto m) MS_LAMBDA { sum[m][0] = sum[m][1] = i32x16{}; });
     } else {
-      constexpr int ADDED = CODES == Codes::from_table ? 128 : 8;
+      constexpr int ADDED = has_table(CODES) ? 128 : 8;
       unroll<MR>([&](auto m) MS_LAMBDA {
         sum[m][0] = sum[m][1] = splat_i32(-ADDED * sums[m * sums_stride + g]);
       });
@@ -92,12 +82,12 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const uint8_t* table_at,
     for (int q = 0; q < quads; q++) {
 #if defined(MS_AVX_VNNI)
       add_quad(sum, x, [&](auto h) MS_LAMBDA {
-        return factors<CODES>(table, (i32x16)((u32x16)load<i32x16>(w) >> 4 * h) & low);
+        return factors<CODES>((i32x16)((u32x16)load<i32x16>(w) >> 4 * h) & low);
       });
 #else
       const i32x16 both = load<i32x16>(w);
-      const i32x16 w0 = factors<CODES>(table, both & low);
-      const i32x16 w1 = factors<CODES>(table, (i32x16)((u32x16)both >> 4) & low);
+      const i32x16 w0 = factors<CODES>(both & low);
+      const i32x16 w1 = factors<CODES>((i32x16)((u32x16)both >> 4) & low);
       unroll<MR>([&](auto m) MS_LAMBDA {
         const i32x16 xs = splat_bytes(x + m * SLICE);
         sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
@@ -131,18 +121,19 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const uint8_t* table_at,
   }
 }
 
-using Micro4 = void (*)(const uint8_t*, const uint8_t*, const int8_t*, const int32_t*, int, float*, int, int, bool,
+using Micro4 = void (*)(const uint8_t*, const int8_t*, const int32_t*, int, float*, int, int, bool,
                         const uint8_t*);
 struct Micro4Table { Micro4 at[MAX_GROUP]; };
 template <Codes CODES, size_t... I>
 constexpr Micro4Table micro4_table(std::index_sequence<I...>) {
   return {{micro4<static_cast<int>(I) + 1, CODES>...}};
 }
-constexpr Micro4Table MICRO4[4] = {
+constexpr Micro4Table MICRO4[5] = {
     micro4_table<Codes::centred>(std::make_index_sequence<MAX_GROUP>{}),
     micro4_table<Codes::with_zeros>(std::make_index_sequence<MAX_GROUP>{}),
     micro4_table<Codes::with_minimums>(std::make_index_sequence<MAX_GROUP>{}),
-    micro4_table<Codes::from_table>(std::make_index_sequence<MAX_GROUP>{}),
+    micro4_table<Codes::nf4>(std::make_index_sequence<MAX_GROUP>{}),
+    micro4_table<Codes::fp4>(std::make_index_sequence<MAX_GROUP>{}),
 };
 
 void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const Quantized& x,
@@ -165,7 +156,7 @@ void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const
       // Weights that are used once are a stream; otherwise the first rows prefetch the next slice.
       const uint8_t* next = slice + (parts == 1 ? AHEAD : some * bytes);
       if (p > 0) next = reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE);
-      micro.at[mr - 1](slice, op.table, xs + m * SLICE, sums + (first_row + m) * all + g, all, c + m * PANEL,
+      micro.at[mr - 1](slice, xs + m * SLICE, sums + (first_row + m) * all + g, all, c + m * PANEL,
                        some, op.group / 4, g == 0, next);
       m += mr;
     }

@@ -84,15 +84,9 @@ struct LinearPlain {
   DType type;
 };
 
-// The value of a 4-bit code is code - 8, code - the zero point of its group, code, or the entry of a
-// table minus 128. The scaled codes of with_minimums have the minimum of their group subtracted.
-enum class Codes : int { centred, with_zeros, with_minimums, from_table };
-
-// The NF4 values of QLoRA (arXiv 2305.14314) in 127ths and the FP4 values (e2m1) in halves, plus 128.
-alignas(16) inline constexpr uint8_t NF4_BYTES[16] = {1,   40,  61,  78,  92,  105, 116, 128,
-                                                      138, 148, 159, 171, 184, 199, 220, 255};
-alignas(16) inline constexpr uint8_t FP4_BYTES[16] = {128, 129, 130, 131, 132, 134, 136, 140,
-                                                      128, 127, 126, 125, 124, 122, 120, 116};
+// The value of a 4-bit code is code - 8, code - the zero point of its group, code, or an NF4 or
+// FP4 value. The scaled codes of with_minimums have the minimum of their group subtracted.
+enum class Codes : int { centred, with_zeros, with_minimums, nf4, fp4 };
 
 // `packed` holds groups of inputs, each with its own scales (see gemm4.inl); base.scales holds one
 // factor for each channel.
@@ -100,7 +94,6 @@ struct LinearInt4 {
   LinearInt8 base;
   int group;  // inputs: 16, 32, 64 or 128
   Codes codes;
-  const uint8_t* table;  // 16 bytes
 };
 constexpr size_t group_bytes(int group, Codes codes) {
   const bool has_offsets = codes == Codes::with_zeros || codes == Codes::with_minimums;

@@ -152,7 +152,7 @@ class Int4Linear : public QuantizedLinear {
   // index in TABLES of ops/backend.py.
   Int4Linear(int num_in, int num_out, uintptr_t codes, uintptr_t scales, uintptr_t zeros, uintptr_t minimums,
              uintptr_t channel_scales, int group, int table, uintptr_t bias, int activation, bool is_gated)
-      : Int4Linear(num_in, num_out, group, kind(zeros, minimums, table), table, bias, activation, is_gated) {
+      : Int4Linear(num_in, num_out, group, kind(zeros, minimums, table), bias, activation, is_gated) {
     nb::gil_scoped_release release;
     spread(pointer<float>(channel_scales), scales_.as<float>());
     Team::get().parallel(op_.num_panels, [&](int panel) {
@@ -169,7 +169,7 @@ class Int4Linear : public QuantizedLinear {
   // codes, or 0 for int4.
   Int4Linear(int num_in, int num_out, const std::vector<size_t>& parts, int dtype, int group, uintptr_t bounds,
              uintptr_t bias, int activation, bool is_gated)
-      : Int4Linear(num_in, num_out, group, kind(0, 0, bounds != 0), bounds != 0, bias, activation, is_gated) {
+      : Int4Linear(num_in, num_out, group, kind(0, 0, bounds != 0), bias, activation, is_gated) {
     const PackSource source = pack_source(parts, dtype);
     nb::gil_scoped_release release;
     kernels().pack_int4(source, op4_, pointer<float>(bounds), packed_.as<uint8_t>(), scales_.as<float>());
@@ -181,15 +181,14 @@ class Int4Linear : public QuantizedLinear {
   }
 
  private:
-  Int4Linear(int num_in, int num_out, int group, Codes codes, int table, uintptr_t bias, int activation,
-             bool is_gated)
+  Int4Linear(int num_in, int num_out, int group, Codes codes, uintptr_t bias, int activation, bool is_gated)
       : QuantizedLinear(num_in, num_out, padding(group), panel_bytes(num_in, group, codes), bias, activation,
                         is_gated),
-        op4_{op_, group, codes, table == 2 ? FP4_BYTES : NF4_BYTES} {}
+        op4_{op_, group, codes} {}
 
   static int padding(int group) { return group < 64 ? 64 : group; }
   static Codes kind(uintptr_t zeros, uintptr_t minimums, int table) {
-    if (table) return Codes::from_table;
+    if (table) return table == 1 ? Codes::nf4 : Codes::fp4;
     return zeros ? Codes::with_zeros : minimums ? Codes::with_minimums : Codes::centred;
   }
   static size_t panel_bytes(int num_in, int group, Codes codes) {

@@ -70,14 +70,14 @@ struct Channel {
 // the first or the last NF4 value, -1 or 1.
 template <Codes CODES>
 MS_INLINE float scale_of(float extreme) {
-  return CODES == Codes::from_table ? __builtin_fabsf(extreme) : extreme / -8.0f;
+  return CODES == Codes::nf4 ? __builtin_fabsf(extreme) : extreme / -8.0f;
 }
 
 // Returns the codes of sixteen weights. bounds: the 15 bounds between the values of NF4 codes.
 template <Codes CODES>
 MS_INLINE i32x16 codes_of(f32x16 x, float scale, const float* bounds) {
   x = x / splat(scale == 0.0f ? 1.0f : scale);
-  if (CODES != Codes::from_table) return to_int_nearest(min(splat(7.0f), max(splat(-8.0f), x))) + 8;
+  if (CODES != Codes::nf4) return to_int_nearest(min(splat(7.0f), max(splat(-8.0f), x))) + 8;
   i32x16 code = {};
   unroll<15>([&](auto i) MS_LAMBDA { code -= x > splat(bounds[i]); });
   return code;
@@ -126,7 +126,7 @@ void pack_codes(const PackSource& source, const LinearInt4& op, const float* bou
         if (n >= 0)
           channels[h].factor = power_above(__builtin_fabsf(scale_of<CODES>(channels[h].largest_magnitude())));
         // gemm4.inl has NF4 values in 127ths.
-        factors[panel * PANEL + c] = CODES == Codes::from_table ? channels[h].factor / 127.0f : channels[h].factor;
+        factors[panel * PANEL + c] = CODES == Codes::nf4 ? channels[h].factor / 127.0f : channels[h].factor;
       }
       pack_lanes<CODES>(channels, lane, op.group, bounds, to);
     }
@@ -134,7 +134,7 @@ void pack_codes(const PackSource& source, const LinearInt4& op, const float* bou
 }
 
 void pack_int4(const PackSource& source, const LinearInt4& op, const float* bounds, uint8_t* packed, float* factors) {
-  if (op.codes == Codes::from_table) pack_codes<Codes::from_table>(source, op, bounds, packed, factors);
+  if (op.codes == Codes::nf4) pack_codes<Codes::nf4>(source, op, bounds, packed, factors);
   else pack_codes<Codes::centred>(source, op, bounds, packed, factors);
 }
 
