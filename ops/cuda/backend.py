@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ops import MIN_CAPABILITY
-from ops.backend import NO_FUSION, Fusion, LinearOp, Norm, QuantizedLinears
+from ops.backend import NO_FUSION, ExpertsOp, Fusion, LinearOp, Norm, QuantizedLinears
+from ops.cuda.experts import CudaExperts, can_group
 from ops.cuda.linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear, rounded4_linear
 from ops.reference import ReferenceBackend
 from ops.triton_kernels.kv import Rotation, rotate
@@ -37,6 +39,13 @@ class CudaBackend(ReferenceBackend):
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = NO_FUSION
     ) -> LinearOp:
         return PlainLinear(weight, bias, fusion, device=self.device)
+
+    def pack_experts(
+        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool = False
+    ) -> ExpertsOp:
+        if can_group(ups, downs):
+            return CudaExperts(ups, downs, scales_input)
+        return super().pack_experts(ups, downs, scales_input=scales_input)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rows(x, Norm("rms", weight, None, eps))

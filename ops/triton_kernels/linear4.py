@@ -210,23 +210,18 @@ def add_quarters(
     return acc
 
 
-@triton.jit(do_not_specialize=["M"])
-def int4_kernel(
-    x_at, row_scales_at, sums_at, w_at, words_at, channels_at, bias_at, residual_at, out_at,
-    M, N, N_padded, chunks, x_stride, residual_stride, out_stride,
+@triton.jit
+def int4_sums(
+    x_at, sums_at, w_at, words_at, rows, channels, N_padded, chunks, x_stride,
     STAGES: tl.constexpr, TABLE: tl.constexpr, MINIMUMS: tl.constexpr, ASM: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, PANEL: tl.constexpr, CHUNKS: tl.constexpr,
-    BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies x: [M, K] int8, CHUNKS chunks per iteration, a divisor of chunks. Grid: tiles.
+    """Returns the scaled sums of some rows of x for some channels, [BN, BM] fp32.
 
-    With MINIMUMS, sums: [M, groups] int32 are the group sums of x.
+    CHUNKS: chunks per iteration, a divisor of chunks. With MINIMUMS, sums: [M, groups] int32 are
+    the group sums of x.
     """
-    tile_m, tile_n = tile_place(tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP_M)
-    m0, n0 = tile_m * BM, tile_n * BN
-    rows = tl.minimum(m0 + tl.arange(0, BM), M - 1).to(tl.int64)
-    channels = tl.minimum(n0 + tl.arange(0, BN), N_padded - 1)
     ks = tl.arange(0, HALF)
     w_rows = (channels // PANEL).to(tl.int64) * (chunks * PANEL * HALF) + channels % PANEL * HALF
     w_ats = w_at + w_rows[:, None] + ks[None, :]
@@ -265,6 +260,27 @@ def int4_kernel(
                     products = none
                 products = tl.dot(high, x_high, products, out_dtype=tl.int32)
                 acc = add_group(acc, products, word, group_sums, MINIMUMS)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M"])
+def int4_kernel(
+    x_at, row_scales_at, sums_at, w_at, words_at, channels_at, bias_at, residual_at, out_at,
+    M, N, N_padded, chunks, x_stride, residual_stride, out_stride,
+    STAGES: tl.constexpr, TABLE: tl.constexpr, MINIMUMS: tl.constexpr, ASM: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, PANEL: tl.constexpr, CHUNKS: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Multiplies x: [M, K] int8 by int4_sums. Grid: tiles."""
+    tile_m, tile_n = tile_place(tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP_M)
+    m0, n0 = tile_m * BM, tile_n * BN
+    rows = tl.minimum(m0 + tl.arange(0, BM), M - 1).to(tl.int64)
+    channels = tl.minimum(n0 + tl.arange(0, BN), N_padded - 1)
+    acc = int4_sums(
+        x_at, sums_at, w_at, words_at, rows, channels, N_padded, chunks, x_stride,
+        STAGES, TABLE, MINIMUMS, ASM, GROUP, HALF, PANEL, CHUNKS, BM, BN,
+    )  # fmt: skip
     scale_and_finish(
         tl.trans(acc), tl.load(row_scales_at + rows), channels_at, bias_at, residual_at, out_at,
         m0, n0, M, N, residual_stride, out_stride, BIAS, ACT, GATED, RESIDUAL, BM, BN,
