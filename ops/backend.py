@@ -201,9 +201,17 @@ class QuantizedLinears(Protocol):
         does, and packs them as int4 does, concatenated along the output."""
 
     def fp8(
-        self, parts: Sequence[Tensor], bias: Tensor | None, fusion: Fusion = NO_FUSION
+        self,
+        parts: Sequence[Tensor],
+        bias: Tensor | None,
+        fusion: Fusion = NO_FUSION,
+        *,
+        scales: Tensor | None = None,
     ) -> LinearOp:
-        """Packs as int8 does, in e4m3. ValueError if the device has no fp8 products."""
+        """Packs as int8 does, in e4m3; with scales, [out], the parts are e4m3 already.
+
+        ValueError, before anything is packed, if the device has no fp8 products.
+        """
 
 
 class Backend(Protocol):

@@ -14,6 +14,13 @@ _EXPONENTS = {
     torch.float16: (0x7C00, 0x7C000000),
 }
 
+# The masks of 8-bit types, and the least masked value of NaN and infinities.
+_BYTES = {
+    torch.float8_e4m3fn: (0x7F, 0x7F),
+    torch.float8_e5m2: (0x7C, 0x7C),
+    torch.float8_e8m0fnu: (0xFF, 0xFF),
+}
+
 
 def all_finite(tensor: Tensor) -> bool:
     """Returns whether no value is NaN or infinite.
@@ -23,6 +30,9 @@ def all_finite(tensor: Tensor) -> bool:
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return True
+    if tensor.dtype in _BYTES:
+        mask, least = _BYTES[tensor.dtype]
+        return int((tensor.view(torch.uint8) & mask).max()) < least
     exponent = _EXPONENTS.get(tensor.dtype)
     if exponent is None or not is_available() or not tensor.is_contiguous():
         return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

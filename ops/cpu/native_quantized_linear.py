@@ -194,7 +194,13 @@ class NativeLinears:
     rounded4 = Rounded4Linear
 
     @staticmethod
-    def fp8(parts: Sequence[Tensor], bias: Tensor | None, fusion: Fusion = NO_FUSION) -> LinearOp:
+    def fp8(
+        parts: Sequence[Tensor],
+        bias: Tensor | None,
+        fusion: Fusion = NO_FUSION,
+        *,
+        scales: Tensor | None = None,
+    ) -> LinearOp:
         raise ValueError("this processor has no fp8 products")
 
 

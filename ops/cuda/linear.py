@@ -171,13 +171,14 @@ class Fp8Linear(ScaledLinear):
         bias: Tensor | None,
         fusion: Fusion = NO_FUSION,
         *,
+        scales: Tensor | None = None,
         device: torch.device,
     ) -> None:
         """ValueError on a device whose tensor cores do not know the type."""
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             raise ValueError("fp8 needs a GPU of compute capability 8.9 at least")
         kind = torch.float8_e4m3fn
-        super().__init__("fp8", kind, weight, bias, fusion, None, torch.bfloat16, device)
+        super().__init__("fp8", kind, weight, bias, fusion, scales, torch.bfloat16, device)
 
 
 class Int4Linear(CudaLinear):

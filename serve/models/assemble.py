@@ -15,8 +15,9 @@ from serve.models.blocks import AttentionHalf, AttentionWeights, Block, PerLayer
 from serve.models.decoder import DecoderWeights, PerLayerTables
 from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, QKNorm
 from serve.models.families.names import WeightNames
+from serve.models.parts import Part, Rows
 from serve.models.spec import ModelSpec
-from serve.models.tensors import Part, Rows, TensorSource
+from serve.models.tensors import TensorSource
 
 
 @dataclass(frozen=True, slots=True)

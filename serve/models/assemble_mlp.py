@@ -12,8 +12,9 @@ from ops.backend import NO_FUSION, Backend, Fusion, LinearOp, Norm, Router
 from serve.models.blocks import DenseMlp, MixtureMlp, Mlp, SideBySideMlp
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 from serve.models.families.names import ExpertNames, WeightNames
+from serve.models.parts import Part
 from serve.models.spec import ModelSpec
-from serve.models.tensors import Part, TensorSource
+from serve.models.tensors import TensorSource
 from serve.models.xielu import Xielu
 
 
@@ -73,8 +74,7 @@ class MlpAssembler:
     def _find_experts(self, ways: tuple[ExpertNames, ...], at: str) -> ExpertNames:
         """Returns the way in which the checkpoint stores a mixture."""
         for way in ways:
-            up = at + way.up[0].format(0)
-            if self._source.has(up) or self._source.has(f"{up}.weight"):
+            if self._source.has_weight(at + way.up[0].format(0)):
                 return way
         return ways[0]
 

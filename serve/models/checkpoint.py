@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ops.cpu.finite import all_finite
-from quant.checkpoint_formats import TensorRule
+from quant.formats.base import TensorRule
 from serve.checkpoint_json import read_json
 from serve.errors import ModelLoadError, reason
 from serve.regular_file import check_regular
@@ -58,11 +58,9 @@ class Checkpoint:
         """Announces the tensors that will be fetched; files ignore it."""
 
     def fetch(self, name: str, index: int | None = None) -> Tensor:
-        """Returns the tensor, or its part tensor[index], mapped from the file. ModelLoadError if it
-        is not finite."""
-        tensor = self._read(name)
-        if index is not None:
-            tensor = tensor[index]
+        """Returns the tensor, mapped from the file, or the part [index] of its first dimension,
+        which is read alone. ModelLoadError if it is not finite."""
+        tensor = self._read(name, index)
         if not all_finite(tensor):
             raise ModelLoadError(f"{self.entries[name].file}: tensor {name} holds NaN or infinity")
         return tensor
@@ -71,12 +69,14 @@ class Checkpoint:
         """Returns whether a tensor of any type is all zeros."""
         return not bool(self._read(name).float().any())
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, index: int | None = None) -> Tensor:
         file = self.entries[name].file
         with _naming(file):
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt", device="cpu")
-            tensor: Tensor = self._open[file].get_tensor(name)
+            opened = self._open[file]
+            tensor: Tensor
+            tensor = opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
         return tensor
 
     def release(self) -> None:
@@ -101,8 +101,8 @@ def check_rule(checkpoint: Checkpoint, name: str, rule: TensorRule) -> None:
         if rule.is_optional:
             return
         raise ModelLoadError(f"{checkpoint.path}: tensor {name} is missing")
-    if entry.shape not in rule.shapes:
-        shapes = " or ".join(str(list(shape)) for shape in rule.shapes)
+    if not rule.allows(entry.shape):
+        shapes = " or ".join(str(list(shape)) for shape in rule.shapes) or "[bytes]"
         raise ModelLoadError(
             f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json asks "
             f"for {shapes}"

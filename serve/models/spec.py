@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from memory.attention.seam import AttentionLayer
-from quant.checkpoint_formats import CheckpointFormat, read_format
+from quant.formats.base import CheckpointFormat
+from quant.formats.modelopt import FILE as MODELOPT_FILE
+from quant.formats.modelopt import read_hf_quant_config
+from quant.formats.read import read_format
 from serve.checkpoint_json import ConfigReader, read_json
 from serve.errors import ModelLoadError
 from serve.models.families import FAMILIES
@@ -124,7 +127,7 @@ def read_spec(path: Path) -> ModelSpec:
         torch_dtype=dtype,
         eos_token_ids=read_generation_defaults(path)["eos_token_ids"],
         bos_token_id=bos_ids[0] if bos_ids else None,
-        packed=_read_packed(whole if whole.has("quantization_config") else config, family),
+        packed=_read_packed(path, whole if whole.has("quantization_config") else config, family),
         is_nested=config is not whole,
         **family.fields(_with_defaults(config, family)),
     )
@@ -182,10 +185,10 @@ def read_config(path: Path) -> ConfigReader:
     return config
 
 
-def _read_packed(config: ConfigReader, family: Family) -> CheckpointFormat | None:
+def _read_packed(path: Path, config: ConfigReader, family: Family) -> CheckpointFormat | None:
     quantization = config.values.get("quantization_config")
     if quantization is None:
-        return None
+        return _read_modelopt(path / MODELOPT_FILE)
     if not isinstance(quantization, dict):
         raise config.fail("quantization_config", f"must be an object, not {quantization!r}")
     method = quantization.get("quant_method")
@@ -201,6 +204,15 @@ def _read_packed(config: ConfigReader, family: Family) -> CheckpointFormat | Non
         if "quant_method" not in str(error):
             at += f" (quant_method {method!r})"
         raise config.fail(f"{at}:", str(error)) from error
+
+
+def _read_modelopt(source: Path) -> CheckpointFormat | None:
+    if not source.exists():
+        return None
+    try:
+        return read_hf_quant_config(read_json(source))
+    except ValueError as error:
+        raise ModelLoadError(f"{source}: {error}") from error
 
 
 def read_generation_defaults(path: Path) -> dict[str, Any]:

@@ -15,57 +15,13 @@ import torch
 from torch import Tensor
 
 from ops.backend import NO_FUSION, Backend, ExpertsOp, Fusion, LinearOp
-from quant.checkpoint_formats import CheckpointFormat, PackedWeight, TensorRule
-from serve.errors import ModelLoadError
+from quant.formats.base import CheckpointFormat, TensorRule
 from serve.models.checkpoint import Checkpoint
+from serve.models.packed import PackedProducts
+from serve.models.parts import Part
 
 MakeLinear = Callable[[Sequence[Tensor], Tensor | None, Fusion], LinearOp]
 Shapes = dict[str, tuple[int, ...]]
-Rows = slice | Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The rows of a product's weight that one stored tensor gives.
-
-    module: its name without an ending. num_rows: rows of the stored tensor, [num_rows, in]. rows:
-    those that are taken, in this order; None: all. expert: the number of the expert whose product
-    it is. is_fused: the tensor holds all num_experts experts, [num_experts, num_rows, in]; its name
-    is the module's, and that of the biases `bias`. is_transposed: stored [.., in, num_rows].
-    """
-
-    module: str
-    num_rows: int
-    rows: Rows | None = None
-    expert: int | None = None
-    is_fused: bool = False
-    num_experts: int = 0
-    bias: str = ""
-    is_transposed: bool = False
-
-    @property
-    def weight(self) -> str:
-        return self.module if self.is_fused else f"{self.module}.weight"
-
-    @property
-    def bias_name(self) -> str:
-        return self.bias or f"{self.module}.bias"
-
-    def shape(self, num_in: int, is_transposed: bool) -> tuple[int, ...]:
-        """Returns the stored tensor's shape. is_transposed: all products of the model are."""
-        shape = (self.num_rows, num_in)
-        if self.is_transposed or is_transposed:
-            shape = (num_in, self.num_rows)
-        return (self.num_experts, *shape) if self.is_fused else shape
-
-    @property
-    def bias_shape(self) -> tuple[int, ...]:
-        return (self.num_experts, self.num_rows) if self.is_fused else (self.num_rows,)
-
-    @property
-    def index(self) -> int | None:
-        """The index into the stored tensor, None for all of it."""
-        return self.expert if self.is_fused else None
 
 
 @dataclass(slots=True)
@@ -133,6 +89,9 @@ class TensorSource(Protocol):
     def has(self, name: str) -> bool:
         """Returns whether the checkpoint has a tensor of this name."""
 
+    def has_weight(self, name: str) -> bool:
+        """Returns whether it has a product's weight, plain or quantized, or fused experts'."""
+
     def end_layer(self) -> None:
         """Tells that all tensors of a layer were read."""
 
@@ -148,13 +107,15 @@ class ExpectedTensors:
         is_transposed: bool = False,
     ) -> None:
         """checkpoint: None for counting parameters without files. is_transposed: products other
-        than the head are stored [in, out]."""
+        than the head are stored [in, out]. losses: what quantized weights lose."""
         self.shapes: Shapes = {}
         self.packed_rules: dict[str, TensorRule] = {}
+        self.packed_ignored: set[str] = set()
+        self.losses: set[str] = set()
         self.products: set[str] = set()
         self.counts = ParameterCounts()
         self._checkpoint = checkpoint
-        self._packed = packed
+        self._packed = None if checkpoint is None else PackedProducts(packed, checkpoint)
         self._is_transposed = is_transposed
 
     def product(
@@ -167,12 +128,14 @@ class ExpectedTensors:
         scale: float = 1.0,
         is_head: bool = False,
     ) -> Any:
-        entries = {} if self._checkpoint is None else self._checkpoint.entries
-        is_packed = is_quantized(self._packed, parts, entries, self._path)
+        form = None if self._packed is None else self._packed.format_of(parts, num_in)
+        if form is not None and form.loss is not None:
+            self.losses.add(form.loss)
         for part in {part.module: part for part in parts}.values():
             self.products.add(part.module)
-            if is_packed:
-                self._expect_packed(part, num_in)
+            if form is not None and self._packed is not None:
+                self.packed_rules |= self._packed.rules(form, part, num_in)
+                self.packed_ignored |= {f"{part.module}.{ending}" for ending in form.ignored}
             else:
                 is_transposed = self._is_transposed and not is_head
                 kind = "head" if is_head else "blocks" if part.expert is None else "experts"
@@ -214,25 +177,16 @@ class ExpectedTensors:
     def has(self, name: str) -> bool:
         return self._checkpoint is not None and name in self._checkpoint.entries
 
+    def has_weight(self, name: str) -> bool:
+        return self._packed is not None and self._packed.has_weight(name)
+
     def end_layer(self) -> None:
         """Nothing was read."""
-
-    @property
-    def _path(self) -> object:
-        return None if self._checkpoint is None else self._checkpoint.path
 
     def _expect(self, name: str, shape: tuple[int, ...], kind: str = "others") -> None:
         if name not in self.shapes:
             self.counts.add(kind, torch.Size(shape).numel())
         self.shapes[name] = shape
-
-    def _expect_packed(self, part: Part, num_in: int) -> None:
-        assert self._packed is not None
-        try:
-            rules = self._packed.tensors(num_in, part.num_rows)
-        except ValueError as error:
-            raise ModelLoadError(f"{self._path}: {part.module}: {error}") from error
-        self.packed_rules |= {f"{part.module}.{ending}": rule for ending, rule in rules.items()}
 
 
 def _nothing() -> Any:
@@ -260,7 +214,7 @@ class LoadedTensors:
         products become plain weights. is_transposed: products other than the head are stored
         [in, out]."""
         self._checkpoint = checkpoint
-        self._packed = packed
+        self._packed = PackedProducts(packed, checkpoint)
         self._backend = backend
         self._linears = backend.quantized
         self._device = backend.device
@@ -284,11 +238,13 @@ class LoadedTensors:
         if has_bias:
             biases = [self._bias(part) for part in parts]
             bias = _scaled(biases[0] if len(biases) == 1 else torch.cat(biases), scale)
-        if is_quantized(self._packed, parts, self._checkpoint.entries, self._checkpoint.path):
-            packed = self._load_packed(parts, scale)
+        form = self._packed.format_of(parts, num_in)
+        if form is not None:
+            packed = self._packed.load(form, parts, num_in, scale)
             if not self._unpack:
                 assert self._linears is not None, "a back end without quantized products"
-                return packed.linear(bias, fusion, self._linears)
+                with self._packed.naming(parts):
+                    return packed.linear(bias, fusion, self._linears)
             weights = [self._cast(packed.plain())]
         else:
             weights = [
@@ -334,6 +290,9 @@ class LoadedTensors:
     def has(self, name: str) -> bool:
         return name in self._checkpoint.entries
 
+    def has_weight(self, name: str) -> bool:
+        return self._packed.has_weight(name)
+
     def end_layer(self) -> None:
         self._checkpoint.release()
 
@@ -347,49 +306,8 @@ class LoadedTensors:
         stored = self._checkpoint.fetch(part.bias_name, part.index)
         return self._cast(stored if part.rows is None else stored[part.rows])
 
-    def _load_packed(self, parts: Sequence[Part], scale: float) -> PackedWeight:
-        assert self._packed is not None
-        names = list(dict.fromkeys(part.module for part in parts))
-        try:
-            packed = self._packed.load(self._checkpoint.fetch, names)
-            if any(part.rows is not None for part in parts):
-                packed = packed.rows(_rows_of(parts))
-            return packed if scale == 1.0 else packed.scaled(scale)
-        except ValueError as error:
-            raise ModelLoadError(f"{self._checkpoint.path}: {error}") from error
-
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, self._weight_dtype or tensor.dtype)
-
-
-def is_quantized(
-    packed: CheckpointFormat | None, parts: Sequence[Part], entries: Any, path: object
-) -> bool:
-    """Returns whether the checkpoint stores this product in its quantized format."""
-    if packed is None:
-        return False
-    has = [f"{part.module}.{packed.marker}" in entries for part in parts]
-    if any(has) and not all(has):
-        raise ModelLoadError(
-            f"{path}: {parts[has.index(False)].module} is not quantized, but "
-            f"{parts[has.index(True)].module} is; products that are computed together must be alike"
-        )
-    return all(has)
-
-
-def _rows_of(parts: Sequence[Part]) -> Tensor:
-    """Returns the rows of the parts as indexes into their modules, which are concatenated."""
-    starts: dict[str, int] = {}
-    end = 0
-    for part in parts:
-        if part.module not in starts:
-            starts[part.module] = end
-            end += part.num_rows
-    taken = []
-    for part in parts:
-        rows = torch.arange(part.num_rows)
-        taken.append(starts[part.module] + (rows if part.rows is None else rows[part.rows]))
-    return torch.cat(taken)
 
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:

@@ -23,6 +23,7 @@ from serve.models.checkpoint import FLOATS, Checkpoint, check_rule
 from serve.models.decoder import Decoder
 from serve.models.families import FAMILIES
 from serve.models.families.names import WeightNames
+from serve.models.packed import PackedProducts
 from serve.models.progress import LoadProgress
 from serve.models.random_checkpoint import RandomCheckpoint
 from serve.models.spec import ModelSpec, read_spec
@@ -67,7 +68,10 @@ def load_model(
         range(spec.num_layers)
     )
     checkpoint.expect(expected.shapes)
-    CheckedNames(spec, names, stored, checkpoint, expected).check()
+    checked = CheckedNames(spec, names, stored, checkpoint, expected)
+    checked.check()
+    if not unpack:
+        checked.log_losses()
     make_linear = make_linear or joining(backend.pack_linear)
     loaded = LoadedTensors(
         checkpoint,
@@ -100,9 +104,8 @@ def count_parameters(spec: ModelSpec) -> ParameterCounts:
 def _find_head(spec: ModelSpec, names: WeightNames, checkpoint: Checkpoint) -> str | None:
     """Returns the head's module, None for the embedding; as in Transformers, a tied model uses its
     own head if there is one."""
-    endings = ["weight"] + ([spec.packed.marker] if spec.packed else [])
     for head in names.heads:
-        if any(f"{head}.{ending}" in checkpoint.entries for ending in endings):
+        if PackedProducts(spec.packed, checkpoint).has_weight(head):
             return head
     return None if spec.is_tied else names.heads[0]
 
@@ -158,6 +161,11 @@ class CheckedNames:
             check_rule(checkpoint, name, rule)
         self._check_others()
 
+    def log_losses(self) -> None:
+        """Says what quantized weights lose by what the kernels compute with."""
+        for loss in sorted(self._expected.losses):
+            logger.warning("the checkpoint's %s", loss)
+
     def _check_others(self) -> None:
         """Checks unused tensors. Those of the model's own modules must be zero, such as a bias or
         a zero point that some writers always store; others are named in the log."""
@@ -168,6 +176,7 @@ class CheckedNames:
             for name in self._checkpoint.entries
             if name not in expected.shapes
             and name not in expected.packed_rules
+            and name not in expected.packed_ignored
             and not name.endswith(self._names.ignored)
         )
         for name in [name for name in unused if _is_within(name, modules)]:

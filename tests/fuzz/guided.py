@@ -10,7 +10,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["serve", "memory"]):
+with atheris.instrument_imports(include=["serve", "memory", "quant"]):
     from bench.soak.mutate import MAX_INPUT
     from tests.fuzz.targets import TARGETS
 

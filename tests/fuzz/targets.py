@@ -50,7 +50,7 @@ from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
 from serve.text.chat_parser.grammar import forced_calls
 from serve.text.chat_parser.reasoning import ReasoningParser
 from serve.text.chat_template import neutralize, split_neutralized
-from tests.fuzz import tokenizer
+from tests.fuzz import quantized, tokenizer
 
 Expected = (ApiError, RequestError)
 FORMAT = ChatFormat()
@@ -185,5 +185,6 @@ TARGETS: dict[str, Target] = {
     "tokenizer": Target(tokenizer.run, tokenizer.SEEDS),
     "ranks": Target(tokenizer.run_ranks, tokenizer.RANK_SEEDS),
     "tekken": Target(tokenizer.run_tekken, tokenizer.TEKKEN_SEEDS),
+    "quantized": Target(quantized.run, quantized.SEEDS),
     "config": Target(_config, (b'{"hidden_size": 64, "rope": {"factor": 2.0}, "x": [1, null]}',)),
 }

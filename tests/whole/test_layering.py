@@ -120,6 +120,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "ops/triton_kernels": ("ops",),
     "ops": (),
     "quant": (),
+    "quant/formats": ("quant",),
     "transport": (),
     "bench/cli": ("*",),
     "bench/common": (),

@@ -45,3 +45,20 @@ def test_other_tensors():
     assert all_finite(torch.empty(0))
     assert all_finite(torch.ones(4, 6).t())
     assert not all_finite(torch.full((4, 6), math.nan).t())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    [
+        (torch.float8_e4m3fn, (0x7F, 0xFF)),
+        (torch.float8_e5m2, (0x7C, 0x7D, 0xFC, 0xFF)),
+        (torch.float8_e8m0fnu, (0xFF,)),
+    ],
+)
+def test_bytes_of_numbers(dtype, bad):
+    every = torch.arange(256, dtype=torch.uint8)
+    numbers = every[every.view(dtype).float().isfinite()].tolist()
+    assert all_finite(torch.tensor(numbers, dtype=torch.uint8).view(dtype))
+    for byte in bad:
+        tensor = torch.tensor([*numbers, byte], dtype=torch.uint8).view(dtype)
+        assert not all_finite(tensor), hex(byte)

@@ -1,6 +1,6 @@
 """Quantized checkpoints of a tiny Llama, written nibble by nibble, and the numbers they mean.
 
-Shares no code with what reads them (quant/checkpoint_formats.py).
+Shares no code with what reads them (quant/formats).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.engine.checkpoints import checkpoint, edit_json
+from tests.support.engine.published_formats import EXACT, ROUNDED
 
 Json = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -193,7 +194,11 @@ CASES: dict[str, tuple[Json, Quantize]] = {
         {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM"},
         four_bits(AWQ),
     ),
+    **EXACT,
 }
+"""Formats whose numbers stay as they are."""
+
+ALL_CASES = CASES | ROUNDED
 
 
 def write(

@@ -26,7 +26,9 @@ from serve.models import load_model, read_spec
 from serve.models.weights import joining
 from tests.support.engine.checkpoints import checkpoint, edit_json
 from tests.support.engine.decoders import run, token_ids
+from tests.support.engine.published_formats import ROUNDED
 from tests.support.engine.quantized import (
+    ALL_CASES,
     AWQ,
     CASES,
     GPTQ,
@@ -79,6 +81,16 @@ def test_logits_equal_those_of_the_plain_numbers(case, variant, tmp_path):
     assert relative(got, plain_logits) < 1.2 * relative(rounded_logits, plain_logits)
 
 
+@pytest.mark.parametrize("case", ROUNDED)
+def test_weights_that_are_rounded_again_lose_no_more_than_int8(case, tmp_path):
+    packed, plain = write(tmp_path, *ROUNDED[case])
+    ids, settings = token_ids(40), {"dtype": torch.float32, "backend": get_backend("cpu")}
+    got = run(load_model(packed, make_linear=NATIVE.int8, **settings), ids)
+    int8 = run(load_model(plain, make_linear=NATIVE.int8, **settings), ids)
+    plain_logits = run(load_model(plain, **settings), ids)
+    assert relative(got, plain_logits) < 1.1 * relative(int8, plain_logits)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_product_is_exact_on_whole_rows(case, tmp_path):
     config, quantize = CASES[case]
@@ -90,14 +102,14 @@ def test_a_product_is_exact_on_whole_rows(case, tmp_path):
         weight = torch.cat([wide[f"{part}.weight"] for part in parts]).double()
         x = torch.randint(-127, 128, (9, weight.shape[1])).float()
         x[:, 0] = 127.0
-        got = form.load(tensors.__getitem__, parts).linear(None)(x)
+        got = form.formats[0].load(tensors.__getitem__, parts).linear(None)(x)
         bound = 1e-5 * (x.double().abs() @ weight.abs().T)
         assert bool(((got - x.double() @ weight.T).abs() <= bound).all()), parts
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_an_unpacked_checkpoint_is_the_plain_model(case, tmp_path):
-    packed, plain = write(tmp_path, *CASES[case], variant="bias")
+    packed, plain = write(tmp_path, *ALL_CASES[case], variant="bias")
     ids, settings = token_ids(40), {"dtype": torch.float32, "backend": get_backend("cpu")}
     got = run(load_model(packed, unpack=True, **settings), ids)
     assert relative(got, run(load_model(plain, **settings), ids)) < 1e-5
@@ -147,7 +159,8 @@ def test_larger_groups(method, group, tmp_path):
     assert form is not None
     x = torch.randint(-127, 128, (3, 256)).float()
     x[:, 0] = 127.0
-    got = form.load(tensors.__getitem__, ["model.layers.0.mlp.down_proj"]).linear(None)(x)
+    product = form.formats[0].load(tensors.__getitem__, ["model.layers.0.mlp.down_proj"])
+    got = product.linear(None)(x)
     bound = 1e-5 * (x.double().abs() @ wide.double().abs().T)
     assert bool(((got - x.double() @ wide.double().T).abs() <= bound).all())
 
@@ -241,6 +254,6 @@ def test_unpacking_takes_two_bytes_a_weight(case, tmp_path):
     form = read_spec(path).packed
     assert form is not None
     with Allocations() as allocations:
-        form.load(tensors.__getitem__, [name])
+        form.formats[0].load(tensors.__getitem__, [name])
     # scales and zero points of groups of 32 add a few tenths
     assert 512 * 1024 < allocations.most < 2.5 * 512 * 1024

@@ -1,0 +1,123 @@
+"""The quantized products of a checkpoint: which there are, their tensors, and loading them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from quant.formats.base import (
+    CheckpointFormat,
+    ExpertsFormat,
+    PackedWeight,
+    ProductFormat,
+    TensorRule,
+)
+from serve.errors import ModelLoadError
+from serve.models.checkpoint import Checkpoint
+from serve.models.parts import Part
+
+
+class PackedProducts:
+    """Products of a checkpoint in its quantized formats. Errors are ModelLoadErrors."""
+
+    def __init__(self, packed: CheckpointFormat | None, checkpoint: Checkpoint) -> None:
+        self._packed = packed
+        self._checkpoint = checkpoint
+
+    def has_weight(self, name: str) -> bool:
+        """Returns whether a product's weight, or that of fused experts, is stored in any form."""
+        entries, packed = self._checkpoint.entries, self._packed
+        if name in entries or f"{name}.weight" in entries:
+            return True
+        return packed is not None and packed.has(entries, name)
+
+    def format_of(self, parts: Sequence[Part], num_in: int) -> ProductFormat | None:
+        """Returns the format of a product, None if it is stored plain. All parts must be alike."""
+        if self._packed is None:
+            return None
+        forms = [self._one_format(part, num_in) for part in parts]
+        if all(form == forms[0] for form in forms):
+            return forms[0]
+        path, has = self._checkpoint.path, [form is not None for form in forms]
+        alike = "products that are computed together must be alike"
+        if not all(has):
+            raise ModelLoadError(
+                f"{path}: {parts[has.index(False)].module} is not quantized, but "
+                f"{parts[has.index(True)].module} is; {alike}"
+            )
+        other = next(part for part, form in zip(parts, forms, strict=True) if form != forms[0])
+        raise ModelLoadError(
+            f"{path}: {parts[0].module} and {other.module} are quantized in different formats; "
+            f"{alike}"
+        )
+
+    def rules(self, form: ProductFormat, part: Part, num_in: int) -> dict[str, TensorRule]:
+        """Returns the tensors of one part by name."""
+        with self.naming([part]):
+            if part.is_fused:
+                fused = _as_fused(form).expert_tensors(part.num_experts, num_in, part.num_rows)
+                return {part.module + ending: rule for ending, rule in fused.items()}
+            rules = form.tensors(num_in, part.num_rows)
+            return {f"{part.module}.{ending}": rule for ending, rule in rules.items()}
+
+    def load(
+        self, form: ProductFormat, parts: Sequence[Part], num_in: int, scale: float
+    ) -> PackedWeight:
+        """Loads the rows of the parts, times scale."""
+        modules = {part.module: part for part in parts}
+        fetch, path = self._checkpoint.fetch, self._checkpoint.path
+        try:
+            if parts[0].expert is not None and parts[0].is_fused:
+                if len(modules) > 1:
+                    raise ValueError(f"{parts[0].module}: several fused tensors are not supported")
+                packed = _as_fused(form).load_expert(fetch, parts[0].module, parts[0].expert)
+            else:
+                packed = form.load(fetch, list(modules))
+        except ValueError as error:
+            raise ModelLoadError(f"{path}: {error}") from error
+        if packed.shape != (sum(part.num_rows for part in modules.values()), num_in):
+            raise ModelLoadError(
+                f"{path}: {parts[0].module} unpacks to another shape than config.json asks for"
+            )
+        if any(part.rows is not None for part in parts):
+            packed = packed.rows(_rows_of(parts))
+        return packed if scale == 1.0 else packed.scaled(scale)
+
+    @contextmanager
+    def naming(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Turns a ValueError into a ModelLoadError that names the product."""
+        try:
+            yield
+        except ValueError as error:
+            raise ModelLoadError(f"{self._checkpoint.path}: {parts[0].module}: {error}") from error
+
+    def _one_format(self, part: Part, num_in: int) -> ProductFormat | None:
+        assert self._packed is not None
+        entries = self._checkpoint.entries
+        if part.is_fused:
+            size = part.num_experts, num_in, part.num_rows
+            return self._packed.of_experts(entries, part.module, *size)
+        return self._packed.of(entries, part.module, num_in, part.num_rows)
+
+
+def _as_fused(form: ProductFormat) -> ExpertsFormat:
+    assert hasattr(form, "load_expert"), "the format of fused experts"
+    return form  # type: ignore[return-value]
+
+
+def _rows_of(parts: Sequence[Part]) -> Tensor:
+    """Returns the rows of the parts as indexes into their modules, which are concatenated."""
+    starts: dict[str, int] = {}
+    end = 0
+    for part in parts:
+        if part.module not in starts:
+            starts[part.module] = end
+            end += part.num_rows
+    taken = []
+    for part in parts:
+        rows = torch.arange(part.num_rows)
+        taken.append(starts[part.module] + (rows if part.rows is None else rows[part.rows]))
+    return torch.cat(taken)
