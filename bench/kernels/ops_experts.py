@@ -104,7 +104,7 @@ class _Mixture:
         for layer in self.layers * rounds:
             order = torch.rand(rows, shape.num_experts, generator=generator).argsort(1)
             experts = order[:, : shape.top_k].int()
-            drawn += len(experts.unique())
+            drawn += len(set(experts.flatten().tolist()))
             weights = torch.full((rows, shape.top_k), 1 / shape.top_k)
             calls.append((layer, Routing(experts, weights)))
         x = torch.randn(rows, shape.size)

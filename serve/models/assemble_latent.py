@@ -9,8 +9,9 @@ from ops.backend import Backend, Fusion
 from serve.models.families.layer_spec import LatentSpec
 from serve.models.families.names import WeightNames
 from serve.models.latent import HeadByHead, HeadProducts, LatentAttention
+from serve.models.parts import Part
 from serve.models.spec import ModelSpec
-from serve.models.tensors import Part, TensorSource
+from serve.models.tensors import TensorSource
 
 
 class LatentAssembler:

@@ -272,8 +272,9 @@ class LoadedTensors:
         return self._checkpoint.fetch(name).to(self._device, copy=True)
 
     def matrix(self, part: Part, num_in: int) -> Tensor:
-        if is_quantized(self._packed, [part], self._checkpoint.entries, self._checkpoint.path):
-            return self._cast(self._load_packed([part], 1.0).plain())
+        form = self._packed.format_of([part], num_in)
+        if form is not None:
+            return self._cast(self._packed.load(form, [part], num_in, 1.0).plain())
         return self._cast(self._weight(part, self._is_transposed))
 
     def pack(self, weight: Tensor) -> LinearOp:
