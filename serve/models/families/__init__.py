@@ -7,7 +7,17 @@ that resembles one of the table is a function of a few lines and a row.
 
 from __future__ import annotations
 
-from serve.models.families import dense, gemma4, latent, learned, llama, llama4, mixtures, sandwich
+from serve.models.families import (
+    dense,
+    gated,
+    gemma4,
+    latent,
+    learned,
+    llama,
+    llama4,
+    mixtures,
+    sandwich,
+)
 from serve.models.families.names import Family
 
 FAMILIES: dict[str, Family] = {
@@ -17,6 +27,7 @@ FAMILIES: dict[str, Family] = {
     **mixtures.FAMILIES,
     **llama4.FAMILIES,
     **gemma4.FAMILIES,
+    **gated.FAMILIES,
     **latent.FAMILIES,
     **learned.FAMILIES,
 }

@@ -26,7 +26,7 @@ from serve.models.families.layer_spec import (
     MlpSpec,
     QKNorm,
 )
-from serve.models.families.mixtures import read_counts
+from serve.models.families.mixture_fields import read_counts
 from serve.models.families.names import ExpertNames, Family, Fields, WeightNames
 from serve.models.families.rope_spec import RopeSpec, read_rope
 

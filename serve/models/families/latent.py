@@ -17,7 +17,7 @@ from serve.models.families.fields import (
     read_sizes,
 )
 from serve.models.families.layer_spec import LatentSpec, LayerSpec, MixtureSpec, MlpSpec
-from serve.models.families.mixtures import (
+from serve.models.families.mixture_fields import (
     FUSED,
     after_first_dense,
     read_counts,

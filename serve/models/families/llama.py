@@ -68,5 +68,11 @@ FAMILIES = {
     "llama": Family(_llama, title="Llama 1 to 3, Yi, TinyLlama, SmolLM 1 and 2, Falcon 3"),
     "qwen2": Family(_qwen2, title="Qwen 2 and 2.5, QwQ"),
     "qwen3": Family(_qwen3, title="Qwen 3"),
+    # the text models of Qwen's vision models; the three positions of their RoPE are equal in text
+    "qwen2_vl": Family(_qwen2, title="Qwen2-VL, text"),
+    "qwen2_vl_text": Family(_qwen2, title="Qwen2-VL, text"),
+    "qwen2_5_vl": Family(_qwen2, title="Qwen2.5-VL, text"),
+    "qwen2_5_vl_text": Family(_qwen2, title="Qwen2.5-VL, text"),
+    "qwen3_vl_text": Family(_qwen3, title="Qwen3-VL, text"),
     "mistral": Family(_mistral, title="Mistral 7B, Nemo, Small 3"),
 }

@@ -15,7 +15,7 @@ from serve.models.families.layer_spec import (
     QKNorm,
     QueryScaling,
 )
-from serve.models.families.mixtures import read_counts, read_expert, with_mixture
+from serve.models.families.mixture_fields import read_counts, read_expert, with_mixture
 from serve.models.families.names import ExpertNames, Family, Fields, WeightNames
 from serve.models.families.rope_spec import read_rope
 
