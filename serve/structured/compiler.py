@@ -6,7 +6,9 @@ loop nor the compute thread may call it; any other thread may.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -40,6 +42,9 @@ _BYTES_PER_CHAR = 48
 _BYTES_EACH = 64 << 10
 _CALL = 40  # tokens that begin another tool call, about
 _MAX_NAMES = 64
+_TEXT_RULE = re.compile(
+    r'^r_\d+(?:\[lazy\])?: T_\d+ (?:("(?:[^"\\]|\\.)*")|<\[(\d+)\]>)$', re.MULTILINE
+)
 _Key = tuple[str, str, bool | None, bool]
 
 
@@ -152,7 +157,7 @@ class GrammarCompiler:
             self.cache.put(structured, result, UNSURE_S)
             return result
         result = f"cannot be used: {problem}" if problem else self._matcher(text)
-        if isinstance(result, Grammar) and is_bounded and schemas:
+        if isinstance(result, Grammar) and is_bounded and (schemas or _closers(structured)):
             result = replace(result, json=self._json_form(structured, schemas))
         self.cache.put(structured, result)
         return result
@@ -180,11 +185,16 @@ class GrammarCompiler:
         names = [f'{name}"' for name in (pattern_ends(schemas) | required_names(schemas))]
         return JsonForm(
             tokens,
-            growth=max(longest for _, longest in sizes) + 2,
-            again=_CALL + int(max(size for size, _ in sizes))
+            growth=max((longest for _, longest in sizes), default=0) + 2,
+            again=_CALL + int(max((size for size, _ in sizes), default=0))
             if structured.kind == "grammar"
             else 0,
             names=tuple(ids for name in names[:_MAX_NAMES] if (ids := tokens.spelled(name))),
+            closers=tuple(
+                ids
+                for text in _closers(structured)
+                if (ids := [text] if isinstance(text, int) else tokens.spelled(text))
+            ),
             completes=structured.completes,
         )
 
@@ -260,6 +270,17 @@ class GrammarCache:
         with self._lock:
             entry = self._entries.pop(_key(structured), None)
             self.num_bytes -= entry[1] if entry else 0
+
+
+def _closers(structured: StructuredOutput) -> list[str | int]:
+    """Returns the markers after the plain texts of a grammar of ours: texts, or ids of tokens. A
+    rule of such a text has a terminal, the marker and nothing else, and no name of its own."""
+    if structured.kind != "grammar":
+        return []
+    found: dict[str | int, None] = {}
+    for match in _TEXT_RULE.finditer(structured.source):
+        found[int(match[2]) if match[2] else str(json.loads(match[1]))] = None
+    return list(found)
 
 
 def _key(structured: StructuredOutput) -> _Key:

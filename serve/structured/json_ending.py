@@ -34,14 +34,15 @@ def way_to_end(
     matcher: LLMatcher,
     tokens: JsonTokens,
     names: Sequence[list[int]],
+    closers: Sequence[list[int]],
     tail: bytes,
     limit: int,
 ) -> list[int] | None:
     """Returns tokens that complete the text, or None if no way of at most `limit` tokens was found.
     tail: the last bytes of the text. names: the tokens of required properties' names, each with its
-    quote. The matcher stays as it is."""
+    quote. closers: those of the markers that end plain text. The matcher stays as it is."""
     for attempt in range(_ATTEMPTS):
-        search = _Search(matcher.deep_copy(), tokens, names, tail, attempt)
+        search = _Search(matcher.deep_copy(), tokens, names, closers, tail, attempt)
         if search.run(limit):
             return search.way
     return None
@@ -53,6 +54,7 @@ class _Search:
         matcher: LLMatcher,
         tokens: JsonTokens,
         names: Sequence[list[int]],
+        closers: Sequence[list[int]],
         tail: bytes,
         attempt: int,
     ) -> None:
@@ -60,6 +62,7 @@ class _Search:
         self._matcher = matcher
         self._tokens = tokens
         self._names = names
+        self._closers = closers
         self._last = tail.rstrip(b" ")[-1:]
         self._attempt = attempt
         self._masks_left = _MAX_MASKS
@@ -79,6 +82,8 @@ class _Search:
         if forced:
             self._has_quoted = False
             return self._take(forced)
+        if self._closers and self._close():
+            return True
         is_plain = all(map(self._allows, PLAIN))
         if is_plain and self._has_quoted:
             return False  # text that no quote ends, such as reasoning
@@ -95,6 +100,19 @@ class _Search:
             if self._matcher.validate_tokens(name) == len(name):
                 return self._take(name)
         return self._take_any()
+
+    def _close(self) -> bool:
+        """Takes a marker that ends plain text here; in a string it would be a part of it."""
+        for closer in self._closers:
+            if self._matcher.validate_tokens(closer) != len(closer):
+                continue
+            if not self._matcher.consume_tokens(closer):
+                return False
+            is_text = not self._matcher.is_accepting() and all(map(self._allows, PLAIN))
+            self._matcher.rollback(len(closer))
+            if not is_text:
+                return self._take(closer)
+        return False
 
     def _before_quote(self) -> list[int]:
         """Returns tokens after which free text may end, where a pattern wants some more of it."""

@@ -37,13 +37,14 @@ _SOON = 32  # tokens before the last, where a way is looked for each time
 class JsonForm:
     """What the limits know of a grammar. growth: tokens by which a single one can put off the end
     of the text; again: the same after a complete text, which may go on. names: the tokens of
-    required names, each with its quote. completes: whether the text is completed before the
-    request's tokens run out."""
+    required names, each with its quote. closers: the tokens of markers that end plain text.
+    completes: whether the text is completed before the request's tokens run out."""
 
     tokens: JsonTokens
     growth: int
     again: int
     names: tuple[list[int], ...]
+    closers: tuple[list[int], ...]
     completes: bool
 
 
@@ -114,12 +115,18 @@ class JsonLimits:
             if self._cut_at is not None and size <= self._cut_at:
                 self._cut_at = None
         is_text = all(self._has(bits, char) for char in PLAIN)
-        is_same = is_text and self._is_same_text(recent, size)
+        # A marker that ends plain text is several tokens: its first one does not end the text.
+        is_whole = not self._form.closers
+        is_same = is_text and is_whole and self._is_same_text(recent, size)
         if left > self._look_at:
             return
         self._looked_at = size
         may_close = is_text and self._has(bits, b'"')
-        way = self._way if is_same else self._find_way(matcher, recent, left, anew=may_close)
+        way = (
+            self._way
+            if is_same
+            else self._find_way(matcher, recent, left, anew=may_close and is_whole)
+        )
         self._text_at = size if may_close and way is not None else -1
         if way is None:
             self._look_at = left - 1 if left < _SOON else left // 2
@@ -168,7 +175,9 @@ class JsonLimits:
                 self._way = rest
                 return rest
         tail = form.tokens.tail(recent, 8)
-        self._way = way_to_end(matcher, form.tokens, form.names, tail, min(left, _MAX_WAY))
+        self._way = way_to_end(
+            matcher, form.tokens, form.names, form.closers, tail, min(left, _MAX_WAY)
+        )
         return self._way
 
     def _add_values(
@@ -185,7 +194,9 @@ class JsonLimits:
                     copy = matcher.deep_copy()
                     if copy.validate_tokens([first]) != 1 or not copy.consume_token(first):
                         continue
-                    rest = way_to_end(copy, tokens, form.names, tokens.pieces[first], left - 1)
+                    rest = way_to_end(
+                        copy, tokens, form.names, form.closers, tokens.pieces[first], left - 1
+                    )
                     if rest is not None and len(rest) < left:
                         self._add_fitting(kept, matcher, values, rest)
                     break

@@ -47,15 +47,16 @@ class ToolFormat:
     is a call too, if it names a tool. is_list: one marker begins several calls. is_single: an
     answer has one call at most. others: other markers that may be special tokens. between: what a
     model writes between two blocks. marks, needs, lacks: a chat template is of this format if it
-    has one of the marks, all of the needs and none of the lacks. example: a call, for the docs.
-    make_id: makes an id of a call from its name and its number in the conversation. fit_ids:
-    gives stored calls ids that the template takes.
+    has one of the marks, all of the needs and none of the lacks. example: a call.
+    families: the models that write it. make_id: makes an id of a call from its name and its number
+    in the conversation. fit_ids: gives stored calls ids that the template takes.
     """
 
     name: str
     begin: str
     syntax: Syntax
     example: str
+    families: str
     end: str = ""
     aliases: tuple[str, ...] = ()
     also_begin: tuple[str, ...] = ()
@@ -92,14 +93,15 @@ class ReasoningFormat:
 
     name, aliases: the values of --reasoning-parser, which are vLLM's. begin, end: the markers.
     other_begins, other_ends: other spellings of them. answer: markers around the answer after the
-    reasoning, which are no part of it. after: what a model writes between the end of the reasoning
-    and a call; before_content: what it writes before a text. others: other special tokens. marks,
-    needs, lacks: as in ToolFormat.
+    reasoning, which are no part of it. families: the models that write it. after: what a model
+    writes between the end of the reasoning and a call; before_content: what it writes before a
+    text. others: other special tokens. marks, needs, lacks: as in ToolFormat.
     """
 
     name: str
     begin: str
     end: str
+    families: str
     aliases: tuple[str, ...] = ()
     other_begins: tuple[str, ...] = ()
     other_ends: tuple[str, ...] = ()

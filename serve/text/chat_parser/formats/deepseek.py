@@ -29,6 +29,7 @@ _OTHERS = (_CALL_BEGIN, _CALL_END, _SEP)
 
 DEEPSEEK_V3 = ToolFormat(
     name="deepseek_v3",
+    families="DeepSeek V3, R1",
     begin=_BEGIN,
     end=_END,
     syntax=NamedCalls(
@@ -48,6 +49,7 @@ DEEPSEEK_V3 = ToolFormat(
 )
 DEEPSEEK_V31 = ToolFormat(
     name="deepseek_v31",
+    families="DeepSeek V3.1",
     begin=_BEGIN,
     end=_END,
     syntax=NamedCalls(
@@ -66,6 +68,7 @@ DEEPSEEK_V31 = ToolFormat(
 )
 DEEPSEEK_V32 = ToolFormat(
     name="deepseek_v32",
+    families="DeepSeek V3.2",
     begin="<｜DSML｜function_calls>",
     end="</｜DSML｜function_calls>",
     syntax=TaggedCalls(

@@ -17,6 +17,7 @@ from serve.text.chat_parser.gemma_calls import GemmaCalls
 
 GEMMA4 = ToolFormat(
     name="gemma4",
+    families="Gemma 4",
     begin="<|tool_call>",
     end="<tool_call|>",
     syntax=GemmaCalls(quote='<|"|>', end="<tool_call|>"),
@@ -27,6 +28,7 @@ GEMMA4 = ToolFormat(
 )
 FUNCTIONGEMMA = ToolFormat(
     name="functiongemma",
+    families="FunctionGemma",
     begin="<start_function_call>",
     end="<end_function_call>",
     syntax=GemmaCalls(quote="<escape>", end="<end_function_call>"),
@@ -37,6 +39,7 @@ FUNCTIONGEMMA = ToolFormat(
 )
 GEMMA_REASONING = ReasoningFormat(
     name="gemma4",
+    families="Gemma 4",
     begin="<|channel>thought",
     end="<channel|>",
     others=("<|channel>",),

@@ -17,6 +17,7 @@ from serve.text.chat_parser.tagged_calls import TaggedCalls
 
 GLM = ToolFormat(
     name="glm45",
+    families="GLM-4.5 to 4.7",
     begin="<tool_call>",
     end="</tool_call>",
     syntax=TaggedCalls(

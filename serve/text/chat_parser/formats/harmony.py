@@ -31,6 +31,7 @@ _ALL = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS)
 
 TOOLS = ToolFormat(
     name="openai",
+    families="gpt-oss",
     begin="<|channel|>commentary to=functions.",
     end="<|call|>",
     syntax=NamedCalls(
@@ -45,6 +46,7 @@ TOOLS = ToolFormat(
 )
 REASONING = ReasoningFormat(
     name="openai_gptoss",
+    families="gpt-oss",
     begin="<|channel|>analysis<|message|>",
     end="<|end|>",
     after="<|start|>assistant",

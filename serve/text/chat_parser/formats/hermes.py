@@ -16,6 +16,7 @@ from serve.text.chat_parser.json_calls import JsonCalls
 
 HERMES = ToolFormat(
     name="hermes",
+    families="Hermes, Qwen 2.5 and 3, SmolLM3, EXAONE 4, Granite 4, ERNIE 4.5",
     begin="<tool_call>",
     end="</tool_call>",
     syntax=JsonCalls(end="</tool_call>", space="\n"),

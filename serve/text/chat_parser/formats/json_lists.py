@@ -24,6 +24,7 @@ _CALL = '{"name": "f", "arguments": {"x": 1}}'
 
 GRANITE = ToolFormat(
     name="granite",
+    families="Granite 3",
     begin="<|tool_call|>",
     also_begin=("<tool_call>",),
     syntax=JsonCalls(list="optional"),
@@ -34,6 +35,7 @@ GRANITE = ToolFormat(
 )
 PHI4_MINI = ToolFormat(
     name="phi4_mini",
+    families="Phi-4-mini",
     begin="<|tool_call|>",
     end="<|/tool_call|>",
     syntax=JsonCalls(list="optional", end="<|/tool_call|>"),
@@ -43,6 +45,7 @@ PHI4_MINI = ToolFormat(
 )
 PHI4_MINI_JSON = ToolFormat(
     name="phi4_mini_json",
+    families="Phi-4-mini with vLLM's template",
     begin="functools",
     syntax=JsonCalls(list="always"),
     is_list=True,
@@ -51,6 +54,7 @@ PHI4_MINI_JSON = ToolFormat(
 )
 HUNYUAN_A13B = ToolFormat(
     name="hunyuan_a13b",
+    families="Hunyuan, Jamba",
     begin="<tool_calls>",
     end="</tool_calls>",
     syntax=JsonCalls(list="always", end="</tool_calls>"),
@@ -62,6 +66,7 @@ HUNYUAN_A13B = ToolFormat(
 )
 COHERE = ToolFormat(
     name="cohere_command3",
+    families="Command R7B, Command A",
     begin="<|START_ACTION|>",
     end="<|END_ACTION|>",
     syntax=JsonCalls(
@@ -78,6 +83,7 @@ COHERE = ToolFormat(
 )
 APERTUS = ToolFormat(
     name="apertus",
+    families="Apertus",
     begin="<|tools_prefix|>",
     end="<|tools_suffix|>",
     syntax=NamedCalls(
@@ -96,6 +102,7 @@ APERTUS = ToolFormat(
 )
 INTERNLM = ToolFormat(
     name="internlm",
+    families="InternLM 2",
     begin="<|action_start|><|plugin|>",
     end="<|action_end|>",
     syntax=JsonCalls(key="parameters", end="<|action_end|>", space="\n"),

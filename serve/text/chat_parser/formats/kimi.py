@@ -34,6 +34,7 @@ def _fit_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 KIMI_K2 = ToolFormat(
     name="kimi_k2",
+    families="Kimi K2",
     begin="<|tool_calls_section_begin|>",
     end="<|tool_calls_section_end|>",
     also_begin=("<|tool_call_section_begin|>",),

@@ -17,6 +17,7 @@ from serve.text.chat_parser.python_calls import PythonCalls
 
 LLAMA3_JSON = ToolFormat(
     name="llama3_json",
+    families="Llama 3.1, 3.3 and 4",
     begin="<|python_tag|>",
     syntax=JsonCalls(key="parameters", separator=";"),
     aliases=("llama4_json",),
@@ -30,6 +31,7 @@ LLAMA3_JSON = ToolFormat(
 )
 LLAMA4_PYTHONIC = ToolFormat(
     name="llama4_pythonic",
+    families="Llama 4 with Meta's prompt",
     begin="<|python_start|>",
     end="<|python_end|>",
     syntax=PythonCalls(end="<|python_end|>"),
@@ -41,6 +43,7 @@ LLAMA4_PYTHONIC = ToolFormat(
 )
 PYTHONIC = ToolFormat(
     name="pythonic",
+    families="Llama 3.2 with Meta's prompt, ToolACE, Gemma 3 with vLLM's template",
     begin="<|python_tag|>",
     syntax=PythonCalls(),
     bare="[",

@@ -17,6 +17,7 @@ from serve.text.chat_parser.tagged_calls import TaggedCalls
 
 MINIMAX_M2 = ToolFormat(
     name="minimax_m2",
+    families="MiniMax M2",
     begin="<minimax:tool_call>",
     end="</minimax:tool_call>",
     syntax=TaggedCalls(

@@ -80,6 +80,7 @@ def _fitted(call_id: str) -> str:
 
 MISTRAL = ToolFormat(
     name="mistral",
+    families="Mistral up to tokenizer v7",
     begin="[TOOL_CALLS]",
     syntax=_MistralCalls(_LIST),
     is_list=True,
@@ -92,6 +93,7 @@ MISTRAL = ToolFormat(
 )
 MISTRAL_ARGS = ToolFormat(
     name="mistral_args",
+    families="Mistral Small 3.2, Ministral 3, Magistral, Devstral",
     begin="[TOOL_CALLS]",
     syntax=_MistralCalls(_NAMED),
     others=("[ARGS]", "[CALL_ID]"),
@@ -103,5 +105,10 @@ MISTRAL_ARGS = ToolFormat(
     example='[TOOL_CALLS]f[ARGS]{"x": 1}',
 )
 REASONING = ReasoningFormat(
-    name="mistral", begin="[THINK]", end="[/THINK]", marks=("[THINK]",), needs=("[/THINK]",)
+    name="mistral",
+    families="Magistral, Ministral 3",
+    begin="[THINK]",
+    end="[/THINK]",
+    marks=("[THINK]",),
+    needs=("[/THINK]",),
 )

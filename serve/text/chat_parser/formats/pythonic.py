@@ -18,6 +18,7 @@ from serve.text.chat_parser.python_calls import PythonCalls
 
 LFM2 = ToolFormat(
     name="lfm2",
+    families="LFM2, LFM2.5",
     begin="<|tool_call_start|>",
     end="<|tool_call_end|>",
     syntax=PythonCalls(end="<|tool_call_end|>"),
@@ -27,6 +28,7 @@ LFM2 = ToolFormat(
 )
 OLMO3 = ToolFormat(
     name="olmo3",
+    families="OLMo 3",
     begin="<function_calls>",
     end="</function_calls>",
     syntax=PythonCalls(in_brackets=False, end="</function_calls>"),

@@ -21,6 +21,7 @@ from serve.text.chat_parser.tagged_calls import TaggedCalls
 
 QWEN3_CODER = ToolFormat(
     name="qwen3_coder",
+    families="Qwen3-Coder, Qwen3.5 and later",
     begin="<tool_call>",
     end="</tool_call>",
     inner_begin=("<function=",),
@@ -41,6 +42,7 @@ QWEN3_CODER = ToolFormat(
 )
 SEED_OSS = ToolFormat(
     name="seed_oss",
+    families="Seed-OSS",
     begin="<seed:tool_call>",
     end="</seed:tool_call>",
     syntax=TaggedCalls(
@@ -56,5 +58,9 @@ SEED_OSS = ToolFormat(
     example="<seed:tool_call><function=f><parameter=x>1</parameter></function></seed:tool_call>",
 )
 SEED_REASONING = ReasoningFormat(
-    name="seed_oss", begin="<seed:think>", end="</seed:think>", marks=("<seed:think>",)
+    name="seed_oss",
+    families="Seed-OSS",
+    begin="<seed:think>",
+    end="</seed:think>",
+    marks=("<seed:think>",),
 )

@@ -17,6 +17,7 @@ from serve.text.chat_parser.format_types import ReasoningFormat
 
 THINK = ReasoningFormat(
     name="deepseek_r1",
+    families="DeepSeek, Qwen, QwQ, GLM, MiniMax, Kimi, OLMo 3, SmolLM3, EXAONE 4",
     begin="<think>",
     end="</think>",
     aliases=(
@@ -27,6 +28,7 @@ THINK = ReasoningFormat(
 )
 RESPONSE = ReasoningFormat(
     name="ernie45",
+    families="ERNIE 4.5, Granite 3.3",
     begin="<think>",
     end="</think>",
     answer=("<response>", "</response>"),
@@ -36,6 +38,7 @@ RESPONSE = ReasoningFormat(
 )
 HUNYUAN = ReasoningFormat(
     name="hunyuan_a13b",
+    families="Hunyuan",
     begin="<think>",
     end="</think>",
     answer=("<answer>", "</answer>"),
@@ -44,6 +47,7 @@ HUNYUAN = ReasoningFormat(
 )
 GRANITE = ReasoningFormat(
     name="granite",
+    families="Granite 3.2",
     begin="Here is my thought process:",
     end="Here is my response:",
     other_begins=("Here's my thought process:",),
@@ -52,6 +56,7 @@ GRANITE = ReasoningFormat(
 )
 COHERE = ReasoningFormat(
     name="cohere_command3",
+    families="Command A Reasoning",
     begin="<|START_THINKING|>",
     end="<|END_THINKING|>",
     answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
@@ -59,6 +64,7 @@ COHERE = ReasoningFormat(
 )
 APERTUS = ReasoningFormat(
     name="apertus",
+    families="Apertus",
     begin="<|inner_prefix|>",
     end="<|inner_suffix|>",
     marks=("<|inner_prefix|>",),

@@ -27,6 +27,7 @@ from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS, sett
 from serve.text.chat_parser.json_calls import MAX_EXTRA_CHARS
 from serve.text.chat_parser.reader import MAX_HELD_CHARS
 from serve.text.chat_parser.reasoning import ReasoningParser
+from tests.support.http.formats_table import PAGE, with_table
 from tests.support.profile import examples
 
 TOOLS: dict[str, Any] = {"f": {}, "weather": {}}
@@ -46,6 +47,11 @@ def test_the_settings_name_the_formats() -> None:
     tools, reasoning = setting_names()
     assert ("auto", *tools, "none") == TOOL_PARSERS
     assert ("auto", *reasoning, "none") == REASONING_PARSERS
+
+
+def test_the_docs_have_every_format() -> None:
+    """If this fails, `python tests/support/http/formats_table.py` rewrites the tables."""
+    assert PAGE.read_text() == with_table(PAGE.read_text())
 
 
 def parse(parser: AnswerParser, pieces: list[str]) -> list[tuple[str, ...]]:
