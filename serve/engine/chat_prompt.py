@@ -17,7 +17,7 @@ from serve.errors import RequestError
 from serve.structured.reasoning_limit import ReasoningEnd
 from serve.text.chat_parser import ChatFormat, choose_format
 from serve.text.chat_parser.description import describe_tools
-from serve.text.chat_parser.stored_calls import (
+from serve.text.chat_parser.syntax.stored_calls import (
     drop_thinking,
     name_arguments,
     with_thinking,

@@ -12,7 +12,7 @@ from serve.http.anthropic.errors import error_object
 from serve.http.calls.answer_writer import Counts
 from serve.http.edge.errors import ApiError
 from serve.http.edge.sse import named_event
-from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallStart
+from serve.text.chat_parser.syntax.parts import Part, Reasoning, Text, ToolCallStart
 
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
 # By kind of block: the type of its deltas, and the field that they extend.

@@ -21,7 +21,13 @@ from serve.http.openai import shapes
 from serve.http.openai.completion_writer import FIELDS, MAX_PROMPT_LOGPROBS
 from serve.http.openai.requests import ChatCall
 from serve.request import TokenLogprobs
-from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
+from serve.text.chat_parser.syntax.parts import (
+    Part,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+)
 
 
 @dataclass(slots=True)

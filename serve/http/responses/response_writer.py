@@ -15,7 +15,7 @@ from serve.http.edge.large_json import json_bytes
 from serve.http.edge.sse import named_event
 from serve.http.openai import shapes
 from serve.request import TokenLogprobs
-from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallStart
+from serve.text.chat_parser.syntax.parts import Part, Reasoning, Text, ToolCallStart
 
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
 _NO_LOGPROBS = orjson.Fragment(b"[]")

@@ -8,8 +8,8 @@ from typing import Any
 from serve.text.chat_parser.calls import ToolCallParser
 from serve.text.chat_parser.formats import ChatFormat
 from serve.text.chat_parser.formats.harmony import HarmonyParser
-from serve.text.chat_parser.parts import Part, Reasoning, Text
 from serve.text.chat_parser.reasoning import ReasoningParser, Split
+from serve.text.chat_parser.syntax.parts import Part, Reasoning, Text
 
 
 class AnswerParser:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from serve.text.chat_parser.format_types import ToolFormat
-from serve.text.chat_parser.parts import Part
-from serve.text.chat_parser.reader import Reader, Wait, first_of, longest_overlap
+from serve.text.chat_parser.syntax.format_types import ToolFormat
+from serve.text.chat_parser.syntax.parts import Part
+from serve.text.chat_parser.syntax.reader import Reader, Wait, first_of, longest_overlap
 
 
 class ToolCallParser:

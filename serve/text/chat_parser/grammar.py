@@ -11,9 +11,9 @@ from typing import Any
 
 from serve.errors import RequestError
 from serve.structured_output import JSON_KINDS, StructuredOutput
-from serve.text.chat_parser.format_types import ToolFormat
 from serve.text.chat_parser.formats import ChatFormat, harmony
-from serve.text.chat_parser.rules import ANY_OBJECT, ANY_TEXT, Rules, json_rule, regex_source
+from serve.text.chat_parser.syntax.format_types import ToolFormat
+from serve.text.chat_parser.syntax.rules import ANY_OBJECT, ANY_TEXT, Rules, json_rule, regex_source
 
 MAX_CALLS = 16  # of an answer that must be calls
 _TEXT = f"TEXT: /{ANY_TEXT}/"

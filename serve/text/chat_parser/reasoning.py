@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from serve.text.chat_parser.format_types import ReasoningFormat
-from serve.text.chat_parser.reader import first_of, longest_overlap
-from serve.text.chat_parser.scan import overlap
+from serve.text.chat_parser.syntax.format_types import ReasoningFormat
+from serve.text.chat_parser.syntax.reader import first_of, longest_overlap
+from serve.text.chat_parser.syntax.scan import overlap
 
 
 class Split(NamedTuple):

@@ -13,7 +13,13 @@ from serve.chat.request import ChatRequest
 from serve.http.calls.generation import Generation
 from serve.http.edge.memory_budget import MemoryBudget
 from serve.request import TokenDelta, TokenLogprobs
-from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
+from serve.text.chat_parser.syntax.parts import (
+    Part,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+)
 
 PROMPT_TOKENS = 20
 CACHED_TOKENS = 8

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from serve.text.chat_parser.format_types import ReasoningFormat, ToolFormat
 from serve.text.chat_parser.formats import (
     deepseek,
     gemma,
@@ -26,6 +25,7 @@ from serve.text.chat_parser.formats import (
     qwen_coder,
     thinking,
 )
+from serve.text.chat_parser.syntax.format_types import ReasoningFormat, ToolFormat
 
 _TOOLS_VARIABLE = re.compile(r"\btools\b")
 _ROWS = (

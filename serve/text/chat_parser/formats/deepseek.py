@@ -19,9 +19,9 @@ deepseekv32_tool_parser.py.
 
 from __future__ import annotations
 
-from serve.text.chat_parser.format_types import ToolFormat
-from serve.text.chat_parser.named_calls import NamedCalls
-from serve.text.chat_parser.tagged_calls import TaggedCalls
+from serve.text.chat_parser.syntax.format_types import ToolFormat
+from serve.text.chat_parser.syntax.named_calls import NamedCalls
+from serve.text.chat_parser.syntax.tagged_calls import TaggedCalls
 
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"

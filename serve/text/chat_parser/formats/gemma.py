@@ -12,8 +12,8 @@ was trained on no format; vLLM's template for it has that of `pythonic`.
 
 from __future__ import annotations
 
-from serve.text.chat_parser.format_types import ReasoningFormat, ToolFormat
-from serve.text.chat_parser.gemma_calls import GemmaCalls
+from serve.text.chat_parser.syntax.format_types import ReasoningFormat, ToolFormat
+from serve.text.chat_parser.syntax.gemma_calls import GemmaCalls
 
 GEMMA4 = ToolFormat(
     name="gemma4",

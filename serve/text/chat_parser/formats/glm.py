@@ -12,8 +12,8 @@ no newlines. A text is a string if the schema says so, and else JSON.
 
 from __future__ import annotations
 
-from serve.text.chat_parser.format_types import ToolFormat
-from serve.text.chat_parser.tagged_calls import TaggedCalls
+from serve.text.chat_parser.syntax.format_types import ToolFormat
+from serve.text.chat_parser.syntax.tagged_calls import TaggedCalls
 
 GLM = ToolFormat(
     name="glm45",

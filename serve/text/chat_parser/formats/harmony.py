@@ -15,11 +15,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from serve.text.chat_parser.format_types import ReasoningFormat, ToolFormat
-from serve.text.chat_parser.json_calls import arguments_object
-from serve.text.chat_parser.named_calls import NamedCalls
-from serve.text.chat_parser.parts import Part
-from serve.text.chat_parser.reader import Reader, Wait, first_of, longest_overlap
+from serve.text.chat_parser.syntax.format_types import ReasoningFormat, ToolFormat
+from serve.text.chat_parser.syntax.json_calls import arguments_object
+from serve.text.chat_parser.syntax.named_calls import NamedCalls
+from serve.text.chat_parser.syntax.parts import Part
+from serve.text.chat_parser.syntax.reader import Reader, Wait, first_of, longest_overlap
 
 MAX_HEAD_CHARS = 300
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

@@ -11,8 +11,8 @@ format in which the conversation describes tools where a template has none.
 
 from __future__ import annotations
 
-from serve.text.chat_parser.format_types import ToolFormat
-from serve.text.chat_parser.json_calls import JsonCalls
+from serve.text.chat_parser.syntax.format_types import ToolFormat
+from serve.text.chat_parser.syntax.json_calls import JsonCalls
 
 HERMES = ToolFormat(
     name="hermes",

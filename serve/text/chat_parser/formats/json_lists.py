@@ -16,9 +16,9 @@ ggml-org/llama.cpp, models/templates.
 
 from __future__ import annotations
 
-from serve.text.chat_parser.format_types import ToolFormat
-from serve.text.chat_parser.json_calls import JsonCalls
-from serve.text.chat_parser.named_calls import NamedCalls
+from serve.text.chat_parser.syntax.format_types import ToolFormat
+from serve.text.chat_parser.syntax.json_calls import JsonCalls
+from serve.text.chat_parser.syntax.named_calls import NamedCalls
 
 _CALL = '{"name": "f", "arguments": {"x": 1}}'
 

@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serve.text.chat_parser.format_types import ToolFormat
-from serve.text.chat_parser.named_calls import NamedCalls
-from serve.text.chat_parser.stored_calls import with_ids
+from serve.text.chat_parser.syntax.format_types import ToolFormat
+from serve.text.chat_parser.syntax.named_calls import NamedCalls
+from serve.text.chat_parser.syntax.stored_calls import with_ids
 
 _ID = re.compile(r"functions\.[A-Za-z0-9_.-]{1,64}:[0-9]{1,6}")
 

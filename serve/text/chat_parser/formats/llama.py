@@ -11,9 +11,9 @@ marker, and a bare one counts only if it names a tool.
 
 from __future__ import annotations
 
-from serve.text.chat_parser.format_types import ToolFormat
-from serve.text.chat_parser.json_calls import JsonCalls
-from serve.text.chat_parser.python_calls import PythonCalls
+from serve.text.chat_parser.syntax.format_types import ToolFormat
+from serve.text.chat_parser.syntax.json_calls import JsonCalls
+from serve.text.chat_parser.syntax.python_calls import PythonCalls
 
 LLAMA3_JSON = ToolFormat(
     name="llama3_json",

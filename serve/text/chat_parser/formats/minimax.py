@@ -12,8 +12,8 @@ of vLLM's minimax_m2_tool_parser.py.
 
 from __future__ import annotations
 
-from serve.text.chat_parser.format_types import ToolFormat
-from serve.text.chat_parser.tagged_calls import TaggedCalls
+from serve.text.chat_parser.syntax.format_types import ToolFormat
+from serve.text.chat_parser.syntax.tagged_calls import TaggedCalls
 
 MINIMAX_M2 = ToolFormat(
     name="minimax_m2",

@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve.text.chat_parser.format_types import ReasoningFormat, ToolFormat
-from serve.text.chat_parser.json_calls import JsonCalls
-from serve.text.chat_parser.named_calls import NamedCalls
-from serve.text.chat_parser.reader import Reader, Wait
-from serve.text.chat_parser.rules import Rules
-from serve.text.chat_parser.stored_calls import with_ids
+from serve.text.chat_parser.syntax.format_types import ReasoningFormat, ToolFormat
+from serve.text.chat_parser.syntax.json_calls import JsonCalls
+from serve.text.chat_parser.syntax.named_calls import NamedCalls
+from serve.text.chat_parser.syntax.reader import Reader, Wait
+from serve.text.chat_parser.syntax.rules import Rules
+from serve.text.chat_parser.syntax.stored_calls import with_ids
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _ID = re.compile("[A-Za-z0-9]{9}")

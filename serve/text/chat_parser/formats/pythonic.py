@@ -13,8 +13,8 @@ tool_chat_template_olmo3.jinja.
 
 from __future__ import annotations
 
-from serve.text.chat_parser.format_types import ToolFormat
-from serve.text.chat_parser.python_calls import PythonCalls
+from serve.text.chat_parser.syntax.format_types import ToolFormat
+from serve.text.chat_parser.syntax.python_calls import PythonCalls
 
 LFM2 = ToolFormat(
     name="lfm2",

@@ -16,8 +16,8 @@ ggml-org/llama.cpp, models/templates/ByteDance-Seed-OSS.jinja; vLLM's seed_oss_t
 
 from __future__ import annotations
 
-from serve.text.chat_parser.format_types import ReasoningFormat, ToolFormat
-from serve.text.chat_parser.tagged_calls import TaggedCalls
+from serve.text.chat_parser.syntax.format_types import ReasoningFormat, ToolFormat
+from serve.text.chat_parser.syntax.tagged_calls import TaggedCalls
 
 QWEN3_CODER = ToolFormat(
     name="qwen3_coder",

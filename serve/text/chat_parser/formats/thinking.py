@@ -13,7 +13,7 @@ Others stand beside the calls of their families.
 
 from __future__ import annotations
 
-from serve.text.chat_parser.format_types import ReasoningFormat
+from serve.text.chat_parser.syntax.format_types import ReasoningFormat
 
 THINK = ReasoningFormat(
     name="deepseek_r1",

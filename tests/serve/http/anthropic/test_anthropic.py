@@ -10,7 +10,13 @@ import pytest
 
 from serve.chat.reasoning import ReasoningOptions
 from serve.text.chat_parser import choose_format
-from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
+from serve.text.chat_parser.syntax.parts import (
+    Part,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.official_clients import anthropic_client
 from tests.support.http.running_server import ServerThread

@@ -12,7 +12,7 @@ import pytest
 
 from serve.errors import GenerationError
 from serve.http import HttpSettings
-from serve.text.chat_parser.parts import Part, Text
+from serve.text.chat_parser.syntax.parts import Part, Text
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.official_clients import anthropic_client
 from tests.support.http.running_server import ServerThread

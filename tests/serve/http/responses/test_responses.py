@@ -12,7 +12,7 @@ from openai.types.responses import Response
 from serve.chat.reasoning import ReasoningOptions
 from serve.errors import GenerationError
 from serve.text.chat_parser import choose_format
-from serve.text.chat_parser.parts import Part, Reasoning, Text
+from serve.text.chat_parser.syntax.parts import Part, Reasoning, Text
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.official_clients import openai_client
 from tests.support.http.running_server import ServerThread

@@ -24,9 +24,9 @@ from serve.text.chat_parser import (
 )
 from serve.text.chat_parser.calls import ToolCallParser
 from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS, setting_names
-from serve.text.chat_parser.json_calls import MAX_EXTRA_CHARS
-from serve.text.chat_parser.reader import MAX_HELD_CHARS
 from serve.text.chat_parser.reasoning import ReasoningParser
+from serve.text.chat_parser.syntax.json_calls import MAX_EXTRA_CHARS
+from serve.text.chat_parser.syntax.reader import MAX_HELD_CHARS
 from tests.support.http.formats_table import PAGE, with_table
 from tests.support.profile import examples
 

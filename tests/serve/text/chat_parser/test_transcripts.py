@@ -22,7 +22,7 @@ from serve.text.chat_parser import (
     make_parser,
 )
 from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
-from serve.text.chat_parser.literals import MAX_DEPTH
+from serve.text.chat_parser.syntax.literals import MAX_DEPTH
 from tests.support.profile import examples
 
 TOOLS: dict[str, Any] = {

@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve.text.chat_parser.json_calls import end_marker
-from serve.text.chat_parser.literals import PYTHON, value
-from serve.text.chat_parser.parts import ToolCallArguments
-from serve.text.chat_parser.reader import (
+from serve.text.chat_parser.syntax.json_calls import end_marker
+from serve.text.chat_parser.syntax.literals import PYTHON, value
+from serve.text.chat_parser.syntax.parts import ToolCallArguments
+from serve.text.chat_parser.syntax.reader import (
     MAX_HELD_CHARS,
     Reader,
     Wait,
     in_json,
 )
-from serve.text.chat_parser.rules import Rules, json_rule, tool_members
-from serve.text.chat_parser.scan import overlap
-from serve.text.chat_parser.schema_types import (
+from serve.text.chat_parser.syntax.rules import Rules, json_rule, tool_members
+from serve.text.chat_parser.syntax.scan import overlap
+from serve.text.chat_parser.syntax.schema_types import (
     STRING,
     branches,
     kinds,

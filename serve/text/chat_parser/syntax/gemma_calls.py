@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve.text.chat_parser.json_calls import end_marker
-from serve.text.chat_parser.literals import Notation, key, pairs, value
-from serve.text.chat_parser.reader import Reader, Wait
-from serve.text.chat_parser.rules import Rules, json_rule, tool_members
-from serve.text.chat_parser.schema_types import branches, members, standalone
+from serve.text.chat_parser.syntax.json_calls import end_marker
+from serve.text.chat_parser.syntax.literals import Notation, key, pairs, value
+from serve.text.chat_parser.syntax.reader import Reader, Wait
+from serve.text.chat_parser.syntax.rules import Rules, json_rule, tool_members
+from serve.text.chat_parser.syntax.schema_types import branches, members, standalone
 
 _MAX_DEPTH = 6  # of objects and lists whose form the grammar holds
 _NUMERIC = ("number", "integer")

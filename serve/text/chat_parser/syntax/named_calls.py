@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve.text.chat_parser.json_calls import arguments_object, end_marker, object_rule
-from serve.text.chat_parser.reader import Reader, Wait
-from serve.text.chat_parser.rules import Rules
+from serve.text.chat_parser.syntax.json_calls import arguments_object, end_marker, object_rule
+from serve.text.chat_parser.syntax.reader import Reader, Wait
+from serve.text.chat_parser.syntax.rules import Rules
 
 MAX_HEAD_CHARS = 300
 

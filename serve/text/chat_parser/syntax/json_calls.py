@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from serve.text.chat_parser.reader import MAX_HELD_CHARS, NAME, Reader, Wait
-from serve.text.chat_parser.rules import ANY_OBJECT, NO_PARAMETERS, Rules, json_rule
-from serve.text.chat_parser.scan import JsonEnd
+from serve.text.chat_parser.syntax.reader import MAX_HELD_CHARS, NAME, Reader, Wait
+from serve.text.chat_parser.syntax.rules import ANY_OBJECT, NO_PARAMETERS, Rules, json_rule
+from serve.text.chat_parser.syntax.scan import JsonEnd
 
 MAX_EXTRA_CHARS = 1024  # in an object after its arguments
 _MAX_HEAD_CHARS = 400  # the longest possible head

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from serve.text.chat_parser.reader import Reader, Wait, first_of, in_json, longest_overlap
+from serve.text.chat_parser.syntax.reader import Reader, Wait, first_of, in_json, longest_overlap
 
 MAX_DEPTH = 32
 MAX_WORD_CHARS = 400

@@ -12,8 +12,14 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
-from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
-from serve.text.chat_parser.scan import overlap
+from serve.text.chat_parser.syntax.parts import (
+    Part,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from serve.text.chat_parser.syntax.scan import overlap
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from serve.text.chat_parser.reader import Reader, Wait
-from serve.text.chat_parser.rules import Rules
+from serve.text.chat_parser.syntax.reader import Reader, Wait
+from serve.text.chat_parser.syntax.rules import Rules
 
 
 def random_call_id(name: str, number: int) -> str:

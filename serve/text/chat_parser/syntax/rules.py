@@ -9,7 +9,7 @@ from typing import Any
 
 from serve.errors import RequestError
 from serve.structured_output import JSON_OPTIONS
-from serve.text.chat_parser.schema_types import Member, members
+from serve.text.chat_parser.syntax.schema_types import Member, members
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_PARAMETERS: dict[str, Any] = {
