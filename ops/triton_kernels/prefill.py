@@ -257,7 +257,8 @@ def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
     """
     is_large = tiles.head_dim > 128
     if tiles.head_dim > 256:
-        is_small = arch == 89 or torch.float32 in (tiles.dtype, of_q)
+        # int8 of so large heads has many scales, whose addresses take registers
+        is_small = arch == 89 or tiles.dtype == torch.int8 or torch.float32 in (tiles.dtype, of_q)
         return Config({"BLOCK": 16 if is_small else 32, "STAGES": 1 if arch == 89 else 2}, 8)
     if torch.float32 in (tiles.dtype, of_q):
         return Config({"BLOCK": 32, "STAGES": 2}, 8)
