@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from memory.attention.seam import AttentionLayer
-from memory.nodes.attach import AttachRequest
+from memory.nodes.attach import AttachRequest, NodeLayout
 from memory.nodes.wire import FULL_WIRE, ErrorCode, WireError, WireFormat, WireType
 from tests.memory.nodes.test_own_rows import Local, steps_of
 from tests.support.nodes.remote_rig import RemoteRig
@@ -126,6 +126,14 @@ def request(**changes) -> dict[str, object]:
         "is_question": False,
     }
     return content | changes
+
+
+@pytest.mark.parametrize(("window", "reach"), [(9, 40), (None, None)])
+def test_a_group_keeps_the_keys_of_its_largest_window(window, reach):
+    """Windows beyond the context length count as none, so one group may have several."""
+    windows = {number: {"window": 40, "shares": None} for number in range(5)}
+    layout = NodeLayout(AttachRequest.from_json(request(layers=windows | {2: {"window": window}})))
+    assert layout.windows == [reach]
 
 
 def test_a_request_brings_every_field_of_a_layer():
