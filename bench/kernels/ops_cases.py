@@ -27,6 +27,7 @@ from bench.kernels.ops_attention import (
     prefill_cases,
     prefix_cases,
 )
+from bench.kernels.ops_experts import expert_cases
 from bench.kernels.ops_linear import (
     FAR,
     Case,
@@ -253,5 +254,6 @@ def cases(quick: bool) -> Iterator[Case]:
     linear = (linear_cases, gated_cases, plain_cases, int4_cases)
     plain = (plain_decode_cases, plain_prefill_cases)
     attention = (decode_cases, prefill_cases, prefix_cases, *plain)
-    for make in (*linear, *attention, merge_cases, fused_cases, row_cases, sampler_cases):
+    rest = (merge_cases, fused_cases, row_cases, sampler_cases, expert_cases)
+    for make in (*linear, *attention, *rest):
         yield from make(quick)

@@ -26,7 +26,7 @@ REFERENCE = ReferenceBackend()
 SILU = Fusion(None, "silu", True)
 OAI = Fusion(None, "swiglu_oai", True)
 RELU2 = Fusion(None, "relu2")
-WEIGHTS = ["int8", "int4", "zeros", "nf4", "bf16", "fp32"]
+WEIGHTS = ["int8", "int4", "zeros", "minimums", "nf4", "fp4", "bf16", "fp32"]
 
 
 def packed(weight: Tensor, bias: Tensor | None, fusion: Fusion, kind: str) -> LinearOp:
@@ -36,11 +36,18 @@ def packed(weight: Tensor, bias: Tensor | None, fusion: Fusion, kind: str) -> Li
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
         bias = None if bias is None else bias.to(dtype)
         return CpuBackend().pack_linear(weight.to(dtype), bias, fusion)
-    if kind == "zeros":
-        shape = (len(weight), -(-weight.shape[1] // 32))
-        scales, zeros = torch.rand(shape) * 0.02, torch.randint(0, 16, shape, dtype=torch.uint8)
-        codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
-        return NATIVE.int4(codes, scales, zeros, bias, fusion, group=32)
+    if kind in ("zeros", "minimums", "fp4"):
+        group = 16 if kind == "fp4" else 32
+        shape = (len(weight), -(-weight.shape[1] // group))
+        scales, codes = torch.rand(shape) * 0.02, torch.randint(0, 16, weight.shape).byte()
+        if kind == "fp4":
+            scales = 2.0 ** torch.randint(-9, -6, shape)
+            return NATIVE.int4(codes, scales, None, bias, fusion, group=group, table="fp4")
+        if kind == "minimums":
+            minimums = torch.rand(shape) * 0.1
+            return NATIVE.int4(codes, scales, None, bias, fusion, group=group, minimums=minimums)
+        zeros = torch.randint(0, 16, shape).byte()
+        return NATIVE.int4(codes, scales, zeros, bias, fusion, group=group)
     return NATIVE.rounded4([weight], bias, fusion, group=64, is_nf4=kind == "nf4")
 
 
