@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve.text.chat_parser import ChatFormat, make_parser
-from serve.text.chat_parser.reader import longest_overlap
+from serve.text.chat_parser.syntax.reader import longest_overlap
 from serve.text.tokenizer import Tokenizer
 
 _CHARACTER_BYTES = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serve.text.chat_parser.format_types import ReasoningFormat
+from serve.text.chat_parser.syntax.format_types import ReasoningFormat
 from serve.text.tokenizer import Tokenizer
 
 TAIL_TOKENS = 16  # more than a marker has
