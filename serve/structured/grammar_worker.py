@@ -129,6 +129,8 @@ def _try_out(tokenizer: LLTokenizer, grammar: str) -> str:
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if not mask or matcher.is_error():
             break
+        # The library allows the id beyond the vocabulary, too, where it allows a special token.
+        mask = mask & ~(1 << (tokenizer.vocab_size - 1)) or mask
         token = mask.bit_length() - 1 if step % 2 else (mask & -mask).bit_length() - 1
         if not matcher.consume_token(token):
             break

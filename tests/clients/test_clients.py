@@ -23,7 +23,7 @@ import torch
 from tests.support.http.dictated_engine import dictated_engine
 from tests.support.http.running_server import ServerThread
 from tests.support.http.serve_process import ROOT, serve_run
-from tests.support.http.spoken_formats import make_model, said, spoken
+from tests.support.text.spoken_formats import make_model, said, spoken
 
 pytestmark = pytest.mark.process
 

@@ -14,7 +14,7 @@ from serve.text.chat_parser.formats import TOOL_FORMATS
 from tests.support.http.dictated_engine import dictated_engine
 from tests.support.http.official_clients import openai_client
 from tests.support.http.running_server import ServerThread
-from tests.support.http.spoken_formats import make_model, said, spoken
+from tests.support.text.spoken_formats import make_model, said, spoken
 
 pytestmark = pytest.mark.process
 

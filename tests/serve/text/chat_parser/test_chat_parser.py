@@ -27,8 +27,8 @@ from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS, sett
 from serve.text.chat_parser.reasoning import ReasoningParser
 from serve.text.chat_parser.syntax.json_calls import MAX_EXTRA_CHARS
 from serve.text.chat_parser.syntax.reader import MAX_HELD_CHARS
-from tests.support.http.formats_table import PAGE, with_table
 from tests.support.profile import examples
+from tests.support.text.formats_table import PAGE, with_table
 
 TOOLS: dict[str, Any] = {"f": {}, "weather": {}}
 CALL = '{"name": "f", "arguments": {"a": 1}}'
@@ -50,7 +50,7 @@ def test_the_settings_name_the_formats() -> None:
 
 
 def test_the_docs_have_every_format() -> None:
-    """If this fails, `python tests/support/http/formats_table.py` rewrites the tables."""
+    """If this fails, `python tests/support/text/formats_table.py` rewrites the tables."""
     assert PAGE.read_text() == with_table(PAGE.read_text())
 
 

@@ -1,6 +1,6 @@
 """Makes the tables of formats in docs/tools.md.
 
-`python tests/support/http/formats_table.py` writes them.
+`python tests/support/text/formats_table.py` writes them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "tools.md"
 BEGIN, END = (
-    "<!-- formats: tests/support/http/formats_table.py -->\n",
+    "<!-- formats: tests/support/text/formats_table.py -->\n",
     "<!-- end of formats -->\n",
 )
 
