@@ -101,8 +101,11 @@ class ProductFormat(Protocol):
     markers: endings of tensors that show that a product is stored so. ignored: endings of tensors
     that may be there and are not needed, such as scales of activations, which are rounded per token
     at run time here. loss: what the weights lose when they are loaded, for the user; None if their
-    numbers stay as they are.
+    numbers stay as they are. bits: of a weight in memory, 4 or 8.
     """
+
+    @property
+    def bits(self) -> int: ...
 
     @property
     def markers(self) -> tuple[str, ...]: ...
@@ -148,6 +151,11 @@ class CheckpointFormat:
     def marker(self) -> str:
         """The ending of a tensor that a quantized product usually has, for messages."""
         return next((form.markers[0] for form in self.formats if form.markers), "weight")
+
+    @property
+    def bits(self) -> int:
+        """The least number of bits of a quantized weight in memory."""
+        return min(form.bits for form in self.formats)
 
     def has(self, header: Header, name: str) -> bool:
         """Returns whether a product, or fused experts, of that name are stored quantized."""

@@ -113,7 +113,7 @@ class TableWeight:
         table = self.table
         codes, scales, channels = self.codes, self.scales, None
         if table.kernel == "fp4":
-            codes = torch.tensor(table.codes, dtype=torch.uint8)[codes.int()]
+            codes = _mapped(codes, torch.tensor(table.codes, dtype=torch.uint8))
             # that table takes no scales of more than 11 bits
             halves, channels = split_scales(scales, _HEADROOM)
             scales = halves.float()
@@ -135,6 +135,15 @@ class TableWeight:
         return replace(self, codes=self.codes[order], scales=self.scales[order])
 
 
+def _mapped(codes: Tensor, table: Tensor) -> Tensor:
+    """Returns the table's value of each code, in pieces, since indexes take four bytes each."""
+    out = torch.empty_like(codes)
+    for start in range(0, len(codes), 64):
+        rows = slice(start, start + 64)
+        out[rows] = table[codes[rows].int()]
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class FourBits:
     """4-bit weights. kind: a key of TABLES."""
@@ -143,6 +152,7 @@ class FourBits:
     is_nested: bool
     markers: tuple[str, ...] = ("weight.absmax",)
     ignored: tuple[str, ...] = ()
+    bits: int = 4
 
     @property
     def loss(self) -> str | None:
@@ -219,6 +229,7 @@ class Int8:
     markers: tuple[str, ...] = ("SCB",)
     ignored: tuple[str, ...] = ()
     loss: str | None = None
+    bits: int = 8
 
     def tensors(self, num_in: int, num_out: int) -> dict[str, TensorRule]:
         return {

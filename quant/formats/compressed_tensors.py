@@ -146,6 +146,7 @@ class PlainInt:
     is_symmetric: bool = True
     markers: tuple[str, ...] = ("weight_scale",)
     ignored: tuple[str, ...] = ()
+    bits: int = 8
 
     @property
     def loss(self) -> str | None:

@@ -47,6 +47,7 @@ class Fp8:
     block: tuple[int, int] | None = None
     has_bytes: bool = False
     ignored: tuple[str, ...] = RUN_TIME_SCALES
+    bits: int = 8
 
     @property
     def markers(self) -> tuple[str, ...]:

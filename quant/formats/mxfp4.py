@@ -38,6 +38,7 @@ class MxFp4:
     markers: tuple[str, ...] = ("weight_packed",)
     ignored: tuple[str, ...] = RUN_TIME_SCALES
     loss: str | None = None
+    bits: int = 4
 
     def tensors(self, num_in: int, num_out: int) -> dict[str, TensorRule]:
         groups = _groups(num_in)
@@ -61,6 +62,7 @@ class MxFp4Experts:
     expert_markers: tuple[str, ...] = ("_blocks",)
     ignored: tuple[str, ...] = ()
     loss: str | None = None
+    bits: int = 4
 
     def tensors(self, num_in: int, num_out: int) -> dict[str, TensorRule]:
         raise ValueError("only experts are stored in mxfp4")

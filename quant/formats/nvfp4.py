@@ -33,6 +33,7 @@ class NvFp4:
     is_divisor: bool = True
     ignored: tuple[str, ...] = RUN_TIME_SCALES
     loss: str | None = None
+    bits: int = 4
 
     @property
     def markers(self) -> tuple[str, ...]:

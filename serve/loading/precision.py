@@ -112,7 +112,9 @@ def check_weights_fit(spec: ModelSpec, precision: Precision) -> None:
     if precision.backend == "cuda":
         return
     free = available_memory()
-    size = 0.5 if spec.packed and precision.is_int8 else _BYTES.get(precision.weights)
+    size = _BYTES.get(precision.weights)
+    if spec.packed and precision.is_int8:
+        size = spec.packed.bits / 8
     need = _least_bytes(spec, size or precision.compute.itemsize)
     if need <= free:
         return

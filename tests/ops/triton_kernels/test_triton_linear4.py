@@ -28,6 +28,7 @@ from ops.reference import ReferenceBackend, _activate
 from ops.triton_kernels.linear import ScaledWeight, Tile, scaled_linear
 from ops.triton_kernels.linear4 import FP4_CODES, NF4_CODES, int4_linear, unpack
 from ops.triton_kernels.rows import quantize_rows
+from quant.formats.weights import Weight8
 from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -189,6 +190,26 @@ def test_fp8_layer(fusion):
     assert far <= 0.01 * want.abs().max()
     assert torch.equal(layer(x[3:9]), layer(x[3 : 7 + 2]))
     assert layer(x[:0]).shape == (0, layer.num_out)
+
+
+@pytest.mark.parametrize("fusion", EDGES.values(), ids=EDGES)
+def test_fp8_weights_of_a_checkpoint_are_used_as_they_are(fusion):
+    """Their scales are not those that rounding would choose."""
+    needs_fp8()
+    codes = (torch.randn(32, 90) * 30).to(torch.float8_e4m3fn)
+    scales, bias = 0.01 + 0.01 * torch.rand(32, 1), torch.randn(32)
+    x = torch.randn(20, 90, device=DEVICE)
+    weight = codes.float() * scales
+    stored = Weight8(codes, scales, 90)
+    layer = stored.linear(bias, fusion, CudaLinears(DEVICE))
+    assert isinstance(layer, Fp8Linear)
+    want = reference(x, weight, bias, fusion, torch.float8_e4m3fn)
+    assert (layer(x).double() - want).abs().max() <= 0.01 * want.abs().max()
+    rounded = Fp8Linear([weight], bias, fusion, device=DEVICE)
+    assert (layer(x) - rounded(x)).abs().max() > 0
+    half = stored.scaled(0.5).linear(None, NO_FUSION, CudaLinears(DEVICE))
+    whole = stored.linear(None, NO_FUSION, CudaLinears(DEVICE))
+    torch.testing.assert_close(2 * half(x), whole(x))
 
 
 def test_fp8_codes_are_torchs():

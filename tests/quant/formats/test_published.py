@@ -106,6 +106,7 @@ def test_an_exact_format_computes_with_these_numbers(case):
     tensors, plain, names = written(quantize, 40, 24, num_in=96)
     form = read_format(config)
     assert all(product.loss is None for product in form.formats)
+    assert form.bits == (8 if case.startswith(("w8a16", "gptq8", "bnb-int8")) else 4)
     weight = loaded(form, tensors, names, 40, 96)
     x = torch.randint(-127, 128, (9, 96)).float()
     x[:, 0] = 127.0
