@@ -12,6 +12,7 @@ from dataclasses import dataclass
 TILE_TOKENS = 16
 GROUPS = (8, 16, 32, 64, 128, 256)
 MAX_HEAD_DIM = 512
+MAX_LATENT_DIM = 1024
 _SCALE_BYTES = 2
 
 
@@ -31,6 +32,35 @@ class Int8KVFormat:
     @property
     def tile_bytes(self) -> int:
         return self.token_bytes * TILE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class LatentKVFormat:
+    """The int8 format of one layer's latents: a token's first value_dim numbers and the rope_dim
+    that follow, each part with its own groups. A layer's part of a tile ends at 64 bytes."""
+
+    value_dim: int
+    rope_dim: int
+    group: int
+    rope_group: int
+
+    @property
+    def tile_bytes(self) -> int:
+        scales = self.value_dim // self.group + self.rope_dim // self.rope_group
+        size = (self.value_dim + self.rope_dim + scales * _SCALE_BYTES) * TILE_TOKENS
+        return -(-size // 64) * 64
+
+
+def latent_format(value_dim: int, head_dim: int, wanted: int) -> LatentKVFormat | None:
+    """Returns the format with the largest groups up to `wanted`, but at least 16; None if the
+    kernels do not support these sizes."""
+    rope_dim, wanted = head_dim - value_dim, max(wanted, 16)
+    if value_dim <= 0 or rope_dim <= 0 or head_dim > MAX_LATENT_DIM:
+        return None
+    if value_dim % 16 or rope_dim % 16:
+        return None
+    groups = [max(g for g in GROUPS if g <= wanted and n % g == 0) for n in (value_dim, rope_dim)]
+    return LatentKVFormat(value_dim, rope_dim, *groups)
 
 
 def fitting_group(head_dim: int, wanted: int) -> int | None:

@@ -19,7 +19,8 @@ from memory.attention.seam import (
     kv_owner,
 )
 from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
-from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
+from ops.cpu.native_latent_attention import LatentAttention
+from quant.kv import TILE_TOKENS, Int8KVFormat, LatentKVFormat, fitting_group, latent_format
 
 
 class Int8KVLayout:
@@ -33,17 +34,17 @@ class Int8KVLayout:
     def __init__(self, layers: Sequence[AttentionLayer], group: int) -> None:
         """group: the scale group along head_dim; a smaller one is used if it does not divide it."""
         self.layers = list(layers)
-        self.formats: list[Int8KVFormat] = []
+        self.formats: list[Int8KVFormat | LatentKVFormat] = []
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
         offset = 0
         for number, layer in enumerate(self.layers):
-            fitting = fitting_group(layer.head_dim, group)
-            assert fitting is not None, f"no scale group of head_dim {layer.head_dim}"
-            self.formats.append(Int8KVFormat(layer.num_kv_heads, layer.head_dim, fitting))
+            form = _format(layer, group)
+            assert form is not None, f"no int8 K/V for {layer}"
+            self.formats.append(form)
             owner = kv_owner(self.layers, number)
             self.offsets.append(offset if owner == number else self.offsets[owner])
             if owner == number:
-                offset += self.formats[-1].tile_bytes
+                offset += form.tile_bytes
         self.tile_bytes = offset
 
     def pad(self, tile_bytes: int) -> None:
@@ -57,25 +58,50 @@ class Int8KVLayout:
 
     @staticmethod
     def supports(layers: Sequence[AttentionLayer]) -> bool:
-        return all(fitting_group(layer.head_dim, 8) is not None for layer in layers)
+        return all(_format(layer, 8) is not None for layer in layers)
 
 
-def int8_ops(layout: Int8KVLayout) -> list[Int8Attention]:
+def _format(layer: AttentionLayer, group: int) -> Int8KVFormat | LatentKVFormat | None:
+    if layer.value_dim is not None:
+        has_options = layer.window is not None or layer.soft_cap or layer.sinks is not None
+        if has_options or layer.num_kv_heads != 1:
+            return None
+        return latent_format(layer.value_dim, layer.head_dim, group)
+    fitting = fitting_group(layer.head_dim, group)
+    return fitting and Int8KVFormat(layer.num_kv_heads, layer.head_dim, fitting)
+
+
+Int8Op = Int8Attention | LatentAttention
+
+
+def int8_ops(layout: Int8KVLayout) -> list[Int8Op]:
     """Returns the kernels' parameters of each layer of a layout."""
-    return [
-        Int8Attention(
-            offset_bytes=offset,
+    parts = zip(layout.layers, layout.formats, layout.offsets, strict=True)
+    return [_op(layer, form, offset) for layer, form, offset in parts]
+
+
+def _op(layer: AttentionLayer, form: Int8KVFormat | LatentKVFormat, offset_bytes: int) -> Int8Op:
+    if isinstance(form, LatentKVFormat):
+        return LatentAttention(
+            offset_bytes=offset_bytes,
             num_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
+            value_dim=form.value_dim,
+            rope_dim=form.rope_dim,
             group=form.group,
+            rope_group=form.rope_group,
             scale=layer.scale,
-            window=layer.window,
-            soft_cap=layer.soft_cap,
-            sinks=layer.sinks or (),
         )
-        for layer, form, offset in zip(layout.layers, layout.formats, layout.offsets, strict=True)
-    ]
+    return Int8Attention(
+        offset_bytes=offset_bytes,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        group=form.group,
+        scale=layer.scale,
+        window=layer.window,
+        soft_cap=layer.soft_cap,
+        sinks=layer.sinks or (),
+    )
 
 
 class Int8LocalAttention:
@@ -105,9 +131,7 @@ class Int8LocalAttention:
 class Int8LocalPlan:
     """Attention for one step's rows."""
 
-    def __init__(
-        self, ops: Sequence[Int8Attention], step: Int8AttentionStep, is_eager: bool
-    ) -> None:
+    def __init__(self, ops: Sequence[Int8Op], step: Int8AttentionStep, is_eager: bool) -> None:
         self._ops = ops
         self._step = step
         self._is_eager = is_eager and step.num_single_rows > 0
@@ -121,6 +145,17 @@ class Int8LocalPlan:
     ) -> Finished:
         layer, q, begun = ticket
         op = self._ops[layer]
-        if k is not None and v is not None:
-            op.append(self._step, k.float(), v.float(), rotation)
+        if k is not None:
+            append(op, self._step, k, v, rotation)
         return Finished(op.attend(self._step, q.float(), begun=begun).to(q.dtype))
+
+
+def append(
+    op: Int8Op, step: Int8AttentionStep, k: Tensor, v: Tensor | None, rotation: Rotation | None
+) -> None:
+    """Stores k and v of a layer; v is None where V is a part of K."""
+    if isinstance(op, LatentAttention):
+        op.append(step, k.float(), v, rotation)
+    else:
+        assert v is not None, "a layer with V"
+        op.append(step, k.float(), v.float(), rotation)

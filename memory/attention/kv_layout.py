@@ -1,9 +1,10 @@
 """K/V tensors on the reservation, and the layout of a token's bytes.
 
 The layout is token-major, [tokens, layers, 2, Hk, D]: all layers of a token lie side by side, each
-layer's K beside its V. A token's address is (range start + position) * token_bytes, so a kernel
-needs only a base, one stride and a length. docs/memory.md has the cost of the stride. Layers of
-different shapes have slices of different sizes.
+layer's K beside its V; a layer with a value_dim has K only. A token's address is
+(range start + position) * token_bytes, so a kernel needs only a base, one stride and a length.
+docs/memory.md has the cost of the stride. Layers of different shapes have slices of different
+sizes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memory.attention.seam import AttentionLayer, kv_owner
-from ops.backend import KeyValues
+from memory.attention.seam import AttentionLayer, Rotation, kv_owner
+from ops.backend import Backend, KeyValues
 
 
 class KVLayout:
@@ -35,7 +36,7 @@ class KVLayout:
             owner = kv_owner(self.layers, number)
             self.offsets.append(offset if owner == number else self.offsets[owner])
             if owner == number:
-                offset += 2 * layer.num_kv_heads * layer.head_dim
+                offset += _num_parts(layer) * layer.num_kv_heads * layer.head_dim
         self.token_elements = offset
 
     def pad(self, token_bytes: int) -> None:
@@ -46,6 +47,11 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         return self.token_elements * self.dtype.itemsize
+
+
+def _num_parts(layer: AttentionLayer) -> int:
+    """Returns 2 for K and V; 1 for K alone."""
+    return 2 if layer.value_dim is None else 1
 
 
 class KVCache:
@@ -61,14 +67,15 @@ class KVCache:
         self._places = None  # of each layer's K/V among those with K/V of their own; None: the same
         if len(self._own) < len(owners):
             self._places = [self._own.index(owner) for owner in owners]
-        self._is_uniform = len({(x.num_kv_heads, x.head_dim) for x in layout.layers}) == 1
+        shapes = {(x.num_kv_heads, x.head_dim) for x in layout.layers}
+        self._is_uniform = len(shapes) == 1 and all(_num_parts(x) == 2 for x in layout.layers)
 
     def layer(self, index: int) -> Tensor:
-        """Returns one layer's K/V of all N token addresses, [N, 2, Hk, D]."""
+        """Returns one layer's K/V of all N token addresses, [N, 2, Hk, D], or [N, 1, Hk, D]."""
         item = self.layout.layers[index]
         heads, dim = item.num_kv_heads, item.head_dim
         return self._flat.as_strided(
-            (self._num_tokens, 2, heads, dim),
+            (self._num_tokens, _num_parts(item), heads, dim),
             (self.layout.token_elements, heads * dim, dim, 1),
             self.layout.offsets[index],
         )
@@ -94,12 +101,39 @@ class KVCache:
         return [KeyValues(*pair.unbind(0)) for pair in whole.unbind(0)]
 
     def view(self, index: int, start: int, num_tokens: int) -> KeyValues:
-        """Returns one layer's item of `views`."""
+        """Returns one layer's item of `views`. Where V is a part of K it is all of K, so that
+        operators need not know: they attend over more values than they have to, and `values_of`
+        leaves these out."""
         item = self.layout.layers[index]
         heads, dim, stride = item.num_kv_heads, item.head_dim, self.layout.token_elements
-        pair = self._flat.as_strided(
-            (2, 1, heads, num_tokens, dim),
+        parts = self._flat.as_strided(
+            (_num_parts(item), 1, heads, num_tokens, dim),
             (heads * dim, 0, dim, stride, 1),
             start * stride + self.layout.offsets[index],
         )
-        return KeyValues(*pair.unbind(0))
+        return KeyValues(parts[0], parts[-1])
+
+
+def values_of(layer: AttentionLayer, out: Tensor) -> Tensor:
+    """Returns the values of V in the attention of a layer's `view`s, [T, H, D]."""
+    return out if layer.value_dim is None else out[..., : layer.value_dim].contiguous()
+
+
+def rotate_keys(
+    backend: Backend, layer: AttentionLayer, k: Tensor, rotation: Rotation | None
+) -> Tensor:
+    """Returns k, rotated. k may be overwritten."""
+    if rotation is None:
+        return k
+    if layer.value_dim is None:
+        return backend.rotary(k, *rotation)
+    turned = backend.rotary(k[..., layer.value_dim :].contiguous(), *rotation)
+    return torch.cat((k[..., : layer.value_dim], turned), dim=-1)
+
+
+def store_rows(backend: Backend, k: Tensor, v: Tensor | None, cache: Tensor, rows: Tensor) -> None:
+    """Writes k and v, or k alone, to KVCache.layer's tensor, in its type."""
+    if v is None:
+        cache.index_put_((rows,), k[:, None].to(cache.dtype))
+    else:
+        backend.store_kv(k.to(cache.dtype), v.to(cache.dtype), cache, rows)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memory.attention.kv_layout import KVCache
+from memory.attention.kv_layout import KVCache, rotate_keys, store_rows, values_of
 from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
 from memory.pages.layer_groups import READ_BLOCK
 from ops.backend import Backend, KeyValues
@@ -75,11 +75,10 @@ class LocalPlan:
         layer, q, begun = ticket
         parent = self._parent
         dtype = parent.cache.layout.dtype
-        if k is not None and v is not None:
-            if rotation is not None:
-                k = parent.backend.rotary(k, *rotation)
-            cache = parent.layer_tensors[layer]
-            parent.backend.store_kv(k.to(dtype), v.to(dtype), cache, self._rows)
+        if k is not None:
+            shape, cache = parent.layers[layer], parent.layer_tensors[layer]
+            k = rotate_keys(parent.backend, shape, k, rotation)
+            store_rows(parent.backend, k, v, cache, self._rows)
         if q.dtype == dtype:
             return Finished(self._attend(ticket))
         return Finished(self._attend(Ticket(layer, q.to(dtype), begun)).to(q.dtype))
@@ -106,7 +105,7 @@ class LocalPlan:
             )
             parts.append(part.out)
             row += n
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return values_of(shape, parts[0] if len(parts) == 1 else torch.cat(parts))
 
 
 def _reached(cache: KeyValues, num_rows: int, window: int | None) -> KeyValues:

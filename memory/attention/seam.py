@@ -125,7 +125,8 @@ class Attention(Protocol):
         k, so that it can do so while it writes k.
 
         k and v are None for a layer that shares the K/V of another, which has finished in this
-        step; v is None where V is a part of K.
+        step; v is None where V is a part of K. There the rotation turns the first values of k
+        after value_dim, and the result is [T, H, value_dim].
         """
 
 

@@ -288,6 +288,8 @@ def _layer(value: object) -> AttentionLayer:
     if soft_cap < 0:
         raise _shape("soft_cap must not be negative")
     dim = fields.integer("head_dim", 1, _MAX_HEAD_DIM)
+    if fields.get("value_dim") is not None and (kv_heads != 1 or fields.get("window") is not None):
+        raise _shape("a layer with value_dim has one K/V head and no window")
     return AttentionLayer(
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from memory.attention.int8 import Int8KVLayout, int8_ops
-from memory.attention.kv_layout import KVCache, KVLayout
+from memory.attention.int8 import Int8KVLayout, Int8Op, append, int8_ops
+from memory.attention.kv_layout import KVCache, KVLayout, store_rows, values_of
 from memory.attention.seam import AttentionLayer
 from memory.nodes.prompt_tail_cache import PromptTailCache, TailSpan
 from ops.backend import Backend, KeyValues
-from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
+from ops.cpu.native_int8_attention import Int8AttentionStep
 from quant.kv import TILE_TOKENS
 
 
@@ -35,11 +35,11 @@ class NewTokenAttention(Protocol):
         each. spans locates those sequences whose K/V is in the prompt tail cache."""
 
     def attend(
-        self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Attends with q [T, H, D] and k, v [T, Hk, D]; q and k are rotated. Returns out [T, H, D]
         and lse [T, H], both fp32. A layer that shares K/V gets k and v of the other one, which has
-        attended before."""
+        attended before. v is None where V is a part of K."""
 
 
 class _Int8Run(NamedTuple):
@@ -74,7 +74,7 @@ class Int8NewTokenAttention:
         address = self._memory.data_ptr()
         self._address = address + -address % 64
         self._tail_cache = tail_cache
-        self._tail_ops: list[Int8Attention] = []
+        self._tail_ops: list[Int8Op] = []
         if tail_cache is not None:
             assert isinstance(tail_cache.layout, Int8KVLayout)
             self._tail_ops = int8_ops(tail_cache.layout)
@@ -118,25 +118,27 @@ class Int8NewTokenAttention:
         }
 
     def attend(
-        self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(plan, list)
-        q, k, v = q.float(), k.float(), v.float()
+        q = q.float()
         if len(plan) == 1:
             return self._run(plan[0], layer, q, k, v)
+        rows = [slice(run.first, run.end) for run in plan]
         parts = [
-            self._run(run, layer, *(x[run.first : run.end] for x in (q, k, v))) for run in plan
+            self._run(run, layer, q[own], k[own], None if v is None else v[own])
+            for run, own in zip(plan, rows, strict=True)
         ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def _run(
-        self, run: _Int8Run, layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, run: _Int8Run, layer: int, q: Tensor, k: Tensor, v: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         is_kept = 0 in run.steps
         op = self._tail_ops[layer] if is_kept else self._ops[layer]
         step = run.steps[0 if is_kept else self._tile_bytes[layer]]
         if self._has_kv[layer] or not is_kept:
-            op.append(step, k, v, None)
+            append(op, step, k, v, None)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         return op.attend(step, q, lse), lse
 
@@ -167,12 +169,13 @@ class PlainNewTokenAttention:
         return num_decodes, list(zip(num_rows[num_decodes:], spans[num_decodes:], strict=True))
 
     def attend(
-        self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(plan, tuple)
         row, chunks = plan
         shape, sinks = self._layers[layer], self._sinks[layer]
-        q, k, v = (x.to(self._dtype).contiguous() for x in (q, k, v))
+        q, k = (x.to(self._dtype).contiguous() for x in (q, k))
+        v = k if v is None else v.to(self._dtype).contiguous()
         outs: list[Tensor] = []
         lses: list[Tensor] = []
         if row:
@@ -200,8 +203,8 @@ class PlainNewTokenAttention:
             lses.append(lse)
             row += num_rows
         if len(outs) == 1:
-            return outs[0], lses[0]
-        return torch.cat(outs), torch.cat(lses)
+            return values_of(shape, outs[0]), lses[0]
+        return values_of(shape, torch.cat(outs)), torch.cat(lses)
 
     def _keys(self, layer: int, k: Tensor, v: Tensor, span: TailSpan | None) -> KeyValues:
         if span is None:
@@ -210,7 +213,8 @@ class PlainNewTokenAttention:
         end = span.start + span.num_tokens
         if self._layers[layer].shares is None:
             rows = torch.arange(end - len(k), end)
-            self._backend.store_kv(k, v, self._cache.layer(layer), rows)
+            own = v if self._layers[layer].value_dim is None else None
+            store_rows(self._backend, k, own, self._cache.layer(layer), rows)
         return self._cache.view(layer, span.start, span.num_tokens)
 
 

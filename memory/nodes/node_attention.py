@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memory.attention.int8 import Int8KVLayout, Int8LocalAttention, int8_ops
-from memory.attention.kv_layout import KVCache, KVLayout
+from memory.attention.int8 import Int8KVLayout, Int8LocalAttention, append, int8_ops
+from memory.attention.kv_layout import KVCache, KVLayout, store_rows, values_of
 from memory.attention.local import LocalAttention
 from memory.attention.seam import AttentionLayer, PlannedAttention
 from memory.nodes.wire import Append, Query
@@ -42,8 +42,8 @@ class NodeAttention(Protocol):
     def query(self, plan: object, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """Attends over the prefix with q [R, H, D]; returns out [R, H, D] and lse [R, H] fp32."""
 
-    def append(self, plan: object, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes k and v, [A, Hk, D] each."""
+    def append(self, plan: object, layer: int, k: Tensor, v: Tensor | None) -> None:
+        """Writes k and v, [A, Hk, D] each, or k alone where V is a part of it."""
 
 
 class Int8NodeAttention:
@@ -87,9 +87,9 @@ class Int8NodeAttention:
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         return self._ops[layer].attend(plan, q.float(), lse), lse
 
-    def append(self, plan: object, layer: int, k: Tensor, v: Tensor) -> None:
+    def append(self, plan: object, layer: int, k: Tensor, v: Tensor | None) -> None:
         assert isinstance(plan, Int8AttentionStep)
-        self._ops[layer].append(plan, k.float(), v.float(), None)
+        append(self._ops[layer], plan, k, v, None)
 
 
 class PlainNodeAttention:
@@ -143,13 +143,13 @@ class PlainNodeAttention:
             lses.append(lse)
             row += num_rows
         if len(outs) == 1:
-            return outs[0], lses[0]
-        return torch.cat(outs), torch.cat(lses)
+            return values_of(shape, outs[0]), lses[0]
+        return values_of(shape, torch.cat(outs)), torch.cat(lses)
 
-    def append(self, plan: object, layer: int, k: Tensor, v: Tensor) -> None:
+    def append(self, plan: object, layer: int, k: Tensor, v: Tensor | None) -> None:
         assert isinstance(plan, Tensor)
         cache = self._tensors[layer]
-        self._backend.store_kv(k.to(cache.dtype), v.to(cache.dtype), cache, plan)
+        store_rows(self._backend, k, v, cache, plan)
 
 
 def _reached(cache: KeyValues, window: int | None) -> KeyValues:

@@ -92,10 +92,7 @@ class NodeSession:
         self._plans: OrderedDict[int, _Plan] = OrderedDict()
         self._last_plan = 0
         self._begun: tuple[Header, Ticket] | None = None  # the QUERY whose k and v are due
-        self._rows = [
-            WireRows(layer.num_heads, layer.num_kv_heads, layer.head_dim)
-            for layer in request.layers
-        ]
+        self._rows = [WireRows.of(layer) for layer in request.layers]
         self._answers: deque[object] = deque(maxlen=_MAX_ANSWERS)
         self._own_mappings = num_mappings
         self._most_mappings = most_mappings

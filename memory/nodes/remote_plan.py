@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memory.attention.kv_layout import rotate_keys
 from memory.attention.seam import AttentionLayer, Pending, Rotation, Ticket
 from memory.nodes.new_token_attention import NewTokenAttention
 from memory.nodes.node_link import NodeLink, lost
@@ -58,7 +59,7 @@ class PlannedRows:
     attention: NewTokenAttention
     plan: object
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.attention.attend(self.plan, layer, q, k, v)
 
 
@@ -74,7 +75,9 @@ class _NodesPlan:
         layers: Sequence[AttentionLayer],
     ) -> None:
         self._layers = layers
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # k and v of layers that others share
+        self._kept: dict[
+            int, tuple[Tensor, Tensor | None]
+        ] = {}  # k and v of layers that others share
         self._number = number
         self._nodes = nodes
         self._wire = wire
@@ -91,29 +94,33 @@ class _NodesPlan:
             self._post(node, Kind.QUERY, layer, node.num_queries, segments)
         return Ticket(layer, q)
 
-    def _rotated(self, k: Tensor, v: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+    def _rotated(
+        self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns k, rotated, and v in the type in which they are sent."""
         dtype = float_type(self._wire.kv)
         if rotation is not None:
             is_wider = dtype.itemsize > k.dtype.itemsize
-            k = self._backend.rotary(k.to(dtype) if is_wider else k, *rotation)
-        return _dense(k.to(dtype)), _dense(v.to(dtype))
+            k = k.to(dtype) if is_wider else k
+            k = rotate_keys(self._backend, self._layers[layer], k, rotation)
+        return _dense(k.to(dtype)), None if v is None else _dense(v.to(dtype))
 
     def _keys(
         self, layer: int, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns k and v of the step's rows, as `_rotated`, of the layer whose K/V is read."""
         shares = self._layers[layer].shares
         if shares is not None:
             return self._kept[shares]
-        assert k is not None and v is not None
-        found = self._rotated(k, v, rotation)
+        assert k is not None
+        found = self._rotated(layer, k, v, rotation)
         if any(other.shares == layer for other in self._layers):
             self._kept[layer] = found
         return found
 
-    def _post_kv(self, kind: Kind, layer: int, k: Tensor, v: Tensor) -> None:
-        """Sends k and v: with OWN of the query rows, with UPDATE of the appended ones."""
+    def _post_kv(self, kind: Kind, layer: int, k: Tensor, v: Tensor | None) -> None:
+        """Sends k and v, or k alone: with OWN of the query rows, with UPDATE of the appended
+        ones."""
         for node in self._nodes:
             is_own = kind is Kind.OWN
             runs = node.query_runs if is_own else node.append_runs
@@ -121,7 +128,7 @@ class _NodesPlan:
             if num_rows:
                 part = node.parts[layer]
                 segments: list[Segment] = []
-                for x in (k, v):
+                for x in (k,) if v is None else (k, v):
                     segments += _pieces(x, runs, part.first_kv_head, part.num_kv_heads)
                 self._post(node, kind, layer, num_rows, segments)
 
@@ -174,12 +181,14 @@ class RemotePlan(_NodesPlan):
     ) -> Pending:
         layer, q, _ = ticket
         k, v = self._keys(layer, k, v, rotation)
-        if self._layers[layer].shares is None:
+        shape = self._layers[layer]
+        if shape.shares is None:
             self._post_kv(Kind.OWN, layer, k, v)
             self._post_kv(Kind.UPDATE, layer, k, v)
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(*q.shape[:2], shape.value_dim or q.shape[2], dtype=q.dtype)
         if runs := self._tails.runs:
-            here, _ = self._tails.attend(layer, *(_rows_of(x, runs) for x in (q, k, v)))
+            own_v = None if v is None else _rows_of(v, runs)
+            here, _ = self._tails.attend(layer, _rows_of(q, runs), _rows_of(k, runs), own_v)
             _copy(here, out, runs)
         return RemotePending(self, layer, out)
 
@@ -256,7 +265,7 @@ def layer_shard(shard: Shard, layer: AttentionLayer) -> LayerShard:
     group = layer.num_heads // layer.num_kv_heads
     heads = group * kv_heads
     own = slice(first * group, first * group + heads) if heads < layer.num_heads else None
-    rows = WireRows(heads, kv_heads, layer.head_dim)
+    rows = WireRows(heads, kv_heads, layer.head_dim, layer.value_dim)
     return LayerShard(first * group, heads, first, kv_heads, rows, own)
 
 

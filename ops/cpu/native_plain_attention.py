@@ -20,7 +20,7 @@ def can_attend(q: Tensor, cache: KeyValues) -> bool:
     dim = q.shape[2]
     is_dense = q.stride()[1:] == (dim, 1) and k.stride() == v.stride() and k.stride(3) == 1
     has_types = k.dtype == v.dtype and k.dtype in TYPES and q.dtype in TYPES
-    has_dim = dim % 16 == 0 and dim <= library().MAX_HEAD_DIM
+    has_dim = dim % 16 == 0 and dim <= library().MAX_PLAIN_DIM
     return has_dim and is_dense and has_types
 
 

@@ -209,7 +209,7 @@ struct PrefillCall {
   template <class U, DType TYPE>
   void pack(const KeyBlock& block, int n, int kv_head) const {
     const int dim = block.dim, units = dim / U::COUNT, end = (n + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
-    alignas(64) static const char zeros[MAX_HEAD_DIM * 4] = {};
+    alignas(64) static const char zeros[MAX_PLAIN_DIM * 4] = {};
     const size_t first = key_offset(block.first, kv_head), step = seq.token_stride * item();
     const char *k = static_cast<const char*>(seq.k) + first, *v = static_cast<const char*>(seq.v) + first;
     for (int t = 0; t < end; t++) U::template key<TYPE>(block.k + t * units, t < n ? k + t * step : zeros, dim);

@@ -4,11 +4,35 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <vector>
+
+#include "kernels.h"
 
 namespace ms {
 
 template <class T>
 T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
+
+// The sequences of one step, shared by all layers. past_only: the positions of its rows
+// begin after all kv_len keys, so that each row attends to all of them.
+class StepPlan {
+ public:
+  StepPlan(uintptr_t cache, size_t tile_bytes, const std::vector<size_t>& starts,
+           const std::vector<int>& num_rows, const std::vector<int>& kv_lens, bool past_only)
+      : tile_bytes_(tile_bytes) {
+    int row = 0;
+    for (size_t i = 0; i < starts.size(); i++) {
+      const int first = past_only ? kv_lens[i] : kv_lens[i] - num_rows[i];
+      sequences_.push_back({pointer<uint8_t>(cache) + starts[i], row, num_rows[i], kv_lens[i], first});
+      row += num_rows[i];
+    }
+  }
+  Step get() const { return {sequences_.data(), static_cast<int>(sequences_.size()), tile_bytes_}; }
+
+ private:
+  std::vector<SequenceRows> sequences_;
+  size_t tile_bytes_;
+};
 
 // Binds Int8Linear, Int4Linear and PlainLinear; defined in linear.cpp.
 void bind_linear(nanobind::module_& m);
@@ -18,5 +42,8 @@ void bind_experts(nanobind::module_& m);
 
 // Binds IoRing and checksum; defined in storage.cpp.
 void bind_storage(nanobind::module_& m);
+
+// Binds LatentAttention; defined in latent.cpp.
+void bind_latent(nanobind::module_& m);
 
 }  // namespace ms

@@ -6,6 +6,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace ms {
@@ -41,9 +45,27 @@ bool has_avxvnni() {
 }
 // The compiler's test for "avx2" includes that the operating system saves the registers.
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
+
+#if defined(__linux__)
+bool has_matrix() {
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl, since Linux 5.16
+  unsigned r[4];
+  const bool has_both = has_leaf(7, 0, r) && (r[3] >> 24 & 1) && (r[3] >> 25 & 1);  // tiles and bytes
+  return has_both && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#else
+bool has_matrix() { return false; }
+#endif
+#else
+bool has_matrix() { return false; }
 #endif
 
 }  // namespace
+
+bool may_use_matrix() {
+  static const bool may = has_matrix();
+  return may;
+}
 
 bool is_usable(const Kernels* set) {
 #if defined(__x86_64__)

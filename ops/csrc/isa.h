@@ -9,4 +9,8 @@ bool is_usable(const Kernels* set);
 const Kernels& kernels();
 bool choose(const char* name);  // returns false if the set is unknown, not built or not usable here
 
+// Returns whether this process may use the matrix registers of AMX for bytes. The first call asks the
+// system for them.
+bool may_use_matrix();
+
 }  // namespace ms

@@ -137,7 +137,7 @@ struct Router {
 };
 
 // Locates one layer's K and V in a tile of TILE tokens (see kv_tiles.inl).
-constexpr int TILE = 16, MAX_HEAD_DIM = 512, MAX_GROUPS = MAX_HEAD_DIM / 8;
+constexpr int TILE = 16, MAX_HEAD_DIM = 512, MAX_PLAIN_DIM = 1024, MAX_GROUPS = MAX_HEAD_DIM / 8;
 struct CacheLayer {
   size_t offset_bytes;  // from the start of a tile
   int num_kv_heads, head_dim, group;
@@ -151,6 +151,16 @@ struct AttentionLayer {
   float soft_cap;       // 0 means none
   const float* slopes;  // ALiBi, per head, or null
   const float* sinks;   // a logit per head that only adds to the denominator, or null
+};
+
+// One layer of latents (see attention_latent.inl): one vector of value_dim + rope_dim numbers for each
+// token, of which all query heads use all as K and the first value_dim as V.
+constexpr int MAX_LATENT_DIM = 1024;
+struct LatentLayer {
+  size_t offset_bytes;  // from the start of a tile
+  int num_heads, value_dim, rope_dim;
+  int group, rope_group;  // numbers that share a scale, in the first value_dim and in the rest
+  float scale;
 };
 
 // One sequence of a step. Its rows begin at row first_row of the step and at position
@@ -278,6 +288,10 @@ struct Kernels {
   void (*mix_experts)(const Experts&, const RoutedRows&);
   // Writes the experts of each row and their weights, [rows][top_k].
   void (*route)(const Router&, const Rows&, int rows, int32_t* experts, float* weights);
+  void (*append_latent)(const Step&, const LatentLayer&, const float* k, size_t stride, const Rotation&);
+  // out: [rows][heads][value_dim]; lse: [rows][heads], or null. with_matrix: whether to use matrix instructions.
+  void (*attend_latent)(const Step&, const LatentLayer&, const float* q, size_t q_stride, float* out, float* lse,
+                        bool with_matrix);
 };
 
 const Kernels* portable_kernels();

@@ -24,6 +24,10 @@ using namespace ms;
 #include "attention_call.inl"
 #include "attention_plain.inl"
 #include "attention_plain_prefill.inl"
+#include "attention_latent.inl"
+#include "attention_latent_dot.inl"
+#include "attention_latent_rows.inl"
+#include "attention_latent_call.inl"
 #include "partials.inl"
 #include "experts.inl"
 #include "router.inl"
@@ -40,7 +44,8 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::argmax,  MS_ISA::sample, MS_ISA::describe_tokens, MS_ISA::linear_int4,
                               MS_ISA::decode_plain, MS_ISA::prefill_plain, MS_ISA::linear_plain,
                               MS_ISA::merge_partials, MS_ISA::quantize_heads, MS_ISA::dequantize_heads,
-                              MS_ISA::pack_int4, MS_ISA::all_finite, MS_ISA::mix_experts, MS_ISA::route};
+                              MS_ISA::pack_int4, MS_ISA::all_finite, MS_ISA::mix_experts, MS_ISA::route,
+                              MS_ISA::append_latent, MS_ISA::attend_latent};
   return &all;
 }
 }  // namespace ms

@@ -17,27 +17,6 @@ using namespace ms;
 
 namespace {
 
-// The sequences of one step, shared by all layers. past_only: the positions of its rows
-// begin after all kv_len keys, so that each row attends to all of them.
-class StepPlan {
- public:
-  StepPlan(uintptr_t cache, size_t tile_bytes, const std::vector<size_t>& starts,
-           const std::vector<int>& num_rows, const std::vector<int>& kv_lens, bool past_only)
-      : tile_bytes_(tile_bytes) {
-    int row = 0;
-    for (size_t i = 0; i < starts.size(); i++) {
-      const int first = past_only ? kv_lens[i] : kv_lens[i] - num_rows[i];
-      sequences_.push_back({pointer<uint8_t>(cache) + starts[i], row, num_rows[i], kv_lens[i], first});
-      row += num_rows[i];
-    }
-  }
-  Step get() const { return {sequences_.data(), static_cast<int>(sequences_.size()), tile_bytes_}; }
-
- private:
-  std::vector<SequenceRows> sequences_;
-  size_t tile_bytes_;
-};
-
 class Int8Attention {
  public:
   Int8Attention(size_t offset_bytes, int num_heads, int num_kv_heads, int head_dim, int group, float scale,
@@ -133,6 +112,7 @@ std::vector<std::string> instruction_sets() {
 NB_MODULE(_native, m) {
   m.attr("TILE") = TILE;
   m.attr("MAX_HEAD_DIM") = MAX_HEAD_DIM;
+  m.attr("MAX_PLAIN_DIM") = MAX_PLAIN_DIM;
   m.attr("MAX_PARTS") = MAX_PARTS;
   m.def("instruction_sets", &instruction_sets, "Returns the names of those that run here, the best first.");
   m.def("instruction_set", [] { return std::string(kernels().name); });
@@ -180,6 +160,7 @@ NB_MODULE(_native, m) {
   bind_linear(m);
   bind_experts(m);
   bind_storage(m);
+  bind_latent(m);
   nb::class_<StepPlan>(m, "StepPlan")
       .def(nb::init<uintptr_t, size_t, const std::vector<size_t>&, const std::vector<int>&,
                     const std::vector<int>&, bool>());

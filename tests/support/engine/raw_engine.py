@@ -65,7 +65,7 @@ class RawEngine:
         self.endpoint = endpoint
         self.request = request
         self.num_plans = 0
-        self.rows = [WireRows(x.num_heads, x.num_kv_heads, x.head_dim) for x in request.layers]
+        self.rows = [WireRows.of(layer) for layer in request.layers]
 
     @classmethod
     def beside(cls, node, request: AttachRequest = REQUEST) -> RawEngine:
