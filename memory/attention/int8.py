@@ -68,7 +68,9 @@ def _format(layer: AttentionLayer, group: int) -> Int8KVFormat | LatentKVFormat 
             return None
         return latent_format(layer.value_dim, layer.head_dim, group)
     fitting = fitting_group(layer.head_dim, group)
-    return fitting and Int8KVFormat(layer.num_kv_heads, layer.head_dim, fitting)
+    if fitting is None:
+        return None
+    return Int8KVFormat(layer.num_kv_heads, layer.head_dim, fitting)
 
 
 Int8Op = Int8Attention | LatentAttention

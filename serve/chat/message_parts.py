@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.text.chat_parser.syntax.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
+from serve.text.chat_parser.syntax.parts import (
+    Part,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+)
 
 
 @dataclass(slots=True)
