@@ -243,6 +243,7 @@ def _load_model(
             unpack=True,
             q_first=q_first,
             is_random=is_random,
+            max_model_len=config.max_model_len,
             progress=progress,
         )
     linears = backend.quantized
@@ -262,6 +263,7 @@ def _load_model(
         keep_weight_dtype=True,
         q_first=q_first,
         is_random=is_random,
+        max_model_len=config.max_model_len,
         progress=progress,
     )
 

@@ -87,13 +87,16 @@ class Decoder:
         backend: Backend,
         dtype: torch.dtype,
         device: torch.device,
+        max_model_len: int | None = None,
     ) -> None:
+        """max_model_len: the longest context that is served; None: the model's."""
         self.spec = spec
         self.weights = weights
         self.dtype = dtype
         self.device = device
         self._backend = backend
-        self._rotary = [RotaryTable(rope, spec.max_model_len, device) for rope in spec.ropes]
+        max_len = max_model_len or spec.max_model_len
+        self._rotary = [RotaryTable(rope, max_len, device) for rope in spec.ropes]
 
     def attention_layers(self) -> list[AttentionLayer]:
         return [

@@ -43,6 +43,7 @@ def load_model(
     unpack: bool = False,
     q_first: bool = False,
     is_random: bool = False,
+    max_model_len: int | None = None,
     progress: LoadProgress | None = None,
 ) -> Decoder:
     """Loads a Hugging Face directory as a decoder that computes in `dtype`.
@@ -52,8 +53,9 @@ def load_model(
     Quantized products of the checkpoint are used as they are, which needs quantized products of the
     back end; with `unpack` they become plain weights. With q_first q has a product of its own that
     runs before k and v, which is slower but lets memory nodes start earlier. is_random: random
-    weights made on the device, for measurements; only config.json is read. ModelLoadError says what
-    is wrong with the checkpoint.
+    weights made on the device, for measurements; only config.json is read. max_model_len: the
+    longest context that is served, which decides LongRoPE's factors; None: the model's.
+    ModelLoadError says what is wrong with the checkpoint.
     """
     spec = read_spec(path)
     names = FAMILIES[spec.model_type].names
@@ -87,7 +89,7 @@ def load_model(
     layers = (progress or LoadProgress()).layers(spec)
     weights = Assembler(spec, names, stored, loaded, backend, q_first=q_first).decoder(layers)
     checkpoint.release()
-    return Decoder(spec, weights, backend, dtype, backend.device)
+    return Decoder(spec, weights, backend, dtype, backend.device, max_model_len)
 
 
 def count_parameters(spec: ModelSpec) -> ParameterCounts:
