@@ -181,6 +181,9 @@ def sum_kernel(
     tl.store(out_at + row * out_stride + cols, total.to(out_at.dtype.element_ty), mask=mask)
 
 
+Grid = tuple[int, int, int]
+
+
 class SortedPairs(NamedTuple):
     """Pairs sorted by expert. order: [pairs] int32; starts: [E + 1] int32; per_row: pairs that
     share a row of the products' rows."""
@@ -249,7 +252,7 @@ def experts_product(
     num_out = first.num_out if isinstance(first, Int4Weight) else first.codes.shape[0]
     shares = min(triton.cdiv(most_rows, tile.m), MAX_SHARES)
     grid = (triton.cdiv(num_out, tile.n), num_experts, shares)
-    usual = {
+    usual: dict[str, object] = {
         "PER_ROW": pairs.per_row,
         "BIAS": first.bias is not None,
         "ACT": ACTIVATIONS[activation],
@@ -261,36 +264,63 @@ def experts_product(
         "enable_fp_fusion": False,
     }
     if isinstance(first, Int4Weight):
-        assert tile.swap, f"{tile}"
-        panels, chunks, _, half = first.packed.shape
-        sums = None
-        if first.has_minimums:
-            sums = x.codes.view(len(x.codes), -1, first.group).sum(2, dtype=torch.int32)
-        int4_experts_kernel[grid](
-            x.codes,
-            x.scales,
-            sums,
-            *weights.addresses,
-            pairs.order,
-            pairs.starts,
-            out,
-            num_out,
-            panels * PANEL,
-            chunks,
-            x.codes.stride(0),
-            out.stride(0),
-            STAGES=tile.num_stages,
-            TABLE=TABLES.index(first.table),
-            MINIMUMS=first.has_minimums,
-            ASM=not triton.knobs.runtime.interpret,
-            GROUP=first.group,
-            HALF=half,
-            PANEL=PANEL,
-            CHUNKS=math.gcd(max(1, tile.k // half), chunks),
-            **usual,
-        )
-        return out
-    num_in = first.codes.shape[1]
+        _int4_product(x, pairs, weights, first, out, grid, tile, usual)
+    else:
+        _scaled_product(x, pairs, weights, first, out, grid, tile, usual)
+    return out
+
+
+def _int4_product(
+    x: Quantized,
+    pairs: SortedPairs,
+    weights: ExpertWeights,
+    first: Int4Weight,
+    out: Tensor,
+    grid: Grid,
+    tile: Tile,
+    usual: dict[str, object],
+) -> None:
+    assert tile.swap, f"{tile}"
+    panels, chunks, _, half = first.packed.shape
+    sums = None
+    if first.has_minimums:
+        sums = x.codes.view(len(x.codes), -1, first.group).sum(2, dtype=torch.int32)
+    int4_experts_kernel[grid](
+        x.codes,
+        x.scales,
+        sums,
+        *weights.addresses,
+        pairs.order,
+        pairs.starts,
+        out,
+        first.num_out,
+        panels * PANEL,
+        chunks,
+        x.codes.stride(0),
+        out.stride(0),
+        STAGES=tile.num_stages,
+        TABLE=TABLES.index(first.table),
+        MINIMUMS=first.has_minimums,
+        ASM=not triton.knobs.runtime.interpret,
+        GROUP=first.group,
+        HALF=half,
+        PANEL=PANEL,
+        CHUNKS=math.gcd(max(1, tile.k // half), chunks),
+        **usual,
+    )
+
+
+def _scaled_product(
+    x: Quantized,
+    pairs: SortedPairs,
+    weights: ExpertWeights,
+    first: ScaledWeight,
+    out: Tensor,
+    grid: Grid,
+    tile: Tile,
+    usual: dict[str, object],
+) -> None:
+    num_out, num_in = first.codes.shape
     scaled_experts_kernel[grid](
         x.codes,
         x.scales,
@@ -308,7 +338,6 @@ def experts_product(
         SWAP=tile.swap,
         **usual,
     )
-    return out
 
 
 def sum_parts(

@@ -117,6 +117,17 @@ def test_against_float64(backend, kind):
     assert error < {"int8": 0.02, "int4": 0.25}[kind]
 
 
+def test_fp8_experts(backend):
+    """Tiles differ between the calls, and so does the order of their sums."""
+    fp8 = backend.quantized.fp8
+    ups = [fp8([torch.randn(64, 48) / 7], torch.randn(64), SILU) for _ in range(3)]
+    downs = [fp8([torch.randn(48, 32) / 6], None) for _ in range(3)]
+    x, routing = torch.randn(7, 48, device=DEVICE), random_routing(7, 3, 2)
+    found = CudaExperts(ups, downs, False)(x, routing)
+    expected = ExpertsOneByOne(ups, downs, False)(x, routing)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("kind", ["int8", "zeros"])
 def test_a_row_does_not_depend_on_the_others(backend, kind):
     experts = CudaExperts(*layers(backend, kind, 5, 64, 32, OAI), False)
