@@ -5,6 +5,9 @@ Grouped experts have the bits of the same layers called one by one; these are co
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -188,6 +191,22 @@ def test_nan_stays_in_its_row(isa, kind):
     found = experts(x, routing)
     others = [0, 1, 3, 4, 5]
     assert bool(found[2].isnan().all()) and torch.equal(found[others], expected[others])
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_experts_take_their_bytes_and_no_more():
+    """An expert is a few huge pages large; of its last one, nothing is left unused."""
+    weight = torch.randn(1536, 2048)
+    before = resident_bytes()
+    layers = [NATIVE.int8([weight], None, SILU) for _ in range(40)]
+    size = sum(layer.size_bytes for layer in layers)
+    assert 0.9 * size < resident_bytes() - before < 1.1 * size
+    del layers
+    assert resident_bytes() - before < 0.2 * size
 
 
 def test_layers_that_cannot_be_grouped():
