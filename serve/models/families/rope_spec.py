@@ -127,7 +127,9 @@ def _read_longrope(
     """Reads LongRoPE (arXiv 2402.13753) as Phi-3 publishes it."""
     factor = rope.number("factor", max_len / pretrained_len, low=1e-3)
     attention = 1.0
-    if factor > 1.0:
+    if factor > 1.0 and not rope.has("attention_factor"):
+        if pretrained_len == 1:
+            raise rope.fail("attention_factor", f"is missing, and {PRETRAINED_LEN} is 1")
         attention = math.sqrt(1 + math.log(factor) / math.log(pretrained_len))
     return replace(
         plain,

@@ -1,0 +1,33 @@
+"""All small checkpoints that the decoder is compared with Transformers on."""
+
+from __future__ import annotations
+
+from tests.support.engine.variants import classic, dense, gemma4, latent, mixtures, sandwich
+from tests.support.engine.variants.classic import LONG_VARIANTS
+from tests.support.engine.variants.variant import LLAMA, Json, Variant
+
+VARIANTS: list[Variant] = [
+    *classic.VARIANTS,
+    *dense.VARIANTS,
+    *sandwich.VARIANTS,
+    *mixtures.VARIANTS,
+    *gemma4.VARIANTS,
+    *latent.VARIANTS,
+]
+
+
+def find_variant(family: str, name: str) -> Variant:
+    for item in (*VARIANTS, *LONG_VARIANTS):
+        if (item.family, item.name) == (family, name):
+            return item
+    raise KeyError(f"{family}-{name} is not in the tables")
+
+
+def settings_of(variant: Variant) -> Json:
+    """Returns the settings for the family's configuration class."""
+    return classic.BASES.get(variant.family, LLAMA) | variant.settings
+
+
+def is_first(variant: Variant) -> bool:
+    """Returns whether no other variant of its family stands before it in the table."""
+    return next(item for item in VARIANTS if item.family == variant.family) is variant
