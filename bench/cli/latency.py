@@ -46,8 +46,8 @@ def latency(
 ) -> dict[str, Any]:
     """Measures a model's steps at several batches and prompts of several lengths; prints a table.
 
-    model is a directory, "random:SHAPE" (bench.common.checkpoints.SHAPES), or None for the embedded
-    model. None for batches or prefills takes BATCHES or PREFILLS. peers are NAME=COMMAND
+    model is a directory, "random:SHAPE" (bench.common.checkpoint_shapes.SHAPES), or None for the
+    embedded model. None for batches or prefills takes BATCHES or PREFILLS. peers are NAME=COMMAND
     (bench/offline/peers.py), run in every round. Returns what is written to json_file after each
     round. Raises ConfigError before anything runs.
     """

@@ -1,7 +1,8 @@
 """Random checkpoints of real shapes, for measurements whose text need not make sense.
 
-They are written once into the cache folder, as bf16 safetensors with a synthetic byte-level
-tokenizer of the full vocabulary, so that every part of the server does its usual work.
+They are written once into the cache folder, as safetensors in bf16 or in the format in which the
+model is published, with a synthetic byte-level tokenizer of the full vocabulary, so that every part
+of the server does its usual work.
 """
 
 from __future__ import annotations
@@ -12,93 +13,23 @@ import json
 import os
 import shutil
 import string
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.progress import track
-from safetensors.torch import save_file
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from bench.common.checkpoint_shapes import SHAPES, config_of
+from bench.common.random_weights import random_tensors
+from bench.common.safetensors_writer import INDEX, SINGLE, write_checkpoint
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
+from serve.units import format_memory
 
 RANDOM = "random:"
-
-SHAPES: dict[str, dict[str, Any]] = {
-    # Llama-3.2-1B
-    "llama-1b": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 8192,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-    },
-    # Llama-3.1-8B
-    "llama-8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 32768,
-    },
-    # A prompt of 32k tokens takes about fifteen seconds on two cores.
-    "small-32k": {
-        "hidden_size": 512,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "vocab_size": 4096,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 40960,
-    },
-    # Little to compute, and 64 KiB of K/V per token in fp32.
-    "wide-kv": {
-        "hidden_size": 256,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 512,
-        "vocab_size": 4096,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-    },
-    # A step takes a few milliseconds: for smoke tests of the scripts.
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "vocab_size": 1024,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 2048,
-    },
-    # For interpreted kernels.
-    "one-layer": {
-        "hidden_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 64,
-        "vocab_size": 320,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 2048,
-    },
-}
+_LARGE = 1 << 30  # a checkpoint whose writing is told
+_LEFT_FREE = 256 << 20  # of the disk
 
 
 def cache_folder() -> Path:
@@ -128,31 +59,61 @@ def model_directory(model: str | Path | None) -> str | None:
 def random_checkpoint(shape: str, *, folder: Path | None = None, has_weights: bool = True) -> Path:
     """Returns the checkpoint's directory. The first call makes it from a fixed seed.
 
-    A checkpoint without weights is for the setting load_format=random.
+    A checkpoint without weights is for the setting load_format=random. ConfigError if the disk has
+    no room for the weights; a checkpoint that was not written to its end leaves nothing behind.
     """
     path = (folder or cache_folder()) / f"random-{shape}"
-    needed = path / ("model.safetensors" if has_weights else "tokenizer_config.json")
-    if needed.is_file():
+    needed = [SINGLE, INDEX] if has_weights else ["tokenizer_config.json"]
+    if any((path / name).is_file() for name in needed):
         return path
-    path.mkdir(parents=True, exist_ok=True)
-    config = SHAPES[shape] | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        write_random(made, config_of(shape), shape, has_weights=has_weights)
+        made.chmod(0o755)
+        if not any((path / name).is_file() for name in needed):  # another call may have written it
+            _replace(made, path)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return path
+
+
+def write_random(path: Path, config: dict[str, Any], title: str, *, has_weights: bool) -> None:
+    """Writes a checkpoint with random weights of any configuration into an empty directory.
+
+    title: for the user. ConfigError if the disk has no room for the weights.
+    """
     (path / "config.json").write_text(json.dumps(config, indent=2))
     _write_tokenizer(path, config["vocab_size"])
     if not has_weights:
-        return path
-    part = path / "model.safetensors.part"
-    save_file(_tensors(config, shape), part, metadata={"format": "pt"})
-    part.rename(path / "model.safetensors")
-    return path
+        return
+    tensors = random_tensors(path)
+    total = sum(tensor.size_bytes for tensor in tensors)
+    free = shutil.disk_usage(path).free
+    if total + _LEFT_FREE > free:
+        raise ConfigError(
+            f"{RANDOM}{title} takes {format_memory(total)} of disk, and {format_memory(free)} are"
+            f" free below {path.parent}; make room, or set XDG_CACHE_HOME to another disk"
+        )
+    console = Console(stderr=True)
+    if total >= _LARGE:
+        text = f"writing {RANDOM}{title} once: {format_memory(total)} below {path.parent}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    is_hidden = not console.is_terminal
+    bar = Progress(
+        *columns, TransferSpeedColumn(), console=console, transient=True, disable=is_hidden
+    )
+    with bar:
+        task = bar.add_task(f"random {title} checkpoint", total=total)
+        write_checkpoint(path, tensors, advance=lambda num_bytes: bar.advance(task, num_bytes))
+
+
+def _replace(made: Path, path: Path) -> None:
+    """Renames a directory; one without weights, of another call, gives way to it."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    made.rename(path)
 
 
 def with_context(folder: Path, max_model_len: int) -> Path:
@@ -163,41 +124,6 @@ def with_context(folder: Path, max_model_len: int) -> Path:
     config["max_position_embeddings"] = max_model_len
     (path / "config.json").write_text(json.dumps(config))
     return path
-
-
-def _tensors(config: dict[str, Any], title: str) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    q = config["num_attention_heads"] * config["head_dim"]
-    kv = config["num_key_value_heads"] * config["head_dim"]
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        values = torch.empty(rows, columns).normal_(0, columns**-0.5, generator=generator)
-        return values.bfloat16()
-
-    tensors = {
-        "model.embed_tokens.weight": matrix(config["vocab_size"], hidden),
-        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-    }
-    layers = range(config["num_hidden_layers"])
-    console = Console(stderr=True)
-    is_hidden = not console.is_terminal
-    title = f"random {title} checkpoint"
-    for i in track(layers, title, console=console, transient=True, disable=is_hidden):
-        prefix = f"model.layers.{i}."
-        for name, rows, columns in (
-            ("self_attn.q_proj", q, hidden),
-            ("self_attn.k_proj", kv, hidden),
-            ("self_attn.v_proj", kv, hidden),
-            ("self_attn.o_proj", hidden, q),
-            ("mlp.gate_proj", ffn, hidden),
-            ("mlp.up_proj", ffn, hidden),
-            ("mlp.down_proj", hidden, ffn),
-        ):
-            tensors[f"{prefix}{name}.weight"] = matrix(rows, columns)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    return tensors
 
 
 def _write_tokenizer(path: Path, vocab_size: int) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from bench.common.checkpoints import SHAPES, random_checkpoint
+from bench.common.checkpoint_shapes import SHAPES
+from bench.common.checkpoints import random_checkpoint
 from bench.gpu.record import Figures, Record
 from bench.gpu.steps import (
     ModelSizes,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.common.checkpoints import SHAPES
+from bench.common.checkpoint_shapes import SHAPES
 from bench.gpu.engine import EIGHT_B, TINY
 from bench.gpu.record import Figures, Record
 from bench.gpu.timing import device

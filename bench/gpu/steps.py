@@ -43,7 +43,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, shape: dict[str, Any]) -> ModelSizes:
-        """Returns the sizes of one of bench.common.checkpoints.SHAPES."""
+        """Returns the sizes of one of bench.common.checkpoint_shapes.SHAPES."""
         hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
         q = shape["num_attention_heads"] * shape["head_dim"]
         kv = shape["num_key_value_heads"] * shape["head_dim"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -28,13 +29,14 @@ Shapes = dict[str, tuple[int, ...]]
 class ParameterCounts:
     """The numbers of weights: in products of blocks, in experts, in the last product, in tables
     that are looked up, and in norms, biases and routers. A table that is also the last product
-    counts as that."""
+    counts as that. idle: those in experts that one row does not use."""
 
     blocks: int = 0
     experts: int = 0
     head: int = 0
     tables: int = 0
     others: int = 0
+    idle: int = 0
 
     def add(self, kind: str, number: int) -> None:
         setattr(self, kind, getattr(self, kind) + number)
@@ -42,6 +44,12 @@ class ParameterCounts:
     @property
     def total(self) -> int:
         return self.blocks + self.experts + self.head + self.tables + self.others
+
+    @property
+    def active(self) -> int:
+        """All but the experts that one row does not use; tables count whole, as publishers count
+        them."""
+        return self.total - self.idle
 
 
 class TensorSource(Protocol):
@@ -185,7 +193,10 @@ class ExpectedTensors:
 
     def _expect(self, name: str, shape: tuple[int, ...], kind: str = "others") -> None:
         if name not in self.shapes:
-            self.counts.add(kind, torch.Size(shape).numel())
+            self.counts.add(kind, prod(shape))
+        elif kind == "head":  # the embedding is the last product, too
+            self.counts.add("tables", -prod(shape))
+            self.counts.add("head", prod(shape))
         self.shapes[name] = shape
 
 

@@ -22,6 +22,7 @@ from serve.models.assemble import Assembler, Stored
 from serve.models.checkpoint import FLOATS, Checkpoint, check_rule
 from serve.models.decoder import Decoder
 from serve.models.families import FAMILIES
+from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 from serve.models.families.names import WeightNames
 from serve.models.packed import PackedProducts
 from serve.models.progress import LoadProgress
@@ -60,10 +61,7 @@ def load_model(
     spec = read_spec(path)
     names = FAMILIES[spec.model_type].names
     checkpoint = RandomCheckpoint(path, backend.device) if is_random else Checkpoint(path)
-    stored = Stored(
-        checkpoint.find_prefix(names.prefixes, f"{names.embed}.weight"),
-        _find_head(spec, names, checkpoint),
-    )
+    stored = _find(spec, names, checkpoint)
     is_transposed = names.is_transposed
     expected = ExpectedTensors(checkpoint, spec.packed, is_transposed=is_transposed)
     Assembler(spec, names, stored, expected, backend, q_first=q_first).decoder(
@@ -92,15 +90,41 @@ def load_model(
     return Decoder(spec, weights, backend, dtype, backend.device, max_model_len)
 
 
+def expect_tensors(spec: ModelSpec, checkpoint: Checkpoint | None = None) -> ExpectedTensors:
+    """Returns the tensors that the model needs of a checkpoint, which is not checked; without one,
+    those of a checkpoint that is not quantized."""
+    names = FAMILIES[spec.model_type].names
+    if checkpoint is None:
+        stored = Stored(names.prefixes[0], None if spec.is_tied else names.heads[0])
+    else:
+        stored = _find(spec, names, checkpoint)
+    expected = ExpectedTensors(checkpoint, spec.packed, is_transposed=names.is_transposed)
+    Assembler(spec, names, stored, expected, ReferenceBackend(), q_first=False).decoder(
+        range(spec.num_layers)
+    )
+    return expected
+
+
 def count_parameters(spec: ModelSpec) -> ParameterCounts:
     """Returns the numbers of weights and biases that a checkpoint of the model holds."""
-    names = FAMILIES[spec.model_type].names
-    head = None if spec.is_tied else names.heads[0]
-    expected = ExpectedTensors(None, None)
-    stored = Stored(names.prefixes[0], head)
-    backend = ReferenceBackend()
-    Assembler(spec, names, stored, expected, backend, q_first=False).decoder(range(spec.num_layers))
-    return expected.counts
+    counts = expect_tensors(spec).counts
+    counts.idle = sum(_idle_weights(spec, layer.mlp) for layer in spec.layers)
+    return counts
+
+
+def _idle_weights(spec: ModelSpec, mlp: MlpSpec | MixtureSpec) -> int:
+    """Returns the weights of the experts of a layer that one row does not use."""
+    if isinstance(mlp, MlpSpec):
+        return 0
+    return (mlp.num_experts - mlp.router.top_k) * mlp.expert.num_weights(spec.hidden_size)
+
+
+def _find(spec: ModelSpec, names: WeightNames, checkpoint: Checkpoint) -> Stored:
+    """Returns where the checkpoint keeps the model."""
+    return Stored(
+        checkpoint.find_prefix(names.prefixes, f"{names.embed}.weight"),
+        _find_head(spec, names, checkpoint),
+    )
 
 
 def _find_head(spec: ModelSpec, names: WeightNames, checkpoint: Checkpoint) -> str | None:

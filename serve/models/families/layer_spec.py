@@ -107,6 +107,10 @@ class MlpSpec:
     is_gated: bool = True
     has_bias: bool = False
 
+    def num_weights(self, hidden: int) -> int:
+        """Returns the weights of its products, without biases."""
+        return (3 if self.is_gated else 2) * hidden * self.size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureSpec:

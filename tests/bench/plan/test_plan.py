@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.common.checkpoints import SHAPES, random_checkpoint
+from bench.common.checkpoint_shapes import SHAPES
+from bench.common.checkpoints import random_checkpoint
 from bench.plan.cost import Machine, MachineCost, all_reduce_s
 from bench.plan.efficiency import BOUND, Efficiency, expected
 from bench.plan.hardware import Device, Link, load_devices
