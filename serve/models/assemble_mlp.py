@@ -125,12 +125,15 @@ class MlpAssembler:
         def vector(name: str) -> Tensor:
             return source.vector(at + name, (num,), dtype=wide)
 
-        weight = source.vector(f"{at}{names.router}.weight", (num, hidden), dtype=wide)
+        name = f"{at}{names.router}.weight"
+        weight = source.table(name, (num, hidden), is_looked_up=False)
+        if weight is not None and weight.dtype not in (wide, torch.bfloat16):
+            weight = weight.float()
         expert_scales = None
         if mixture.is_router_normed:
             scale = source.vector(at + names.router_scale, (hidden,), dtype=wide)
             if weight is not None:
-                weight = weight * (scale * hidden**-0.5)
+                weight = weight.float() * (scale * hidden**-0.5)
             expert_scales = vector(names.expert_scale)
         return Router(
             mixture.router,

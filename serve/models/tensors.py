@@ -77,8 +77,9 @@ class TensorSource(Protocol):
     ) -> Tensor:
         """Returns a copy on the device in the compute type or `dtype`, plus offset."""
 
-    def table(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns a copy on the device in the file's type."""
+    def table(self, name: str, shape: tuple[int, ...], *, is_looked_up: bool = True) -> Tensor:
+        """Returns a copy on the device in the file's type. is_looked_up: rows of it are read, and
+        it takes part in no product."""
 
     def matrix(self, part: Part, num_in: int) -> Tensor:
         """Returns the plain weight of a product, [out, in], for `pack`."""
@@ -163,8 +164,8 @@ class ExpectedTensors:
         self._expect(name, shape)
         return _nothing()
 
-    def table(self, name: str, shape: tuple[int, ...]) -> Any:
-        self._expect(name, shape, "tables")
+    def table(self, name: str, shape: tuple[int, ...], *, is_looked_up: bool = True) -> Any:
+        self._expect(name, shape, "tables" if is_looked_up else "others")
         return _nothing()
 
     def matrix(self, part: Part, num_in: int) -> Any:
@@ -278,7 +279,7 @@ class LoadedTensors:
         # a copy, so that the file can be unmapped
         return stored.to(self._device, dtype or self._dtype, copy=True)
 
-    def table(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def table(self, name: str, shape: tuple[int, ...], *, is_looked_up: bool = True) -> Tensor:
         # a copy, so that replacing the file does not affect a running model
         return self._checkpoint.fetch(name).to(self._device, copy=True)
 
