@@ -241,6 +241,13 @@ def round_kv(x: Tensor, group: int) -> Tensor:
     return ((parts / scale).round().clamp(-127, 127) * scale).reshape(x.shape)
 
 
+def round_latent(x: Tensor, value_dim: int, group: int, rope_group: int) -> Tensor:
+    """Returns latents: [..., D] as int8 pages store them: the first value_dim values and the rest
+    have scale groups of their own."""
+    parts = round_kv(x[..., :value_dim], group), round_kv(x[..., value_dim:], rope_group)
+    return torch.cat(parts, dim=-1)
+
+
 def attention_fp64(
     q: Tensor,
     k: Tensor,

@@ -28,6 +28,7 @@ from bench.kernels.ops_attention import (
     prefix_cases,
 )
 from bench.kernels.ops_experts import expert_cases
+from bench.kernels.ops_latent import latent_cases
 from bench.kernels.ops_linear import (
     FAR,
     Case,
@@ -253,7 +254,7 @@ def _pieces(x: Tensor) -> list[Tensor]:
 def cases(quick: bool) -> Iterator[Case]:
     linear = (linear_cases, gated_cases, plain_cases, int4_cases)
     plain = (plain_decode_cases, plain_prefill_cases)
-    attention = (decode_cases, prefill_cases, prefix_cases, *plain)
+    attention = (decode_cases, prefill_cases, prefix_cases, latent_cases, *plain)
     rest = (merge_cases, fused_cases, row_cases, sampler_cases, expert_cases)
     for make in (*linear, *attention, *rest):
         yield from make(quick)

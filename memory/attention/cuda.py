@@ -44,6 +44,8 @@ class CudaKVLayout:
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
         offset = 0
         for number, layer in enumerate(self.layers):
+            if layer.value_dim is not None:
+                raise ValueError("layers that keep a latent are not supported on CUDA yet")
             dim = padded_dim(layer.head_dim)
             fitting = fitting_group(dim, group) if dtype == torch.int8 else None
             self.groups.append(fitting)
