@@ -117,6 +117,9 @@ def read_spec(path: Path) -> ModelSpec:
         raise config.fail(
             "model_type", f"{model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}"
         )
+    is_nested = config is not whole
+    if is_nested:
+        config = _with_defaults(config, family)
     default = whole.text("dtype", whole.text("torch_dtype", "float32"))
     dtype = config.text("dtype", config.text("torch_dtype", default)).removeprefix("torch.")
     if dtype not in DTYPES:
@@ -128,17 +131,16 @@ def read_spec(path: Path) -> ModelSpec:
         eos_token_ids=read_generation_defaults(path)["eos_token_ids"],
         bos_token_id=bos_ids[0] if bos_ids else None,
         packed=_read_packed(path, whole if whole.has("quantization_config") else config, family),
-        is_nested=config is not whole,
-        **family.fields(_with_defaults(config, family)),
+        is_nested=is_nested,
+        **family.fields(config),
     )
     _check_heads(config, spec)
     return spec
 
 
 def _with_defaults(config: ConfigReader, family: Family) -> ConfigReader:
-    given = {key: value for key, value in config.values.items() if value is not None}
-    missing = {key: value for key, value in family.defaults.items() if key not in given}
-    return ConfigReader(config.values | missing, config.source) if missing else config
+    missing = {key: value for key, value in family.nested_defaults.items() if not config.has(key)}
+    return ConfigReader(config.values | missing, config.source)
 
 
 def _language_model(config: ConfigReader) -> ConfigReader:

@@ -1,21 +1,26 @@
 """Greedy tokens equal Hugging Face Transformers' under mixed load, for every family.
 
 Each prompt is served while 16 other requests of random lengths and sampling settings run in the
-same batches, with prefill chunks of 1, 7 and 64 rows.
+same batches, with prefill chunks of 1, 7 and 64 rows. The everyday tests take chunks of 7 for the
+first shape of each family, and all chunks for the families that were first.
 """
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from serve import LLM, SamplingParams
-from tests.support.engine.checkpoints import VARIANTS, checkpoint, reference_greedy
+from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint, reference_greedy
+from tests.support.engine.variants import classic
+from tests.support.engine.variants.table import is_first
 
 NUM_TOKENS = 20
 PROMPT_LENGTHS = (1, 5, 23, 70)
 NUM_OTHERS = 16
+FIRST_FAMILIES = set(classic.BASES)
 
 
 def _prompts(vocab_size: int, seed: int) -> list[list[int]]:
@@ -41,8 +46,25 @@ def _others(vocab_size: int, seed: int) -> tuple[list[list[int]], list[SamplingP
     return prompts, params
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def _cases() -> list[Any]:
+    steady = [variant for variant in VARIANTS if variant.is_steady]
+    return [
+        pytest.param(
+            variant,
+            chunk,
+            id=f"{variant}-{chunk}",
+            marks=[] if _is_everyday(variant, chunk) else [pytest.mark.exhaustive],
+        )
+        for variant in steady
+        for chunk in (1, 7, 64)
+    ]
+
+
+def _is_everyday(variant: Variant, chunk: int) -> bool:
+    return variant.family in FIRST_FAMILIES or (is_first(variant) and chunk == 7)
+
+
+@pytest.mark.parametrize(("variant", "chunk"), _cases())
 def test_greedy_tokens_equal_transformers(variant, chunk):
     path = checkpoint(variant.family, variant.name)
     vocab_size = variant.settings.get("vocab_size", 320)

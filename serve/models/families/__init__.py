@@ -7,10 +7,13 @@ that resembles one of the table is a function of a few lines and a row.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from serve.models.families import (
     dense,
     gated,
     gemma4,
+    grouped,
     latent,
     learned,
     llama,
@@ -18,16 +21,22 @@ from serve.models.families import (
     mixtures,
     sandwich,
 )
+from serve.models.families.defaults import NESTED_DEFAULTS
 from serve.models.families.names import Family
 
-FAMILIES: dict[str, Family] = {
+_ROWS: dict[str, Family] = {
     **llama.FAMILIES,
     **dense.FAMILIES,
     **sandwich.FAMILIES,
     **mixtures.FAMILIES,
+    **grouped.FAMILIES,
     **llama4.FAMILIES,
     **gemma4.FAMILIES,
     **gated.FAMILIES,
     **latent.FAMILIES,
     **learned.FAMILIES,
+}
+FAMILIES = {
+    model_type: replace(family, nested_defaults=NESTED_DEFAULTS.get(model_type, {}))
+    for model_type, family in _ROWS.items()
 }

@@ -60,6 +60,7 @@ def granite_scales(config: ConfigReader) -> Fields:
 def _seed_oss(config: ConfigReader) -> Fields:
     return llama_fields(
         config,
+        kv_heads=8,
         head_dim=128,
         qkv_bias=config.boolean("attention_bias", True),
         o_bias=config.boolean("attention_out_bias", False),
@@ -169,7 +170,28 @@ def _phi3(config: ConfigReader) -> Fields:
     )
 
 
+_MINISTRAL3_ROPE: dict[str, object] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def with_rope(config: ConfigReader, default: dict[str, object]) -> ConfigReader:
+    """Returns the configuration with the family's own RoPE if it names none."""
+    if config.has("rope_parameters") or config.has("rope_scaling"):
+        return config
+    return ConfigReader(config.values | {"rope_parameters": default}, config.source)
+
+
 def _ministral3(config: ConfigReader) -> Fields:
+    config = with_rope(config, _MINISTRAL3_ROPE)
     fields = llama_fields(
         config,
         kv_heads=8,

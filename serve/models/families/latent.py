@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ops.backend import RouterKind
 from serve.checkpoint_json import ConfigReader
-from serve.models.families.dense import read_query_scaling
+from serve.models.families.dense import read_query_scaling, with_rope
 from serve.models.families.fields import (
     MAX_HEADS,
     MAX_WIDTH,
@@ -31,7 +31,15 @@ from serve.models.families.rope_spec import read_rope, rope_parameters
 _INNER_EPS = 1e-6  # of the norms between the products of low rank, in all these families
 
 
-def _latent_fields(config: ConfigReader, *, v_dim: int, nope_dim: int, q_rank: int) -> Fields:
+def _latent_fields(
+    config: ConfigReader,
+    *,
+    v_dim: int,
+    nope_dim: int,
+    q_rank: int,
+    kv_rank: int = 512,
+    eps: float = 1e-6,
+) -> Fields:
     """Reads a model whose layers all have latent attention and a dense MLP."""
     fields = read_sizes(config)
     rope_dim = config.integer("qk_rope_head_dim", 64, high=MAX_HEADS)
@@ -48,7 +56,7 @@ def _latent_fields(config: ConfigReader, *, v_dim: int, nope_dim: int, q_rank: i
     attention = LatentSpec(
         num_heads=config.integer("num_attention_heads", high=MAX_HEADS),
         q_rank=config.integer("q_lora_rank", q_rank, high=MAX_WIDTH) if has_rank else None,
-        kv_rank=config.integer("kv_lora_rank", 512, high=MAX_WIDTH),
+        kv_rank=config.integer("kv_lora_rank", kv_rank, high=MAX_WIDTH),
         nope_dim=nope,
         rope_dim=rope_dim,
         v_dim=config.integer("v_head_dim", v_dim, high=MAX_HEADS),
@@ -64,7 +72,7 @@ def _latent_fields(config: ConfigReader, *, v_dim: int, nope_dim: int, q_rank: i
     )
     return fields | {
         "max_model_len": reach(fields["max_model_len"], rope),
-        "norm_eps": config.number("rms_norm_eps", 1e-6, high=1.0),
+        "norm_eps": config.number("rms_norm_eps", eps, high=1.0),
         "layers": (LayerSpec(attention=attention, mlp=mlp),) * num_layers_of(config),
     }
 
@@ -107,11 +115,12 @@ def _deepseek_v2(config: ConfigReader) -> Fields:
 
 def _deepseek_v3(config: ConfigReader) -> Fields:
     fields = _latent_fields(config, v_dim=128, nope_dim=128, q_rank=1536)
-    return with_mixture(fields, read_sigmoid_mixture(config), after_first_dense(config, 3))
+    mixture = read_sigmoid_mixture(config, num_shared=1, scale=2.5, groups=8, top_groups=4)
+    return with_mixture(fields, mixture, after_first_dense(config, 3))
 
 
 def _glm4_moe_lite(config: ConfigReader) -> Fields:
-    fields = _latent_fields(config, v_dim=256, nope_dim=192, q_rank=768)
+    fields = _latent_fields(config, v_dim=256, nope_dim=192, q_rank=768, eps=1e-5)
     kinds = config.values.get("mlp_layer_types")
     num_layers = num_layers_of(config)
     if kinds is None:
@@ -120,12 +129,26 @@ def _glm4_moe_lite(config: ConfigReader) -> Fields:
         is_sparse = [kind == "sparse" for kind in kinds]
     else:
         raise config.fail("mlp_layer_types", f"must list dense or sparse for {num_layers} layers")
-    return with_mixture(fields, read_sigmoid_mixture(config), is_sparse)
+    return with_mixture(fields, read_sigmoid_mixture(config, num_shared=1, scale=1.8), is_sparse)
+
+
+_MISTRAL4_ROPE: dict[str, object] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def _mistral4(config: ConfigReader) -> Fields:
-    fields = _latent_fields(config, v_dim=128, nope_dim=64, q_rank=1024)
-    mixture = read_sigmoid_mixture(config)
+    config = with_rope(config, _MISTRAL4_ROPE)
+    fields = _latent_fields(config, v_dim=128, nope_dim=64, q_rank=1024, kv_rank=256)
+    mixture = read_sigmoid_mixture(config, num_shared=1)
     mixture = replace(
         mixture, router=replace(mixture.router, score="softmax"), has_correction=False
     )

@@ -9,7 +9,7 @@ from ops.backend import RouterKind
 from serve.checkpoint_json import ConfigReader
 from serve.models.families.fields import MAX_WIDTH, num_layers_of, read_activation
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec
-from serve.models.families.names import ExpertNames, Fields
+from serve.models.families.names import ExpertNames, Fields, WeightNames
 
 MAX_EXPERTS = 4096
 PER_EXPERT = ExpertNames()
@@ -19,6 +19,12 @@ FUSED = ExpertNames(
     is_fused=True,
     bias="{}_bias",
 )
+
+
+def mixture_names(**changes: object) -> WeightNames:
+    """Returns names of a mixture that is stored expert by expert or with all experts fused."""
+    ways = (PER_EXPERT, FUSED)
+    return WeightNames(experts=tuple(replace(way, **changes) for way in ways))  # type: ignore[arg-type]
 
 
 def read_expert(config: ConfigReader, key: str = "moe_intermediate_size") -> MlpSpec:
@@ -50,13 +56,20 @@ def with_mixture(fields: Fields, mixture: MixtureSpec, is_sparse: Sequence[bool]
     return fields | {"layers": layers}
 
 
-def read_sigmoid_mixture(config: ConfigReader) -> MixtureSpec:
+def read_sigmoid_mixture(
+    config: ConfigReader,
+    *,
+    num_shared: int = 0,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> MixtureSpec:
     """Reads a mixture as DeepSeek-V3 has it: sigmoid scores with a correction, groups, shared
-    experts side by side as one MLP."""
+    experts side by side as one MLP. The arguments are the family's defaults."""
     num_experts, top_k = read_counts(config, ("n_routed_experts", "num_local_experts"))
     expert = read_expert(config)
-    num_shared = config.integer("n_shared_experts", 0, low=0, high=MAX_EXPERTS)
-    groups = config.integer("n_group", 1)
+    num_shared = config.integer("n_shared_experts", num_shared, low=0, high=MAX_EXPERTS)
+    groups = config.integer("n_group", groups)
     if num_experts % groups or (num_experts // groups < 2 and groups > 1):
         raise config.fail("n_group", f"is {groups}; it does not divide {num_experts} experts")
     return MixtureSpec(
@@ -67,9 +80,9 @@ def read_sigmoid_mixture(config: ConfigReader) -> MixtureSpec:
             score="sigmoid",
             is_normalized=config.boolean("norm_topk_prob", True),
             sum_eps=1e-20,
-            scale=config.number("routed_scaling_factor", 1.0),
+            scale=config.number("routed_scaling_factor", scale),
             num_groups=groups,
-            num_top_groups=min(groups, config.integer("topk_group", 1)),
+            num_top_groups=min(groups, config.integer("topk_group", top_groups)),
             group_best=2,
         ),
         has_correction=True,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ops.backend import RouterKind
 from serve.checkpoint_json import ConfigReader
-from serve.models.families.dense import granite_scales, hunyuan_rope
+from serve.models.families.dense import granite_scales, hunyuan_rope, with_rope
 from serve.models.families.fields import (
     FULL,
     MAX_WIDTH,
@@ -23,10 +23,9 @@ from serve.models.families.mixture_fields import (
     FUSED,
     MAX_EXPERTS,
     PER_EXPERT,
-    after_first_dense,
+    mixture_names,
     read_counts,
     read_expert,
-    read_sigmoid_mixture,
     with_mixture,
 )
 from serve.models.families.names import ExpertNames, Family, Fields, WeightNames
@@ -144,7 +143,7 @@ def _granite_moe(config: ConfigReader) -> Fields:
     return with_mixture(fields, mixture, [True] * num_layers_of(config))
 
 
-_GPT_OSS_ROPE = {
+_GPT_OSS_ROPE: dict[str, object] = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -159,8 +158,7 @@ def _gpt_oss(config: ConfigReader) -> Fields:
     for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if config.number(key, value) != value:
             raise config.fail(key, f"other than {value} is not supported")
-    if not config.has("rope_parameters") and not config.has("rope_scaling"):
-        config = ConfigReader(config.values | {"rope_parameters": _GPT_OSS_ROPE}, config.source)
+    config = with_rope(config, _GPT_OSS_ROPE)
     num_layers = num_layers_of(config)
     types = read_layer_types(config, [SLIDING if i % 2 == 0 else FULL for i in range(num_layers)])
     _, _, dim = read_heads(config, kv_heads=8, head_dim=64)
@@ -191,34 +189,6 @@ def _gpt_oss(config: ConfigReader) -> Fields:
         has_router_bias=True,
     )
     return with_mixture(fields, mixture, [True] * num_layers)
-
-
-def _glm4_moe(config: ConfigReader) -> Fields:
-    _, _, dim = read_heads(config)
-    rope = read_rope(config, dim, partial=0.5)
-    fields = llama_fields(
-        config,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=QKNorm() if config.boolean("use_qk_norm", False) else None,
-        ropes=[rope] * num_layers_of(config),
-        eps=("rms_norm_eps", 1e-5),
-    )
-    return with_mixture(fields, read_sigmoid_mixture(config), after_first_dense(config, 1))
-
-
-def _dots1(config: ConfigReader) -> Fields:
-    num_layers = num_layers_of(config)
-    last = config.integer("max_window_layers", 62, low=0)
-    has_window = config.values.get("sliding_window", 4096) is not None
-    default = [SLIDING if has_window and index >= last else FULL for index in range(num_layers)]
-    types = read_layer_types(config, default)
-    fields = llama_fields(
-        config, mlp_bias=False, qk_norm=QKNorm(), windows=read_windows(config, types, 4096)
-    )
-    values = {"norm_topk_prob": False} | config.values
-    mixture = read_sigmoid_mixture(ConfigReader(values, config.source))
-    return with_mixture(fields, mixture, after_first_dense(config, 0))
 
 
 def _minimax_m2(config: ConfigReader) -> Fields:
@@ -336,32 +306,24 @@ _HUNYUAN = {
 }
 
 
-def _names(**changes: object) -> WeightNames:
-    """Returns names of a mixture that is stored expert by expert or with all experts fused."""
-    ways = (PER_EXPERT, FUSED)
-    return WeightNames(experts=tuple(replace(way, **changes) for way in ways))  # type: ignore[arg-type]
-
-
 FAMILIES = {
-    "qwen3_moe": Family(_qwen3_moe, _names(), "Qwen 3 30B-A3B, Coder, 235B-A22B"),
+    "qwen3_moe": Family(_qwen3_moe, mixture_names(), "Qwen 3 30B-A3B, Coder, 235B-A22B"),
     "qwen3_vl_moe_text": Family(
         _qwen3_moe,
         WeightNames(experts=(replace(FUSED, is_transposed=True), FUSED, PER_EXPERT)),
         "Qwen3-VL 30B-A3B, text",
     ),
-    "qwen2_moe": Family(_qwen2_moe, _names(**_QWEN2_SHARED), "Qwen 1.5 and 2, mixtures"),
+    "qwen2_moe": Family(_qwen2_moe, mixture_names(**_QWEN2_SHARED), "Qwen 1.5 and 2, mixtures"),
     "mixtral": Family(_mixtral, WeightNames(experts=(_MIXTRAL,)), "Mixtral"),
-    "olmoe": Family(_olmoe, _names(), "OLMoE"),
+    "olmoe": Family(_olmoe, mixture_names(), "OLMoE"),
     "granitemoe": Family(_granite_moe, WeightNames(experts=(_GRANITE,)), "Granite 3, mixtures"),
     "gpt_oss": Family(_gpt_oss, WeightNames(experts=(_GPT_OSS,)), "gpt-oss 20b and 120b"),
-    "glm4_moe": Family(_glm4_moe, _names(), "GLM-4.5 to 4.7, GLM-4.5-Air"),
-    "dots1": Family(_dots1, _names(), "dots.llm1"),
     "minimax_m2": Family(_minimax_m2, WeightNames(experts=(_MIXTRAL,)), "MiniMax-M2"),
-    "ernie4_5_moe": Family(_ernie_moe, _names(**_ERNIE), "ERNIE 4.5, mixtures"),
+    "ernie4_5_moe": Family(_ernie_moe, mixture_names(**_ERNIE), "ERNIE 4.5, mixtures"),
     "hunyuan_v1_moe": Family(
         _hunyuan_moe,
         replace(
-            _names(**_HUNYUAN),
+            mixture_names(**_HUNYUAN),
             q_norm="self_attn.query_layernorm",
             k_norm="self_attn.key_layernorm",
         ),

@@ -112,10 +112,10 @@ class Family:
     """One row of the table.
 
     fields: reads config.json. names: the tensors' names. title: the models that people know it by.
-    defaults: values of keys that published configurations leave out.
+    nested_defaults: values of keys that configurations of multimodal models leave out.
     """
 
     fields: Callable[[ConfigReader], Fields]
     names: WeightNames = WeightNames()
     title: str = ""
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    nested_defaults: Mapping[str, object] = field(default_factory=dict)

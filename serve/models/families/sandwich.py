@@ -187,15 +187,6 @@ _GEMMA = WeightNames(
     mlp_in="pre_feedforward_layernorm",
     mlp_out="post_feedforward_layernorm",
 )
-# the multimodal checkpoints of Gemma 3 name only what differs from these
-_GEMMA3_DEFAULTS = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 131072,
-}
 _GLM = WeightNames(up=("mlp.gate_up_proj",))
 
 FAMILIES = {
@@ -210,5 +201,5 @@ FAMILIES = {
         "GLM-4 of 2025",
     ),
     "gemma2": Family(_gemma2, _GEMMA, "Gemma 2"),
-    "gemma3_text": Family(_gemma3, _GEMMA, "Gemma 3", _GEMMA3_DEFAULTS),
+    "gemma3_text": Family(_gemma3, _GEMMA, "Gemma 3"),
 }
