@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ops.cpu.finite import all_finite
 from quant.formats.base import TensorRule
 from serve.checkpoint_json import read_json
 from serve.errors import ModelLoadError, reason
+from serve.models.mapped_file import MappedFile, Place, read_places
 from serve.regular_file import check_regular
 
 SINGLE = "model.safetensors"
@@ -26,11 +27,13 @@ FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 class TensorEntry(NamedTuple):
-    """A tensor's file, shape and safetensors type."""
+    """A tensor's file, shape and safetensors type, and its first and last byte in the file."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int = 0
+    end: int = 0
 
 
 class Checkpoint:
@@ -43,7 +46,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
-        self._open: dict[Path, Any] = {}
+        self._mapped: dict[Path, MappedFile] = {}
         for file in _files(path):
             self._read_header(file)
 
@@ -70,28 +73,25 @@ class Checkpoint:
         return not bool(self._read(name).float().any())
 
     def _read(self, name: str, index: int | None = None) -> Tensor:
-        file = self.entries[name].file
+        file, *_ = entry = self.entries[name]
         with _naming(file):
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt", device="cpu")
-            opened = self._open[file]
-            tensor: Tensor
-            tensor = opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
-        return tensor
+            mapped = self._mapped.get(file)
+            if mapped is None:
+                mapped = self._mapped[file] = MappedFile(file)
+            tensor = mapped.tensor(Place(*entry[1:]))
+        return tensor if index is None else tensor[index]
 
     def release(self) -> None:
-        self._open.clear()
+        self._mapped.clear()
 
     def _read_header(self, file: Path) -> None:
-        with _naming(file), safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118  not a dict
-                if name in self.entries:
-                    other = self.entries[name].file.name
-                    raise ModelLoadError(f"{file}: tensor {name} is also in {other}")
-                header = opened.get_slice(name)
-                self.entries[name] = TensorEntry(
-                    file, tuple(header.get_shape()), header.get_dtype()
-                )
+        with _naming(file):
+            places = read_places(file)
+        for name, place in places.items():
+            if name in self.entries:
+                other = self.entries[name].file.name
+                raise ModelLoadError(f"{file}: tensor {name} is also in {other}")
+            self.entries[name] = TensorEntry(file, *place)
 
 
 def check_rule(checkpoint: Checkpoint, name: str, rule: TensorRule) -> None:

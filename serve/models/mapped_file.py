@@ -1,0 +1,87 @@
+"""One safetensors file, mapped into memory: tensors without parsing its header again.
+
+A checkpoint with many experts has a header of megabytes. The safetensors library checks it once;
+opening the file again after its pages were released then costs no parsing.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from serve.regular_file import open_regular
+
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_LENGTH_BYTES = 8
+
+
+class Place(NamedTuple):
+    """A tensor's shape, its type in safetensors' words, and its bytes in the file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    end: int
+
+
+def read_places(file: Path) -> dict[str, Place]:
+    """Returns all tensors of a file. An exception of the safetensors library or a ValueError says
+    what is wrong with it."""
+    with safe_open(file, framework="pt", device="cpu") as checked:
+        names = set(checked.keys())
+    with open_regular(file) as opened:
+        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        header: dict[str, Any] = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    if header.keys() != names:
+        raise ValueError("its header has changed while it was read")
+    base = _LENGTH_BYTES + length
+    return {
+        name: Place(
+            tuple(entry["shape"]), entry["dtype"], *(base + at for at in entry["data_offsets"])
+        )
+        for name, entry in header.items()
+    }
+
+
+class MappedFile:
+    """A file's pages. They leave memory when no tensor of them is left, and this object is gone."""
+
+    def __init__(self, file: Path) -> None:
+        with open_regular(file) as opened:
+            # private and writable, as torch wants it; nothing writes to it
+            self._pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def tensor(self, place: Place) -> Tensor:
+        """Returns a tensor over the file's pages. ValueError if the file does not hold it."""
+        kind = _TYPES.get(place.dtype)
+        if kind is None:
+            raise ValueError(f"type {place.dtype} is not supported")
+        size = prod(place.shape) * kind.itemsize
+        if place.end - place.start != size or place.end > len(self._pages):
+            raise ValueError("the file has changed since its header was read")
+        if not size:
+            return torch.empty(place.shape, dtype=kind)
+        whole = torch.frombuffer(self._pages, dtype=torch.uint8, count=size, offset=place.start)
+        return whole.view(kind).view(place.shape)
