@@ -98,6 +98,9 @@ class Fixed:
         self.bits = bits_of(token_ids, size)
         self.address = self.bits.ctypes.data
 
+    def is_needed(self, num_tokens: int) -> bool:
+        return True
+
 
 def test_torch_and_native_agree(isa):
     from serve.runner.sampler import sample

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from ops.backend import NO_FUSION
+from ops.backend import NO_FUSION, LinearOp
 from ops.cuda import tune
 from ops.cuda.linear import Int8Linear, PlainLinear
+from ops.reference import ReferenceBackend
 from serve.loading import cuda_tuning
+from serve.models import Decoder
+from serve.models.blocks import AttentionWeights, Block, DenseMlp
+from serve.models.families.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from serve.runner.graph_shapes import StepShapes
 
 CPU = torch.device("cpu")
@@ -23,12 +28,25 @@ def product(num_in: int, num_out: int) -> Int8Linear:
     return Int8Linear(torch.randn(num_out, num_in), None, NO_FUSION, device=CPU)
 
 
-@pytest.fixture
-def model() -> SimpleNamespace:
-    layer = SimpleNamespace(
-        qkv=product(32, 48), o=product(32, 32), up=product(32, 64), down=product(64, 32)
+def model_of(qkv: LinearOp, o: LinearOp, up: LinearOp, down: LinearOp, head: LinearOp) -> Decoder:
+    """Returns what tune_products reads of a decoder of one layer."""
+    attention = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
+    weights = AttentionWeights(
+        spec=attention, backend=ReferenceBackend(), norm_eps=1e-5, q=None, qkv=qkv, o=o
     )
-    return SimpleNamespace(weights=SimpleNamespace(layers=[layer], head=product(32, 96)))
+    block = Block(attention=weights, mlp=DenseMlp(up, down))
+    layer = LayerSpec(attention=attention, mlp=MlpSpec(size=32))
+    made: Any = SimpleNamespace(
+        spec=SimpleNamespace(layers=(layer,)), weights=SimpleNamespace(blocks=[block], head=head)
+    )
+    return made
+
+
+@pytest.fixture
+def model() -> Decoder:
+    return model_of(
+        product(32, 48), product(32, 32), product(32, 64), product(64, 32), product(32, 96)
+    )
 
 
 @pytest.fixture
@@ -69,18 +87,19 @@ def test_a_measured_product_is_not_measured_again(model, table, monkeypatch):
     first = list(measured)
     cuda_tuning.tune_products(model, shapes, CPU)
     assert measured == first
-    model.weights.layers[0].o = product(32, 16)
+    model.weights.blocks[0].attention.o = product(32, 16)
     cuda_tuning.tune_products(model, shapes, CPU)
     assert {shape.num_out for shape in measured[len(first) :]} == {16}
 
 
-def test_a_model_without_int8_products_has_nothing_to_measure(model, table, monkeypatch):
+def test_a_model_without_int8_products_has_nothing_to_measure(table, monkeypatch, caplog):
     measured = record_measured(monkeypatch, table)
     plain = PlainLinear(torch.randn(8, 8), None, NO_FUSION, device=CPU)
-    layer = SimpleNamespace(qkv=plain, o=plain, up=plain, down=plain)
-    weights = SimpleNamespace(layers=[layer], head=plain)
-    cuda_tuning.tune_products(SimpleNamespace(weights=weights), StepShapes(64, 20), CPU)
+    made = model_of(plain, plain, plain, plain, plain)
+    with caplog.at_level(logging.WARNING):
+        cuda_tuning.tune_products(made, StepShapes(64, 20), CPU)
     assert measured == []
+    assert not caplog.records
 
 
 def test_a_failure_is_logged(model, table, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
+from pathlib import Path
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_greedy_tokens_equal_transformers(variant, chunk):
 
 @functools.cache
 def reference(path: str, prompt: tuple[int, ...]) -> list[int]:
-    return reference_greedy(path, list(prompt), 60)
+    return reference_greedy(Path(path), list(prompt), 60)
 
 
 @pytest.mark.parametrize("chunk", [13, 256])
