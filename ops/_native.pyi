@@ -81,6 +81,18 @@ def route(
     num_top_groups: int,
     group_best: int,
 ) -> None: ...
+def round_rows(
+    codes: int,
+    stride: int,
+    kind: int,
+    rows: int,
+    num_in: int,
+    group: int,
+    scales: int,
+    zeros: int,
+    to: int,
+    steps: int,
+) -> None: ...
 def checksum(address: int, size: int) -> int: ...
 def read_bytes(address: int, size: int) -> int: ...
 def copy_bytes(to: int, source: int, size: int) -> None: ...
@@ -186,6 +198,12 @@ class ExpertLayer:
         out_stride: int,
         out_type: int,
         add: bool,
+    ) -> None: ...
+
+class HeadLayer:
+    def __init__(self, products: Sequence[int], kind: int) -> None: ...
+    def run(
+        self, x: int, stride: int, head_stride: int, dtype: int, rows: int, out: int
     ) -> None: ...
 
 class StepPlan:

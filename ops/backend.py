@@ -116,6 +116,16 @@ class ExpertsOp(Protocol):
         """
 
 
+class HeadsOp(Protocol):
+    """The packed products of heads, one for each."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns [T, H, out] for x: [T, H, in], any dense last dimension.
+
+        A row's bits do not depend on other rows.
+        """
+
+
 class Partial(NamedTuple):
     """Attention over a subset of the keys. out: [T, H, D]; lse: [T, H] fp32, natural log."""
 
@@ -234,6 +244,10 @@ class Backend(Protocol):
         ups include the activation and no norm. scales_input: a weight multiplies the expert's input
         instead of its output (Llama 4).
         """
+
+    def pack_heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
+        """Combines the products of H heads, which were packed by this back end with one shape and
+        no norm. The combination computes what each computes alone."""
 
     def route(self, x: Tensor, router: Router) -> Routing:
         """Returns the experts of x: [T, in], computed in fp32. Of equal scores the lower expert

@@ -17,6 +17,7 @@ from ops.backend import (
     NO_FUSION,
     ExpertsOp,
     Fusion,
+    HeadsOp,
     KeyValues,
     LinearOp,
     Partial,
@@ -25,6 +26,7 @@ from ops.backend import (
     Routing,
 )
 from ops.experts import ExpertsOneByOne, route
+from ops.heads import HeadsOneByOne
 from ops.linear import PlainLinear
 
 
@@ -77,6 +79,9 @@ class ReferenceBackend:
         self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool = False
     ) -> ExpertsOp:
         return ExpertsOneByOne(ups, downs, scales_input)
+
+    def pack_heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
+        return HeadsOneByOne(ops)
 
     def route(self, x: Tensor, router: Router) -> Routing:
         return route(x, router)

@@ -21,6 +21,7 @@ from ops.backend import (
     NO_FUSION,
     ExpertsOp,
     Fusion,
+    HeadsOp,
     KeyValues,
     LinearOp,
     Partial,
@@ -28,11 +29,18 @@ from ops.backend import (
     Router,
     Routing,
 )
-from ops.cpu import native_experts, native_library, native_partials, native_plain_attention
+from ops.cpu import (
+    native_experts,
+    native_heads,
+    native_library,
+    native_partials,
+    native_plain_attention,
+)
 from ops.cpu.native_plain_linear import PlainLinear as NativePlainLinear
 from ops.cpu.native_quantized_linear import NATIVE
 from ops.cpu.native_rotation import rotate_
 from ops.experts import ExpertsOneByOne, route
+from ops.heads import HeadsOneByOne
 from ops.linear import PlainLinear
 from ops.reference import ReferenceBackend, with_sinks
 
@@ -78,6 +86,11 @@ class CpuBackend:
         if self._has_native and native_experts.can_group(ups, downs):
             return native_experts.NativeExperts(ups, downs, scales_input)
         return ExpertsOneByOne(ups, downs, scales_input)
+
+    def pack_heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
+        if self._has_native and native_heads.can_join(ops):
+            return native_heads.NativeHeads(ops)
+        return HeadsOneByOne(ops)
 
     def route(self, x: Tensor, router: Router) -> Routing:
         if self._has_native and native_experts.can_route(x, router):

@@ -20,7 +20,7 @@ from ops.cpu.native_quantized_linear import NativeLinear
 _INT8, _INT4, _PLAIN = range(3)  # the library's kinds of weights
 
 
-def _kind(op: LinearOp) -> int | None:
+def kind_of(op: LinearOp) -> int | None:
     """Returns the kind of a layer's weights, or None if it is not the library's."""
     if isinstance(op, PlainLinear):
         return _PLAIN
@@ -29,16 +29,19 @@ def _kind(op: LinearOp) -> int | None:
     return _INT4 if isinstance(op.packed, library().Int4Linear) else _INT8
 
 
+def of_one_kind(ops: Sequence[LinearOp]) -> bool:
+    """Returns whether the layers are the library's, of one kind of weights and one plain type."""
+    kinds = {kind_of(op) for op in ops}
+    types = {op.dtype for op in ops if isinstance(op, PlainLinear)}
+    return len(kinds) == 1 and None not in kinds and len(types) <= 1
+
+
 def can_group(ups: Sequence[LinearOp], downs: Sequence[LinearOp]) -> bool:
     """Returns whether NativeExperts takes these layers."""
-    up_kinds, down_kinds = ({_kind(op) for op in ops} for ops in (ups, downs))
-    kinds = up_kinds | down_kinds
-    if None in kinds or len(up_kinds) != 1 or len(down_kinds) != 1:
-        return False
-    if _PLAIN in kinds:
-        types = {op.dtype for op in (*ups, *downs) if isinstance(op, PlainLinear)}
-        return len(kinds) == 1 and len(types) == 1
-    return True
+    both = [*ups, *downs]
+    if _PLAIN in map(kind_of, both):
+        return of_one_kind(both)
+    return of_one_kind(ups) and of_one_kind(downs)
 
 
 class NativeExperts:
@@ -60,7 +63,7 @@ class NativeExperts:
         self._dtype = up.dtype if isinstance(up, PlainLinear) else None
         products = [layer.packed.product for layer in self._layers]
         self._experts = library().ExpertLayer(
-            products[: len(ups)], _kind(up), products[len(ups) :], _kind(down), scales_input
+            products[: len(ups)], kind_of(up), products[len(ups) :], kind_of(down), scales_input
         )
 
     @property

@@ -21,7 +21,7 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, fusion: Fusion = NO_FUSION) -> None:
         """Copies weight: [out, in] bf16 or fp32, which is also the type of rows and results."""
         self.num_out, self.num_in = sizes(weight.shape[0], weight.shape[1], fusion)
-        self.dtype = weight.dtype
+        self.dtype = self.in_dtype = self.out_dtype = weight.dtype
         if weight.stride(1) != 1:
             weight = weight.contiguous()
         bias = checked_bias(bias, self.num_out, fusion)

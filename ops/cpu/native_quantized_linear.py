@@ -27,7 +27,8 @@ class NativeLinear:
     def __init__(self, op: Any, num_in: int, num_out: int, fusion: Fusion) -> None:
         """op: the library's packed product. num_out: number of outputs after gating."""
         self.packed, self.num_in, self.num_out = op, num_in, num_out
-        self._out_dtype = torch.float32 if fusion.activation is None else torch.bfloat16
+        self.in_dtype: torch.dtype | None = None  # any of TYPES
+        self.out_dtype = torch.float32 if fusion.activation is None else torch.bfloat16
         self._is_gated = fusion.is_gated
         self.norm = set_norm(op, fusion.norm, num_in)
 
@@ -38,7 +39,7 @@ class NativeLinear:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
         if residual is None:
-            out = torch.empty(rows, self.num_out, dtype=self._out_dtype)
+            out = torch.empty(rows, self.num_out, dtype=self.out_dtype)
         else:
             out = residual
             assert out.shape == (rows, self.num_out) and out.dtype == torch.float32
@@ -87,7 +88,8 @@ class Int8Linear(NativeLinear):
         bias, kind = checked_bias(bias, num_out, fusion), ACTIVATIONS[fusion.activation]
         args: tuple[object, ...]
         if scales is not None:
-            whole, scales = torch.cat(parts).contiguous(), scales.float().contiguous()
+            whole = (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+            scales = scales.float().contiguous()
             assert whole.dtype == torch.int8 and scales.shape == whole.shape[:1]
             args = (whole.data_ptr(), scales.data_ptr())
         else:

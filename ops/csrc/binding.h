@@ -40,6 +40,9 @@ void bind_linear(nanobind::module_& m);
 // Binds Experts and route; defined in experts.cpp.
 void bind_experts(nanobind::module_& m);
 
+// Binds HeadLayer and round_rows; defined in heads.cpp.
+void bind_heads(nanobind::module_& m);
+
 // Binds IoRing and checksum; defined in storage.cpp.
 void bind_storage(nanobind::module_& m);
 

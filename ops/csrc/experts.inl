@@ -27,7 +27,7 @@ char* kept_memory(size_t bytes) {
 class QuantizedPairs {
  public:
   template <int WHICH>
-  static QuantizedPairs in_memory(const ExpertProducts& products, int pairs) {
+  static QuantizedPairs in_memory(const ProductList& products, int pairs) {
     QuantizedPairs made;
     made.products_ = products;
     const LinearInt8& op = made.base();
@@ -79,7 +79,7 @@ class QuantizedPairs {
     return products_.kind == WeightKind::int4 ? int4(0).base : *static_cast<const LinearInt8*>(products_.ops[0]);
   }
 
-  ExpertProducts products_;
+  ProductList products_;
   Quantized x_;
   int32_t* group_sums_;
   int groups_;
@@ -90,7 +90,7 @@ template <class S>
 class PlainPairs {
  public:
   template <int WHICH>
-  static PlainPairs in_memory(const ExpertProducts& products, int pairs) {
+  static PlainPairs in_memory(const ProductList& products, int pairs) {
     PlainPairs made;
     made.products_ = products;
     const size_t slice_inputs = SLICE_STEPS * S::INPUTS, slice_stride = size_t{S::ROW_BYTES} * pairs;
@@ -122,7 +122,7 @@ class PlainPairs {
   const LinearPlain& op(int expert) const { return *static_cast<const LinearPlain*>(products_.ops[expert]); }
   char* at_row(int at) const { return x_.values + static_cast<size_t>(at) * S::ROW_BYTES; }
 
-  ExpertProducts products_;
+  ProductList products_;
   PackedRows x_;
   size_t slices_;
 };

@@ -100,15 +100,15 @@ constexpr size_t group_bytes(int group, Codes codes) {
   return 64 + (has_offsets ? 64 : 0) + static_cast<size_t>(group) * 16;
 }
 
-// One product of each expert of a mixture, all of one kind and shape: addresses of LinearInt8,
-// LinearInt4 or LinearPlain.
+// Products of one kind and shape, of a mixture's experts or of heads: addresses of LinearInt8, LinearInt4
+// or LinearPlain.
 enum class WeightKind : int { int8, int4, plain };
-struct ExpertProducts {
+struct ProductList {
   const void* const* ops;
   WeightKind kind;
 };
 struct Experts {
-  ExpertProducts ups, downs;
+  ProductList ups, downs;
   int num_experts;
   bool scales_input;  // a weight multiplies an expert's input instead of its output
 };
@@ -122,6 +122,26 @@ struct RoutedRows {
   size_t out_stride;
   DType out_type;
   bool add;  // to what out holds
+};
+
+// Rows of each head, [rows][heads][inputs], and the dense results, [rows][heads][outputs].
+struct HeadRows {
+  const void* x;
+  size_t stride, head_stride;
+  DType type;
+  int rows, heads;
+  void* out;
+};
+
+// Rows of 8-bit codes with `group` inputs that share a scale and perhaps a zero (see rounding.inl).
+enum class ByteCodes : int { e4m3, int8, uint8 };
+struct CodedRows {
+  const uint8_t* codes;
+  size_t stride;
+  ByteCodes kind;
+  int num_in, group;
+  const float* scales;  // [rows][groups]
+  const float* zeros;   // the same, or null
 };
 
 // A router (see Router and RouterKind in ops/backend.py). weight: [num_experts][num_in], dense; the
@@ -292,6 +312,9 @@ struct Kernels {
   // out: [rows][heads][value_dim]; lse: [rows][heads], or null. with_matrix: whether to use matrix instructions.
   void (*attend_latent)(const Step&, const LatentLayer&, const float* q, size_t q_stride, float* out, float* lse,
                         bool with_matrix);
+  void (*linear_heads)(const ProductList&, const HeadRows&);
+  // Rounds rows to int8, [rows][num_in], with a scale for each.
+  void (*round_rows)(const CodedRows&, int rows, int8_t* to, float* steps);
 };
 
 const Kernels* portable_kernels();

@@ -15,6 +15,7 @@ using namespace ms;
 #include "gemm.inl"
 #include "gemm4.inl"
 #include "pack.inl"
+#include "rounding.inl"
 #include "gemm_plain.inl"
 #include "kv_tiles.inl"
 #include "attention_common.inl"
@@ -30,6 +31,7 @@ using namespace ms;
 #include "attention_latent_call.inl"
 #include "partials.inl"
 #include "experts.inl"
+#include "heads.inl"
 #include "router.inl"
 #include "ceilings.inl"
 #include "logits.inl"
@@ -45,7 +47,8 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::decode_plain, MS_ISA::prefill_plain, MS_ISA::linear_plain,
                               MS_ISA::merge_partials, MS_ISA::quantize_heads, MS_ISA::dequantize_heads,
                               MS_ISA::pack_int4, MS_ISA::all_finite, MS_ISA::mix_experts, MS_ISA::route,
-                              MS_ISA::append_latent, MS_ISA::attend_latent};
+                              MS_ISA::append_latent, MS_ISA::attend_latent,
+                              MS_ISA::linear_heads, MS_ISA::round_rows};
   return &all;
 }
 }  // namespace ms

@@ -159,6 +159,7 @@ NB_MODULE(_native, m) {
   });
   bind_linear(m);
   bind_experts(m);
+  bind_heads(m);
   bind_storage(m);
   bind_latent(m);
   nb::class_<StepPlan>(m, "StepPlan")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ops.backend import INT4_GROUPS, NO_FUSION, Fusion, LinearOp, QuantizedLinears
 from ops.cpu.native_quantized_linear import NATIVE
+from ops.cpu.native_rounding import can_round, round_codes
 from quant.formats.base import joined
 from quant.int4 import Int4Weight
 
@@ -199,6 +200,12 @@ class Weight8:
 
         Returns codes and steps, to be multiplied by the factor, which decides no rounding.
         """
+        if self.order is None and can_round(self.codes):
+            group = self.group if self.scales.shape[1] > 1 else self.shape[1]
+            return round_codes(self.codes, self.scales, group, self.zeros)
+        return self._rounded_in_torch()
+
+    def _rounded_in_torch(self) -> tuple[Tensor, Tensor]:
         codes, steps = torch.empty(self.shape, dtype=torch.int8), torch.empty(self.shape[0])
         for rows, values in self._pieces():
             low, high = values.aminmax(dim=1)

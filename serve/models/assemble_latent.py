@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.backend import Backend, Fusion
+from ops.backend import Backend, Fusion, HeadsOp
 from serve.models.families.layer_spec import LatentSpec
 from serve.models.families.names import WeightNames
-from serve.models.latent import HeadByHead, HeadProducts, LatentAttention
+from serve.models.latent import LatentAttention
 from serve.models.parts import Part
 from serve.models.spec import ModelSpec
 from serve.models.tensors import TensorSource
@@ -78,7 +78,7 @@ class LatentAssembler:
             rotation=rotation,
         )
 
-    def _head_products(self) -> tuple[HeadProducts, HeadProducts]:
+    def _head_products(self) -> tuple[HeadsOp, HeadsOp]:
         """Returns the expansion of the latent: of keys, transposed, and of values."""
         spec, source = self._spec, self._source
         rows = spec.num_heads * (spec.nope_dim + spec.v_dim)
@@ -86,7 +86,7 @@ class LatentAssembler:
         heads = whole.view(spec.num_heads, spec.nope_dim + spec.v_dim, spec.kv_rank)
         absorb = [source.pack(head[: spec.nope_dim].t().contiguous()) for head in heads]
         expand = [source.pack(head[spec.nope_dim :].contiguous()) for head in heads]
-        return HeadByHead(absorb), HeadByHead(expand)
+        return source.heads(absorb), source.heads(expand)
 
 
 def _head_order(spec: LatentSpec, num_heads: int, first: int) -> Tensor | None:

@@ -8,33 +8,14 @@ the attention's result, so attention reads latents only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from memory.attention.seam import Attention, Pending
-from ops.backend import Backend, LinearOp
+from ops.backend import Backend, HeadsOp, LinearOp
 from serve.models.blocks import RowInputs, query_factors
 from serve.models.families.layer_spec import LatentSpec
-
-
-class HeadProducts(Protocol):
-    """A product of its own for each head."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Returns [T, H, out] for x: [T, H, in]."""
-
-
-class HeadByHead:
-    """HeadProducts that calls one LinearOp after the other."""
-
-    def __init__(self, ops: list[LinearOp]) -> None:
-        self._ops = ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        parts = [op(x[:, head]) for head, op in enumerate(self._ops)]
-        return torch.stack(parts, dim=1)
 
 
 @dataclass(slots=True)
@@ -55,8 +36,8 @@ class LatentAttention:
     q_norm: Tensor | None
     q_up: LinearOp | None
     kv_norm: Tensor
-    absorb: HeadProducts
-    expand: HeadProducts
+    absorb: HeadsOp
+    expand: HeadsOp
     o: LinearOp
     rotation: int
     sinks: tuple[float, ...] | None = None

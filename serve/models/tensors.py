@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ops.backend import NO_FUSION, Backend, ExpertsOp, Fusion, LinearOp
+from ops.backend import NO_FUSION, Backend, ExpertsOp, Fusion, HeadsOp, LinearOp
 from quant.formats.base import CheckpointFormat, TensorRule
 from serve.models.checkpoint import Checkpoint
 from serve.models.packed import PackedProducts
@@ -94,6 +94,9 @@ class TensorSource(Protocol):
         self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
     ) -> ExpertsOp:
         """Combines the products of a mixture's experts."""
+
+    def heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
+        """Combines the products of an attention's heads."""
 
     def has(self, name: str) -> bool:
         """Returns whether the checkpoint has a tensor of this name."""
@@ -181,6 +184,9 @@ class ExpectedTensors:
     def experts(
         self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
     ) -> Any:
+        return _nothing()
+
+    def heads(self, ops: Sequence[LinearOp]) -> Any:
         return _nothing()
 
     def has(self, name: str) -> bool:
@@ -299,6 +305,9 @@ class LoadedTensors:
         self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
     ) -> ExpertsOp:
         return self._backend.pack_experts(ups, downs, scales_input=scales_input)
+
+    def heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
+        return self._backend.pack_heads(ops)
 
     def has(self, name: str) -> bool:
         return name in self._checkpoint.entries
