@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_KV_SHARE_OF_FREE_MEMORY = 0.4
+KV_SHARE_OF_FREE_MEMORY = 0.4
 
 
 def available_memory() -> int:
@@ -52,7 +52,7 @@ def total_memory() -> int:
 
 def local_kv_bytes() -> int:
     """Returns the bytes of this machine's memory that K/V takes when no setting says it."""
-    return int(available_memory() * _KV_SHARE_OF_FREE_MEMORY)
+    return int(available_memory() * KV_SHARE_OF_FREE_MEMORY)
 
 
 def _counter(text: str, name: str) -> int:

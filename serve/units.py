@@ -19,6 +19,12 @@ def format_count(count: float) -> str:
     return f"{count:g}"
 
 
+def format_parameters(total: int, active: int) -> str:
+    """Formats numbers of parameters; active: those that a token uses, named if they differ."""
+    text = format_count(total)
+    return text if active == total else f"{text}, {format_count(active)} active"
+
+
 def format_memory(num_bytes: float) -> str:
     """Formats a size with three digits: 1300000000 -> "1.21 GiB"."""
     for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):

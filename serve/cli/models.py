@@ -19,31 +19,40 @@ from serve.cli.model_files import cache_folder, cached_models, models_in
 from serve.cli.reporting import printable
 from serve.config import DEFAULT_MODEL, DTYPES, EngineConfig
 from serve.errors import ConfigError, ModelLoadError, reason
+from serve.loading.footprint import footprint, weight_bytes
 from serve.loading.precision import resolve_precision
 from serve.models import count_parameters, read_spec
 from serve.models.checkpoint import Checkpoint
 from serve.models.spec import ModelSpec
 from serve.text.rank_patterns import find_tokenizer, rules_of
 from serve.text.tokenizer_config import optional_json
-from serve.units import format_count, format_memory
+from serve.units import format_memory, format_parameters
 
 
 @dataclass(slots=True)
 class ServableModel:
     """A model on this machine.
 
-    problem: the reason why it cannot be served, else "". size_bytes: the size of the weight files.
-    dtype: the choice of "auto" with its reason. dtypes: those that this machine supports.
+    problem: the reason why it cannot be served, else "". active_parameters: without the experts
+    that a token does not use. size_bytes: those of the weight files. dtype: the choice of "auto".
+    dtypes: those that this machine supports. weight_bytes, kv_token_bytes: what weights and a
+    token's K/V take in memory with "auto". max_tokens, max_sequences: the longest context that fits
+    into the memory that is free now, and how many of that length; 0 if the weights do not fit.
     """
 
     name: str
     path: str
     family: str = ""
     parameters: int = 0
+    active_parameters: int = 0
     size_bytes: int = 0
     max_model_len: int = 0
     dtype: str = ""
     dtypes: list[str] = field(default_factory=list)
+    weight_bytes: int = 0
+    kv_token_bytes: int = 0
+    max_tokens: int = 0
+    max_sequences: int = 0
     problem: str = ""
 
 
@@ -71,12 +80,20 @@ def _describe(name: str, path: Path) -> ServableModel:
     try:
         spec = read_spec(path)
         model.family = spec.model_type
-        model.parameters = count_parameters(spec).total
+        counts = count_parameters(spec)
+        model.parameters, model.active_parameters = counts.total, counts.active
         model.max_model_len = spec.max_model_len
-        files = {entry.file for entry in Checkpoint(path).entries.values()}
+        checkpoint = Checkpoint(path)
+        files = {entry.file for entry in checkpoint.entries.values()}
         model.size_bytes = sum(file.stat().st_size for file in files)
         _check_tokenizer(path)
         model.dtype, model.dtypes = _dtypes(spec)
+        config = EngineConfig(str(path))
+        precision = resolve_precision(config, spec)
+        weights = weight_bytes(config, spec, precision, checkpoint)
+        takes = footprint(config, spec, precision, weights)
+        model.weight_bytes, model.kv_token_bytes = takes.weight_bytes, takes.kv_token_bytes
+        model.max_tokens, model.max_sequences = takes.max_tokens, takes.max_sequences
     except (ModelLoadError, ConfigError) as error:
         model.problem = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
     return model
@@ -116,23 +133,42 @@ def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
 
 
 def _table(models: Iterable[ServableModel]) -> Table:
-    table = Table("model", "family", "parameters", "size", "context", "auto", "other dtypes")
+    table = Table(
+        *("model", "family", "parameters", "size", "context", "auto", "takes", "fits now"),
+        "other dtypes",
+    )
     for model in models:
         if model.problem:
             table.add_row(
-                Text(printable(model.name)), model.family, "", "", "", "not supported", "see below"
+                Text(printable(model.name)),
+                model.family,
+                "",
+                "",
+                "",
+                "not supported",
+                "",
+                "",
+                "see below",
             )
             continue
         table.add_row(
             Text(printable(model.name)),
             model.family,
-            format_count(model.parameters),
+            format_parameters(model.parameters, model.active_parameters),
             format_memory(model.size_bytes),
             f"{model.max_model_len:,}",
             model.dtype,
+            f"{format_memory(model.weight_bytes)} + {format_memory(model.kv_token_bytes)} a token",
+            _fits(model),
             ", ".join(model.dtypes),
         )
     return table
+
+
+def _fits(model: ServableModel) -> str:
+    if not model.max_sequences:
+        return "no"
+    return f"{model.max_sequences:,} x {model.max_tokens:,} tokens"
 
 
 async def fetch_models(url: str, api_key: str | None) -> list[dict[str, Any]]:

@@ -68,7 +68,10 @@ def server_lines(server: HttpServer) -> list[tuple[str, str]]:
 
 def _model(loaded: LoadedEngine) -> str:
     spec = loaded.spec
-    text = f"{spec.model_type}, {format_count(count_parameters(spec).total)} parameters"
+    counts = count_parameters(spec)
+    text = f"{spec.model_type}, {format_count(counts.total)} parameters"
+    if counts.active != counts.total:
+        text += f", {format_count(counts.active)} active"
     text += f", context {loaded.max_model_len:,}"
     if loaded.max_model_len < spec.max_model_len:
         text += f" of {spec.max_model_len:,}"

@@ -21,15 +21,11 @@ from ops.cpu import native_library
 from ops.kv_tiles import MAX_HEAD_DIM
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.machine import available_memory
-from serve.models import ModelSpec, count_parameters
-from serve.units import format_memory
+from serve.models import ModelSpec
 
 logger = logging.getLogger(__name__)
 
 _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# bytes per weight of a product, without scales
-_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "nf4": 0.5}
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -102,42 +98,6 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
                 f"{_some(_head_dims(spec))}"
             )
     return Precision(compute, weights, kv, packed, backend, reason, kv_reason)
-
-
-def check_weights_fit(spec: ModelSpec, precision: Precision) -> None:
-    """Raises ConfigError if the weights do not fit this machine's free memory.
-
-    It counts the least that they take, and names the dtypes that would fit.
-    """
-    if precision.backend == "cuda":
-        return
-    free = available_memory()
-    size = _BYTES.get(precision.weights)
-    if spec.packed and precision.is_int8:
-        size = spec.packed.bits / 8
-    need = _least_bytes(spec, size or precision.compute.itemsize)
-    if need <= free:
-        return
-    smaller = {name: _least_bytes(spec, _BYTES[name]) for name in ("int8", "int4")}
-    fits = [f"{name} ({format_memory(size)})" for name, size in smaller.items() if size <= free]
-    advice = (
-        f"dtype {' or '.join(fits)} would fit"
-        if fits and not spec.packed
-        else ("a smaller model is needed")
-    )
-    raise ConfigError(
-        f"the weights take {format_memory(need)} or more as {precision.weights_name}, and"
-        f" {format_memory(free)} of memory are free; {advice}"
-    )
-
-
-def _least_bytes(spec: ModelSpec, bytes_per_weight: float) -> int:
-    """Returns the bytes of all weights; the embedding keeps the type of the file."""
-    counts = count_parameters(spec)
-    # a tied table is in memory twice: in the file's type, and packed for the last product
-    looked_up = counts.tables or counts.head
-    in_file = 4 if spec.torch_dtype == "float32" else 2
-    return int((counts.total - counts.tables) * bytes_per_weight) + looked_up * in_file
 
 
 def _head_dims(spec: ModelSpec) -> list[int]:

@@ -21,7 +21,6 @@ from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.nodes.node_set import NodeSet
-from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
 from ops import Backend, get_backend
 from ops.cpu import native_library
@@ -29,8 +28,10 @@ from ops.cpu.heap import keep_freed_memory
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.disk_store import open_kv_store
+from serve.loading.footprint import check_weights_fit
+from serve.loading.kv_layouts import kv_layout, layer_groups
 from serve.loading.kv_sizing import reserving, size_kv
-from serve.loading.precision import Precision, check_weights_fit, choose_backend, resolve_precision
+from serve.loading.precision import Precision, choose_backend, resolve_precision
 from serve.loading.remote_memory import open_remote_memory
 from serve.machine import local_kv_bytes, usable_processors
 from serve.models import Decoder, ModelSpec, load_model, read_spec
@@ -74,7 +75,7 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
     precision = resolve_precision(config, spec)
-    check_weights_fit(spec, precision)
+    check_weights_fit(config, spec, precision)
     if config.load_format == "random":
         logger.warning("load_format random: the weights are random, and so are the answers")
     if precision.backend == "cuda":
@@ -131,15 +132,12 @@ def _load_local(
     """Makes K/V and attention in this machine's memory."""
     layers = model.attention_layers()
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
-    layouts = [_kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
+    layouts = [kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
     windows = [window for window, _ in groups]
     sizes = size_kv(
         config,
         spec,
-        [
-            LayerGroup(layout.token_bytes, layout.tile_tokens, window)
-            for layout, window in zip(layouts, windows, strict=True)
-        ],
+        layer_groups(layouts, windows),
     )
     for layout, padded in zip(layouts, sizes.groups, strict=True):
         layout.pad(padded.token_bytes * padded.tile_tokens)
@@ -266,14 +264,6 @@ def _load_model(
         max_model_len=config.max_model_len,
         progress=progress,
     )
-
-
-def _kv_layout(
-    config: EngineConfig, precision: Precision, layers: list[AttentionLayer]
-) -> KVLayout | Int8KVLayout:
-    if precision.kv == "int8":
-        return Int8KVLayout(layers, config.kv_group)
-    return KVLayout(layers, getattr(torch, precision.kv))
 
 
 def _attention(

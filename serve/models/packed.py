@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from quant.formats.base import (
     TensorRule,
 )
 from serve.errors import ModelLoadError
-from serve.models.checkpoint import Checkpoint
+from serve.models.checkpoint import Checkpoint, TensorEntry
 from serve.models.parts import Part
 
 
@@ -101,6 +102,20 @@ class PackedProducts:
             size = part.num_experts, num_in, part.num_rows
             return self._packed.of_experts(entries, part.module, *size)
         return self._packed.of(entries, part.module, num_in, part.num_rows)
+
+
+def bytes_in_memory(form: ProductFormat, name: str, stored: TensorEntry) -> int:
+    """Returns the bytes that one tensor of a quantized product takes when it is packed: codes stay,
+    scales of 4 bits and their zero points are fp16, and the order of inputs is little."""
+    ending = name.rpartition(".")[2]
+    if len(stored.shape) < 2 and "weight" not in ending and "absmax" not in ending:
+        return 0
+    if "scale" in ending or "absmax" in ending:
+        return 2 * prod(stored.shape) if form.bits == 4 else 0
+    if "zero" in ending:
+        is_left_out = form.bits == 8 or getattr(form, "is_symmetric", False)
+        return 0 if is_left_out else 4 * (stored.end - stored.start)
+    return stored.end - stored.start
 
 
 def _as_fused(form: ProductFormat) -> ExpertsFormat:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ops.backend import NO_FUSION, Backend, ExpertsOp, Fusion, HeadsOp, LinearOp
-from quant.formats.base import CheckpointFormat, TensorRule
+from quant.formats.base import CheckpointFormat, ProductFormat, TensorRule
 from serve.models.checkpoint import Checkpoint
-from serve.models.packed import PackedProducts
+from serve.models.packed import PackedProducts, bytes_in_memory
 from serve.models.parts import Part
 
 MakeLinear = Callable[[Sequence[Tensor], Tensor | None, Fusion], LinearOp]
@@ -119,13 +119,15 @@ class ExpectedTensors:
         is_transposed: bool = False,
     ) -> None:
         """checkpoint: None for counting parameters without files. is_transposed: products other
-        than the head are stored [in, out]. losses: what quantized weights lose."""
+        than the head are stored [in, out]. losses: what quantized weights lose.
+        packed_bytes: what they take in memory, by kind."""
         self.shapes: Shapes = {}
         self.packed_rules: dict[str, TensorRule] = {}
         self.packed_ignored: set[str] = set()
         self.losses: set[str] = set()
         self.products: set[str] = set()
         self.counts = ParameterCounts()
+        self.packed_bytes = ParameterCounts()
         self._checkpoint = checkpoint
         self._packed = None if checkpoint is None else PackedProducts(packed, checkpoint)
         self._is_transposed = is_transposed
@@ -145,12 +147,11 @@ class ExpectedTensors:
             self.losses.add(form.loss)
         for part in {part.module: part for part in parts}.values():
             self.products.add(part.module)
-            if form is not None and self._packed is not None:
-                self.packed_rules |= self._packed.rules(form, part, num_in)
-                self.packed_ignored |= {f"{part.module}.{ending}" for ending in form.ignored}
+            kind = "head" if is_head else "blocks" if part.expert is None else "experts"
+            if form is not None:
+                self._expect_packed(form, part, num_in, kind)
             else:
                 is_transposed = self._is_transposed and not is_head
-                kind = "head" if is_head else "blocks" if part.expert is None else "experts"
                 self._expect(part.weight, part.shape(num_in, is_transposed), kind)
             if has_bias:
                 self._expect(part.bias_name, part.bias_shape)
@@ -197,6 +198,16 @@ class ExpectedTensors:
 
     def end_layer(self) -> None:
         """Nothing was read."""
+
+    def _expect_packed(self, form: ProductFormat, part: Part, num_in: int, kind: str) -> None:
+        assert self._packed is not None and self._checkpoint is not None
+        rules = self._packed.rules(form, part, num_in)
+        for name in rules.keys() - self.packed_rules.keys():
+            entry = self._checkpoint.entries.get(name)
+            if entry is not None:
+                self.packed_bytes.add(kind, bytes_in_memory(form, name, entry))
+        self.packed_rules |= rules
+        self.packed_ignored |= {f"{part.module}.{ending}" for ending in form.ignored}
 
     def _expect(self, name: str, shape: tuple[int, ...], kind: str = "others") -> None:
         if name not in self.shapes:

@@ -1,0 +1,148 @@
+"""What a model takes in this machine's memory, before it is loaded: weights, K/V, what fits.
+
+Sizes follow from the description of the model and, for a quantized checkpoint, from the tensors in
+its files and what they become.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from memory.pages.layer_groups import PageLayout
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.loading.kv_layouts import expected_groups
+from serve.loading.kv_sizing import size_kv
+from serve.loading.precision import Precision, resolve_precision
+from serve.machine import KV_SHARE_OF_FREE_MEMORY, available_memory
+from serve.models import ModelSpec, ParameterCounts, count_parameters, expect_tensors
+from serve.models.checkpoint import Checkpoint
+from serve.units import format_memory
+
+# bits of a weight of a product, without the scales of groups
+_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.0, "nf4": 4.0}
+_GROUP_SCALE_BITS = 16
+_OTHER_BYTES = 4  # norms, biases and routers are fp32 or little
+_SMALLER = ("bfloat16", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """The bytes of a model's weights in memory, by the parts of ParameterCounts."""
+
+    blocks: float = 0.0
+    experts: float = 0.0
+    head: float = 0.0
+    tables: float = 0.0
+    others: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return int(self.blocks + self.experts + self.head + self.tables + self.others)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a model takes. kv_token_bytes: a token's K/V in all layers. max_tokens: the longest
+    context that fits; max_sequences: how many of that length; 0 if the weights do not fit."""
+
+    weight_bytes: int
+    kv_token_bytes: int
+    max_tokens: int
+    max_sequences: int
+
+
+def weight_bytes(
+    config: EngineConfig,
+    spec: ModelSpec,
+    precision: Precision,
+    checkpoint: Checkpoint | None = None,
+) -> WeightBytes:
+    """Returns the bytes of all weights. checkpoint: needed for the sizes of quantized weights that
+    stay as they are."""
+    plain_bits = 8.0 * precision.compute.itemsize
+    bits = head_bits = _BITS.get(precision.weights, plain_bits)
+    if bits == 4:
+        bits, head_bits = bits + _GROUP_SCALE_BITS / config.weight_group, 8.0
+    counts, packed = count_parameters(spec), ParameterCounts()
+    if spec.packed is not None and precision.is_int8 and checkpoint is not None:
+        expected = expect_tensors(spec, checkpoint)
+        counts, packed = expected.counts, expected.packed_bytes
+    in_file = 4 if spec.torch_dtype == "float32" else 2
+    # a tied table is in memory twice: in the file's type, and packed for the last product
+    looked_up = counts.tables + (counts.head if spec.is_tied else 0)
+    return WeightBytes(
+        packed.blocks + counts.blocks * bits / 8,
+        packed.experts + counts.experts * bits / 8,
+        packed.head + counts.head * head_bits / 8,
+        looked_up * in_file,
+        counts.others * _OTHER_BYTES,
+    )
+
+
+def footprint(
+    config: EngineConfig, spec: ModelSpec, precision: Precision, weights: WeightBytes
+) -> Footprint:
+    """Returns what a model takes and what fits beside it into the memory that is free now."""
+    groups = expected_groups(config, precision, spec.attention_layers, spec.max_model_len)
+    token_bytes = sum(group.token_bytes for group in groups)
+    free = int((available_memory() - weights.total) * KV_SHARE_OF_FREE_MEMORY)
+    tokens = sequences = 0
+    if free > 0:
+        many = replace(config, max_num_seqs=1 << 20)  # not what the setting allows: what fits
+        try:
+            sizes = size_kv(many, spec, groups, free_bytes=free)
+        except ConfigError:  # not one token
+            return Footprint(weights.total, token_bytes, 0, 0)
+        pages = PageLayout(
+            sizes.groups, sizes.page_bytes, sizes.max_model_len, config.chunk_tokens
+        ).pages_for(sizes.max_model_len)
+        tokens, sequences = sizes.max_model_len, sizes.num_pages // pages
+    return Footprint(weights.total, token_bytes, tokens, sequences)
+
+
+def check_weights_fit(config: EngineConfig, spec: ModelSpec, precision: Precision) -> None:
+    """Raises ConfigError if the weights do not fit this machine's free memory.
+
+    It names the dtypes that would fit, each with the context and the sequences that fit beside it.
+    """
+    if precision.backend == "cuda":
+        return
+    free, checkpoint = available_memory(), None
+    need = weight_bytes(config, spec, precision)
+    if spec.packed is not None and precision.is_int8 and config.load_format != "random":
+        # its exact size is read from the headers, where they matter
+        if need.total * spec.packed.bits / 8 * 2 <= free:
+            return
+        checkpoint = Checkpoint(config.model_path)
+        need = weight_bytes(config, spec, precision, checkpoint)
+    if need.total <= free:
+        return
+    raise ConfigError(
+        f"the weights take {format_memory(need.total)} or more as {precision.weights_name}, and"
+        f" {format_memory(free)} of memory are free; {_advice(config, spec, precision, free)}"
+    )
+
+
+def _advice(config: EngineConfig, spec: ModelSpec, precision: Precision, free: int) -> str:
+    if spec.packed is not None and precision.is_int8:
+        return "a smaller model is needed"
+    fits = []
+    for dtype in ("auto",) if spec.packed is not None else _SMALLER:
+        try:
+            smaller = resolve_precision(replace(config, dtype=dtype), spec)
+        except ConfigError:  # not on this machine
+            continue
+        checkpoint = None if spec.packed is None else Checkpoint(config.model_path)
+        weights = weight_bytes(config, spec, smaller, checkpoint)
+        if weights.total <= free and weights.total < weight_bytes(config, spec, precision).total:
+            found = footprint(config, spec, smaller, weights)
+            fits.append(f"{dtype} ({format_memory(weights.total)}{_beside(found)})")
+    return f"dtype {' or '.join(fits)} would fit" if fits else "a smaller model is needed"
+
+
+def _beside(found: Footprint) -> str:
+    if not found.max_sequences:
+        return ", with no room for K/V"
+    sequences = f"{found.max_sequences:,} sequence{'s' * (found.max_sequences > 1)}"
+    return f", with {sequences} of {found.max_tokens:,} tokens beside it"

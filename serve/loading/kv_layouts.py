@@ -1,0 +1,42 @@
+"""How K/V of a model's layers is stored: layouts and layer groups, before memory is reserved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from memory.attention.grouped import group_layers
+from memory.attention.int8 import Int8KVLayout
+from memory.attention.kv_layout import KVLayout
+from memory.attention.seam import AttentionLayer, layers_in
+from memory.pages.layer_groups import LayerGroup
+from serve.config import EngineConfig
+from serve.loading.precision import Precision
+
+Layout = KVLayout | Int8KVLayout
+
+
+def kv_layout(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
+) -> Layout:
+    if precision.kv == "int8":
+        return Int8KVLayout(layers, config.kv_group)
+    return KVLayout(layers, getattr(torch, precision.kv))
+
+
+def layer_groups(layouts: Sequence[Layout], windows: Sequence[int | None]) -> list[LayerGroup]:
+    """Returns the layer groups, without padding, of layouts and the windows of their layers."""
+    return [
+        LayerGroup(layout.token_bytes, layout.tile_tokens, window)
+        for layout, window in zip(layouts, windows, strict=True)
+    ]
+
+
+def expected_groups(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer], max_len: int
+) -> list[LayerGroup]:
+    """Returns the layer groups of a model that is not loaded. max_len: its longest context."""
+    groups = group_layers(layers, config.max_model_len or max_len)
+    layouts = [kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
+    return layer_groups(layouts, [window for window, _ in groups])
