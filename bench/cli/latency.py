@@ -127,6 +127,7 @@ def _show(tally: Tally, result: dict[str, Any], shape: Shape, console: Console) 
         table.add_row(column.replace("_", " "), *_cells(tally, result, column, names))
     console.print(table)
     console.print(f"first token {result['start_s']:.1f} s after the start, without imports")
+    _show_experts(result["experts"], console)
     for name in names:
         console.print(f"{name}: {tally.titles.get(name, 'not started')}", highlight=False)
         for where, error in tally.errors.get(name, {}).items():
@@ -158,6 +159,18 @@ def _cells(tally: Tally, result: dict[str, Any], column: str, names: list[str]) 
         highest = max((found.rate for found in best if found is not None), default=None)
         cells.append("" if highest is None else f"{ours.rate / highest:.2f}x")
     return cells
+
+
+def _show_experts(experts: dict[str, dict[str, float]], console: Console) -> None:
+    """Prints how many experts the bound of a mixture's decode steps counts."""
+    if not experts:
+        return
+    found = ", ".join(
+        f"{column.replace('_', ' ')}: {each['drawn']:.1f} (evenly {each['even']:.1f})"
+        for column, each in experts.items()
+    )
+    text = f"different experts of a layer in a step, whose bytes the bound counts: {found}"
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def _show_ceilings(ceilings: dict[str, dict[str, float]], console: Console) -> None:

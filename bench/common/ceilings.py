@@ -1,15 +1,13 @@
-"""The machine's ceilings, read between measurements, and the least that a model's steps must do.
+"""The machine's ceilings, read between measurements; model_cost.py has what steps must do.
 
-A step reads every weight and the K/V of its decode rows once, and multiplies every row by every
-weight; at best the two overlap. So a step cannot take less than `Work.bound_s`.
+At best reading and multiplying overlap, so a step cannot take less than `Work.bound_s`.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -17,17 +15,13 @@ import torch
 from ops.cpu import native_library
 from ops.cpu.native_ceilings import Ceilings
 from serve.config import EngineConfig
-from serve.engine.step_trace import TracedStep
-from serve.loading.precision import choose_backend, resolve_precision
-from serve.models import ModelSpec, count_parameters
-from serve.scheduler.step_time import StepWork
+from serve.loading.precision import choose_backend
+from serve.models import ModelSpec
 
 MAX_DRIFT, MAX_REPEATS = 0.15, 3
 _READ = 256 << 20
 _PROBES = 5
 _MULTIPLIED = 500_000
-# The scales of 4-bit weights (two bytes for every group of 64) are left out.
-_WEIGHT_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "nf4": 0.5}
 
 T = TypeVar("T")
 
@@ -105,70 +99,6 @@ async def steady(run: Callable[[], Awaitable[T]], probe: Callable[[], Ceiling]) 
         if tries[-1].drift <= MAX_DRIFT:
             break
     return min(tries, key=lambda found: found.drift)
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The least that must be read and multiplied. products counts operations on weights, in int8 if
-    is_int8; attention counts operations in bf16."""
-
-    read_bytes: float
-    products: float
-    attention: float
-    is_int8: bool
-
-    def bound_s(self, ceiling: Ceiling) -> float:
-        """Returns the least seconds; a ceiling of 0 is unknown and bounds nothing."""
-        rate = ceiling.i8 if self.is_int8 else ceiling.bf16
-        compute = self.products / rate if rate else 0.0
-        compute += self.attention / ceiling.bf16 if ceiling.bf16 else 0.0
-        read = self.read_bytes / ceiling.read if ceiling.read else 0.0
-        return max(read, compute)
-
-
-class ModelCost:
-    """Sizes of a model's products and of its K/V, as an engine computes them.
-
-    block_weights and head_weights are numbers of weights, weight_bytes the bytes of one, and
-    kv_bytes the bytes of one token's K/V.
-    """
-
-    def __init__(self, spec: ModelSpec, weights: str, compute: torch.dtype, kv_bytes: int) -> None:
-        counts = count_parameters(spec)
-        self.block_weights = counts.blocks
-        self.head_weights = counts.head
-        self.is_int8 = weights != "plain"
-        # The last product of 4-bit models is in int8.
-        self.weight_bytes = _WEIGHT_BYTES.get(weights, compute.itemsize)
-        self.head_bytes = max(1.0, self.weight_bytes)
-        self.kv_bytes = kv_bytes
-        # operations per query row and key
-        self._attention_width = sum(
-            4 * layer.num_heads * layer.head_dim for layer in spec.attention_layers
-        )
-
-    @classmethod
-    def of(cls, config: EngineConfig, spec: ModelSpec, kv_bytes: int) -> ModelCost:
-        precision = resolve_precision(config, spec)
-        return cls(spec, precision.weights, precision.compute, kv_bytes)
-
-    def step(self, work: StepWork) -> Work:
-        """Returns the work of a traced step, in which every decode row and every chunk samples one
-        token at most."""
-        num_sampled = work.num_decodes + work.num_chunks if work.samples else 0
-        products = 2.0 * (self.block_weights * work.num_rows + self.head_weights * num_sampled)
-        read = self.block_weights * self.weight_bytes + self.head_weights * self.head_bytes
-        pairs = work.num_context + work.num_decodes + work.num_pairs
-        return Work(
-            read + work.num_context * self.kv_bytes,
-            products,
-            float(self._attention_width * pairs),
-            self.is_int8,
-        )
-
-    def bound_s(self, steps: Iterable[TracedStep], ceiling: Ceiling) -> float:
-        """Returns the least seconds of all steps, one after the other."""
-        return sum(self.step(step.work).bound_s(ceiling) for step in steps)
 
 
 def probe_for(config: EngineConfig, spec: ModelSpec) -> Probe:

@@ -21,8 +21,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bench.common.ceilings import Measured, ModelCost, probe_for, steady
+from bench.common.ceilings import Measured, probe_for, steady
+from bench.common.model_cost import Drawn, ModelCost
 from bench.offline.peers import PeerError, PeerProcess, Skipped, TaskError
+from bench.offline.routings import RoutingLog
 from bench.offline.tally import OURS, Tally
 from bench.offline.tasks import Shape, Task, lead, make_task, warm_up_of
 from serve import Engine, RequestStream, SamplingParams
@@ -35,21 +37,24 @@ Keep = Callable[[Tally, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One measurement. rate is in tokens per second, seconds are those of each step or prompt, and
-    steps are the traced steps, for which a bound can be computed."""
+    """One measurement. rate is in tokens per second, seconds are those of each step or prompt,
+    steps are the traced steps, for which a bound can be computed, and drawn the experts of each, if
+    they are known."""
 
     rate: float
     seconds: list[float]
     steps: Sequence[TracedStep] = ()
+    drawn: Sequence[Drawn] | None = None
 
 
 class Model:
-    """Measures tasks with a started engine."""
+    """Measures tasks with a started engine. routings: notes the experts of a mixture."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, routings: RoutingLog) -> None:
+        self._engine, self._routings = engine, routings
 
     async def measure(self, task: Task) -> Timed:
+        self._routings.clear()
         if task.kind == "mixed":
             return await self._mixed(task)
         if task.kind == "prefill":
@@ -62,7 +67,8 @@ class Model:
         tokens = await self._run(list(zip(task.prompts, task.answers, strict=True)))
         seconds = time.perf_counter() - began
         assert tokens == task.num_tokens, f"{tokens} tokens"
-        return Timed(tokens / seconds, [seconds], list(trace.steps))
+        steps = list(trace.steps)
+        return Timed(tokens / seconds, [seconds], steps, self._routings.drawn(steps))
 
     async def _prefill(self, task: Task) -> Timed:
         trace = self._engine.trace_steps()
@@ -71,23 +77,31 @@ class Model:
             began = time.perf_counter()
             await self._run([(prompt, 1)])
             seconds.append(time.perf_counter() - began)
-        return Timed(task.num_tokens / statistics.median(seconds), seconds, list(trace.steps))
+        steps, rate = list(trace.steps), task.num_tokens / statistics.median(seconds)
+        return Timed(rate, seconds, steps, self._routings.drawn(steps))
 
     async def _decode(self, task: Task) -> Timed:
         trace = self._engine.trace_steps()
         batch, num_steps = len(task.prompts), task.answers[0]
         answer = 1 + num_steps + lead(batch, len(task.prompts[0]))
         await self._run([(prompt, answer) for prompt in task.prompts])
+        traced = list(trace.steps)
         full = [
-            step for step in trace.steps if step.work.num_decodes == step.work.num_rows == batch
+            number
+            for number, step in enumerate(traced)
+            if step.work.num_decodes == step.work.num_rows == batch
         ]
         # the first one follows a step with prompt rows, which may have warmed its caches
-        steps = full[1 : 1 + num_steps]
+        taken = full[1 : 1 + num_steps]
+        steps = [traced[number] for number in taken]
         if task.is_warm_up:  # its few tokens may end before the last prompt has arrived
             return Timed(0.0, [])
         assert len(steps) == num_steps, "lead() is too small"
         seconds = [step.ended_s - step.began_s for step in steps]
-        return Timed(batch * len(steps) / sum(seconds), seconds, steps)
+        drawn = self._routings.drawn(traced)
+        if drawn is not None:
+            drawn = [drawn[number] for number in taken]
+        return Timed(batch * len(steps) / sum(seconds), seconds, steps, drawn)
 
     async def _run(self, requests: Sequence[tuple[list[int], int]]) -> int:
         """Sends all requests (prompt, max_tokens) at once and returns the number of tokens."""
@@ -124,6 +138,7 @@ class Rounds:
         self._warm: set[tuple[str, str, str]] = set()
         kv_bytes = engine.stats().kv_bytes_per_token
         self._cost = ModelCost.of(engine.config, engine.spec, kv_bytes)
+        self._routings = RoutingLog(len(self._cost.mixtures))
 
     async def run(self, number: int) -> None:
         """Runs one round. Each begins with another engine."""
@@ -138,15 +153,27 @@ class Rounds:
                 await self._peer(name, number)
 
     async def _ours(self, number: int) -> None:
-        model = Model(self._engine)
+        model = Model(self._engine, self._routings)
         for column in self._shape.columns:
             self._advance(column)
-            found = await self._steady((OURS, "", column), number, model.measure)
+            with self._routings.recording():
+                found = await self._steady((OURS, "", column), number, model.measure)
             timed = found.value
             self.tally.add(OURS, column, "", timed.rate, found.ceiling, found.drift)
             self.tally.seconds.setdefault(column, []).extend(timed.seconds)
-            bound_s = self._cost.bound_s(timed.steps, found.ceiling)
+            bound_s = self._cost.bound_s(timed.steps, found.ceiling, timed.drawn)
+            self._note_experts(column, timed)
             self.tally.shares.setdefault(column, []).append(bound_s / sum(timed.seconds))
+
+    def _note_experts(self, column: str, timed: Timed) -> None:
+        """Notes how many experts of a layer decode steps drew, and draw if they do so evenly."""
+        mixtures = self._cost.mixtures
+        if not mixtures or timed.drawn is None or not column.startswith("decode"):
+            return
+        rows = timed.steps[0].work.num_rows
+        drawn = statistics.mean(itertools.chain.from_iterable(timed.drawn))
+        even = statistics.mean(each.drawn(rows) for each in mixtures)
+        self.tally.experts.setdefault(column, []).append((drawn, even))
 
     async def _peer(self, name: str, number: int) -> None:
         """Runs all modes of a peer in a process of this round."""

@@ -26,13 +26,15 @@ class Best:
 
 @dataclass(slots=True)
 class Tally:
-    """rates: the repeats by engine, column and mode. seconds, shares: of our own columns. drifts:
-    of the ceilings around each measurement. titles: what the peers call themselves. errors: those
-    of the peers by "mode, column", or by "" for a peer that could not go on."""
+    """rates: the repeats by engine, column and mode. seconds, shares: of our own columns. experts:
+    of our own columns, the different experts of a layer and step, and those if rows draw evenly.
+    drifts: of the ceilings around each measurement. titles: what the peers call themselves. errors:
+    those of the peers by "mode, column", or by "" for a peer that could not go on."""
 
     rates: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     shares: dict[str, list[float]] = field(default_factory=dict)
+    experts: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     drifts: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     ceilings: dict[str, list[Ceiling]] = field(default_factory=dict)
     titles: dict[str, str] = field(default_factory=dict)
@@ -83,6 +85,13 @@ class Tally:
                 for column, seconds in self.seconds.items()
             },
             "share_of_bound": medians(self.shares),
+            "experts": {
+                column: {
+                    "drawn": statistics.median(drawn for drawn, _ in found),
+                    "even": found[0][1],
+                }
+                for column, found in self.experts.items()
+            },
             "unreliable": self.unreliable(),
             "unreliable_peers": {
                 name: columns

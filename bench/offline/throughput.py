@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import tables
-from bench.common.ceilings import Ceiling, ModelCost, probe_for
+from bench.common.ceilings import Ceiling, probe_for
 from bench.common.checkpoints import model_directory
+from bench.common.model_cost import ModelCost
 from bench.load.workload.work import Work
 from bench.offline.requests import fixed_requests
 from bench.offline.saturated import RecordingTarget, Saturated, saturate

@@ -12,7 +12,8 @@ import torch
 from bench.cli.latency import latency
 from bench.cli.startup import _phases
 from bench.cli.startup import startup as measure_startup
-from bench.common.ceilings import Ceiling, ModelCost, steady
+from bench.common.ceilings import Ceiling, steady
+from bench.common.model_cost import ModelCost
 from bench.common.tables import Head, check_file, interval, number, spread
 from bench.offline import startup
 from bench.offline.latency import Rounds
@@ -23,8 +24,11 @@ from bench.offline.tally import Tally
 from bench.offline.tasks import Shape, make_task, warm_up_of
 from bench.offline.throughput import throughput
 from ops.cpu import native_library
+from serve.config import EngineConfig
 from serve.engine.step_trace import TracedStep
 from serve.errors import ConfigError, GenerationError, MergestepError
+from serve.loading.footprint import weight_bytes
+from serve.loading.precision import Precision
 from serve.models import read_spec
 from serve.scheduler.step_time import StepWork
 from tests.support.engine.checkpoints import checkpoint
@@ -75,7 +79,9 @@ def step_of(**work):
 
 
 def cost_of(weights, compute):
-    return ModelCost(read_spec(checkpoint("llama")), weights, compute, kv_bytes=100)
+    spec, config = read_spec(checkpoint("llama")), EngineConfig()
+    precision = Precision(compute, weights, "int8")
+    return ModelCost(spec, precision, weight_bytes(config, spec, precision), kv_bytes=100)
 
 
 def test_the_bound_of_a_step():
@@ -87,7 +93,8 @@ def test_the_bound_of_a_step():
     one = cost.step(StepWork(1, 50, 1, samples=True))
     assert one.read_bytes == weights + 50 * 100
     assert one.products == 2 * weights
-    assert one.attention == 4 * spec.num_heads * spec.head_dim * spec.num_layers * 51
+    widths = sum(layer.num_heads * layer.head_dim for layer in spec.attention_layers)
+    assert one.attention == 4 * widths * 51
     many = cost.step(StepWork(0, 0, 64, 64 * 32, 1, samples=False))
     assert many.products == 2 * 64 * cost.block_weights and many.read_bytes == weights
     slow_memory = Ceiling(read=1.0, i8=1e30, bf16=1e30)
