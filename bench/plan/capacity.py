@@ -8,10 +8,9 @@ from bench.plan.shapes import Precision, Shape
 
 def sequence_bytes(shape: Shape, precision: Precision, context: float) -> float:
     """Returns the K/V bytes of one sequence; layers with a window keep only the window's tokens."""
-    one = shape.kv_layer_bytes(precision)
     return sum(
-        layers * one * (context if window is None else min(context, window))
-        for window, layers in shape.layers_by_window().items()
+        token_bytes * (context if window is None else min(context, window))
+        for window, token_bytes in shape.kv_by_window(precision).items()
     )
 
 

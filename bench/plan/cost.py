@@ -1,8 +1,10 @@
 """The seconds of a step on a machine: bytes over bandwidth and operations over peaks, by stage.
 
-    products          reads the weights once, with 2 operations for each weight and row
+    products          reads the weights once, with 2 operations for each weight and row; of a
+                      mixture the experts that its rows draw, with 2 for each weight of a row's own
     last product      the same for the sampled rows
-    decode attention  reads K/V of the decode rows' tokens, with 4 x q_width operations for each
+    decode attention  reads K/V of the decode rows' tokens, with 4 x q_width operations for each;
+                      a latent is read once, with 2 x heads x (its K and V) operations
     prefill attention 4 x q_width operations for each pair of a row and a token
     rows              reads and writes inputs and outputs of products
     network           two all-reduces per layer between n tensor-parallel devices (a ring)
@@ -15,7 +17,7 @@ reads before it is left out, because all rows of the chunk share each token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bench.plan.efficiency import Efficiency
 from bench.plan.hardware import Device, Link
@@ -78,6 +80,21 @@ def all_reduce_s(num_bytes: float, num_devices: int, link: Link, share: float = 
     return 2 * (1 - 1 / num_devices) * num_bytes / (share * link.bytes_per_s)
 
 
+class _LayerCost(NamedTuple):
+    """Layers that attend alike: seconds to read a token's K/V, and to attend to it."""
+
+    number: int
+    window: int | None
+    token_s: float
+    decode_s: float
+    prefill_s: float
+
+    def tokens(self, rows: float, tokens: float) -> float:
+        """Returns the tokens of all these layers that rows attend to, `tokens` being those of one
+        layer without a window."""
+        return self.number * (tokens if self.window is None else min(tokens, rows * self.window))
+
+
 class Attention:
     """The cost of attention in all layers over K/V that a machine's devices divide by heads."""
 
@@ -89,27 +106,30 @@ class Attention:
         assert peak is not None, f"{device}"
         shards = min(n, shape.num_kv_heads)
         read = efficiency.kv * device.bytes_per_s * shards
-        self._token_s = shape.kv_layer_bytes(precision) / read
-        self._attend_s = 4 * shape.q_width / (efficiency.decode * peak * n)
-        self._pair_s = 4 * shape.q_width / (efficiency.prefill * peak * n)
-        self._windows = shape.layers_by_window()
+        self._layers = [
+            _LayerCost(
+                number,
+                layer.window,
+                layer.read_bytes(precision.kv, precision.kv_group) / read,
+                layer.decode / (efficiency.decode * peak * n),
+                layer.prefill / (efficiency.prefill * peak * n),
+            )
+            for layer, number in shape.layer_attentions().items()
+        ]
 
     def decode(self, rows: float, attended: float) -> Stage:
         """Returns the stage of decode rows. attended: tokens of all rows, including their own."""
-        tokens = self._in_windows(rows, attended)
-        return Stage("decode attention", tokens * self._token_s, tokens * self._attend_s)
+        seen = [(layer, layer.tokens(rows, attended)) for layer in self._layers]
+        return Stage(
+            "decode attention",
+            sum(tokens * layer.token_s for layer, tokens in seen),
+            sum(tokens * layer.decode_s for layer, tokens in seen),
+        )
 
     def prefill(self, rows: float, pairs: float) -> Stage:
         """Returns the stage of prompt rows. pairs counts each row with each token it attends to."""
-        return Stage("prefill attention", compute_s=self._in_windows(rows, pairs) * self._pair_s)
-
-    def _in_windows(self, rows: float, tokens: float) -> float:
-        """Returns the tokens of all layers that the rows attend to, `tokens` being those of one
-        layer without a window."""
-        total = 0.0
-        for window, layers in self._windows.items():
-            total += layers * (tokens if window is None else min(tokens, rows * window))
-        return total
+        multiply_s = sum(layer.tokens(rows, pairs) * layer.prefill_s for layer in self._layers)
+        return Stage("prefill attention", compute_s=multiply_s)
 
 
 class MachineCost:
@@ -132,7 +152,9 @@ class MachineCost:
         weights = efficiency.weights * bandwidth * n
         self._block_s = shape.block_bytes(precision) / weights
         self._head_s = shape.head_bytes(precision) / weights
-        self._block_row_s = 2 * shape.block_parameters / (product_peak * n)
+        self._weights_rate = weights
+        row_parameters = shape.block_parameters + shape.routed_parameters
+        self._block_row_s = 2 * row_parameters / (product_peak * n)
         self._head_row_s = 2 * shape.head_parameters / (product_peak * n)
         elements = 4 * shape.hidden + (2 * shape.q_width + 2 * shape.kv_width + 2 * shape.ffn) / n
         wide = device.kind == "cpu" and precision.weights != "bfloat16"
@@ -161,9 +183,10 @@ class MachineCost:
         """Returns the stages that need no K/V; `sampled` rows have the last product."""
         efficiency = self.efficiency
         multiply_s = efficiency.product_rows(rows) * self._block_row_s
+        experts_s = self.shape.expert_bytes(self.precision, rows) / self._weights_rate
         last_s = efficiency.product_rows(sampled) * self._head_row_s
         return [
-            Stage("products", self._block_s, multiply_s),
+            Stage("products", self._block_s + experts_s, multiply_s),
             Stage("last product", self._head_s if sampled else 0.0, last_s),
             Stage("rows", rows * self._row_s + sampled * self._logits_s),
             self._network(rows),

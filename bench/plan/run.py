@@ -21,7 +21,6 @@ from bench.plan.search import Budget, all_machines, rank, rank_splits
 from bench.plan.serving import Load, Slo
 from bench.plan.shapes import KV, WEIGHTS, Precision, Shape, load_shape
 from bench.plan.tables import details, print_details, print_ranking, print_splits
-from quant.kv import fitting_group
 from serve.errors import ConfigError
 
 BATCHES = (1, 8, 16, 32, 64, 128)
@@ -128,7 +127,7 @@ def find_precision(dtype: str, kv_dtype: str, shape: Shape) -> Precision:
         kv_dtype = dtype
         if dtype not in KV:
             kv_dtype = "int8"
-        if kv_dtype == "int8" and fitting_group(shape.head_dim, 64) is None:
+        if kv_dtype == "int8" and not shape.has_int8_kv:
             kv_dtype = "bfloat16"
     if kv_dtype not in KV:
         raise ConfigError(f"kv_dtype {kv_dtype!r} is not one of: auto, {', '.join(KV)}")

@@ -1,20 +1,24 @@
 """The sizes of models: the numbers that steps read, multiply and store.
 
 A model is a checkpoint's config.json, or a name of models.toml, whose dimensions come from the
-published config.json files.
+published config.json files; rows with a model_type have the keys of config.json, and are read as
+the server reads them.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from quant.kv import Int8KVFormat, fitting_group
+from bench.common.mixtures import MixtureSize
+from bench.plan.layers import LayerAttention
 from serve.errors import ConfigError
 
 WEIGHTS = ("float32", "bfloat16", "int8", "fp8", "int4", "nf4")
@@ -22,7 +26,7 @@ KV = ("float32", "bfloat16", "int8")
 _QUANTIZED = ("int8", "int4", "nf4", "fp8")
 _WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "fp8": 8.0}
 _GROUP_SCALE_BITS = 16
-_PLAIN_BYTES = {"float32": 4, "bfloat16": 2}
+_PLAIN = ("float32", "bfloat16")
 # The types in which products multiply, best first; a device that lacks a type takes the next.
 _FACTORS = {
     "float32": ("fp32",),
@@ -67,7 +71,8 @@ class Shape:
     """The sizes of a model.
 
     block_parameters are in the products of all layers, head_parameters in the last product, and
-    other_parameters in norms, biases and positions. embedding_parameters are only looked up; they
+    other_parameters in norms, biases and positions. mixtures are those of the layers that have one;
+    block_parameters leaves their experts out. embedding_parameters are only looked up; they
     are shared with the last product if is_tied. q_width and kv_width are the numbers in a row's q
     and in its k. windows has one entry per layer, None if the layer attends to all tokens.
     """
@@ -85,6 +90,8 @@ class Shape:
     embedding_parameters: int = 0
     other_parameters: int = 0
     is_tied: bool = False
+    mixtures: tuple[MixtureSize, ...] = ()
+    attentions: tuple[LayerAttention, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -108,28 +115,62 @@ class Shape:
             )
 
     @property
+    def expert_parameters(self) -> int:
+        return sum(each.num_experts * each.parameters for each in self.mixtures)
+
+    @property
+    def routed_parameters(self) -> int:
+        """The parameters in the experts of one row."""
+        return sum(each.top_k * each.parameters for each in self.mixtures)
+
+    @property
     def num_parameters(self) -> int:
         """The published number of parameters, in which shared parameters count once."""
         own = 0 if self.is_tied else self.embedding_parameters
-        return self.block_parameters + self.head_parameters + self.other_parameters + own
+        products = self.block_parameters + self.expert_parameters + self.head_parameters
+        return products + self.other_parameters + own
 
-    def layers_by_window(self) -> Counter[int | None]:
-        return Counter(self.windows)
+    @property
+    def active_parameters(self) -> int:
+        """The parameters without the experts that a row does not use."""
+        return self.num_parameters - self.expert_parameters + self.routed_parameters
+
+    def layer_attentions(self) -> Counter[LayerAttention]:
+        """Returns how many layers attend in each way."""
+        if self.attentions:
+            return Counter(self.attentions)
+        each = 4 * self.q_width
+        return Counter(
+            LayerAttention(window, self.num_kv_heads, self.head_dim, each, each)
+            for window in self.windows
+        )
+
+    @property
+    def has_int8_kv(self) -> bool:
+        """Whether K/V of all layers can be int8."""
+        try:
+            self.kv_token_bytes(Precision(kv="int8"))
+        except ConfigError:
+            return False
+        return True
+
+    def kv_by_window(self, precision: Precision) -> dict[int | None, float]:
+        """Returns the K/V bytes that a token takes in the layers of each window."""
+        found: dict[int | None, float] = {}
+        for layer, number in self.layer_attentions().items():
+            one = number * layer.stored_bytes(precision.kv, precision.kv_group)
+            if one:
+                found[layer.window] = found.get(layer.window, 0.0) + one
+        return found
 
     def kv_token_bytes(self, precision: Precision) -> float:
         """Returns the K/V bytes of one token in all layers."""
-        return self.num_layers * self.kv_layer_bytes(precision)
+        return sum(self.kv_by_window(precision).values())
 
-    def kv_layer_bytes(self, precision: Precision) -> float:
-        """Returns the K/V bytes of one token in one layer."""
-        if precision.kv != "int8":
-            return 2.0 * self.kv_width * _PLAIN_BYTES[precision.kv]
-        group = fitting_group(self.head_dim, precision.kv_group)
-        if group is None:
-            raise ConfigError(
-                f"kv_dtype int8 needs a head_dim of a multiple of 16 up to 512, not {self.head_dim}"
-            )
-        return float(Int8KVFormat(self.num_kv_heads, self.head_dim, group).token_bytes)
+    def expert_bytes(self, precision: Precision, rows: float) -> float:
+        """Returns the bytes of the experts that rows draw evenly."""
+        drawn = sum(each.drawn(rows) * each.parameters for each in self.mixtures)
+        return drawn * precision.weight_bits / 8
 
     def block_bytes(self, precision: Precision) -> float:
         return self.block_parameters * precision.weight_bits / 8
@@ -141,11 +182,12 @@ class Shape:
         """Returns the bytes of all weights in memory. The embedding has 16 bits, or 32 with fp32
         weights; it is a second copy if a tied last product has another type. Norms and biases are
         fp32."""
-        is_shared = self.is_tied and precision.weights in _PLAIN_BYTES
+        is_shared = self.is_tied and precision.weights in _PLAIN
         looked_up = 0 if is_shared else self.embedding_parameters
         table = looked_up * (4 if precision.weights == "float32" else 2)
         return (
             self.block_bytes(precision)
+            + self.expert_parameters * precision.weight_bits / 8
             + self.head_bytes(precision)
             + table
             + 4 * self.other_parameters
@@ -222,6 +264,12 @@ def known_models() -> dict[str, dict[str, Any]]:
 
 
 def _named(name: str, row: dict[str, Any]) -> Shape:
+    if "model_type" in row:
+        with TemporaryDirectory() as folder:
+            # TOML has no null, which some keys need against their defaults
+            config = {key: None if value == "null" else value for key, value in row.items()}
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            return replace(_read(Path(folder)), name=name)
     sizes = dict(row)
     layers, window = sizes.pop("layers"), sizes.pop("window", None)
     sizes.setdefault("head_dim", sizes["hidden"] // sizes["heads"])
@@ -230,27 +278,47 @@ def _named(name: str, row: dict[str, Any]) -> Shape:
 
 def _read(path: Path) -> Shape:
     # these import torch
+    from bench.common.model_cost import attention_costs, mixture_sizes
     from serve.models import count_parameters, read_spec
     from serve.models.families.layer_spec import MixtureSpec
 
     spec = read_spec(path)
     counts, layers = count_parameters(spec), spec.attention_layers
     table = spec.vocab_size * spec.embed_size
-    mlp = spec.layers[0].mlp
-    expert = mlp.expert if isinstance(mlp, MixtureSpec) else mlp
+    mlp = spec.layers[-1].mlp
+    costs = attention_costs(spec, 1.0)
+    attentions = tuple(
+        LayerAttention(
+            cost.most,
+            layer.num_kv_heads,
+            layer.head_dim,
+            cost.decode,
+            cost.prefill,
+            layer.value_dim,
+            layer.shares is not None,
+        )
+        for layer, cost in zip(layers, costs, strict=True)
+    )
+    q_width = layers[0].num_heads * layers[0].head_dim
+    plain = LayerAttention(
+        None, layers[0].num_kv_heads, layers[0].head_dim, 4 * q_width, 4 * q_width
+    )
+    is_uniform = all(each._replace(window=None) == plain for each in attentions)
     return Shape(
         name=path.resolve().name,
         hidden=spec.hidden_size,
-        q_width=layers[0].num_heads * layers[0].head_dim,
+        q_width=q_width,
         kv_width=layers[0].num_kv_heads * layers[0].head_dim,
         head_dim=layers[0].head_dim,
-        ffn=expert.size,
-        windows=tuple(layer.window for layer in layers),
+        ffn=mlp.router.top_k * mlp.expert.size if isinstance(mlp, MixtureSpec) else mlp.size,
+        windows=tuple(each.window for each in attentions),
         max_model_len=spec.max_model_len,
-        block_parameters=counts.blocks + counts.experts,
+        block_parameters=counts.blocks,
         head_parameters=counts.head,
         embedding_parameters=table,
         # a tied table counts as the last product
         other_parameters=counts.others + counts.tables - (0 if spec.is_tied else table),
         is_tied=spec.is_tied,
+        mixtures=tuple(mixture_sizes(spec)),
+        attentions=() if is_uniform else attentions,
     )

@@ -16,6 +16,7 @@ from bench.plan.cost import MachineCost
 from bench.plan.hardware import Device
 from bench.plan.search import Choice, SplitChoice
 from bench.plan.serving import MAX_ROWS, Load, decode_work, prefill_s
+from bench.plan.shapes import Shape
 
 NONE = "–"
 MARKS = {"cuda": " †", "none": " ‡"}  # by back end, behind a machine's name
@@ -113,7 +114,7 @@ def print_details(detailed: Details, load: Load, console: Console) -> None:
     room, token_bytes = kv_bytes(cost), shape.kv_token_bytes(precision)
     name = marked(machine.device, machine.name)
     console.print(
-        f"[bold]{shape.name}[/bold], {shape.num_parameters / 1e9:.3g}B parameters, "
+        f"[bold]{shape.name}[/bold], {_parameters(shape)}, "
         f"{precision.weights} ({_gb(shape.weight_bytes(precision))}), K/V {precision.kv} "
         f"({token_bytes:,.0f} bytes a token) on [bold]{name}[/bold] "
         f"({_gb(machine.num_devices * machine.device.memory_bytes)})",
@@ -139,6 +140,13 @@ def print_details(detailed: Details, load: Load, console: Console) -> None:
         table.add_row(f"{tokens:,}", *expected)
     console.print(table)
     print_meanings([machine.device], cost.is_assumed, console)
+
+
+def _parameters(shape: Shape) -> str:
+    text = f"{shape.num_parameters / 1e9:.3g}B parameters"
+    if not shape.mixtures:
+        return text
+    return f"{text}, {shape.active_parameters / 1e9:.3g}B active"
 
 
 def _decode_table(detailed: Details) -> Table:

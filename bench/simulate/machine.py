@@ -71,8 +71,8 @@ def simulated_machine(
         )
     config = _sized(config, shape, precision, kind, room)
     groups = tuple(
-        LayerGroup(int(layers * shape.kv_layer_bytes(precision)), TILE_TOKENS, window)
-        for window, layers in shape.layers_by_window().items()
+        LayerGroup(int(token_bytes), TILE_TOKENS, window)
+        for window, token_bytes in shape.kv_by_window(precision).items()
     )
     return SimulatedMachine(name, cost, SimulationSettings(config, groups), notes)
 

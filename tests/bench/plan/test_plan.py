@@ -49,6 +49,20 @@ PARAMETERS = {
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-small-24b": 23_572_403_200,
     "gpt2": 124_439_808,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "olmoe-1b-7b": 6_919_161_856,
+    "gpt-oss-20b": 20_914_757_184,
+    "deepseek-v2-lite": 15_706_484_224,
+    "phi-4-mini": 3_836_021_760,
+    # without the vision tower (416,866,032) and its projector (2,950,272)
+    "gemma-3-4b": 4_300_079_472 - 416_866_032 - 2_950_272,
+}
+# Counts that the authors give in billions, total and active, without towers and further heads.
+ROUNDED = {
+    "gemma-4-26b-a4b": (25.2, 3.8),
+    "glm-4.7-flash": (29.9, 3.9),
+    "ministral-3-8b": (8.5, 8.5),
+    "qwen3-30b-a3b": (30.5, 3.35),
 }
 # 1 TB/s, 100 TFLOP/s in bf16, 200 in int8, 10 in fp32
 ROUND = Device(
@@ -97,7 +111,14 @@ def test_published_parameters(name: str) -> None:
 
 
 def test_all_named_models_are_counted() -> None:
-    assert set(known_models()) == {*PARAMETERS, DEFAULT_MODEL}
+    assert set(known_models()) == {*PARAMETERS, *ROUNDED, DEFAULT_MODEL}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_published_billions(name: str) -> None:
+    shape, (total, active) = load_shape(name), ROUNDED[name]
+    assert shape.num_parameters / 1e9 == pytest.approx(total, abs=0.05)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, abs=0.05)
 
 
 def test_the_embedded_model_is_its_own_checkpoint() -> None:
@@ -160,7 +181,7 @@ def test_unknown_models_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"no config\.json"):
         load_shape(str(tmp_path))
     with pytest.raises(ConfigError, match="head_dim of a multiple of 16 up to 512, not 10"):
-        SMALL.kv_layer_bytes(Precision("int8", "int8"))
+        SMALL.kv_token_bytes(Precision("int8", "int8"))
 
 
 # ---- hardware
