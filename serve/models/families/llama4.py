@@ -62,7 +62,8 @@ def _llama4(config: ConfigReader) -> Fields:
     mixture = MixtureSpec(
         num_experts=num_experts,
         expert=expert,
-        router=RouterKind(top_k=top_k, score="sigmoid"),
+        # the choice is by logits, since the sigmoids of large ones are equal in fp32
+        router=RouterKind(top_k=top_k, score="sigmoid", is_after_top_k=True),
         shared=expert,
         scales_input=True,
     )
