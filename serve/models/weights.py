@@ -234,6 +234,7 @@ def _is_within(name: str, modules: set[str]) -> bool:
     return any(name[:end] in modules for end in ends)
 
 
+_MTP = "multi-token prediction head"
 # parts of tensors' names -> parts of multimodal models that are not served
 TOWERS = {
     "vision_tower": "vision tower",
@@ -244,7 +245,7 @@ TOWERS = {
     "embed_vision": "vision tower",
     "embed_audio": "audio tower",
     "multi_modal_projector": "projector",
-    "mtp": "multi-token prediction head",
+    "mtp": _MTP,
 }
 
 
@@ -259,13 +260,17 @@ def log_unused(names: Sequence[str], num_layers: int) -> None:
             part == "layers" and after.isdigit() and int(after) >= num_layers
             for part, after in itertools.pairwise(parts)
         ):
-            tower = "multi-token prediction head"
+            tower = _MTP
         if tower is None:
             others.append(name)
         else:
             towers[tower] = towers.get(tower, 0) + 1
     if towers:
-        found = " and ".join(f"the {tower}" for tower in towers)
-        logger.info("text only: %s (%d tensors) is not loaded", found, sum(towers.values()))
+        known = [tower for tower in dict.fromkeys(TOWERS.values()) if tower in towers]
+        found = " and ".join(f"the {tower}" for tower in known)
+        start = "" if known == [_MTP] else "text only: "
+        verb = "is" if len(known) == 1 else "are"
+        count = sum(towers.values())
+        logger.info("%s%s %s not loaded (%d tensors)", start, found, verb, count)
     if others:
         logger.warning("%d tensors are not used, such as %s", len(others), others[0])

@@ -67,7 +67,7 @@ def make_checkpoint(directory: Path, family: str, variant: str = "base", seed: i
     model_class = _class_of(family, settings_of(chosen))
     config = model_class.config_class(**settings_of(chosen))
     model = model_class(config).float()
-    _randomize(model, seed)
+    randomize(model, seed)
     model.save_pretrained(path, max_shard_size=chosen.max_shard_size)
     # a few ids of the model's vocabulary have no token, as in many real checkpoints
     write_tokenizer(path, num_tokens=config.vocab_size - 5)
@@ -86,7 +86,7 @@ def _class_of(family: str, settings: Json) -> Any:
     return transformers.AutoModelForCausalLM._model_mapping[type(config)]
 
 
-def _randomize(model: torch.nn.Module, seed: int) -> None:
+def randomize(model: torch.nn.Module, seed: int) -> None:
     """Draws norm weights around 1 and all others around 0. Embeddings are small, so that the
     blocks and not the last token decide the next one even where input and output tables are
     tied."""
