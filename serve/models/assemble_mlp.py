@@ -41,7 +41,7 @@ class MlpAssembler:
         if isinstance(mlp, MlpSpec):
             up = tuple(at + name for name in names.up)
             return self._dense(mlp, up, at + names.down, Fusion(norm), scale)
-        stored = self._find_experts(names.experts, at)
+        stored = self._find_experts(mlp, names.experts, at)
         if mlp.dense is None:
             return self._mixture(mlp, stored, at, norm)
         up = tuple(at + name for name in names.up)
@@ -71,12 +71,19 @@ class MlpAssembler:
 
     # -- mixtures
 
-    def _find_experts(self, ways: tuple[ExpertNames, ...], at: str) -> ExpertNames:
-        """Returns the way in which the checkpoint stores a mixture."""
-        for way in ways:
-            if self._source.has_weight(at + way.up[0].format(0)):
-                return way
-        return ways[0]
+    def _find_experts(
+        self, mixture: MixtureSpec, ways: tuple[ExpertNames, ...], at: str
+    ) -> ExpertNames:
+        """Returns the way in which the checkpoint stores a mixture; of those with the same names
+        the one whose shapes fit."""
+        found = [way for way in ways if self._source.has_weight(at + way.up[0].format(0))]
+        if len(found) > 1:
+            hidden = self._spec.hidden_size
+            for way in found:
+                part = _up_parts(mixture, way, at, 0)[0]
+                if self._source.shape(part.weight) == part.shape(hidden, is_transposed=False):
+                    return way
+        return (found or ways)[0]
 
     def _mixture(
         self, mixture: MixtureSpec, names: ExpertNames, at: str, norm: Norm | None

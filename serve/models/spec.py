@@ -23,6 +23,7 @@ from serve.models.families.names import Family
 from serve.models.families.rope_spec import RopeSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # keys under which multimodal configurations hold that of their language model
 NESTED = ("text_config", "llm_config", "language_config")
 
@@ -139,7 +140,11 @@ def read_spec(path: Path) -> ModelSpec:
 
 
 def _with_defaults(config: ConfigReader, family: Family) -> ConfigReader:
-    missing = {key: value for key, value in family.nested_defaults.items() if not config.has(key)}
+    """Returns a nested configuration with what it leaves out."""
+    given = {key for key in config.values if config.has(key)}
+    if given & EXPERT_COUNTS:  # names of one number
+        given |= EXPERT_COUNTS
+    missing = {key: value for key, value in family.nested_defaults.items() if key not in given}
     return ConfigReader(config.values | missing, config.source)
 
 

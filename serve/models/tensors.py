@@ -101,6 +101,9 @@ class TensorSource(Protocol):
     def has(self, name: str) -> bool:
         """Returns whether the checkpoint has a tensor of this name."""
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape of the checkpoint's tensor of this name, None if it has none."""
+
     def has_weight(self, name: str) -> bool:
         """Returns whether it has a product's weight, plain or quantized, or fused experts'."""
 
@@ -192,6 +195,9 @@ class ExpectedTensors:
 
     def has(self, name: str) -> bool:
         return self._checkpoint is not None and name in self._checkpoint.entries
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return None if self._checkpoint is None else _shape_in(self._checkpoint, name)
 
     def has_weight(self, name: str) -> bool:
         return self._packed is not None and self._packed.has_weight(name)
@@ -323,6 +329,9 @@ class LoadedTensors:
     def has(self, name: str) -> bool:
         return name in self._checkpoint.entries
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return _shape_in(self._checkpoint, name)
+
     def has_weight(self, name: str) -> bool:
         return self._packed.has_weight(name)
 
@@ -345,3 +354,8 @@ class LoadedTensors:
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
     return tensor if scale == 1.0 else tensor.float() * scale
+
+
+def _shape_in(checkpoint: Checkpoint, name: str) -> tuple[int, ...] | None:
+    entry = checkpoint.entries.get(name)
+    return None if entry is None else entry.shape

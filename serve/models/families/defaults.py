@@ -6,11 +6,11 @@ configuration class, so these are those defaults. A configuration of its own alw
 
 from __future__ import annotations
 
-Defaults = dict[str, int]
+Defaults = dict[str, object]
 
 
 def _sizes(
-    vocab: int, hidden: int, mlp: int, layers: int, heads: int, max_len: int, **others: int
+    vocab: int, hidden: int, mlp: int, layers: int, heads: int, max_len: int, **others: object
 ) -> Defaults:
     return {
         "vocab_size": vocab,
@@ -147,6 +147,50 @@ NESTED_DEFAULTS: dict[str, Defaults] = {
         n_routed_experts=128,
         num_experts_per_tok=4,
         moe_intermediate_size=2048,
+    ),
+}
+_QWEN2_VL = _sizes(
+    152_064,
+    8_192,
+    29_568,
+    80,
+    64,
+    32_768,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+)
+NESTED_DEFAULTS |= {
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": _sizes(151_936, 4_096, 22_016, 32, 32, 128_000, rope_theta=5e5),
+    "qwen3_vl_moe_text": _sizes(
+        151_936,
+        2_048,
+        5_632,
+        24,
+        16,
+        128_000,
+        num_key_value_heads=16,
+        rope_theta=5e5,
+        tie_word_embeddings=True,
+        num_experts=60,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1_408,
+        norm_topk_prob=True,
+    ),
+    "afmoe": _sizes(
+        200_192,
+        2_048,
+        6_144,
+        32,
+        16,
+        16_384,
+        num_experts=64,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1_408,
     ),
 }
 NESTED_DEFAULTS["kimi_k2"] = NESTED_DEFAULTS["deepseek_v3"]

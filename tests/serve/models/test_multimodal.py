@@ -56,6 +56,35 @@ KINDS: dict[str, tuple[str, str, Json]] = {
         _VISION | {"image_size": [28, 28], "patch_size": [14, 14]},
     ),
 }
+_QWEN_VISION: Json = {
+    "depth": 1,
+    "hidden_size": 16,
+    "out_hidden_size": 64,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 1,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+_QWEN2_VISION: Json = {"depth": 1, "embed_dim": 16, "hidden_size": 64, "mlp_ratio": 2}
+for _kind, _class in (
+    ("qwen2_vl", "Qwen2VL"),
+    ("qwen2_5_vl", "Qwen2_5_VL"),
+    ("qwen3_vl", "Qwen3VL"),
+    ("qwen3_vl_moe", "Qwen3VLMoe"),
+):
+    _tower = _QWEN2_VISION | {"num_heads": 2} if _kind == "qwen2_vl" else _QWEN_VISION
+    KINDS[_kind] = (f"{_class}Config", f"{_class}ForConditionalGeneration", _tower)
+# the text models of Qwen's vision models are theirs with three positions, which are equal in text
+SHAPES = {
+    "qwen2_vl_text": ("qwen2", "base"),
+    "qwen2_5_vl_text": ("qwen2", "base"),
+    "qwen3_vl_text": ("qwen3", "base"),
+    "qwen3_vl_moe_text": ("qwen3_moe", "head-24"),
+}
+_MROPE = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [2, 3, 3]}
 # kind of the whole, family and shape of the language model
 CASES = [
     ("gemma3", "gemma3_text", "head-24"),
@@ -67,6 +96,10 @@ CASES = [
     ("llava", "llama", "base"),
     ("internvl", "qwen2", "base"),
     ("internvl", "qwen3", "base"),
+    ("qwen2_vl", "qwen2_vl_text", "base"),
+    ("qwen2_5_vl", "qwen2_5_vl_text", "base"),
+    ("qwen3_vl", "qwen3_vl_text", "base"),
+    ("qwen3_vl_moe", "qwen3_vl_moe_text", "head-24"),
 ]
 TOWER = "text only: the vision tower"
 
@@ -74,7 +107,10 @@ TOWER = "text only: the vision tower"
 def save(directory: Path, kind: str, family: str, shape: str) -> tuple[Path, Any]:
     """Saves a small model of the kind. Returns its path and the model."""
     config_class, model_class, vision = KINDS[kind]
-    text = settings_of(find_variant(family, shape)) | {"model_type": family}
+    like, shape = SHAPES.get(family, (family, shape))
+    text = settings_of(find_variant(like, shape)) | {"model_type": family}
+    if family in SHAPES:
+        text |= {"rope_parameters": _MROPE, "head_dim": 16}
     if kind == "gemma4":
         text |= {"pad_token_id": 0}
     if kind == "llava":

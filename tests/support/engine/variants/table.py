@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from tests.support.engine.variants import classic, dense, gemma4, latent, mixtures, sandwich
+from tests.support.engine.variants import (
+    classic,
+    dense,
+    gated,
+    gemma4,
+    latent,
+    mixtures,
+    sandwich,
+)
 from tests.support.engine.variants.classic import LONG_VARIANTS
 from tests.support.engine.variants.variant import LLAMA, Json, Variant
 
@@ -12,6 +20,7 @@ VARIANTS: list[Variant] = [
     *sandwich.VARIANTS,
     *mixtures.VARIANTS,
     *gemma4.VARIANTS,
+    *gated.VARIANTS,
     *latent.VARIANTS,
 ]
 
