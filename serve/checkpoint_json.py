@@ -33,9 +33,10 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
     in its place."""
     try:
         with open_regular(path) as file:
-            data = file.read(max_bytes + 1)
+            size = os.fstat(file.fileno()).st_size
+            # a read reserves as much memory as it asks for
+            data = file.read(min(size, max_bytes) + 1)
             if len(data) > max_bytes:
-                size = os.fstat(file.fileno()).st_size
                 raise ModelLoadError(f"{path} is {size} bytes; at most {max_bytes} are read")
     except OSError as error:
         raise ModelLoadError(f"cannot read {path}: {reason(error)}") from error

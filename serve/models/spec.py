@@ -185,7 +185,7 @@ def read_config(path: Path) -> ConfigReader:
         raise ModelLoadError(f"{path} has no config.json; a Hugging Face model directory is needed")
     config = ConfigReader(read_json(source), str(source))
     model_type = config.values.get("model_type")
-    if config.has("auto_map") and model_type not in FAMILIES:
+    if config.has("auto_map") and not (isinstance(model_type, str) and model_type in FAMILIES):
         raise config.fail(
             "auto_map", "asks for code from the checkpoint, which is never run; use a plain model"
         )

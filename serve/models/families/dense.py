@@ -27,7 +27,11 @@ def _smollm3(config: ConfigReader) -> Fields:
     uses = config.values.get("no_rope_layers")  # 1 for a layer with RoPE
     if uses is None:
         uses = [int((index + 1) % interval != 0) for index in range(num_layers)]
-    if not isinstance(uses, list) or len(uses) < num_layers or not set(uses) <= {0, 1}:
+    if (
+        not isinstance(uses, list)
+        or len(uses) < num_layers
+        or not all(use in (0, 1) for use in uses)
+    ):
         raise config.fail("no_rope_layers", f"must list 0 or 1 for {num_layers} layers")
     rope = read_rope(config, dim, theta=2e6)
     is_windowed = config.boolean("use_sliding_window", False) and config.has("sliding_window")

@@ -125,7 +125,11 @@ def _glm4_moe_lite(config: ConfigReader) -> Fields:
     num_layers = num_layers_of(config)
     if kinds is None:
         is_sparse = after_first_dense(config, 1)
-    elif isinstance(kinds, list) and len(kinds) == num_layers and set(kinds) <= {"dense", "sparse"}:
+    elif (
+        isinstance(kinds, list)
+        and len(kinds) == num_layers
+        and all(kind in ("dense", "sparse") for kind in kinds)
+    ):
         is_sparse = [kind == "sparse" for kind in kinds]
     else:
         raise config.fail("mlp_layer_types", f"must list dense or sparse for {num_layers} layers")

@@ -70,7 +70,9 @@ def _llama4(config: ConfigReader) -> Fields:
     step = config.integer("interleave_moe_layer_step", 1)
     sparse = config.values.get("moe_layers")
     if sparse is None:
-        sparse = range(step - 1, num_layers, step)
+        sparse = list(range(step - 1, num_layers, step))
+    if not isinstance(sparse, list):
+        raise config.fail("moe_layers", "must list layers")
     return with_mixture(fields, mixture, [index in sparse for index in range(num_layers)])
 
 
@@ -80,7 +82,11 @@ def _rope_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     uses = config.values.get("no_rope_layers") or [
         int((index + 1) % interval != 0) for index in range(num_layers)
     ]
-    if not isinstance(uses, list) or len(uses) != num_layers or not set(uses) <= {0, 1}:
+    if (
+        not isinstance(uses, list)
+        or len(uses) != num_layers
+        or not all(use in (0, 1) for use in uses)
+    ):
         raise config.fail("no_rope_layers", f"must list 0 or 1 for {num_layers} layers")
     return [bool(use) for use in uses]
 
