@@ -84,11 +84,6 @@ def plain_head_dim(config: ConfigReader, hidden_size: int, num_heads: int) -> in
     return hidden_size // num_heads
 
 
-def are_flags(values: object) -> bool:
-    """Returns whether this is a list of zeros and ones."""
-    return isinstance(values, list) and all(value in (0, 1) for value in values)
-
-
 def read_layer_types(config: ConfigReader, default: Sequence[str]) -> list[str]:
     """Returns FULL or SLIDING for each layer; default has as many as the model has layers."""
     types = config.values.get("layer_types")

@@ -26,7 +26,7 @@ def refused(path: Path) -> str:
 
 CONFIG_ERRORS: list[tuple[str, str, Json, str]] = [
     ("mixtral", "base", {"num_local_experts": 0}, "num_local_experts is 0"),
-    ("mixtral", "base", {"num_local_experts": 7}, "gate.weight has shape [6, 64]"),
+    ("mixtral", "base", {"num_local_experts": 7}, "experts.6.w1.weight is missing"),
     ("mixtral", "base", {"num_local_experts": 5}, "gate.weight has shape [6, 64]"),
     ("mixtral", "base", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, but num_local_exp"),
     ("mixtral", "base", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
