@@ -81,6 +81,7 @@ def route(
     num_top_groups: int,
     group_best: int,
 ) -> None: ...
+def unpack_nibbles(packed: int, num_bytes: int, is_low_first: bool, codes: int) -> None: ...
 def round_rows(
     codes: int,
     stride: int,

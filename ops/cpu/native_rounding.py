@@ -1,4 +1,4 @@
-"""Rounds stored 8-bit weights to int8 on the native kernels (ops/csrc/rounding.inl)."""
+"""Stored weights on the native kernels: 8 bits are rounded to int8, 4 bits are unpacked."""
 
 from __future__ import annotations
 
@@ -43,3 +43,13 @@ def round_codes(
         steps.data_ptr(),
     )
     return rounded, steps
+
+
+def unpack_nibbles(packed: Tensor, *, is_low_first: bool) -> Tensor:
+    """Unpacks packed: [n, m] uint8 to [n, 2 m] uint8 below 16. Two codes share a byte."""
+    packed = packed.contiguous()
+    assert packed.dtype == torch.uint8
+    codes = torch.empty(packed.shape[0], 2 * packed.shape[1], dtype=torch.uint8)
+    args = (packed.data_ptr(), packed.numel(), is_low_first, codes.data_ptr())
+    library().unpack_nibbles(*args)
+    return codes

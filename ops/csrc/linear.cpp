@@ -171,8 +171,9 @@ class Int4Linear : public QuantizedLinear {
       std::memset(to, 0, panel_bytes(num_in, group, op4_.codes));
       for (int c = 0; c < PANEL; c++)
         if (channel(panel, c) >= 0)
-          pack_channel(to, c, channel(panel, c), pointer<uint8_t>(codes), pointer<uint16_t>(scales),
-                       pointer<uint8_t>(zeros), pointer<uint16_t>(minimums));
+          pack_factors(to, c, channel(panel, c), pointer<uint16_t>(scales), pointer<uint8_t>(zeros),
+                       pointer<uint16_t>(minimums));
+      pack_codes(to, panel, pointer<uint8_t>(codes), zeros || minimums);
     });
   }
 
@@ -206,25 +207,41 @@ class Int4Linear : public QuantizedLinear {
     return round_up(num_in, padding(group)) / group * group_bytes(group, codes);
   }
 
-  void pack_channel(uint8_t* to, int c, int n, const uint8_t* codes, const uint16_t* scales,
-                    const uint8_t* zeros, const uint16_t* minimums) const {
-    const int group = op4_.group, groups = (op_.num_in + group - 1) / group;
-    const uint8_t* row = codes + static_cast<size_t>(n) * op_.num_in;
-    for (int g = 0; g < groups; g++, to += group_bytes(group, op4_.codes)) {
+  // Writes the scale, zero point and minimum of every group of channel n.
+  void pack_factors(uint8_t* to, int c, int n, const uint16_t* scales, const uint8_t* zeros,
+                    const uint16_t* minimums) const {
+    const int groups = (op_.num_in + op4_.group - 1) / op4_.group;
+    for (int g = 0; g < groups; g++, to += group_bytes(op4_.group, op4_.codes)) {
       const size_t at = static_cast<size_t>(n) * groups + g;
       std::memcpy(to + 2 * c, scales + at, 2);
-      uint8_t* bytes = to + 64;
       if (zeros) {
         const int16_t zero = zeros[at];
-        std::memcpy(bytes + 2 * c, &zero, 2);
-        bytes += 64;
+        std::memcpy(to + 64 + 2 * c, &zero, 2);
       }
-      if (minimums) {
-        std::memcpy(bytes + 2 * c, minimums + at, 2);
-        bytes += 64;
+      if (minimums) std::memcpy(to + 64 + 2 * c, minimums + at, 2);
+    }
+  }
+
+  // Writes a panel's codes, four inputs of two channels at a time.
+  void pack_codes(uint8_t* to, int panel, const uint8_t* codes, bool has_offsets) const {
+    const uint8_t* rows[PANEL];
+    for (int c = 0; c < PANEL; c++) {
+      const int n = channel(panel, c);
+      rows[c] = n < 0 ? nullptr : codes + static_cast<size_t>(n) * op_.num_in;
+    }
+    const int group = op4_.group;
+    for (int first = 0; first < op_.num_in; first += group, to += group_bytes(group, op4_.codes)) {
+      uint8_t* bytes = to + (has_offsets ? 128 : 64);
+      for (int k = first; k < op_.num_in && k < first + group; k += 4, bytes += 64) {
+        const int count = op_.num_in - k < 4 ? op_.num_in - k : 4;
+        for (int c = 0; c < PANEL / 2; c++) {
+          uint32_t low = 0, high = 0;
+          if (rows[c]) std::memcpy(&low, rows[c] + k, count == 4 ? 4 : count);
+          if (rows[c + 16]) std::memcpy(&high, rows[c + 16] + k, count == 4 ? 4 : count);
+          low |= high << 4;  // codes are below 16
+          std::memcpy(bytes + 4 * c, &low, 4);
+        }
       }
-      for (int i = 0; i < group && g * group + i < op_.num_in; i++)
-        bytes[i / 4 * 64 + c % 16 * 4 + i % 4] |= row[g * group + i] << (c < 16 ? 0 : 4);
     }
   }
 
@@ -302,6 +319,20 @@ nb::class_<T>& with_quantized(nb::class_<T>& c) {
 }  // namespace
 
 void ms::bind_linear(nb::module_& m) {
+  m.def("unpack_nibbles", [](uintptr_t from, size_t bytes, bool is_low_first, uintptr_t to) {
+    const auto* packed = pointer<uint8_t>(from);
+    auto* codes = pointer<uint8_t>(to);
+    const int first = is_low_first ? 0 : 4;
+    constexpr size_t SHARE = size_t{1} << 16;
+    nb::gil_scoped_release release;
+    Team::get().parallel(static_cast<int>((bytes + SHARE - 1) / SHARE), [&](int task) {
+      const size_t begin = task * SHARE, end = begin + SHARE < bytes ? begin + SHARE : bytes;
+      for (size_t i = begin; i < end; i++) {
+        codes[2 * i] = packed[i] >> first & 15;
+        codes[2 * i + 1] = packed[i] >> (4 - first) & 15;
+      }
+    });
+  });
   nb::class_<Int8Linear> int8(m, "Int8Linear");
   int8.def(nb::init<int, int, const std::vector<size_t>&, int, uintptr_t, int, bool>())
       .def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, int, bool>());

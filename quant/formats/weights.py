@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ops.backend import INT4_GROUPS, NO_FUSION, Fusion, LinearOp, QuantizedLinears
+from ops.cpu import native_library
 from ops.cpu.native_quantized_linear import NATIVE
-from ops.cpu.native_rounding import can_round, round_codes
+from ops.cpu.native_rounding import can_round, round_codes, unpack_nibbles
 from quant.formats.base import joined
 from quant.int4 import Int4Weight
 
@@ -129,6 +130,8 @@ def kernel_group(size: int, num_in: int) -> tuple[int, int]:
 
 def byte_nibbles(packed: Tensor, *, is_low_first: bool) -> Tensor:
     """Unpacks packed: [n, m] uint8 to [n, 2 m] uint8 below 16."""
+    if native_library.is_available():
+        return unpack_nibbles(packed, is_low_first=is_low_first)
     out = torch.empty(packed.shape[0], packed.shape[1], 2, dtype=torch.uint8)
     low = 0 if is_low_first else 1
     torch.bitwise_and(packed, 15, out=out[..., low])

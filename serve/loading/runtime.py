@@ -80,7 +80,11 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
         logger.warning("load_format random: the weights are random, and so are the answers")
     if precision.backend == "cuda":
         return _load_cuda(config, spec, precision, backend, progress)
+    num_threads = torch.get_num_threads()
+    if precision.is_int8:
+        torch.set_num_threads(1)  # weights are packed by the native kernels' threads
     model = _load_model(config, precision, backend, progress)
+    torch.set_num_threads(num_threads)
     layers = model.attention_layers()
     _leave_cores_to_native(precision, layers)
     if config.memory_nodes:
