@@ -7,20 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from ops.cpu import native_library, sampling
 from quant.kv import MAX_HEAD_DIM, TILE_TOKENS
 from serve import LLM, SamplingParams
 from serve.cli.eval import parse_precision
 from serve.cli.quality import evaluate
-from serve.config import EngineConfig
 from serve.http.openai.requests import MAX_TOP_LOGPROBS
-from serve.loading.runtime import load_runtime
 from serve.machine import usable_processors
 from serve.models import read_spec
 from serve.sampling_params import MAX_LOGPROBS
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.logprobs import divergence, logprobs_of
 
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"
@@ -101,33 +99,12 @@ def test_every_family_is_close_to_fp32(family, precision):
     tokens = [rng.randrange(2, 320) for _ in range(60)]
     if precision.endswith("/int8") and _head_dim(family) % TILE_TOKENS:
         pytest.skip("int8 K/V needs heads of a multiple of 16")
-    plain = _logprobs(checkpoint(family, "base"), "float32", tokens)
-    other = _logprobs(checkpoint(family, "base"), precision, tokens)
-    kl = (plain.exp() * (plain - other)).sum(-1)
+    plain = logprobs_of(checkpoint(family, "base"), "float32", tokens)
+    other = logprobs_of(checkpoint(family, "base"), precision, tokens)
+    kl = divergence(plain, other)
     bound = 0.01 if precision.startswith("int8") else 0.001
     assert 0 < float(kl.mean()) < bound
     assert float(kl.max()) < 10 * bound
-
-
-def _logprobs(path, precision, tokens):
-    from memory.attention.seam import AttentionStep
-
-    dtype, kv_dtype = parse_precision(precision)
-    config = EngineConfig(model=str(path), dtype=dtype, kv_dtype=kv_dtype, max_num_seqs=1)
-    runtime = load_runtime(config)
-    with torch.inference_mode():
-        item = runtime.kv.open(len(tokens))
-        assert runtime.kv.grow(item, len(tokens))
-        runtime.kv.commit()
-        start = item.start
-        attention = runtime.attention.plan(AttentionStep(0, [start], [len(tokens)], [len(tokens)]))
-        positions = torch.arange(len(tokens))
-        hidden = runtime.model.forward(torch.tensor(tokens), positions, attention)
-        result = torch.log_softmax(runtime.model.logits(hidden), -1).double()
-    memory = runtime.memory
-    del runtime
-    memory.close()
-    return result
 
 
 def test_int8_keeps_the_perplexity_of_the_default_model():

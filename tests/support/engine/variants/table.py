@@ -8,6 +8,7 @@ from tests.support.engine.variants import (
     gated,
     gemma4,
     latent,
+    long,
     mixtures,
     sandwich,
 )
@@ -26,7 +27,7 @@ VARIANTS: list[Variant] = [
 
 
 def find_variant(family: str, name: str) -> Variant:
-    for item in (*VARIANTS, *LONG_VARIANTS):
+    for item in (*VARIANTS, *LONG_VARIANTS, *long.VARIANTS):
         if (item.family, item.name) == (family, name):
             return item
     raise KeyError(f"{family}-{name} is not in the tables")

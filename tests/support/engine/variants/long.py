@@ -1,0 +1,76 @@
+"""Checkpoints of each kind of layer for sequences of many pages, chunks and windows.
+
+Sizes are those that int8 K/V has. Not in VARIANTS, as references of that length are slow.
+"""
+
+from __future__ import annotations
+
+from tests.support.engine.variants.mixtures import GROUPS
+from tests.support.engine.variants.variant import YARN, Json, Variant
+
+_LONG: Json = {"max_position_embeddings": 640}
+_EXPERTS: Json = _LONG | {"num_experts_per_tok": 3, "head_dim": 32}
+_LATENT: Json = (
+    _LONG
+    | GROUPS
+    | {
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 20,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+    }
+)
+# the context that the rope was made for ends within the tests' prompts
+_YARN: Json = YARN | {
+    "factor": 16.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 48,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+VARIANTS = [
+    Variant("qwen3_moe", "long", _EXPERTS | {"num_experts": 6, "moe_intermediate_size": 40}),
+    Variant(
+        "gpt_oss",
+        "long",
+        _EXPERTS
+        | {
+            "num_local_experts": 6,
+            "sliding_window": 24,
+            "num_hidden_layers": 4,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+    Variant("deepseek_v2", "long", _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    Variant("deepseek_v3", "long", _LATENT | {"q_lora_rank": 24, "rope_parameters": _YARN}),
+    Variant(
+        "gemma4_text",
+        "long",
+        _LONG
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": [SLIDING, FULL] * 3,
+            "head_dim": 32,
+            "global_head_dim": 48,
+            "sliding_window": 24,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 320,
+            "num_kv_shared_layers": 2,
+        },
+    ),
+    Variant(
+        "llama4_text",
+        "long",
+        _LONG
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "attention_chunk_size": 32,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 80,
+            "floor_scale": 64,
+        },
+    ),
+]
