@@ -114,15 +114,23 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:
     if config.backend != "auto":
         return config.backend
     best = best_backend()
-    reason = None
-    if config.memory_nodes:
-        reason = "memory nodes are used"
-    elif max(_head_dims(spec)) > MAX_HEAD_DIM:
-        reason = f"its kernels have no heads of {max(_head_dims(spec))}"
+    reason = "memory nodes are used" if config.memory_nodes else _without_kernels(config, spec)
     if best == "cuda" and reason is not None:
         logger.warning("backend auto: cpu, not cuda (%s)", reason)
         return "cpu"
     return best
+
+
+def _without_kernels(config: EngineConfig, spec: ModelSpec) -> str | None:
+    """Returns what of a model the CUDA back end has no kernels for, or None."""
+    layers = spec.attention_layers
+    if any(layer.value_dim is not None for layer in layers):
+        return "its kernels have no latent attention"
+    max_len = config.max_model_len or spec.max_model_len
+    if any(layer.chunk is not None and layer.chunk < max_len for layer in layers):
+        return "its kernels do not attend within chunks"
+    largest = max(_head_dims(spec))
+    return f"its kernels have no heads of {largest}" if largest > MAX_HEAD_DIM else None
 
 
 def _best_dtype(backend: str, spec: ModelSpec) -> tuple[str, str]:

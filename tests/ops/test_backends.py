@@ -67,6 +67,25 @@ def test_auto_chooses_a_back_end_with_the_required_features(gpu, caplog):
     assert "memory nodes are used" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("deepseek_v3", {}, "no latent attention"),
+        ("llama4_text", {}, "do not attend within chunks"),
+        ("llama4_text", {"max_model_len": 32}, None),
+        ("gpt_oss", {}, None),
+    ],
+)
+def test_auto_takes_the_cpu_for_layers_without_cuda_kernels(gpu, caplog, family, settings, reason):
+    """reason: why the CPU is taken; None: the GPU is taken."""
+    gpu()
+    spec = read_spec(checkpoint(family, "long"))
+    with caplog.at_level(logging.WARNING):
+        found = choose_backend(EngineConfig(**settings), spec)
+    assert found == ("cuda" if reason is None else "cpu")
+    assert reason is None or reason in caplog.text
+
+
 def test_missing_packages_are_named(monkeypatch):
     def no_triton(name):
         raise ImportError("No module named 'triton'")
