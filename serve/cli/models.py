@@ -126,17 +126,13 @@ def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
     console = Console()
     console.print(_table(models))
     for model in models:
-        if model.problem:
-            _print(printable(f"{model.name}: {model.problem}"))
+        _print(printable(f"{model.name}: {model.problem or _takes(model)}"))
     if not paths and len(models) == 1:
         _print(f"The Hugging Face cache {cache_folder()} holds no models.")
 
 
 def _table(models: Iterable[ServableModel]) -> Table:
-    table = Table(
-        *("model", "family", "parameters", "size", "context", "auto", "takes", "fits now"),
-        "other dtypes",
-    )
+    table = Table("model", "family", "parameters", "size", "context", "auto", "other dtypes")
     for model in models:
         if model.problem:
             table.add_row(
@@ -158,17 +154,17 @@ def _table(models: Iterable[ServableModel]) -> Table:
             format_memory(model.size_bytes),
             f"{model.max_model_len:,}",
             model.dtype,
-            f"{format_memory(model.weight_bytes)} + {format_memory(model.kv_token_bytes)} a token",
-            _fits(model),
             ", ".join(model.dtypes),
         )
     return table
 
 
-def _fits(model: ServableModel) -> str:
+def _takes(model: ServableModel) -> str:
+    """Returns what a model takes in memory and what fits, for a line of its own."""
+    text = f"takes {format_memory(model.weight_bytes)}, and {format_memory(model.kv_token_bytes)}"
     if not model.max_sequences:
-        return "no"
-    return f"{model.max_sequences:,} x {model.max_tokens:,} tokens"
+        return f"{text} a token; the memory that is free now is too small"
+    return f"{text} a token; {model.max_sequences:,} x {model.max_tokens:,} tokens fit now"
 
 
 async def fetch_models(url: str, api_key: str | None) -> list[dict[str, Any]]:

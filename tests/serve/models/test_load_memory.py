@@ -27,7 +27,8 @@ from serve.loading.runtime import load_runtime
 from serve.machine import memory_parts
 from serve.models import read_spec
 from serve.models.checkpoint import Checkpoint
-config = EngineConfig(sys.argv[1], dtype=sys.argv[2], kv_cache_bytes=1 << 22, compute_threads=1)
+config = EngineConfig(sys.argv[1], dtype=sys.argv[2], max_model_len=256,
+    kv_cache_bytes=1 << 24, compute_threads=1)
 spec = read_spec(config.model_path)
 precision = resolve_precision(config, spec)
 expected = weight_bytes(config, spec, precision, Checkpoint(config.model_path)).total
@@ -37,7 +38,7 @@ def watch():
     while not is_over:
         peak = max(peak, memory_parts()["anonymous"])
         time.sleep(0.001)
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)
 watcher.start()
 runtime = load_runtime(config)
 is_over = True
