@@ -18,7 +18,8 @@ from serve.errors import ModelLoadError
 from serve.models import load_model
 from tests.support.engine.checkpoints import edit_json
 from tests.support.engine.decoders import run, token_ids
-from tests.support.engine.published_formats import PUBLISHED, fp8_blocks, mxfp4_experts, native_fp8
+from tests.support.engine.format_writers import fp8_blocks, mxfp4_experts
+from tests.support.engine.published_formats import PUBLISHED, native_fp8
 from tests.support.engine.quantized import AWQ, GPTQ, Tensors, four_bits
 
 pytestmark = pytest.mark.skipif(

@@ -13,21 +13,17 @@ from ops.cpu import native_library
 from ops.cpu.native_quantized_linear import NATIVE
 from quant.formats.base import CheckpointFormat, PackedWeight, TensorRule
 from quant.formats.read import read_format
-from tests.support.engine.published_formats import (
-    EXACT,
-    PUBLISHED,
-    ROUNDED,
+from tests.support.engine.format_writers import (
     Json,
     Quantize,
     Tensors,
     bnb4,
-    bnb_config,
     fp8,
     fp8_blocks,
     hqq,
-    hqq_config,
     mxfp4_experts,
 )
+from tests.support.engine.published_formats import EXACT, PUBLISHED, ROUNDED, bnb_config, hqq_config
 
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"

@@ -17,15 +17,8 @@ from serve.models import load_model, read_spec
 from serve.models.checkpoint import Checkpoint
 from tests.quant.formats.test_published import fetching, header, written
 from tests.support.engine.checkpoints import edit_json
-from tests.support.engine.published_formats import (
-    GPTQ8,
-    PUBLISHED,
-    gptq8,
-    hqq,
-    hqq_config,
-    mxfp4_experts,
-    nvfp4,
-)
+from tests.support.engine.format_writers import gptq8, hqq, mxfp4_experts, nvfp4
+from tests.support.engine.published_formats import GPTQ8, PUBLISHED, hqq_config
 from tests.support.engine.quantized import AWQ, GPTQ, LAYERS, four_bits, write
 
 pytestmark = pytest.mark.skipif(
