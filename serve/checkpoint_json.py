@@ -6,7 +6,6 @@ This module does not know what the keys mean.
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -74,8 +73,9 @@ class ConfigReader:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.fail(key, f"must be a number, not {value!r}")
-        if not math.isfinite(value) or not low <= value <= high:
-            raise self.fail(key, f"is {value}; it must be between {low:g} and {high:g}")
+        # a whole number may be too large for a float, and NaN is in no range
+        if not low <= value <= high:
+            raise self.fail(key, f"is {str(value)[:40]}; it must be between {low:g} and {high:g}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:

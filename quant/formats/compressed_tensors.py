@@ -200,7 +200,7 @@ def _per_output(values: Tensor, num_out: int, groups: int) -> Tensor:
 
 def read_compressed_tensors(config: Config) -> CheckpointFormat:
     expect(config, "format", (*_FORMATS, "mixed-precision"))
-    expect(config, "quantization_status", ("compressed", None))
+    expect(config, "quantization_status", ("compressed", "frozen", None))
     if config.get("transform_config"):
         raise wrong("transform_config", config["transform_config"], "none")
     sparsity = config.get("sparsity_config") or {}

@@ -119,7 +119,7 @@ def read_block(key: str, value: object) -> tuple[int, int]:
 def read_fp8(config: Config) -> CheckpointFormat:
     """Reads quant_method fp8, as DeepSeek, Qwen, Mistral and MiniMax publish it."""
     expect(config, "activation_scheme", ("dynamic", "static", None))
-    expect(config, "fmt", ("e4m3", None))
+    expect(config, "fmt", ("e4m3", "float8_e4m3fn", None))
     expect(config, "scale_fmt", ("float", "ue8m0", None))
     expect(config, "expert_dtype", ("fp8", None))
     has_bytes = config.get("scale_fmt") == "ue8m0"

@@ -83,8 +83,10 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
     num_threads = torch.get_num_threads()
     if precision.is_int8:
         torch.set_num_threads(1)  # weights are packed by the native kernels' threads
-    model = _load_model(config, precision, backend, progress)
-    torch.set_num_threads(num_threads)
+    try:
+        model = _load_model(config, precision, backend, progress)
+    finally:
+        torch.set_num_threads(num_threads)
     layers = model.attention_layers()
     _leave_cores_to_native(precision, layers)
     if config.memory_nodes:

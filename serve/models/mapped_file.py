@@ -34,6 +34,7 @@ _TYPES = {
     "BOOL": torch.bool,
 }
 _LENGTH_BYTES = 8
+_MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13
 
 
 class Place(NamedTuple):
@@ -70,8 +71,14 @@ class MappedFile:
 
     def __init__(self, file: Path) -> None:
         with open_regular(file) as opened:
-            # private and writable, as torch wants it; nothing writes to it
-            self._pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            # private and writable, as torch wants it; nothing writes to it, so no memory is set
+            # aside for copies of a file that may be larger than all memory
+            self._pages = mmap.mmap(
+                opened.fileno(),
+                0,
+                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
 
     def tensor(self, place: Place) -> Tensor:
         """Returns a tensor over the file's pages. ValueError if the file does not hold it."""

@@ -43,6 +43,8 @@ def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
     longest = spec.pretrained_len / spec.low_freq_factor
     shortest = spec.pretrained_len / spec.high_freq_factor
     scaled = torch.where(wavelength > longest, plain / spec.factor, plain)
+    if spec.high_freq_factor == spec.low_freq_factor:  # no wavelength is between the two
+        return scaled
     smooth = (spec.pretrained_len / wavelength - spec.low_freq_factor) / (
         spec.high_freq_factor - spec.low_freq_factor
     )

@@ -18,10 +18,11 @@ from quant.formats.read import read_format
 from serve.checkpoint_json import ConfigReader, read_json
 from serve.errors import ModelLoadError
 from serve.models.families import FAMILIES
-from serve.models.families.layer_spec import AttentionSpec, LayerSpec
+from serve.models.families.layer_spec import AttentionSpec, LayerSpec, MixtureSpec
 from serve.models.families.names import Family
 from serve.models.families.rope_spec import RopeSpec
 
+MAX_ALL_EXPERTS = 1 << 17
 DTYPES = ("float32", "bfloat16", "float16")
 EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # keys under which multimodal configurations hold that of their language model
@@ -136,6 +137,7 @@ def read_spec(path: Path) -> ModelSpec:
         **family.fields(config),
     )
     _check_heads(config, spec)
+    _check_experts(config, spec)
     return spec
 
 
@@ -184,7 +186,7 @@ def read_config(path: Path) -> ConfigReader:
     if not source.exists():
         raise ModelLoadError(f"{path} has no config.json; a Hugging Face model directory is needed")
     config = ConfigReader(read_json(source), str(source))
-    model_type = config.values.get("model_type")
+    model_type = _language_model(config).values.get("model_type")
     if config.has("auto_map") and not (isinstance(model_type, str) and model_type in FAMILIES):
         raise config.fail(
             "auto_map", "asks for code from the checkpoint, which is never run; use a plain model"
@@ -242,6 +244,16 @@ def read_generation_defaults(path: Path) -> dict[str, Any]:
     if generation.has("top_k"):
         defaults["top_k"] = generation.integer("top_k", low=-1)
     return defaults
+
+
+def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:
+    """Bounds the tensors that are looked for before the first is known to exist."""
+    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MixtureSpec)]
+    total = sum(mixture.num_experts for mixture in mixtures)
+    if total > MAX_ALL_EXPERTS:
+        raise ModelLoadError(
+            f"{config.source}: {total} experts in all layers; at most {MAX_ALL_EXPERTS} are read"
+        )
 
 
 def _check_heads(config: ConfigReader, spec: ModelSpec) -> None:

@@ -196,7 +196,11 @@ class CheckedNames:
         """Checks unused tensors. Those of the model's own modules must be zero, such as a bias or
         a zero point that some writers always store; others are named in the log."""
         expected = self._expected
-        modules = expected.products | {name.rpartition(".")[0] for name in expected.shapes}
+        modules = expected.products | {
+            name.rpartition(".")[0]
+            for name in expected.shapes
+            if name.endswith((".weight", ".bias"))
+        }
         unused = sorted(
             name
             for name in self._checkpoint.entries

@@ -150,6 +150,8 @@ def hunyuan_rope(config: ConfigReader) -> RopeSpec:
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     raw = config.values.get(key) or {}
     if isinstance(raw, dict) and raw.get("alpha") and rope.kind == "default":
+        if dim <= 2:
+            raise config.fail("head_dim", f"is {dim}; alpha needs more than 2")
         alpha = ConfigReader(raw, f"{config.source}: {key}").number("alpha", low=1e-6)
         rope = replace(rope, theta=rope.theta * alpha ** (dim / (dim - 2)))
     return rope

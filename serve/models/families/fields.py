@@ -14,6 +14,7 @@ MAX_LAYERS = 4096
 MAX_HEADS = 4096
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 24
+MAX_CONTEXT = 1 << 28
 
 # Transformers' names of activations -> kinds of Backend.activation.
 ACTIVATIONS = {
@@ -44,7 +45,7 @@ def read_sizes(
         "vocab_size": config.integer("vocab_size", high=MAX_VOCAB),
         "hidden_size": hidden_size,
         "embed_size": hidden_size,
-        "max_model_len": config.integer(max_len, high=1 << 28),
+        "max_model_len": config.integer(max_len, high=MAX_CONTEXT),
         "is_tied": config.boolean("tie_word_embeddings", is_tied),
     }
 
@@ -94,7 +95,16 @@ def read_layer_types(config: ConfigReader, default: Sequence[str]) -> list[str]:
     for kind in types:
         if kind not in (FULL, SLIDING):
             raise config.fail("layer_types", f"holds {kind!r}, which is not supported")
-    return types
+    return list(types)
+
+
+def layer_numbers(config: ConfigReader, key: str, values: object) -> set[int]:
+    """Returns the layers that a key lists by their numbers."""
+    if not isinstance(values, list) or len(values) > MAX_LAYERS:
+        raise config.fail(key, "must list layers")
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        raise config.fail(key, "must list whole numbers")
+    return set(values)
 
 
 def read_windows(
@@ -110,7 +120,7 @@ def read_windows(
 def reach(max_len: int, rope: RopeSpec | None) -> int:
     """Returns the context length; YaRN extends it beyond max_position_embeddings."""
     if rope is not None and rope.kind == "yarn":
-        return max(max_len, int(rope.pretrained_len * rope.factor))
+        return min(MAX_CONTEXT, max(max_len, int(rope.pretrained_len * rope.factor)))
     return max_len
 
 

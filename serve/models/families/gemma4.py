@@ -110,8 +110,9 @@ def _attention(
     overrides = config.values.get("per_layer_config") or {}
     if not isinstance(overrides, dict):
         raise config.fail("per_layer_config", "must be an object")
-    numbers = {int(key): key for key in overrides if key.isdecimal()}  # "5", or "05"
-    own = overrides[numbers[index]] if index in numbers else {}
+    width = len(str(config.integer("num_hidden_layers")))
+    keys = (str(index), str(index).zfill(width), str(index).zfill(2))  # "5", or "05"
+    own: object = next((overrides[key] for key in keys if key in overrides), {})
     if not isinstance(own, dict):
         raise config.fail("per_layer_config", f"must hold objects, not {own!r}")
     if overrides:

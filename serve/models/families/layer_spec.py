@@ -1,7 +1,7 @@
 """LayerSpec: the switches of one block, which families read from config.json.
 
 Blocks of a model may differ in everything here. Multipliers of a model that can be folded into
-weights are no fields: the loader folds them (WeightNames and ModelSpec say where).
+weights are no fields: the loader folds them into products (ModelSpec names them).
 """
 
 from __future__ import annotations

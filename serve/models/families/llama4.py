@@ -6,7 +6,13 @@ from dataclasses import replace
 
 from ops.backend import RouterKind
 from serve.checkpoint_json import ConfigReader
-from serve.models.families.fields import MAX_WIDTH, llama_fields, num_layers_of, read_heads
+from serve.models.families.fields import (
+    MAX_WIDTH,
+    layer_numbers,
+    llama_fields,
+    num_layers_of,
+    read_heads,
+)
 from serve.models.families.layer_spec import (
     AttentionSpec,
     LayerSpec,
@@ -36,7 +42,12 @@ def _llama4(config: ConfigReader) -> Fields:
     chunk = config.integer("attention_chunk_size", 8192)
     has_norm = config.boolean("use_qk_norm", True)
     scaling = None
-    if config.boolean("attn_temperature_tuning", True):
+    tuning = config.values.get("attn_temperature_tuning", True)  # true, or a number as in Scout's
+    if isinstance(tuning, bool) or config.integer("attn_temperature_tuning", low=0) == 0:
+        has_tuning = config.boolean("attn_temperature_tuning", True) if tuning else False
+    else:
+        has_tuning = True
+    if has_tuning:
         scaling = QueryScaling(
             beta=config.number("attn_scale", 0.1),
             length=config.integer("floor_scale", 8192),
@@ -71,9 +82,8 @@ def _llama4(config: ConfigReader) -> Fields:
     sparse = config.values.get("moe_layers")
     if sparse is None:
         sparse = list(range(step - 1, num_layers, step))
-    if not isinstance(sparse, list):
-        raise config.fail("moe_layers", "must list layers")
-    return with_mixture(fields, mixture, [index in sparse for index in range(num_layers)])
+    numbers = layer_numbers(config, "moe_layers", sparse)
+    return with_mixture(fields, mixture, [index in numbers for index in range(num_layers)])
 
 
 def _rope_layers(config: ConfigReader, num_layers: int) -> list[bool]:

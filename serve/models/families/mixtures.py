@@ -11,6 +11,7 @@ from serve.models.families.fields import (
     FULL,
     MAX_WIDTH,
     SLIDING,
+    layer_numbers,
     llama_fields,
     num_layers_of,
     read_heads,
@@ -34,9 +35,7 @@ from serve.models.families.rope_spec import read_rope
 
 def _qwen_sparse(config: ConfigReader) -> list[bool]:
     step = config.integer("decoder_sparse_step", 1)
-    dense = config.values.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise config.fail("mlp_only_layers", "must list layers")
+    dense = layer_numbers(config, "mlp_only_layers", config.values.get("mlp_only_layers") or [])
     return [
         index not in dense and (index + 1) % step == 0 for index in range(num_layers_of(config))
     ]

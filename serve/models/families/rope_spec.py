@@ -109,8 +109,8 @@ def rope_parameters(config: ConfigReader, layer_type: str | None) -> ConfigReade
 def _read_llama3(rope: ConfigReader, plain: RopeSpec, pretrained_len: int) -> RopeSpec:
     low = rope.number("low_freq_factor", low=1e-6)
     high = rope.number("high_freq_factor", low=1e-6)
-    if high <= low:
-        raise rope.fail("high_freq_factor", f"is {high}; it must be above low_freq_factor")
+    if high < low:
+        raise rope.fail("high_freq_factor", f"is {high}; it must not be below low_freq_factor")
     return replace(
         plain,
         kind="llama3",
@@ -166,11 +166,18 @@ def _read_yarn(rope: ConfigReader, plain: RopeSpec, pretrained_len: int, max_len
         kind="yarn",
         factor=factor,
         pretrained_len=pretrained_len,
-        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
-        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+        beta_fast=_read_beta(rope, "beta_fast", 32.0),
+        beta_slow=_read_beta(rope, "beta_slow", 1.0),
         attention_factor=rope.number("attention_factor", attention),
         is_truncated=rope.boolean("truncate", True),
     )
+
+
+def _read_beta(rope: ConfigReader, key: str, default: float) -> float:
+    """Returns a number of rotations; 0 stands for the default, as in Transformers."""
+    if rope.number(key, default) == 0.0:
+        return default
+    return rope.number(key, default, low=1e-3)
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

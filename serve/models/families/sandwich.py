@@ -144,7 +144,9 @@ def gemma_fields(
         scale=config.number("query_pre_attn_scalar", 256.0, low=1e-3) ** -0.5,
         qk_norm=QKNorm() if period == 6 else None,
         windows=read_windows(config, types, 4096),
-        ropes=[_gemma_rope(config, dim, kind, ropes[kind]) for kind in types],
+        ropes=[
+            _gemma_rope(config, dim, kind, ropes[kind], has_local=period == 6) for kind in types
+        ],
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norms=SANDWICH_NORM,
         soft_cap=soft_cap,
@@ -158,11 +160,16 @@ def gemma_fields(
     }
 
 
-def _gemma_rope(config: ConfigReader, dim: int, kind: str, theta: float) -> RopeSpec:
-    """Reads the RoPE of a kind of layer; older files have rope_local_base_freq for SLIDING ones,
-    to which rope_scaling does not apply."""
-    if kind == SLIDING and config.has("rope_local_base_freq"):
-        local = {"rope_theta": config.values["rope_local_base_freq"], "rope_scaling": None}
+def _gemma_rope(
+    config: ConfigReader, dim: int, kind: str, theta: float, *, has_local: bool
+) -> RopeSpec:
+    """Reads the RoPE of a kind of layer. has_local: without rope_parameters for each kind, SLIDING
+    layers have rope_local_base_freq, and neither rope_theta nor rope_scaling applies to them."""
+    given = config.values.get("rope_parameters")
+    is_by_kind = isinstance(given, dict) and kind in given
+    if kind == SLIDING and has_local and not is_by_kind:
+        local = {"rope_theta": config.values.get("rope_local_base_freq")}
+        local |= {"rope_scaling": None, "rope_parameters": None}
         config = ConfigReader(config.values | local, config.source)
     return read_rope(config, dim, layer_type=kind, theta=theta)
 

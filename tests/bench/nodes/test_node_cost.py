@@ -101,33 +101,37 @@ def test_the_bandwidth_that_the_paper_asks_for(context: int) -> None:
 
 
 def test_a_step_by_hand() -> None:
-    """40 GB of weights on two devices leave 140 GB for K/V of 160 KB a token."""
-    model = replace(published("made up", 40e9, 10, 1000, 1), kv_width=4000)
+    """40 GB of weights on two devices leave 140 GB for K/V of 163,840 bytes a token."""
+    model = replace(published("made up", 40e9, 10, 1000, 1), kv_width=4096)
     found = homogeneous(cost_of(model, ROUND, 2), 1000)
     assert found is not None
-    assert found.batch == pytest.approx(140e9 / (1000 * 160e3)) == 875
-    products = max(40e9 / 1.6e12, 2 * 20e9 * 875 / 1.2e15)
-    reduces = 20 * (1e-5 + 875 * 1000 * 2 / 1e12)
+    batch = 140e9 / (1000 * 163_840)
+    assert found.batch == pytest.approx(batch)
+    products = max(40e9 / 1.6e12, 2 * 20e9 * batch / 1.2e15)
+    reduces = 20 * (1e-5 + batch * 1000 * 2 / 1e12)
     attention = 140e9 / 1.6e12
     assert found.step_s == pytest.approx(products + reduces + attention)
-    assert found.tokens_per_dollar == pytest.approx(875 / found.step_s * 3600 / 4)
+    assert found.tokens_per_dollar == pytest.approx(batch / found.step_s * 3600 / 4)
 
 
 def test_a_turn_of_a_and_b_by_hand() -> None:
     """Each of two H100s has 70 GB of weights; one batch hides nothing, so two are in flight."""
-    model = published("made up", 140e9, 100, 10_000, 4)
+    model = published("made up", 140e9, 100, 10_240, 4)
     found = disaggregated(model, 1000, replace(ROUND, bytes_per_s=2e12), 2, 4)
     assert found is not None and found.name == "(2, 4)" and found.in_flight == 2
-    assert found.batch == pytest.approx(4 * 90e9 / (1000 * 1e6)) == 360
-    products = max(140e9 / (2 * 0.8 * 3.35e12), 2 * 70e9 * 180 / (2 * 0.6 * 989e12))
-    products += 200 * (1e-5 + 180 * 10_000 * 2 / 450e9)
-    attention = 180 * 1000 * 1e6 / 6.4e12
-    network = 100 * (33e-6 + 180 * 50_000 / 100e9)
+    assert found.batch == pytest.approx(4 * 90e9 / (1000 * 1.024e6))
+    half = found.batch / 2
+    products = max(140e9 / (2 * 0.8 * 3.35e12), 2 * 70e9 * half / (2 * 0.6 * 989e12))
+    products += 200 * (1e-5 + half * 10_240 * 2 / 450e9)
+    attention = half * 1000 * 1.024e6 / 6.4e12
+    network = 100 * (33e-6 + half * 51_200 / 100e9)
     assert 2 * attention < products + attention + network > 2 * products
     assert found.step_s == pytest.approx(products + attention + network)
-    assert found.tokens_per_dollar == pytest.approx(3600 * 360 / found.step_s / (2 * 11.06 + 4 * 2))
-    whole = products_s(cost_of(model, H100, 2), 360) + 2 * attention
-    assert found.required_bytes_per_s == pytest.approx(360 * 100 * 50_000 / (0.2 * whole))
+    assert found.tokens_per_dollar == pytest.approx(
+        3600 * found.batch / found.step_s / (2 * 11.06 + 4 * 2)
+    )
+    whole = products_s(cost_of(model, H100, 2), found.batch) + 2 * attention
+    assert found.required_bytes_per_s == pytest.approx(found.batch * 100 * 51_200 / (0.2 * whole))
 
 
 def test_replicas_rotate() -> None:

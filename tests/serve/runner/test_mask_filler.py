@@ -31,6 +31,9 @@ class SlowMask:
         self.num_fills = 0
         self.has_started = threading.Event()
 
+    def is_needed(self, num_tokens: int) -> bool:
+        return True
+
     def fill(self, token_ids: list[int]) -> None:
         self.num_fills += 1
         self.has_started.set()

@@ -13,9 +13,12 @@ from ops import get_backend
 from ops.cpu import native_library
 from ops.cpu.native_quantized_linear import NATIVE
 from serve.models import load_model
+from serve.models.blocks import AttentionHalf, AttentionWeights
+from serve.models.latent import LatentAttention
 from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint
 from tests.support.engine.decoders import ListAttention, run, token_ids
 from tests.support.engine.quantized import CASES, write
+from tests.support.engine.variants.table import is_first
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -39,12 +42,24 @@ def check_bits(path: Path, settings: dict[str, Any]) -> None:
         load_model(path, backend=get_backend("cpu"), q_first=q_first, **settings)
         for q_first in (False, True)
     )
-    assert all(layer.q is None for layer in fused.weights.layers)
-    assert all(layer.q is not None for layer in split.weights.layers)
+    layers = zip(
+        fused.spec.attention_layers, fused.weights.blocks, split.weights.blocks, strict=True
+    )
+    own = [blocks for layer, *blocks in layers if layer.shares is None]
+    assert all(not has_own_query(one.attention) for one, _ in own)
+    assert all(has_own_query(two.attention) for _, two in own)
     assert torch.equal(run(split, ids, CHUNKS), run(fused, ids, CHUNKS))
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def has_own_query(attention: AttentionHalf) -> bool:
+    """Returns whether q and k are two products; the layer has K/V of its own."""
+    if isinstance(attention, LatentAttention):
+        return attention.inputs is None
+    assert isinstance(attention, AttentionWeights)
+    return attention.q is not None and attention.qkv is not None
+
+
+@pytest.mark.parametrize("variant", [item for item in VARIANTS if is_first(item)], ids=str)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
 def test_every_family_has_the_same_bits(variant: Variant, precision: str) -> None:
     check_bits(checkpoint(variant.family, variant.name), SETTINGS[precision])
@@ -69,14 +84,16 @@ def test_attention_begins_between_the_two_products(family: str) -> None:
         checkpoint(family), dtype=torch.float32, backend=get_backend("cpu"), q_first=True
     )
     attention = ListAttention(model.attention_layers())
-    for index, layer in enumerate(model.weights.layers):
+    for index, block in enumerate(model.weights.blocks):
+        weights = block.attention
+        assert isinstance(weights, AttentionWeights)
 
-        def product(x: torch.Tensor, index: int = index, op: Any = layer.qkv) -> torch.Tensor:
+        def product(x: torch.Tensor, index: int = index, op: Any = weights.qkv) -> torch.Tensor:
             attention.calls.append(("k and v", index))
             out: torch.Tensor = op(x)
             return out
 
-        layer.qkv = product  # type: ignore[assignment]
+        weights.qkv = product  # type: ignore[assignment]
     model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), attention)
     assert attention.calls == [
         (call, index)
