@@ -123,13 +123,6 @@ def compile_template(source: str) -> tuple[jinja2.Template | None, str]:
         return None, f"the chat template does not compile: {describe(exc)}"
 
 
-def _with_thinking(message: Any) -> Any:
-    """Gives the reasoning of a message also the name that gpt-oss's template reads."""
-    if not isinstance(message, dict) or message.get("reasoning_content") is None:
-        return message
-    return {"thinking": message["reasoning_content"], **message}
-
-
 def prepare(setup: dict[str, Any]) -> dict[str, Any]:
     """Prepares nothing before the limits apply."""
     return setup
@@ -145,8 +138,7 @@ def start(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         template, problem = with_tools if variables["tools"] else plain
         if template is None:
             return {"error": problem}
-        messages = [_with_thinking(message) for message in variables["messages"]]
-        variables = {**setup["special_tokens"], **variables, "messages": messages}
+        variables = {**setup["special_tokens"], **variables}
         return render(template, variables, setup["max_chars"])
 
     return answer

@@ -107,24 +107,6 @@ def test_equals_transformers(templates: dict[str, ChatTemplate], name: str) -> N
     assert templates[name].find_problem() is None
 
 
-def test_reasoning_has_the_name_that_a_template_reads() -> None:
-    """gpt-oss reads `thinking`, as most others read `reasoning_content`."""
-    template = ChatTemplate(
-        "{% for m in messages %}{{ m.thinking }}/{{ m.reasoning_content }};{% endfor %}",
-        special_tokens=SPECIAL,
-    )
-    try:
-        messages = [
-            {"role": "assistant", "reasoning_content": "a"},
-            {"role": "assistant", "thinking": "b", "reasoning_content": "c"},
-            {"role": "user"},
-        ]
-        assert template.render(messages) == "a/a;b/c;/;"
-        assert "thinking" not in messages[0]
-    finally:
-        template.close()
-
-
 def test_assignments_end_with_a_generation_block() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
