@@ -49,6 +49,8 @@ def kv_owner(layers: Sequence[AttentionLayer], index: int) -> int:
     owner = layers[layer.shares] if 0 <= layer.shares < index else None
     if owner is None or owner.shares is not None:
         raise ValueError(f"layer {index} cannot share the K/V of layer {layer.shares}")
+    if owner.chunk != layer.chunk:
+        raise ValueError(f"layers {layer.shares} and {index} share K/V, but differ in their chunks")
     if _kv_shape(owner) != _kv_shape(layer):
         raise ValueError(f"layers {layer.shares} and {index} share K/V, but differ in their heads")
     if owner.window is not None and (layer.window is None or layer.window > owner.window):

@@ -17,7 +17,7 @@ from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
 from memory.attention.seam import AttentionLayer, kv_owner, layers_in
 from memory.nodes.wire import ErrorCode, WireError
-from quant.kv import GROUPS, fitting_group
+from quant.kv import GROUPS
 
 KV_TYPES = ("int8", "bfloat16", "float32")
 STRIPE_TOKENS = 16
@@ -123,8 +123,10 @@ class AttachRequest:
             self._check_shares(ids)
         if self.kv_dtype == "int8":
             for layer in self.layers:
-                if fitting_group(layer.head_dim, self.kv_group) is None:
+                if not Int8KVLayout.supports([layer]):
                     raise _shape(f"head_dim {layer.head_dim} has no int8 K/V")
+        if any(layer.scale <= 0 for layer in self.layers if layer.value_dim is not None):
+            raise _shape("the scale of attention over latents must be positive")
 
     def _check_shares(self, ids: list[int]) -> None:
         for number in ids:

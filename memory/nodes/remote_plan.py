@@ -75,9 +75,9 @@ class _NodesPlan:
         layers: Sequence[AttentionLayer],
     ) -> None:
         self._layers = layers
-        self._kept: dict[
-            int, tuple[Tensor, Tensor | None]
-        ] = {}  # k and v of layers that others share
+        # k and v of layers that others share
+        self._owners = {layer.shares for layer in layers if layer.shares is not None}
+        self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._number = number
         self._nodes = nodes
         self._wire = wire
@@ -114,7 +114,7 @@ class _NodesPlan:
             return self._kept[shares]
         assert k is not None
         found = self._rotated(layer, k, v, rotation)
-        if any(other.shares == layer for other in self._layers):
+        if layer in self._owners:
             self._kept[layer] = found
         return found
 

@@ -167,6 +167,8 @@ class MixtureMlp:
         rows = x if self.norm is None else apply_norm(self.backend, x, self.norm)
         read = rows if self.router_norm is None else apply_norm(self.backend, x, self.router_norm)
         routing = self.backend.route(read, self.router)
+        if residual is rows and self.shared is not None:
+            residual = residual.clone()  # the shared MLP may overwrite what the experts read
         if self.shared is not None:
             if self.shared_gate is None:
                 residual = self.shared(rows, residual)
