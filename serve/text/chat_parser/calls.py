@@ -10,43 +10,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from serve.text.chat_parser.syntax.format_types import ToolFormat
-from serve.text.chat_parser.syntax.parts import Part
-from serve.text.chat_parser.syntax.reader import Reader, Wait, first_of, longest_overlap
+from serve.text.chat_parser.syntax.reader import (
+    Reader,
+    ReadingParser,
+    Wait,
+    first_of,
+    longest_overlap,
+)
 
 
-class ToolCallParser:
+class ToolCallParser(ReadingParser):
     """Parses one answer. tools: the schemas of the tools' parameters by name; a bare call is one
     only if it names a tool. num_earlier: the calls of the conversation so far."""
 
-    __slots__ = ("_reader", "_reading")
+    __slots__ = ()
 
     def __init__(
         self, style: ToolFormat, tools: Mapping[str, Mapping[str, Any]], num_earlier: int = 0
     ) -> None:
-        self._reader = Reader(
-            style.make_id, tools, only_tools=style.is_bare, num_earlier=num_earlier
-        )
-        # The generator refers to the reader and not to this object, which would be a cycle.
-        self._reading = _answer(self._reader, style)
-
-    @property
-    def num_calls(self) -> int:
-        return self._reader.num_calls
-
-    def push(self, text: str) -> list[Part]:
-        self._reader.push(text)
-        next(self._reading, None)
-        return self._taken()
-
-    def finish(self) -> list[Part]:
-        """Ends the answer and returns the parts that were held back."""
-        self._reader.is_over = True
-        next(self._reading, None)
-        return self._taken()
-
-    def _taken(self) -> list[Part]:
-        parts, self._reader.parts = self._reader.parts, []
-        return parts
+        reader = Reader(style.make_id, tools, only_tools=style.is_bare, num_earlier=num_earlier)
+        super().__init__(reader, _answer(reader, style))
 
 
 def _answer(reader: Reader, style: ToolFormat) -> Wait[None]:

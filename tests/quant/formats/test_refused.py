@@ -48,7 +48,7 @@ REFUSED: list[tuple[Json, str, object]] = [
     (W8A8, "quant_method", ["gptq"]),
     (W8A8, "format", "marlin-24"),
     (W8A8, "format", "mixed-precision"),
-    (W8A8, "quantization_status", "frozen"),
+    (W8A8, "quantization_status", "calibration"),
     (W8A8, "sparsity_config", {"format": "sparse-24-bitmask"}),
     (W8A8, "transform_config", {"config_groups": {"R1": {}}}),
     (W8A8, "config_groups", {}),

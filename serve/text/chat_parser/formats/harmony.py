@@ -18,8 +18,13 @@ from typing import Any
 from serve.text.chat_parser.syntax.format_types import ReasoningFormat, ToolFormat
 from serve.text.chat_parser.syntax.json_calls import arguments_object
 from serve.text.chat_parser.syntax.named_calls import NamedCalls
-from serve.text.chat_parser.syntax.parts import Part
-from serve.text.chat_parser.syntax.reader import Reader, Wait, first_of, longest_overlap
+from serve.text.chat_parser.syntax.reader import (
+    Reader,
+    ReadingParser,
+    Wait,
+    first_of,
+    longest_overlap,
+)
 
 MAX_HEAD_CHARS = 300
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -56,11 +61,11 @@ REASONING = ReasoningFormat(
 )
 
 
-class HarmonyParser:
+class HarmonyParser(ReadingParser):
     """Parses one answer with its reasoning, texts and calls. reasons: the analysis is reasoning;
     else it is text. tools: None if calls are text, too."""
 
-    __slots__ = ("_reader", "_reading", "_state")
+    __slots__ = ("_state",)
 
     def __init__(
         self,
@@ -69,9 +74,9 @@ class HarmonyParser:
         reasons: bool = True,
         num_earlier: int = 0,
     ) -> None:
-        self._reader = Reader(TOOLS.make_id, tools or {}, num_earlier=num_earlier)
+        reader = Reader(TOOLS.make_id, tools or {}, num_earlier=num_earlier)
         self._state = _State(reasons=reasons, calls=tools is not None)
-        self._reading = _messages(self._reader, self._state)
+        super().__init__(reader, _messages(reader, self._state))
 
     @property
     def is_reasoning(self) -> bool:
@@ -81,25 +86,6 @@ class HarmonyParser:
     def has_reasoned(self) -> bool:
         """Whether a message of reasoning has ended."""
         return self._state.has_reasoned
-
-    @property
-    def num_calls(self) -> int:
-        return self._reader.num_calls
-
-    def push(self, text: str) -> list[Part]:
-        self._reader.push(text)
-        next(self._reading, None)
-        return self._taken()
-
-    def finish(self) -> list[Part]:
-        """Ends the answer and returns the parts that were held back."""
-        self._reader.is_over = True
-        next(self._reading, None)
-        return self._taken()
-
-    def _taken(self) -> list[Part]:
-        parts, self._reader.parts = self._reader.parts, []
-        return parts
 
 
 class _State:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 Wait = Generator[None, None, T]
 
 MAX_HELD_CHARS = 1 << 18  # of a call or a value that is held until it is complete
+_PIECE_CHARS = 2048
 MAX_NAME_CHARS = 64
 SPACE = " \t\r\n"
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -212,3 +213,41 @@ def longest_overlap(text: str, markers: tuple[str, ...]) -> int:
 def in_json(text: str) -> str:
     """Writes text as a part of a JSON string. Pieces may be joined."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class ReadingParser:
+    """A parser whose generator reads from a Reader.
+
+    The generator refers to the reader and not to this object, which would be a cycle.
+    """
+
+    __slots__ = ("_reader", "_reading")
+
+    def __init__(self, reader: Reader, reading: Wait[None]) -> None:
+        self._reader = reader
+        self._reading = reading
+
+    @property
+    def num_calls(self) -> int:
+        return self._reader.num_calls
+
+    def push(self, text: str) -> list[Part]:
+        """Returns the parts that the next piece of the answer completes.
+
+        Syntaxes search in all text that is not read yet, so a large piece is read in small ones:
+        the time then grows with its length and not with the square.
+        """
+        for start in range(0, len(text), _PIECE_CHARS):
+            self._reader.push(text[start : start + _PIECE_CHARS])
+            next(self._reading, None)
+        return self._taken()
+
+    def finish(self) -> list[Part]:
+        """Ends the answer and returns the parts that were held back."""
+        self._reader.is_over = True
+        next(self._reading, None)
+        return self._taken()
+
+    def _taken(self) -> list[Part]:
+        parts, self._reader.parts = self._reader.parts, []
+        return parts

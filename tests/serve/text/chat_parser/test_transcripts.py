@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -166,7 +167,7 @@ def test_strings_stream(style: str, pieces: list[str]) -> None:
     ],
 )
 def test_arguments_that_are_cut_off_or_malformed_are_no_json(style: str, text: str) -> None:
-    """A call has begun, and nobody may take its arguments for what the model meant."""
+    """The arguments of a malformed call that has begun cannot be parsed as JSON."""
     first, *others = parts_of(chat(style), [text])
     assert first[0] == "call get_weather"
     assert parts_of(chat(style), list(text)) == [first, *others]
@@ -218,3 +219,19 @@ def test_malformed_text_takes_linear_time(style: str) -> None:
     for text in (row.begin * 3000, "[" * 30_000, f"{example[:at]}{'(a=[' * 8000}", " \n" * 9000):
         pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
         assert parts_of(chat(style), pieces) == parts_of(chat(style), [text])
+
+
+@pytest.mark.parametrize(
+    ("style", "repeated"), [("openai", "<|end|>"), ("qwen3_coder", "<function=")]
+)
+def test_a_large_piece_of_markers_is_read_in_linear_time(style: str, repeated: str) -> None:
+    """The time of eight times the text would be 64 times as long if it grew with the square."""
+    chat_format = chat(style)
+
+    def seconds(count: int) -> float:
+        began = time.process_time()
+        parts_of(chat_format, [repeated * count])
+        return time.process_time() - began
+
+    short = min(seconds(5_000) for _ in range(3))
+    assert seconds(40_000) < 24 * short + 0.05
