@@ -1,76 +1,145 @@
-"""Converts a Llama checkpoint in bf16 to Q8_0 for llama.cpp.
+"""Converts a checkpoint for llama.cpp: Llama, Qwen3-MoE and OLMoE, in bf16 or GPTQ with 4 bits.
 
     python bench/peers/convert_llama_cpp.py CHECKPOINT OUT.gguf
 
-It needs a virtual environment with `pip install gguf numpy`. The file has a made-up vocabulary,
-because the runner passes token ids. The checkpoint's embeddings must be tied with its output.
+It needs a virtual environment with `pip install gguf numpy`. Products in bf16 become Q8_0, and
+symmetric 4-bit ones of GPTQ become Q4_0 with the same values. The file has a made-up vocabulary,
+because the runner passes token ids.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe", "olmoe": "olmoe"}
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-Q8_0 = gguf.GGMLQuantizationType.Q8_0
+OUTSIDE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+Q4_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
+_Q4_0_INPUTS = 32  # of a block: an fp16 scale and 16 bytes
 _CHUNK = 4096  # rows that are quantized at once
 Matrix = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+
+class Converted(NamedTuple):
+    """A tensor of the new file. shape: in values. make: computes its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: gguf.GGMLQuantizationType
+    make: Callable[[], NDArray[Any]]
+
+
+class Source:
+    """The tensors of a checkpoint's safetensors files, mapped into memory."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._entries: dict[str, tuple[Bytes, str, list[int]]] = {}
+        for path in sorted(checkpoint.glob("*.safetensors")):
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size))
+            data = np.memmap(path, np.uint8, "r", offset=8 + size)
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                start, end = entry["data_offsets"]
+                self._entries[name] = (data[start:end], entry["dtype"], entry["shape"])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def modules(self) -> list[str]:
+        """Returns the names of all tensors without their last part, in the file's order."""
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in self._entries))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entries[name][2])
+
+    def floats(self, name: str) -> Matrix:
+        data, dtype, shape = self._entries[name]
+        assert dtype == "BF16", f"{name} is {dtype}"  # numpy has no type for it
+        upper = data.view(np.uint16).astype(np.uint32) << 16
+        return upper.view(np.float32).reshape(shape)
+
+    def raw(self, name: str, dtype: type[np.generic]) -> NDArray[Any]:
+        data, _, shape = self._entries[name]
+        return data.view(dtype).reshape(shape)
 
 
 def convert(checkpoint: Path, out: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    is_supported = config["model_type"] == "llama" and config["tie_word_embeddings"]
-    assert is_supported, "only Llama checkpoints with tied embeddings are supported"
-    writer = gguf.GGUFWriter(out, "llama")
+    architecture = ARCHITECTURES.get(config["model_type"])
+    assert architecture is not None, f"only {', '.join(ARCHITECTURES)} are supported"
+    writer = gguf.GGUFWriter(out, architecture)
     _write_sizes(writer, config)
-    for name, values in _tensors(checkpoint / "model.safetensors"):
-        if name == "model.embed_tokens.weight":
-            _add(writer, "token_embd.weight", values)
-        elif name == "model.norm.weight":
-            _add(writer, "output_norm.weight", values)
-        elif name != "lm_head.weight":
-            _, _, layer, part = name.removesuffix(".weight").split(".", 3)
-            heads = {"self_attn.q_proj": "num_attention_heads"}.get(part, "num_key_value_heads")
-            if part in ("self_attn.q_proj", "self_attn.k_proj"):
-                values = _paired(values, config[heads])
-            _add(writer, f"blk.{layer}.{NAMES[part]}.weight", values)
+    tensors = list(_tensors(Source(checkpoint), config))
+    for each in tensors:
+        is_plain = each.kind == gguf.GGMLQuantizationType.F32
+        block, size = gguf.GGML_QUANT_SIZES[each.kind]
+        width = each.shape[-1] // block * size
+        shape = each.shape if is_plain else (*each.shape[:-1], width)
+        dtype = np.dtype(np.float32 if is_plain else np.uint8)
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        writer.add_tensor_info(each.name, shape, dtype, num_bytes, raw_dtype=each.kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for each in tensors:  # one at a time in memory
+        writer.write_tensor_data(each.make())
     writer.close()
 
 
 def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    is_packed = "quantization_config" in config
+    types = gguf.LlamaFileType
+    writer.add_file_type(types.MOSTLY_Q4_0 if is_packed else types.MOSTLY_Q8_0)
     _write_vocabulary(writer, config["vocab_size"])
 
 
@@ -88,18 +157,78 @@ def _write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_add_bos_token(False)
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Matrix]]:
-    """Yields the names and values of a safetensors file in bf16, for which numpy has no type."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    data = np.memmap(path, np.uint8, "r", offset=8 + size)
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        assert entry["dtype"] == "BF16", f"{name} is {entry['dtype']}"
-        start, end = entry["data_offsets"]
-        upper = data[start:end].view(np.uint16).astype(np.uint32) << 16
-        yield name, upper.view(np.float32).reshape(entry["shape"])
+def _tensors(source: Source, config: dict[str, Any]) -> Iterator[Converted]:
+    for module in source.modules():
+        if module == "lm_head" and config["tie_word_embeddings"]:
+            continue
+        if module in OUTSIDE:
+            yield _converted(source, OUTSIDE[module], [module], 0)
+            continue
+        _, _, layer, part = module.split(".", 3)
+        modules = [module]
+        if expert := re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)", part):
+            if expert[1] != "0":  # they stand in one tensor, at the place of the first one
+                continue
+            part = f"mlp.experts.{expert[2]}"
+            experts = f"{module.split('.experts.')[0]}.experts"
+            modules = [f"{experts}.{i}.{expert[2]}" for i in range(config["num_experts"])]
+        heads = 0  # llama.cpp rotates neighbours in Llama, and halves in the others
+        if config["model_type"] == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+            key = {"self_attn.q_proj": "num_attention_heads"}.get(part, "num_key_value_heads")
+            heads = config[key]
+        yield _converted(source, f"blk.{layer}.{NAMES[part]}", modules, heads)
+
+
+def _converted(source: Source, name: str, modules: list[str], heads: int) -> Converted:
+    """Returns the tensor of some modules of the checkpoint, one for each expert."""
+    name, first = f"{name}.weight", modules[0]
+    outer = () if len(modules) == 1 else (len(modules),)
+    if f"{first}.qweight" in source:
+        assert not heads, f"{name} is not in Q8_0"
+        rows, num_out = source.shape(f"{first}.qweight")
+        shape = (*outer, num_out, 8 * rows)
+
+        def packed() -> NDArray[Any]:
+            return np.stack([_q4_0(source, module) for module in modules])
+
+        return Converted(name, shape, Q4_0, packed)
+    shape = (*outer, *source.shape(f"{first}.weight"))
+    if len(shape) == 1 or name.endswith("ffn_gate_inp.weight"):
+        kind = gguf.GGMLQuantizationType.F32
+        return Converted(name, shape, kind, lambda: source.floats(f"{first}.weight"))
+
+    def rounded() -> NDArray[Any]:
+        each = [source.floats(f"{module}.weight") for module in modules]
+        if heads:
+            each = [_paired(values, heads) for values in each]
+        return np.stack([_q8_0(values) for values in each])
+
+    return Converted(name, shape, Q8_0, rounded)
+
+
+def _q4_0(source: Source, module: str) -> Bytes:
+    """Returns symmetric 4-bit codes of GPTQ in blocks of Q4_0: scale * (code - 8), in both."""
+    packed = source.raw(f"{module}.qweight", np.int32)  # eight inputs each, the first one lowest
+    scales = source.raw(f"{module}.scales", np.float16)
+    zeros = source.raw(f"{module}.qzeros", np.uint32)
+    assert (zeros == 0x77777777).all(), f"{module} is not symmetric"
+    pairs = np.ascontiguousarray(packed.T).view(np.uint8)
+    codes = np.empty((len(pairs), 2 * pairs.shape[1]), np.uint8)
+    codes[:, 0::2], codes[:, 1::2] = pairs & 15, pairs >> 4
+    num_out, num_in = codes.shape
+    halves = codes.reshape(num_out, num_in // _Q4_0_INPUTS, 2, _Q4_0_INPUTS // 2)
+    blocks = np.empty((num_out, num_in // _Q4_0_INPUTS, 2 + _Q4_0_INPUTS // 2), np.uint8)
+    each = np.repeat(scales.T, num_in // _Q4_0_INPUTS // len(scales), axis=1)
+    blocks[..., :2] = np.ascontiguousarray(each)[..., None].view(np.uint8)
+    blocks[..., 2:] = halves[..., 0, :] | halves[..., 1, :] << 4
+    return blocks.reshape(num_out, -1)
+
+
+def _q8_0(values: Matrix) -> Bytes:
+    chunks = (
+        np.ascontiguousarray(values[at : at + _CHUNK]) for at in range(0, len(values), _CHUNK)
+    )
+    return np.concatenate([gguf.quants.quantize(chunk, Q8_0) for chunk in chunks])
 
 
 def _paired(values: Matrix, heads: int) -> Matrix:
@@ -107,17 +236,6 @@ def _paired(values: Matrix, heads: int) -> Matrix:
     rows, columns = values.shape
     halves = values.reshape(heads, 2, rows // heads // 2, columns)
     return halves.swapaxes(1, 2).reshape(rows, columns)
-
-
-def _add(writer: gguf.GGUFWriter, name: str, values: Matrix) -> None:
-    if values.ndim == 1:
-        writer.add_tensor(name, values)
-        return
-    chunks = (
-        np.ascontiguousarray(values[at : at + _CHUNK]) for at in range(0, len(values), _CHUNK)
-    )
-    packed = np.concatenate([gguf.quants.quantize(chunk, Q8_0) for chunk in chunks])
-    writer.add_tensor(name, packed, raw_dtype=Q8_0)
 
 
 if __name__ == "__main__":
