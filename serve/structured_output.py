@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # Options of llguidance. One optional space is allowed after a comma or a colon, as models write it,
@@ -23,9 +23,18 @@ class StructuredOutput:
     double, and it is completed before max_tokens run out. False takes the schema by its letter;
     None takes the engine's setting for JSON, and False for the %json of a grammar.
     completes: a bounded text is completed before max_tokens run out.
+    opened: the source that takes the place of `source` where the prompt ends inside the reasoning,
+    which only the rendered prompt tells; "" if both are the same.
     """
 
     kind: GrammarKind
     source: str = ""
     bounded: bool | None = None
     completes: bool = True
+    opened: str = ""
+
+    def after_prompt(self, *, is_open: bool) -> StructuredOutput:
+        """Returns the form of the text after a prompt. is_open: it ends inside the reasoning."""
+        if not self.opened:
+            return self
+        return replace(self, source=self.opened if is_open else self.source, opened="")

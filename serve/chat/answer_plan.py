@@ -54,7 +54,6 @@ class AnswerPlan:
         options = self._options = _with_bound(asked)
         plan = plan_reasoning(options, asked.template_kwargs, template, reasoning_budget)
         self.template_kwargs = plan.template_kwargs
-        self._is_off = plan.is_off
         self._check_bound()
         self.params = self._params(plan.max_tokens if self.reasons else None)
 
@@ -116,7 +115,9 @@ class AnswerPlan:
         is_bounded = content.bounded if content is not None else asked.bounded_json
         if is_bounded is None:
             is_bounded = self._bounded_json
-        options: dict[str, Any] = {"is_open": self._will_be_open(), "is_bounded": is_bounded}
+        options: dict[str, Any] = {"is_bounded": is_bounded}
+        if asked.continue_final_message:  # else the end of the rendered prompt says
+            options["is_open"] = self._is_continued_inside()
         if not self.uses_tools:
             if content is None or not self.reasons:
                 return content
@@ -140,13 +141,6 @@ class AnswerPlan:
         return make_parser(
             self._format, tools, reasons=self.reasons, is_open=is_open, num_earlier=num_earlier
         )
-
-    def _will_be_open(self) -> bool:
-        """Predicts whether the prompt will end inside the reasoning."""
-        if self._asked.continue_final_message:
-            return self._is_continued_inside()
-        opens = self._format.opens_reasoning and self._asked.add_generation_prompt
-        return opens and not self._is_off
 
     def _is_continued_inside(self) -> bool:
         style = self._format.reasoning

@@ -40,11 +40,10 @@ NO_OPTIONS = ReasoningOptions()
 
 
 class ReasoningPlan(NamedTuple):
-    """What follows for one model. template_kwargs: all variables of the template. is_off: whether
-    the template is told not to reason, and knows the word. max_tokens: the sampler's bound."""
+    """What follows for one model. template_kwargs: all variables of the template. max_tokens: the
+    sampler's bound."""
 
     template_kwargs: dict[str, Any]
-    is_off: bool
     max_tokens: int | None
 
 
@@ -75,7 +74,6 @@ def plan_reasoning(
             kwargs["thinking"] = enabled
     if budget is not None and budget >= 0 and _knows(template, _TEMPLATE_BUDGET):
         kwargs[_TEMPLATE_BUDGET] = budget
-    knows_switch = any(_knows(template, name) for name in SWITCHES)
     bound = default
     if enabled is False:
         bound = 0
@@ -85,7 +83,7 @@ def plan_reasoning(
         bound = EFFORT_TOKENS.get(effort)
     if bound is not None and bound < 0:
         bound = None
-    return ReasoningPlan({**kwargs, **given}, enabled is False and knows_switch, bound)
+    return ReasoningPlan({**kwargs, **given}, bound)
 
 
 def check_effort(effort: object, where: str) -> None:

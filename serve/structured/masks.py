@@ -59,7 +59,11 @@ class MaskMaker:
         structured, compiler = params.structured, self._compiler
         if structured is None:
             return False
-        return compiler is None or not compiler.is_cached(structured)
+        if compiler is None:
+            return True
+        # of two forms, most models need the same one for each prompt
+        forms = (structured.after_prompt(is_open=is_open) for is_open in (False, True))
+        return not any(map(compiler.is_cached, forms))
 
     @property
     def compiler(self) -> GrammarCompiler:
@@ -107,7 +111,7 @@ class MaskMaker:
         size = self._vocab_size
         matcher, form = None, None
         if params.structured is not None:
-            matcher, form = self._matcher(params.structured)
+            matcher, form = self._matcher(self._structured(request, params.structured))
         bits, bad_words = self._lists(allowed, words)
         stops = frozenset(params.stop_ids)
         budget = MaskBudget(size)
@@ -146,10 +150,21 @@ class MaskMaker:
         if made is None:
             made = ReasoningLimits(self._tokenizer, self._reasoning)
             self._reasoning_limits = made
-        is_open = params.is_reasoning_open
-        if is_open is None:
-            is_open = is_reasoning_open(self._tokenizer, made.reasoning, request.prompt_token_ids)
+        is_open = self._is_open(request, self._reasoning)
         return [made.make(budget, is_open=is_open) for _ in range(params.n)]
+
+    def _structured(self, request: Request, structured: StructuredOutput) -> StructuredOutput:
+        """Returns the form of the text that follows this prompt."""
+        end = self._reasoning
+        if end is None or not structured.opened:
+            return structured.after_prompt(is_open=False)
+        return structured.after_prompt(is_open=self._is_open(request, end))
+
+    def _is_open(self, request: Request, end: ReasoningEnd) -> bool:
+        said, reasoning = request.params.is_reasoning_open, end.style.reasoning
+        if said is not None or reasoning is None:
+            return bool(said)
+        return is_reasoning_open(self._tokenizer, reasoning, request.prompt_token_ids)
 
     def _matcher(self, structured: StructuredOutput) -> tuple[Matcher, JsonForm | None]:
         compiler = self.compiler

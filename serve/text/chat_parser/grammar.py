@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from serve.errors import RequestError
@@ -24,18 +25,19 @@ def forced_calls(
     tools: Sequence[Mapping[str, Any]],
     *,
     parallel: bool,
-    is_open: bool,
+    is_open: bool | None = None,
     is_bounded: bool = True,
 ) -> StructuredOutput:
     """Requires one call of these tools, or several if parallel, after optional reasoning.
 
-    is_open: the prompt ends inside the reasoning. is_bounded: see StructuredOutput.bounded.
+    is_open: whether the prompt ends inside the reasoning; None makes a grammar for either case.
+    is_bounded: see StructuredOutput.bounded.
     """
     assert chat.tools is not None
     rules = Rules(chat.special_ids)
     _add_calls(rules, chat.tools, tools, parallel=parallel, all_strict=True)
-    source = _grammar(chat, "calls", rules, is_open=is_open)
-    return StructuredOutput("grammar", source, bounded=is_bounded)
+    made = _grammar(chat, "calls", rules, is_open=is_open)
+    return replace(made, bounded=is_bounded)
 
 
 def calls_or_content(
@@ -44,7 +46,7 @@ def calls_or_content(
     content: StructuredOutput | None,
     *,
     parallel: bool,
-    is_open: bool,
+    is_open: bool | None = None,
     is_bounded: bool = True,
 ) -> StructuredOutput:
     """Allows calls, whose arguments match the schemas of strict tools, or else content.
@@ -54,9 +56,9 @@ def calls_or_content(
     """
     rules = Rules(chat.special_ids)
     start = _add_calls_or_content(rules, chat, tools, content, parallel=parallel)
-    source = _grammar(chat, start, rules, is_open=is_open)
+    made = _grammar(chat, start, rules, is_open=is_open)
     is_bounded = is_bounded and (content is None or content.kind in JSON_KINDS)
-    return StructuredOutput("grammar", source, bounded=is_bounded, completes=False)
+    return replace(made, bounded=is_bounded, completes=False)
 
 
 def _add_calls_or_content(
@@ -90,26 +92,36 @@ def _add_calls_or_content(
 
 
 def content_after_reasoning(
-    chat: ChatFormat, content: StructuredOutput, *, is_open: bool, is_bounded: bool = True
+    chat: ChatFormat,
+    content: StructuredOutput,
+    *,
+    is_open: bool | None = None,
+    is_bounded: bool = True,
 ) -> StructuredOutput:
     """Requires `content`, after optional reasoning."""
     rules = Rules(chat.special_ids)
     _add_content(rules, chat, content)
-    source = _grammar(chat, "content", rules, is_open=is_open)
+    made = _grammar(chat, "content", rules, is_open=is_open)
     is_bounded = is_bounded and content.kind in JSON_KINDS
-    return StructuredOutput("grammar", source, bounded=is_bounded)
+    return replace(made, bounded=is_bounded)
 
 
-def _grammar(chat: ChatFormat, start: str, rules: Rules, *, is_open: bool) -> str:
-    style = chat.reasoning
+def _grammar(
+    chat: ChatFormat, start: str, rules: Rules, *, is_open: bool | None
+) -> StructuredOutput:
+    """Returns the grammar of `start` after optional reasoning."""
+    style, opened = chat.reasoning, start
     if style is not None:
         begin, end = rules.literal(style.begin), rules.literal(style.end)
         rules.lines.append(f"THOUGHT: /{ANY_TEXT}/")
         rules.add(f"THOUGHT {end}", name="thought", lazy=not end.startswith("<["))
         gap = rules.add(rules.literal(style.after) if style.after else '"\\n"{0,2}', name="gap")
-        thought = f"thought {gap}"
-        start = f"{thought} ({start})" if is_open else f"({begin} {thought})? ({start})"
-    return "\n".join([f"start: {start}", *rules.lines, ""])
+        start, opened = f"({begin} thought {gap})? ({start})", f"thought {gap} ({start})"
+    rest = "\n".join([*rules.lines, ""])
+    source, opened = (f"start: {each}\n{rest}" for each in (start, opened))
+    if is_open is not None or source == opened:
+        return StructuredOutput("grammar", opened if is_open else source)
+    return StructuredOutput("grammar", source, opened=opened)
 
 
 def _add_calls(

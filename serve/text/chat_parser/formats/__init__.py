@@ -57,7 +57,6 @@ class ChatFormat:
     tools: the format of calls; None if they are not parsed. has_native_tools: whether the chat
     template renders tools; else the conversation describes them. special_ids: the ids of markers
     that are special tokens. reasoning_end_id: the id of the end marker if it is one token.
-    opens_reasoning: whether prompts end inside the reasoning, unless enable_thinking is false.
     """
 
     tools: ToolFormat | None = hermes.HERMES
@@ -65,7 +64,6 @@ class ChatFormat:
     has_native_tools: bool = False
     special_ids: Mapping[str, int] = field(default_factory=dict)
     reasoning_end_id: int | None = None
-    opens_reasoning: bool = False
 
     @property
     def has_channels(self) -> bool:
@@ -95,7 +93,6 @@ def choose_format(template: str, tool_parser: str, reasoning_parser: str) -> Cha
         tools=style,
         reasoning=reasoning,
         has_native_tools=has_tools,
-        opens_reasoning=reasoning is not None and _opens(template, reasoning),
     )
 
 
@@ -109,9 +106,3 @@ def _named(name: str, template: str) -> ToolFormat | None:
     if name == mistral.MISTRAL.name and mistral.MISTRAL_ARGS.is_of(template):
         return mistral.MISTRAL_ARGS
     return _BY_NAME.get(name)
-
-
-def _opens(template: str, reasoning: ReasoningFormat) -> bool:
-    """Returns whether the end of a prompt begins the reasoning without always ending it."""
-    last = template.rpartition("add_generation_prompt")[2]
-    return last.count(reasoning.begin) > last.count(reasoning.end)

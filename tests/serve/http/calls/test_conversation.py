@@ -236,24 +236,6 @@ def test_an_exception_of_a_template_is_a_request_error(tokenizer: Tokenizer) -> 
     assert "roles must take turns" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("ending", "opens"),
-    [
-        ("{% if add_generation_prompt %}<think>\\n{% endif %}", True),
-        ("{% if add_generation_prompt %}x{% endif %}</think>", False),
-        (
-            "{% if add_generation_prompt %}{% if not enable_thinking %}<think></think>{% else %}"
-            "<think>{% endif %}{% endif %}",
-            True,
-        ),
-        ("{% if add_generation_prompt %}<think>\\n\\n</think>{% endif %}", False),
-    ],
-)
-def test_templates_that_open_the_reasoning(ending: str, opens: bool) -> None:
-    source = f"{{% for m in messages %}}<think>{{{{ m }}}}</think>{{% endfor %}}{ending}"
-    assert choose_format(source, "auto", "auto").opens_reasoning is opens
-
-
 def test_markers_that_are_special_tokens_have_ids(tmp_path: Path) -> None:
     shutil.copytree(default_model_path(), tmp_path / "model")
     file = tmp_path / "model" / "tokenizer.json"
