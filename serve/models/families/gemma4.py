@@ -26,7 +26,7 @@ from serve.models.families.layer_spec import (
     MlpSpec,
     QKNorm,
 )
-from serve.models.families.mixture_fields import read_counts
+from serve.models.families.mixture_fields import one_by_one, read_counts
 from serve.models.families.names import ExpertNames, Family, Fields, WeightNames
 from serve.models.families.rope_spec import RopeSpec, read_rope
 
@@ -115,7 +115,7 @@ def _attention(
     own: object = next((overrides[key] for key in keys if key in overrides), {})
     if not isinstance(own, dict):
         raise config.fail("per_layer_config", f"must hold objects, not {own!r}")
-    if overrides:
+    if config.has("per_layer_config"):  # an empty one, too: then all layers are alike
         reader = ConfigReader(own, f"{config.source}: per_layer_config.{index}")
         head_dim = reader.integer("head_dim", config.integer("head_dim", 256), high=MAX_HEADS)
         default = config.integer("num_key_value_heads", 4, high=MAX_HEADS)
@@ -150,18 +150,17 @@ def _mixture(config: ConfigReader, dense: MlpSpec) -> MixtureSpec:
     )
 
 
+_FUSED = ExpertNames(
+    router="router.proj",
+    up=("experts.gate_up_proj",),
+    down="experts.down_proj",
+    is_fused=True,
+    bias="{}_bias",
+)
 _NAMES = WeightNames(
     attn_out="post_attention_layernorm",
     mlp_in="pre_feedforward_layernorm",
     mlp_out="post_feedforward_layernorm",
-    experts=(
-        ExpertNames(
-            router="router.proj",
-            up=("experts.gate_up_proj",),
-            down="experts.down_proj",
-            is_fused=True,
-            bias="{}_bias",
-        ),
-    ),
+    experts=(_FUSED, one_by_one(_FUSED, "experts"), one_by_one(_FUSED, "moe.experts")),
 )
 FAMILIES = {"gemma4_text": Family(_gemma4, _NAMES, "Gemma 4, all sizes, text")}

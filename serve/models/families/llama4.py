@@ -21,7 +21,12 @@ from serve.models.families.layer_spec import (
     QKNorm,
     QueryScaling,
 )
-from serve.models.families.mixture_fields import read_counts, read_expert, with_mixture
+from serve.models.families.mixture_fields import (
+    one_by_one,
+    read_counts,
+    read_expert,
+    with_mixture,
+)
 from serve.models.families.names import ExpertNames, Family, Fields, WeightNames
 from serve.models.families.rope_spec import read_rope
 
@@ -101,23 +106,19 @@ def _rope_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     return [bool(use) for use in uses]
 
 
+_FUSED = ExpertNames(
+    router="feed_forward.router",
+    up=("feed_forward.experts.gate_up_proj",),
+    down="feed_forward.experts.down_proj",
+    is_fused=True,
+    is_transposed=True,
+    bias="{}_bias",
+    shared_up=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+    shared_down="feed_forward.shared_expert.down_proj",
+)
 _NAMES = WeightNames(
     up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
-    experts=(
-        ExpertNames(
-            router="feed_forward.router",
-            up=("feed_forward.experts.gate_up_proj",),
-            down="feed_forward.experts.down_proj",
-            is_fused=True,
-            is_transposed=True,
-            bias="{}_bias",
-            shared_up=(
-                "feed_forward.shared_expert.gate_proj",
-                "feed_forward.shared_expert.up_proj",
-            ),
-            shared_down="feed_forward.shared_expert.down_proj",
-        ),
-    ),
+    experts=(_FUSED, one_by_one(_FUSED, "feed_forward.experts")),
 )
 FAMILIES = {"llama4_text": Family(_llama4, _NAMES, "Llama 4 Scout and Maverick, text")}

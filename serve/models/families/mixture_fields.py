@@ -21,6 +21,19 @@ FUSED = ExpertNames(
 )
 
 
+def one_by_one(fused: ExpertNames, at: str) -> ExpertNames:
+    """Returns the names of a family's experts if a quantizer stores them one by one below `at`,
+    and not fused."""
+    return replace(
+        fused,
+        up=(f"{at}.{{}}.gate_proj", f"{at}.{{}}.up_proj"),
+        down=f"{at}.{{}}.down_proj",
+        is_fused=False,
+        is_transposed=False,
+        is_interleaved=False,
+    )
+
+
 def mixture_names(**changes: object) -> WeightNames:
     """Returns names of a mixture that is stored expert by expert or with all experts fused."""
     ways = (PER_EXPERT, FUSED)

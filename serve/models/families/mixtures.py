@@ -25,6 +25,7 @@ from serve.models.families.mixture_fields import (
     MAX_EXPERTS,
     PER_EXPERT,
     mixture_names,
+    one_by_one,
     read_counts,
     read_expert,
     with_mixture,
@@ -297,6 +298,11 @@ _GRANITE = ExpertNames(
     is_fused=True,
 )
 _GPT_OSS = replace(FUSED, router="mlp.router", is_transposed=True, is_interleaved=True)
+_GPT_OSS_WAYS = (
+    _GPT_OSS,
+    one_by_one(_GPT_OSS, "mlp.experts"),
+    one_by_one(_GPT_OSS, "mlp.experts.experts"),
+)
 _ERNIE = {"correction": "mlp.moe_statics.e_score_correction_bias", "is_correction_row": True}
 _HUNYUAN = {
     "router": "mlp.gate.wg",
@@ -316,7 +322,7 @@ FAMILIES = {
     "mixtral": Family(_mixtral, WeightNames(experts=(_MIXTRAL,)), "Mixtral"),
     "olmoe": Family(_olmoe, mixture_names(), "OLMoE"),
     "granitemoe": Family(_granite_moe, WeightNames(experts=(_GRANITE,)), "Granite 3, mixtures"),
-    "gpt_oss": Family(_gpt_oss, WeightNames(experts=(_GPT_OSS,)), "gpt-oss 20b and 120b"),
+    "gpt_oss": Family(_gpt_oss, WeightNames(experts=_GPT_OSS_WAYS), "gpt-oss 20b and 120b"),
     "minimax_m2": Family(_minimax_m2, WeightNames(experts=(_MIXTRAL,)), "MiniMax-M2"),
     "ernie4_5_moe": Family(_ernie_moe, mixture_names(**_ERNIE), "ERNIE 4.5, mixtures"),
     "hunyuan_v1_moe": Family(
