@@ -16,11 +16,21 @@ import torch
 from torch import Tensor
 
 from ops import MIN_CAPABILITY
-from ops.backend import NO_FUSION, ExpertsOp, Fusion, LinearOp, Norm, QuantizedLinears
+from ops.backend import (
+    NO_FUSION,
+    ExpertsOp,
+    Fusion,
+    LinearOp,
+    Norm,
+    QuantizedLinears,
+    Router,
+    Routing,
+)
 from ops.cuda.experts import CudaExperts, can_group
 from ops.cuda.linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear, rounded4_linear
 from ops.reference import ReferenceBackend
 from ops.triton_kernels.kv import Rotation, rotate
+from ops.triton_kernels.router import route
 from ops.triton_kernels.rows import activation_rows, gated_rows, norm_rows
 
 logger = logging.getLogger(__name__)
@@ -46,6 +56,9 @@ class CudaBackend(ReferenceBackend):
         if can_group(ups, downs):
             return CudaExperts(ups, downs, scales_input)
         return super().pack_experts(ups, downs, scales_input=scales_input)
+
+    def route(self, x: Tensor, router: Router) -> Routing:
+        return route(x, router)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rows(x, Norm("rms", weight, None, eps))
