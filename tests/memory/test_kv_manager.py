@@ -363,6 +363,7 @@ TestKVMachine = KVMachine.TestCase
 TestKVMachine.settings = examples(400, steps=100)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS + GROUPS)
 def test_25_000_random_operations(layout, monkeypatch):
     """More operations than hypothesis has time for produce prefix hits and evictions."""

@@ -9,13 +9,13 @@ from tests.fuzz.__main__ import run_cases
 from tests.fuzz.live import fuzz_server
 from tests.fuzz.targets import TARGETS, Target
 
-FEWER_CASES = {"tokenizer": 200, "ranks": 100, "tekken": 100}
+FEWER_CASES = {"tokenizer": 60, "ranks": 40, "tekken": 40}
 """Targets that ask a child process."""
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_mutated_inputs(name: str) -> None:
-    most = FEWER_CASES.get(name, 3_000)
+    most = FEWER_CASES.get(name, 2_000)
     assert run_cases(name, TARGETS[name], seed=1, seconds=60, most=most) == most
 
 

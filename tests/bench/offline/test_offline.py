@@ -157,6 +157,7 @@ def peer(tmp_path):
 
 
 @needs_kernels
+@pytest.mark.exhaustive
 def test_latency_beside_a_peer(tiny, tmp_path, capsys, peer):
     """A peer's modes are all measured, as often as ours, and the better one counts."""
     file = tmp_path / "latency.json"
@@ -206,6 +207,7 @@ def test_latency_beside_a_peer(tiny, tmp_path, capsys, peer):
 
 
 @needs_kernels
+@pytest.mark.exhaustive
 def test_what_a_failing_peer_has_measured_is_kept(tiny, capsys, peer):
     peers = [peer("absent", "hello"), peer("partial", "mixed"), peer("dying", "exit")]
     peers.append("missing=/nowhere/program")
@@ -243,6 +245,7 @@ def test_an_error_of_our_engine_keeps_the_rounds_before_it(tiny, tmp_path, monke
     assert kept["tokens_per_s"]["ours"]["decode_2"] > 0 and kept["start_s"] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_peer_that_hangs_is_given_up(tmp_path):
     script = tmp_path / "hang.py"
     script.write_text("import time; print('not JSON', flush=True); time.sleep(60)")

@@ -63,6 +63,7 @@ def mixture(folder: Path, *, is_packed: bool) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("is_packed", "dtype"), [(True, "auto"), (False, "int8"), (False, "int4")])
 def test_loading_keeps_no_second_copy(is_packed: bool, dtype: str, tmp_path: Path) -> None:
     """The peak is what the weights take, and one product with its unpacked parts."""

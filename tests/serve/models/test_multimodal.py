@@ -128,6 +128,8 @@ def save(directory: Path, kind: str, family: str, shape: str) -> tuple[Path, Any
 
 
 def logits(model: Any, ids: list[int]) -> torch.Tensor:
+    if isinstance(model, transformers.Llama4ForConditionalGeneration):
+        model = model.language_model  # in Transformers 5.24 the whole fails on text alone
     with torch.no_grad():
         found: torch.Tensor = model(input_ids=torch.tensor([ids])).logits[0]
     return found

@@ -40,6 +40,7 @@ def sequences():
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_late", [False, True])
 def test_tokens_are_those_of_the_cpu(is_late):
     """is_late: the host gets each token one step later."""

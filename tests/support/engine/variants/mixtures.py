@@ -110,7 +110,7 @@ VARIANTS = [
         | {
             "head_dim": 24,
             "sliding_window": 8,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 2,
             "rope_parameters": _GPT_OSS_ROPE,
         },
     ),
