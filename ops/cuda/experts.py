@@ -1,4 +1,5 @@
-"""Mixtures of experts on a CUDA device: all experts of a layer in six launches.
+"""Mixtures of experts on a CUDA device: all experts of a layer in four launches, six
+if rows are quantized.
 
 A call neither waits for the device nor reads its data, so that it can be part of a CUDA graph.
 """
@@ -6,14 +7,15 @@ A call neither waits for the device nor reads its data, so that it can be part o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import triton
 from torch import Tensor
 
-from ops.backend import LinearOp, Routing
+from ops.backend import Fusion, LinearOp, Routing
 from ops.cuda import tune
-from ops.cuda.linear import CudaLinear, Int4Linear, ScaledLinear
+from ops.cuda.linear import CudaLinear, Int4Linear, PlainLinear, ScaledLinear
 from ops.kv_tiles import architecture
 from ops.triton_kernels.experts import (
     SortedPairs,
@@ -22,29 +24,73 @@ from ops.triton_kernels.experts import (
     sort_pairs,
     sum_parts,
 )
+from ops.triton_kernels.experts_plain import TILES, plain_experts_product, plain_weights
 from ops.triton_kernels.linear import Tile
 from ops.triton_kernels.linear4 import Int4Weight
 from ops.triton_kernels.rows import Quantized, quantize_rows
 
 
 def can_group(ups: Sequence[LinearOp], downs: Sequence[LinearOp]) -> bool:
-    """Returns whether CudaExperts takes these layers: 8-bit or 4-bit weights, one kind a side."""
-    return all(
-        all(isinstance(op, ScaledLinear | Int4Linear) for op in ops)
-        and len({(type(op), op.kernel) for op in ops if isinstance(op, CudaLinear)}) == 1
-        for ops in (ups, downs)
-    )
+    """Returns whether CudaExperts takes these layers, with weights of one kind a side."""
+    return all(len({_kind(op) for op in ops}) == 1 and _kind(ops[0]) for ops in (ups, downs))
+
+
+def _kind(op: LinearOp) -> tuple[object, ...] | None:
+    if isinstance(op, PlainLinear):
+        return (PlainLinear, op.weight.dtype) if op.weight.dtype in TILES else None
+    return (type(op), op.kernel) if isinstance(op, ScaledLinear | Int4Linear) else None
+
+
+class _Side(Protocol):
+    """The products of one side of the experts."""
+
+    num_in: int
+    num_out: int
+    size_bytes: int
+
+    def run(self, x: Tensor, pairs: SortedPairs, num_rows: int) -> Tensor:
+        """Returns the results of all pairs, [pairs, out], for x: [T, in] fp32 or bf16."""
+
+
+def _side(ops: Sequence[LinearOp]) -> _Side:
+    return _PlainProducts(ops) if isinstance(ops[0], PlainLinear) else _Products(ops)
+
+
+class _PlainProducts:
+    """The products of one side with plain weights. Sums are fp32, results of the weights' type."""
+
+    def __init__(self, ops: Sequence[LinearOp]) -> None:
+        layers = [op for op in ops if isinstance(op, PlainLinear)]
+        self._layers, self._fusion = layers, _one_fusion([layer.fusion for layer in layers])
+        weights = [layer.weight for layer in layers]
+        self._weights = plain_weights(weights, [layer.bias for layer in layers])
+        num_rows, self.num_in = weights[0].shape
+        self.num_out = num_rows // 2 if self._fusion.is_gated else num_rows
+        self.size_bytes = sum(layer.size_bytes for layer in layers)
+
+    def run(self, x: Tensor, pairs: SortedPairs, num_rows: int) -> Tensor:
+        dtype = self._weights.first.dtype
+        out = torch.empty(len(pairs.order), self.num_out, dtype=dtype, device=x.device)
+        _, activation, is_gated = self._fusion
+        whole = x.to(dtype).contiguous(), pairs, self._weights, out, activation
+        return plain_experts_product(*whole, is_gated=is_gated, most_rows=num_rows)
+
+
+def _one_fusion(fusions: Sequence[Fusion]) -> Fusion:
+    assert all(fusion == fusions[0] for fusion in fusions), "experts of one activation"
+    assert fusions[0].norm is None, "experts have no norm"
+    return fusions[0]
 
 
 class _Products:
-    """The products of one side of the experts."""
+    """The products of one side with 8-bit or 4-bit weights."""
 
     def __init__(self, ops: Sequence[LinearOp]) -> None:
         layers = [op for op in ops if isinstance(op, ScaledLinear | Int4Linear)]
         first = layers[0]
-        assert all(layer.fusion == first.fusion for layer in layers), "experts of one activation"
-        assert first.fusion.norm is None, "experts have no norm"
-        self.layers, self.kernel, self.fusion = layers, first.kernel, first.fusion
+        self.layers, self.kernel = layers, first.kernel
+        self.fusion = _one_fusion([layer.fusion for layer in layers])
+        self.size_bytes = sum(layer.size_bytes for layer in layers)
         self.num_in, self.num_out, self.out_dtype = first.num_in, first.num_out, first.out_dtype
         self._width, self._device = (
             (2 if first.fusion.is_gated else 1) * first.num_out,
@@ -64,12 +110,11 @@ class _Products:
         tile = tune.candidates(shape, architecture(self._device))[0].tile
         return tile._replace(split_k=1)
 
-    def run(self, x: Quantized, pairs: SortedPairs, num_rows: int) -> Tensor:
-        """Returns the results of all pairs, [pairs, out]."""
+    def run(self, x: Tensor, pairs: SortedPairs, num_rows: int) -> Tensor:
         count = len(pairs.order)
         out = torch.empty(count, self.num_out, dtype=self.out_dtype, device=self._device)
         return experts_product(
-            x,
+            self.quantize(x),
             pairs,
             self._weights,
             out,
@@ -81,10 +126,10 @@ class _Products:
 
 
 class CudaExperts:
-    """An ExpertsOp over layers with 8-bit or 4-bit weights, which stay where they are.
+    """An ExpertsOp over layers with 8-bit, 4-bit or plain weights, which stay where they are.
 
-    Rows are fp32 or bf16; the result has their type, or the residual's. The int8 and 4-bit results
-    of a row do not depend on other rows.
+    Rows are fp32 or bf16; the result has their type, or the residual's. The results of a row do not
+    depend on other rows, except in fp8, whose tile depends on their number.
     """
 
     def __init__(
@@ -92,12 +137,13 @@ class CudaExperts:
     ) -> None:
         """The layers satisfy can_group. ValueError if they differ in shape."""
         assert len(ups) == len(downs) > 0
-        self._ups, self._downs, self._scales_input = _Products(ups), _Products(downs), scales_input
+        self._ups, self._downs, self._scales_input = _side(ups), _side(downs), scales_input
+        self._num_experts = len(ups)
         assert self._downs.num_in == self._ups.num_out
 
     @property
     def size_bytes(self) -> int:
-        return sum(layer.size_bytes for layer in (*self._ups.layers, *self._downs.layers))
+        return self._ups.size_bytes + self._downs.size_bytes
 
     def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
         experts, weights = routing
@@ -112,9 +158,9 @@ class CudaExperts:
         if self._scales_input:
             rows = (x[:, None] * weights.to(x.dtype)[..., None]).flatten(0, 1)
         per_row = 1 if self._scales_input else top_k
-        pairs = sort_pairs(experts.contiguous(), len(self._ups.layers), per_row)
-        hidden = self._ups.run(self._ups.quantize(rows), pairs, num_rows)
+        pairs = sort_pairs(experts.contiguous(), self._num_experts, per_row)
+        hidden = self._ups.run(rows, pairs, num_rows)
         each = pairs._replace(per_row=1)
-        parts = self._downs.run(self._downs.quantize(hidden), each, num_rows)
+        parts = self._downs.run(hidden, each, num_rows)
         weighted = None if self._scales_input else weights.contiguous()
         return sum_parts(parts.view(num_rows, top_k, -1), weighted, residual, out)

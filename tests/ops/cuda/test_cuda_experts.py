@@ -128,6 +128,82 @@ def test_fp8_experts(backend):
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
+PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def plain_layers(backend, dtype, fusion: Fusion, sizes=(4, 40, 24), *, has_bias=True):
+    """Returns experts, and the same in float64, one by one."""
+    num_experts, size, inner = sizes
+    reference, found, exact = ReferenceBackend(), ([], []), ([], [])
+    wide = 2 * inner if fusion.is_gated else inner
+    for _ in range(num_experts):
+        for side, (rows, cols) in enumerate(((wide, size), (size, inner))):
+            weight = (torch.randn(rows, cols, device=DEVICE) / cols**0.5).to(dtype)
+            bias = torch.randn(rows, device=DEVICE).to(dtype) if has_bias else None
+            of = NO_FUSION if side else fusion
+            found[side].append(backend.pack_linear(weight, bias, of))
+            wide_bias = None if bias is None else bias.double()
+            exact[side].append(reference.pack_linear(weight.double(), wide_bias, of))
+    return backend.pack_experts(*found), reference.pack_experts(*exact)
+
+
+@pytest.mark.parametrize("dtype", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("fusion", [SILU, OAI, Fusion(None, "relu2")])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_plain_experts_against_float64(backend, dtype, fusion, has_bias):
+    sizes = (4, 150, 72) if fusion is SILU else (4, 40, 24)
+    experts, exact = plain_layers(backend, dtype, fusion, sizes, has_bias=has_bias)
+    assert isinstance(experts, CudaExperts)
+    x, routing = torch.randn(9, sizes[1], device=DEVICE), random_routing(9, 4, 2)
+    x = x.to(dtype)
+    residual = torch.randn(9, sizes[1], device=DEVICE)
+    expected = exact(x.double(), routing)
+    for found, what in (
+        (experts(x, routing), expected),
+        (experts(x, routing, residual.clone()), expected + residual),
+    ):
+        error = (found.double() - what).norm() / what.norm()
+        assert error < (1e-6 if dtype == torch.float32 else 0.01)
+
+
+@pytest.mark.parametrize("dtype", PLAIN.values(), ids=PLAIN)
+def test_a_row_of_plain_experts_does_not_depend_on_the_others(backend, dtype, monkeypatch):
+    """One expert has more rows than a tile; programs share them, and others have none."""
+    monkeypatch.setattr("ops.triton_kernels.experts_plain.MAX_SHARES", 2)
+    experts, _ = plain_layers(backend, dtype, SILU)
+    x, weights = torch.randn(140, 40, device=DEVICE), torch.rand(140, 2, device=DEVICE)
+    chosen = torch.tensor([[3, 1]], dtype=torch.int32, device=DEVICE).repeat(140, 1)
+    chosen[7] = torch.tensor([0, 3])
+    whole = experts(x, Routing(chosen, weights))
+    for some in (slice(0, 1), slice(7, 8), slice(60, 77), slice(139, 140)):
+        found = experts(x[some], Routing(chosen[some], weights[some]))
+        assert torch.equal(found, whole[some])
+
+
+@pytest.mark.parametrize("scales_input", [False, True])
+def test_plain_experts_and_the_layers_alone(backend, scales_input):
+    """The two sides may be of different kinds."""
+    ups = [backend.pack_linear(torch.randn(64, 48) / 7, None, SILU) for _ in range(3)]
+    x, routing = torch.randn(7, 48, device=DEVICE), random_routing(7, 3, 2)
+    for kind in ("float32", "int8"):
+        downs = layers(backend, "int8", 3, 48, 32, SILU)[1]
+        if kind == "float32":
+            downs = [backend.pack_linear(torch.randn(48, 32) / 6) for _ in range(3)]
+        grouped = backend.pack_experts(ups, downs, scales_input=scales_input)
+        single = ExpertsOneByOne(ups, downs, scales_input)
+        assert isinstance(grouped, CudaExperts)
+        assert grouped.size_bytes == sum(op.size_bytes for op in (*ups, *downs))
+        rtol, atol = (1e-5, 1e-5) if kind == "float32" else (0.02, 0.02)
+        torch.testing.assert_close(grouped(x, routing), single(x, routing), rtol=rtol, atol=atol)
+
+
+def test_plain_experts_of_different_shapes(backend):
+    ups = [backend.pack_linear(torch.randn(64, n), None, SILU) for n in (48, 40)]
+    downs = [backend.pack_linear(torch.randn(48, 32)) for _ in range(2)]
+    with pytest.raises(ValueError, match="not of one shape"):
+        backend.pack_experts(ups, downs)
+
+
 @pytest.mark.parametrize("kind", ["int8", "zeros"])
 def test_a_row_does_not_depend_on_the_others(backend, kind):
     experts = CudaExperts(*layers(backend, kind, 5, 64, 32, OAI), False)
@@ -176,8 +252,11 @@ def test_pairs_of_several_blocks_are_sorted():
 
 def test_layers_that_cannot_be_grouped(backend):
     ups, downs = layers(backend, "int8", 3, 64, 32, SILU)
+    half = [backend.pack_linear(torch.randn(64, 32).half()) for _ in range(3)]
+    assert isinstance(backend.pack_experts(ups, half), ExpertsOneByOne)
     plain = [backend.pack_linear(torch.randn(64, 32)) for _ in range(3)]
-    assert isinstance(backend.pack_experts(ups, plain), ExpertsOneByOne)
+    assert isinstance(backend.pack_experts(ups, [*plain[:2], downs[2]]), ExpertsOneByOne)
+    assert isinstance(backend.pack_experts(ups, plain), CudaExperts)
     assert isinstance(backend.pack_experts(ups, downs), CudaExperts)
     mixed = [*downs[:2], *layers(backend, "int4", 1, 64, 32, SILU)[1]]
     assert isinstance(backend.pack_experts(ups, mixed), ExpertsOneByOne)

@@ -59,6 +59,32 @@ def int4_case(name: str, tile, arch: int, *, group: int = 64, table: int = 0, **
     )
 
 
+def plain_case(name: str, arch: int, kind: str = "bf16", **switches) -> Case:
+    import torch
+
+    from ops.triton_kernels.experts_plain import TILES, plain_experts_kernel
+
+    tile = TILES[torch.bfloat16 if kind == "bf16" else torch.float32]
+    sizes = ("N", "K", "x_stride", "w_stride", "out_stride")
+    usual = {"PER_ROW": 8, "BIAS": False, "ACT": 0, "GATED": False, "EVEN_K": True}
+    return Case(
+        name,
+        plain_experts_kernel,
+        {
+            **dict.fromkeys(("x_at", "first_at", "out_at"), f"*{kind}"),
+            **dict.fromkeys(("weights_at", "biases_at"), "*i64"),
+            **PAIRS,
+            **dict.fromkeys(sizes, "i32"),
+        },
+        {**usual, "BM": tile.m, "BN": tile.n, "BK": tile.k, **switches},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        arch=arch,
+        divisible=sizes,
+        enable_fp_fusion=False,
+    )
+
+
 def compile_cases() -> Iterator[Case]:
     from ops.triton_kernels.experts import sort_kernel, sum_kernel
     from ops.triton_kernels.linear import Tile
@@ -77,6 +103,10 @@ def compile_cases() -> Iterator[Case]:
     clamped = {"ACT": 6, "GATED": True, "BIAS": True}
     yield int4_case("mxfp4_stream", few, 90, group=32, table=2, **clamped)
     yield int4_case("int4_square", Tile(64, 64, 128, 4, 4, swap=True), 90)
+    for arch in (80, 89, 90):
+        yield plain_case(f"plain_square_{arch}", arch, ACT=1, GATED=True)
+        yield plain_case(f"plain_down_square_{arch}", arch, BIAS=True, PER_ROW=1)
+        yield plain_case(f"plain_fp32_{arch}", arch, "fp32", ACT=6, GATED=True, BIAS=True)
     experts = {**PAIRS, "experts_at": "*i32", "num_pairs": "i32"}
     for arch in (80, 90):
         yield Case(f"sort_{arch}", sort_kernel, experts, {"BLOCK": 256}, arch=arch)
@@ -101,7 +131,7 @@ def compiled() -> dict[str, Compiled]:
 
 
 def test_nothing_spills_and_all_fits(compiled):
-    assert len(compiled) == 14
+    assert len(compiled) == 23
     for name, one in compiled.items():
         arch = next((a for a in SHARED_LIMITS if name.endswith(str(a))), 90)
         assert one.stack == 0, f"{name}: {one.stack} bytes of stack"
