@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ops.backend import Fusion, LinearOp, Routing
 from ops.cuda import tune
-from ops.cuda.linear import CudaLinear, Int4Linear, PlainLinear, ScaledLinear
+from ops.cuda.linear import Int4Linear, PlainLinear, ScaledLinear
 from ops.kv_tiles import architecture
 from ops.triton_kernels.experts import (
     SortedPairs,
