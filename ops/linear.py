@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ops.backend import INT4_GROUPS, NF4_VALUES, TABLES, Backend, Fusion, Norm
+from ops.backend import INT4_GROUPS, NF4_VALUES, TABLES, Backend, Fusion, LinearOp, Norm
 
 # The kernels' values are whole numbers: a table's values times this.
 _UNITS = {"int4": 1, "nf4": 127, "fp4": 2}
@@ -39,6 +39,20 @@ class PlainLinear:
             act = self._backend.gated_activation if is_gated else self._backend.activation
             y = act(y, activation)
         return y if residual is None else residual + y
+
+
+class SideBySide(PlainLinear):
+    """A LinearOp of several, whose results are concatenated before the activation.
+
+    Each of them has the norm, and the fusion has the rest.
+    """
+
+    def __init__(self, backend: Backend, ops: Sequence[LinearOp], fusion: Fusion) -> None:
+        self.ops = list(ops)
+        super().__init__(backend, self._all, fusion._replace(norm=None))
+
+    def _all(self, x: Tensor) -> Tensor:
+        return torch.cat([op(x) for op in self.ops], 1)
 
 
 def apply_norm(backend: Backend, x: Tensor, norm: Norm) -> Tensor:

@@ -21,16 +21,10 @@ Config = Mapping[str, Any]
 Form = TypeVar("Form")
 
 FLOATS = ("F32", "BF16", "F16")
+# Scales of K/V, which has a format of its own here.
+KV_SCALES = ("output_scale", "q_scale", "k_scale", "v_scale")
 # Scales of activations and of K/V, which are rounded at run time here, per token.
-RUN_TIME_SCALES = (
-    "input_scale",
-    "input_global_scale",
-    "activation_scale",
-    "output_scale",
-    "q_scale",
-    "k_scale",
-    "v_scale",
-)
+RUN_TIME_SCALES = ("input_scale", "input_global_scale", "activation_scale", *KV_SCALES)
 MAX_SCALE = 65504.0  # the largest fp16, the type of most stored scales
 MAX_FORMATS = 64  # more groups of a checkpoint are not the work of a quantizer
 
@@ -278,8 +272,8 @@ def power_scales(name: str, exponents: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates parts along the output; a single part is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    """Concatenates parts along the output; a single part is not copied if it is contiguous."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
 
 
 def optional(fetch: Fetch, name: str) -> Tensor | None:

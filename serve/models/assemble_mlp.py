@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ops.backend import NO_FUSION, Backend, Fusion, LinearOp, Norm, Router
+from ops.backend import NO_FUSION, Backend, Fusion, LinearOp, Norm, Router, RouterKind
 from serve.models.blocks import DenseMlp, MixtureMlp, Mlp, SideBySideMlp
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 from serve.models.families.names import ExpertNames, WeightNames
@@ -108,9 +108,14 @@ class MlpAssembler:
             scale = self._spec.residual_scale
             built.shared = self._dense(mixture.shared, up, at + names.shared_down, NO_FUSION, scale)
             if mixture.is_shared_gated:
-                gate = Part(at + names.shared_gate, 1)
-                built.shared_gate = self._source.product([gate], self._spec.hidden_size)
+                built.shared_gate = self._shared_gate(at + names.shared_gate)
         return built
+
+    def _shared_gate(self, name: str) -> Router:
+        """Returns the gate of the shared MLP as a router, so that it is as exact as one: rounding
+        its one row to 4 bits would change all results of the MLP."""
+        weight = self._source.matrix(Part(name, 1), self._spec.hidden_size, stays_plain=True)
+        return Router(RouterKind(top_k=1, score="sigmoid"), _router_weight(weight))
 
     def _expert(
         self, mixture: MixtureSpec, names: ExpertNames, at: str, index: int
@@ -134,8 +139,8 @@ class MlpAssembler:
 
         name = f"{at}{names.router}.weight"
         weight = source.table(name, (num, hidden), is_looked_up=False)
-        if weight is not None and weight.dtype not in (wide, torch.bfloat16):
-            weight = weight.float()
+        if weight is not None:
+            weight = _router_weight(weight)
         expert_scales = None
         if mixture.is_router_normed:
             scale = source.vector(at + names.router_scale, (hidden,), dtype=wide)
@@ -157,6 +162,11 @@ class MlpAssembler:
         shape = (1, num) if names.is_correction_row else (num,)
         stored = self._source.vector(at + names.correction, shape, dtype=torch.float32)
         return None if stored is None else stored.view(-1)
+
+
+def _router_weight(weight: Tensor) -> Tensor:
+    """Returns a router's weight in a type that routers take."""
+    return weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()
 
 
 def _part(names: ExpertNames, name: str, num_rows: int, index: int, num_experts: int) -> Part:

@@ -152,7 +152,7 @@ class MixtureMlp:
     """A mixture of experts behind one norm, with an MLP that all rows share.
 
     router_norm: the norm of the router's input; None: it reads what the experts read. shared_gate:
-    the product whose sigmoid multiplies the shared MLP's result.
+    the router with one expert whose weight, a sigmoid, multiplies the shared MLP's result.
     """
 
     backend: Backend
@@ -160,7 +160,7 @@ class MixtureMlp:
     router: Router
     experts: ExpertsOp
     shared: DenseMlp | None = None
-    shared_gate: LinearOp | None = None
+    shared_gate: Router | None = None
     router_norm: Norm | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -173,7 +173,10 @@ class MixtureMlp:
             if self.shared_gate is None:
                 residual = self.shared(rows, residual)
             else:
-                shared = self.shared(rows) * self.shared_gate(rows).sigmoid()
+                shared = self.shared(rows)
+                shared = shared * self.backend.route(rows, self.shared_gate).weights.to(
+                    shared.dtype
+                )
                 residual = shared if residual is None else residual + shared
         return self.experts(rows, routing, residual)
 

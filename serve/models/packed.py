@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from math import prod
 
 import torch
@@ -20,6 +21,9 @@ from serve.errors import ModelLoadError
 from serve.models.checkpoint import Checkpoint, TensorEntry
 from serve.models.parts import Part
 
+Runs = Sequence[tuple[ProductFormat | None, Sequence[Part]]]
+"""A product's parts, those of one format together; None: they are plain."""
+
 
 class PackedProducts:
     """Products of a checkpoint in its quantized formats. Errors are ModelLoadErrors."""
@@ -35,25 +39,19 @@ class PackedProducts:
             return True
         return packed is not None and packed.has(entries, name)
 
-    def format_of(self, parts: Sequence[Part], num_in: int) -> ProductFormat | None:
-        """Returns the format of a product, None if it is stored plain. All parts must be alike."""
+    def runs(self, parts: Sequence[Part], num_in: int) -> Runs:
+        runs = groupby(parts, lambda part: self.format_of(part, num_in))
+        return [(form, list(run)) for form, run in runs]
+
+    def format_of(self, part: Part, num_in: int) -> ProductFormat | None:
+        """Returns the format of one part, None if it is plain."""
         if self._packed is None:
             return None
-        forms = [self._one_format(part, num_in) for part in parts]
-        if all(form == forms[0] for form in forms):
-            return forms[0]
-        path, has = self._checkpoint.path, [form is not None for form in forms]
-        alike = "products that are computed together must be alike"
-        if not all(has):
-            raise ModelLoadError(
-                f"{path}: {parts[has.index(False)].module} is not quantized, but "
-                f"{parts[has.index(True)].module} is; {alike}"
-            )
-        other = next(part for part, form in zip(parts, forms, strict=True) if form != forms[0])
-        raise ModelLoadError(
-            f"{path}: {parts[0].module} and {other.module} are quantized in different formats; "
-            f"{alike}"
-        )
+        entries = self._checkpoint.entries
+        if part.is_fused:
+            size = part.num_experts, num_in, part.num_rows
+            return self._packed.of_experts(entries, part.module, *size)
+        return self._packed.of(entries, part.module, num_in, part.num_rows)
 
     def rules(self, form: ProductFormat, part: Part, num_in: int) -> dict[str, TensorRule]:
         """Returns the tensors of one part by name."""
@@ -94,14 +92,6 @@ class PackedProducts:
             yield
         except ValueError as error:
             raise ModelLoadError(f"{self._checkpoint.path}: {parts[0].module}: {error}") from error
-
-    def _one_format(self, part: Part, num_in: int) -> ProductFormat | None:
-        assert self._packed is not None
-        entries = self._checkpoint.entries
-        if part.is_fused:
-            size = part.num_experts, num_in, part.num_rows
-            return self._packed.of_experts(entries, part.module, *size)
-        return self._packed.of(entries, part.module, num_in, part.num_rows)
 
 
 def bytes_in_memory(form: ProductFormat, name: str, stored: TensorEntry) -> int:

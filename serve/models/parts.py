@@ -44,6 +44,13 @@ class Part:
         return (self.num_experts, *shape) if self.is_fused else shape
 
     @property
+    def num_taken(self) -> int:
+        """How many rows are taken."""
+        if isinstance(self.rows, slice):
+            return len(range(*self.rows.indices(self.num_rows)))
+        return self.num_rows if self.rows is None else len(self.rows)
+
+    @property
     def bias_shape(self) -> tuple[int, ...]:
         return (self.num_experts, self.num_rows) if self.is_fused else (self.num_rows,)
 

@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from ops.backend import NO_FUSION, Backend, ExpertsOp, Fusion, HeadsOp, LinearOp
-from quant.formats.base import CheckpointFormat, ProductFormat, TensorRule
+from ops.linear import SideBySide
+from quant.formats.base import (
+    RUN_TIME_SCALES,
+    CheckpointFormat,
+    ProductFormat,
+    TensorRule,
+)
+from quant.formats.weights import ROUNDED
 from serve.models.checkpoint import Checkpoint
-from serve.models.packed import PackedProducts, bytes_in_memory
+from serve.models.packed import PackedProducts, Runs, bytes_in_memory
 from serve.models.parts import Part
 
 MakeLinear = Callable[[Sequence[Tensor], Tensor | None, Fusion], LinearOp]
@@ -81,8 +88,8 @@ class TensorSource(Protocol):
         """Returns a copy on the device in the file's type. is_looked_up: rows of it are read, and
         it takes part in no product."""
 
-    def matrix(self, part: Part, num_in: int) -> Tensor:
-        """Returns the plain weight of a product, [out, in], for `pack`."""
+    def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
+        """Returns the plain weight of a product, [out, in], for `pack` unless it stays plain."""
 
     def pack(self, weight: Tensor) -> LinearOp:
         """Packs a plain weight, [out, in]."""
@@ -122,12 +129,15 @@ class ExpectedTensors:
         is_transposed: bool = False,
     ) -> None:
         """checkpoint: None for counting parameters without files. is_transposed: products other
-        than the head are stored [in, out]. losses: what quantized weights lose.
-        packed_bytes: what they take in memory, by kind."""
+        than the head are stored [in, out]. losses: what quantized weights lose. ignored: tensors
+        that may be there. plain: products that are not quantized. mixed: those whose parts have
+        different formats. packed_bytes: what quantized products take in memory, by kind."""
         self.shapes: Shapes = {}
         self.packed_rules: dict[str, TensorRule] = {}
-        self.packed_ignored: set[str] = set()
+        self.ignored: set[str] = set()
         self.losses: set[str] = set()
+        self.plain: set[str] = set()
+        self.mixed: set[str] = set()
         self.products: set[str] = set()
         self.counts = ParameterCounts()
         self.packed_bytes = ParameterCounts()
@@ -145,19 +155,17 @@ class ExpectedTensors:
         scale: float = 1.0,
         is_head: bool = False,
     ) -> Any:
-        form = None if self._packed is None else self._packed.format_of(parts, num_in)
-        if form is not None and form.loss is not None:
-            self.losses.add(form.loss)
-        for part in {part.module: part for part in parts}.values():
-            self.products.add(part.module)
-            kind = "head" if is_head else "blocks" if part.expert is None else "experts"
-            if form is not None:
-                self._expect_packed(form, part, num_in, kind)
-            else:
-                is_transposed = self._is_transposed and not is_head
-                self._expect(part.weight, part.shape(num_in, is_transposed), kind)
-            if has_bias:
-                self._expect(part.bias_name, part.bias_shape)
+        runs = [(None, parts)] if self._packed is None else self._packed.runs(parts, num_in)
+        if len(runs) > 1:
+            self.mixed.add(parts[0].module)
+        for form, run in runs:
+            if form is not None and form.loss is not None:
+                self.losses.add(form.loss)
+            for part in {part.module: part for part in run}.values():
+                kind = "head" if is_head else "blocks" if part.expert is None else "experts"
+                self._expect_product(form, part, num_in, kind)
+                if has_bias:
+                    self._expect(part.bias_name, part.bias_shape)
         return _nothing()
 
     def vector(
@@ -175,8 +183,14 @@ class ExpectedTensors:
         self._expect(name, shape, "tables" if is_looked_up else "others")
         return _nothing()
 
-    def matrix(self, part: Part, num_in: int) -> Any:
-        self.product([part], num_in)
+    def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Any:
+        form = None if self._packed is None else self._packed.format_of(part, num_in)
+        kind, num_weights = "others" if stays_plain else "blocks", part.num_rows * num_in
+        if form is not None and not stays_plain:
+            self.losses.add(f"weights that expand a latent {ROUNDED}")
+        self._expect_product(form, part, num_in, kind, num_bytes=num_weights)
+        if stays_plain:
+            self.plain.discard(part.module)
         return torch.empty(part.num_rows, num_in, device="meta")
 
     def pack(self, weight: Tensor) -> Any:
@@ -205,15 +219,32 @@ class ExpectedTensors:
     def end_layer(self) -> None:
         """Nothing was read."""
 
-    def _expect_packed(self, form: ProductFormat, part: Part, num_in: int, kind: str) -> None:
+    def _expect_product(
+        self,
+        form: ProductFormat | None,
+        part: Part,
+        num_in: int,
+        kind: str,
+        *,
+        num_bytes: int | None = None,
+    ) -> None:
+        """num_bytes: what a quantized weight takes that is not kept as it is stored."""
+        self.products.add(part.module)
+        ignored = RUN_TIME_SCALES if form is None else form.ignored
+        self.ignored |= {f"{part.module}.{ending}" for ending in ignored}
+        if form is None:
+            self.plain.add(part.module)
+            is_transposed = self._is_transposed and kind != "head"
+            self._expect(part.weight, part.shape(num_in, is_transposed), kind)
+            return
         assert self._packed is not None and self._checkpoint is not None
         rules = self._packed.rules(form, part, num_in)
-        for name in rules.keys() - self.packed_rules.keys():
-            entry = self._checkpoint.entries.get(name)
-            if entry is not None:
-                self.packed_bytes.add(kind, bytes_in_memory(form, name, entry))
+        new = rules.keys() - self.packed_rules.keys()
+        entries = [(name, self._checkpoint.entries.get(name)) for name in new]
+        stored = (bytes_in_memory(form, name, entry) for name, entry in entries if entry)
+        if new:
+            self.packed_bytes.add(kind, sum(stored) if num_bytes is None else num_bytes)
         self.packed_rules |= rules
-        self.packed_ignored |= {f"{part.module}.{ending}" for ending in form.ignored}
 
     def _expect(self, name: str, shape: tuple[int, ...], kind: str = "others") -> None:
         if name not in self.shapes:
@@ -273,19 +304,40 @@ class LoadedTensors:
         if has_bias:
             biases = [self._bias(part) for part in parts]
             bias = _scaled(biases[0] if len(biases) == 1 else torch.cat(biases), scale)
-        form = self._packed.format_of(parts, num_in)
-        if form is not None:
-            packed = self._packed.load(form, parts, num_in, scale)
-            if not self._unpack:
-                assert self._linears is not None, "a back end without quantized products"
-                with self._packed.naming(parts):
-                    return packed.linear(bias, fusion, self._linears)
-            weights = [self._cast(packed.plain())]
-        else:
-            weights = [
-                self._cast(_scaled(self._weight(part, self._is_transposed and not is_head), scale))
-                for part in parts
-            ]
+        runs = self._packed.runs(parts, num_in)
+        if self._unpack or len(runs) == 1:
+            return self._product(runs, num_in, bias, fusion, scale, is_head)
+        inner, start, ops = Fusion(fusion.norm), 0, []
+        for form, run in runs:
+            end = start + sum(part.num_taken for part in run)
+            own = None if bias is None else bias[start:end]
+            ops.append(self._product([(form, run)], num_in, own, inner, scale, is_head))
+            start = end
+        return SideBySide(self._backend, ops, fusion)
+
+    def _product(
+        self,
+        runs: Runs,
+        num_in: int,
+        bias: Tensor | None,
+        fusion: Fusion,
+        scale: float,
+        is_head: bool,
+    ) -> LinearOp:
+        """Packs runs that become plain, or one."""
+        weights = []
+        for form, parts in runs:
+            if form is None:
+                is_transposed = self._is_transposed and not is_head
+                plain = [_scaled(self._weight(part, is_transposed), scale) for part in parts]
+            else:
+                packed = self._packed.load(form, parts, num_in, scale)
+                if not self._unpack:
+                    assert self._linears is not None, "a back end without quantized products"
+                    with self._packed.naming(parts):
+                        return packed.linear(bias, fusion, self._linears)
+                plain = [packed.plain()]
+            weights += [self._cast(each) for each in plain]
         return self._make[is_head](weights, bias, fusion)
 
     def vector(
@@ -306,11 +358,13 @@ class LoadedTensors:
         # a copy, so that replacing the file does not affect a running model
         return self._checkpoint.fetch(name).to(self._device, copy=True)
 
-    def matrix(self, part: Part, num_in: int) -> Tensor:
-        form = self._packed.format_of([part], num_in)
+    def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
+        form = self._packed.format_of(part, num_in)
         if form is not None:
             return self._cast(self._packed.load(form, [part], num_in, 1.0).plain())
-        return self._cast(self._weight(part, self._is_transposed))
+        weight = self._cast(self._weight(part, self._is_transposed))
+        # a copy, so that the file can be unmapped
+        return weight.clone() if stays_plain else weight
 
     def pack(self, weight: Tensor) -> LinearOp:
         return self._make[False]([weight], None, NO_FUSION)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ops.backend import Backend, Fusion, LinearOp
 from ops.reference import ReferenceBackend
+from quant.formats.base import KV_SCALES, joined
+from quant.formats.weights import ROUNDED
 from serve.errors import ModelLoadError
 from serve.models.assemble import Assembler, Stored
 from serve.models.checkpoint import FLOATS, Checkpoint, check_rule
@@ -71,7 +73,7 @@ def load_model(
     checked = CheckedNames(spec, names, stored, checkpoint, expected)
     checked.check()
     if not unpack:
-        checked.log_losses()
+        checked.log_losses(is_int8=make_linear is not None)
     make_linear = make_linear or joining(backend.pack_linear)
     loaded = LoadedTensors(
         checkpoint,
@@ -136,14 +138,9 @@ def _find_head(spec: ModelSpec, names: WeightNames, checkpoint: Checkpoint) -> s
     return None if spec.is_tied else names.heads[0]
 
 
-def join(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates parts along the output; a single part is not copied."""
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
-
-
 def joining(pack: Callable[[Tensor, Tensor | None, Fusion], LinearOp]) -> MakeLinear:
     """Returns a MakeLinear that concatenates the parts and calls pack."""
-    return lambda parts, bias, fusion: pack(join(parts), bias, fusion)
+    return lambda parts, bias, fusion: pack(joined(parts), bias, fusion)
 
 
 class CheckedNames:
@@ -187,10 +184,26 @@ class CheckedNames:
             check_rule(checkpoint, name, rule)
         self._check_others()
 
-    def log_losses(self) -> None:
-        """Says what quantized weights lose by what the kernels compute with."""
-        for loss in sorted(self._expected.losses):
+    def log_losses(self, *, is_int8: bool) -> None:
+        """Says what the weights of a quantized checkpoint lose by what the kernels compute with.
+        is_int8: its plain products become int8."""
+        if self._spec.packed is None:
+            return
+        expected, losses = self._expected, sorted(self._expected.losses)
+        if is_int8 and expected.plain:
+            losses.append(
+                f"plain products ({len(expected.plain)}) {ROUNDED}; dtype bfloat16 avoids that, "
+                "and unpacks the others"
+            )
+        for loss in losses:
             logger.warning("the checkpoint's %s", loss)
+        if expected.mixed:
+            logger.warning(
+                "products whose parts have different formats (%d, such as %s) are computed part by "
+                "part",
+                len(expected.mixed),
+                min(expected.mixed),
+            )
 
     def _check_others(self) -> None:
         """Checks unused tensors. Those of the model's own modules must be zero, such as a bias or
@@ -201,12 +214,15 @@ class CheckedNames:
             for name in expected.shapes
             if name.endswith((".weight", ".bias"))
         }
+        kv_scales = {n for n in self._checkpoint.entries if n.rpartition(".")[2] in KV_SCALES}
+        if kv_scales:
+            logger.info("%d scales of K/V are not used: see kv_dtype", len(kv_scales))
         unused = sorted(
             name
-            for name in self._checkpoint.entries
+            for name in self._checkpoint.entries.keys() - kv_scales
             if name not in expected.shapes
             and name not in expected.packed_rules
-            and name not in expected.packed_ignored
+            and name not in expected.ignored
             and not name.endswith(self._names.ignored)
         )
         for name in [name for name in unused if _is_within(name, modules)]:

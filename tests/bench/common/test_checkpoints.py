@@ -20,10 +20,10 @@ from bench.common.checkpoints import random_checkpoint, write_random
 from bench.common.random_weights import random_tensors
 from bench.common.safetensors_writer import INDEX, SINGLE, StoredTensor, write_checkpoint
 from ops import Fusion, LinearOp, get_backend
+from quant.formats.base import joined
 from serve import LLM, SamplingParams
 from serve.errors import ConfigError
 from serve.models import count_parameters, load_model, read_spec
-from serve.models.weights import join
 
 # Total and active parameters of the published checkpoints; gpt-oss' and Qwen's authors round them
 # to 20.9B and 3.6B (without the embedding), and to 30.5B and 3.3B.
@@ -115,7 +115,7 @@ def test_products_have_the_deviation_of_a_trained_model(kind: str, tmp_path: Pat
     backend, weights = get_backend("reference"), []
 
     def make(parts: Sequence[Tensor], bias: Tensor | None, fusion: Fusion) -> LinearOp:
-        weights.append(join(parts))
+        weights.append(joined(parts))
         return backend.pack_linear(weights[-1], bias, fusion)
 
     load_model(path, dtype=torch.float32, backend=backend, make_linear=make, unpack=True)

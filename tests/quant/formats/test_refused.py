@@ -176,7 +176,7 @@ Q, K, OUT, DOWN = LAYERS[0], LAYERS[1], LAYERS[3], LAYERS[6]
 DAMAGES: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("gptq", lambda t: t.pop(f"{OUT}.scales"), f"{OUT}.scales is missing"),
     ("gptq", lambda t: t.pop(f"{OUT}.qweight"), f"(or {OUT}.qweight) is missing"),
-    ("gptq", lambda t: t.pop(f"{Q}.qweight"), f"{Q} is not quantized"),
+    ("gptq", lambda t: t.pop(f"{Q}.qweight"), f"tensor {Q}.weight (or {Q}.qweight) is missing"),
     (
         "gptq",
         lambda t: t.update({f"{OUT}.qzeros": t[f"{OUT}.qzeros"][:1].clone()}),

@@ -19,7 +19,7 @@ from tests.quant.formats.test_published import fetching, header, written
 from tests.support.engine.checkpoints import edit_json
 from tests.support.engine.format_writers import gptq8, hqq, mxfp4_experts, nvfp4
 from tests.support.engine.published_formats import GPTQ8, PUBLISHED, hqq_config
-from tests.support.engine.quantized import AWQ, GPTQ, LAYERS, four_bits, write
+from tests.support.engine.quantized import AWQ, GPTQ, four_bits, write
 
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"
@@ -125,15 +125,6 @@ def test_an_exact_format_logs_nothing(tmp_path, caplog):
     packed, _ = write(tmp_path, GPTQ8 | {"group_size": -1}, gptq8(-1))
     load_model(packed, dtype=torch.float32, backend=get_backend("cpu"))
     assert "become" not in caplog.text and "changes" not in caplog.text
-
-
-def test_products_in_different_formats_cannot_be_computed_together(tmp_path):
-    def quantize(name, weight):
-        return (gptq8(32) if name == LAYERS[1] else four_bits(GPTQ))(name, weight)
-
-    packed, _ = write(tmp_path, GPTQ | {"dynamic": {"+:x": {"bits": 8}}}, quantize)
-    with pytest.raises(ModelLoadError, match="quantized in different formats"):
-        load_model(packed, dtype=torch.float32, backend=get_backend("cpu"))
 
 
 def test_one_expert_is_read_from_a_file(tmp_path):

@@ -7,6 +7,7 @@ import logging
 import shutil
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from memory.attention.seam import AttentionLayer
-from ops import Fusion, LinearOp
+from ops import Fusion, LinearOp, get_backend
+from ops.cpu import native_library
+from ops.cpu.native_quantized_linear import NATIVE
 from ops.reference import ReferenceBackend
 from serve.errors import ModelLoadError
 from serve.models import load_model, read_generation_defaults, read_spec
+from serve.models.blocks import MixtureMlp
 from serve.models.progress import LoadProgress
 from tests.support.engine.checkpoints import (
     checkpoint,
@@ -161,3 +165,16 @@ def test_changed_files_do_not_affect_a_running_model() -> None:
     root = Path(__file__).parents[3]
     script = root / "tests/support/engine/replaced_model.py"
     output_of(script, *(checkpoint(name) for name in ("llama", "gpt2", "opt")), PYTHONPATH=root)
+
+
+@pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built")
+def test_the_gate_of_a_shared_mlp_is_not_rounded() -> None:
+    """A gate of one row in 4 bits would change all results of the shared MLP."""
+    path = checkpoint("qwen2_moe", "shared")
+    make_linear = partial(NATIVE.rounded4, group=32, is_nf4=False)
+    settings = {"dtype": torch.float32, "backend": get_backend("cpu")}
+    decoder = load_model(path, make_linear=make_linear, make_head=NATIVE.int8, **settings)
+    stored = load_file(path / "model.safetensors")["model.layers.1.mlp.shared_expert_gate.weight"]
+    mlp = decoder.weights.blocks[1].mlp
+    assert isinstance(mlp, MixtureMlp) and mlp.shared_gate is not None
+    assert torch.equal(mlp.shared_gate.weight, stored)
