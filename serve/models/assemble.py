@@ -15,7 +15,7 @@ from serve.models.blocks import AttentionHalf, AttentionWeights, Block, PerLayer
 from serve.models.decoder import DecoderWeights, PerLayerTables
 from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, QKNorm
 from serve.models.families.names import WeightNames
-from serve.models.parts import Part, Rows
+from serve.models.parts import Part, Rows, head_rows
 from serve.models.spec import ModelSpec
 from serve.models.tensors import TensorSource
 
@@ -262,7 +262,4 @@ def _rotation_rows(spec: AttentionSpec, num_heads: int) -> Tensor | None:
     """Returns the rows of q or k that put the pairs of an interleaved RoPE side by side."""
     if spec.rope is None or not spec.rope.is_interleaved:
         return None
-    dim, rotated = spec.head_dim, spec.rope.dim
-    pairs = torch.arange(rotated).view(-1, 2)
-    one = torch.cat((pairs[:, 0], pairs[:, 1], torch.arange(rotated, dim)))
-    return (torch.arange(num_heads)[:, None] * dim + one).flatten()
+    return head_rows(num_heads, 0, spec.rope.dim, spec.head_dim)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ops.backend import Backend, Fusion, HeadsOp
 from serve.models.families.layer_spec import LatentSpec
 from serve.models.families.names import WeightNames
 from serve.models.latent import LatentAttention
-from serve.models.parts import Part
+from serve.models.parts import Part, head_rows
 from serve.models.spec import ModelSpec
 from serve.models.tensors import TensorSource
 
@@ -94,7 +93,4 @@ def _head_order(spec: LatentSpec, num_heads: int, first: int) -> Tensor | None:
     rotate follow the first `first` of each head."""
     if not spec.rope.is_interleaved:
         return None
-    pairs = torch.arange(spec.rope_dim).view(-1, 2) + first
-    one = torch.cat((torch.arange(first), pairs[:, 0], pairs[:, 1]))
-    size = first + spec.rope_dim
-    return (torch.arange(num_heads)[:, None] * size + one).flatten()
+    return head_rows(num_heads, first, spec.rope_dim, first + spec.rope_dim)

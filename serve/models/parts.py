@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 Rows = slice | Tensor
@@ -58,3 +60,13 @@ class Part:
     def index(self) -> int | None:
         """The index into the stored tensor, None for all of it."""
         return self.expert if self.is_fused else None
+
+
+@functools.lru_cache(maxsize=16)
+def head_rows(num_heads: int, start: int, num_rotated: int, size: int) -> Tensor:
+    """Returns the rows of heads of `size` in which the pairs of the num_rotated values from `start`
+    on are side by side: (2i, 2i + 1) becomes (i, i + num_rotated / 2). It must not be changed."""
+    pairs = torch.arange(start, start + num_rotated).view(-1, 2)
+    rest = torch.arange(start), torch.arange(start + num_rotated, size)
+    one = torch.cat((rest[0], pairs[:, 0], pairs[:, 1], rest[1]))
+    return (torch.arange(num_heads)[:, None] * size + one).flatten()

@@ -18,11 +18,13 @@ from quant.formats.read import read_format
 from serve.checkpoint_json import ConfigReader, read_json
 from serve.errors import ModelLoadError
 from serve.models.families import FAMILIES
-from serve.models.families.layer_spec import AttentionSpec, LayerSpec, MixtureSpec
+from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MixtureSpec
 from serve.models.families.names import Family
 from serve.models.families.rope_spec import RopeSpec
 
 MAX_ALL_EXPERTS = 1 << 17
+MAX_ALL_HEADS = 1 << 18
+MAX_HEAD_VALUES = 1 << 20  # of all heads of a layer
 DTYPES = ("float32", "bfloat16", "float16")
 EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # keys under which multimodal configurations hold that of their language model
@@ -257,9 +259,19 @@ def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:
 
 
 def _check_heads(config: ConfigReader, spec: ModelSpec) -> None:
-    for layer in spec.attention_layers:
+    layers = spec.attention_layers
+    for layer in dict.fromkeys(layers):
         if layer.num_heads % layer.num_kv_heads:
             raise ModelLoadError(
                 f"{config.source}: {layer.num_heads} attention heads cannot be divided among "
                 f"{layer.num_kv_heads} key/value heads"
             )
+    inner = (each.attention for each in set(spec.layers))
+    widths = [x.nope_dim + x.rope_dim + x.v_dim for x in inner if isinstance(x, LatentSpec)]
+    largest = max(layer.num_heads * max([layer.head_dim, *widths]) for layer in layers)
+    if largest > MAX_HEAD_VALUES or sum(layer.num_heads for layer in layers) > MAX_ALL_HEADS:
+        raise ModelLoadError(
+            f"{config.source}: {largest} values in the heads of a layer and "
+            f"{sum(layer.num_heads for layer in layers)} heads in all layers; at most "
+            f"{MAX_HEAD_VALUES} and {MAX_ALL_HEADS} are read"
+        )

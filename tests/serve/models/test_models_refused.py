@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from serve import LLM
 from serve.errors import ModelLoadError
+from serve.models import expect_tensors, read_spec
 from serve.models.checksums import check_manifest
+from serve.models.parts import head_rows
 from tests.support.engine.checkpoints import (
     Json,
     checkpoint,
@@ -84,6 +87,36 @@ def test_bad_config(family: str, change: Json, message: str, tmp_path: Path) -> 
     (path / "generation_config.json").unlink()
     edit_json(path / "config.json", lambda config: config.update(change))
     assert message in refused(path)
+
+
+HUGE: list[tuple[str, str, Json]] = [
+    (
+        "ernie4_5",
+        "head-20",
+        {"num_attention_heads": 4096, "num_key_value_heads": 4096, "head_dim": 4096},
+    ),
+    ("llama", "base", {"num_attention_heads": 4096, "head_dim": 16, "num_hidden_layers": 4096}),
+    ("deepseek_v2", "no-rank", {"num_attention_heads": 4096, "qk_nope_head_dim": 4096}),
+]
+
+
+@pytest.mark.parametrize(("family", "variant", "change"), HUGE)
+@pytest.mark.row("X6")
+def test_attention_larger_than_any_model(
+    family: str, variant: str, change: Json, tmp_path: Path
+) -> None:
+    """The order of so many rows, built for each layer, took half an hour before the first tensor
+    was found missing."""
+    path = copy_of(checkpoint(family, variant), tmp_path)
+    edit_json(path / "config.json", lambda config: config.update(change))
+    assert "values in the heads of a layer" in refused(path)
+
+
+def test_the_order_of_rows_is_built_once() -> None:
+    spec = read_spec(checkpoint("ernie4_5", "head-20"))
+    head_rows.cache_clear()
+    expect_tensors(replace(spec, layers=spec.layers[:1] * 50))
+    assert head_rows.cache_info().misses == 2  # of q and of k
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"a": ' * 100_000, "\udcff"])
