@@ -45,8 +45,9 @@ class Work:
 
 
 class AttentionCost(NamedTuple):
-    """One layer's attention. decode, prefill: operations of a row and a key. kv_bytes: those of a
-    token's K/V, which a layer that shares it reads, too. most: the keys that a row sees at most."""
+    """One layer's attention. decode, prefill: the least operations of a row and a key. kv_bytes:
+    those of a token's K/V, which a layer that shares it reads, too. most: the keys that a row sees
+    at most."""
 
     decode: int
     prefill: int
@@ -80,7 +81,7 @@ def attention_costs(spec: ModelSpec, kv_bytes: float) -> list[AttentionCost]:
         value_dim = layer.head_dim if layer.value_dim is None else layer.value_dim
         decode = prefill = 2 * layer.num_heads * (layer.head_dim + value_dim)
         attention = described.attention
-        if isinstance(attention, LatentSpec):  # prefill may expand the latent
+        if isinstance(attention, LatentSpec):  # other software expands the latent in prefill
             head_dim = attention.nope_dim + attention.rope_dim
             prefill = min(prefill, 2 * layer.num_heads * (head_dim + attention.v_dim))
         most = min((n for n in (layer.window, layer.chunk) if n is not None), default=None)

@@ -104,7 +104,8 @@ class Attention:
         device, n = machine.device, machine.num_devices
         peak = device.peak(*_ATTENTION_FACTORS[precision.kv], "fp32")
         assert peak is not None, f"{device}"
-        shards = min(n, shape.num_kv_heads)
+        # our kernels compute latents in the absorbed form in prefill, too
+        is_bound, shards = efficiency.is_overlapped, min(n, shape.num_kv_heads)
         read = efficiency.kv * device.bytes_per_s * shards
         self._layers = [
             _LayerCost(
@@ -112,7 +113,7 @@ class Attention:
                 layer.window,
                 layer.read_bytes(precision.kv, precision.kv_group) / read,
                 layer.decode / (efficiency.decode * peak * n),
-                layer.prefill / (efficiency.prefill * peak * n),
+                (layer.prefill if is_bound else layer.decode) / (efficiency.prefill * peak * n),
             )
             for layer, number in shape.layer_attentions().items()
         ]

@@ -13,8 +13,9 @@ _TILE_TOKENS = 16
 
 class LayerAttention(NamedTuple):
     """One layer's attention. window: the keys that a row sees at most; None: all. value_dim: the
-    first values of a latent that are V; None: V is stored beside K. decode, prefill: operations of
-    a row and a key. is_shared: K/V is another layer's; it is read, and not stored again."""
+    first values of a latent that are V; None: V is stored beside K. decode: operations of a row
+    and a key; prefill: the least of any software, which may expand a latent. is_shared: K/V is
+    another layer's; it is read, and not stored again."""
 
     window: int | None
     num_kv_heads: int

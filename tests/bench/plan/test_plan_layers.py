@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from bench.common.checkpoint_shapes import config_of
 from bench.plan.capacity import sequence_bytes
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
-from bench.plan.hardware import Device
+from bench.plan.hardware import Device, load_devices
 from bench.plan.layers import LayerAttention
 from bench.plan.serving import decode_work
 from bench.plan.shapes import Precision, Shape, load_shape
@@ -90,6 +91,19 @@ def test_a_latent_is_stored_once() -> None:
     assert layer.decode == 2 * 16 * (576 + 512) and layer.prefill == 2 * 16 * (192 + 128)
     int8 = shape.kv_token_bytes(INT8)
     assert 27 * 576 < int8 <= 1.15 * 27 * 576
+
+
+def test_the_expected_prefill_of_a_latent_is_in_absorbed_form() -> None:
+    """The engine never expands a latent; the bound may, since other software can."""
+    shape = load_shape("deepseek-v2-lite")
+    machine = Machine(load_devices()["h100-sxm"])
+    bound, real = (
+        MachineCost(shape, Precision(), machine, each).attention
+        for each in (BOUND, replace(BOUND, is_overlapped=False))
+    )
+    one = real.prefill(1, 1000).compute_s
+    assert one == pytest.approx(real.decode(1, 1000).compute_s)
+    assert one / bound.prefill(1, 1000).compute_s == pytest.approx((576 + 512) / (192 + 128))
 
 
 def test_shared_kv_takes_nothing_and_is_read() -> None:
