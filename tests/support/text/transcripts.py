@@ -49,7 +49,24 @@ CASES: list[tuple[str, str, Wanted]] = [
     (
         "lfm2",
         'Sure. <|tool_call_start|>[get_weather(city="Paris", days=3)]<|tool_call_end|>Checking.',
-        [("text", "Sure."), call(**PARIS), ("text", "Checking.")],
+        [("text", "Sure."), call(**PARIS), ("text", " Checking.")],
+    ),
+    # what a malformed call leaves is dropped up to the marker after it
+    (
+        "lfm2",
+        "<|tool_call_start|>[get_weather(days=3), two words]<|tool_call_end|> x",
+        [call(days=3), ("text", "x")],
+    ),
+    ("lfm2", "<|tool_call_start|>[now(), two words", [call("now"), ("text", ", two words")]),
+    ("lfm2", "<|tool_call_start|>[now(), get_w", [call("now")]),
+    ("lfm2", "<|tool_call_start|>[get_weather(days=3), get_weather(ci", [call(days=3)]),
+    ("lfm2", "<|tool_call_start|>[now(),", [call("now")]),
+    # a quote ends a string only before what may follow a string at its place
+    (
+        "lfm2",
+        '<|tool_call_start|>[get_weather(city="x = {"a": 1}", where={"b": ["c: "d": e"]})]'
+        "<|tool_call_end|>",
+        [call(city='x = {"a": 1}', where={"b": ['c: "d": e']})],
     ),
     # LFM2's template writes strings without escapes
     ("lfm2", "<|tool_call_start|>[get_weather(city='it's')]", [call(city="it's")]),
@@ -64,6 +81,11 @@ CASES: list[tuple[str, str, Wanted]] = [
         "olmo3",
         "<function_calls>\nget_weather(exact=true, unit=null)\n</function_calls> x",
         [call(exact=True, unit=None), ("text", "x")],
+    ),
+    (
+        "olmo3",
+        "I say: <function_calls>\nnow()\nthen  some text",
+        [("text", "I say:"), call("now"), ("text", "\nthen  some text")],
     ),
     # Mistral, old and new; each is read whatever the template has
     (
@@ -82,6 +104,12 @@ CASES: list[tuple[str, str, Wanted]] = [
         [("text", "Hm."), call(city="[ARGS]")],
     ),
     ("mistral", '[TOOL_CALLS]now[ARGS]{"a": 1}', [call("now", a=1)]),
+    (
+        "mistral_args",
+        '[TOOL_CALLS]get_weather{"city": "[ARGS]", "days": 3}[TOOL_CALLS]now {}',
+        [call(city="[ARGS]", days=3), ("text", "[TOOL_CALLS]now {}")],
+    ),
+    ("mistral_args", "[TOOL_CALLS]no w{}", [("text", "[TOOL_CALLS]no w{}")]),
     ("mistral_args", '[TOOL_CALLS][{"name": "now", "arguments": {}}]', [call("now")]),
     ("mistral_args", "[TOOL_CALLS] none at all", [("text", "[TOOL_CALLS] none at all")]),
     ("mistral_args", "[TOOL_CALLS]now[ARGS]3", [("text", "[TOOL_CALLS]now[ARGS]3")]),
@@ -142,6 +170,11 @@ CASES: list[tuple[str, str, Wanted]] = [
         "<tool_call>now</tool_call>",
         [call(city="5"), call("now")],
     ),
+    (
+        "glm45",
+        "<tool_call>get_weather<arg_key>days</arg_key><arg_value>3</arg_value> junk</tool_call>\nx",
+        [call(days=3), ("text", "x")],
+    ),
     ("glm45", "<tool_call>is a tag", [("text", "<tool_call>is a tag")]),
     ("glm45", "<tool_call>now", [("text", "<tool_call>now")]),
     (
@@ -201,6 +234,12 @@ CASES: list[tuple[str, str, Wanted]] = [
     ),
     ("gemma4", "<|tool_call>call now<tool_call|>", [("text", "<|tool_call>call now<tool_call|>")]),
     (
+        "gemma4",
+        "a <|tool_call>call:now{}<tool_call|> b\n<|tool_call>call:now{}<tool_call|>\n\n    c",
+        [("text", "a"), call("now"), ("text", " b"), call("now"), ("text", "\n\n    c")],
+    ),
+    ("gemma4", "<|tool_call>call:now{}<tool_call|>\n\n    c", [call("now"), ("text", "    c")]),
+    (
         "functiongemma",
         "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}"
         "<end_function_call>",
@@ -216,6 +255,39 @@ CASES: list[tuple[str, str, Wanted]] = [
         [call("now"), call("now", a=1)],
     ),
     ("phi4_mini", '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>', [call("now")]),
+    (
+        "phi4_mini",
+        '<|tool_call|>[{"name": "now", "arguments": {}}, 3] and <|/tool_call|> x',
+        [call("now"), ("text", "x")],
+    ),
+    ("phi4_mini", '<|tool_call|>[{"name": "now", "arguments": {}}, {"na', [call("now")]),
+    (
+        "hermes",
+        '<tool_call>\n{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {"a": 1}}\n'
+        '</tool_call>',
+        [call("now"), call("now", a=1)],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": {}}\n{"note": 1}</tool_call>',
+        [call("now")],
+    ),
+    (
+        "hermes",
+        'a<tool_call>{"name": "now", "arguments": {}, "x": "' + "y" * 1100 + '"}</tool_call>b',
+        [("text", "a"), call("now"), ("text", "b")],
+    ),
+    (
+        "llama3_json",
+        'a <|python_tag|>{"name": "now", "arguments": {}} then; b',
+        [("text", "a"), call("now"), ("text", " then; b")],
+    ),
+    (
+        "llama4_json",
+        '<|python_start|>a<|python_end|>{"name": "now", "parameters": {}}'
+        '{"name": "now", "parameters": {"a": "}"}}',
+        [("text", "a"), call("now"), call("now", a="}")],
+    ),
     ("phi4_mini_json", 'functools[{"name": "now", "arguments": {}}]', [call("now")]),
     ("phi4_mini_json", "functools is a module", [("text", "functools is a module")]),
     (
@@ -254,6 +326,18 @@ CASES: list[tuple[str, str, Wanted]] = [
         "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
         [call("now")],
     ),
+    (
+        "openai",
+        " to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
+        [call("now")],
+    ),
+    (
+        "openai",
+        " to=you<|end|><|start|>assistant<|channel|>final<|message|>yes",
+        [("text", " to=you\nyes")],
+    ),
+    ("openai", " to=you and me", [("text", " to=you and me")]),
+    ("openai", "to=now<|message|>{}", [("text", "to=now<|message|>{}")]),
     (
         "openai",
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>analysis"

@@ -7,7 +7,8 @@
 
 It is that of the chat templates of GLM-4.5 to 4.7 (GLM-4.6's is in ggml-org/llama.cpp,
 models/templates); vLLM's glm4_moe_tool_parser.py and glm47_moe_tool_parser.py, whose models write
-no newlines. A text is a string if the schema says so, and else JSON.
+no newlines, so that the grammar lets them be missing. A text is a string if the schema says so, and
+else JSON.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ GLM = ToolFormat(
         value_close="</arg_value>",
         end="</tool_call>",
         lead="",
+        has_gaps=False,
     ),
     others=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     aliases=("glm47",),

@@ -6,7 +6,8 @@
     <|start|>assistant<|channel|>final<|message|>text<|return|>
 
 The format is that of OpenAI's openai/harmony (docs/format.md); vLLM reads it with that library
-(vllm/entrypoints/openai/parser/harmony_utils.py). The recipient stands before or after the channel.
+(vllm/entrypoints/openai/parser/harmony_utils.py). The recipient stands before or after the channel;
+since prompts end in `<|start|>assistant`, an answer may begin with it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 
 from serve.text.chat_parser.syntax.format_types import ReasoningFormat, ToolFormat
 from serve.text.chat_parser.syntax.json_calls import arguments_object
-from serve.text.chat_parser.syntax.named_calls import NamedCalls
+from serve.text.chat_parser.syntax.named_calls import MAX_HEAD_CHARS, NamedCalls
 from serve.text.chat_parser.syntax.reader import (
+    MAX_SKIPPED_CHARS,
     Reader,
     ReadingParser,
     Wait,
@@ -26,7 +28,6 @@ from serve.text.chat_parser.syntax.reader import (
     longest_overlap,
 )
 
-MAX_HEAD_CHARS = 300
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _STOPS = (*_ENDS, _START)
@@ -105,16 +106,11 @@ def _messages(reader: Reader, state: _State) -> Wait[None]:
             yield from reader.skip_space()
         if not (yield from reader.peek()):
             return
-        is_head = (yield from reader.sees(_START)) or (yield from reader.sees(_CHANNEL))
-        if not is_head:  # the answer goes on with a text that the prompt has begun
-            yield from _text(reader, state, "final")
-            continue
-        reader.hold()
-        head = yield from reader.until((_MESSAGE,), MAX_HEAD_CHARS)
-        if head is None:
+        head = yield from _head(reader)
+        if head is None:  # the answer goes on with a text that the prompt has begun
             yield from reader.take(_START)
             yield from reader.take(_CHANNEL)
-            reader.reject()
+            reader.emit(reader.held())
             yield from _text(reader, state, "final")
             continue
         channel, recipient = _NAME.search(head), _TO.search(head)
@@ -124,10 +120,24 @@ def _messages(reader: Reader, state: _State) -> Wait[None]:
             if is_ours and (yield from _call(reader, name)):
                 continue
         if recipient or channel is None:
-            reader.reject()
+            reader.emit(reader.held())
             yield from _text(reader, state, "final")
             continue
         yield from _text(reader, state, channel[1])
+
+
+def _head(reader: Reader) -> Wait[str | None]:
+    """Reads up to the text of a message, and holds it; None if there is no head."""
+    reader.hold()
+    if (yield from reader.sees(_START)) or (yield from reader.sees(_CHANNEL)):
+        return (yield from reader.until((_MESSAGE,), MAX_HEAD_CHARS))
+    yield from reader.take(" ")
+    if not (yield from reader.sees("to=")):
+        return None
+    channel = yield from reader.find((_CHANNEL, _MESSAGE, *_STOPS), MAX_HEAD_CHARS)
+    if channel is None or channel[1] != _CHANNEL:
+        return None
+    return (yield from reader.until((_MESSAGE,), MAX_HEAD_CHARS))
 
 
 def _text(reader: Reader, state: _State, channel: str) -> Wait[None]:
@@ -165,10 +175,9 @@ def _call(reader: Reader, name: str) -> Wait[bool]:
     if not (yield from reader.sees("{")):
         return False
     reader.begin_call(name)
-    if not (yield from arguments_object(reader)):
-        return True
+    is_complete = yield from arguments_object(reader)
     yield from reader.skip_space()
-    for stop in _ENDS:
-        if (yield from reader.take(stop)):
-            break
+    found = yield from reader.find(_STOPS, 0 if is_complete else MAX_SKIPPED_CHARS)
+    if found is not None:
+        reader.advance(found[0] + (len(found[1]) if found[1] in _ENDS else 0))
     return True

@@ -3,10 +3,12 @@
     [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}]
     [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{}
     [TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"x": 1}
+    [TOOL_CALLS]f{"x": 1}
 
 The first one is that of the models up to tokenizer v7, the others those since v11 and of Mistral
-Small 3.2 (mistralai/mistral-common, tokens/tokenizers/instruct.py; vLLM's mistral_tool_parser.py).
-Both are read, whichever the template has. Ids of calls are nine letters and digits.
+Small 3.2 (mistralai/mistral-common, tokens/tokenizers/instruct.py; vLLM's mistral_tool_parser.py);
+the last one is what vLLM's parser reads for tokenizers since v11. All are read, whichever the
+template has. Ids of calls are nine letters and digits.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ _NAMED = NamedCalls(
     head=r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{0,64})?",
     written_head="{name}",
     before="[ARGS]",
+    has_short_form=True,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _MistralCalls:
-    """Reads both syntaxes; the grammar is that of `written`."""
+    """Reads all syntaxes; the grammar is that of `written`."""
 
     written: JsonCalls | NamedCalls
 

@@ -19,8 +19,8 @@ class Syntax(Protocol):
     """How the calls of a format are written. All methods are about what follows a begin marker."""
 
     def block(self, reader: Reader) -> Wait[bool]:
-        """Reads one call, or all of a list, with the end marker. Returns False if the text is no
-        call; the held text has been rejected then."""
+        """Reads one call, or all of a list, with the end marker. Returns False if the text turns
+        out to be malformed after a call has begun. Text that is no call is emitted as text."""
         ...
 
     def rule(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve.text.chat_parser.syntax.json_calls import end_marker
-from serve.text.chat_parser.syntax.literals import Notation, key, pairs, value
+from serve.text.chat_parser.syntax.literals import Notation, call
 from serve.text.chat_parser.syntax.reader import Reader, Wait
 from serve.text.chat_parser.syntax.rules import Rules, json_rule, tool_members
 from serve.text.chat_parser.syntax.schema_types import branches, members, standalone
@@ -35,40 +35,15 @@ class GemmaCalls:
     def block(self, reader: Reader) -> Wait[bool]:
         yield from reader.skip_space()
         if not (yield from reader.take("call:")):
-            return reader.reject()
+            return reader.fail()
         name = yield from reader.name()
         if not reader.can_call(name) or not (yield from reader.take("{")):
-            return reader.reject()
-        yield from reader.skip_space()
-        if (yield from reader.take("}")):
-            reader.begin_call(name)
-            reader.arguments("{}")
-        else:
-            first = yield from key(reader, ":")
-            if first is None:
-                return reader.reject()
-            reader.begin_call(name)
-            reader.arguments(f"{{{json.dumps(first, ensure_ascii=False)}: ")
-            if not (yield from self._others(reader)):
-                return True
+            return reader.fail()
+        if not (yield from call(reader, self.notation, name, assigns=":", end="}")):
+            return reader.fail()
         yield from reader.skip_space()
         yield from end_marker(reader, self.end)
         return True
-
-    def _others(self, reader: Reader) -> Wait[bool]:
-        """Reads the first value and what follows it."""
-        if not (yield from value(reader, self.notation)):
-            return False
-        yield from reader.skip_space()
-        if (yield from reader.take("}")):
-            reader.arguments("}")
-            return True
-        if not (yield from reader.take(",")):
-            return False
-        yield from reader.skip_space()
-        if not (yield from reader.sees("}")):
-            reader.arguments(", ")
-        return (yield from pairs(reader, self.notation, ":", "}"))
 
     # ---- grammar
 

@@ -50,25 +50,34 @@ class JsonCalls:
             yield from reader.skip_space()
             is_list = yield from reader.take("[")
             if not is_list and self.list == "always":
-                return reader.reject()
+                return reader.fail()
         separator = "," if is_list else self.separator
         while True:
             if not (yield from self._object(reader)):
-                return reader.reject()
-            yield from reader.skip_space("} \t\r\n" if self.end else " \t\r\n")
-            if not separator or not (yield from reader.sees(separator)):
-                break
+                return reader.fail()
+            if self.end:
+                yield from reader.skip_space("} \t\r\n")
             reader.hold()
-            yield from reader.take(separator)
-        if is_list:
-            yield from reader.take("]")
+            yield from reader.skip_space()
+            # some models write two objects in one pair of markers
+            if not separator and self.end and (yield from reader.sees("{")):
+                continue
+            if not separator or not (yield from reader.take(separator)):
+                break
+        if is_list and (yield from reader.take("]")):
+            reader.drop()
+        elif is_list:
+            return reader.fail()
         if self.end:
             yield from reader.skip_space()
+            reader.drop()
             yield from end_marker(reader, self.end)
+        reader.back()
         return True
 
     def _object(self, reader: Reader) -> Wait[bool]:
-        """Reads one object. Returns False if it is no call; its text is held."""
+        """Reads one object. Returns False if it is no call, whose text is held, or if it turns out
+        to be malformed after the call has begun."""
         yield from reader.skip_space()
         if not (yield from reader.sees("{")):
             return False
@@ -85,9 +94,7 @@ class JsonCalls:
                 if head is not None and reader.can_call(head[1]):
                     reader.begin_call(head[1])
                     reader.advance(head.end())
-                    yield from arguments_object(reader)
-                    yield from _rest(reader)
-                    return True
+                    return (yield from arguments_object(reader)) and (yield from _rest(reader))
                 at = end.scan(text, scanned)
                 scanned = len(text)
                 if max(at, 0 if at >= 0 else len(text)) > MAX_HELD_CHARS:
@@ -153,7 +160,7 @@ def arguments_object(reader: Reader) -> Wait[bool]:
         reader.arguments(ready)
         reader.advance(len(ready))
         if at >= 0:
-            return True
+            return end.is_complete
         if not (yield from reader.more()):
             return False
 
@@ -165,22 +172,25 @@ def end_marker(reader: Reader, marker: str) -> Wait[None]:
         reader.advance(len(reader.rest()))
 
 
-def _rest(reader: Reader) -> Wait[None]:
-    """Skips the members of an object after its arguments, and its last bracket."""
+def _rest(reader: Reader) -> Wait[bool]:
+    """Skips the members of an object after its arguments, and its last bracket, which may be
+    missing. Returns False if they are malformed or too long."""
     yield from reader.skip_space()
     char = yield from reader.peek()
     if char == "}":
         reader.advance(1)
     if char != ",":
-        return
+        return True
     while True:
         text = reader.rest()
-        end = JsonEnd(depth=1).scan(text, 0)
+        scan = JsonEnd(depth=1)
+        end = scan.scan(text, 0)
         if end >= 0 or len(text) > MAX_EXTRA_CHARS:
-            reader.advance(end if 0 <= end <= MAX_EXTRA_CHARS else 0)
-            return
+            is_read = scan.is_complete and 0 <= end <= MAX_EXTRA_CHARS
+            reader.advance(end if is_read else 0)
+            return is_read
         if not (yield from reader.more()):
-            return
+            return False
 
 
 def _head(name_key: str, id_key: str) -> re.Pattern[str]:

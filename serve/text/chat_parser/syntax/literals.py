@@ -11,7 +11,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from serve.text.chat_parser.syntax.reader import Reader, Wait, first_of, in_json, longest_overlap
+from serve.text.chat_parser.syntax.reader import (
+    SPACE,
+    Reader,
+    Wait,
+    first_of,
+    in_json,
+    longest_overlap,
+)
 
 MAX_DEPTH = 32
 MAX_WORD_CHARS = 400
@@ -20,8 +27,9 @@ _NUMBER = re.compile(r"([+-]?)([0-9][0-9_]*)?(?:(\.)([0-9_]*))?(?:[eE]([+-]?[0-9
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _ESCAPES |= {char: char for char in "\\'\"/"} | {"\n": ""}
 _HEX_SIZE = {"x": 2, "u": 4, "U": 8}
+_IDENTIFIER = re.compile(r"[^\W\d][\w.-]*")
 _WORD_END = re.compile(r"[^A-Za-z0-9_.+-]")
-_AFTER_STRING = ",)]}:"
+_MAX_SPACE = 256  # that is looked through after a quote
 _NO_NAME = frozenset("{}[](),\"'\n")
 
 
@@ -50,12 +58,29 @@ class Notation:
 PYTHON = Notation({"'": "'", '"': '"'}, "=", has_escapes=True)
 
 
-def value(reader: Reader, notation: Notation, depth: int = 0) -> Wait[bool]:
-    """Reads a literal and emits it as arguments in JSON. Returns False where it is malformed."""
+def call(reader: Reader, notation: Notation, name: str, *, assigns: str, end: str) -> Wait[bool]:
+    """Reads the arguments of a call after their first bracket, and emits the call once the first
+    name is known. Returns False if there is no call, or if it turns out to be malformed."""
+    yield from reader.skip_space()
+    if (yield from reader.take(end)):
+        reader.begin_call(name)
+        reader.arguments("{}")
+        return True
+    first = yield from key(reader, assigns)
+    if first is None or not (notation.bare_keys or _IDENTIFIER.fullmatch(first)):
+        return False
+    reader.begin_call(name)
+    reader.arguments(f"{{{json.dumps(first, ensure_ascii=False)}: ")
+    return (yield from pairs(reader, notation, assigns, end, has_name=True))
+
+
+def value(reader: Reader, notation: Notation, depth: int = 0, end: str = "") -> Wait[bool]:
+    """Reads a literal and emits it as arguments in JSON. Returns False where it is malformed.
+    end: the character that may follow it beside a comma."""
     yield from reader.skip_space()
     for opening, closing in notation.quotes.items():
         if (yield from reader.take(opening)):
-            return (yield from _string(reader, notation, closing))
+            return (yield from _string(reader, notation, closing, f",{end}"))
     if depth >= MAX_DEPTH:
         return False
     if (yield from reader.take("[")):
@@ -66,23 +91,32 @@ def value(reader: Reader, notation: Notation, depth: int = 0) -> Wait[bool]:
     return (yield from _word(reader, notation))
 
 
-def pairs(reader: Reader, notation: Notation, assigns: str, end: str, depth: int = 0) -> Wait[bool]:
+def pairs(
+    reader: Reader,
+    notation: Notation,
+    assigns: str,
+    end: str,
+    depth: int = 0,
+    *,
+    has_name: bool = False,
+) -> Wait[bool]:
     """Reads names and values up to `end` and emits them as the members of an object, with its last
-    bracket. The first one has been emitted already."""
+    bracket. The first bracket has been emitted already; has_name: so has the first name."""
     is_first = True
     while True:
         yield from reader.skip_space()
-        if (yield from reader.take(end)):
-            reader.arguments("}")
-            return True
-        reader.arguments("" if is_first else ", ")
-        is_bare = notation.bare_keys or end == ")"
-        if not (yield from _name(reader, notation, assigns, is_bare=is_bare)):
-            return False
-        if not (yield from value(reader, notation, depth)):
+        if not has_name:
+            if (yield from reader.take(end)):
+                reader.arguments("}")
+                return True
+            reader.arguments("" if is_first else ", ")
+            is_bare = notation.bare_keys or end == ")"
+            if not (yield from _name(reader, notation, assigns, is_bare=is_bare)):
+                return False
+        if not (yield from value(reader, notation, depth, end)):
             return False
         yield from reader.skip_space()
-        is_first = False
+        is_first = has_name = False
         if not (yield from reader.take(",")) and not (yield from reader.sees(end)):
             return False
 
@@ -98,7 +132,7 @@ def _name(reader: Reader, notation: Notation, assigns: str, *, is_bare: bool) ->
     """Emits the name of a member and its colon."""
     for opening, closing in notation.quotes.items():
         if (yield from reader.take(opening)):
-            if not (yield from _string(reader, notation, closing)):
+            if not (yield from _string(reader, notation, closing, assigns)):
                 return False
             yield from reader.skip_space()
             reader.arguments(": ")
@@ -119,7 +153,7 @@ def _list(reader: Reader, notation: Notation, depth: int) -> Wait[bool]:
             reader.arguments("]")
             return True
         reader.arguments("" if is_first else ", ")
-        if not (yield from value(reader, notation, depth + 1)):
+        if not (yield from value(reader, notation, depth + 1, "]")):
             return False
         is_first = False
         yield from reader.skip_space()
@@ -164,8 +198,8 @@ def number(text: str) -> str | None:
     return f"{sign}{whole}{part}{'' if match[5] is None else f'e{match[5]}'}"
 
 
-def _string(reader: Reader, notation: Notation, closing: str) -> Wait[bool]:
-    """Emits a string up to its end as it arrives."""
+def _string(reader: Reader, notation: Notation, closing: str, after: str) -> Wait[bool]:
+    """Emits a string up to its end as it arrives. after: the characters that may follow it."""
     reader.arguments('"')
     ends = (closing, "\\") if notation.has_escapes else (closing,)
     while True:
@@ -183,7 +217,7 @@ def _string(reader: Reader, notation: Notation, closing: str) -> Wait[bool]:
             reader.advance(1)
             if not (yield from _escape(reader)):
                 return False
-        elif (yield from _is_end(reader, notation, closing)):
+        elif not notation.has_escapes or (yield from _is_end(reader, closing, after)):
             reader.advance(len(closing))
             reader.arguments('"')
             return True
@@ -192,18 +226,16 @@ def _string(reader: Reader, notation: Notation, closing: str) -> Wait[bool]:
             reader.advance(len(closing))
 
 
-def _is_end(reader: Reader, notation: Notation, closing: str) -> Wait[bool]:
+def _is_end(reader: Reader, closing: str, after: str) -> Wait[bool]:
     """Returns whether a quote ends its string. Some chat templates write strings in quotes without
-    escapes, so that models do, too: a quote that nothing of a list or a call follows is text."""
-    if not notation.has_escapes:
-        return True
+    escapes, so that models do, too: a quote that no character of `after` follows is text."""
     at = len(closing)
     while True:
         text = reader.rest()
-        while at < len(text) and text[at] in " \t\r\n":
+        while at < len(text) and text[at] in SPACE:
             at += 1
-        if at < len(text):
-            return text[at] in _AFTER_STRING
+        if at < len(text) or at > _MAX_SPACE:
+            return at < len(text) and text[at] in after
         if not (yield from reader.more()):
             return True
 

@@ -12,6 +12,7 @@ from serve.text.chat_parser.syntax.reader import Reader, Wait
 from serve.text.chat_parser.syntax.rules import Rules
 
 MAX_HEAD_CHARS = 300
+_NUMBER = "/0|[1-9][0-9]{0,3}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class NamedCalls:
     before: the marker between the head and the arguments. call_begin: the marker before each call
     of a block, if it is another than the block's. call_end: texts after the arguments, of which all
     may be missing. between: what separates the calls of a block. list: whether they are in
-    brackets. end: the marker after the block. takes_id: whether the head is the call's id.
+    brackets. end: the marker after the block. has_short_form: the arguments may follow the name
+    without the marker.
     """
 
     head: str
@@ -34,50 +36,61 @@ class NamedCalls:
     between: str = ""
     list: bool = False
     end: str = ""
-    lead: str = ""
-    takes_id: bool = False
+    has_short_form: bool = False
 
     def block(self, reader: Reader) -> Wait[bool]:
         yield from reader.skip_space()
         if self.list and not (yield from reader.take("[")):
-            return reader.reject()
+            return reader.fail()
         if self.call_begin and not (yield from reader.take(self.call_begin)):
-            return reader.reject()
+            return reader.fail()
         while True:
             if not (yield from self._call(reader)):
-                return reader.reject()
+                return reader.fail()
             if not self.call_begin:
-                break
+                return True
             yield from reader.skip_space()
             reader.hold()
             if self.list and (yield from reader.take(",")):
                 yield from reader.skip_space()
             if not (yield from reader.take(self.call_begin)):
                 break
-        reader.reject()
-        if self.list:
-            yield from reader.take("]")
-        if self.end:
-            yield from end_marker(reader, self.end)
+        reader.back()
+        if self.list and not (yield from reader.take("]")):
+            return False
+        yield from end_marker(reader, self.end)
         return True
 
     def _call(self, reader: Reader) -> Wait[bool]:
         yield from reader.skip_space()
-        head = yield from reader.until((self.before,), MAX_HEAD_CHARS)
-        found = re.fullmatch(self.head, head.strip()) if head is not None else None
+        head = yield from self._head(reader)
+        found = re.fullmatch(self.head, head) if head is not None else None
         if found is None or not reader.can_call(found[1]):
             return False
         yield from reader.skip_space()
         if not (yield from reader.sees("{")):
             return False
-        is_id = self.takes_id and found[0] != found[1]
-        reader.begin_call(found[1], found[0] if is_id else "")
+        reader.begin_call(found[1])
         if not (yield from arguments_object(reader)):
-            return True
+            return False
         for text in self.call_end:
             yield from reader.skip_space()
             yield from end_marker(reader, text.strip())
         return True
+
+    def _head(self, reader: Reader) -> Wait[str | None]:
+        """Reads up to the arguments; None if their marker is missing."""
+        if not self.has_short_form:
+            head = yield from reader.until((self.before,), MAX_HEAD_CHARS)
+            return None if head is None else head.strip()
+        found = yield from reader.find((self.before, "{"), MAX_HEAD_CHARS)
+        if found is None:
+            return None
+        at, end = found
+        head = reader.rest()[:at]
+        is_short = end == "{"
+        reader.advance(at + (0 if is_short else len(end)))
+        return head if is_short else head.strip()
 
     def rule(
         self,
@@ -90,10 +103,8 @@ class NamedCalls:
         calls = []
         for tool in tools:
             function = tool["function"]
-            # The number is that of the first call: the parser takes ids that it makes itself.
-            head = self.written_head.format(name=function["name"], number=0)
             made = object_rule(rules, function, all_strict=all_strict)
-            begin = rules.literal(f"{self.call_begin}{head}{self.before}")
+            begin = self._begin_rule(rules, function["name"])
             calls.append(rules.add(f"{begin} {made} {rules.literal(''.join(self.call_end))}"))
         one = rules.add(" | ".join(calls))
         limit = max_calls if self.call_begin else 1
@@ -102,4 +113,11 @@ class NamedCalls:
         body = f"{one}{more}"
         if self.list:
             body = f'"[" {body} "]"'
-        return rules.add(f"{rules.literal(self.lead)} {body} {rules.literal(self.end)}")
+        return rules.add(f"{body} {rules.literal(self.end)}")
+
+    def _begin_rule(self, rules: Rules, name: str) -> str:
+        """Returns what precedes the arguments. The model counts the calls; the parser makes ids
+        itself."""
+        written = f"{self.call_begin}{self.written_head}{self.before}".split("{number}")
+        number = f" {rules.terminal(_NUMBER)} " if len(written) > 1 else ""
+        return number.join(rules.literal(part.replace("{name}", name)) for part in written)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve.text.chat_parser.syntax.json_calls import end_marker
-from serve.text.chat_parser.syntax.literals import PYTHON, key, pairs, value
+from serve.text.chat_parser.syntax.literals import PYTHON, call
 from serve.text.chat_parser.syntax.reader import Reader, Wait
 from serve.text.chat_parser.syntax.rules import Rules, json_rule, tool_members
 from serve.text.chat_parser.syntax.schema_types import branches, standalone
@@ -29,60 +29,33 @@ class PythonCalls:
     def block(self, reader: Reader) -> Wait[bool]:
         yield from reader.skip_space()
         if self.in_brackets and not (yield from reader.take("[")):
-            return reader.reject()
-        is_first = True
+            return reader.fail()
         while True:
-            is_call = yield from self._call(reader)
-            if is_call is None:  # malformed after its begin: its text cannot be taken back
-                return True
-            if not is_call:
-                return reader.reject() or not is_first
-            is_first = False
-            yield from reader.skip_space()
+            if not (yield from self._call(reader)):
+                return reader.fail()
             reader.hold()
+            yield from reader.skip_space()
             if self.in_brackets and not (yield from reader.take(",")):
                 break
             if self.end and (yield from reader.sees(self.end)):
                 break
             if not (yield from reader.peek()):
-                break
-        reader.reject()
-        if self.in_brackets:
-            yield from reader.take("]")
+                return False
+        if self.in_brackets and not (yield from reader.take("]")):
+            return reader.fail()
+        reader.drop()
         if self.end:
             yield from reader.skip_space()
             yield from end_marker(reader, self.end)
         return True
 
-    def _call(self, reader: Reader) -> Wait[bool | None]:
-        """Reads one call. Returns False if there is none, and None if it proves to be malformed
-        after it has begun."""
+    def _call(self, reader: Reader) -> Wait[bool]:
+        """Reads one call. Returns False if there is none, or if it turns out to be malformed."""
         yield from reader.skip_space()
         name = yield from reader.name()
         if not name or not (yield from reader.take("(")) or not reader.can_call(name):
             return False
-        yield from reader.skip_space()
-        if (yield from reader.take(")")):
-            reader.begin_call(name)
-            reader.arguments("{}")
-            return True
-        first = yield from key(reader, "=")
-        if first is None or not first.replace("-", "_").replace(".", "_").isidentifier():
-            return False
-        reader.begin_call(name)
-        reader.arguments(f'{{"{first}": ')
-        if not (yield from value(reader, PYTHON)):
-            return None
-        yield from reader.skip_space()
-        if (yield from reader.take(")")):
-            reader.arguments("}")
-            return True
-        if not (yield from reader.take(",")):
-            return None
-        yield from reader.skip_space()
-        if not (yield from reader.sees(")")):
-            reader.arguments(", ")
-        return True if (yield from pairs(reader, PYTHON, "=", ")")) else None
+        return (yield from call(reader, PYTHON, name, assigns="=", end=")"))
 
     # ---- grammar
 

@@ -2,7 +2,8 @@
 
 A generator reads with `yield from`; the reader waits in it for more text, so that what is parsed
 does not depend on how the text is cut. Text from a mark on is held: it is emitted as text if it
-proves to be no call.
+proves to be no call. White space of the content is held back, too, since it is dropped where a call
+follows.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ T = TypeVar("T")
 Wait = Generator[None, None, T]
 
 MAX_HELD_CHARS = 1 << 18  # of a call or a value that is held until it is complete
+MAX_SKIPPED_CHARS = 1 << 14  # of a malformed call, up to the marker after it
 _PIECE_CHARS = 2048
 MAX_NAME_CHARS = 64
 SPACE = " \t\r\n"
@@ -41,8 +43,13 @@ class Reader:
 
     __slots__ = (
         "_at",
+        "_first_of_block",
+        "_has_text",
+        "_is_after_call",
         "_make_id",
         "_mark",
+        "_space",
+        "_space_before_calls",
         "_text",
         "is_over",
         "num_calls",
@@ -67,6 +74,11 @@ class Reader:
         self._text = ""
         self._at = 0
         self._mark: int | None = None  # where the held text begins
+        self._first_of_block = 0  # the number of the first call of the block that is read
+        self._has_text = False
+        self._is_after_call = False  # no text has followed the last call
+        self._space: list[str] = []  # of the content, after its last text or call
+        self._space_before_calls = ""
         self.is_over = False
         self.num_calls = 0
         self.parts: list[Part] = []
@@ -94,13 +106,30 @@ class Reader:
         """Drops the held text, which is markup."""
         self._mark = None
 
-    def reject(self) -> bool:
-        """Emits the held text, which is no call. Returns False."""
+    def back(self) -> None:
+        """Goes back to where the held text begins, which is read again."""
         if self._mark is not None:
-            held = self._text[self._mark : self._at]
-            self._mark = None
-            self.emit(held)
-        return False
+            self._at, self._mark = self._mark, None
+
+    def begin_block(self) -> None:
+        """Holds the text from here on, where a block of calls may begin."""
+        self._first_of_block = self.num_calls
+        self.hold()
+
+    def fail(self) -> bool:
+        """Ends a block at what is no call of its format. Returns True if no call has begun in it,
+        since all that was read of it is text then; else what is held is read again."""
+        if self.num_calls > self._first_of_block:
+            self.back()
+            return False
+        self.content(self.held())
+        return True
+
+    def held(self) -> str:
+        """Returns the text that was held up to here, which is no call."""
+        held = "" if self._mark is None else self._text[self._mark : self._at]
+        self._mark = None
+        return held
 
     def more(self) -> Wait[bool]:
         """Waits for more text; False if the answer is over."""
@@ -141,7 +170,7 @@ class Reader:
     def until(self, ends: tuple[str, ...], limit: int) -> Wait[str | None]:
         """Reads up to the first of `ends`, which is read, too. Returns None at the end of the
         answer or after `limit` characters; nothing is read then."""
-        found = yield from self._find(ends, limit)
+        found = yield from self.find(ends, limit)
         if found is None:
             return None
         at, end = found
@@ -161,7 +190,9 @@ class Reader:
                 return ""
             yield
 
-    def _find(self, ends: tuple[str, ...], limit: int) -> Wait[tuple[int, str] | None]:
+    def find(self, ends: tuple[str, ...], limit: int) -> Wait[tuple[int, str] | None]:
+        """Returns where the first of `ends` is, and which it is. Returns None at the end of the
+        answer or if more than `limit` characters precede it."""
         while True:
             text = self._text[self._at : self._at + limit + max(map(len, ends))]
             found = first_of(text, ends)
@@ -172,6 +203,44 @@ class Reader:
             yield
 
     # ---- parts
+
+    def content(self, text: str) -> None:
+        """Emits text beside calls. White space is held back until more text follows."""
+        body = text.lstrip()
+        self._space.append(text[: len(text) - len(body)])
+        if not body:
+            return
+        ready = body.rstrip()
+        self.emit(self._gap() + ready)
+        self._space = [body[len(ready) :]]
+        self._is_after_call = False
+        self._has_text = True
+
+    def read_space(self) -> Wait[None]:
+        """Reads white space of the content."""
+        while True:
+            text = self.rest()
+            size = len(text) - len(text.lstrip(SPACE))
+            self.content(text[:size])
+            self._at += size
+            if size < len(text) or not (yield from self.more()):
+                return
+
+    def end_content(self) -> None:
+        """Emits the white space that ends the answer, unless it follows a call."""
+        if not self._is_after_call:
+            self.emit("".join(self._space))
+
+    def _gap(self) -> str:
+        """Returns the white space before a text. Around calls, one side's is kept between two
+        texts, and the indentation of a text that is the first one."""
+        space = "".join(self._space)
+        if not self._is_after_call:
+            return space
+        if self._has_text:
+            return space or self._space_before_calls
+        _, newline, indentation = space.rpartition("\n")
+        return indentation if newline else ""
 
     def emit(self, text: str) -> None:
         if text:
@@ -189,6 +258,10 @@ class Reader:
     def begin_call(self, name: str, call_id: str = "") -> None:
         """Emits the start of a call. The held text was its markup."""
         self._mark = None
+        if not self._is_after_call:
+            self._space_before_calls = "".join(self._space)
+        self._space = []
+        self._is_after_call = True
         call_id = call_id or self._make_id(name, self.num_earlier + self.num_calls)
         self.parts.append(ToolCallStart(self.num_calls, call_id, name))
         self.num_calls += 1

@@ -31,6 +31,11 @@ class JsonEnd:
         self._is_string = False
         self._is_escaped = False
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last bracket was found."""
+        return self._depth <= 0
+
     def scan(self, text: str, start: int) -> int:
         """Returns the index after the last bracket, or -1 if it is not in text[start:].
 

@@ -43,10 +43,10 @@ class TaggedCalls:
 
     call_open, name_end, call_close: the texts around a call's name and after its parameters.
     key_open, key_end, value_open, value_close: the texts around a parameter's name and its text.
-    lead, gap: what a model writes after the begin marker, and after a name or a parameter. is_list:
-    a block has several calls. wraps: a newline on either side of a parameter's text is no part of
-    it. says_string: the tag says whether a text is a string, in an attribute. end: the marker after
-    the block.
+    lead, gap: what a model writes after the begin marker, and after a name or a parameter.
+    has_gaps: the gaps are never missing. is_list: a block has several calls. wraps: a newline on
+    either side of a parameter's text is no part of it. says_string: the tag says whether a text is
+    a string, in an attribute. end: the marker after the block.
     """
 
     call_open: str
@@ -60,6 +60,7 @@ class TaggedCalls:
     value_gap: str = ""
     lead: str = "\n"
     gap: str = "\n"
+    has_gaps: bool = True
     is_list: bool = False
     wraps: bool = False
     says_string: bool = False
@@ -68,19 +69,25 @@ class TaggedCalls:
 
     def block(self, reader: Reader) -> Wait[bool]:
         if not (yield from self._call(reader)):
-            return reader.reject()
+            return reader.fail()
         while self.is_list:
-            yield from reader.skip_space()
             reader.hold()
-            if (yield from reader.sees(self.end)) or not (yield from self._call(reader)):
+            yield from reader.skip_space()
+            if (yield from reader.sees(self.end)):
                 break
-        reader.reject()
+            if not (yield from self._call(reader)):
+                return reader.fail()
+        reader.hold()
         yield from reader.skip_space()
+        if (yield from reader.sees(self.end)) or reader.is_over:
+            reader.drop()
+        reader.back()
         yield from end_marker(reader, self.end)
         return True
 
     def _call(self, reader: Reader) -> Wait[bool]:
-        """Reads one call. A name alone is none: a parameter or the end has to follow it."""
+        """Reads one call. A name alone is none: a parameter or the end has to follow it. Returns
+        False if there is none, or if it turns out to be malformed after it has begun."""
         yield from reader.skip_space()
         if self.call_open and not (yield from reader.take(self.call_open)):
             return False
@@ -99,18 +106,18 @@ class TaggedCalls:
             reader.arguments(", " if num else "{")
             num += 1
             if not (yield from self._parameter(reader, root)):
-                return True
+                return False
             yield from reader.skip_space()
-        if reader.is_over and close.startswith(reader.rest()):
-            reader.advance(len(reader.rest()))
-            return True  # it was cut off, and its arguments are
+        is_closed = yield from reader.sees(close)
+        if not is_closed and reader.is_over:
+            return False  # it was cut off, and its arguments are
         reader.arguments("}" if num else "{}")
         if self.call_close:
             yield from reader.take(self.call_close)
-        return True
+        return is_closed or (yield from reader.sees(self.end))
 
     def _parameter(self, reader: Reader, root: Mapping[str, Any]) -> Wait[bool]:
-        """Reads a parameter after the tag's begin. Returns False if the answer ends in it."""
+        """Reads a parameter after the tag's begin. Returns False if it is malformed or cut off."""
         name = yield from reader.until((self.key_end,), _MAX_KEY_CHARS)
         if name is None:
             return False
@@ -182,10 +189,10 @@ class TaggedCalls:
         calls = []
         for tool in tools:
             function = tool["function"]
-            head = rules.literal(f"{self.call_open}{function['name']}{self.name_end}{self.gap}")
+            head = rules.literal(f"{self.call_open}{function['name']}{self.name_end}")
             inside = self._parameters_rule(rules, function, all_strict=all_strict)
             close = rules.literal(f"{self.call_close}{self.gap if self.call_close else ''}")
-            calls.append(rules.add(f"{head} {inside} {close}"))
+            calls.append(rules.add(f"{head} {self._gap(rules, self.gap)} {inside} {close}"))
         one = rules.add(" | ".join(calls))
         more = f" {one}{{0,{max_calls - 1}}}" if self.is_list and max_calls > 1 else ""
         return rules.add(f"{rules.literal(self.lead)} {one}{more} {rules.literal(self.end)}")
@@ -194,28 +201,31 @@ class TaggedCalls:
         self, rules: Rules, function: Mapping[str, Any], *, all_strict: bool
     ) -> str:
         found = tool_members(function, all_strict=all_strict)
-        gap = rules.literal(self.gap)
+        gap = self._gap(rules, self.gap)
         if found is None:
             key = rules.terminal("/[A-Za-z_][A-Za-z0-9_.-]{0,63}/")
             text = self._text_rule(rules, {})
-            opening = rules.literal(self.key_end + (' string="true">' if self.says_string else ""))
-            value_open = rules.literal(f"{self.value_gap}{self.value_open}")
-            head = f"{rules.literal(self.key_open)} {key} {opening} {value_open}"
+            head = f"{rules.literal(self.key_open)} {key} {self._key_end(rules, is_string=True)}"
             return rules.add(f"{head} {text} {gap}") + "*"
         root = function.get("parameters", {})
         made = []
         for member in found:
             body = " | ".join(
-                f"{rules.literal(self._tag(member.name, is_string))} {rule}"
+                f"{rules.literal(self.key_open + member.name)} "
+                f"{self._key_end(rules, is_string=is_string)} {rule}"
                 for is_string, rule in self._value_rules(rules, member.schema, root)
             )
             made.append(f"{rules.add(f'({body}) {gap}')}{'' if member.is_required else '?'}")
         return " ".join(made)
 
-    def _tag(self, name: str, is_string: bool) -> str:
-        """Returns all that precedes a parameter's text."""
+    def _key_end(self, rules: Rules, *, is_string: bool) -> str:
+        """Returns what stands between a parameter's name and its text."""
         attribute = f' string="{str(is_string).lower()}">' if self.says_string else ""
-        return f"{self.key_open}{name}{self.key_end}{attribute}{self.value_gap}{self.value_open}"
+        end = rules.literal(f"{self.key_end}{attribute}")
+        return f"{end} {self._gap(rules, self.value_gap)} {rules.literal(self.value_open)}"
+
+    def _gap(self, rules: Rules, text: str) -> str:
+        return f"({rules.literal(text)})?" if text and not self.has_gaps else rules.literal(text)
 
     def _value_rules(
         self, rules: Rules, schema: Any, root: Mapping[str, Any]

@@ -225,6 +225,27 @@ def test_harmony_answers_have_channels() -> None:
     assert not accepts(content, '{"a": 1}')
 
 
+def test_kimis_calls_have_any_number() -> None:
+    """The model counts the calls of the conversation."""
+    chat = ChatFormat(tools=TOOL_FORMATS["kimi_k2"])
+    form = forced_calls(chat, TOOLS[1:], parallel=True, is_open=False)
+    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    one = "<|tool_call_begin|>functions.now:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    assert accepts(form, f"{begin}{one.format(3)}{one.format(14)}{end}")
+    assert not accepts(form, f"{begin}{one.format('03')}{end}")
+    assert not accepts(form, f"{begin}{one.format('')}{end}")
+
+
+def test_glms_calls_may_have_no_newlines() -> None:
+    chat = ChatFormat(tools=TOOL_FORMATS["glm45"])
+    form = forced_calls(chat, TOOLS, parallel=False, is_open=False)
+    city = "<arg_key>city</arg_key>{0}<arg_value>Rome</arg_value>{0}"
+    unit = "<arg_key>unit</arg_key>{0}<arg_value>c</arg_value>{0}"
+    for gap in ("", "\n"):
+        assert accepts(form, f"<tool_call>weather{gap}{(city + unit).format(gap)}</tool_call>")
+        assert accepts(form, f"<tool_call>now{gap}</tool_call>")
+
+
 def test_a_text_of_tags_cannot_hold_their_end() -> None:
     chat = ChatFormat(tools=TOOL_FORMATS["minimax_m2"])
     form = forced_calls(chat, TOOLS[:1], parallel=False, is_open=False)

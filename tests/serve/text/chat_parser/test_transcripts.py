@@ -100,8 +100,7 @@ def test_calls_are_read(style: str, text: str, wanted: Wanted) -> None:
 
 
 def test_every_format_has_a_transcript() -> None:
-    """Those of Hermes and Llama 3 are in test_chat_parser."""
-    assert {style for style, *_ in CASES} | {"hermes", "llama3_json"} == set(TOOL_FORMATS)
+    assert {style for style, *_ in CASES} == set(TOOL_FORMATS)
 
 
 @pytest.mark.parametrize("style", TOOL_FORMATS)
@@ -175,6 +174,43 @@ def test_arguments_that_are_cut_off_or_malformed_are_no_json(style: str, text: s
         json.loads(first[1])
 
 
+@pytest.mark.parametrize(
+    ("style", "text", "rest"),
+    [
+        ("lfm2", "<|tool_call_start|>[get_weather(days=0x1F)]<|tool_call_end|>", ""),
+        ("lfm2", "<|tool_call_start|>[get_weather(days=12", ""),
+        ("lfm2", "<|tool_call_start|>[get_weather(days=1 2)] so.", "2)] so."),
+        ("olmo3", "<function_calls>\nget_weather(days=Tr", ""),
+        ("gemma4", "<|tool_call>call:get_weather{days:12", ""),
+        ("gemma4", "<|tool_call>call:get_weather{days:1,ci", ""),
+        ("gemma4", '<|tool_call>call:get_weather{days:1,<|"', ""),
+        ("gemma4", "<|tool_call>call:get_weather{city:a, b and c}<tool_call|>x", "x"),
+        ("glm45", "<tool_call>get_weather<arg_key>ci", ""),
+        ("glm45", "<tool_call>get_weather<arg_key>days</arg_key>3</tool_call>x", "x"),
+        ("mistral_args", "[TOOL_CALLS]now{", ""),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"x": 1<2}}\n</tool_call>x', "x"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"x": 1<2}} so', "<2}} so"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"x": {}<tool_call>a</tool_call>',
+         "<tool_call>a</tool_call>"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>now<|tool_call_argument_begin|>"
+         '{"x": 1<2}<|tool_call_end|><|tool_calls_section_end|>', ""),
+        ("openai", "<|channel|>commentary to=functions.now<|message|>"
+         '{"x": 1<2}<|call|><|start|>assistant<|channel|>final<|message|>x', "x"),
+    ],
+)  # fmt: skip
+def test_what_a_malformed_call_leaves_is_dropped_up_to_its_end(
+    style: str, text: str, rest: str
+) -> None:
+    whole = parts_of(chat(style), [text])
+    for at in range(1, len(text)):
+        assert parts_of(chat(style), [text[:at], text[at:]]) == whole
+    assert parts_of(chat(style), list(text)) == whole
+    (kind, arguments), *others = whole
+    assert kind.startswith("call ") and others == ([["text", rest]] if rest else [])
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(arguments)
+
+
 FRAGMENTS = sorted(
     {marker for row in TOOL_FORMATS.values() for marker in row.markers}
     | {marker for row in REASONING_FORMATS.values() for marker in row.markers}
@@ -219,6 +255,17 @@ def test_malformed_text_takes_linear_time(style: str) -> None:
     for text in (row.begin * 3000, "[" * 30_000, f"{example[:at]}{'(a=[' * 8000}", " \n" * 9000):
         pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
         assert parts_of(chat(style), pieces) == parts_of(chat(style), [text])
+
+
+def test_white_space_in_small_pieces_takes_linear_time() -> None:
+    def seconds(count: int, text: str) -> float:
+        began = time.process_time()
+        parts_of(chat("llama3_json"), [*text, *(" " * count), "x"])
+        return time.process_time() - began
+
+    for text in ("", "a", "<|python_tag|>"):
+        short = min(seconds(4_000, text) for _ in range(3))
+        assert seconds(64_000, text) < 40 * short + 0.05
 
 
 @pytest.mark.parametrize(
