@@ -70,12 +70,10 @@ def load_cuda(
     captures: bool = True,
 ) -> CudaParts:
     """Makes K/V memory, attention and a warmed-up runner. ConfigError names the setting."""
-    layers = model.attention_layers()
-    refuse_chunks(layers, config.max_model_len or spec.max_model_len, "on a GPU")
-    groups = group_layers(layers, config.max_model_len or spec.max_model_len)
-    layouts = _layouts(config, precision, layers, [ids for _, ids in groups])
+    layers, max_len = model.attention_layers(), config.max_model_len or spec.max_model_len
+    groups = group_layers(layers, max_len)
+    layouts = kv_layouts(config, precision, layers, max_len)
     shapes = StepShapes(config.batched_tokens, config.max_num_seqs, captures=captures)
-    max_len = config.max_model_len or spec.max_model_len
     arrays = step_arrays(
         layers,
         max_rows=shapes.max_rows,
@@ -117,15 +115,14 @@ def load_cuda(
     return CudaParts(attention, made.kv, made.memory, runner, secret)
 
 
-def _layouts(
-    config: EngineConfig,
-    precision: Precision,
-    layers: Sequence[AttentionLayer],
-    layers_of: Sequence[Sequence[int]],
+def kv_layouts(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer], max_len: int
 ) -> list[CudaKVLayout]:
-    kind = getattr(torch, precision.kv)
+    """Returns the layout of each layer group. ConfigError if the kernels do not have one."""
+    refuse_chunks(layers, max_len, "on a GPU")
+    kind, groups = getattr(torch, precision.kv), group_layers(layers, max_len)
     try:
-        return [CudaKVLayout(layers_in(layers, ids), kind, config.kv_group) for ids in layers_of]
+        return [CudaKVLayout(layers_in(layers, ids), kind, config.kv_group) for _, ids in groups]
     except ValueError as error:
         raise ConfigError(f"backend cuda: {error}; use the cpu back end") from error
 

@@ -1,4 +1,4 @@
-"""What a model takes in this machine's memory, before it is loaded: weights, K/V, what fits.
+"""What a model takes in memory, a GPU's or this machine's, before it is loaded, and what fits.
 
 Sizes follow from the description of the model and, for a quantized checkpoint, from the tensors in
 its files and what they become.
@@ -7,6 +7,8 @@ its files and what they become.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+import torch
 
 from memory.pages.layer_groups import PageLayout
 from serve.config import EngineConfig
@@ -24,6 +26,7 @@ _BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.0, "nf4": 4.0}
 _GROUP_SCALE_BITS = 16
 _OTHER_BYTES = 4  # norms, biases and routers are fp32 or little
 _SMALLER = ("bfloat16", "int8", "int4")
+_KV_SHARE_OF_DEVICE = 0.8  # of a GPU's memory beside the weights; steps and graphs take the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +83,22 @@ def weight_bytes(
     )
 
 
+def free_memory(precision: Precision) -> int:
+    """Returns the free bytes of the memory into which a model is loaded."""
+    if precision.backend != "cuda" or not torch.cuda.is_available():
+        return available_memory()
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch's cache
+    return int(torch.cuda.mem_get_info()[0]) + unused
+
+
 def footprint(
     config: EngineConfig, spec: ModelSpec, precision: Precision, weights: WeightBytes
 ) -> Footprint:
     """Returns what a model takes and what fits beside it into the memory that is free now."""
     groups = expected_groups(config, precision, spec.attention_layers, spec.max_model_len)
     token_bytes = sum(group.token_bytes for group in groups)
-    free = int((available_memory() - weights.total) * KV_SHARE_OF_FREE_MEMORY)
+    share = _KV_SHARE_OF_DEVICE if precision.backend == "cuda" else KV_SHARE_OF_FREE_MEMORY
+    free = int((free_memory(precision) - weights.total) * share)
     tokens = sequences = 0
     if free > 0:
         many = replace(config, max_num_seqs=1 << 20)  # not what the setting allows: what fits
@@ -102,13 +114,11 @@ def footprint(
 
 
 def check_weights_fit(config: EngineConfig, spec: ModelSpec, precision: Precision) -> None:
-    """Raises ConfigError if the weights do not fit this machine's free memory.
+    """Raises ConfigError if the weights do not fit the free memory.
 
     It names the dtypes that would fit, each with the context and the sequences that fit beside it.
     """
-    if precision.backend == "cuda":
-        return
-    free, checkpoint = available_memory(), None
+    free, checkpoint = free_memory(precision), None
     need = weight_bytes(config, spec, precision)
     if spec.packed is not None and precision.is_int8 and config.load_format != "random":
         # its exact size is read from the headers, where they matter

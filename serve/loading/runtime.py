@@ -116,6 +116,9 @@ def _load_cuda(
     """Loads everything on a GPU; the GPU's modules are imported only here."""
     from serve.loading import cuda_runtime
 
+    max_len = config.max_model_len or spec.max_model_len
+    # refuses what the kernels do not have before the weights are read
+    cuda_runtime.kv_layouts(config, precision, spec.attention_layers, max_len)
     device = cuda_runtime.make_step_device(backend.device)
     model = _load_model(config, precision, backend, progress)
     parts = cuda_runtime.load_cuda(config, spec, precision, model, device)

@@ -16,7 +16,9 @@ from ops import LinearOp, get_backend
 from ops.cpu import native_library
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.loading import cuda_runtime
 from serve.loading import footprint as module
+from serve.loading import runtime as runtime_module
 from serve.loading.footprint import check_weights_fit, footprint, weight_bytes
 from serve.loading.precision import Precision, resolve_precision
 from serve.loading.runtime import load_runtime
@@ -147,6 +149,48 @@ def test_a_quantized_checkpoint_is_measured_by_its_files(
     assert "as gptq" in refusal(monkeypatch, config, need - 1)
     plain = replace(config, dtype="float32")
     assert "dtype auto (" in refusal(monkeypatch, plain, need)
+
+
+def test_a_gpu_is_measured_by_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was checked there, so that loading ended in an error of the device."""
+    config = EngineConfig(str(checkpoint("llama")), dtype="bfloat16", backend="cuda")
+    spec = read_spec(config.model_path)
+    precision = resolve_precision(config, spec)
+    need = weight_bytes(config, spec, precision).total
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2000)
+    for free in (need - 1000, need - 1001):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1 << 40))
+        if free + 1000 >= need:
+            check_weights_fit(config, spec, precision)
+            continue
+        with pytest.raises(ConfigError, match=r"dtype int8 \("):
+            check_weights_fit(config, spec, precision)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "settings", "named"),
+    [
+        ("llama4_text", "chunks", {}, "attention_chunk_size 16"),
+        ("llama", "base", {"dtype": "bfloat16"}, "backend cuda: no heads; use the cpu"),
+    ],
+)
+def test_what_a_gpu_does_not_serve_is_refused_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch, family: str, variant: str, settings: Any, named: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("the weights are read")
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no heads")
+
+    monkeypatch.setattr(runtime_module, "load_model", fail)
+    if family == "llama":
+        monkeypatch.setattr(cuda_runtime, "CudaKVLayout", refuse)
+    config = EngineConfig(str(checkpoint(family, variant)), backend="cuda", **settings)
+    with pytest.raises(ConfigError, match=named):
+        load_runtime(config)
 
 
 def test_products_of_tests_are_linear_ops() -> None:
