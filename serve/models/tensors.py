@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ops.backend import NO_FUSION, Backend, ExpertsOp, Fusion, HeadsOp, LinearOp
+from ops.experts import ExpertsOneByOne
 from ops.linear import SideBySide
 from quant.formats.base import (
     RUN_TIME_SCALES,
@@ -278,7 +279,8 @@ class LoadedTensors:
     ) -> None:
         """weight_dtype: the type in which products are packed; None: the file's. unpack: quantized
         products become plain weights. is_transposed: products other than the head are stored
-        [in, out]."""
+        [in, out]. num_ungrouped: layers whose experts the back end computes one by one."""
+        self.num_ungrouped = 0
         self._checkpoint = checkpoint
         self._packed = PackedProducts(packed, checkpoint)
         self._backend = backend
@@ -375,7 +377,9 @@ class LoadedTensors:
     def experts(
         self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
     ) -> ExpertsOp:
-        return self._backend.pack_experts(ups, downs, scales_input=scales_input)
+        op = self._backend.pack_experts(ups, downs, scales_input=scales_input)
+        self.num_ungrouped += isinstance(op, ExpertsOneByOne)
+        return op
 
     def heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
         return self._backend.pack_heads(ops)

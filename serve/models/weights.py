@@ -89,6 +89,12 @@ def load_model(
     layers = (progress or LoadProgress()).layers(spec)
     weights = Assembler(spec, names, stored, loaded, backend, q_first=q_first).decoder(layers)
     checkpoint.release()
+    if loaded.num_ungrouped and backend.quantized is not None:
+        logger.warning(
+            "the experts of %d layers are computed one by one, which is slow: their products have "
+            "reordered inputs (desc_act) or several formats, or the device has no kernel for them",
+            loaded.num_ungrouped,
+        )
     return Decoder(spec, weights, backend, dtype, backend.device, max_model_len)
 
 

@@ -151,6 +151,21 @@ def test_products_of_each_expert(qwen3_moe, case, tmp_path):
     check_logits(*copies(qwen3_moe, tmp_path, packed, plain, config))
 
 
+@pytest.mark.parametrize("case", ["order", "several", "plain"])
+def test_experts_that_cannot_be_grouped_are_told(qwen3_moe, case, tmp_path, caplog):
+    """One call for each expert is several times slower than one for all."""
+    packed = load_file(qwen3_moe / "model.safetensors")
+    config = {"order": GPTQ | {"desc_act": True}}.get(case, GPTQ)
+    for name in [n for n in packed if ".experts." in n and n.endswith(".weight")]:
+        if case != "several" or ".experts.0." not in name:
+            quantize = four_bits(config, has_order=case == "order")
+            packed |= quantize(name.removesuffix(".weight"), packed.pop(name).float())[0]
+    path, _ = copies(qwen3_moe, tmp_path, packed, {}, config)
+    load_model(path, dtype=torch.float32, backend=get_backend("cpu"), make_linear=NATIVE.int8)
+    told = "the experts of 2 layers are computed one by one" in caplog.text
+    assert told == (case != "plain")
+
+
 def test_fused_experts_of_fp8(qwen3_moe, tmp_path):
     """Transformers writes them so for mixtures without a mapping to single products."""
     plain = load_file(qwen3_moe / "model.safetensors")
