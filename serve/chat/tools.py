@@ -92,7 +92,7 @@ def checked_tools(tools: Any) -> list[dict[str, Any]]:
 
 def checked_choice(choice: Any) -> str | dict[str, Any]:
     """Returns a tool_choice that a Python caller passes: a string, or OpenAI's shape of a named
-    function. Raises RequestError."""
+    function or of allowed tools. Raises RequestError that names the wrong key."""
     if isinstance(choice, str):
         if choice not in CHOICES:
             raise RequestError(
@@ -100,13 +100,34 @@ def checked_choice(choice: Any) -> str | dict[str, Any]:
                 param="tool_choice",
             )
         return choice
-    _check_keys(choice, "tool_choice", ("type", "function"), ("type", "function"))
-    if choice["type"] != "function":
-        raise RequestError('tool_choice.type must be "function"', param="tool_choice.type")
-    _check_keys(choice["function"], "tool_choice.function", ("name",), ("name",))
-    _check_name(choice["function"]["name"], "tool_choice.function.name")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        _check_allowed(choice, "tool_choice")
+    else:
+        _check_named(choice, "tool_choice")
     checked: dict[str, Any] = choice
     return checked
+
+
+def _check_named(choice: Any, where: str) -> None:
+    _check_keys(choice, where, ("type", "function"), ("type", "function"))
+    if choice["type"] != "function":
+        raise RequestError(f'{where}.type must be "function"', param=f"{where}.type")
+    _check_keys(choice["function"], f"{where}.function", ("name",), ("name",))
+    _check_name(choice["function"]["name"], f"{where}.function.name")
+
+
+def _check_allowed(choice: Any, where: str) -> None:
+    _check_keys(choice, where, ("type", "allowed_tools"), ("type", "allowed_tools"))
+    allowed, where = choice["allowed_tools"], f"{where}.allowed_tools"
+    _check_keys(allowed, where, ("mode", "tools"), ("mode", "tools"))
+    if allowed["mode"] not in ("auto", "required"):
+        raise RequestError(f"{where}.mode must be auto or required", param=f"{where}.mode")
+    tools, where = allowed["tools"], f"{where}.tools"
+    if not isinstance(tools, (list, tuple)) or not tools:
+        raise _wrong_type(where, "a list that is not empty")
+    check_length(where, tools, MAX_TOOLS)
+    for index, tool in enumerate(tools):
+        _check_named(tool, f"{where}[{index}]")
 
 
 def _check_function(function: Any, where: str) -> str:

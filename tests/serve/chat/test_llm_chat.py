@@ -116,12 +116,23 @@ def test_forced_and_strict_calls(real: LLM) -> None:
     """A random model can only write calls whose arguments match."""
     bounded = SamplingParams(max_tokens=600, seed=3, thinking_token_budget=5)
     named = {"type": "function", "function": {"name": "weather"}}
-    for choice in (named, "required"):
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    for choice in (named, "required", allowed):
         output = real.chat(say(""), bounded, tools=TOOLS[:1], tool_choice=choice, use_tqdm=False)
         answer = output[0].outputs[0]
         assert answer.tool_calls
         for call in answer.tool_calls:
             jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+
+
+def test_allowed_tools(llm: LLM) -> None:
+    """The prompt shows only those that are allowed."""
+    named = {"type": "function", "function": {"name": "now"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    output = llm.chat(say("a</think>b"), LONG, tools=TOOLS, tool_choice=choice, use_tqdm=False)[0]
+    prompt = llm.tokenizer.decode(output.prompt_token_ids)
+    assert '"now"' in prompt and '"weather"' not in prompt
+    assert output.outputs[0].content == "b"
 
 
 def test_a_message_is_continued(llm: LLM) -> None:
@@ -134,6 +145,12 @@ def test_a_message_is_continued(llm: LLM) -> None:
     with pytest.raises(RequestError) as caught:
         ask(llm, say("more"), continue_final_message=True)
     assert caught.value.param == "continue_final_message"
+
+
+def allowed(**changes: Any) -> dict[str, Any]:
+    now = [{"type": "function", "function": {"name": "now"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": now} | changes}
+    return {"tools": TOOLS, "tool_choice": choice}
 
 
 def tool(**changes: Any) -> Any:
@@ -177,6 +194,11 @@ MANY = [tool(name=f"f{i}")[0] for i in range(129)]
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "then"}}},
             "tool_choice",
         ),
+        (allowed(mode="none"), "tool_choice.allowed_tools.mode"),
+        (allowed(tools=[]), "tool_choice.allowed_tools.tools"),
+        (allowed(tools=[{"name": "now"}]), "tool_choice.allowed_tools.tools[0].type"),
+        (allowed(tools=tool()), "tool_choice"),
+        (allowed(more=1), "tool_choice.allowed_tools"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"include_reasoning": None}, "include_reasoning"),
         ({"continue_final_message": "yes"}, "continue_final_message"),
