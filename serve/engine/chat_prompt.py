@@ -26,7 +26,6 @@ from serve.text.chat_parser.syntax.stored_calls import (
 from serve.text.chat_template import (
     CONTINUE,
     ChatTemplate,
-    flatten_content,
     neutralize,
     neutralize_value,
     split_neutralized,
@@ -55,15 +54,24 @@ def make_chat_format(tokenizer: Tokenizer, config: EngineConfig) -> ChatFormat:
         config.tool_parser,
         config.reasoning_parser,
     )
-    markers = (*(style.tools.markers if style.tools else ()),)
+    markers: tuple[str, ...] = ()
+    begins: list[str] = []
     end_id = None
+    if style.tools is not None:
+        markers += style.tools.markers
+        candidates = (style.tools.begin, *style.tools.also_begin)
+        begins = [text for text in candidates if _is_token(tokenizer, text)]
     if style.reasoning is not None:
         markers += style.reasoning.markers
         token_ids = tokenizer.encode(style.reasoning.end, add_special_tokens=False)
         end_id = token_ids[0] if len(token_ids) == 1 else None
     ids = tokenizer.special_token_ids
     special = {marker: ids[marker] for marker in markers if marker in ids}
-    return replace(style, special_ids=special, reasoning_end_id=end_id)
+    return replace(style, special_ids=special, reasoning_end_id=end_id, call_begins=tuple(begins))
+
+
+def _is_token(tokenizer: Tokenizer, text: str) -> bool:
+    return len(tokenizer.encode(text, add_special_tokens=False)) == 1
 
 
 def reasoning_end(tokenizer: Tokenizer, config: EngineConfig) -> ReasoningEnd | None:
@@ -89,19 +97,21 @@ def encode_chat(
     """Returns the token ids of a conversation. Special tokens come from the template only, never
     from a client's text. Raises RequestError for a conversation that the template refuses."""
     _check_size(messages, tokenizer, limits)
-    if style is not None and not style.has_native_tools:
-        flat = [{**item, "content": flatten_content(item.get("content"))} for item in messages]
-        messages, tools = describe_tools(flat, tools, template.source), None
-    elif style is not None and style.tools is not None and style.tools.fit_ids is not None:
-        messages = style.tools.fit_ids(messages)
+    if style is not None and style.has_native_calls and style.tools is not None:
+        fit_ids = style.tools.fit_ids
+        messages = messages if fit_ids is None else fit_ids(messages)
     messages = with_thinking(messages, template.source)
     special = tokenizer.special_token_strings
     safe = neutralize(messages, special)
+    tools = neutralize_value(tools, special) or None
+    if style is not None and not style.has_native_tools:
+        # after the clients' texts are safe, so that markers of the description are special tokens
+        safe, tools = describe_tools(safe, tools, template.source, style), None
     if continue_final_message:
         safe[-1]["content"] = f"{safe[-1]['content']}{CONTINUE}"
     options: dict[str, Any] = {
         "add_generation_prompt": add_generation_prompt,
-        "tools": neutralize_value(tools, special) or None,
+        "tools": tools,
         "extra": neutralize_value(dict(template_kwargs or {}), special),
     }
     text = _render(template, safe, options)

@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 
-from serve.engine.chat_prompt import make_chat_template
+from serve.config import default_model_path
+from serve.engine.chat_prompt import encode_chat, make_chat_template
+from serve.engine.request_limits import RequestLimits
 from serve.errors import ModelLoadError, RequestError
+from serve.text.chat_parser import choose_format
+from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
 from serve.text.chat_parser.syntax.stored_calls import with_thinking
 from serve.text.chat_template import ChatTemplate
+from serve.text.reasoning_prompt import is_reasoning_open
+from serve.text.tokenizer import Tokenizer
 from serve.text.tokenizer_config import read_text_config
 from tests.support.engine.checkpoints import checkpoint, edit_json
 
@@ -72,8 +78,96 @@ def templates() -> Iterator[dict[str, ChatTemplate]]:
         template.close()
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(default_model_path())
+
+
 def test_all_templates_are_found() -> None:
-    assert len(TEMPLATES) == 15
+    assert len(TEMPLATES) == 16
+
+
+# For each template: the format of calls and of reasoning; how it has tools and stored calls; and
+# whether a prompt ends inside the reasoning by default, and with the switch off.
+NATIVE, CALLS, KEY, NONE = (True, True, False), (False, True, False), (False, False, True), (
+    False, False, False)  # fmt: skip
+DETECTED: dict[str, tuple[Any, ...]] = {
+    "cohere2": ("cohere_command3", "cohere_command3", NATIVE, True, True),
+    "deepseek": ("deepseek_v31", "deepseek_r1", CALLS, False, False),
+    "deepseek_r1": ("deepseek_v3", "deepseek_r1", CALLS, True, True),
+    "exaone4": ("hermes", "deepseek_r1", NATIVE, False, False),
+    "gemma3": ("hermes", None, NONE, False, False),
+    "gemma4": ("gemma4", None, NATIVE, False, False),
+    "glm": ("glm45", "deepseek_r1", NATIVE, False, False),
+    "gpt_oss": ("openai", "openai_gptoss", NATIVE, False, False),
+    "granite": ("granite", None, NATIVE, False, False),
+    "kimi": ("kimi_k2", "deepseek_r1", NATIVE, False, False),
+    "llama4": ("llama4_json", None, NATIVE, False, False),
+    "minimax": ("minimax_m2", None, NATIVE, False, False),
+    "phi_4": ("phi4_mini", None, KEY, False, False),
+    "qwen3": ("hermes", "deepseek_r1", NATIVE, False, False),
+    "seed_oss": ("seed_oss", "seed_oss", NATIVE, False, True),
+    "smollm3": ("hermes", "deepseek_r1", NATIVE, False, False),
+}
+OFF = {"enable_thinking": False, "thinking": False, "thinking_budget": 0}
+
+
+@pytest.mark.parametrize("name", DETECTED)
+def test_what_a_template_has(
+    name: str, templates: dict[str, ChatTemplate], tokenizer: Tokenizer
+) -> None:
+    tools, reasoning, has, *is_open = DETECTED[name]
+    style = choose_format(TEMPLATES[name], "auto", "auto")
+    assert style.tools is TOOL_FORMATS[tools]
+    assert style.reasoning is (reasoning and REASONING_FORMATS[reasoning])
+    assert (style.has_native_tools, style.has_native_calls, style.has_tools_key) == has
+    if style.reasoning is None:
+        return
+    for options, expected in zip(({}, OFF), is_open, strict=True):
+        ids = tokenizer.encode(templates[name].render([USER], extra=options))
+        assert is_reasoning_open(tokenizer, style.reasoning, ids) is expected
+
+
+def shown(name: str, templates: dict[str, ChatTemplate], tokenizer: Tokenizer) -> str:
+    """Returns the prompt of a conversation with tools, a call and its result."""
+    style = choose_format(TEMPLATES[name], "auto", "auto")
+    limits = RequestLimits(max_model_len=9999, vocab_size=4096, max_num_waiting=1, max_num_seqs=1)
+    messages = [*CONVERSATIONS["calls"], {"role": "user", "content": "and?"}]
+    ids = encode_chat(templates[name], tokenizer, messages, limits, style=style, tools=TOOLS)
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", sorted({*DETECTED} - {"gemma3"}))  # that wants other roles
+def test_every_template_shows_tools(
+    name: str, templates: dict[str, ChatTemplate], tokenizer: Tokenizer
+) -> None:
+    text = shown(name, templates, tokenizer)
+    assert "weather" in text and "days" in text
+
+
+def test_descriptions_in_the_format_of_the_template(
+    templates: dict[str, ChatTemplate], tokenizer: Tokenizer
+) -> None:
+    """DeepSeek's own templates write calls and show no tools."""
+    begin, sep = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+    text = shown("deepseek", templates, tokenizer)
+    assert f'write:\n{begin}f{sep}{{"x": 1}}' in text
+    assert f'{begin}weather{sep}{{"city": "Köln"' in text
+    assert '<｜tool▁output▁begin｜>{"t": 3}<｜tool▁output▁end｜>' in text
+    text = shown("deepseek_r1", templates, tokenizer)
+    assert f'write:\n{begin}function{sep}f\n```json\n{{"x": 1}}\n```' in text
+    assert f"{begin}function{sep}weather\n```json\n" in text
+
+
+def test_tools_in_the_system_message(
+    templates: dict[str, ChatTemplate], tokenizer: Tokenizer
+) -> None:
+    """Phi-4-mini's template has the text of the tools there, and no calls."""
+    text = shown("phi_4", templates, tokenizer)
+    assert '<|system|>You are a helpful assistant with some tools.<|tool|>[{"name": "weath' in text
+    assert "}]<|/tool|><|end|><|user|>hi" in text
+    assert '<|assistant|><|tool_call|>[{"name": "weather", "arguments": {"city": "Köln"' in text
+    assert 'true}}]<|/tool_call|><|end|><|tool|>{"t": 3}<|end|>' in text
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -54,7 +54,7 @@ def _marks(marks: tuple[str, ...], needs: tuple[str, ...], lacks: tuple[str, ...
 
 def _code(text: str) -> str:
     quote = "``" if "`" in text else "`"
-    inner = text.replace("|", "\\|")
+    inner = text.replace("|", "\\|").replace("\n", "\\n")
     return f"{quote} {inner} {quote}" if quote == "``" else f"`{inner}`"
 
 

@@ -147,6 +147,7 @@ _SPOKEN: dict[str, Callable[[Calls], str]] = {
         f"<tool_call>\n{text}\n</tool_call>" for text in _json_calls(calls)
     ),
     "llama3_json": lambda calls: "; ".join(_json_calls(calls, "parameters")),
+    "llama4_json": lambda calls: "".join(_json_calls(calls, "parameters")),
     "llama4_pythonic": _PYTHONIC,
     "pythonic": _PYTHONIC,
     "lfm2": _block("<|tool_call_start|>[", "]<|tool_call_end|>", _python, ", "),

@@ -12,9 +12,10 @@
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-They are those of vLLM's tool_chat_template_deepseekv3.jinja and of the templates of V3.1 and V3.2
-in ggml-org/llama.cpp, models/templates; vLLM's deepseekv3_tool_parser.py, deepseekv31_ and
-deepseekv32_tool_parser.py.
+They are those of vLLM's tool_chat_template_deepseekv3.jinja and of the templates of R1's distilled
+models, V3.1 and V3.2 in ggml-org/llama.cpp, models/templates. DeepSeek's own templates of R1, V3
+and V3.1 write calls and results but show no tools, so the conversation describes these. vLLM reads
+the formats in deepseekv3_tool_parser.py, deepseekv31_ and deepseekv32_tool_parser.py.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ DEEPSEEK_V3 = ToolFormat(
     others=_OTHERS,
     marks=(_BEGIN,),
     needs=("```json",),
-    example=f'{_BEGIN}{_CALL_BEGIN}function{_SEP}f\\n```json\\n{{"x": 1}}\\n```{_CALL_END}{_END}',
+    example=f'{_BEGIN}{_CALL_BEGIN}function{_SEP}f\n```json\n{{"x": 1}}\n```{_CALL_END}{_END}',
 )
 DEEPSEEK_V31 = ToolFormat(
     name="deepseek_v31",

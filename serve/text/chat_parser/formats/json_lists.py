@@ -10,8 +10,9 @@
     <|action_start|><|plugin|>{"name": "f", "parameters": {"x": 1}}<|action_end|>   InternLM 2 and 3
 
 They are those of vLLM's granite_, phi4mini_, hunyuan_a13b_, jamba_, cohere_command_, apertus_ and
-internlm2_tool_parser.py and the chat templates beside them; that of Phi-4-mini with markers is in
-ggml-org/llama.cpp, models/templates.
+internlm2_tool_parser.py and the chat templates beside them. That of Phi-4-mini with markers is
+Microsoft's: its template has only a text `tools` of the system message, between <|tool|> and
+<|/tool|>; one that writes calls, too, is in ggml-org/llama.cpp, models/templates.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from serve.text.chat_parser.syntax.format_types import ToolFormat
 from serve.text.chat_parser.syntax.json_calls import JsonCalls
 from serve.text.chat_parser.syntax.named_calls import NamedCalls
 
+TOOLS_KEY = "tools"  # of the system message, in Phi-4-mini's template
 _CALL = '{"name": "f", "arguments": {"x": 1}}'
 
 GRANITE = ToolFormat(
@@ -30,7 +32,7 @@ GRANITE = ToolFormat(
     syntax=JsonCalls(list="optional"),
     is_list=True,
     marks=("<|tool_call|>",),
-    lacks=("<|/tool_call|>",),
+    lacks=("<|/tool_call|>", "<|/tool|>"),
     example=f"<|tool_call|>[{_CALL}]",
 )
 PHI4_MINI = ToolFormat(
@@ -40,7 +42,7 @@ PHI4_MINI = ToolFormat(
     end="<|/tool_call|>",
     syntax=JsonCalls(list="optional", end="<|/tool_call|>"),
     is_list=True,
-    marks=("<|/tool_call|>",),
+    marks=("<|/tool_call|>", "<|/tool|>"),
     example=f"<|tool_call|>[{_CALL}]<|/tool_call|>",
 )
 PHI4_MINI_JSON = ToolFormat(
@@ -102,7 +104,7 @@ APERTUS = ToolFormat(
 )
 INTERNLM = ToolFormat(
     name="internlm",
-    families="InternLM 2",
+    families="InternLM 2 and 3",
     begin="<|action_start|><|plugin|>",
     end="<|action_end|>",
     syntax=JsonCalls(key="parameters", end="<|action_end|>", space="\n"),
