@@ -98,5 +98,6 @@ class AnswerReader:
         # the end marker is several tokens, somewhere in the delta
         before, end, _ = text.partition(style.reasoning.end)
         thought = sum(len(part.text) for part in parts if isinstance(part, Reasoning))
-        size = len(before + end) if end else thought or len(text)
+        is_call = any(isinstance(part, ToolCallStart) for part in parts)
+        size = len(before + end) if end else thought or (0 if is_call else len(text))
         return round(len(ids) * size / len(text))

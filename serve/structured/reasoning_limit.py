@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from serve.text.chat_parser import ChatFormat, make_parser
 from serve.text.chat_parser.syntax.reader import longest_overlap
@@ -112,7 +113,9 @@ class ReasoningLimit:
 
     def _restart(self) -> None:
         self._texts = _Texts(self._tokenizer, max(map(len, self._ends)))
-        self._parser = make_parser(self._style, None, reasons=True, is_open=self._begins_open)
+        # a call without the end of the reasoning ends it, too
+        tools: dict[str, dict[str, Any]] | None = None if self._reopens else {}
+        self._parser = make_parser(self._style, tools, reasons=True, is_open=self._begins_open)
         self._head = ""  # the text before the reasoning
         self._seen: list[int] = []
         self._num_thoughts = 0  # tokens inside the reasoning that were not forced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from serve.text.chat_parser.calls import ToolCallParser
@@ -70,8 +71,13 @@ def make_parser(
     if style.has_channels:
         return HarmonyParser(tools, reasons=reasons, num_earlier=num_earlier)
     reasoning = calls = None
-    if reasons and style.reasoning is not None:
-        reasoning = ReasoningParser(style.reasoning, is_open=is_open)
+    new_calls = None
     if tools is not None and style.tools is not None:
-        calls = ToolCallParser(style.tools, tools, num_earlier)
+        new_calls = partial(ToolCallParser, style.tools, tools, num_earlier)
+        calls = new_calls()
+    if reasons and style.reasoning is not None:
+        begins = () if new_calls is None else style.call_begins
+        reasoning = ReasoningParser(
+            style.reasoning, is_open=is_open, call_begins=begins, new_calls=new_calls
+        )
     return AnswerParser(reasoning, calls)

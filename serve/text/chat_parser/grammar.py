@@ -6,6 +6,7 @@ The notation is llguidance's Lark; the parsers of this folder read the calls bac
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -113,7 +114,11 @@ def _grammar(
     style, opened = chat.reasoning, start
     if style is not None:
         begin, end = rules.literal(style.begin), rules.literal(style.end)
-        rules.lines.append(f"THOUGHT: /{ANY_TEXT}/")
+        # a call in the thoughts would end them, and its arguments would be any
+        begins = [text for text in chat.call_begins if text not in chat.special_ids]
+        patterns = [f"{ANY_TEXT}{re.escape(text)}{ANY_TEXT}" for text in begins]
+        calls = "".join(f" & ~{regex_source(pattern)}" for pattern in patterns)
+        rules.lines.append(f"THOUGHT: /{ANY_TEXT}/{calls}")
         rules.add(f"THOUGHT {end}", name="thought", lazy=not end.startswith("<["))
         gap = rules.add(rules.literal(style.after) if style.after else '"\\n"{0,2}', name="gap")
         start, opened = f"({begin} thought {gap})? ({start})", f"thought {gap} ({start})"

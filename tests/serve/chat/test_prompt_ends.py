@@ -12,9 +12,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from serve import LLM, SamplingParams
 from serve.structured_output import StructuredOutput
+from serve.text.chat_parser import ChatFormat
+from serve.text.chat_parser.formats import REASONING_FORMATS
+from serve.text.chat_parser.grammar import forced_calls
 from tests.support.engine.thinking import thinking_checkpoint
 
 TEMPLATE = (
@@ -80,6 +84,18 @@ def ask(llm: LLM, enable_thinking: bool | None, **options: Any) -> Any:
             options["chat_template_kwargs"]["thinking"] = enable_thinking
     params = options.pop("params", PARAMS)
     return llm.chat(USER, params, use_tqdm=False, **options)[0]
+
+
+def test_thoughts_of_a_grammar_hold_no_call() -> None:
+    """Where a call ends the reasoning, its marker cannot stand in the thoughts of a grammar, since
+    the arguments would be any."""
+    style = ChatFormat(reasoning=REASONING_FORMATS["deepseek_r1"], call_begins=("<tool_call>",))
+    form = forced_calls(style, [TOOL], parallel=False)
+    opened = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(form.opened))
+    assert not opened.get_error()
+    for text, num_taken in ((b"a <tool_cal </think>\n<tool_call>", None), (b"a <tool_call>", 12)):
+        taken = opened.deep_copy().try_consume_tokens(list(text))
+        assert taken == (len(text) if num_taken is None else num_taken)
 
 
 @pytest.mark.parametrize("enable_thinking", [None, True, False])

@@ -70,6 +70,17 @@ def test_the_marker_at_the_start_does_not_count() -> None:
     assert text == b"\n<think>abc" + CLOSING + b"def"
 
 
+def test_a_call_ends_the_reasoning() -> None:
+    """Nothing is forced into a call that the model makes without ending its reasoning first."""
+    style = ChatFormat(reasoning=THINK, call_begins=("<tool_call>",))
+    made = ReasoningLimits(bytes_tokenizer(), ReasoningEnd(style, MESSAGE))
+    call = b'hm\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    assert written(made.make(50, is_open=True), call, len(call)) == call
+    mention = b"a <tool_call> is none of mine"
+    text = written(made.make(20, is_open=True), mention, 20 + 13 + 9)
+    assert text == mention[:20] + CLOSING + mention[20:]
+
+
 def test_no_reasoning() -> None:
     """A bound of 0 ends reasoning where it begins, without the sentence."""
     opened = limits().make(0, is_open=True)

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from serve.config import REASONING_PARSERS, TOOL_PARSERS
 from serve.text.chat_parser import (
     AnswerParser,
+    ChatFormat,
+    Parser,
     Part,
     Reasoning,
     Text,
     ToolCallArguments,
     ToolCallStart,
     choose_format,
+    make_parser,
 )
 from serve.text.chat_parser.calls import ToolCallParser
 from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS, setting_names
@@ -29,6 +32,7 @@ from serve.text.chat_parser.syntax.json_calls import MAX_EXTRA_CHARS
 from serve.text.chat_parser.syntax.reader import MAX_HELD_CHARS
 from tests.support.profile import examples
 from tests.support.text.formats_table import PAGE, with_table
+from tests.support.text.spoken_formats import spoken
 
 TOOLS: dict[str, Any] = {"f": {}, "weather": {}}
 CALL = '{"name": "f", "arguments": {"a": 1}}'
@@ -54,7 +58,7 @@ def test_the_docs_have_every_format() -> None:
     assert PAGE.read_text() == with_table(PAGE.read_text())
 
 
-def parse(parser: AnswerParser, pieces: list[str]) -> list[tuple[str, ...]]:
+def parse(parser: Parser, pieces: list[str]) -> list[tuple[str, ...]]:
     """Returns the parts with adjacent texts joined and without call ids."""
     parts: list[Part] = []
     for piece in pieces:
@@ -131,8 +135,18 @@ CASES: list[tuple[str, str, list[tuple[str, ...]]]] = [
         [("text", '{"name": "Bob", "arguments": {}}!')],
     ),
     ("llama3_json", '{"answer": [1, {"b": 2}]}', [("text", '{"answer": [1, {"b": 2}]}')]),
+    ("llama4_json", f"<|python_start|><|python_end|>{CALL}{CALL}", [*call(0), *call(1)]),
+    ("llama4_json", f"<|python_start|>{CALL}<|python_end|>", call()),
+    (
+        "llama4_json",
+        f"<|python_start|>I look.<|python_end|>{CALL}; {CALL}\n",
+        [("text", "I look."), *call(0), *call(1)],
+    ),
+    ("llama4_json", f"{CALL} {CALL} and", [*call(0), *call(1), ("text", "and")]),
+    ("llama4_json", "<|python_start|>x = 1<|python_end|> so", [("text", "x = 1 so")]),
+    ("llama4_json", f'{CALL}{{"a": 2}}!', [*call(), ("text", '{"a": 2}!')]),
     ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", [*call(0), *call(1)]),
-    ("mistral", f"So: [TOOL_CALLS][{CALL}] then", [("text", "So:"), *call(), ("text", "then")]),
+    ("mistral", f"So: [TOOL_CALLS][{CALL}] then", [("text", "So:"), *call(), ("text", " then")]),
     ("mistral", "[TOOL_CALLS] none", [("text", "[TOOL_CALLS] none")]),
     ("mistral", f"[TOOL_CALLS][{CALL}, 3]", [*call(), ("text", ", 3]")]),
 ]
@@ -168,6 +182,52 @@ def test_calls_count_only_after_the_reasoning() -> None:
     assert parse(make("hermes", reasoning=True), list(text)) == expected
 
 
+def ended_by_calls(name: str) -> Parser:
+    row = TOOL_FORMATS[name]
+    style = ChatFormat(row, REASONING_FORMATS["deepseek_r1"], call_begins=(row.begin,))
+    parser = make_parser(style, TOOLS, reasons=True, is_open=True)
+    return parser
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "qwen3_coder", "glm45", "hermes", "mistral_args"])
+def test_a_call_ends_the_reasoning(name: str) -> None:
+    """If its marker is a token, and a call follows; a marker that the model mentions does not."""
+    begin, calls = TOOL_FORMATS[name].begin, spoken(name, [("f", {"a": 1})])
+    for text in (f"I look.\n{calls}", f"I look.\n</think>\n\n{calls}"):
+        expected = [("reasoning", "I look."), *call()]
+        for pieces in ([text], list(text)):
+            assert parse(ended_by_calls(name), pieces) == expected
+    for text in (f"A {begin} is not\n{begin}", f"{begin} no\n\n {begin}"):
+        for pieces in ([text], list(text)):
+            assert parse(ended_by_calls(name), pieces) == [("reasoning", text)]
+            more = [*pieces, *"\n</think>so"]
+            assert parse(ended_by_calls(name), more) == [("reasoning", text), ("text", "so")]
+
+
+def test_a_call_that_is_cut_or_long_in_the_reasoning() -> None:
+    cut = '<tool_call>{"name": "f", "arguments": {'
+    long = '<tool_call>{"arguments": {"a": "' + "x" * 400 + '"}, "name": "f"}'
+    for pieces in ([cut], list(cut)):
+        assert parse(ended_by_calls("hermes"), pieces) == call(arguments="{")
+    for pieces in ([cut[:20]], list(cut[:20])):
+        assert parse(ended_by_calls("hermes"), pieces) == [("reasoning", cut[:20])]
+    for pieces in ([long], list(long)):
+        assert parse(ended_by_calls("hermes"), pieces)[0] == ("call", "0", "f")
+
+
+@pytest.mark.parametrize("blank", ["\n", " \n"])
+@pytest.mark.parametrize("name", ["deepseek_r1", "ernie45"])
+def test_much_white_space_takes_linear_time(name: str, blank: str) -> None:
+    style = REASONING_FORMATS[name]
+    spaces = blank * 100_000
+    for before, is_open in (("", False), ("", True), ("a", True), ("a</think>", True),
+                            ("a</think><response>b", True)):  # fmt: skip
+        parser = ReasoningParser(style, is_open=is_open)
+        for piece in (*before, *spaces):
+            parser.push(piece)
+        parser.finish()
+
+
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>",
     CALL, HERMES, '{"name": "f", "arguments": {', '"name"', '"f"', "{", "}", "[", "]", ",", ";",
@@ -194,6 +254,10 @@ def test_the_parts_do_not_depend_on_the_pieces(
     whole = parse(make(style, reasoning=reasoning, is_open=is_open), [text])
     for parts in (pieces, list(text)):
         assert parse(make(style, reasoning=reasoning, is_open=is_open), parts) == whole
+    if style is not None:
+        whole_of_calls = parse(ended_by_calls(style), [text])
+        for parts in (pieces, list(text)):
+            assert parse(ended_by_calls(style), parts) == whole_of_calls
     if style is None and not reasoning:
         assert whole == ([("text", text)] if text else [])
     if not any(kind == "call" for kind, *_ in whole) and not reasoning:
@@ -290,17 +354,18 @@ def test_the_marks_of_reasoning_choose_it(name: str) -> None:
 def test_formats_with_parts_of_others_are_told_apart() -> None:
     for template, tools, reasoning in (
         # Granite 4, Qwen 3, Seed-OSS, Qwen3-Coder, MiniMax, GLM-4.5, Ministral 3
-        ("<tool_call> tools </think>", "hermes", "deepseek_r1"),
-        ("<seed:tool_call><function=f><parameter=x> <seed:think> tools", "seed_oss", "seed_oss"),
-        ("<tool_call><function=f><parameter=x> tools", "qwen3_coder", None),
-        ("<minimax:tool_call> <response></response> </think> tools", "minimax_m2", "deepseek_r1"),
-        ("<tool_call>f<arg_key></arg_key> </think> tools", "glm45", "deepseek_r1"),
-        ("[TOOL_CALLS]f[ARGS] [THINK][/THINK] tools", "mistral_args", "mistral"),
-        ("<|tool_call|> </think> <response></response> tools", "granite", "ernie45"),
-        ("<|tool_call|><|/tool_call|> tools", "phi4_mini", None),
-        ("<|tool_call> <|channel>thought <channel|> tools", "gemma4", "gemma4"),
+        ("<tool_call> </think>", "hermes", "deepseek_r1"),
+        ("<seed:tool_call><function=f><parameter=x> <seed:think>", "seed_oss", "seed_oss"),
+        ("<tool_call><function=f><parameter=x>", "qwen3_coder", None),
+        ("<minimax:tool_call> <response></response> </think>", "minimax_m2", "deepseek_r1"),
+        ("<tool_call>f<arg_key></arg_key> </think>", "glm45", "deepseek_r1"),
+        ("[TOOL_CALLS]f[ARGS] [THINK][/THINK]", "mistral_args", "mistral"),
+        ("<|tool_call|> </think> <response></response>", "granite", "ernie45"),
+        ("<|tool_call|><|/tool_call|>", "phi4_mini", None),
+        ("<|tool|> <|/tool|> functools[", "phi4_mini_json", None),
+        ("<|tool_call> <|channel>thought <channel|>", "gemma4", "gemma4"),
     ):
-        style = choose_format(template, "auto", "auto")
+        style = choose_format(f"{template} {{% if tools %}}", "auto", "auto")
         assert style.tools is TOOL_FORMATS[tools], template
         assert (style.reasoning and style.reasoning.name) == reasoning, template
 
@@ -316,6 +381,41 @@ def test_settings_choose_the_format() -> None:
     assert new.tools is TOOL_FORMATS["mistral_args"], "the format that this template has"
     assert new.reasoning is REASONING_FORMATS["deepseek_r1"], "an alias"
     assert choose_format("{{ tools }}", "glm47", "none").tools is TOOL_FORMATS["glm45"]
+
+
+@pytest.mark.parametrize(
+    ("code", "is_read"),
+    [
+        ("{%- for tool in tools %}", True),
+        ("{{ '}' }}{%- if tools is not none %}", True),
+        ("{{ tools | tojson }}", True),
+        ("{% if 'tools' in message %}{{ message['tools'] }}{{ message.tools }}", False),
+        ("Use tools. {# tools #}{{ 'tools: %}' }}{% set tools = 1 %}", False),
+    ],
+)
+def test_only_the_variable_tools_shows_tools(code: str, is_read: bool) -> None:
+    assert choose_format(f"<tool_call>{code}", "auto", "none").has_native_tools is is_read
+
+
+def test_templates_that_write_calls_and_show_no_tools() -> None:
+    """The format stays: the conversation describes the tools in it."""
+    calls = "{% for call in message.tool_calls %}<｜tool▁calls▁begin｜>{{ call }}{% endfor %}"
+    for template, setting, name in (
+        (calls, "auto", "deepseek_v31"),
+        (f"{calls}```json", "auto", "deepseek_v3"),
+        (calls, "deepseek_v3", "deepseek_v3"),
+    ):
+        style = choose_format(template, setting, "none")
+        assert style.tools is TOOL_FORMATS[name]
+        assert (style.has_native_tools, style.has_native_calls) == (False, True)
+
+
+def test_a_setting_that_cannot_be_kept_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_format("{{ messages }}", "kimi_k2", "none").tools is TOOL_FORMATS["hermes"]
+    assert "tool_parser kimi_k2 is not used" in caplog.text
+    caplog.clear()
+    choose_format("{{ messages }}", "granite4", "none")
+    assert not caplog.text
 
 
 def test_ids_of_calls() -> None:
