@@ -13,8 +13,7 @@ from ops.backend import INT4_GROUPS, NF4_VALUES, TABLES, Backend, Fusion, Linear
 
 # The kernels' values are whole numbers: a table's values times this.
 _UNITS = {"int4": 1, "nf4": 127, "fp4": 2}
-# fp16 ends at 2^16.
-_HEADROOM = 15
+HEADROOM = 15  # of the scales of FP4 and of minimums; fp16 ends at 2^16
 
 
 class PlainLinear:
@@ -109,10 +108,11 @@ def stored4(
     halves = None
     if table == "fp4":
         scales = torch.where(_has_values(codes, group), scales.float(), 0.0)
-        kept, channels = split_scales(scales, _HEADROOM)
+        kept, channels = split_scales(scales, HEADROOM)
         _check_exact(scales, kept.float() * channels[:, None])
     elif minimums is not None:
-        both, channels = split_scales(torch.cat([scales.float(), minimums.float()], 1), _HEADROOM)
+        both = torch.cat([scales.float(), minimums.float()], 1)
+        both, channels = split_scales(both, HEADROOM)
         kept, halves = (each.contiguous() for each in both.chunk(2, 1))
     else:
         kept, channels = split_scales(scales)

@@ -19,13 +19,12 @@ from torch import Tensor
 class AttentionLayer:
     """The attention parameters of one layer.
 
-    window: the keys a row sees, itself included. chunk: a row sees the keys from the last multiple
-    of so many positions on. soft_cap: scores become cap * tanh(score / cap);
-    0: none. sinks: for each head a logit that takes part in the softmax and has no value. shares:
-    the earlier layer, in the same list, whose K/V this layer reads; it has none of its own, and
-    sees no keys that the other does not. value_dim: V is the first
-    value_dim values of K and is not stored (latent attention, num_kv_heads is 1); None: V is
-    stored.
+    window: the keys a row sees, itself included. chunk: a row sees the keys of its own chunk of so
+    many positions. soft_cap: scores become cap * tanh(score / cap); 0: none. sinks: for each head a
+    logit that takes part in the softmax and has no value. shares: the earlier layer, in the same
+    list, whose K/V this layer reads; it has none of its own, and its window is within the owner's.
+    value_dim: V is the first value_dim values of K and is not stored (latent attention,
+    num_kv_heads is 1); None: V is stored.
     """
 
     num_heads: int

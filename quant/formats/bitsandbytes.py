@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ops.backend import NO_FUSION, Fusion, LinearOp, QuantizedLinears
 from ops.cpu.native_quantized_linear import NATIVE
-from ops.linear import split_scales
+from ops.linear import HEADROOM, split_scales
 from quant.formats.base import (
     CheckpointFormat,
     Config,
@@ -40,7 +40,6 @@ from quant.int4 import Int4Weight
 METHOD = "bitsandbytes"
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 MAX_STATE = 4096  # bytes of JSON
-_HEADROOM = 15  # as `stored4` in ops/linear.py splits scales of FP4
 
 
 class Table(NamedTuple):
@@ -115,7 +114,7 @@ class TableWeight:
         if table.kernel == "fp4":
             codes = _mapped(codes, torch.tensor(table.codes, dtype=torch.uint8))
             # that table takes no scales of more than 11 bits
-            halves, channels = split_scales(scales, _HEADROOM)
+            halves, channels = split_scales(scales, HEADROOM)
             scales = halves.float()
         factor = torch.full((len(codes),), table.factor * self.factor)
         channels = factor if channels is None else channels * factor

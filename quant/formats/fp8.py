@@ -35,7 +35,6 @@ from quant.formats.weights import ROUNDED, Weight8, joined_8
 
 NATIVE_SCALE = "weight_scale_inv"
 MAX_BLOCK = 1 << 16
-POWERS = ("U8", "F8_E8M0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from serve.units import format_memory
 # bits of a weight of a product, without the scales of groups
 _BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.0, "nf4": 4.0}
 _GROUP_SCALE_BITS = 16
-_OTHER_BYTES = 4  # norms, biases and routers are fp32 or little
+_OTHER_BYTES = 4  # norms, biases and routers are fp32, or negligible
 _SMALLER = ("bfloat16", "int8", "int4")
 _KV_SHARE_OF_DEVICE = 0.8  # of a GPU's memory beside the weights; steps and graphs take the rest
 

@@ -184,11 +184,9 @@ class Assembler:
                 )
         if spec.has_v_norm and spec.shares is None:
             weights.v_norm = source.ones(spec.head_dim)
-        if spec.gate is not None:
-            size = spec.num_heads if spec.gate == "head" else spec.q_size
-            weights.gate = source.product(
-                [Part(at + self._names.gate, size)], hidden, fusion=fusion
-            )
+        if spec.has_gate:
+            gate = Part(at + self._names.gate, spec.q_size)
+            weights.gate = source.product([gate], hidden, fusion=fusion)
         if spec.has_sinks:
             sinks = source.vector(at + self._names.sinks, (spec.num_heads,), dtype=torch.float32)
             weights.sinks = None if sinks is None else tuple(sinks.tolist())

@@ -35,6 +35,7 @@ def inverse_frequencies(spec: RopeSpec, max_len: int = 0) -> Tensor:
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.theta**exponents)
     if spec.kind == "proportional":
         plain[spec.num_rotated :] = 0.0
+        return plain / spec.factor
     return plain
 
 

@@ -12,38 +12,27 @@ from serve.models.families.fields import (
     num_layers_of,
     read_heads,
     read_layer_types,
+    read_rope_layers,
     read_windows,
 )
 from serve.models.families.layer_spec import QKNorm, QueryScaling
-from serve.models.families.llama import whole_window
+from serve.models.families.llama import uniform_windows
 from serve.models.families.names import Family, Fields, WeightNames
 from serve.models.families.rope_spec import RopeSpec, read_rope
 
 
 def _smollm3(config: ConfigReader) -> Fields:
-    num_layers = num_layers_of(config)
     _, _, dim = read_heads(config, kv_heads=4)
-    interval = config.integer("no_rope_layer_interval", 4)
-    uses = config.values.get("no_rope_layers")  # 1 for a layer with RoPE
-    if uses is None:
-        uses = [int((index + 1) % interval != 0) for index in range(num_layers)]
-    if (
-        not isinstance(uses, list)
-        or len(uses) < num_layers
-        or not all(use in (0, 1) for use in uses)
-    ):
-        raise config.fail("no_rope_layers", f"must list 0 or 1 for {num_layers} layers")
+    uses = read_rope_layers(config)
     rope = read_rope(config, dim, theta=2e6)
     is_windowed = config.boolean("use_sliding_window", False) and config.has("sliding_window")
-    types = read_layer_types(
-        config, [SLIDING if is_windowed and not use else FULL for use in uses[:num_layers]]
-    )
+    types = read_layer_types(config, [SLIDING if is_windowed and not use else FULL for use in uses])
     return llama_fields(
         config,
         is_tied=True,
         kv_heads=4,
         windows=read_windows(config, types) if is_windowed else None,
-        ropes=[rope if use else None for use in uses[:num_layers]],
+        ropes=[rope if use else None for use in uses],
     )
 
 
@@ -109,7 +98,7 @@ def _ernie(config: ConfigReader) -> Fields:
     )
 
 
-_APERTUS_ROPE = {
+_APERTUS_ROPE: dict[str, object] = {
     "rope_type": "llama3",
     "rope_theta": 12e6,
     "factor": 8.0,
@@ -120,10 +109,8 @@ _APERTUS_ROPE = {
 
 
 def _apertus(config: ConfigReader) -> Fields:
-    if not config.has("rope_parameters") and not config.has("rope_scaling"):
-        config = ConfigReader(config.values | {"rope_parameters": _APERTUS_ROPE}, config.source)
     return llama_fields(
-        config,
+        with_rope(config, _APERTUS_ROPE),
         mlp_bias=False,
         qk_norm=QKNorm(),
         activation=("hidden_act", "xielu"),
@@ -170,7 +157,7 @@ def _phi3(config: ConfigReader) -> Fields:
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
-        windows=whole_window(config),
+        windows=uniform_windows(config),
         ropes=[rope] * num_layers_of(config),
         eps=("rms_norm_eps", 1e-5),
     )
@@ -205,7 +192,7 @@ def _ministral3(config: ConfigReader) -> Fields:
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
-        windows=whole_window(config),
+        windows=uniform_windows(config),
         eps=("rms_norm_eps", 1e-5),
     )
     scaling = read_query_scaling(config)
@@ -257,7 +244,7 @@ def _starcoder2(config: ConfigReader) -> Fields:
         qkv_bias=has_bias,
         o_bias=has_bias,
         mlp_bias=has_bias,
-        windows=whole_window(config),
+        windows=uniform_windows(config),
         activation=("hidden_act", "gelu_pytorch_tanh"),
         is_gated=False,
         eps=("norm_epsilon", 1e-5),

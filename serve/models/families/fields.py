@@ -29,7 +29,7 @@ ACTIVATIONS = {
     "xielu": "xielu",
 }
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def read_sizes(
@@ -85,17 +85,45 @@ def plain_head_dim(config: ConfigReader, hidden_size: int, num_heads: int) -> in
     return hidden_size // num_heads
 
 
-def read_layer_types(config: ConfigReader, default: Sequence[str]) -> list[str]:
-    """Returns FULL or SLIDING for each layer; default has as many as the model has layers."""
+def read_layer_types(
+    config: ConfigReader, default: Sequence[str], kinds: tuple[str, ...] = (FULL, SLIDING)
+) -> list[str]:
+    """Returns one of kinds for each layer; default has as many as the model has layers."""
     types = config.values.get("layer_types")
     if types is None:
         return list(default)
     if not isinstance(types, list) or len(types) != len(default):
         raise config.fail("layer_types", f"must list {len(default)} layers")
     for kind in types:
-        if kind not in (FULL, SLIDING):
+        if kind not in kinds:
             raise config.fail("layer_types", f"holds {kind!r}, which is not supported")
     return list(types)
+
+
+def full_every(config: ConfigReader, period: int) -> list[str]:
+    """Returns types of layers of which each period-th is FULL and the others are SLIDING; with a
+    period of 0 all are FULL."""
+    return [
+        SLIDING if period and (index + 1) % period else FULL
+        for index in range(num_layers_of(config))
+    ]
+
+
+def read_rope_layers(config: ConfigReader) -> list[bool]:
+    """Returns whether each layer has positions; no_rope_layers lists 1 for those that have, for at
+    least as many layers as there are."""
+    num_layers = num_layers_of(config)
+    interval = config.integer("no_rope_layer_interval", 4)
+    uses = config.values.get("no_rope_layers") or [
+        int((index + 1) % interval != 0) for index in range(num_layers)
+    ]
+    if (
+        not isinstance(uses, list)
+        or len(uses) < num_layers
+        or not all(use in (0, 1) for use in uses)
+    ):
+        raise config.fail("no_rope_layers", f"must list 0 or 1 for {num_layers} layers")
+    return [bool(use) for use in uses[:num_layers]]
 
 
 def layer_numbers(config: ConfigReader, key: str, values: object) -> set[int]:
@@ -117,7 +145,7 @@ def read_windows(
     return [window if kind == SLIDING else None for kind in types]
 
 
-def reach(max_len: int, rope: RopeSpec | None) -> int:
+def served_context(max_len: int, rope: RopeSpec | None) -> int:
     """Returns the context length; YaRN extends it beyond max_position_embeddings."""
     if rope is not None and rope.kind == "yarn":
         return min(MAX_CONTEXT, max(max_len, int(rope.pretrained_len * rope.factor)))
@@ -155,7 +183,7 @@ def llama_fields(
     if ropes is None:
         rope = read_rope(config, dim)
         ropes = [rope] * num_layers
-        fields["max_model_len"] = reach(fields["max_model_len"], rope)
+        fields["max_model_len"] = served_context(fields["max_model_len"], rope)
     attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=kv,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from ops.backend import RouterKind
 from serve.checkpoint_json import ConfigReader
 from serve.models.families.fields import (
-    FULL,
     SLIDING,
+    full_every,
     llama_fields,
     num_layers_of,
     read_heads,
@@ -16,7 +16,12 @@ from serve.models.families.fields import (
     read_windows,
 )
 from serve.models.families.layer_spec import SANDWICH_NORM, MixtureSpec, QKNorm
-from serve.models.families.mixture_fields import read_counts, read_expert, with_mixture
+from serve.models.families.mixture_fields import (
+    MAX_EXPERTS,
+    read_counts,
+    read_expert,
+    with_mixture,
+)
 from serve.models.families.names import ExpertNames, Family, Fields, WeightNames
 from serve.models.families.rope_spec import read_rope
 
@@ -24,9 +29,7 @@ from serve.models.families.rope_spec import read_rope
 def _afmoe(config: ConfigReader) -> Fields:
     num_layers = num_layers_of(config)
     period = config.integer("global_attn_every_n_layers", 4)
-    types = read_layer_types(
-        config, [SLIDING if (index + 1) % period else FULL for index in range(num_layers)]
-    )
+    types = read_layer_types(config, full_every(config, period))
     _, _, dim = read_heads(config, head_dim=128)
     rope = read_rope(config, dim)
     fields = llama_fields(
@@ -40,14 +43,14 @@ def _afmoe(config: ConfigReader) -> Fields:
         eps=("rms_norm_eps", 1e-5),
     )
     fields["layers"] = tuple(
-        replace(layer, attention=replace(layer.attention, gate="value"))
+        replace(layer, attention=replace(layer.attention, has_gate=True))
         for layer in fields["layers"]
     )
     if config.boolean("mup_enabled", False):
         fields["embed_scale"] = fields["hidden_size"] ** 0.5
     num_experts, top_k = read_counts(config, ("num_experts",))
     expert = read_expert(config)
-    num_shared = config.integer("num_shared_experts", 2, low=0, high=4096)
+    num_shared = config.integer("num_shared_experts", 2, low=0, high=MAX_EXPERTS)
     mixture = MixtureSpec(
         num_experts=num_experts,
         expert=expert,

@@ -12,6 +12,7 @@ from serve.models.families.fields import (
     MAX_HEADS,
     MAX_WIDTH,
     SLIDING,
+    full_every,
     num_layers_of,
     read_activation,
     read_layer_types,
@@ -41,7 +42,7 @@ def _gemma4(config: ConfigReader) -> Fields:
         raise config.fail("use_bidirectional_attention", "is not supported for text")
     fields = read_sizes(config, is_tied=True)
     num_layers = num_layers_of(config)
-    types = read_layer_types(config, [SLIDING if (i + 1) % 6 else FULL for i in range(num_layers)])
+    types = read_layer_types(config, full_every(config, 6))
     types[-1] = FULL
     windows = read_windows(config, types, 512)
     if not config.has("rope_parameters"):

@@ -12,13 +12,14 @@ from serve.models.families.fields import (
     MAX_HEADS,
     MAX_WIDTH,
     num_layers_of,
-    reach,
     read_activation,
     read_sizes,
+    served_context,
 )
 from serve.models.families.layer_spec import LatentSpec, LayerSpec, MixtureSpec, MlpSpec
 from serve.models.families.mixture_fields import (
     FUSED,
+    MAX_EXPERTS,
     after_first_dense,
     read_counts,
     read_expert,
@@ -71,7 +72,7 @@ def _latent_fields(
         activation=read_activation(config, "hidden_act", "silu"),
     )
     return fields | {
-        "max_model_len": reach(fields["max_model_len"], rope),
+        "max_model_len": served_context(fields["max_model_len"], rope),
         "norm_eps": config.number("rms_norm_eps", eps, high=1.0),
         "layers": (LayerSpec(attention=attention, mlp=mlp),) * num_layers_of(config),
     }
@@ -98,7 +99,7 @@ def _deepseek_v2(config: ConfigReader) -> Fields:
     if num_experts % groups:
         raise config.fail("n_group", f"is {groups}; it does not divide {num_experts} experts")
     expert = read_expert(config)
-    num_shared = config.integer("n_shared_experts", 2, low=0, high=4096)
+    num_shared = config.integer("n_shared_experts", 2, low=0, high=MAX_EXPERTS)
     mixture = MixtureSpec(
         num_experts=num_experts,
         expert=expert,

@@ -42,11 +42,11 @@ class AttentionSpec:
     """Attention with stored keys and values.
 
     rope: None for a layer without positions. window: the keys a row sees, itself included. chunk: a
-    row sees the keys from the last multiple of so many positions on. gate:
-    "head" or "value": sigmoid of another product of the input multiplies each head's output, or
-    each value. shares: the earlier layer whose K/V is read; such a layer has no k and v. soft_cap:
-    scores become cap * tanh(score / cap). has_v_norm: values are normalized per head without a
-    weight. is_v_k: v is k before its norm, and has no product.
+    row sees the keys of its own chunk of so many positions. has_gate: the sigmoid of another
+    product of the input multiplies each value of the output. shares: the earlier layer whose K/V is
+    read; such a layer has no k and v. soft_cap: scores become cap * tanh(score / cap). has_v_norm:
+    values are normalized per head without a weight. is_v_k: v is k before its norm, and has no
+    product.
     """
 
     num_heads: int
@@ -60,7 +60,7 @@ class AttentionSpec:
     query_scaling: QueryScaling | None = None
     has_qkv_bias: bool = False
     has_o_bias: bool = False
-    gate: str | None = None
+    has_gate: bool = False
     soft_cap: float = 0.0
     has_sinks: bool = False
     shares: int | None = None

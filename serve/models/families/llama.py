@@ -38,11 +38,11 @@ def _mistral(config: ConfigReader) -> Fields:
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
-        windows=whole_window(config, 4096),
+        windows=uniform_windows(config, 4096),
     )
 
 
-def whole_window(config: ConfigReader, default: int | None = None) -> list[int | None]:
+def uniform_windows(config: ConfigReader, default: int | None = None) -> list[int | None]:
     """Returns the window that all layers have; null means none."""
     window = None
     if config.values.get("sliding_window", default) is not None:

@@ -7,11 +7,15 @@ from dataclasses import replace
 from ops.backend import RouterKind
 from serve.checkpoint_json import ConfigReader
 from serve.models.families.fields import (
+    CHUNKED,
+    FULL,
     MAX_WIDTH,
     layer_numbers,
     llama_fields,
     num_layers_of,
     read_heads,
+    read_layer_types,
+    read_rope_layers,
 )
 from serve.models.families.layer_spec import (
     AttentionSpec,
@@ -35,7 +39,8 @@ def _llama4(config: ConfigReader) -> Fields:
     num_layers = num_layers_of(config)
     _, _, dim = read_heads(config, kv_heads=8, head_dim=128)
     rope = read_rope(config, dim, theta=500000.0, is_interleaved=True)
-    uses_rope = _rope_layers(config, num_layers)
+    uses_rope = read_rope_layers(config)
+    chunks = _chunks(config, uses_rope)
     fields = llama_fields(
         config,
         kv_heads=8,
@@ -44,7 +49,6 @@ def _llama4(config: ConfigReader) -> Fields:
         ropes=[rope if uses else None for uses in uses_rope],
         eps=("rms_norm_eps", 1e-5),
     )
-    chunk = config.integer("attention_chunk_size", 8192)
     has_norm = config.boolean("use_qk_norm", True)
     scaling = None
     tuning = config.values.get("attn_temperature_tuning", True)  # true, or a number as in Scout's
@@ -60,19 +64,20 @@ def _llama4(config: ConfigReader) -> Fields:
         )
     dense = config.integer("intermediate_size_mlp", 16384, high=MAX_WIDTH * 8)
 
-    def with_own(layer: LayerSpec) -> LayerSpec:
+    def with_own(layer: LayerSpec, chunk: int | None) -> LayerSpec:
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(attention, AttentionSpec)
         assert isinstance(mlp, MlpSpec)
         if attention.rope is None:
-            attention = replace(attention, query_scaling=scaling)
+            attention = replace(attention, chunk=chunk, query_scaling=scaling)
         else:
             norm = QKNorm(has_weight=False) if has_norm else None
             attention = replace(attention, chunk=chunk, qk_norm=norm)
         return replace(layer, attention=attention, mlp=replace(mlp, size=dense))
 
-    layers = {layer: with_own(layer) for layer in set(fields["layers"])}
-    fields["layers"] = tuple(layers[layer] for layer in fields["layers"])
+    kinds = list(zip(fields["layers"], chunks, strict=True))
+    layers = {kind: with_own(*kind) for kind in set(kinds)}
+    fields["layers"] = tuple(layers[kind] for kind in kinds)
     num_experts, top_k = read_counts(config, ("num_local_experts",))
     expert = read_expert(config, "intermediate_size")
     mixture = MixtureSpec(
@@ -91,19 +96,17 @@ def _llama4(config: ConfigReader) -> Fields:
     return with_mixture(fields, mixture, [index in numbers for index in range(num_layers)])
 
 
-def _rope_layers(config: ConfigReader, num_layers: int) -> list[bool]:
-    """Returns whether each layer has positions; no_rope_layers lists 1 for those that have."""
-    interval = config.integer("no_rope_layer_interval", 4)
-    uses = config.values.get("no_rope_layers") or [
-        int((index + 1) % interval != 0) for index in range(num_layers)
-    ]
-    if (
-        not isinstance(uses, list)
-        or len(uses) != num_layers
-        or not all(use in (0, 1) for use in uses)
-    ):
-        raise config.fail("no_rope_layers", f"must list 0 or 1 for {num_layers} layers")
-    return [bool(use) for use in uses]
+def _chunks(config: ConfigReader, uses_rope: list[bool]) -> list[int | None]:
+    """Returns each layer's chunk; by default layers with positions have one, unless
+    attention_chunk_size is null."""
+    chunk = None
+    if config.values.get("attention_chunk_size", 8192) is not None:
+        chunk = config.integer("attention_chunk_size", 8192)
+    default = [CHUNKED if uses and chunk is not None else FULL for uses in uses_rope]
+    types = read_layer_types(config, default, (FULL, CHUNKED))
+    if CHUNKED in types and chunk is None:
+        raise config.fail("attention_chunk_size", "is null, but layer_types has chunked_attention")
+    return [chunk if kind == CHUNKED else None for kind in types]
 
 
 _FUSED = ExpertNames(

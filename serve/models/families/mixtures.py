@@ -19,7 +19,7 @@ from serve.models.families.fields import (
     read_windows,
 )
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec, QKNorm
-from serve.models.families.llama import qwen_windows, whole_window
+from serve.models.families.llama import qwen_windows, uniform_windows
 from serve.models.families.mixture_fields import (
     FUSED,
     MAX_EXPERTS,
@@ -50,7 +50,7 @@ def _qwen3_moe(config: ConfigReader) -> Fields:
         kv_heads=4,
         mlp_bias=False,
         qk_norm=QKNorm(),
-        windows=whole_window(config, 4096) if window else None,
+        windows=uniform_windows(config, 4096) if window else None,
     )
     is_normalized = config.boolean("norm_topk_prob", False)
     mixture = MixtureSpec(
@@ -104,7 +104,7 @@ def _mixtral(config: ConfigReader) -> Fields:
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
-        windows=whole_window(config),
+        windows=uniform_windows(config),
         ropes=[rope] * num_layers_of(config),
         eps=("rms_norm_eps", 1e-5),
     )

@@ -99,7 +99,6 @@ class WeightNames:
     o: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
-    xielu: str = "mlp.act_fn"
     experts: tuple[ExpertNames, ...] = (ExpertNames(),)
     latent: LatentNames = LatentNames()
     scalar: str = "layer_scalar"

@@ -24,14 +24,14 @@ class RopeSpec:
     theta: float
     kind: str = "default"
     is_interleaved: bool = False
-    factor: float = 1.0  # linear, llama3, yarn
+    factor: float = 1.0  # linear, llama3, yarn, proportional
     pretrained_len: int = 0  # llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin
-    is_truncated: bool = True  # yarn: whole-numbered ramp ends
+    is_truncated: bool = True  # yarn: the ends of the ramp are rounded to whole numbers
     short_factors: tuple[float, ...] = ()  # longrope: within pretrained_len
     long_factors: tuple[float, ...] = ()  # longrope: for longer contexts
     num_rotated: int = 0  # proportional: pairs that rotate; the others have frequency 0
@@ -70,7 +70,8 @@ def read_rope(
     if kind == "linear":
         return replace(plain, kind=kind, factor=rope.number("factor", low=1e-3))
     if kind == "proportional":
-        return replace(plain, kind=kind, num_rotated=int(partial * head_dim // 2))
+        factor = rope.number("factor", 1.0, low=1e-3)
+        return replace(plain, kind=kind, factor=factor, num_rotated=int(partial * head_dim // 2))
     if kind == "llama3":
         return _read_llama3(rope, plain, pretrained_len)
     if kind == "yarn":

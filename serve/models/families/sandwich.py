@@ -8,26 +8,19 @@ from serve.checkpoint_json import ConfigReader
 from serve.models.families.fields import (
     FULL,
     SLIDING,
+    full_every,
     llama_fields,
     num_layers_of,
-    reach,
     read_heads,
     read_layer_types,
     read_windows,
+    served_context,
 )
 from serve.models.families.layer_spec import AFTER_NORM, SANDWICH_NORM, QKNorm
 from serve.models.families.names import Family, Fields, WeightNames
 from serve.models.families.rope_spec import RopeSpec, read_rope
 
 _WHOLE = QKNorm(scope="all")
-
-
-def _every(config: ConfigReader, period: int) -> list[str]:
-    """Returns the kinds of layers where each `period`-th one has full attention; 0: all have."""
-    return [
-        SLIDING if period and (index + 1) % period else FULL
-        for index in range(num_layers_of(config))
-    ]
 
 
 def _olmo2(config: ConfigReader) -> Fields:
@@ -37,7 +30,7 @@ def _olmo2(config: ConfigReader) -> Fields:
 
 
 def _olmo3(config: ConfigReader) -> Fields:
-    types = read_layer_types(config, _every(config, 4))
+    types = read_layer_types(config, full_every(config, 4))
     _, _, dim = read_heads(config)
     full = read_rope(config, dim, layer_type=FULL, theta=500000.0)
     # rope_scaling of older configurations is that of the layers with full attention
@@ -52,7 +45,7 @@ def _olmo3(config: ConfigReader) -> Fields:
         ropes=[full if kind == FULL else sliding for kind in types],
         eps=("rms_norm_eps", 1e-5),
     )
-    return fields | {"max_model_len": reach(fields["max_model_len"], full)}
+    return fields | {"max_model_len": served_context(fields["max_model_len"], full)}
 
 
 def _exaone4(config: ConfigReader) -> Fields:
@@ -65,7 +58,7 @@ def _exaone4(config: ConfigReader) -> Fields:
     else:
         is_whole = has_window and config.values.get("sliding_window_pattern", 4) is not None
         period = config.integer("sliding_window_pattern", 4, low=0) if is_whole else 0
-        default = _every(config, period)
+        default = full_every(config, period)
     types = read_layer_types(config, default)
     _, _, dim = read_heads(config)
     rope = read_rope(config, dim)
@@ -81,11 +74,13 @@ def _exaone4(config: ConfigReader) -> Fields:
         ropes=[rope if not has_window or kind == SLIDING else None for kind in types],
         eps=("rms_norm_eps", 1e-5),
     )
-    return fields | {"max_model_len": reach(fields["max_model_len"], rope)}
+    return fields | {"max_model_len": served_context(fields["max_model_len"], rope)}
 
 
 def _cohere2(config: ConfigReader) -> Fields:
-    types = read_layer_types(config, _every(config, config.integer("sliding_window_pattern", 4)))
+    types = read_layer_types(
+        config, full_every(config, config.integer("sliding_window_pattern", 4))
+    )
     _, _, dim = read_heads(config)
     rope = read_rope(config, dim, is_interleaved=True)
     fields = llama_fields(
@@ -126,13 +121,20 @@ def _glm4(config: ConfigReader) -> Fields:
 
 
 def gemma_fields(
-    config: ConfigReader, period: int, *, soft_cap: float, ropes: dict[str, float]
+    config: ConfigReader,
+    period: int,
+    *,
+    soft_cap: float,
+    ropes: dict[str, float],
+    has_qk_norm: bool,
+    has_local_rope: bool,
 ) -> Fields:
-    """Reads Gemma 2 and 3. ropes: the default theta of each kind of layer."""
+    """Reads Gemma 2 and 3. ropes: the default theta of each kind of layer. has_local_rope: as in
+    _gemma_rope."""
     if config.values.get("use_bidirectional_attention"):
         raise config.fail("use_bidirectional_attention", "is not supported")
     types = read_layer_types(
-        config, _every(config, config.integer("sliding_window_pattern", period))
+        config, full_every(config, config.integer("sliding_window_pattern", period))
     )
     _, _, dim = read_heads(config, kv_heads=4, head_dim=256)
     fields = llama_fields(
@@ -142,10 +144,10 @@ def gemma_fields(
         head_dim=256,
         mlp_bias=False,
         scale=config.number("query_pre_attn_scalar", 256.0, low=1e-3) ** -0.5,
-        qk_norm=QKNorm() if period == 6 else None,
+        qk_norm=QKNorm() if has_qk_norm else None,
         windows=read_windows(config, types, 4096),
         ropes=[
-            _gemma_rope(config, dim, kind, ropes[kind], has_local=period == 6) for kind in types
+            _gemma_rope(config, dim, kind, ropes[kind], has_local=has_local_rope) for kind in types
         ],
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norms=SANDWICH_NORM,
@@ -180,12 +182,17 @@ def _gemma2(config: ConfigReader) -> Fields:
     cap = config.values.get("attn_logit_softcapping", 50.0)
     soft_cap = config.number("attn_logit_softcapping", 50.0) if cap is not None else 0.0
     theta = {FULL: 10000.0, SLIDING: 10000.0}
-    return gemma_fields(config, 2, soft_cap=soft_cap, ropes=theta)
+    return gemma_fields(
+        config, 2, soft_cap=soft_cap, ropes=theta, has_qk_norm=False, has_local_rope=False
+    )
 
 
 def _gemma3(config: ConfigReader) -> Fields:
     soft_cap = config.number("attn_logit_softcapping", 0.0)
-    return gemma_fields(config, 6, soft_cap=soft_cap, ropes={FULL: 1e6, SLIDING: 1e4})
+    theta = {FULL: 1e6, SLIDING: 1e4}
+    return gemma_fields(
+        config, 6, soft_cap=soft_cap, ropes=theta, has_qk_norm=True, has_local_rope=True
+    )
 
 
 _AFTER = WeightNames(attn_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm")

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ops import get_backend
 from serve.models import load_model, read_spec
+from serve.models.families.fields import CHUNKED, FULL
 from tests.support.engine.checkpoints import (
     VARIANTS,
+    Json,
     Variant,
     checkpoint,
     edit_json,
@@ -36,6 +38,40 @@ def test_logits_equal_transformers(variant: Variant) -> None:
     assert actual.shape == expected.shape
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
+
+
+CHANGES: list[tuple[str, str, Json]] = [
+    ("llama4_text", "chunks", {"attention_chunk_size": None, "layer_types": None}),
+    ("llama4_text", "chunks", {"layer_types": [CHUNKED, FULL] * 2 + [FULL]}),
+    ("llama4_text", "chunks", {"layer_types": [CHUNKED] * 5}),
+    (
+        "llama4_text",
+        "three-heads",
+        {"no_rope_layers": [0, 1, 0, 1], "layer_types": [FULL, CHUNKED, FULL]},
+    ),
+    ("gemma4_text", "shared", {"rope_parameters": {FULL: {"factor": 4.0}}}),
+]
+
+
+@pytest.mark.parametrize(("family", "variant", "change"), CHANGES)
+def test_changed_configurations_equal_transformers(
+    family: str, variant: str, change: Json, tmp_path: Path
+) -> None:
+    """Keys that were ignored: null for no chunks, the types of layers, the factor of a RoPE."""
+    path = copy_of(checkpoint(family, variant), tmp_path)
+
+    def edit(config: Json) -> None:
+        for key, value in change.items():
+            ropes = isinstance(value, dict) and {
+                kind: rope | value.get(kind, {}) for kind, rope in config[key].items()
+            }
+            config[key] = ropes or value
+
+    before = run(load(path), token_ids(60))
+    edit_json(path / "config.json", edit)
+    expected, actual = reference_logits(path, token_ids(60)), run(load(path), token_ids(60))
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
+    assert (actual - before).abs().max() > 0.1, "the change has an effect"
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
