@@ -22,16 +22,19 @@ from memory.attention.seam import (
     kv_owner,
 )
 from ops.cuda import attention as kernels
+from ops.cuda.latent import CudaLatentLayer, LatentTiles
 from ops.cuda.prefill import LibraryPrefill
 from ops.kv_tiles import TILE_TOKENS, KVTiles, layer_bytes
-from quant.kv import fitting_group
+from quant.kv import MAX_LATENT_DIM, fitting_group, latent_format
 
 _DIM_UNIT = 16  # of a head, as the kernels have it
+CudaLayer = kernels.CudaAttentionLayer | CudaLatentLayer
 
 
 class CudaKVLayout:
     """The layout of all layers' K and V in one tile's bytes. Head dimensions are padded with zeros
-    to a multiple of 16. A layer that shares the K/V of another has its offset."""
+    to a multiple of 16, those of latents are not. A layer that shares the K/V of another has its
+    offset."""
 
     tile_tokens = TILE_TOKENS
 
@@ -44,16 +47,19 @@ class CudaKVLayout:
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
         offset = 0
         for number, layer in enumerate(self.layers):
-            if layer.value_dim is not None:
-                raise ValueError("layers that keep a latent are not supported on CUDA yet")
             dim = padded_dim(layer.head_dim)
-            fitting = fitting_group(dim, group) if dtype == torch.int8 else None
-            self.groups.append(fitting)
+            is_int8 = dtype == torch.int8 and layer.value_dim is None
+            self.groups.append(fitting_group(dim, group) if is_int8 else None)
             owner = kv_owner(self.layers, number)
             self.offsets.append(offset if owner == number else self.offsets[owner])
-            if owner == number:
-                offset += layer_bytes(layer.num_kv_heads, dim, dtype, fitting)
+            if owner != number:
+                continue
+            if layer.value_dim is None:
+                offset += layer_bytes(layer.num_kv_heads, dim, dtype, self.groups[number])
+            else:
+                offset += latent_tiles(layer, dtype, group).layer_bytes
         self.tile_bytes = offset
+        self._group = group
 
     def pad(self, tile_bytes: int) -> None:
         """Pads each tile to tile_bytes, so that a page holds a whole number of tiles."""
@@ -64,9 +70,12 @@ class CudaKVLayout:
     def token_bytes(self) -> int:
         return self.tile_bytes // TILE_TOKENS
 
-    def tiles(self, index: int) -> KVTiles:
+    def tiles(self, index: int) -> KVTiles | LatentTiles:
         """Returns the kernels' parameters of a layer."""
         layer = self.layers[index]
+        if layer.value_dim is not None:
+            place = self.tile_bytes, self.offsets[index]
+            return latent_tiles(layer, self.dtype, self._group, place)
         return KVTiles(
             num_heads=layer.num_heads,
             num_kv_heads=layer.num_kv_heads,
@@ -79,6 +88,29 @@ class CudaKVLayout:
             offset=self.offsets[index],
             soft_cap=layer.soft_cap,
         )
+
+
+def latent_tiles(
+    layer: AttentionLayer, dtype: torch.dtype, group: int, place: tuple[int, int] | None = None
+) -> LatentTiles:
+    """Returns the kernels' parameters of a layer that keeps latents. place: bytes from tile to
+    tile, and to the layer's part of one. ValueError for layers that the kernels do not support."""
+    value_dim = layer.value_dim
+    groups: tuple[int | None, int | None] = (None, None)
+    assert value_dim is not None
+    if layer.num_kv_heads != 1 or layer.window is not None or layer.soft_cap or layer.sinks:
+        raise ValueError("latents with windows, a soft cap, sinks or several heads")
+    if not 0 < value_dim < layer.head_dim <= MAX_LATENT_DIM:
+        raise ValueError(f"latents of {value_dim} values and {layer.head_dim} with their rest")
+    if dtype == torch.int8:
+        form = latent_format(value_dim, layer.head_dim, group)
+        if form is None:
+            raise ValueError(f"int8 latents of {value_dim} and {layer.head_dim} values")
+        groups = form.group, form.rope_group
+    stride, offset = place or (1 << 30, 0)
+    rope_dim = layer.head_dim - value_dim
+    sizes = layer.num_heads, value_dim, rope_dim, layer.scale, dtype
+    return LatentTiles(*sizes, *groups, stride, offset)
 
 
 def padded_dim(head_dim: int) -> int:
@@ -95,7 +127,10 @@ def step_arrays(
 ) -> kernels.StepArrays:
     """Returns the step buffers for a model's layers."""
     shapes = [
-        kernels.HeadShape(x.num_heads, x.num_kv_heads, padded_dim(x.head_dim)) for x in layers
+        kernels.HeadShape(
+            x.num_heads, x.num_kv_heads, padded_dim(x.head_dim), x.value_dim is not None
+        )
+        for x in layers
     ]
     windows = list(dict.fromkeys(layer.window for layer in layers))
     return kernels.StepArrays(max_rows, max_seqs, max_len, shapes, device, windows)
@@ -125,9 +160,7 @@ class CudaAttention:
         self._library_rows = None if library is None else library.min_rows
         self._host = torch.zeros(arrays.num_words, dtype=torch.int32)
         made = {
-            number: kernels.CudaAttentionLayer(
-                layout.tiles(place), base, library, _sinks(layout.layers[place], arrays)
-            )
+            number: _made_layer(layout, place, base, library, arrays)
             for layout, ids, base in zip(layouts, layers_of, bases, strict=True)
             for place, number in enumerate(ids)
         }
@@ -174,6 +207,21 @@ class CudaAttention:
         return CudaPlan(self._layers, self.arrays, num_rows, num_decodes, has_prompts, chunks)
 
 
+def _made_layer(
+    layout: CudaKVLayout,
+    place: int,
+    base: int,
+    library: LibraryPrefill | None,
+    arrays: kernels.StepArrays,
+) -> CudaLayer:
+    tiles = layout.tiles(place)
+    if isinstance(tiles, LatentTiles):
+        assert library is None, "libraries do not attend to latents"
+        return CudaLatentLayer(tiles, base)
+    sinks = _sinks(layout.layers[place], arrays)
+    return kernels.CudaAttentionLayer(tiles, base, library, sinks)
+
+
 def _sinks(layer: AttentionLayer, arrays: kernels.StepArrays) -> Tensor | None:
     if layer.sinks is None:
         return None
@@ -185,7 +233,7 @@ class CudaPlan:
 
     def __init__(
         self,
-        layers: Sequence[kernels.CudaAttentionLayer],
+        layers: Sequence[CudaLayer],
         arrays: kernels.StepArrays,
         num_rows: int,
         num_decodes: int,
@@ -207,10 +255,13 @@ class CudaPlan:
         missing = layer.tiles.head_dim - dim
         if missing:
             q = pad(q, (0, missing))
-        if k is not None and v is not None:
+        turn = None if rotation is None else kernels.Rotation(*rotation)
+        if isinstance(layer, CudaLatentLayer):
+            if k is not None:
+                layer.append(self._arrays, k, turn)
+        elif k is not None and v is not None:
             if missing:
                 k, v = pad(k, (0, missing)), pad(v, (0, missing))
-            turn = None if rotation is None else kernels.Rotation(*rotation)
             layer.append(self._arrays, k, v, turn)
         out = layer.attend(self._arrays, q, *self._sizes)
         return Finished(out[..., :dim] if missing else out)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ops.kv_tiles import TILE_TOKENS, KVTiles, layer_bytes
+from ops.triton_kernels import latent
 from ops.triton_kernels.decode import combine, decode
 from ops.triton_kernels.kv import Rotation, append
 from ops.triton_kernels.prefill import prefill, tile_rows
@@ -59,14 +60,17 @@ class PromptAttention(Protocol):
 
 
 class HeadShape(NamedTuple):
-    """The heads of a layer."""
+    """The heads of a layer. is_latent: it keeps one vector for K and V (ops.cuda.latent)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    is_latent: bool = False
 
     @property
     def tile_rows(self) -> int:
+        if self.is_latent:
+            return latent.tile_rows(self.num_heads)
         return tile_rows(self.num_heads // self.num_kv_heads, self.head_dim)
 
 

@@ -20,13 +20,15 @@ from ops.backend import (
     NO_FUSION,
     ExpertsOp,
     Fusion,
+    HeadsOp,
     LinearOp,
     Norm,
     QuantizedLinears,
     Router,
     Routing,
 )
-from ops.cuda.experts import CudaExperts, can_group
+from ops.cuda.experts import CudaExperts, can_group, is_one_kind
+from ops.cuda.heads import CudaHeads
 from ops.cuda.linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear, rounded4_linear
 from ops.reference import ReferenceBackend
 from ops.triton_kernels.kv import Rotation, rotate
@@ -56,6 +58,9 @@ class CudaBackend(ReferenceBackend):
         if can_group(ups, downs):
             return CudaExperts(ups, downs, scales_input)
         return super().pack_experts(ups, downs, scales_input=scales_input)
+
+    def pack_heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
+        return CudaHeads(ops) if is_one_kind(ops) else super().pack_heads(ops)
 
     def route(self, x: Tensor, router: Router) -> Routing:
         return route(x, router)

@@ -32,7 +32,13 @@ from ops.triton_kernels.rows import Quantized, quantize_rows
 
 def can_group(ups: Sequence[LinearOp], downs: Sequence[LinearOp]) -> bool:
     """Returns whether CudaExperts takes these layers, with weights of one kind a side."""
-    return all(len({_kind(op) for op in ops}) == 1 and _kind(ops[0]) for ops in (ups, downs))
+    return is_one_kind(ups) and is_one_kind(downs)
+
+
+def is_one_kind(ops: Sequence[LinearOp]) -> bool:
+    """Returns whether one launch multiplies these layers."""
+    kinds = {_kind(op) for op in ops}
+    return len(kinds) == 1 and None not in kinds
 
 
 def _kind(op: LinearOp) -> tuple[object, ...] | None:
@@ -41,7 +47,7 @@ def _kind(op: LinearOp) -> tuple[object, ...] | None:
     return (type(op), op.kernel) if isinstance(op, ScaledLinear | Int4Linear) else None
 
 
-class _Side(Protocol):
+class Side(Protocol):
     """The products of one side of the experts."""
 
     num_in: int
@@ -52,7 +58,8 @@ class _Side(Protocol):
         """Returns the results of all pairs, [pairs, out], for x: [T, in] fp32 or bf16."""
 
 
-def _side(ops: Sequence[LinearOp]) -> _Side:
+def one_side(ops: Sequence[LinearOp]) -> Side:
+    """Combines layers that satisfy is_one_kind. ValueError if they differ in shape."""
     return _PlainProducts(ops) if isinstance(ops[0], PlainLinear) else _Products(ops)
 
 
@@ -137,7 +144,7 @@ class CudaExperts:
     ) -> None:
         """The layers satisfy can_group. ValueError if they differ in shape."""
         assert len(ups) == len(downs) > 0
-        self._ups, self._downs, self._scales_input = _side(ups), _side(downs), scales_input
+        self._ups, self._downs, self._scales_input = one_side(ups), one_side(downs), scales_input
         self._num_experts = len(ups)
         assert self._downs.num_in == self._ups.num_out
 

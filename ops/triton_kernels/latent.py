@@ -1,186 +1,33 @@
 """Latent attention in Triton: one vector for each token, all of it K and its first part V.
 
-A tile of 16 tokens holds the layer's vectors, [16, D], and for int8 scales [16, groups] fp16 after
-them: those of the first value_dim values before those of the rest. All query heads of a token read
-the same vectors, so rows are pairs of a token and a head, in this order, and decode and prefill are
-one kernel. A block of vectors is loaded once and used for the scores and for the values.
+All query heads of a token read the same vectors, so the heads are rows of one product. A block of
+vectors is loaded once and used for the scores and for the values. Work lists are those of
+ops.cuda.attention.StepArrays, and a row's bits depend neither on other rows nor on the chunks of
+its prompt; those of a decode row and a prefill row differ.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.kv_tiles import TILE_TOKENS
-from ops.triton_kernels.kv import Rotation
-from ops.triton_kernels.tiles import LOG2E, TYPES, as_operand, row_stride, tile_pointer
+from ops.kv_tiles import architecture
+from ops.triton_kernels.latent_tiles import LatentTiles, latent_constants, latent_distance
+from ops.triton_kernels.tiles import LOG2E, Config, as_operand, row_stride, tile_pointer
 
 _LN2 = tl.constexpr(0.6931471805599453)
-SPLIT = 2048  # keys with sums of their own; it does not depend on the batch
-_SIZES = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 4}
+PAIRS = 64  # of a token and a head in a tile of a prefill chunk, if a token has no more
 
 
-@dataclass(frozen=True, slots=True)
-class LatentTiles:
-    """The layout of one layer. Its part of the tile of token n is at
-    base + n // 16 * tile_stride + offset (bytes). group, rope_group: values that share a scale in
-    the first value_dim values and in the rest, for int8 only."""
-
-    num_heads: int
-    value_dim: int
-    rope_dim: int
-    scale: float
-    dtype: torch.dtype
-    group: int | None
-    rope_group: int | None
-    tile_stride: int
-    offset: int
-
-    def __post_init__(self) -> None:
-        assert self.value_dim % 16 == 0 and self.rope_dim % 16 == 0, f"{self}"
-        assert (self.dtype == torch.int8) == (self.group is not None), f"{self}"
-        assert self.tile_stride % 16 == 0 and self.offset % 16 == 0, f"{self}"
-        assert 0 <= self.offset <= self.tile_stride - self.layer_bytes, f"{self}"
-
-    @property
-    def num_groups(self) -> int:
-        """Scales of a vector; 0: not quantized."""
-        if self.group is None or self.rope_group is None:
-            return 0
-        return self.value_dim // self.group + self.rope_dim // self.rope_group
-
-    @property
-    def layer_bytes(self) -> int:
-        dim = self.value_dim + self.rope_dim
-        return TILE_TOKENS * (dim * _SIZES[self.dtype] + 2 * self.num_groups)
-
-
-class LatentRows(NamedTuple):
-    """Rows of one sequence: its range's first token, its rows' first index and number in the step,
-    the position of the first of them, and the keys that exist. A row sees the keys up to its own
-    position."""
-
-    start: int
-    first_row: int
-    num_rows: int
-    position: int
-    num_keys: int
-
-
-def _distance(tiles: LatentTiles, base: int, anchor: Tensor) -> int:
-    return base + tiles.offset - anchor.data_ptr()
-
-
-def _constants(tiles: LatentTiles) -> dict[str, Any]:
-    return {
-        "TILE_STRIDE": tiles.tile_stride,
-        "VALUE_DIM": tiles.value_dim,
-        "ROPE_DIM": tiles.rope_dim,
-        "GROUP": tiles.group or 1,
-        "ROPE_GROUP": tiles.rope_group or 1,
-        "TYPE": TYPES[tiles.dtype],
-    }
-
-
-# ---- writing
-
-
-@triton.jit
-def _store(
-    x, values, scales, first, DIM: tl.constexpr, SIZE: tl.constexpr, TYPE: tl.constexpr,
-    PAD: tl.constexpr,
-):  # fmt: skip
-    """Stores x, [DIM] values of a token, with a scale for each SIZE of them."""
-    GROUPS: tl.constexpr = DIM // SIZE
-    if tl.int8 == TYPE:
-        parts = tl.reshape(x, [PAD // SIZE, SIZE])
-        wanted = tl.max(tl.abs(parts), axis=1) / 127.0
-        nearest = wanted.to(tl.float16)
-        above = (nearest.to(tl.int16, bitcast=True) + 1).to(tl.float16, bitcast=True)
-        scale = tl.where(nearest.to(tl.float32) < wanted, above, nearest)
-        step = tl.where(scale > 0, 1.0 / scale.to(tl.float32), 0.0)
-        scaled = tl.minimum(tl.maximum(parts * step[:, None], -127.0), 127.0)
-        rounded = tl.floor(tl.abs(scaled) + 0.5) * tl.where(scaled < 0, -1.0, 1.0)
-        x = tl.reshape(rounded, [PAD])
-        g = tl.arange(0, PAD // SIZE)
-        tl.store(scales + first + g, scale, mask=g < GROUPS)
-    d = tl.arange(0, PAD)
-    tl.store(values + d, x.to(TYPE), mask=d < DIM)
-
-
-@triton.jit
-def append_kernel(
-    k, k_stride, cos, sin, rows, anchor, distance: tl.int64,
-    HALF: tl.constexpr, VALUE_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
-    TILE_STRIDE: tl.constexpr, VALUE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
-    GROUP: tl.constexpr, ROPE_GROUP: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
-    """Rotates the values after VALUE_DIM and writes one row. Bytes are the bound."""
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(rows + row)
-    if token < 0:
-        return
-    DIM: tl.constexpr = VALUE_DIM + ROPE_DIM
-    GROUPS: tl.constexpr = VALUE_DIM // GROUP + ROPE_DIM // ROPE_GROUP
-    tile = tile_pointer(anchor, distance, token, TILE_STRIDE)
-    values = tile.to(tl.pointer_type(TYPE), bitcast=True) + token % 16 * DIM
-    scales = (tile + 16 * DIM).to(tl.pointer_type(tl.float16), bitcast=True) + token % 16 * GROUPS
-    d = tl.arange(0, VALUE_PAD)
-    x = tl.load(k + row * k_stride + d, mask=d < VALUE_DIM, other=0).to(tl.float32)
-    _store(x, values, scales, 0, VALUE_DIM, GROUP, TYPE, VALUE_PAD)
-    d = tl.arange(0, ROPE_PAD)
-    rest = k + row * k_stride + VALUE_DIM
-    x = tl.load(rest + d, mask=d < ROPE_DIM, other=0).to(tl.float32)
-    if HALF > 0:
-        is_turned, is_first = d < 2 * HALF, d < HALF
-        partner = tl.where(is_first, d + HALF, d - HALF)
-        other = tl.load(rest + partner, mask=is_turned, other=0).to(tl.float32)
-        angle = row * HALF + tl.where(is_first, d, d - HALF)
-        c = tl.load(cos + angle, mask=is_turned, other=1)
-        s = tl.load(sin + angle, mask=is_turned, other=0)
-        x = x * c + tl.where(is_first, -other, other) * s
-    _store(x, values + VALUE_DIM, scales, VALUE_DIM // GROUP, ROPE_DIM, ROPE_GROUP, TYPE, ROPE_PAD)
-
-
-def append(
-    tiles: LatentTiles, base: int, k: Tensor, rows: Tensor, rotation: Rotation | None = None
-) -> None:
-    """Stores k: [T, 1, D] with strided rows in the tiles.
-
-    rows: [T] int64 token numbers; rows below 0 are skipped. A rotation turns the first values after
-    value_dim. For int8, a group's scale is max|x| / 127 rounded up to fp16.
-    """
-    count, heads, dim = k.shape
-    assert (heads, dim) == (1, tiles.value_dim + tiles.rope_dim), f"{k.shape}"
-    assert len(rows) >= count and rows.dtype == torch.int64, f"{rows.shape} {rows.dtype}"
-    half = 0 if rotation is None else rotation.cos.shape[1]
-    assert 2 * half <= tiles.rope_dim, f"{half=}"
-    if count:
-        append_kernel[(count,)](
-            k,
-            row_stride(k),
-            k if rotation is None else rotation.cos,
-            k if rotation is None else rotation.sin,
-            rows,
-            rows,
-            _distance(tiles, base, rows),
-            HALF=half,
-            VALUE_PAD=triton.next_power_of_2(tiles.value_dim),
-            ROPE_PAD=triton.next_power_of_2(tiles.rope_dim),
-            **_constants(tiles),
-            num_warps=4,
-        )
-
-
-# ---- attention
+def tile_rows(num_heads: int) -> int:
+    """Returns the tokens of a tile of a prefill chunk."""
+    return max(1, PAIRS // num_heads)
 
 
 @triton.jit
@@ -205,38 +52,32 @@ def _vectors(
     x = tl.load(tile.to(tl.pointer_type(TYPE), bitcast=True) + at[:, None] + d, mask=mask, other=0)
     if tl.int8 == TYPE:
         scales = (tile + 16 * WIDTH).to(tl.pointer_type(tl.float16), bitcast=True)
+        # one load for each scale, not for each value
+        PARTS: tl.constexpr = PAD // SIZE
+        g = tl.arange(0, PARTS)[None, :]
         at = (tokens // 16).to(tl.int64) * (TILE_STRIDE // 2) + tokens % 16 * GROUPS + scale_at
-        scale = tl.load(scales + at[:, None] + d // SIZE, mask=mask, other=0)
-        x = x.to(tl.float32) * scale.to(tl.float32)
+        mask = present[:, None] & (g < DIM // SIZE)
+        scale = tl.load(scales + at[:, None] + g, mask=mask, other=0).to(tl.float32)
+        N: tl.constexpr = tokens.shape[0]
+        parts = tl.reshape(x.to(tl.float32), [N, PARTS, SIZE]) * scale[:, :, None]
+        x = tl.reshape(parts, [N, PAD])
     return as_operand(x, COMPUTE)
 
 
 @triton.jit
-def attend_kernel(
-    q, q_stride, anchor, distance: tl.int64, items, outs, lses, scale: tl.float32,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VALUE_PAD: tl.constexpr,
-    ROPE_PAD: tl.constexpr, COMPUTE: tl.constexpr,
-    TILE_STRIDE: tl.constexpr, VALUE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
-    GROUP: tl.constexpr, ROPE_GROUP: tl.constexpr, TYPE: tl.constexpr,
+def _attend_keys(
+    q, at, is_row, last, tile, first, end, scale,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, COMPUTE: tl.constexpr, TILE_STRIDE: tl.constexpr,
+    VALUE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    ROPE_PAD: tl.constexpr, GROUP: tl.constexpr, ROPE_GROUP: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Reads items: [(range start, first row, rows, position, first key, end, keys, slot)] int64.
-
-    A row is a pair of a token of the step and a head; rows counts them, ROWS at most. Writes fp32
-    outs: [slots, VALUE_DIM] and lses in base 2, for `merge_kernel`. With 16 and more heads a vector
-    is used often enough that tensor cores are the bound for long chunks, and bytes for decode.
-    """
+    """Returns (largest scores in base 2, totals, weighted values: [ROWS, VALUE_PAD]) of the keys
+    from first, a multiple of BLOCK, to end. at: [ROWS], places of the queries; last: [ROWS], the
+    last key that each sees. A masked key adds zero."""
     WIDTH: tl.constexpr = VALUE_DIM + ROPE_DIM
     GROUPS: tl.constexpr = VALUE_DIM // GROUP + ROPE_DIM // ROPE_GROUP
-    item = items + tl.program_id(0) * 8
-    tile = tile_pointer(anchor, distance, tl.load(item), TILE_STRIDE)
-    first_row, rows, position = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-    first, end, slot = tl.load(item + 4), tl.load(item + 5), tl.load(item + 7)
-    m = tl.arange(0, ROWS)
-    row = first_row + m
-    at = row // HEADS * q_stride + row % HEADS * WIDTH
-    last = tl.minimum(position + row // HEADS - first_row // HEADS, tl.load(item + 6) - 1)
-    q_values = _queries(q, at, m < rows, 0, VALUE_DIM, VALUE_PAD, COMPUTE)
-    q_rest = _queries(q, at, m < rows, VALUE_DIM, ROPE_DIM, ROPE_PAD, COMPUTE)
+    q_values = _queries(q, at, is_row, 0, VALUE_DIM, VALUE_PAD, COMPUTE)
+    q_rest = _queries(q, at, is_row, VALUE_DIM, ROPE_DIM, ROPE_PAD, COMPUTE)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_PAD], tl.float32)
@@ -258,121 +99,164 @@ def attend_kernel(
         acc = acc * shrink[:, None]
         acc = tl.dot(as_operand(weights, COMPUTE), values, acc, input_precision="ieee")
         most = now
-    d = tl.arange(0, VALUE_PAD)[None, :]
-    safe = tl.where(total > 0, total, 1.0)
-    out = outs + (slot + m)[:, None] * VALUE_DIM + d
-    tl.store(out, acc / safe[:, None], mask=(m < rows)[:, None] & (d < VALUE_DIM))
-    tl.store(lses + slot + m, most + tl.log2(safe), mask=m < rows)
+    return most, total, acc
 
 
 @triton.jit
-def merge_kernel(
-    outs, lses, rows, result, result_lse, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr
-):
-    """Reads rows: [(first slot, splits, slots from split to split)] int64 for each row and merges
-    its splits in order. Latency is the bound."""
-    row = tl.program_id(0).to(tl.int64)
-    first, count = tl.load(rows + row * 3), tl.load(rows + row * 3 + 1)
-    step = tl.load(rows + row * 3 + 2)
-    d = tl.arange(0, VALUE_PAD)
-    most = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([VALUE_PAD], tl.float32)
-    for split in range(0, count):
-        lse = tl.load(lses + first + split * step)
-        if lse > float("-inf"):
-            now = tl.maximum(most, lse)
-            shrink, weight = tl.exp2(most - now), tl.exp2(lse - now)
-            part = tl.load(
-                outs + (first + split * step) * VALUE_DIM + d, mask=d < VALUE_DIM, other=0
-            )
-            acc = acc * shrink + part * weight
-            total = total * shrink + weight
-            most = now
-    safe = tl.where(total > 0, total, 1.0)
-    is_first = d < 1
-    tl.store(
-        result + row * VALUE_DIM + d, (acc / safe).to(result.dtype.element_ty), mask=d < VALUE_DIM
-    )
-    lse = (most + tl.log2(safe)) * _LN2
-    tl.store(result_lse + row + d, tl.broadcast_to(lse, [VALUE_PAD]), mask=is_first)
+def decode_kernel(
+    q, q_stride, anchor, distance: tl.int64, starts, items, num_items, outs, lses,
+    scale: tl.float32,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COMPUTE: tl.constexpr,
+    TILE_STRIDE: tl.constexpr, VALUE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, GROUP: tl.constexpr,
+    ROPE_GROUP: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Reads items: [(row, first key, end, slot)] int32; writes fp32 outs: [slots, H, VALUE_DIM] and
+    lses: [slots, H].
 
-
-def _work(rows: Sequence[LatentRows], heads: int, block: int) -> tuple[list[int], list[int], int]:
-    """Returns the items of attend_kernel, the rows of merge_kernel, and the number of slots. Blocks
-    and splits begin at fixed places of a sequence, so that a row's bits do not depend on others."""
-    items: list[int] = []
-    merged: list[int] = []
-    slots = 0
-    for part in rows:
-        all_rows = part.num_rows * heads
-        for first in range(0, all_rows, block):
-            count = min(block, all_rows - first)
-            last = part.position + (first + count - 1) // heads
-            end = min(last + 1, part.num_keys)
-            splits = -(-end // SPLIT)
-            for split in range(splits):
-                low, high = split * SPLIT, min(end, (split + 1) * SPLIT)
-                row = part.first_row * heads + first
-                position = part.position + first // heads
-                where = slots + split * count
-                items += (part.start, row, count, position, low, high, part.num_keys, where)
-            for i in range(count):
-                merged += (slots + i, splits, count)
-            slots += splits * count
-    return items, merged, slots
-
-
-def attend(
-    tiles: LatentTiles, base: int, q: Tensor, rows: Sequence[LatentRows]
-) -> tuple[Tensor, Tensor]:
-    """Computes attention of q: [T, H, D] in q's type, [T, H, value_dim], and lse [T, H] fp32.
-
-    rows describes each sequence, in the order of q. A row without keys gets 0 and an lse of -inf.
+    Bytes are the bound: ROWS heads share a vector, and further heads read it from the L2 cache.
     """
-    count, heads, dim = q.shape
-    assert (heads, dim) == (tiles.num_heads, tiles.value_dim + tiles.rope_dim), f"{q.shape}"
-    assert sum(part.num_rows for part in rows) == count, f"{rows}"
-    out = torch.empty(count, heads, tiles.value_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(count, heads, dtype=torch.float32, device=q.device)
-    if not count:
-        return out, lse
-    items, merged, slots = _work(rows, heads, 16)
-    outs = torch.empty(max(1, slots), tiles.value_dim, device=q.device)
-    lses = torch.empty(max(1, slots), device=q.device)
-    is_wide = torch.float32 in (tiles.dtype, q.dtype)
-    pads = {
-        "VALUE_PAD": triton.next_power_of_2(tiles.value_dim),
-        "ROPE_PAD": triton.next_power_of_2(tiles.rope_dim),
-    }
-    if items:
-        work = torch.tensor(items, dtype=torch.int64, device=q.device)
-        attend_kernel[(len(items) // 8,)](
-            q,
-            row_stride(q),
-            work,
-            _distance(tiles, base, work),
-            work,
-            outs,
-            lses,
-            tiles.scale * LOG2E,
-            HEADS=heads,
-            ROWS=16,
-            BLOCK=32,
-            COMPUTE=tl.float32 if is_wide else tl.bfloat16,
-            num_warps=4,
-            **pads,
-            **_constants(tiles),
-        )
-    table = torch.tensor(merged, dtype=torch.int64, device=q.device)
-    merge_kernel[(count * heads,)](
+    BLOCKS: tl.constexpr = (HEADS + ROWS - 1) // ROWS
+    for work in range(tl.program_id(0), tl.load(num_items) * BLOCKS, tl.num_programs(0)):
+        item = items + work // BLOCKS * 4
+        row, first, end, slot = (
+            tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+        )  # fmt: skip
+        tile = tile_pointer(anchor, distance, tl.load(starts + row), TILE_STRIDE)
+        head = work % BLOCKS * ROWS + tl.arange(0, ROWS)
+        is_row = head < HEADS
+        at = row.to(tl.int64) * q_stride + head * (VALUE_DIM + ROPE_DIM)
+        last = tl.zeros([ROWS], tl.int32) + (end - 1)
+        most, total, acc = _attend_keys(
+            q, at, is_row, last, tile, first, end, scale, ROWS, BLOCK, COMPUTE, TILE_STRIDE,
+            VALUE_DIM, ROPE_DIM, VALUE_PAD, ROPE_PAD, GROUP, ROPE_GROUP, TYPE,
+        )  # fmt: skip
+        at = slot.to(tl.int64) * HEADS + head
+        d = tl.arange(0, VALUE_PAD)[None, :]
+        mask = is_row[:, None] & (d < VALUE_DIM)
+        tl.store(outs + at[:, None] * VALUE_DIM + d, acc / total[:, None], mask=mask)
+        tl.store(lses + at, (most + tl.log2(total)) * _LN2, mask=is_row)
+
+
+@triton.jit
+def prefill_kernel(
+    q, q_stride, anchor, distance: tl.int64, starts, sequences, tile_list, num_tiles, out,
+    out_stride, scale: tl.float32,
+    HEADS: tl.constexpr, TILE_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    COMPUTE: tl.constexpr, TILE_STRIDE: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
+    GROUP: tl.constexpr, ROPE_GROUP: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Reads sequences: [(first row, rows, K/V length, 0)] and tile_list: [(sequence, row)], int32.
+
+    Rows of the products are pairs of a token and a head, in this order. The tensor cores are the
+    bound. Grid: blocks of ROWS pairs of a tile, tiles.
+    """
+    first_pair, index = tl.program_id(0) * ROWS, tl.program_id(1)
+    if index < tl.load(num_tiles):
+        sequence, row = tl.load(tile_list + index * 2), tl.load(tile_list + index * 2 + 1)
+        q_start = tl.load(sequences + sequence * 4)
+        num_rows = tl.load(sequences + sequence * 4 + 1)
+        kv_len = tl.load(sequences + sequence * 4 + 2)
+        tile = tile_pointer(anchor, distance, tl.load(starts + sequence), TILE_STRIDE)
+        pair = first_pair + tl.arange(0, ROWS)
+        token, head = row + pair // HEADS, pair % HEADS
+        is_row = (pair < TILE_ROWS * HEADS) & (token < num_rows)
+        position = kv_len - num_rows + token
+        end = tl.max(tl.where(is_row, position + 1, 0), axis=0)
+        at = (q_start + token).to(tl.int64) * q_stride + head * (VALUE_DIM + ROPE_DIM)
+        _, total, acc = _attend_keys(
+            q, at, is_row, position, tile, 0, end, scale, ROWS, BLOCK, COMPUTE, TILE_STRIDE,
+            VALUE_DIM, ROPE_DIM, VALUE_PAD, ROPE_PAD, GROUP, ROPE_GROUP, TYPE,
+        )  # fmt: skip
+        total = tl.where(is_row, total, 1.0)
+        d = tl.arange(0, VALUE_PAD)[None, :]
+        at = out + (q_start + token).to(tl.int64) * out_stride + head * VALUE_DIM
+        y = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(at[:, None] + d, y, mask=is_row[:, None] & (d < VALUE_DIM))
+
+
+def constants(tiles: LatentTiles, of_q: torch.dtype) -> dict[str, Any]:
+    """Returns the compile-time arguments of the attention kernels that depend on the layer."""
+    is_wide = torch.float32 in (tiles.dtype, of_q)
+    compute = tl.float32 if is_wide else tl.bfloat16
+    return {"HEADS": tiles.num_heads, "COMPUTE": compute} | latent_constants(tiles)
+
+
+def config(tiles: LatentTiles, of_q: torch.dtype, arch: int, *, is_prefill: bool) -> Config:
+    """Returns the rows and keys of a program. A vector of 576 values of bf16 is 1.1 KiB in shared
+    memory, for a key and for a query alike, and sm_89 has 99 KiB. The sums of 32 rows take half of
+    the registers of 8 warps, and int8 takes more of them while it is converted."""
+    is_wide = torch.float32 in (tiles.dtype, of_q)
+    is_narrow = is_wide or arch == 89 or tiles.dtype == torch.int8
+    rows = 32 if is_prefill and not is_wide else 16
+    constants = {"ROWS": rows, "BLOCK": 16 if is_narrow else 32, "num_stages": 2}
+    return Config(constants, 8 if rows == 32 else 4)
+
+
+def decode(
+    q: Tensor,
+    tiles: LatentTiles,
+    base: int,
+    starts: Tensor,
+    items: Tensor,
+    num_items: Tensor,
+    outs: Tensor,
+    lses: Tensor,
+    num_programs: int,
+) -> None:
+    """Computes attention of q: [S, H, D] over each item's keys into the item's slot of outs and
+    lses. The arguments are those of ops.triton_kernels.decode; outs: [slots, H, value_dim]."""
+    assert q.shape[1:] == (tiles.num_heads, tiles.head_dim), f"{q.shape}"
+    chosen = config(tiles, q.dtype, architecture(q.device), is_prefill=False)
+    decode_kernel[(num_programs,)](
+        q,
+        row_stride(q),
+        items,
+        latent_distance(tiles, base, items),
+        starts,
+        items,
+        num_items,
         outs,
         lses,
-        table,
-        out,
-        lse,
-        VALUE_DIM=tiles.value_dim,
-        VALUE_PAD=pads["VALUE_PAD"],
-        num_warps=4,
+        tiles.scale * LOG2E,
+        **constants(tiles, q.dtype),
+        **chosen.options(),
     )
-    return out, lse
+
+
+def prefill(
+    q: Tensor,
+    tiles: LatentTiles,
+    base: int,
+    starts: Tensor,
+    sequences: Tensor,
+    tile_list: Tensor,
+    num_tiles: Tensor,
+    max_tiles: int,
+    out: Tensor,
+) -> None:
+    """Computes attention of chunks' rows of q: [T, H, D] into the same rows of out: [T, H,
+    value_dim]. The arguments are those of ops.triton_kernels.prefill; a tile has tile_rows."""
+    assert q.shape[1:] == (tiles.num_heads, tiles.head_dim), f"{q.shape}"
+    assert out.shape == (*q.shape[:2], tiles.value_dim), f"{out.shape}"
+    chosen = config(tiles, q.dtype, architecture(q.device), is_prefill=True)
+    of_tile = tile_rows(tiles.num_heads)
+    blocks = triton.cdiv(of_tile * tiles.num_heads, chosen.constants["ROWS"])
+    if max_tiles:
+        prefill_kernel[(blocks, max_tiles)](
+            q,
+            row_stride(q),
+            starts,
+            latent_distance(tiles, base, starts),
+            starts,
+            sequences,
+            tile_list,
+            num_tiles,
+            out,
+            row_stride(out),
+            tiles.scale * LOG2E,
+            TILE_ROWS=of_tile,
+            **constants(tiles, q.dtype),
+            **chosen.options(),
+        )

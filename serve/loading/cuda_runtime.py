@@ -25,6 +25,7 @@ from memory.tiers.cuda_copy import CudaCopier
 from memory.tiers.host_tier import HostTier
 from ops.cuda.device_sampler import DeviceSampler
 from ops.cuda.prefill import LibraryPrefill, installed
+from ops.kv_tiles import KVTiles
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.cuda_tuning import tune_products
@@ -170,7 +171,8 @@ class _NoAttention:
     def finish(
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Finished:
-        return Finished(ticket.q)
+        value_dim = self._layers[ticket.layer].value_dim
+        return Finished(ticket.q if value_dim is None else ticket.q[..., :value_dim])
 
 
 class _DeviceMemory:
@@ -249,7 +251,10 @@ def _library(
     )
     if device.device.type != "cuda" or is_wide:
         return None
+    every = [layout.tiles(i) for layout in layouts for i in range(len(layout.layers))]
+    tiles = [x for x in every if isinstance(x, KVTiles)]
+    if len(tiles) < len(every):
+        return None  # no library reads latents, and all layers have the same chunks
     library = LibraryPrefill(installed(), device.device)
-    tiles = [layout.tiles(i) for layout in layouts for i in range(len(layout.layers))]
     has_sinks = any(layer.sinks for layout in layouts for layer in layout.layers)
     return library if not has_sinks and library.prepare(tiles) else None

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 import torch
 
 from memory.attention.int8 import Int8KVLayout
+from memory.attention.seam import AttentionLayer
 from ops import best_backend
 from ops.cpu import native_library
 from ops.kv_tiles import MAX_HEAD_DIM
+from quant.kv import MAX_LATENT_DIM
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import ModelSpec
@@ -124,13 +126,15 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:
 def _without_kernels(config: EngineConfig, spec: ModelSpec) -> str | None:
     """Returns what of a model the CUDA back end has no kernels for, or None."""
     layers = spec.attention_layers
-    if any(layer.value_dim is not None for layer in layers):
-        return "its kernels have no latent attention"
     max_len = config.max_model_len or spec.max_model_len
     if any(layer.chunk is not None and layer.chunk < max_len for layer in layers):
         return "its kernels do not attend within chunks"
-    largest = max(_head_dims(spec))
-    return f"its kernels have no heads of {largest}" if largest > MAX_HEAD_DIM else None
+    heads = [x.head_dim for x in layers if x.head_dim > _largest_head(x)]
+    return f"its kernels have no heads of {max(heads)}" if heads else None
+
+
+def _largest_head(layer: AttentionLayer) -> int:
+    return MAX_HEAD_DIM if layer.value_dim is None else MAX_LATENT_DIM
 
 
 def _best_dtype(backend: str, spec: ModelSpec) -> tuple[str, str]:

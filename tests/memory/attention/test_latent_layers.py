@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,6 +165,73 @@ def test_only_the_latent_is_kept(kind, item):
     for dim, value_dim in ((576, 512), (288, 256)):
         layers = [AttentionLayer(16, 1, dim, 0.1, value_dim=value_dim)] * 5
         assert Memory(kind, layers).layout.token_bytes <= 1.15 * item * 5 * dim
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [pytest.param("float32", 2e-5, marks=pytest.mark.exhaustive), ("int8", 3e-3)],
+)
+def test_cuda_attention_equals_the_reference(kind, tolerance):
+    """Latents of two sizes and layers with K and V share the tiles and the step."""
+    from memory.attention.cuda import CudaAttention, CudaKVLayout, step_arrays
+    from tests.support.cuda.cuda_kv import DEVICE  # sets the interpreter before Triton's import
+
+    if DEVICE != "cpu":
+        pytest.skip("the tensors of this test are on the CPU")
+    layers = [LAYERS[2], replace(LAYERS[3], shares=None), replace(LAYERS[1], num_heads=5)]
+    layers.append(replace(layers[0], shares=0))
+    layout = CudaKVLayout(layers, getattr(torch, kind), 64)
+    memory = torch.zeros(2 * 64 * layout.token_bytes + 64, dtype=torch.uint8)
+    arrays = step_arrays(layers, max_rows=64, max_seqs=4, max_len=64, device=torch.device("cpu"))
+    base = memory.data_ptr() + -memory.data_ptr() % 16
+    attention = CudaAttention([layout], [[0, 1, 2, 3]], [base], arrays)
+    kept, lengths = {}, [0, 0]
+    for rows in ([(0, 5), (1, 9)], [(0, 1), (1, 3)], [(1, 1), (0, 1)]):
+        for s, n in rows:
+            lengths[s] += n
+        starts, counts = [64 * s for s, _ in rows], [n for _, n in rows]
+        decodes = sum(n == 1 for n in counts)
+        plan = attention.plan(AttentionStep(decodes, starts, counts, [lengths[s] for s, _ in rows]))
+        for i, layer in enumerate(layers):
+            q, k, v = inputs_of(layer, sum(counts), None, torch.float32)
+            if layer.shares is not None:
+                k = None
+            out = plan.finish(plan.begin(i, q), k, v, None).wait()
+            assert out.shape == (sum(counts), layer.num_heads, layer.value_dim or layer.head_dim)
+            first = 0
+            for s, n in rows:
+                own = slice(first, first + n)
+                first += n
+                if layer.value_dim is None:
+                    continue
+                if k is not None:
+                    kept[i, s] = torch.cat((kept.get((i, s), k[:0]), k[own]))
+                keys = kept[0 if layer.shares is not None else i, s].double()
+                if kind == "int8":
+                    form = latent_format(layer.value_dim, layer.head_dim, 64)
+                    keys = round_latent(keys, layer.value_dim, form.group, form.rope_group)
+                values = keys[..., : layer.value_dim]
+                expected = attention_fp64(q[own], keys, values, layer.scale).out
+                assert float((out[own].double() - expected).abs().max()) <= tolerance, (i, s)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"window": 16}, "float32"),
+        ({"soft_cap": 2.0}, "float32"),
+        ({"num_kv_heads": 3}, "float32"),
+        ({"head_dim": 1040}, "float32"),
+        ({"value_dim": 40}, "int8"),
+    ],
+)
+def test_layers_that_cuda_does_not_support(change, kind):
+    from memory.attention.cuda import CudaKVLayout
+
+    with pytest.raises(ValueError, match="latents"):
+        CudaKVLayout([replace(LAYERS[2], **change)], getattr(torch, kind), 64)
 
 
 def test_layers_that_int8_does_not_support():
