@@ -37,7 +37,7 @@ def calls(*named: tuple[str, dict[str, Any]]) -> str:
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in made)
 
 
-# For each of some formats of calls: a server whose model speaks it, and a text of the user at which
+# For each format of calls: a server whose model speaks it, and a text of the user at which
 # that model calls `add` twice, each time after the other's result, and then says SUMMED.
 FORMATS: dict[str, tuple[str, str]] = {
     name: (f"{root}/v1", text)

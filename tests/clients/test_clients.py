@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from serve.text.chat_parser.formats import TOOL_FORMATS
 from tests.support.http.dictated_engine import dictated_engine
 from tests.support.http.running_server import ServerThread
 from tests.support.http.serve_process import ROOT, serve_run
@@ -31,11 +32,6 @@ MODEL = "mergestep-default"
 ENVIRONMENTS = ROOT / "build" / "clients"
 SCRIPTS = Path(__file__).parent
 TIMEOUT_S = 240.0
-# One of each syntax; tests/serve/http/calls/test_call_formats.py has all of them.
-FORMATS = (
-    *("openai", "gemma4", "deepseek_v31", "minimax_m2", "glm45", "qwen3_coder", "mistral_args"),
-    *("granite", "kimi_k2", "lfm2", "llama4_pythonic"),
-)
 SUMS = ({"a": 2, "b": 3}, {"a": 1, "b": 1})
 SUMMED = "5 and 2."  # as in checks.py
 # Libraries by the environment that has them: some need an older openai than the others.
@@ -64,7 +60,7 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
     path = tmp_path_factory.mktemp("formats")
     with ExitStack() as stack:
         servers = {}
-        for name in FORMATS:
+        for name in TOOL_FORMATS:
             engine = dictated_engine(MODEL, make_model(path / name, name))
             server = stack.enter_context(ServerThread(engine))
             texts = [spoken(name, [("add", arguments)]) for arguments in SUMS]

@@ -133,7 +133,10 @@ class JsonCalls:
         if self.list != "never":
             body = f'"[" {body} "]"'
         space = rules.literal(self.space)
-        return rules.add(f"{space} {body} {space if self.end else ''} {rules.literal(self.end)}")
+        # families with a list differ in a space before it, and others in one before the end
+        before = space or ('" "?' if self.list != "never" else "")
+        after = f"({space})?" if space and self.end else ""
+        return rules.add(f"{before} {body} {after} {rules.literal(self.end)}")
 
     def _call_rule(self, rules: Rules, function: Mapping[str, Any], all_strict: bool) -> str:
         number = f'"{self.id_key}": "0", ' if self.id_key else ""
