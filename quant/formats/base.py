@@ -127,10 +127,15 @@ class ExpertsFormat(ProductFormat, Protocol):
     def expert_markers(self) -> tuple[str, ...]:
         """Endings with their separator, as in "_blocks"."""
 
-    def expert_tensors(self, num_experts: int, num_in: int, num_out: int) -> dict[str, TensorRule]:
-        """Returns the tensors of all experts' products: f"{name}{ending}" has the ending's rule."""
+    def expert_tensors(
+        self, num_experts: int, num_in: int, num_out: int, *, is_transposed: bool = False
+    ) -> dict[str, TensorRule]:
+        """Returns the tensors of all experts' products: f"{name}{ending}" has the ending's rule.
+        is_transposed: plain weights of the model would be [experts, in, out]."""
 
-    def load_expert(self, fetch: Fetch, name: str, expert: int) -> PackedWeight:
+    def load_expert(
+        self, fetch: Fetch, name: str, expert: int, *, is_transposed: bool = False
+    ) -> PackedWeight:
         """Loads one expert's product, and reads no other."""
 
 
@@ -171,13 +176,20 @@ class CheckpointFormat:
         return _first_fitting(header, product + ".", marked, rules)
 
     def of_experts(
-        self, header: Header, name: str, num_experts: int, num_in: int, num_out: int
+        self,
+        header: Header,
+        name: str,
+        num_experts: int,
+        num_in: int,
+        num_out: int,
+        *,
+        is_transposed: bool = False,
     ) -> ExpertsFormat | None:
         """Returns the format of fused experts of [num_out, num_in] each, None if they are plain or
         not fused."""
 
         def rules(form: ExpertsFormat) -> dict[str, TensorRule]:
-            return form.expert_tensors(num_experts, num_in, num_out)
+            return form.expert_tensors(num_experts, num_in, num_out, is_transposed=is_transposed)
 
         marked = [f for f in self._fused() if _has_any(header, name, f.expert_markers)]
         return _first_fitting(header, name, marked, rules)

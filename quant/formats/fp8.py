@@ -4,7 +4,9 @@
     weight_scale_inv, weight_scale    the factor of a weight (not its inverse, for all the name):
                                       one number, [out, 1], or one per block, [out / 128, in / 128]
     fused experts                     NAME e4m3 [experts, out, in], NAME_scale_inv with a scale of
-                                      the same kinds for each expert
+                                      the same kinds for each expert; or, where the model's own
+                                      are so, [experts, in, out] with NAME_weight_scale (ModelOpt,
+                                      of one or all experts) or NAME_scale (fbgemm, per output)
 
 Scales are fp32, fp16 or bf16, or powers of two in e8m0. Devices with fp8 products take weights with
 one scale per output as they are; all others are rounded to int8.
@@ -40,13 +42,15 @@ MAX_BLOCK = 1 << 16
 @dataclass(frozen=True, slots=True)
 class Fp8:
     """e4m3 weights. block: (outputs, inputs) that share a scale, None for tensors or outputs.
-    has_bytes: scales may be exponents stored as bytes."""
+    has_bytes: scales may be exponents stored as bytes. expert_scale: the ending of fused experts'
+    scales."""
 
     scale: str = "weight_scale"
     block: tuple[int, int] | None = None
     has_bytes: bool = False
     ignored: tuple[str, ...] = RUN_TIME_SCALES
     bits: int = 8
+    expert_scale: str = "_weight_scale"
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -54,7 +58,11 @@ class Fp8:
 
     @property
     def expert_markers(self) -> tuple[str, ...]:
-        return ("_scale_inv",) if self.scale == NATIVE_SCALE else ()
+        return (self._expert_scale,)
+
+    @property
+    def _expert_scale(self) -> str:
+        return "_scale_inv" if self.scale == NATIVE_SCALE else self.expert_scale
 
     @property
     def loss(self) -> str | None:
@@ -67,18 +75,28 @@ class Fp8:
         return {"weight": TensorRule(((num_out, num_in),), ("F8_E4M3",)), self.scale: scale}
 
     def load(self, fetch: Fetch, parts: Sequence[str]) -> Weight8:
-        return joined_8(
-            [self._weight(fetch, f"{part}.weight", f"{part}.{self.scale}") for part in parts]
-        )
+        names = [(f"{part}.weight", f"{part}.{self.scale}") for part in parts]
+        return joined_8([self._weight(fetch(w), read_scales(s, fetch(s))) for w, s in names])
 
-    def expert_tensors(self, num_experts: int, num_in: int, num_out: int) -> dict[str, TensorRule]:
-        one = self._scale_rule(num_in, num_out)
-        scale = one._replace(shapes=tuple((num_experts, *shape) for shape in one.shapes))
-        weight = TensorRule(((num_experts, num_out, num_in),), ("F8_E4M3",))
-        return {"": weight, "_scale_inv": scale}
+    def expert_tensors(
+        self, num_experts: int, num_in: int, num_out: int, *, is_transposed: bool = False
+    ) -> dict[str, TensorRule]:
+        one, shape = self._scale_rule(num_in, num_out), (num_out, num_in)
+        shapes = [(num_experts, *each) for each in one.shapes]
+        if self.block is None:
+            shapes += [(num_experts, 1, num_out), ()]
+        if is_transposed and self.scale != NATIVE_SCALE:
+            shape = shape[::-1]
+        weight = TensorRule(((num_experts, *shape),), ("F8_E4M3",))
+        return {"": weight, self._expert_scale: one._replace(shapes=tuple(shapes))}
 
-    def load_expert(self, fetch: Fetch, name: str, expert: int) -> Weight8:
-        return self._weight(fetch, name, f"{name}_scale_inv", expert)
+    def load_expert(
+        self, fetch: Fetch, name: str, expert: int, *, is_transposed: bool = False
+    ) -> Weight8:
+        scale, stored = name + self._expert_scale, fetch(name, expert)
+        if is_transposed and self.scale != NATIVE_SCALE:
+            stored = stored.view(torch.uint8).t().contiguous().view(stored.dtype)
+        return self._weight(stored, read_scales(scale, fetch(scale, expert)))
 
     def _scale_rule(self, num_in: int, num_out: int) -> TensorRule:
         dtypes = (*FLOATS, "F8_E8M0", *(("U8",) if self.has_bytes else ()))
@@ -87,8 +105,7 @@ class Fp8:
         rows, columns = -(-num_out // self.block[0]), -(-num_in // self.block[1])
         return TensorRule(((rows, columns), (rows, 1, columns, 1)), dtypes)
 
-    def _weight(self, fetch: Fetch, name: str, scale: str, index: int | None = None) -> Weight8:
-        weight, scales = fetch(name, index), read_scales(scale, fetch(scale, index))
+    def _weight(self, weight: Tensor, scales: Tensor) -> Weight8:
         num_out, num_in = weight.shape
         if self.block is None:
             scales = scales.reshape(-1, 1).expand(num_out, 1)
@@ -131,4 +148,4 @@ def read_fp8(config: Config) -> CheckpointFormat:
 
 def read_fbgemm_fp8(config: Config) -> CheckpointFormat:
     """Reads quant_method fbgemm_fp8: a scale per output."""
-    return several("fbgemm_fp8", [Fp8()], "fbgemm_fp8")
+    return several("fbgemm_fp8", [Fp8(expert_scale="_scale")], "fbgemm_fp8")

@@ -70,14 +70,18 @@ class MxFp4Experts:
     def load(self, fetch: Fetch, parts: Sequence[str]) -> Weight4:
         raise ValueError("only experts are stored in mxfp4")
 
-    def expert_tensors(self, num_experts: int, num_in: int, num_out: int) -> dict[str, TensorRule]:
+    def expert_tensors(
+        self, num_experts: int, num_in: int, num_out: int, *, is_transposed: bool = False
+    ) -> dict[str, TensorRule]:
         groups = _groups(num_in)
         return {
             "_blocks": TensorRule(((num_experts, num_out, groups, GROUP // 2),), ("U8",)),
             "_scales": TensorRule(((num_experts, num_out, groups),), ("U8",)),
         }
 
-    def load_expert(self, fetch: Fetch, name: str, expert: int) -> Weight4:
+    def load_expert(
+        self, fetch: Fetch, name: str, expert: int, *, is_transposed: bool = False
+    ) -> Weight4:
         blocks, scales = fetch(f"{name}_blocks", expert), fetch(f"{name}_scales", expert)
         return Weight4(_weight(blocks.flatten(1), f"{name}_scales", scales))
 

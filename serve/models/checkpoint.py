@@ -61,8 +61,8 @@ class Checkpoint:
         """Announces the tensors that will be fetched; files ignore it."""
 
     def fetch(self, name: str, index: int | None = None) -> Tensor:
-        """Returns the tensor, mapped from the file, or the part [index] of its first dimension,
-        which is read alone. ModelLoadError if it is not finite."""
+        """Returns the tensor, mapped from the file, or the part [index] of its first dimension (if
+        it has one), which is read alone. ModelLoadError if it is not finite."""
         tensor = self._read(name, index)
         if not all_finite(tensor):
             raise ModelLoadError(f"{self.entries[name].file}: tensor {name} holds NaN or infinity")
@@ -79,7 +79,7 @@ class Checkpoint:
             if mapped is None:
                 mapped = self._mapped[file] = MappedFile(file)
             tensor = mapped.tensor(Place(*entry[1:]))
-        return tensor if index is None else tensor[index]
+        return tensor if index is None or tensor.ndim == 0 else tensor[index]
 
     def release(self) -> None:
         self._mapped.clear()

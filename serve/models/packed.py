@@ -50,14 +50,18 @@ class PackedProducts:
         entries = self._checkpoint.entries
         if part.is_fused:
             size = part.num_experts, num_in, part.num_rows
-            return self._packed.of_experts(entries, part.module, *size)
+            return self._packed.of_experts(
+                entries, part.module, *size, is_transposed=part.is_transposed
+            )
         return self._packed.of(entries, part.module, num_in, part.num_rows)
 
     def rules(self, form: ProductFormat, part: Part, num_in: int) -> dict[str, TensorRule]:
         """Returns the tensors of one part by name."""
         with self.naming([part]):
             if part.is_fused:
-                fused = _as_fused(form).expert_tensors(part.num_experts, num_in, part.num_rows)
+                fused = _as_fused(form).expert_tensors(
+                    part.num_experts, num_in, part.num_rows, is_transposed=part.is_transposed
+                )
                 return {part.module + ending: rule for ending, rule in fused.items()}
             rules = form.tensors(num_in, part.num_rows)
             return {f"{part.module}.{ending}": rule for ending, rule in rules.items()}
@@ -72,7 +76,12 @@ class PackedProducts:
             if parts[0].expert is not None and parts[0].is_fused:
                 if len(modules) > 1:
                     raise ValueError(f"{parts[0].module}: several fused tensors are not supported")
-                packed = _as_fused(form).load_expert(fetch, parts[0].module, parts[0].expert)
+                packed = _as_fused(form).load_expert(
+                    fetch,
+                    parts[0].module,
+                    parts[0].expert,
+                    is_transposed=parts[0].is_transposed,
+                )
             else:
                 packed = form.load(fetch, list(modules))
         except ValueError as error:

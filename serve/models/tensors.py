@@ -232,7 +232,8 @@ class ExpectedTensors:
         """num_bytes: what a quantized weight takes that is not kept as it is stored."""
         self.products.add(part.module)
         ignored = RUN_TIME_SCALES if form is None else form.ignored
-        self.ignored |= {f"{part.module}.{ending}" for ending in ignored}
+        joint = "_" if part.is_fused else "."
+        self.ignored |= {f"{part.module}{joint}{ending}" for ending in ignored}
         if form is None:
             self.plain.add(part.module)
             is_transposed = self._is_transposed and kind != "head"

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ops.cpu import native_library
 from tests.quant.formats.test_expert_checkpoints import SIZES, check_logits, copies, saved
-from tests.support.engine.published_formats import PUBLISHED
+from tests.support.engine.published_formats import PUBLISHED, modelopt
 from tests.support.engine.quantized import Tensors
 
 pytestmark = pytest.mark.skipif(
@@ -121,3 +122,28 @@ def test_experts_that_a_quantizer_stores_one_by_one(sources, layout, form, tmp_p
     assert len(meant) == 2 * 4 * 3
     plain = fused_again(meant, stored, LAYOUTS[layout])
     check_logits(*copies(sources[LAYOUTS[layout].family], tmp_path, packed, plain, config))
+
+
+@pytest.mark.parametrize("case", ["modelopt", "one-for-all", "fbgemm"])
+def test_fused_experts_with_other_names_of_scales(sources, case, tmp_path, caplog):
+    """Their scales were not found, so that e4m3 was refused as a type of plain weights."""
+    plain = load_file(sources["llama4"] / "model.safetensors")
+    packed = dict(plain)
+    for name, stored in plain.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        largest = stored.abs().amax(1, keepdim=True)  # [experts, 1, out]
+        if case != "fbgemm":
+            largest = largest.amax(None if case == "one-for-all" else (1, 2))
+        scales = (largest / 448).reshape(-1, 1, largest.shape[-1] if case == "fbgemm" else 1)
+        packed[name] = (stored / scales).to(torch.float8_e4m3fn)
+        plain[name] = packed[name].float() * scales
+        if case == "fbgemm":
+            is_down = "down" in name
+            packed[f"{name}_scale"] = scales.transpose(1, 2) if is_down else scales
+        else:
+            packed[f"{name}_weight_scale"] = scales.squeeze()
+            packed[f"{name}_input_scale"] = torch.ones(4)
+    config = {"quant_method": "fbgemm_fp8"} if case == "fbgemm" else modelopt("FP8")
+    check_logits(*copies(sources["llama4"], tmp_path, packed, plain, config))
+    assert "not used" not in caplog.text
