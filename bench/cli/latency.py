@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,21 @@ from bench.common import tables
 from bench.common.ceilings import MAX_DRIFT, Ceiling
 from bench.common.checkpoints import model_directory
 from bench.common.percentiles import tail
-from bench.offline.latency import Keep, measure
+from bench.offline.latency import Keep, Rounds
 from bench.offline.peers import parse_peers
 from bench.offline.tally import OURS, Tally
 from bench.offline.tasks import Shape
 from serve import Engine
 from serve.errors import ConfigError
+from serve.loading.footprint import weight_bytes
+from serve.loading.precision import resolve_precision
+from serve.machine import total_memory
 from serve.models import read_spec
+from serve.models.checkpoint import Checkpoint
 
 BATCHES, PREFILLS = (1, 2, 4, 8, 16, 32, 64), (128, 512)
 _MIXED_TOKENS = 640
+_MOST_BESIDE_A_PEER = 0.4  # of the memory, for weights that stay loaded while peers run
 
 
 def latency(
@@ -61,15 +66,20 @@ def latency(
     _check_positive("batches", batches)
     _check_positive("prefills", prefills)
     _check_positive("context, steps and rounds", (context, steps, num_rounds))
-    engine = Engine(
-        model_directory(model),
-        dtype=dtype,
-        compute_threads=compute_threads,
-        backend=backend,
-        max_num_seqs=max(batches, default=16),
-        prefix_cache=False,
-        inter_token_factor=math.inf,  # as peers do; `serve bench stalls` measures smaller chunks
-    )
+    path = model_directory(model)
+
+    def make() -> Engine:
+        return Engine(
+            path,
+            dtype=dtype,
+            compute_threads=compute_threads,
+            backend=backend,
+            max_num_seqs=max(batches, default=16),
+            prefix_cache=False,
+            inter_token_factor=math.inf,  # as peers do; `serve bench stalls` has smaller chunks
+        )
+
+    engine = make()
     longest = read_spec(engine.config.model_path).max_model_len
     has_mixed = bool(commands) or (not quick and longest >= _MIXED_TOKENS)
     shape = Shape(tuple(batches), context, steps, tuple(prefills), has_mixed)
@@ -81,7 +91,8 @@ def latency(
         result.update(start_s=start_s, **tally.summary())
         tables.write(json_file, head, result)
 
-    tally = _with_progress(engine, shape, num_rounds, commands, keep)
+    are_apart = bool(commands) and _share_of_memory(engine) > _MOST_BESIDE_A_PEER
+    tally = _with_progress(make, shape, num_rounds, commands, keep, are_apart=are_apart)
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     _show(tally, result, shape, console)
@@ -101,8 +112,22 @@ def _check_fits(shape: Shape, longest: int) -> None:
         )
 
 
+def _share_of_memory(engine: Engine) -> float:
+    """Returns how much of the memory the weights take."""
+    config, spec = engine.config, engine.spec
+    precision = resolve_precision(config, spec)
+    checkpoint = None if spec.packed is None else Checkpoint(config.model_path)
+    return weight_bytes(config, spec, precision, checkpoint).total / total_memory()
+
+
 def _with_progress(
-    engine: Engine, shape: Shape, rounds: int, peers: dict[str, str], keep: Keep
+    make: Callable[[], Engine],
+    shape: Shape,
+    rounds: int,
+    peers: dict[str, str],
+    keep: Keep,
+    *,
+    are_apart: bool,
 ) -> Tally:
     """Runs the rounds and shows what is measured."""
     with tables.progress() as bar:
@@ -111,7 +136,9 @@ def _with_progress(
         def advance(what: str) -> None:
             bar.update(task, description=what, advance=1)
 
-        return uvloop.run(measure(engine, shape, rounds, peers, advance, keep))
+        measured = Rounds(make, shape, peers, advance, are_apart=are_apart)
+        uvloop.run(measured.run_all(rounds, keep))
+        return measured.tally
 
 
 def _show(tally: Tally, result: dict[str, Any], shape: Shape, console: Console) -> None:

@@ -14,10 +14,11 @@ up. All engines get the same prompts. A peer that fails keeps what it has measur
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -138,19 +139,53 @@ async def measure_peer(process: PeerProcess, mode: str, task: Task) -> Timed:
 
 
 class Rounds:
-    """Measures all engines round by round."""
+    """Measures all engines round by round.
+
+    make: returns a new engine of ours. are_apart: no peer runs beside it, so that it is loaded
+    again in each round, for models of which memory has room for one.
+    """
 
     def __init__(
-        self, engine: Engine, shape: Shape, peers: dict[str, str], advance: Advance
+        self,
+        make: Callable[[], Engine],
+        shape: Shape,
+        peers: dict[str, str],
+        advance: Advance,
+        *,
+        are_apart: bool = False,
     ) -> None:
         self.tally = Tally()
-        self._engine, self._shape, self._peers, self._advance = engine, shape, peers, advance
+        self.start_s = 0.0
+        self._make, self._shape, self._peers, self._advance = make, shape, peers, advance
+        self._are_apart = are_apart
+        self._engine = engine = make()
+        self._config, self._spec = engine.config, engine.spec
         self._threads = engine.config.compute_threads or usable_processors()
         self._probe = probe_for(engine.config, engine.spec)
         self._warm: set[tuple[str, str, str]] = set()
-        kv_bytes = engine.stats().kv_bytes_per_token
-        self._cost = ModelCost.of(engine.config, engine.spec, kv_bytes)
-        self._routings = RoutingLog(len(self._cost.mixtures))
+
+    async def run_all(self, rounds: int, keep: Keep) -> None:
+        """Runs all rounds; keep(figures so far, seconds from the engine's start to its first
+        token) is called after each."""
+        async with contextlib.AsyncExitStack() as stack:
+            if not self._are_apart:
+                await stack.enter_async_context(self._started())
+            for number in range(rounds):
+                await self.run(number)
+                keep(self.tally, self.start_s)
+
+    @contextlib.asynccontextmanager
+    async def _started(self) -> AsyncIterator[None]:
+        began = time.perf_counter()
+        async with self._engine as engine:
+            await engine.generate(
+                [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+            )
+            self.start_s = self.start_s or time.perf_counter() - began
+            kv_bytes = engine.stats().kv_bytes_per_token
+            self._cost = ModelCost.of(self._config, self._spec, kv_bytes)
+            self._routings = RoutingLog(len(self._cost.mixtures))
+            yield
 
     async def run(self, number: int) -> None:
         """Runs one round. Each begins with another engine."""
@@ -165,6 +200,15 @@ class Rounds:
                 await self._peer(name, number)
 
     async def _ours(self, number: int) -> None:
+        if not self._are_apart:
+            await self._columns(number)
+            return
+        self._advance("loading")
+        async with self._started():
+            await self._columns(number)
+        self._engine = self._make()  # the old one and its weights are freed
+
+    async def _columns(self, number: int) -> None:
         model = Model(self._engine, self._routings)
         for column in self._shape.columns:
             self._advance(column)
@@ -225,33 +269,9 @@ class Rounds:
 
         def task(repetition: object) -> Task:
             seed = (number, repetition)
-            return make_task(key[2], self._shape, self._engine.spec.vocab_size, seed)
+            return make_task(key[2], self._shape, self._spec.vocab_size, seed)
 
         if key not in self._warm:
             self._warm.add(key)
             await run(warm_up_of(task("warm-up")))
         return await steady(lambda: run(task(next(repetitions))), self._probe)
-
-
-async def measure(
-    engine: Engine,
-    shape: Shape,
-    rounds: int,
-    peers: dict[str, str],
-    advance: Advance,
-    keep: Keep,
-) -> Tally:
-    """Measures all columns of all engines in each round and returns the figures. Calls
-    advance(name) before each column, and keep(figures so far, seconds from the engine's start to
-    its first token) after each round."""
-    began = time.perf_counter()
-    async with engine:
-        await engine.generate(
-            [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        )
-        start_s = time.perf_counter() - began
-        measured = Rounds(engine, shape, peers, advance)
-        for number in range(rounds):
-            await measured.run(number)
-            keep(measured.tally, start_s)
-    return measured.tally
