@@ -78,7 +78,8 @@ class PythonCalls:
         more = f" ({between} {one}){{0,{max_calls - 1}}}" if max_calls > 1 else ""
         end = rules.literal(self.end)
         if self.in_brackets:
-            return rules.add(f'"[" {one}{more} "]" {end}')
+            # a bare list has no markers
+            return rules.add(f'"[" {one}{more} "]" {f"({end})?" if end else ""}')
         return rules.add(f'"\\n" {one}{more} "\\n" {end}')
 
     def _arguments_rule(
