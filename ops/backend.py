@@ -220,7 +220,8 @@ class QuantizedLinears(Protocol):
     ) -> LinearOp:
         """Packs as int8 does, in e4m3; with scales, [out], the parts are e4m3 already.
 
-        ValueError, before anything is packed, if the device has no fp8 products.
+        With scales: [out, in / 128, rounded up], each for 128 inputs, rows have scales for 128
+        inputs too. ValueError, before anything is packed, if the device has no fp8 products.
         """
 
 

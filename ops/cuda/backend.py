@@ -27,6 +27,7 @@ from ops.backend import (
     Router,
     Routing,
 )
+from ops.cuda.block_linear import BlockFp8Linear
 from ops.cuda.experts import CudaExperts, can_group, is_one_kind
 from ops.cuda.heads import CudaHeads
 from ops.cuda.linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear, rounded4_linear
@@ -88,7 +89,19 @@ class CudaLinears:
         self.int8 = partial(Int8Linear, device=device)
         self.int4 = partial(Int4Linear, device=device)
         self.rounded4 = partial(rounded4_linear, device=device)
-        self.fp8 = partial(Fp8Linear, device=device)
+        self._device = device
+
+    def fp8(
+        self,
+        parts: Sequence[Tensor],
+        bias: Tensor | None,
+        fusion: Fusion = NO_FUSION,
+        *,
+        scales: Tensor | None = None,
+    ) -> LinearOp:
+        if scales is not None and scales.dim() == 2:
+            return BlockFp8Linear(parts, bias, fusion, scales=scales, device=self._device)
+        return Fp8Linear(parts, bias, fusion, scales=scales, device=self._device)
 
 
 def is_interpreted() -> bool:

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from ops.backend import Fusion, LinearOp, Routing
 from ops.cuda import tune
+from ops.cuda.block_linear import BlockFp8Linear
 from ops.cuda.linear import Int4Linear, PlainLinear, ScaledLinear
 from ops.kv_tiles import architecture
+from ops.triton_kernels.block_fp8 import BlockWeight, block_product, quantize_groups
 from ops.triton_kernels.experts import (
     SortedPairs,
+    address_table,
     expert_weights,
     experts_product,
     sort_pairs,
@@ -44,6 +47,8 @@ def is_one_kind(ops: Sequence[LinearOp]) -> bool:
 def _kind(op: LinearOp) -> tuple[object, ...] | None:
     if isinstance(op, PlainLinear):
         return (PlainLinear, op.weight.dtype) if op.weight.dtype in TILES else None
+    if isinstance(op, BlockFp8Linear):
+        return (BlockFp8Linear,)
     return (type(op), op.kernel) if isinstance(op, ScaledLinear | Int4Linear) else None
 
 
@@ -60,6 +65,8 @@ class Side(Protocol):
 
 def one_side(ops: Sequence[LinearOp]) -> Side:
     """Combines layers that satisfy is_one_kind. ValueError if they differ in shape."""
+    if isinstance(ops[0], BlockFp8Linear):
+        return _BlockProducts(ops)
     return _PlainProducts(ops) if isinstance(ops[0], PlainLinear) else _Products(ops)
 
 
@@ -81,6 +88,35 @@ class _PlainProducts:
         _, activation, is_gated = self._fusion
         whole = x.to(dtype).contiguous(), pairs, self._weights, out, activation
         return plain_experts_product(*whole, is_gated=is_gated, most_rows=num_rows)
+
+
+class _BlockProducts:
+    """The products of one side in fp8 with scales for 128 inputs."""
+
+    def __init__(self, ops: Sequence[LinearOp]) -> None:
+        layers = [op for op in ops if isinstance(op, BlockFp8Linear)]
+        self._layers, self._fusion = layers, _one_fusion([layer.fusion for layer in layers])
+        self.num_in, self.num_out = layers[0].num_in, layers[0].num_out
+        self.size_bytes = sum(layer.size_bytes for layer in layers)
+        tables = [address_table(parts) for parts in zip(*(x.weight for x in layers), strict=True)]
+        codes, scales, bias = tables
+        assert codes is not None and scales is not None
+        self._weight = BlockWeight(codes, scales, bias)
+
+    def run(self, x: Tensor, pairs: SortedPairs, num_rows: int) -> Tensor:
+        count = len(pairs.order)
+        out = torch.empty(count, self.num_out, dtype=torch.bfloat16, device=x.device)
+        return block_product(
+            quantize_groups(x),
+            self._weight,
+            self._layers[0].num_rows,
+            out,
+            activation=self._fusion.activation,
+            is_gated=self._fusion.is_gated,
+            pairs=pairs,
+            most_rows=num_rows,
+            rows_per_expert=triton.cdiv(count, len(self._layers)),
+        )
 
 
 def _one_fusion(fusions: Sequence[Fusion]) -> Fusion:
@@ -136,7 +172,7 @@ class CudaExperts:
     """An ExpertsOp over layers with 8-bit, 4-bit or plain weights, which stay where they are.
 
     Rows are fp32 or bf16; the result has their type, or the residual's. The results of a row do not
-    depend on other rows, except in fp8, whose tile depends on their number.
+    depend on other rows, except in fp8 with a scale per row, whose tile depends on their number.
     """
 
     def __init__(

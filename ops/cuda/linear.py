@@ -175,10 +175,15 @@ class Fp8Linear(ScaledLinear):
         device: torch.device,
     ) -> None:
         """ValueError on a device whose tensor cores do not know the type."""
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            raise ValueError("fp8 needs a GPU of compute capability 8.9 at least")
+        require_fp8(device)
         kind = torch.float8_e4m3fn
         super().__init__("fp8", kind, weight, bias, fusion, scales, torch.bfloat16, device)
+
+
+def require_fp8(device: torch.device) -> None:
+    """Raises ValueError if the device's tensor cores do not know e4m3."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError("fp8 needs a GPU of compute capability 8.9 at least")
 
 
 class Int4Linear(CudaLinear):

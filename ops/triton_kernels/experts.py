@@ -212,15 +212,21 @@ def expert_weights(weights: Sequence[ScaledWeight | Int4Weight]) -> ExpertWeight
             if any(part != parts[0] for part in parts):
                 raise ValueError(f"the experts are not of one kind: {set(parts)}")
             continue
-        shapes = {None if part is None else part.shape for part in parts}
-        if len(shapes) != 1:
-            raise ValueError(f"the experts are not of one shape: {shapes}")
-        if parts[0] is None:
-            tables.append(None)
-            continue
-        addresses = [part.data_ptr() for part in parts]
-        tables.append(torch.tensor(addresses, dtype=torch.int64, device=parts[0].device))
+        tables.append(address_table(parts))
     return ExpertWeights(first, tuple(tables))
+
+
+def address_table(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Returns the addresses of tensors of one shape: [E] int64, or None if there are none.
+    ValueError if shapes differ."""
+    shapes = {None if part is None else part.shape for part in parts}
+    if len(shapes) != 1:
+        raise ValueError(f"the experts are not of one shape: {shapes}")
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    addresses = [part.data_ptr() for part in given]
+    return torch.tensor(addresses, dtype=torch.int64, device=given[0].device)
 
 
 def sort_pairs(experts: Tensor, num_experts: int, per_row: int) -> SortedPairs:

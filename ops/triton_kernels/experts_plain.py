@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.triton_kernels.experts import MAX_SHARES, SortedPairs, find
+from ops.triton_kernels.experts import MAX_SHARES, SortedPairs, address_table, find
 from ops.triton_kernels.linear import Tile
 from ops.triton_kernels.rows import ACTIVATIONS, activate, gate_factor
 from ops.triton_kernels.tiles import as_operand
@@ -92,20 +92,10 @@ class PlainWeights(NamedTuple):
 def plain_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> PlainWeights:
     """Collects the addresses of dense weights, and biases of their type, on their device.
     ValueError if they differ in shape."""
-    first = weights[0]
-    for parts in (weights, biases):
-        shapes = {None if part is None else part.shape for part in parts}
-        if len(shapes) != 1:
-            raise ValueError(f"the experts are not of one shape: {shapes}")
     assert all(weight.is_contiguous() for weight in weights)
-    present = [bias for bias in biases if bias is not None]
-    return PlainWeights(first, _addresses(weights), _addresses(present) if present else None)
-
-
-def _addresses(parts: Sequence[Tensor]) -> Tensor:
-    addresses = [part.data_ptr() for part in parts]
-    assert not any(address % 16 for address in addresses)
-    return torch.tensor(addresses, dtype=torch.int64, device=parts[0].device)
+    addresses = address_table(weights)
+    assert addresses is not None
+    return PlainWeights(weights[0], addresses, address_table(biases))
 
 
 def plain_experts_product(

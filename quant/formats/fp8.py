@@ -9,7 +9,7 @@
                                       of one or all experts) or NAME_scale (fbgemm, per output)
 
 Scales are fp32, fp16 or bf16, or powers of two in e8m0. Devices with fp8 products take weights with
-one scale per output as they are; all others are rounded to int8.
+one scale per output or per block of 128 inputs as they are; all others are rounded to int8.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quant.formats.base import (
     several,
     wrong,
 )
-from quant.formats.weights import ROUNDED, Weight8, joined_8
+from quant.formats.weights import FP8_GROUP, ROUNDED, Weight8, joined_8
 
 NATIVE_SCALE = "weight_scale_inv"
 MAX_BLOCK = 1 << 16
@@ -66,7 +66,7 @@ class Fp8:
 
     @property
     def loss(self) -> str | None:
-        if self.block is not None:
+        if self.block is not None and self.block[1] != FP8_GROUP:
             return f"FP8 weights in blocks {ROUNDED}"
         return f"FP8 weights {ROUNDED}, unless the device has fp8 products"
 

@@ -20,6 +20,7 @@ from quant.formats.base import joined
 from quant.int4 import Int4Weight
 
 E4M3 = torch.float8_e4m3fn
+FP8_GROUP = 128  # inputs that share a scale in QuantizedLinears.fp8
 _PIECE_VALUES = 1 << 18  # values of a plain piece, 1 MiB of fp32
 # The expected change of 8-bit weights that are rounded again (tests/quant/formats measures it).
 ROUNDED = (
@@ -164,14 +165,23 @@ class Weight8:
     def is_per_channel(self) -> bool:
         return self.scales.shape[1] == 1 and self.zeros is None
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether devices with fp8 products take it as it is."""
+        in_order = self.zeros is None and self.order is None
+        has_size = self.is_per_channel or self.group == FP8_GROUP
+        return self.codes.dtype == E4M3 and in_order and has_size
+
     def linear(
         self, bias: Tensor | None, fusion: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp:
-        """Computes in int8, with e4m3 per channel in fp8 if the device has such products."""
+        """Computes in int8, with e4m3 per channel or 128 inputs in fp8 if the device has such
+        products."""
         codes, scales = self.codes, self.scales[:, 0]
-        if self.is_per_channel and codes.dtype == E4M3:
+        if self.is_fp8:
+            of_fp8 = scales if self.is_per_channel else self.scales
             try:
-                return linears.fp8([codes], bias, fusion, scales=scales * self.factor)
+                return linears.fp8([codes], bias, fusion, scales=of_fp8 * self.factor)
             except ValueError:  # this device has none
                 pass
         if not self.is_per_channel or codes.dtype != torch.int8:

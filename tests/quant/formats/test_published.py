@@ -277,7 +277,13 @@ class WithFp8:
 
     def fp8(self, parts, bias, fusion, *, scales=None):
         self.given.append((parts[0], scales))
-        return NATIVE.int8([parts[0].float() * scales[:, None]], bias, fusion)
+        return NATIVE.int8([plain_fp8(parts[0], scales)], bias, fusion)
+
+
+def plain_fp8(codes: Tensor, scales: Tensor) -> Tensor:
+    """Returns codes times their scales: [out], or [out, groups] of 128 inputs."""
+    wide = scales[:, None] if scales.dim() == 1 else scales.repeat_interleave(128, 1)
+    return codes.float() * wide[:, : codes.shape[1]]
 
 
 @pytest.mark.parametrize(
@@ -286,14 +292,15 @@ class WithFp8:
         ("fp8-tensor", True),
         ("fp8-output", True),
         ("float-channel", True),
+        ("fp8-blocks", True),
         ("fp8-small-blocks", False),
     ],
 )
 def test_a_device_with_fp8_gets_the_codes_as_they_are(case, is_native):
     config, quantize = ROUNDED[case]
-    tensors, plain, names = written(quantize, 40, 24, num_in=96)
-    weight, linears = loaded(read_format(config), tensors, names, 40, 96), WithFp8()
+    tensors, plain, names = written(quantize, 40, 24, num_in=192)
+    weight, linears = loaded(read_format(config), tensors, names, 40, 192), WithFp8()
     weight.linear(None, linears=linears)
     assert len(linears.given) == is_native
     for codes, scales in linears.given:
-        torch.testing.assert_close(codes.float() * scales[:, None], plain, rtol=1e-6, atol=0)
+        torch.testing.assert_close(plain_fp8(codes, scales), plain, rtol=1e-6, atol=0)
