@@ -19,6 +19,7 @@ from serve.loading.precision import Precision, resolve_precision
 from serve.machine import KV_SHARE_OF_FREE_MEMORY, available_memory
 from serve.models import ModelSpec, ParameterCounts, count_parameters, expect_tensors
 from serve.models.checkpoint import Checkpoint
+from serve.models.families.layer_spec import MixtureSpec
 from serve.units import format_memory
 
 # bits of a weight of a product, without the scales of groups
@@ -27,6 +28,12 @@ _GROUP_SCALE_BITS = 16
 _OTHER_BYTES = 4  # norms, biases and routers are fp32, or negligible
 _SMALLER = ("bfloat16", "int8", "int4")
 _KV_SHARE_OF_DEVICE = 0.8  # of a GPU's memory beside the weights; steps and graphs take the rest
+
+
+# of the native kernels: memory that parts are cut from (ops/csrc/buffer.cpp), and the rows that the
+# experts of a mixture keep, each with one of its experts (ops/csrc/experts.inl)
+_SLAB_BYTES, _MAX_PART_BYTES = 64 << 20, 8 << 20
+_MAX_PAIRS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ def weight_bytes(
         packed.experts + counts.experts * bits / 8,
         packed.head + counts.head * head_bits / 8,
         looked_up * in_file,
-        counts.others * _OTHER_BYTES,
+        packed.others + counts.others * _OTHER_BYTES,
     )
 
 
@@ -91,6 +98,23 @@ def free_memory(precision: Precision) -> int:
     return int(torch.cuda.mem_get_info()[0]) + unused
 
 
+def expert_scratch_bytes(
+    config: EngineConfig, spec: ModelSpec, precision: Precision, weights: WeightBytes
+) -> int:
+    """Returns the most that mixtures take beside their weights on a CPU: the ends of slabs, into
+    which the next part did not fit, and the memory of their rows, which is kept."""
+    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MixtureSpec)]
+    if precision.backend != "cpu" or not mixtures:
+        return 0
+    part = weights.experts / sum(each.num_experts for each in mixtures) * 2 / 3  # gate and up
+    ends = weights.experts * part / _SLAB_BYTES if part <= _MAX_PART_BYTES else 0.0
+    size = max(each.expert.size for each in mixtures)
+    pairs = min(_MAX_PAIRS, config.batched_tokens * max(each.router.top_k for each in mixtures))
+    # rows of 8 bits, and results of gate and up in bf16 before they are rounded
+    row = spec.hidden_size + 3 * size
+    return int(ends) + pairs * (row if precision.is_int8 else precision.compute.itemsize * row)
+
+
 def footprint(
     config: EngineConfig, spec: ModelSpec, precision: Precision, weights: WeightBytes
 ) -> Footprint:
@@ -98,7 +122,8 @@ def footprint(
     groups = expected_groups(config, precision, spec.attention_layers, spec.max_model_len)
     token_bytes = sum(group.token_bytes for group in groups)
     share = _KV_SHARE_OF_DEVICE if precision.backend == "cuda" else KV_SHARE_OF_FREE_MEMORY
-    free = int((free_memory(precision) - weights.total) * share)
+    used = weights.total + expert_scratch_bytes(config, spec, precision, weights)
+    free = int((free_memory(precision) - used) * share)
     tokens = sequences = 0
     if free > 0:
         many = replace(config, max_num_seqs=1 << 20)  # not what the setting allows: what fits
@@ -126,11 +151,13 @@ def check_weights_fit(config: EngineConfig, spec: ModelSpec, precision: Precisio
             return
         checkpoint = Checkpoint(config.model_path)
         need = weight_bytes(config, spec, precision, checkpoint)
-    if need.total <= free:
+    scratch = expert_scratch_bytes(config, spec, precision, need)
+    if need.total + scratch <= free:
         return
+    beside = f", the rows of experts {format_memory(scratch)}" if scratch else ""
     raise ConfigError(
-        f"the weights take {format_memory(need.total)} or more as {precision.weights_name}, and"
-        f" {format_memory(free)} of memory are free; {_advice(config, spec, precision, free)}"
+        f"the weights take {format_memory(need.total)} or more as {precision.weights_name}{beside},"
+        f" and {format_memory(free)} of memory are free; {_advice(config, spec, precision, free)}"
     )
 
 
@@ -145,7 +172,9 @@ def _advice(config: EngineConfig, spec: ModelSpec, precision: Precision, free: i
             continue
         checkpoint = None if spec.packed is None else Checkpoint(config.model_path)
         weights = weight_bytes(config, spec, smaller, checkpoint)
-        if weights.total <= free and weights.total < weight_bytes(config, spec, precision).total:
+        scratch = expert_scratch_bytes(config, spec, smaller, weights)
+        is_smaller = weights.total < weight_bytes(config, spec, precision).total
+        if weights.total + scratch <= free and is_smaller:
             found = footprint(config, spec, smaller, weights)
             fits.append(f"{dtype} ({format_memory(weights.total)}{_beside(found)})")
     return f"dtype {' or '.join(fits)} would fit" if fits else "a smaller model is needed"

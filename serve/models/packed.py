@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quant.formats.base import (
+    FLOATS,
     CheckpointFormat,
     ExpertsFormat,
     PackedWeight,
@@ -105,16 +106,17 @@ class PackedProducts:
 
 def bytes_in_memory(form: ProductFormat, name: str, stored: TensorEntry) -> int:
     """Returns the bytes that one tensor of a quantized product takes when it is packed: codes stay,
-    scales of 4 bits and their zero points are fp16, and the order of inputs is little."""
-    ending = name.rpartition(".")[2]
-    if len(stored.shape) < 2 and "weight" not in ending and "absmax" not in ending:
+    scales of 4 bits and their offsets are fp16, and the order of inputs is negligible."""
+    ending, num_bytes = name.rpartition(".")[2], stored.end - stored.start
+    if len(stored.shape) < 2 and "absmax" not in ending:
         return 0
-    if "scale" in ending or "absmax" in ending:
-        return 2 * prod(stored.shape) if form.bits == 4 else 0
-    if "zero" in ending:
-        is_left_out = form.bits == 8 or getattr(form, "is_symmetric", False)
-        return 0 if is_left_out else 4 * (stored.end - stored.start)
-    return stored.end - stored.start
+    is_offset = "zero" in ending
+    if not is_offset and "scale" not in ending and "absmax" not in ending:
+        return num_bytes
+    if form.bits == 8 or (is_offset and getattr(form, "is_symmetric", False)):
+        return 0
+    is_packed = is_offset and stored.dtype not in FLOATS  # two zero points a byte
+    return 4 * num_bytes if is_packed else 2 * prod(stored.shape)
 
 
 def _as_fused(form: ProductFormat) -> ExpertsFormat:

@@ -189,7 +189,8 @@ class ExpectedTensors:
         kind, num_weights = "others" if stays_plain else "blocks", part.num_rows * num_in
         if form is not None and not stays_plain:
             self.losses.add(f"weights that expand a latent {ROUNDED}")
-        self._expect_product(form, part, num_in, kind, num_bytes=num_weights)
+        num_bytes = num_weights * (4 if stays_plain else 1)
+        self._expect_product(form, part, num_in, kind, num_bytes=num_bytes)
         if stays_plain:
             self.plain.discard(part.module)
         return torch.empty(part.num_rows, num_in, device="meta")

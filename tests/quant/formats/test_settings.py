@@ -115,7 +115,7 @@ def test_a_loss_is_logged_once(tmp_path, caplog):
     packed, _ = write(tmp_path, *PUBLISHED["fp8-blocks"])
     settings = {"dtype": torch.float32, "backend": get_backend("cpu")}
     load_model(packed, **settings)
-    assert caplog.text.count("FP8 weights in blocks become int8") == 1
+    assert caplog.text.count("FP8 weights become int8") == 1
     caplog.clear()
     load_model(packed, unpack=True, **settings)
     assert "become int8" not in caplog.text

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from bench.common.checkpoints import random_checkpoint, write_random
 from ops import LinearOp, get_backend
 from ops.cpu import native_library
+from quant.formats.read import read_format
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading import cuda_runtime
@@ -24,8 +26,10 @@ from serve.loading.precision import Precision, resolve_precision
 from serve.loading.runtime import load_runtime
 from serve.models import ModelSpec, count_parameters, read_spec
 from serve.models.checkpoint import Checkpoint
+from serve.models.packed import bytes_in_memory
 from tests.bench.common.test_checkpoints import SMALL
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.quantized import ALL_CASES
 
 needs_kernels = pytest.mark.skipif(
     not native_library.is_available(), reason="packed sizes are those of the kernels"
@@ -77,6 +81,34 @@ def test_the_bytes_of_products_are_those_of_the_loaded_model(
         runtime.memory.close()
     assert found.blocks + found.experts + found.head == pytest.approx(held, rel=0.04)
     assert found.tables == spec.vocab_size * spec.hidden_size * 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", ["hqq4", "awq", "w4a16-order", "nvfp4", "bnb-nf4", "fp8-output"])
+def test_packed_products_take_what_their_format_says(case: str, tmp_path: Path) -> None:
+    """The offsets of HQQ are fp16 in the file already, and were counted as packed ones."""
+    config, quantize = ALL_CASES[case]
+    tensors = quantize("model.layers.0.p", torch.randn(512, 1024))[0]
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = Checkpoint(tmp_path)
+    form = read_format(config).of(files.entries, "model.layers.0.p", 1024, 512)
+    assert form is not None
+    found = sum(bytes_in_memory(form, name, entry) for name, entry in files.entries.items())
+    held = form.load(files.fetch, ["model.layers.0.p"]).linear(None)
+    assert found == pytest.approx(packed_bytes(held, set()), rel=0.02)
+
+
+def test_experts_take_memory_beside_their_weights() -> None:
+    """Rows of up to 8,192 pairs stay in memory, and the ends of slabs are not used."""
+    config = EngineConfig(str(checkpoint("mixtral")), dtype="int8", max_num_batched_tokens=8192)
+    spec = read_spec(config.model_path)
+    precision = Precision(torch.float32, "int8", "int8")
+    weights = module.WeightBytes(experts=float(12 * 3 << 20))  # 12 experts, two parts each
+    found = module.expert_scratch_bytes(config, spec, precision, weights)
+    assert found == 8192 * (64 + 3 * 96) + (36 << 20) * 2 / 64
+    assert not module.expert_scratch_bytes(
+        config, spec, replace(precision, backend="cuda"), weights
+    )
 
 
 def test_a_quantized_checkpoint_takes_its_bits(tmp_path: Path) -> None:
@@ -142,8 +174,9 @@ def test_a_quantized_checkpoint_is_measured_by_its_files(
     write_random(tmp_path, SMALL["gptq"] | WIDE, "test", has_weights=True)
     config, spec = EngineConfig(str(tmp_path), dtype="int8"), read_spec(tmp_path)
     precision = resolve_precision(config, spec)
-    need = weight_bytes(config, spec, precision, Checkpoint(tmp_path)).total
-    assert need < weight_bytes(config, replace(spec, packed=None), precision).total * 0.75
+    weights = weight_bytes(config, spec, precision, Checkpoint(tmp_path))
+    need = weights.total + module.expert_scratch_bytes(config, spec, precision, weights)
+    assert weights.total < weight_bytes(config, replace(spec, packed=None), precision).total * 0.75
     monkeypatch.setattr(module, "available_memory", lambda: need)
     check_weights_fit(config, spec, precision)
     assert "as gptq" in refusal(monkeypatch, config, need - 1)
