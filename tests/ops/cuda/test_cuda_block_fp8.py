@@ -95,7 +95,7 @@ def test_rows_are_rounded_in_groups():
 
 def test_a_row_does_not_depend_on_the_others():
     """Both tiles are used."""
-    op, _ = layer(150, 256)
+    op, _ = layer(40, 256)
     x = torch.randn(70, 256, device=DEVICE)
     whole = op(x)
     for some in (slice(0, 1), slice(60, 70), slice(69, 70)):
@@ -111,9 +111,9 @@ def test_experts_have_the_bits_of_their_layers(fusion, scales_input, monkeypatch
     assert isinstance(grouped, CudaExperts)
     assert grouped.size_bytes == sum(op.size_bytes for op in (*ups, *downs))
     single = ExpertsOneByOne(ups, downs, scales_input)
-    x, residual = torch.randn(6, 200, device=DEVICE), torch.randn(6, 200, device=DEVICE)
-    chosen = torch.rand(6, 3).argsort(1)[:, :2].int().to(DEVICE)
-    routing = Routing(chosen, torch.rand(6, 2, device=DEVICE))
+    x, residual = torch.randn(4, 200, device=DEVICE), torch.randn(4, 200, device=DEVICE)
+    chosen = torch.rand(4, 3).argsort(1)[:, :2].int().to(DEVICE)
+    routing = Routing(chosen, torch.rand(4, 2, device=DEVICE))
     expected = single(x, routing, residual.clone())
     assert torch.equal(grouped(x, routing, residual.clone()), expected)
     monkeypatch.setattr(kernels, "FEW", kernels.MANY)
