@@ -114,7 +114,7 @@ def _check_fits(shape: Shape, longest: int) -> None:
 
 def _share_of_memory(engine: Engine) -> float:
     """Returns how much of the memory the weights take."""
-    config, spec = engine.config, engine.spec
+    config, spec = engine.config, read_spec(engine.config.model_path)
     precision = resolve_precision(config, spec)
     checkpoint = None if spec.packed is None else Checkpoint(config.model_path)
     return weight_bytes(config, spec, precision, checkpoint).total / total_memory()

@@ -31,6 +31,7 @@ from bench.offline.tasks import Shape, Task, lead, make_task, warm_up_of
 from serve import Engine, RequestStream, SamplingParams
 from serve.engine.step_trace import TracedStep
 from serve.machine import usable_processors
+from serve.models import read_spec
 
 Advance = Callable[[str], None]
 Keep = Callable[[Tally, float], None]
@@ -159,9 +160,10 @@ class Rounds:
         self._make, self._shape, self._peers, self._advance = make, shape, peers, advance
         self._are_apart = are_apart
         self._engine = engine = make()
-        self._config, self._spec = engine.config, engine.spec
-        self._threads = engine.config.compute_threads or usable_processors()
-        self._probe = probe_for(engine.config, engine.spec)
+        self._config = config = engine.config
+        self._spec = read_spec(config.model_path)
+        self._threads = config.compute_threads or usable_processors()
+        self._probe = probe_for(config, self._spec)
         self._warm: set[tuple[str, str, str]] = set()
 
     async def run_all(self, rounds: int, keep: Keep) -> None:
