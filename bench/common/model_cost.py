@@ -18,7 +18,7 @@ from serve.loading.footprint import WeightBytes, weight_bytes
 from serve.loading.precision import Precision, resolve_precision
 from serve.models import ModelSpec, count_parameters
 from serve.models.checkpoint import Checkpoint
-from serve.models.families.layer_spec import LatentSpec, MixtureSpec
+from serve.models.families.layer_spec import LatentSpec
 from serve.scheduler.step_time import StepWork
 
 Drawn = Sequence[int]
@@ -63,8 +63,7 @@ def mixture_sizes(spec: ModelSpec) -> list[MixtureSize]:
     """Returns the mixtures of a model in the order of its layers."""
     return [
         MixtureSize(mlp.num_experts, mlp.router.top_k, mlp.expert.num_weights(spec.hidden_size))
-        for mlp in (layer.mlp for layer in spec.layers)
-        if isinstance(mlp, MixtureSpec)
+        for mlp in spec.mixtures
     ]
 
 

@@ -19,7 +19,6 @@ from serve.loading.precision import Precision, resolve_precision
 from serve.machine import KV_SHARE_OF_FREE_MEMORY, available_memory
 from serve.models import ModelSpec, ParameterCounts, count_parameters, expect_tensors
 from serve.models.checkpoint import Checkpoint
-from serve.models.families.layer_spec import MixtureSpec
 from serve.units import format_memory
 
 # bits of a weight of a product, without the scales of groups
@@ -103,7 +102,7 @@ def expert_scratch_bytes(
 ) -> int:
     """Returns the most that mixtures take beside their weights on a CPU: the ends of slabs, into
     which the next part did not fit, and the memory of their rows, which is kept."""
-    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MixtureSpec)]
+    mixtures = spec.mixtures
     if precision.backend != "cpu" or not mixtures:
         return 0
     part = weights.experts / sum(each.num_experts for each in mixtures) * 2 / 3  # gate and up

@@ -82,6 +82,11 @@ class ModelSpec:
         return [attention_layer(layer) for layer in self.layers]
 
     @property
+    def mixtures(self) -> list[MixtureSpec]:
+        """The mixtures in the order of their layers."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureSpec)]
+
+    @property
     def ropes(self) -> list[RopeSpec]:
         """The different rotary embeddings of the layers."""
         found = (layer.attention.rope for layer in self.layers)
@@ -250,8 +255,7 @@ def read_generation_defaults(path: Path) -> dict[str, Any]:
 
 def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:
     """Bounds the tensors that are looked for before the first is known to exist."""
-    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MixtureSpec)]
-    total = sum(mixture.num_experts for mixture in mixtures)
+    total = sum(mixture.num_experts for mixture in spec.mixtures)
     if total > MAX_ALL_EXPERTS:
         raise ModelLoadError(
             f"{config.source}: {total} experts in all layers; at most {MAX_ALL_EXPERTS} are read"

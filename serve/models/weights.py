@@ -26,11 +26,12 @@ from serve.models.decoder import Decoder
 from serve.models.families import FAMILIES
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 from serve.models.families.names import WeightNames
+from serve.models.loaded_tensors import LoadedTensors
 from serve.models.packed import PackedProducts
 from serve.models.progress import LoadProgress
 from serve.models.random_checkpoint import RandomCheckpoint
 from serve.models.spec import ModelSpec, read_spec
-from serve.models.tensors import ExpectedTensors, LoadedTensors, MakeLinear, ParameterCounts
+from serve.models.tensors import ExpectedTensors, MakeLinear, ParameterCounts
 
 logger = logging.getLogger(__name__)
 
