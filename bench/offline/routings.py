@@ -29,7 +29,8 @@ class RoutingLog:
 
         def route(backend: CpuBackend, x: Tensor, router: Router) -> Routing:
             routing = plain(backend, x, router)
-            calls.append(routing.experts)
+            if len(router.weight) > 1:  # else it is the gate of a shared MLP
+                calls.append(routing.experts)
             return routing
 
         setattr(CpuBackend, "route", route)  # noqa: B010  a type checker allows no assignment
