@@ -69,6 +69,7 @@ def check_equal(ups, downs, x, routing, *, scales_input=False) -> None:
     assert torch.equal(grouped(x, routing, residual), expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "inner"), [(64, 32), (90, 37)])
 def test_grouped_and_single_calls_have_the_same_bits(backend, kind, size, inner):

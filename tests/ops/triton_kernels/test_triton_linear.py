@@ -128,6 +128,7 @@ def layer_reference(
     return y if fusion.activation is None else _activate(y, fusion.activation)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fusion", EDGES.values(), ids=EDGES)
 @pytest.mark.parametrize("rows", [1, 5, 20, 70])
 def test_layer(fusion, rows):

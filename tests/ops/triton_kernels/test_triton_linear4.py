@@ -101,6 +101,7 @@ def test_values_are_the_cpu_kernels():
     assert [n / 2 for n in FP4_CODES] == list(FP4_VALUES)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("quantize", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("group", INT4_GROUPS)
 def test_int4_products(group, quantize):

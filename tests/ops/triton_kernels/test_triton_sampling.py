@@ -99,6 +99,7 @@ def test_argmax_is_the_first_of_the_largest(size):
     assert draw(nothing, [{"seed": 0, "temperature": 0.0}] * 2) == [size - 1] * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "size"), [*((kind, 97) for kind in KINDS), ("peaked", 600), ("ties", 600)]
 )
@@ -118,6 +119,7 @@ def test_samples_equal_the_definition(kind, size):
     assert decided >= len(cuts) * 2 // 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "cut", [{"top_k": 4}, {"top_p": 0.55}, {"top_k": 6, "top_p": 0.6}, {"min_p": 0.4}]
 )
