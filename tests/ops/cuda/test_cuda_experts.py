@@ -89,6 +89,7 @@ def test_kinds_of_experts(backend, fusion, scales_input):
     check_equal(ups, downs, x.bfloat16(), routing, scales_input=scales_input)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("shares", [1, 3])
 def test_uneven_experts(backend, kind, shares, monkeypatch):

@@ -135,6 +135,7 @@ def test_a_quantized_checkpoint_that_cannot_use_int8_rows_is_unpacked(tmp_path, 
     assert asked.is_int8
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["w8a8", "gptq-order", "awq"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_engine_unpacks_on_request(case, dtype, tmp_path):

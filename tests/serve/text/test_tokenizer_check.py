@@ -28,6 +28,7 @@ def write(path: Path, state: Json) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", make.pipelines())
 def test_what_is_in_use_loads(name: str, tmp_path: Path) -> None:
     """The tokens are those of the library alone."""
