@@ -46,13 +46,15 @@ def latency(
     dtype: str = "auto",
     compute_threads: int | None = None,
     backend: str = "auto",
+    mixed: bool | None = None,
     json_file: Path | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
     """Measures a model's steps at several batches and prompts of several lengths; prints a table.
 
     model is a directory, "random:SHAPE" (bench.common.checkpoint_shapes.SHAPES), or None for the
-    embedded model. None for batches or prefills takes BATCHES or PREFILLS. peers are NAME=COMMAND
+    embedded model. None for batches or prefills takes BATCHES or PREFILLS, and None for mixed runs
+    the 16 mixed requests with peers, or if the context holds them. peers are NAME=COMMAND
     (bench/offline/peers.py), run in every round. Returns what is written to json_file after each
     round. Raises ConfigError before anything runs.
     """
@@ -82,6 +84,8 @@ def latency(
     engine = make()
     longest = read_spec(engine.config.model_path).max_model_len
     has_mixed = bool(commands) or (not quick and longest >= _MIXED_TOKENS)
+    if mixed is not None:
+        has_mixed = mixed
     shape = Shape(tuple(batches), context, steps, tuple(prefills), has_mixed)
     _check_fits(shape, longest)
     head = tables.Head.now(f"latency, {engine.model_name}")

@@ -87,6 +87,10 @@ def latency(
             " (bench/peers). Repeat the option for more."
         ),
     ] = None,
+    mixed: Annotated[
+        bool | None,
+        typer.Option("--mixed/--no-mixed", help="Measure 16 mixed requests, too."),
+    ] = None,
     dtype: options.DType = "auto",
     compute_threads: options.ComputeThreads = None,
     backend: options.Backend = "auto",

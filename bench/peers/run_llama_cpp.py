@@ -1,4 +1,4 @@
-"""Runs llama.cpp's server with Q8_0 weights for `serve bench latency`: run_llama_cpp.py MODEL.gguf.
+"""Runs llama.cpp's server for `serve bench latency`: run_llama_cpp.py MODEL.gguf.
 
 It needs the program llama-server, built for this processor (--server names it), and a MODEL.gguf
 that convert_llama_cpp.py has written. The server merges requests into its steps (continuous
@@ -31,16 +31,15 @@ _MODES = {"flash attention": "on", "no flash attention": "off"}
 
 
 class LlamaServer:
-    modes = tuple(_MODES)
-
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
+        self.modes = tuple(args.mode or _MODES)
         self._program = shutil.which(args.server) or args.server
         shown = subprocess.run([self._program, "--version"], capture_output=True, text=True)
         version = re.search(r"version: *([^\n]+)", shown.stdout + shown.stderr)
         if version is None:
             raise SystemExit(f"{args.server} does not tell its version: {shown.stderr[-300:]}")
-        self.name = f"llama-server {version[1].strip()}, Q8_0, continuous batching"
+        self.name = f"llama-server {version[1].strip()}, continuous batching"
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -147,6 +146,7 @@ def _body(prompt: Prompt, number: int, *, stream: bool) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = runner.options(__doc__)
     parser.add_argument("--server", default="llama-server", help="the program llama-server")
+    parser.add_argument("--mode", action="append", choices=_MODES, help="by default each of both")
     peers: list[LlamaServer] = []
 
     def load(args: argparse.Namespace) -> LlamaServer:
