@@ -25,8 +25,8 @@ from serve.models.spec import ModelSpec
 Make = Callable[[str, tuple[int, ...]], Tensor]
 
 _MXFP4_GROUP = 32
-# root mean squares of uniform codes: 4 bits minus 8, and FP4 (e2m1)
-_RMS_INT4, _RMS_FP4 = 4.637, 2.926
+# root mean squares of random codes: 4 bits minus 8, of which 0 has become 8, and FP4 (e2m1)
+_RMS_INT4, _RMS_FP4 = 4.183, 2.926
 _ZERO_OF_GPTQ = 0x77777777  # eight zero points of 8, stored minus one
 
 
@@ -66,7 +66,7 @@ def _gptq(spec: ModelSpec, module: str, num_out: int, num_in: int) -> Iterator[S
     groups = num_in // group
     scale = num_in**-0.5 / _RMS_INT4
     makers: dict[str, tuple[str, tuple[int, ...], Make]] = {
-        "qweight": ("I32", (num_in // 8, num_out), partial(_random, torch.int32)),
+        "qweight": ("I32", (num_in // 8, num_out), _gptq_codes),
         "qzeros": ("I32", (groups, num_out // 8), _gptq_zeros),
         "scales": ("F16", (groups, num_out), partial(_scales, scale)),
         "g_idx": ("I32", (num_in,), partial(_group_numbers, group)),
@@ -94,6 +94,15 @@ def _random(dtype: torch.dtype, name: str, shape: tuple[int, ...]) -> Tensor:
     size = int(np.prod(shape)) * dtype.itemsize
     drawn = _rng(name).integers(0, 1 << 64, size=-(-size // 8), dtype=np.uint64)
     return torch.from_numpy(drawn.view(np.uint8)[:size]).view(dtype).view(shape)
+
+
+def _gptq_codes(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Returns eight codes a word, from 1 to 15 about their zero point of 8. A mean other than zero
+    would be common to all rows, grow from product to product, and send them to the same experts."""
+    codes = _random(torch.uint8, name, (*shape[:-1], 4 * shape[-1]))
+    codes |= ((codes & 0x0F) == 0).to(torch.uint8) * 0x08
+    codes |= ((codes & 0xF0) == 0).to(torch.uint8) * 0x80
+    return codes.view(torch.int32)
 
 
 def _gptq_zeros(name: str, shape: tuple[int, ...]) -> Tensor:
