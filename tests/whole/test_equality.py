@@ -1,9 +1,9 @@
 """Greedy tokens equal Hugging Face Transformers' under mixed load, for every family.
 
 Each prompt is served while 16 other requests of random lengths and sampling settings run in the
-same batches, with prefill chunks of 1, 7 and 64 rows for the first shape of each family and of 7 rows
-for the others. The everyday tests take chunks of 7 for the first shapes; of the families that were
-first, they take all shapes, and all chunks for the first shape.
+same batches, with prefill chunks of 1, 7 and 64 rows for the first shape of each family and of
+7 rows for the others. The everyday tests take chunks of 7 for the first shapes; of the families
+that were first, they take all shapes, and all chunks for the first shape.
 """
 
 from __future__ import annotations
