@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from serve.regular_file import open_regular
@@ -34,6 +34,7 @@ _TYPES = {
     "BOOL": torch.bool,
 }
 _LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # of the safetensors library
 _MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13
 
 
@@ -49,8 +50,15 @@ class Place(NamedTuple):
 def read_places(file: Path) -> dict[str, Place]:
     """Returns all tensors of a file. An exception of the safetensors library or a ValueError says
     what is wrong with it."""
-    with safe_open(file, framework="pt", device="cpu") as checked:
-        names = set(checked.keys())
+    try:
+        # for torch, the library would map the file so that all of it counts as memory
+        with safe_open(file, framework="numpy") as checked:
+            names = set(checked.keys())
+    except SafetensorError as error:
+        problem = _cut_off(file)
+        if problem:
+            raise ValueError(problem) from error
+        raise
     with open_regular(file) as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
         header: dict[str, Any] = json.loads(opened.read(length))
@@ -64,6 +72,28 @@ def read_places(file: Path) -> dict[str, Place]:
         )
         for name, entry in header.items()
     }
+
+
+def _cut_off(file: Path) -> str:
+    """Returns in words that a file ends too early, or "" if something else is wrong with it."""
+    size = file.stat().st_size
+    with open_regular(file) as opened:
+        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or length > _MAX_HEADER_BYTES:
+            return ""
+        text = opened.read(length)
+    base = _LENGTH_BYTES + length
+    if size < base:
+        return f"it has {size:,} bytes, but its header alone takes {base:,}: it is cut off"
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        described = base + max(int(entry["data_offsets"][1]) for entry in header.values())
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return ""  # the library has checked nothing of this header
+    if size < described:
+        return f"it has {size:,} bytes, but its header describes {described:,}: it is cut off"
+    return ""
 
 
 class MappedFile:

@@ -29,6 +29,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # keys under which multimodal configurations hold that of their language model
 NESTED = ("text_config", "llm_config", "language_config")
+# multimodal model_types whose language model's is not theirs with "_text"
+_WRAPPERS = {"internvl", "internvl_chat", "llava", "llava_next", "llava_onevision", "mistral3"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,12 @@ def read_spec(path: Path) -> ModelSpec:
     model_type = config.text("model_type")
     family = FAMILIES.get(model_type)
     if family is None:
+        if config is whole and (model_type in _WRAPPERS or f"{model_type}_text" in FAMILIES):
+            nested = f"{', '.join(NESTED[:-1])} or {NESTED[-1]}"
+            raise config.fail(
+                "model_type",
+                f"{model_type!r} is that of a multimodal model, but it has no {nested}",
+            )
         raise config.fail(
             "model_type", f"{model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 import struct
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from serve import LLM
 from serve.errors import ModelLoadError
+from serve.machine import total_memory
 from serve.models import expect_tensors, read_spec
+from serve.models.checkpoint import Checkpoint
 from serve.models.checksums import check_manifest
 from serve.models.parts import head_rows
 from tests.support.engine.checkpoints import (
@@ -191,7 +194,36 @@ def test_truncated_safetensors(tmp_path: Path) -> None:
     path = copy_of(checkpoint("llama"), tmp_path)
     data = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(data[: len(data) // 2])
-    assert "model.safetensors cannot be read" in refused(path)
+    text = refused(path)
+    assert "model.safetensors cannot be read" in text
+    assert text.endswith(
+        f"it has {len(data) // 2:,} bytes, but its header describes {len(data):,}: it is cut off"
+    )
+    header = 8 + int.from_bytes(data[:8], "little")
+    (path / "model.safetensors").write_bytes(data[:100])
+    assert f"it has 100 bytes, but its header alone takes {header:,}: it is cut off" in refused(
+        path
+    )
+
+
+def test_a_file_larger_than_memory_is_opened(tmp_path: Path) -> None:
+    size = 2 * total_memory()
+    place = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+    header = json.dumps({"x": place}).encode()
+    file = tmp_path / "model.safetensors"
+    with open(file, "wb") as opened:
+        opened.write(struct.pack("<Q", len(header)) + header)
+        opened.truncate(8 + len(header) + size)  # without blocks on the disk
+    assert not Checkpoint(tmp_path).fetch("x", 0).any()
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "llama4", "mistral3", "internvl"])
+def test_a_multimodal_model_without_a_nested_configuration(model_type: str, tmp_path: Path) -> None:
+    path = copy_of(checkpoint("llama"), tmp_path)
+    edit_json(path / "config.json", lambda config: config.update(model_type=model_type))
+    text = refused(path)
+    assert f"'{model_type}'" in text
+    assert text.endswith("but it has no text_config, llm_config or language_config")
 
 
 NORM = "model.layers.1.input_layernorm.weight"
