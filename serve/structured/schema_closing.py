@@ -159,6 +159,8 @@ class _Closer:
 
     def _close_here(self, made: dict[str, Any], total: _Names, rest: Any) -> dict[str, Any]:
         own = made.get("properties", {})
+        if not isinstance(own, dict):  # the grammar library refuses it
+            return made
         self._document.work.spend(len(total) // 16)
         names = total.names | (total.required if rest is None else {})
         added = [name for name in names if name not in own]

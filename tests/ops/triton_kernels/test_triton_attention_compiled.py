@@ -163,11 +163,12 @@ def test_all_kernels_fit_and_hardly_spill(compiled):
         arch = int(name.rsplit("_", 1)[-1]) if name[-2:] in ("80", "89", "90") else 90
         limit = SHARED_LIMITS.get(arch, SHARED_LIMITS[90])
         assert found.shared <= limit, f"{name}: {found.shared} bytes of shared memory"
-        # fp32 serves comparison only, and four or eight scales a head are rare (most on sm_89);
-        # other cases spill a few of 168 or 255 registers
+        # fp32 serves comparison only, and four or eight scales a head are rare (most on sm_89), as
+        # is a cap of scores; other cases spill a few of 168 or 255 registers
         of_rare = 640 if arch == 89 else 256
         is_rarest = "fp32" in name or "int8_8" in name
-        allowed = 1024 if is_rarest else of_rare if "int8_4" in name else 48
+        usual = 128 if "capped" in name else 48
+        allowed = 1024 if is_rarest else of_rare if "int8_4" in name else usual
         assert found.stack <= allowed, f"{name}: {found.stack} bytes of stack"
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve.config import default_model_path
@@ -337,6 +337,7 @@ VALUES = st.recursive(
 
 @examples(250)
 @given(st.dictionaries(KEYWORDS, VALUES, max_size=5))
+@example({"patternProperties": {}, "properties": []})
 def test_any_schema_is_compiled_or_refused(compiler, value):
     """A schema is compiled or refused with a reason, and the child survives."""
     error = None
