@@ -127,7 +127,7 @@ def footprint(
     if free > 0:
         many = replace(config, max_num_seqs=1 << 20)  # not what the setting allows: what fits
         try:
-            sizes = size_kv(many, spec, groups, free_bytes=free)
+            sizes = size_kv(many, spec, groups, free_bytes=free, is_trial=True)
         except ConfigError:  # not one token
             return Footprint(weights.total, token_bytes, 0, 0)
         pages = PageLayout(
@@ -153,7 +153,7 @@ def check_weights_fit(config: EngineConfig, spec: ModelSpec, precision: Precisio
     scratch = expert_scratch_bytes(config, spec, precision, need)
     if need.total + scratch <= free:
         return
-    beside = f", the rows of experts {format_memory(scratch)}" if scratch else ""
+    beside = f", working memory of the experts {format_memory(scratch)}" if scratch else ""
     raise ConfigError(
         f"the weights take {format_memory(need.total)} or more as {precision.weights_name}{beside},"
         f" and {format_memory(free)} of memory are free; {_advice(config, spec, precision, free)}"
@@ -166,7 +166,7 @@ def _advice(config: EngineConfig, spec: ModelSpec, precision: Precision, free: i
     fits = []
     for dtype in ("auto",) if spec.packed is not None else _SMALLER:
         try:
-            smaller = resolve_precision(replace(config, dtype=dtype), spec)
+            smaller = resolve_precision(replace(config, dtype=dtype), spec, is_trial=True)
         except ConfigError:  # not on this machine
             continue
         checkpoint = None if spec.packed is None else Checkpoint(config.model_path)

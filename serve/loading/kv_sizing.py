@@ -46,11 +46,13 @@ def size_kv(
     *,
     free_bytes: int | None = None,
     unit_bytes: int | None = None,
+    is_trial: bool = False,
 ) -> KVSizes:
     """Returns pages and context length that fit the memory. ConfigError names the setting.
 
     free_bytes: K/V bytes if no setting gives them; by default a part of this machine's memory.
     unit_bytes: page size of the device; by default a page size is chosen for this machine.
+    is_trial: the sizes are only a statement, and no change of settings is logged.
     """
     max_len = spec.max_model_len
     if config.max_model_len is not None:
@@ -86,7 +88,10 @@ def size_kv(
                 f"kv_cache_bytes {budget} holds {fits} tokens, less than one sequence of "
                 f"max_model_len {max_len}; raise the one or lower the other"
             )
-        logger.warning("memory holds %d tokens; max_model_len is lowered from %d", fits, max_len)
+        if not is_trial:
+            logger.warning(
+                "memory holds %d tokens; max_model_len is lowered from %d", fits, max_len
+            )
         max_len = fits
     return KVSizes(page, padded, num_pages, max_len)
 

@@ -65,8 +65,14 @@ class Precision:
         return f"{self.weights_name}, K/V {self.kv}"
 
 
-def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
-    """Resolves the settings dtype and kv_dtype. ConfigError if one is not supported here."""
+def resolve_precision(
+    config: EngineConfig, spec: ModelSpec, *, is_trial: bool = False
+) -> Precision:
+    """Resolves the settings dtype and kv_dtype. ConfigError if one is not supported here.
+
+    is_trial: nothing is loaded with it, and the choices are not logged.
+    """
+    level = logging.DEBUG if is_trial else logging.INFO
     dtype, packed = config.dtype, spec.packed.method if spec.packed else None
     backend = choose_backend(config, spec)
     if packed and dtype in ("int4", "nf4", "fp8"):
@@ -77,7 +83,7 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
     reason = kv_reason = "as asked for"
     if dtype == "auto":
         dtype, reason = _best_dtype(backend, spec)
-        logger.info("dtype auto: %s (%s)", dtype, reason)
+        logger.log(level, "dtype auto: %s (%s)", dtype, reason)
     compute, weights = _TORCH_TYPES.get(dtype, torch.float32), "plain"
     if dtype not in _TORCH_TYPES:
         _require(backend, "dtype", dtype)
@@ -91,7 +97,7 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
         if is_int8 and not can_int8:
             kv = "bfloat16"  # the compute type is fp32, twice the bytes
             kv_reason = f"int8 K/V has no heads of {_some(_head_dims(spec))}"
-            logger.info("kv_dtype auto: bfloat16 (%s)", kv_reason)
+            logger.log(level, "kv_dtype auto: bfloat16 (%s)", kv_reason)
     if kv == "int8":
         _require(backend, "kv_dtype", kv)
         if not can_int8:

@@ -35,6 +35,7 @@ from serve.loading.precision import Precision, choose_backend, resolve_precision
 from serve.loading.remote_memory import open_remote_memory
 from serve.machine import local_kv_bytes, usable_processors
 from serve.models import Decoder, ModelSpec, load_model, read_spec
+from serve.models.checkpoint import weight_files
 from serve.models.checksums import check_manifest
 from serve.models.progress import LoadProgress
 from serve.models.tensors import MakeLinear
@@ -75,6 +76,8 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
     precision = resolve_precision(config, spec)
+    if config.load_format != "random":
+        weight_files(config.model_path)  # a missing file is named before a lack of memory
     check_weights_fit(config, spec, precision)
     if config.load_format == "random":
         logger.warning("load_format random: the weights are random, and so are the answers")

@@ -47,7 +47,7 @@ class Checkpoint:
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
         self._mapped: dict[Path, MappedFile] = {}
-        for file in _files(path):
+        for file in weight_files(path):
             self._read_header(file)
 
     def find_prefix(self, prefixes: Sequence[str], name: str) -> str:
@@ -123,8 +123,9 @@ def _naming(file: Path) -> Iterator[None]:
         raise ModelLoadError(f"{file} cannot be read as safetensors: {error}") from error
 
 
-def _files(path: Path) -> list[Path]:
-    """Returns the index's files, or model.safetensors, or the only .safetensors file."""
+def weight_files(path: Path) -> list[Path]:
+    """Returns the index's files, or model.safetensors, or the only .safetensors file.
+    ModelLoadError if one is missing."""
     if (path / INDEX).exists():
         return _indexed_files(path)
     if (path / SINGLE).exists():

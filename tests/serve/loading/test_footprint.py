@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from ops import LinearOp, get_backend
 from ops.cpu import native_library
 from quant.formats.read import read_format
 from serve.config import EngineConfig
-from serve.errors import ConfigError
+from serve.errors import ConfigError, ModelLoadError
 from serve.loading import cuda_runtime
 from serve.loading import footprint as module
 from serve.loading import runtime as runtime_module
@@ -155,15 +157,28 @@ def refusal(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, free: int) ->
 
 @needs_kernels
 def test_a_mixture_that_is_too_big_is_told_what_would_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     config = EngineConfig(str(random_checkpoint("tiny-mixture", folder=tmp_path)), dtype="float32")
     # four bytes of 189,824 weights, and two of 65,536 in the table
     text = refusal(monkeypatch, config, 850_000)
     assert text.startswith("the weights take 870 KiB or more as float32")
     for dtype in ("bfloat16", "int8", "int4"):
         assert re.search(rf"{dtype} \(\d+ KiB, with \d+ sequences? of [\d,]+ tokens beside", text)
+    assert not caplog.records  # a context that was only tried is nobody's
     assert refusal(monkeypatch, config, 1000).endswith("a smaller model is needed")
+
+
+def test_missing_weights_are_named_before_a_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copy(checkpoint("llama") / "config.json", tmp_path)
+    monkeypatch.setattr(module, "available_memory", lambda: 1000)
+    with pytest.raises(ModelLoadError, match="has no weights"):
+        load_runtime(EngineConfig(str(tmp_path)))
+    with pytest.raises(ConfigError, match="the weights take"):
+        load_runtime(EngineConfig(str(tmp_path), load_format="random"))
 
 
 @needs_kernels
