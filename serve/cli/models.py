@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from serve.cli.model_files import cache_folder, cached_models, models_in
 from serve.cli.reporting import printable
 from serve.config import DEFAULT_MODEL, DTYPES, EngineConfig
 from serve.errors import ConfigError, ModelLoadError, reason
-from serve.loading.footprint import footprint, weight_bytes
-from serve.loading.precision import resolve_precision
+from serve.loading.footprint import check_weights_fit, footprint, weight_bytes
+from serve.loading.precision import Precision, resolve_precision
 from serve.models import count_parameters, read_spec
 from serve.models.checkpoint import Checkpoint
 from serve.models.spec import ModelSpec
@@ -35,9 +35,10 @@ class ServableModel:
 
     problem: the reason why it cannot be served, else "". active_parameters: without the experts
     that a token does not use. size_bytes: those of the weight files. dtype: the choice of "auto".
-    dtypes: those that this machine supports. weight_bytes, kv_token_bytes: what weights and a
+    dtypes: those that this machine supports; other_dtypes: those that differ from "auto". weight_bytes, kv_token_bytes: what weights and a
     token's K/V take in memory with "auto". max_tokens, max_sequences: the longest context that fits
     into the memory that is free now, and how many of that length; 0 if the weights do not fit.
+    lack: what `serve run` then says of the weights and of the dtypes that would fit.
     """
 
     name: str
@@ -49,10 +50,12 @@ class ServableModel:
     max_model_len: int = 0
     dtype: str = ""
     dtypes: list[str] = field(default_factory=list)
+    other_dtypes: list[str] = field(default_factory=list)
     weight_bytes: int = 0
     kv_token_bytes: int = 0
     max_tokens: int = 0
     max_sequences: int = 0
+    lack: str = ""
     problem: str = ""
 
 
@@ -87,32 +90,45 @@ def _describe(name: str, path: Path) -> ServableModel:
         files = {entry.file for entry in checkpoint.entries.values()}
         model.size_bytes = sum(file.stat().st_size for file in files)
         _check_tokenizer(path)
-        model.dtype, model.dtypes = _dtypes(spec)
         config = EngineConfig(str(path))
-        precision = resolve_precision(config, spec)
+        precision = resolve_precision(config, spec, is_trial=True)
+        dtypes = _dtypes(spec)
+        model.dtype, model.dtypes = str(precision), list(dtypes)
+        model.other_dtypes = [name for name, found in dtypes.items() if found != precision]
         weights = weight_bytes(config, spec, precision, checkpoint)
         takes = footprint(config, spec, precision, weights)
         model.weight_bytes, model.kv_token_bytes = takes.weight_bytes, takes.kv_token_bytes
         model.max_tokens, model.max_sequences = takes.max_tokens, takes.max_sequences
+        model.lack = _lack(config, spec, precision)
     except (ModelLoadError, ConfigError) as error:
-        model.problem = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
+        model.problem = str(error)
+        for start in (f"{path}/", f"{path}: ", f"{path} "):
+            model.problem = model.problem.replace(start, "")
     return model
+
+
+def _lack(config: EngineConfig, spec: ModelSpec, precision: Precision) -> str:
+    try:
+        check_weights_fit(config, spec, precision)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _check_tokenizer(path: Path) -> None:
     rules_of(find_tokenizer(path), optional_json(path / "tokenizer_config.json"))
 
 
-def _dtypes(spec: ModelSpec) -> tuple[str, list[str]]:
-    """Returns the choice of "auto" with its reason, and all dtypes that are supported."""
-    possible = []
+def _dtypes(spec: ModelSpec) -> dict[str, Precision]:
+    """Returns all dtypes that are supported, and what each becomes."""
+    possible = {}
     for dtype in DTYPES[1:]:
         try:
-            resolve_precision(EngineConfig(dtype=dtype), spec)
+            found = resolve_precision(EngineConfig(dtype=dtype), spec, is_trial=True)
         except ConfigError:
             continue
-        possible.append(dtype)
-    return str(resolve_precision(EngineConfig(), spec)), possible
+        possible[dtype] = found
+    return possible
 
 
 def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
@@ -132,29 +148,21 @@ def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
 
 
 def _table(models: Iterable[ServableModel]) -> Table:
-    table = Table("model", "family", "parameters", "size", "context", "auto", "other dtypes")
+    names = Column("model", overflow="fold")  # whole, since a user copies them
+    table = Table(names, "family", "parameters", "size", "context", "auto", "other dtypes")
     for model in models:
+        name = Text(printable(model.name))
         if model.problem:
-            table.add_row(
-                Text(printable(model.name)),
-                model.family,
-                "",
-                "",
-                "",
-                "not supported",
-                "",
-                "",
-                "see below",
-            )
+            table.add_row(name, model.family, "", "", "", "not supported", "see below")
             continue
         table.add_row(
-            Text(printable(model.name)),
+            name,
             model.family,
             format_parameters(model.parameters, model.active_parameters),
             format_memory(model.size_bytes),
             f"{model.max_model_len:,}",
             model.dtype,
-            ", ".join(model.dtypes),
+            ", ".join(model.other_dtypes),
         )
     return table
 
@@ -162,6 +170,8 @@ def _table(models: Iterable[ServableModel]) -> Table:
 def _takes(model: ServableModel) -> str:
     """Returns what a model takes in memory and what fits, for a line of its own."""
     text = f"takes {format_memory(model.weight_bytes)}, and {format_memory(model.kv_token_bytes)}"
+    if model.lack:
+        return model.lack
     if not model.max_sequences:
         return f"{text} a token; the memory that is free now is too small"
     return f"{text} a token; {model.max_sequences:,} x {model.max_tokens:,} tokens fit now"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from serve.cli.main import app
 from serve.cli.model_files import cached_models, find_model
 from serve.config import default_model_path
 from serve.errors import ModelLoadError
+from serve.loading import footprint
 from serve.models import count_parameters, read_spec
 from serve.models.checkpoint import Checkpoint
 from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint
@@ -87,6 +89,37 @@ def test_folders(tmp_path: Path) -> None:
     assert two["problem"].startswith("config.json: model_type 'mamba' is not supported")
     assert [model["name"] for model in listed(str(tmp_path / "one"))] == [str(tmp_path / "one")]
     assert listed(str(tmp_path / "three")) == []
+
+
+def test_the_table_is_whole_at_80_columns(tmp_path: Path) -> None:
+    folder = tmp_path / "a-rather-long-name-of-a-folder"
+    folder.mkdir()
+    (folder / "one").symlink_to(checkpoint("llama"))
+    (folder / "two").mkdir()
+    (folder / "two" / "config.json").write_text('{"model_type": "mamba"}')
+    result = CliRunner().invoke(app, ["models", str(folder)], env={"COLUMNS": "80"})
+    rows = [line for line in result.stdout.splitlines() if "│" in line or "┃" in line]
+    assert {line.count("│") + line.count("┃") for line in rows} == {8}
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in rows if "│" in line]
+    assert str(folder / "one") in "".join(row[0] for row in cells)
+    assert "".join(row[6] for row in cells).count("float32") == 0  # the choice of auto
+
+
+def test_a_problem_names_the_path_once(tmp_path: Path) -> None:
+    path = tmp_path / "bad"
+    path.mkdir()
+    (path / "config.json").symlink_to(checkpoint("llama") / "config.json")
+    index = {"weight_map": {"x": "gone.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model,) = listed(str(path))
+    assert model["problem"].startswith("model.safetensors.index.json names gone.safetensors")
+
+
+def test_a_model_that_does_not_fit_is_told_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "available_memory", lambda: 350_000)
+    result = CliRunner().invoke(app, ["models", str(checkpoint("llama"))])
+    assert re.search(r"the weights take .* as float32, and .* are free; dtype", result.stdout)
+    assert "would fit" in result.stdout
 
 
 def test_the_cache_of_another_revision(cache: Path) -> None:
