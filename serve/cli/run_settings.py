@@ -124,9 +124,15 @@ class RunSettings:
         try:
             return owner(**self.of(owner))
         except ConfigError as error:
-            origin = self.values.get(str(error).split(" ")[0].rstrip(":"), Value(None)).origin
-            if origin and not origin.startswith("flag"):
-                raise ConfigError(f"{error} ({origin})") from error
+            name = str(error).split(" ")[0].rstrip(":")
+            given = self.values.get(name, Value(None))
+            near = ""
+            if isinstance(given.value, str) and "must be one of" in str(error):
+                near = suggestion(given.value, SETTINGS[name].option.choices)
+            if given.origin and not given.origin.startswith("flag"):
+                raise ConfigError(f"{error}{near} ({given.origin})") from error
+            if near:
+                raise ConfigError(f"{error}{near}") from error
             raise
 
 

@@ -8,6 +8,15 @@ from typing import Any
 from typer.core import TyperGroup
 
 
+# options of other servers: what to give instead here
+_ELSEWHERE = {
+    "--enable-auto-tool-choice": "leave it out: tools are always on",
+    "--gpu-memory-utilization": "use --kv-cache-bytes, a size such as 8GiB",
+    "--tensor-parallel-size": "leave it out: a server uses one device",
+    "--tool-call-parser": "use --tool-parser",
+}
+
+
 class SuggestingGroup(TyperGroup):
     """Adds the nearest option to the error for an unknown one, of all commands below it."""
 
@@ -33,6 +42,10 @@ def _suggest(error: Any) -> None:
     if context is None or not hasattr(error, "possibilities"):
         return
     given = error.option_name
+    if given in _ELSEWHERE:
+        error.message = f"No such option: {given}; {_ELSEWHERE[given]}"
+        error.possibilities = None
+        return
     options = {name.lstrip("-"): name for item in context.command.params for name in _names(item)}
     arguments = [item for item in context.command.params if item.param_type_name == "argument"]
     near = difflib.get_close_matches(
