@@ -35,10 +35,11 @@ class ServableModel:
 
     problem: the reason why it cannot be served, else "". active_parameters: without the experts
     that a token does not use. size_bytes: those of the weight files. dtype: the choice of "auto".
-    dtypes: those that this machine supports; other_dtypes: those that differ from "auto". weight_bytes, kv_token_bytes: what weights and a
-    token's K/V take in memory with "auto". max_tokens, max_sequences: the longest context that fits
-    into the memory that is free now, and how many of that length; 0 if the weights do not fit.
-    lack: what `serve run` then says of the weights and of the dtypes that would fit.
+    dtypes: those that this machine supports; other_dtypes: those that differ from "auto".
+    weight_bytes, kv_token_bytes: what weights and a token's K/V take in memory with "auto".
+    max_tokens, max_sequences: the longest context that fits into the memory that is free now, and
+    how many of that length; 0 if the weights do not fit. lack: what `serve run` then says of the
+    weights and of the dtypes that would fit.
     """
 
     name: str

@@ -7,7 +7,6 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-
 # options of other servers: what to give instead here
 _ELSEWHERE = {
     "--enable-auto-tool-choice": "leave it out: tools are always on",
