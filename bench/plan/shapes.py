@@ -244,14 +244,17 @@ def make_shape(
 
 
 def load_shape(model: str) -> Shape:
-    """Returns the shape of a name of models.toml, a checkpoint's directory or its config.json.
-    Raises ConfigError."""
+    """Returns the shape of a name of models.toml in any case, a checkpoint's directory or its
+    config.json. Raises ConfigError."""
     families = known_models()
     if model in families:
         return _named(model, families[model])
     path = Path(model)
     if path.exists():
         return _read(path.parent if path.name == "config.json" else path)
+    same = next((name for name in families if name.lower() == model.lower()), None)
+    if same is not None:
+        return _named(same, families[same])
     raise ConfigError(
         f"model {model!r} is neither a directory with a config.json nor one of: "
         f"{', '.join(families)}"

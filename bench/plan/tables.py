@@ -155,7 +155,7 @@ def _decode_table(detailed: Details) -> Table:
         "rows",
         *(f"{context:,} tokens" for context in contexts),
         title="Decode: milliseconds between tokens (bound), tokens/s, what it waits for",
-        caption="bound: no software can beat it on these peaks. grey: memory does not hold them",
+        caption="bound: no software can beat it on these peaks. ✗: memory does not hold the rows",
     )
     for batch in sorted({cell.batch for cell in detailed.cells}):
         row = [cell for cell in detailed.cells if cell.batch == batch]
@@ -169,7 +169,7 @@ def _decode_cell(cell: Cell, is_assumed: bool) -> str:
     text = (
         f"{tilde}{_ms(cell.expected_s)} ({_ms(cell.bound_s)})  {tilde}{rate:,.0f}/s  {cell.binds}"
     )
-    return text if cell.fits else f"[dim]{text}[/dim]"
+    return text if cell.fits else f"[dim]✗ {text}[/dim]"
 
 
 def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Console) -> None:

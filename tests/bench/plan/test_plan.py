@@ -114,6 +114,10 @@ def test_all_named_models_are_counted() -> None:
     assert set(known_models()) == {*PARAMETERS, *ROUNDED, DEFAULT_MODEL}
 
 
+def test_names_are_found_in_any_case() -> None:
+    assert load_shape("Llama-3.1-8B") == load_shape("llama-3.1-8b")
+
+
 @pytest.mark.parametrize("name", ROUNDED)
 def test_published_billions(name: str) -> None:
     shape, (total, active) = load_shape(name), ROUNDED[name]

@@ -22,6 +22,7 @@ def test_one_machine_in_detail(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     )
     said = capsys.readouterr().out
     assert "llama-3.1-8b, 8.03B parameters, int8 (8.56 GB), K/V int8" in said
+    assert said.count("✗") == 2  # a cell and what the mark means
     assert "4,096 tokens" in said and "A prompt alone" in said
     written = json.loads(file.read_text())
     assert written == json.loads(json.dumps(found))
