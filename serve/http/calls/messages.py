@@ -140,7 +140,7 @@ def _part(value: Any, where: str, unknown: Unknown) -> str:
     kind = value.get("type")
     if kind not in ("text", "refusal"):
         if kind in _UNSUPPORTED_PARTS:
-            raise unsupported(f"{where}.type")
+            raise unsupported(f"{where}.type", f": {kind}, but only text is served")
         raise RequestError(
             f"{where} has the type {quoted(kind)}; only text is supported", param=f"{where}.type"
         )

@@ -372,8 +372,8 @@ def wrong_type(where: str, wanted: str) -> RequestError:
     return RequestError(f"{where} must be {wanted}", param=where, code="invalid_type")
 
 
-def unsupported(where: str) -> RequestError:
-    return RequestError(f"{where} is not supported", param=where, code="unsupported_parameter")
+def unsupported(where: str, why: str = "") -> RequestError:
+    return RequestError(f"{where} is not supported{why}", param=where, code="unsupported_parameter")
 
 
 def check_length(value: list[Any] | dict[str, Any], where: str, max_items: int) -> None:

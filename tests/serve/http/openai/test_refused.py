@@ -358,6 +358,12 @@ def test_completion_refused(change: dict[str, Any], param: str, code: str) -> No
     assert len(str(caught.value)) < 800
 
 
+def test_the_refusal_of_an_image_says_what_is_served() -> None:
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+    with pytest.raises(RequestError, match="not supported: image_url, but only text is served"):
+        parse_chat({**CHAT, "messages": messages}, {})
+
+
 @pytest.mark.parametrize(
     ("change", "param", "code"), BOTH_REFUSED + CHAT_REFUSED, ids=_ids(BOTH_REFUSED + CHAT_REFUSED)
 )
