@@ -129,7 +129,7 @@ def read_spec(path: Path) -> ModelSpec:
             nested = f"{', '.join(NESTED[:-1])} or {NESTED[-1]}"
             raise config.fail(
                 "model_type",
-                f"{model_type!r} is that of a multimodal model, but it has no {nested}",
+                f"{model_type!r} is multimodal, but the file has no {nested}",
             )
         raise config.fail(
             "model_type", f"{model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}"

@@ -223,7 +223,7 @@ def test_a_multimodal_model_without_a_nested_configuration(model_type: str, tmp_
     edit_json(path / "config.json", lambda config: config.update(model_type=model_type))
     text = refused(path)
     assert f"'{model_type}'" in text
-    assert text.endswith("but it has no text_config, llm_config or language_config")
+    assert text.endswith("but the file has no text_config, llm_config or language_config")
 
 
 NORM = "model.layers.1.input_layernorm.weight"
