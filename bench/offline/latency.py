@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bench.common.ceilings import Measured, probe_for, steady
+from bench.common.ceilings import Ceiling, Measured, probe_for, steady
 from bench.common.model_cost import Drawn, ModelCost
 from bench.offline.peers import PeerError, PeerProcess, Skipped, TaskError
 from bench.offline.routings import RoutingLog
@@ -163,7 +163,7 @@ class Rounds:
         self._config = config = engine.config
         self._spec = read_spec(config.model_path)
         self._threads = config.compute_threads or usable_processors()
-        self._probe = probe_for(config, self._spec)
+        self._probe: Callable[[], Ceiling] | None = None
         self._warm: set[tuple[str, str, str]] = set()
 
     async def run_all(self, rounds: int, keep: Keep) -> None:
@@ -187,6 +187,8 @@ class Rounds:
             kv_bytes = engine.stats().kv_bytes_per_token
             self._cost = ModelCost.of(self._config, self._spec, kv_bytes)
             self._routings = RoutingLog(len(self._cost.mixtures))
+            if self._probe is None:  # its memory is like the engine's, whose start says how
+                self._probe = probe_for(self._config, self._spec)
             yield
 
     async def run(self, number: int) -> None:
@@ -276,4 +278,5 @@ class Rounds:
         if key not in self._warm:
             self._warm.add(key)
             await run(warm_up_of(task("warm-up")))
+        assert self._probe is not None, "the first round begins with our engine"
         return await steady(lambda: run(task(next(repetitions))), self._probe)
