@@ -17,15 +17,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.structured.schema_walk import (
-    CHOICES,
-    IN_PLACE,
-    LISTED,
-    NAMED,
-    SINGLE,
-    Document,
-    Work,
-)
+from serve.structured.schema_walk import CHOICES, IN_PLACE, LISTED, NAMED, SINGLE, Document, Work
 
 _MAX_ADDED = 20_000  # names in all; places beyond them stay open
 _MAX_STEPS = 100  # of parts that are parts of parts, also behind references
@@ -159,8 +151,9 @@ class _Closer:
 
     def _close_here(self, made: dict[str, Any], total: _Names, rest: Any) -> dict[str, Any]:
         own = made.get("properties", {})
-        if not isinstance(own, dict):  # the grammar library refuses it
-            return made
+        for named in (own, made.get("patternProperties", {})):
+            if not isinstance(named, dict):  # the grammar library refuses it
+                return made
         self._document.work.spend(len(total) // 16)
         names = total.names | (total.required if rest is None else {})
         added = [name for name in names if name not in own]

@@ -338,6 +338,7 @@ VALUES = st.recursive(
 @examples(250)
 @given(st.dictionaries(KEYWORDS, VALUES, max_size=5))
 @example({"patternProperties": {}, "properties": []})
+@example({"allOf": [{"patternProperties": {"a": {}}}], "patternProperties": []})
 def test_any_schema_is_compiled_or_refused(compiler, value):
     """A schema is compiled or refused with a reason, and the child survives."""
     error = None
