@@ -166,7 +166,7 @@ def test_a_mixture_that_is_too_big_is_told_what_would_fit(
     assert text.startswith("the weights take 870 KiB or more as float32")
     for dtype in ("bfloat16", "int8", "int4"):
         assert re.search(rf"{dtype} \(\d+ KiB, with \d+ sequences? of [\d,]+ tokens beside", text)
-    assert not caplog.records  # a context that was only tried is nobody's
+    assert not caplog.records  # sizing K/V for the advice logs no lowered context
     assert refusal(monkeypatch, config, 1000).endswith("a smaller model is needed")
 
 
