@@ -93,6 +93,7 @@ class Model:
         raise AssertionError("too few steps decoded all sequences: lead() is too small")
 
     async def _try_decode(self, task: Task) -> Timed | None:
+        """Returns None if too few steps decoded all sequences."""
         self._routings.clear()
         trace = self._engine.trace_steps()
         batch, num_steps = len(task.prompts), task.answers[0]

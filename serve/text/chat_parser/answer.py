@@ -70,8 +70,7 @@ def make_parser(
     it. num_earlier: the calls of the conversation so far."""
     if style.has_channels:
         return HarmonyParser(tools, reasons=reasons, num_earlier=num_earlier)
-    reasoning = calls = None
-    new_calls = None
+    reasoning = calls = new_calls = None
     if tools is not None and style.tools is not None:
         new_calls = partial(ToolCallParser, style.tools, tools, num_earlier)
         calls = new_calls()
