@@ -20,6 +20,7 @@ from ops.cpu.native_quantized_linear import NATIVE
 from ops.experts import ExpertsOneByOne
 from ops.experts import route as slow_route
 from ops.reference import ReferenceBackend
+from tests.support.engine.router_kinds import ROUTER_KINDS
 
 pytestmark = [
     pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
@@ -233,20 +234,8 @@ def test_an_expert_that_does_not_exist():
 
 # -- the router
 
-ROUTERS = {
-    "softmax": RouterKind(top_k=8),
-    "normalized": RouterKind(top_k=4, is_normalized=True),
-    "sigmoid": RouterKind(top_k=3, score="sigmoid", is_normalized=True, sum_eps=1e-20, scale=2.5),
-    "after": RouterKind(top_k=4, is_after_top_k=True),
-    "sigmoid after": RouterKind(top_k=1, score="sigmoid", is_after_top_k=True),
-    "groups": RouterKind(
-        top_k=5, score="sigmoid", num_groups=4, num_top_groups=2, group_best=2, is_normalized=True
-    ),
-    "best of groups": RouterKind(top_k=3, num_groups=8, num_top_groups=3, scale=16.0),
-}
 
-
-@pytest.mark.parametrize("kind", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("kind", ROUTER_KINDS.values(), ids=ROUTER_KINDS)
 @pytest.mark.parametrize("rows", [0, 1, 5, 77])
 @pytest.mark.parametrize("has_extras", [False, True])
 def test_routers(isa, kind, rows, has_extras):

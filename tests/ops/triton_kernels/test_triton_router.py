@@ -16,19 +16,9 @@ from ops.backend import Router, RouterKind, Routing
 from ops.cuda.backend import CudaBackend
 from ops.triton_kernels import router as kernels
 from ops.triton_kernels.router import route
+from tests.support.engine.router_kinds import ROUTER_KINDS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KINDS = {
-    "softmax": RouterKind(top_k=8),
-    "normalized": RouterKind(top_k=4, is_normalized=True),
-    "sigmoid": RouterKind(top_k=3, score="sigmoid", is_normalized=True, sum_eps=1e-20, scale=2.5),
-    "after": RouterKind(top_k=4, is_after_top_k=True),
-    "sigmoid after": RouterKind(top_k=1, score="sigmoid", is_after_top_k=True),
-    "groups": RouterKind(
-        top_k=5, score="sigmoid", num_groups=4, num_top_groups=2, group_best=2, is_normalized=True
-    ),
-    "best of groups": RouterKind(top_k=3, num_groups=8, num_top_groups=3, scale=16.0),
-}
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -73,7 +63,7 @@ def assert_same(found: Routing, expected: Routing) -> None:
     assert torch.equal(found.weights, expected.weights)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", ROUTER_KINDS.values(), ids=ROUTER_KINDS)
 @pytest.mark.parametrize("has_extras", [False, True])
 def test_routers(kind, has_extras):
     router = random_router(kind, 40, 100, has_extras=has_extras)
