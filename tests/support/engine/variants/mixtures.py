@@ -153,7 +153,7 @@ VARIANTS = [
             "first_k_dense_replace": 0,
             "num_hidden_layers": 2,
             "sliding_window": None,
-            "norm_topk_prob": True,
+            "norm_topk_prob": False,
         },
     ),
     Variant("minimax_m2", "partial", _LOCAL | {"head_dim": 24, "rotary_dim": 12}),
