@@ -99,10 +99,11 @@ def _random(dtype: torch.dtype, name: str, shape: tuple[int, ...]) -> Tensor:
 def _gptq_codes(name: str, shape: tuple[int, ...]) -> Tensor:
     """Returns eight codes a word, from 1 to 15 about their zero point of 8. A mean other than zero
     would be common to all rows, grow from product to product, and send them to the same experts."""
-    codes = _random(torch.uint8, name, (*shape[:-1], 4 * shape[-1]))
-    codes |= ((codes & 0x0F) == 0).to(torch.uint8) * 0x08
-    codes |= ((codes & 0xF0) == 0).to(torch.uint8) * 0x80
-    return codes.view(torch.int32)
+    codes = _random(torch.uint8, name, (*shape[:-1], 4 * shape[-1])).numpy()
+    # in NumPy: for arrays of this size torch spends most of the time waiting for its threads
+    for nibble, bit in ((0x0F, 3), (0xF0, 7)):
+        codes |= ((codes & nibble) == 0).view(np.uint8) << bit
+    return torch.from_numpy(codes).view(torch.int32)
 
 
 def _gptq_zeros(name: str, shape: tuple[int, ...]) -> Tensor:
