@@ -33,6 +33,7 @@ from memory.nodes.node import MemoryNode
 from ops import get_backend
 from ops.cpu import native_library
 from tests.support.engine.raw_engine import NODE_BYTES
+from tests.support.text.trials import save_child_processes
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -41,6 +42,11 @@ HAS_GPU = torch.cuda.is_available()
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables are printed whole, however narrow the terminal that the tests were started in."""
     monkeypatch.setenv("COLUMNS", "150")
+
+
+@pytest.fixture(autouse=True)
+def few_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    save_child_processes(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -295,6 +295,7 @@ def test_many_threads(templates: dict[str, ChatTemplate]) -> None:
 
 def test_close_reaps_the_child() -> None:
     template = ChatTemplate("x", special_tokens={})
+    assert template.render([]) == "x"
     process = _child(template)
     template.close()
     template.close()

@@ -18,6 +18,7 @@ from serve.text.tokenizer_check import TextLimits
 from tests.support.engine import tokenizer_pipelines as make
 from tests.support.engine.checkpoints import Json
 from tests.support.engine.tokenizer_files import write_config
+from tests.support.text.trials import forget
 
 TEXT = "The quick brown fox, 1234567 times:\n\n  naïve café, 日本語, 👍🏽 \ufdfa  end "
 
@@ -208,7 +209,7 @@ def test_a_trial_that_takes_too_much_memory(
 ) -> None:
     path = write(tmp_path / "model", make.bytes_state())
     monkeypatch.setattr(tokenizer_check, "BASE_MEMORY_BYTES", 1 << 20)
-    monkeypatch.setattr(tokenizer_check, "_accepted", {})
+    forget(monkeypatch)
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json .*(ended|memory|too long)"):
         Tokenizer.load(path)
 
