@@ -17,7 +17,13 @@ _SEEDS_A_TEST = 10
 _PARTITIONS = ("head", "request", "sequence")
 
 
-@pytest.mark.parametrize("first", range(0, 100, _SEEDS_A_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[pytest.mark.exhaustive] if first else [])
+        for first in range(0, 100, _SEEDS_A_TEST)
+    ],
+)
 def test_random_schedules(first):
     for seed in range(first, first + _SEEDS_A_TEST):
         run_schedule(seed)
