@@ -17,7 +17,8 @@ from ops.cpu.finite import all_finite
 from quant.formats.base import TensorRule
 from serve.checkpoint_json import read_json
 from serve.errors import ModelLoadError, reason
-from serve.models.mapped_file import MappedFile, Place, read_places
+from serve.machine import available_memory
+from serve.models.mapped_file import MappedFile, Place, drop_cached, read_places
 from serve.regular_file import check_regular
 
 SINGLE = "model.safetensors"
@@ -40,15 +41,20 @@ class Checkpoint:
     """All tensors by name. The constructor reads headers, `fetch` reads data.
 
     Files stay open between fetches. `release` closes them, which unmaps everything that no tensor
-    refers to; call it regularly, so that pages that were read leave memory.
+    refers to; call it regularly, so that pages that were read leave memory. Files that memory
+    cannot hold beside the weights leave the page cache, too: otherwise the kernel evicts their
+    pages one by one for those of the weights, and finds few that make a huge page.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
         self._mapped: dict[Path, MappedFile] = {}
+        self._read_bytes: dict[Path, list[tuple[int, int]]] = {}
         for file in weight_files(path):
             self._read_header(file)
+        num_bytes = sum(entry.end - entry.start for entry in self.entries.values())
+        self._stays_cached = 2 * num_bytes <= available_memory()
 
     def find_prefix(self, prefixes: Sequence[str], name: str) -> str:
         """Returns the prefix with which the tensor exists. ModelLoadError if there is none."""
@@ -79,10 +85,21 @@ class Checkpoint:
             if mapped is None:
                 mapped = self._mapped[file] = MappedFile(file)
             tensor = mapped.tensor(Place(*entry[1:]))
-        return tensor if index is None or tensor.ndim == 0 else tensor[index]
+        start, end = entry.start, entry.end
+        if index is not None and tensor.ndim:
+            tensor = tensor[index]
+            start += index * tensor.nbytes
+            end = start + tensor.nbytes
+        self._read_bytes.setdefault(file, []).append((start, end))
+        return tensor
 
     def release(self) -> None:
         self._mapped.clear()
+        if not self._stays_cached:
+            for file, ranges in self._read_bytes.items():
+                with _naming(file):
+                    drop_cached(file, ranges)
+        self._read_bytes.clear()
 
     def _read_header(self, file: Path) -> None:
         with _naming(file):

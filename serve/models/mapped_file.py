@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,6 +95,20 @@ def _cut_off(file: Path) -> str:
     if size < described:
         return f"it has {size:,} bytes, but its header describes {described:,}: it is cut off"
     return ""
+
+
+def drop_cached(file: Path, ranges: list[tuple[int, int]]) -> None:
+    """Takes bytes of a file, given as (start, end), that nothing maps any more out of the page
+    cache. OSError if the file cannot be opened."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        # the kernel keeps a page of which only a part is named
+        if joined and start < joined[-1][1] + mmap.PAGESIZE:
+            start, end = joined[-1][0], max(end, joined.pop()[1])
+        joined.append((start, end))
+    with open_regular(file) as opened:
+        for start, end in joined:
+            os.posix_fadvise(opened.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 class MappedFile:

@@ -240,7 +240,7 @@ class ExpectedTensors:
             return
         assert self._packed is not None and self._checkpoint is not None
         rules = self._packed.rules(form, part, num_in)
-        new = rules.keys() - self.packed_rules.keys()
+        new = [name for name in rules if name not in self.packed_rules]
         entries = [(name, self._checkpoint.entries.get(name)) for name in new]
         stored = (bytes_in_memory(form, name, entry) for name, entry in entries if entry)
         if new:

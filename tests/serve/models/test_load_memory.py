@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from bench.common.checkpoint_shapes import config_of, gptq
 from bench.common.checkpoints import write_random
@@ -86,3 +89,24 @@ def test_a_header_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     first = checkpoint.fetch(name).clone()
     checkpoint.release()
     assert checkpoint.fetch(name).equal(first) and not opened
+
+
+@pytest.mark.parametrize("available", [0, 1 << 40])
+def test_what_was_read_leaves_the_page_cache_where_memory_is_short(
+    available: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly the bytes that were fetched, and those of a tensor's part alone."""
+    save_file({"a": torch.ones(3, 5000), "b": torch.ones(5000)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("serve.models.checkpoint.available_memory", lambda: available)
+    dropped: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, size, advice: dropped.append((at, size)))
+    checkpoint = Checkpoint(tmp_path)
+    start = checkpoint.entries["a"].start
+    assert checkpoint.fetch("a", 1).sum() == 5000
+    checkpoint.release()
+    checkpoint.release()
+    assert dropped == ([] if available else [(start + 20_000, 20_000)])
+    checkpoint.fetch("b"), checkpoint.fetch("a", 0), checkpoint.fetch("a", 2)
+    checkpoint.release()
+    if not available:
+        assert dropped[1:] == [(start, 20_000), (start + 40_000, 40_000)]
