@@ -33,7 +33,7 @@ from memory.nodes.node import MemoryNode
 from ops import get_backend
 from ops.cpu import native_library
 from tests.support.engine.raw_engine import NODE_BYTES
-from tests.support.text.trials import save_child_processes
+from tests.support.text.trials import save_child_processes, skip_trials
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -44,9 +44,18 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "150")
 
 
-@pytest.fixture(autouse=True)
-def few_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    save_child_processes(monkeypatch)
+@pytest.fixture(autouse=True, scope="session")
+def few_child_processes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        save_child_processes(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_trials(few_child_processes: None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        skip_trials(monkeypatch)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,13 @@
-"""Sets how many examples a property-based test draws: few in `make test`, all in `make
-test-full`."""
+"""Sets what `make test` leaves to `make test-full`: most examples of a property-based test, and
+most cases of a test with many slow ones."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Container, Sequence
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 THOROUGH = os.environ.get("TEST_PROFILE", "quick") == "thorough"
@@ -23,3 +25,14 @@ def examples(most: int, *, steps: int | None = None, **others: Any) -> settings:
     if steps is not None:
         others["stateful_step_count"] = steps
     return settings(max_examples=most, deadline=None, **others)
+
+
+def every_day(chosen: Container[int], cases: Sequence[Any]) -> list[Any]:
+    """Returns the cases as parameters. Those that have no chosen place are for `make test-full`."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[] if place in chosen else [pytest.mark.exhaustive],
+        )
+        for place, case in enumerate(cases)
+    ]

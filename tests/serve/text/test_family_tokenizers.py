@@ -13,7 +13,9 @@ from serve.text.tokenizer import Tokenizer
 from tests.support.engine import tokenizer_pipelines as make
 from tests.support.engine.checkpoints import BOS, Json
 from tests.support.engine.tokenizer_files import write_config
+from tests.support.text.trials import try_for_real
 
+pytestmark = pytest.mark.usefixtures("no_trials")
 TEXTS = (
     "The quick brown fox, 1234567 times:\n\n  I'LL don't  end ",
     "naïve café 日本語abc中文 ٣٤ \ufdfa \u0301x",
@@ -129,6 +131,15 @@ def test_loads_and_decodes_by_bytes(name: str, tmp_path: Path) -> None:
         got = "".join(map(detokenizer.push, ids)) + detokenizer.finish()
         # the engine, not the detokenizer, removes a space in front
         assert got.removeprefix(" " * tokenizer.strips_leading_space) == alone.decode(ids)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", families())
+def test_the_trial_accepts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try_for_real(monkeypatch)
+    path = write_config(tmp_path / "model")
+    (path / "tokenizer.json").write_text(json.dumps(families()[name]()), encoding="utf-8")
+    assert Tokenizer.load(path).encode(TEXTS[0])
 
 
 def test_tokens_of_turns_stay_out_of_plain_text(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from serve.errors import ModelLoadError
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine.tokenizer_files import LEARNED, write_config
 
+pytestmark = pytest.mark.usefixtures("no_trials")
+
 TURN, END, BREAK = "<start_of_turn>", "<end_of_turn>", "\n\n"
 TEXTS = ("the quick fox", " two  spaces", "日本 naïve 👍🏽", "a\n\nb\tc", "emoji 0123456789", "")
 

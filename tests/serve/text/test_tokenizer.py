@@ -26,6 +26,8 @@ from tests.support.engine.tokenizer_files import (
 )
 from tests.support.profile import examples
 
+pytestmark = pytest.mark.usefixtures("no_trials")
+
 TEXTS = [
     "",
     " ",

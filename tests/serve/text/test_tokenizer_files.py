@@ -15,6 +15,8 @@ from serve.text.tokenizer_config import read_text_config
 from tests.support.engine.checkpoints import BOS, CHAT_TEMPLATE, Json, checkpoint, edit_json
 from tests.support.engine.tokenizer_files import sentencepiece_model, write_config
 
+pytestmark = pytest.mark.usefixtures("no_trials")
+
 
 def test_tokens_declared_only_in_tokenizer_config(tmp_path: Path) -> None:
     """A token is added if it gets the id that it declares."""

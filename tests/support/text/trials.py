@@ -15,7 +15,7 @@ import pytest
 from serve.engine import text_loader
 from serve.engine.text_loader import LoadedText
 from serve.sandbox.worker import BoundedWorker
-from serve.text import chat_template, tokenizer_check
+from serve.text import chat_template, tokenizer_check, tokenizer_worker
 from serve.text.tokenizer_config import TextConfig
 
 _ask: Callable[[dict[str, Any], int], dict[str, Any]] = tokenizer_check._ask
@@ -56,6 +56,23 @@ def save_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_check, "_ask", _ask_once)
     monkeypatch.setattr(text_loader, "_find_problem", _find_problem_once)
     monkeypatch.setattr(chat_template, "BoundedWorker", _LateWorker)
+
+
+def _describe(question: dict[str, Any], size_bytes: int) -> dict[str, Any]:
+    answer = tokenizer_worker.start({"parent": 0})
+    return answer(json.loads(json.dumps(question)))
+
+
+def skip_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks a file here, without the texts that a trial measures for most of a second, for tests
+    of what a file means. tests/serve/text/test_tokenizer_check.py has the trials."""
+    monkeypatch.setattr(tokenizer_check, "_ask", _describe)
+    monkeypatch.setattr(tokenizer_worker, "try_texts", lambda *args: {})
+
+
+def try_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undoes skip_trials for a test."""
+    monkeypatch.setattr(tokenizer_check, "_ask", _ask_once)
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,10 +276,13 @@ def test_text_after_arguments_is_bounded() -> None:
     assert parse(make("hermes"), list(f"<tool_call>{CALL[:-1]}{extra}")) == whole
 
 
+@pytest.mark.parametrize("size", [2000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    "text", ["<tool_call>{" * 8_000, "{" * 50_000, "<tool_call>" + "[" * 50_000, " \n" * 10_000]
+    ("start", "repeated"),
+    [("", "<tool_call>{"), ("", "{{{{{"), ("<tool_call>", "[[[[["), ("", " \n")],
 )
-def test_malformed_text_takes_linear_time(text: str) -> None:
+def test_malformed_text_takes_linear_time(start: str, repeated: str, size: int) -> None:
+    text = start + repeated * size
     for style in TOOL_FORMATS:
         pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
         assert "".join(item[-1] for item in parse(make(style), pieces)) == text
