@@ -2,8 +2,8 @@
 
 Each prompt is served while 16 other requests of random lengths and sampling settings run in the
 same batches, with prefill chunks of 1, 7 and 64 rows for the first shape of each family and of
-7 rows for the others. The everyday tests take chunks of 7 for the first shapes; of the families
-that were first, they take all shapes, and all chunks for the first shape.
+7 rows for the others. The everyday tests take chunks of 7 for the first shape of each family, and
+all sizes for that of Llama.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def _is_early(variant: Variant) -> bool:
 
 
 def _is_everyday(variant: Variant, chunk: int) -> bool:
-    if variant.family in FIRST_FAMILIES:
-        return is_first(variant) or chunk == 7
-    return is_first(variant) and chunk == 7
+    return is_first(variant) and (chunk == 7 or variant.family == "llama")
 
 
 @pytest.mark.parametrize(("variant", "chunk"), _cases())

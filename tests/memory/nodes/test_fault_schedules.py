@@ -11,19 +11,14 @@ from tests.support.nodes import sim_world
 from tests.support.nodes.sim_clients import Client
 from tests.support.nodes.sim_faults import Run, run_schedule
 from tests.support.nodes.sim_nodes import Recorder
+from tests.support.profile import every_day
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 _SEEDS_A_TEST = 10
 _PARTITIONS = ("head", "request", "sequence")
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param(first, marks=[pytest.mark.exhaustive] if first else [])
-        for first in range(0, 100, _SEEDS_A_TEST)
-    ],
-)
+@pytest.mark.parametrize("first", every_day((0,), range(0, 100, _SEEDS_A_TEST)))
 def test_random_schedules(first):
     for seed in range(first, first + _SEEDS_A_TEST):
         run_schedule(seed)
@@ -288,7 +283,7 @@ def requests_for(run, seconds):
     return taken
 
 
-@pytest.mark.parametrize("partition", ["head", "request"])
+@pytest.mark.parametrize("partition", every_day((1,), ["head", "request"]))
 def test_a_node_that_stops_again_and_again_is_lost_rarely(partition):
     """It was lost and taken back every ten seconds."""
     run = make(partition)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from serve.config import EngineConfig
 from serve.loading.runtime import load_runtime
 from serve.scheduler.step_time import StepTimeModel
 from tests.support.engine.checkpoints import LONG_VARIANTS, checkpoint, reference_greedy
+from tests.support.profile import every_day
 
 pytestmark = pytest.mark.small_pages
 SETTINGS = {"kv_page_bytes": 4096, "max_model_len": 480, "max_num_seqs": 8}
@@ -67,8 +69,9 @@ def unmap_at_once(monkeypatch):
     monkeypatch.setattr(memory.range_mapper, "_UNMAP_SLOTS", 1)
 
 
-@pytest.mark.parametrize("chunk", [7, 256])
-@pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("variant", "chunk"), every_day((0, 3), list(product(LONG_VARIANTS, [7, 256])))
+)
 def test_greedy_tokens_equal_transformers(variant, chunk):
     path = path_of(variant)
     settings = SETTINGS | {"max_chunk_tokens": chunk}
@@ -94,8 +97,12 @@ def test_released_pages_change_no_bit(variant, dtype, chunk):
         assert generate(llm, prompts()) == without_release(path, dtype)
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "bfloat16"])
-@pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    every_day(
+        (0, 3), list(product(LONG_VARIANTS, [dtype for dtype in DTYPES if dtype != "bfloat16"]))
+    ),
+)
 def test_preemption_in_memory_for_one_sequence(variant, dtype):
     """bfloat16 is left out, since a recomputed row has other bits than a decoded one there."""
     path = path_of(variant)

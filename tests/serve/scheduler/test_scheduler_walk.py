@@ -18,6 +18,7 @@ from serve.scheduler.step_plan import SchedulerLimits
 from serve.scheduler.waiting_queue import make_queue
 from tests.serve.scheduler.test_scheduler import check_invariants
 from tests.support.engine.fakes import make_kv, make_partitioned_kv, make_request
+from tests.support.profile import every_day
 
 EOS, OTHER = 5, 9
 MAX_LEN = 256
@@ -112,7 +113,8 @@ class Walk:
 
 @pytest.mark.parametrize("policy", QUEUE_POLICIES)
 @pytest.mark.parametrize(
-    ("seed", "num_memories"), [(seed, 1 if seed < 12 else 2 + seed % 2) for seed in range(20)]
+    ("seed", "num_memories"),
+    every_day((0, 3, 7, 12, 13), [(seed, 1 if seed < 12 else 2 + seed % 2) for seed in range(20)]),
 )
 def test_every_sequence_ends_and_all_memory_is_freed(policy, seed, num_memories):
     """Sequences have several partitions to choose from in some of the cases."""

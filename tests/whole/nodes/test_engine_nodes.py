@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -12,6 +13,7 @@ from serve import LLM, SamplingParams
 from serve.config import DEFAULT_MODEL
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.nodes.served_nodes import MIB, key_file, nodes
+from tests.support.profile import every_day
 
 SETTINGS = {
     "dtype": "float32",
@@ -106,9 +108,14 @@ COVERED = [
     (("llama", "head-dim"), 320, "inproc", 2, "sequence", {"memory_prefill": "remote"}),
     (("gpt2", "base"), 320, "inproc", 2, "head", {}),
 ]
+# Each scheme, partition and place of the prompt's attention, with encryption and without, and an
+# odd number of rows in a head.
+EVERY_DAY = (2, 4, 9, 13)
 
 
-@pytest.mark.parametrize(("model", "vocab", "scheme", "count", "partition", "more"), COVERED)
+@pytest.mark.parametrize(
+    ("model", "vocab", "scheme", "count", "partition", "more"), every_day(EVERY_DAY, COVERED)
+)
 def test_tokens_are_those_of_the_local_engine(
     model, vocab, scheme, count, partition, more, tmp_path
 ):
@@ -121,8 +128,10 @@ def test_tokens_are_those_of_the_local_engine(
         assert stats.prefix_hit_tokens > 0
 
 
-@pytest.mark.parametrize("prefill", ["local", "remote"])
-@pytest.mark.parametrize("partition", ["head", "request"])
+@pytest.mark.parametrize(
+    ("partition", "prefill"),
+    every_day((0, 3), list(product(["head", "request"], ["local", "remote"]))),
+)
 def test_sliding_windows(partition, prefill, tmp_path):
     """Some layers have a window, and pages behind it are released."""
     model = ("qwen2", "long-mixed")
@@ -132,7 +141,7 @@ def test_sliding_windows(partition, prefill, tmp_path):
     assert tokens == local_tokens(model, 320)
 
 
-@pytest.mark.parametrize("partition", ["head", "sequence", "request"])
+@pytest.mark.parametrize("partition", every_day((1,), ["head", "sequence", "request"]))
 def test_without_prefix_sharing(partition, tmp_path):
     with nodes("inproc", 2, tmp_path) as urls:
         tokens, stats = remote_tokens(
@@ -144,7 +153,7 @@ def test_without_prefix_sharing(partition, tmp_path):
 
 @pytest.mark.parametrize(
     ("partition", "node_bytes"),
-    [("head", 800 << 10), ("sequence", 800 << 10), ("request", 3 << 19)],
+    every_day((2,), [("head", 800 << 10), ("sequence", 800 << 10), ("request", 3 << 19)]),
 )
 def test_with_little_memory_sequences_are_preempted(partition, node_bytes, tmp_path):
     """Released tokens are recomputed on pages that other sequences have written since."""
@@ -177,7 +186,8 @@ class AlwaysSplits:
 
 
 @pytest.mark.parametrize(
-    ("partition", "scheme"), [("head", "tcp"), ("sequence", "inproc"), ("request", "shm")]
+    ("partition", "scheme"),
+    every_day((1,), [("head", "tcp"), ("sequence", "inproc"), ("request", "shm")]),
 )
 def test_two_microbatches_in_flight(partition, scheme, tmp_path, monkeypatch):
     monkeypatch.setattr("serve.runner.runner.LearnedMicrobatches", AlwaysSplits)
@@ -188,6 +198,7 @@ def test_two_microbatches_in_flight(partition, scheme, tmp_path, monkeypatch):
     assert AlwaysSplits.num_split > stats.num_steps / 2
 
 
+@pytest.mark.exhaustive
 def test_two_engines_share_a_node(tmp_path):
     with nodes("shm", 1, tmp_path) as urls:
         half = {"memory_node_bytes": 8 * MIB, "kv_cache_bytes": 16 * MIB}
@@ -250,17 +261,20 @@ def local_scores(dtype, kv_dtype, one_by_one):
 
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "scheme", "count", "partition", "more"),
-    [
-        ("int8", "auto", "inproc", 2, "head", {}),
-        ("int8", "auto", "tcp", 2, "head", {"memory_prefill": "remote"}),
-        ("int8", "auto", "shm", 2, "request", {}),
-        ("int8", "auto", "inproc", 3, "auto", {"memory_prefill": "remote"}),
-        ("bfloat16", "int8", "inproc", 2, "head", {}),
-        ("bfloat16", "auto", "inproc", 2, "head", {"memory_prefill": "remote"}),
-        ("bfloat16", "auto", "inproc", 2, "head", {}),
-        ("float32", "bfloat16", "inproc", 2, "request", {}),
-        ("float32", "auto", "inproc", 3, "request", {}),
-    ],
+    every_day(
+        (1, 4, 5),
+        [
+            ("int8", "auto", "inproc", 2, "head", {}),
+            ("int8", "auto", "tcp", 2, "head", {"memory_prefill": "remote"}),
+            ("int8", "auto", "shm", 2, "request", {}),
+            ("int8", "auto", "inproc", 3, "auto", {"memory_prefill": "remote"}),
+            ("bfloat16", "int8", "inproc", 2, "head", {}),
+            ("bfloat16", "auto", "inproc", 2, "head", {"memory_prefill": "remote"}),
+            ("bfloat16", "auto", "inproc", 2, "head", {}),
+            ("float32", "bfloat16", "inproc", 2, "request", {}),
+            ("float32", "auto", "inproc", 3, "request", {}),
+        ],
+    ),
 )
 def test_answers_have_the_bits_of_the_local_engine(
     dtype, kv_dtype, scheme, count, partition, more, tmp_path
@@ -299,12 +313,15 @@ def test_preempted_sequences_have_the_bits_of_the_local_engine(tmp_path):
 
 @pytest.mark.parametrize(
     ("dtype", "partition", "count", "more"),
-    [
-        ("bfloat16", "sequence", 3, {"memory_prefill": "remote"}),
-        ("int8", "sequence", 2, {"memory_prefill": "remote"}),
-        ("int8", "head", 2, {"memory_wire": "int8"}),
-        ("float32", "head", 2, {"memory_wire": "bfloat16", "kv_dtype": "bfloat16"}),
-    ],
+    every_day(
+        (1, 3),
+        [
+            ("bfloat16", "sequence", 3, {"memory_prefill": "remote"}),
+            ("int8", "sequence", 2, {"memory_prefill": "remote"}),
+            ("int8", "head", 2, {"memory_wire": "int8"}),
+            ("float32", "head", 2, {"memory_wire": "bfloat16", "kv_dtype": "bfloat16"}),
+        ],
+    ),
 )
 def test_settings_that_round_otherwise_give_the_same_short_answers(
     dtype, partition, count, more, tmp_path

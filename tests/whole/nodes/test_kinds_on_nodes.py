@@ -10,6 +10,7 @@ from serve import LLM
 from serve.errors import ConfigError
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.nodes.served_nodes import MIB, nodes
+from tests.support.profile import every_day
 from tests.whole.nodes.test_engine_nodes import (
     SETTINGS,
     growing,
@@ -37,9 +38,12 @@ COVERED = [
     (LATENT_RANK, "inproc", 1, "auto", {}),
     (SHARED, "inproc", 2, "request", {}),
 ]
+EVERY_DAY = (1, 2, 5, 6, 9)  # each kind of model once
 
 
-@pytest.mark.parametrize(("model", "scheme", "count", "partition", "more"), COVERED)
+@pytest.mark.parametrize(
+    ("model", "scheme", "count", "partition", "more"), every_day(EVERY_DAY, COVERED)
+)
 def test_tokens_are_those_of_the_local_engine(model, scheme, count, partition, more, tmp_path):
     """Requests arrive and end while others decode, and share prefixes."""
     with nodes(scheme, count, tmp_path) as urls:
@@ -56,7 +60,10 @@ def local_int8_tokens(model):
 
 @pytest.mark.parametrize(
     ("model", "partition"),
-    [(MIXTURE, "head"), (SINKS, "request"), (LATENT, "request"), (LATENT_RANK, "auto")],
+    every_day(
+        (1, 3),
+        [(MIXTURE, "head"), (SINKS, "request"), (LATENT, "request"), (LATENT_RANK, "auto")],
+    ),
 )
 def test_int8(model, partition, tmp_path):
     """Results of stripes are merged in fp32, which int8 rows can round to another value, so the
@@ -66,7 +73,9 @@ def test_int8(model, partition, tmp_path):
     assert tokens == local_int8_tokens(model)
 
 
-@pytest.mark.parametrize(("model", "partition"), [(SINKS, "head"), (LATENT, "request")])
+@pytest.mark.parametrize(
+    ("model", "partition"), every_day((0,), [(SINKS, "head"), (LATENT, "request")])
+)
 def test_with_little_memory_sequences_are_preempted(model, partition, tmp_path):
     with nodes("inproc", 2, tmp_path) as urls:
         tokens, stats = remote_tokens(
