@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ops.experts import ExpertsOneByOne
 from ops.reference import ReferenceBackend
 from ops.triton_kernels.experts import sort_pairs
 from ops.triton_kernels.linear import Tile
+from tests.support.profile import every_day
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SILU = Fusion(None, "silu", True)
@@ -79,8 +81,10 @@ def test_grouped_and_single_calls_have_the_same_bits(backend, kind, size, inner)
         check_equal(ups, downs, x, random_routing(rows, 5, 3))
 
 
-@pytest.mark.parametrize("scales_input", [False, True])
-@pytest.mark.parametrize("fusion", [OAI, Fusion(None, "relu2")], ids=["swiglu_oai", "relu2"])
+@pytest.mark.parametrize(
+    ("fusion", "scales_input"),
+    every_day((0, 3), list(product([OAI, Fusion(None, "relu2")], [False, True]))),
+)
 def test_kinds_of_experts(backend, fusion, scales_input):
     ups, downs = layers(backend, "int8", 4, 48, 32, fusion)
     x = torch.randn(6, 48, device=DEVICE)

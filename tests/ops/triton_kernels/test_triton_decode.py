@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.cuda.cuda_kv import DEVICE, Tiles, random_kv, random_q
+from tests.support.profile import every_day
 
 pytestmark = pytest.mark.usefixtures("seeded")
 BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
@@ -32,24 +33,27 @@ def check(tiles: Tiles, out, q):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dtype", "group", "q_dtype"),
-    [
-        (4, 1, 64, FP32, None, FP32),
-        (4, 2, 96, FP32, None, FP32),
-        (2, 2, 64, BF16, None, BF16),
-        (8, 1, 80, BF16, None, BF16),
-        (4, 1, 256, BF16, None, BF16),
-        (4, 1, 128, INT8, 64, BF16),
-        (4, 2, 64, INT8, 64, BF16),
-        (2, 2, 80, INT8, 40, BF16),
-        (8, 1, 96, INT8, 32, FP32),
-        (4, 2, 96, INT8, 32, BF16),
-        (1, 1, 256, INT8, 64, BF16),
-        (20, 1, 64, INT8, 32, BF16),
-        (4, 1, 128, INT8, 128, FP32),
-        (2, 1, 192, BF16, None, BF16),
-        (2, 1, 512, BF16, None, BF16),
-        (2, 1, 512, INT8, 64, FP32),
-    ],
+    every_day(
+        (1, 3, 7, 8, 11, 15),
+        [
+            (4, 1, 64, FP32, None, FP32),
+            (4, 2, 96, FP32, None, FP32),
+            (2, 2, 64, BF16, None, BF16),
+            (8, 1, 80, BF16, None, BF16),
+            (4, 1, 256, BF16, None, BF16),
+            (4, 1, 128, INT8, 64, BF16),
+            (4, 2, 64, INT8, 64, BF16),
+            (2, 2, 80, INT8, 40, BF16),
+            (8, 1, 96, INT8, 32, FP32),
+            (4, 2, 96, INT8, 32, BF16),
+            (1, 1, 256, INT8, 64, BF16),
+            (20, 1, 64, INT8, 32, BF16),
+            (4, 1, 128, INT8, 128, FP32),
+            (2, 1, 192, BF16, None, BF16),
+            (2, 1, 512, BF16, None, BF16),
+            (2, 1, 512, INT8, 64, FP32),
+        ],
+    ),
 )
 def test_rows_of_many_lengths(heads, kv_heads, dim, dtype, group, q_dtype):
     tiles = make(heads, kv_heads, dim, dtype, group, lens=[1, 17, 200], q_dtype=q_dtype)
@@ -66,7 +70,7 @@ def test_lengths_around_tiles_blocks_and_splits(dtype):
     check(tiles, attend(tiles, q, min_split=128), q)
 
 
-@pytest.mark.parametrize("window", [1, 16, 50, 64, 129, 1000])
+@pytest.mark.parametrize("window", every_day((1, 4), [1, 16, 50, 64, 129, 1000]))
 def test_windows(window):
     lens = [1, 40, 64, 131, 200]
     tiles = make(4, 2, 64, INT8, 64, window, lens=lens, q_dtype=FP32)

@@ -13,6 +13,7 @@ from ops.cuda.attention import HeadShape, StepArrays  # isort: skip
 from ops.cuda.latent import CudaLatentLayer, LatentTiles  # isort: skip
 from ops.triton_kernels import latent as kernels  # isort: skip
 from ops.triton_kernels.kv import Rotation  # isort: skip
+from tests.support.profile import every_day
 
 pytestmark = pytest.mark.usefixtures("seeded")
 SCALE = 0.09
@@ -75,7 +76,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "value_dim", "rope_dim", "dtype", "q_dtype", "groups"), CASES)
+@pytest.mark.parametrize(
+    ("heads", "value_dim", "rope_dim", "dtype", "q_dtype", "groups"), every_day((1, 2, 3, 5), CASES)
+)
 def test_attention(heads, value_dim, rope_dim, dtype, q_dtype, groups):
     lens, num_rows = [1, 70, 37], [1, 1, 5]
     latents = Latents(heads, value_dim, rope_dim, dtype, lens, groups)

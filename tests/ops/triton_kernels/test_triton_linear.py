@@ -82,7 +82,10 @@ def test_scales_bias_activation_and_residual(tile):
     total = want + residual.double()
     found = scaled_linear(x, w, residual, residual, tile=tile)
     check_close(found, total)
-    for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"):
+    kinds = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai")
+    if tile == TILES["wide"]:  # it differs from the first only in its size, which takes long
+        kinds = ("silu", "swiglu_oai")
+    for kind in kinds:
         if kind != "swiglu_oai":
             out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
             check_close(scaled_linear(x, w, out, None, kind, tile=tile), _activate(want, kind))

@@ -30,6 +30,7 @@ from ops.triton_kernels.linear4 import FP4_CODES, NF4_CODES, int4_linear, unpack
 from ops.triton_kernels.rows import quantize_rows
 from quant.formats.weights import Weight8
 from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
+from tests.support.profile import every_day
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TILES = (
@@ -118,7 +119,9 @@ def test_int4_products(group, quantize):
 
 
 @pytest.mark.parametrize("fusion", EDGES.values(), ids=EDGES)
-@pytest.mark.parametrize(("kind", "group"), [("zeros", 32), ("minimums", 64), ("fp4", 16)])
+@pytest.mark.parametrize(
+    ("kind", "group"), every_day((0, 2), [("zeros", 32), ("minimums", 64), ("fp4", 16)])
+)
 def test_int4_layer(fusion, kind, group):
     weight, bias = KINDS[kind](torch.randn(36, 90), group), torch.randn(36)
     x = torch.randn(20, 90, device=DEVICE)

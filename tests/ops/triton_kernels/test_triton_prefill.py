@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.cuda.cuda_kv import DEVICE, Tiles, random_kv, random_q
+from tests.support.profile import every_day
 
 pytestmark = pytest.mark.usefixtures("seeded")
 BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
@@ -51,19 +52,22 @@ def check(tiles: Tiles, found, q, num_rows, *, prefix_only=False):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dtype", "group", "q_dtype"),
-    [
-        (2, 2, 64, FP32, None, FP32),
-        (8, 1, 96, BF16, None, BF16),
-        (4, 1, 80, BF16, None, BF16),
-        (4, 1, 256, BF16, None, BF16),
-        (4, 2, 128, INT8, 64, BF16),
-        (7, 1, 64, INT8, 64, BF16),
-        (2, 1, 80, INT8, 40, BF16),
-        (4, 2, 96, INT8, 32, BF16),
-        (4, 1, 256, INT8, 64, FP32),
-        (8, 1, 512, BF16, None, BF16),
-        (2, 1, 512, INT8, 64, FP32),
-    ],
+    every_day(
+        (0, 2, 5, 6, 8),
+        [
+            (2, 2, 64, FP32, None, FP32),
+            (8, 1, 96, BF16, None, BF16),
+            (4, 1, 80, BF16, None, BF16),
+            (4, 1, 256, BF16, None, BF16),
+            (4, 2, 128, INT8, 64, BF16),
+            (7, 1, 64, INT8, 64, BF16),
+            (2, 1, 80, INT8, 40, BF16),
+            (4, 2, 96, INT8, 32, BF16),
+            (4, 1, 256, INT8, 64, FP32),
+            (8, 1, 512, BF16, None, BF16),
+            (2, 1, 512, INT8, 64, FP32),
+        ],
+    ),
 )
 def test_chunks_of_several_sequences(heads, kv_heads, dim, dtype, group, q_dtype):
     lens, num_rows = [70, 1, 150], [70, 1, 40]
@@ -72,7 +76,7 @@ def test_chunks_of_several_sequences(heads, kv_heads, dim, dtype, group, q_dtype
     check(tiles, attend(tiles, q, num_rows), q, num_rows)
 
 
-@pytest.mark.parametrize("past", [0, 1, 15, 31, 32, 33, 64, 127])
+@pytest.mark.parametrize("past", every_day((0, 3, 5), [0, 1, 15, 31, 32, 33, 64, 127]))
 def test_lengths_around_tiles_and_blocks(past):
     rows = [1, 16, 33, 64, 66]
     tiles = make(2, 1, 64, INT8, 64, lens=[past + n for n in rows])
@@ -91,7 +95,7 @@ def test_soft_caps_and_sinks(window, prefix_only):
     check(tiles, found, q, rows, prefix_only=prefix_only)
 
 
-@pytest.mark.parametrize("window", [1, 20, 32, 65, 128, 1000])
+@pytest.mark.parametrize("window", every_day((1, 3), [1, 20, 32, 65, 128, 1000]))
 @pytest.mark.parametrize("prefix_only", [False, True])
 def test_windows(window, prefix_only):
     lens, rows = [100, 140, 40], [100, 70, 3]

@@ -17,6 +17,7 @@ from ops.cuda.backend import CudaBackend
 from ops.triton_kernels import router as kernels
 from ops.triton_kernels.router import route
 from tests.support.engine.router_kinds import ROUTER_KINDS
+from tests.support.profile import every_day
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -64,7 +65,7 @@ def assert_same(found: Routing, expected: Routing) -> None:
 
 
 @pytest.mark.parametrize("kind", ROUTER_KINDS.values(), ids=ROUTER_KINDS)
-@pytest.mark.parametrize("has_extras", [False, True])
+@pytest.mark.parametrize("has_extras", every_day((1,), [False, True]))
 def test_routers(kind, has_extras):
     router = random_router(kind, 40, 100, has_extras=has_extras)
     for dtype in (torch.float32, torch.bfloat16):

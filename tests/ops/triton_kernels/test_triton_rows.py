@@ -160,7 +160,7 @@ def test_no_bit_depends_on_the_block(monkeypatch):
     x = 10 * torch.randn(3, 500, device=DEVICE)
     for kind in ("rms", "layer"):
         norm, found = a_norm(kind, 500), []
-        for block in (32, 64, 128, 512):
+        for block in (32, 128, 512):
             monkeypatch.setattr("ops.triton_kernels.rows.MAX_BLOCK", block)
             codes, scales = quantize_rows(x, norm)
             found.append((codes, scales, norm_rows(x, norm)))

@@ -18,6 +18,7 @@ from ops.triton_kernels import small_batch
 from ops.triton_kernels.linear import ScaledWeight, Tile, scaled_linear
 from ops.triton_kernels.rows import quantize_rows
 from ops.triton_kernels.small_batch import small_batch_linear
+from tests.support.profile import every_day
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TILE = Tile(8, 32, 64, 4, 3, swap=True)
@@ -67,7 +68,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize(("fusion", "adds"), EDGES.values(), ids=EDGES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", every_day((0, 2), [1, 2, 3, 4]))
 def test_the_bits_of_separate_kernels(fusion, adds, rows):
     """The inputs are no multiple of 16 and fill two blocks, the outputs two tiles."""
     x = 10 * torch.randn(rows, 75, device=DEVICE)
