@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import signal
@@ -25,9 +26,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 import torch
 
+from tests.support.cuda.quick_interpreter import remember_builtins
+
 # Triton's kernels run in its interpreter where there is no GPU. It looks when they are defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton") is not None:
+        remember_builtins()
 
 from memory.nodes.node import MemoryNode
 from ops import get_backend

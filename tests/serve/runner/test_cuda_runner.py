@@ -45,6 +45,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateStepDevice]:
 
 def late_llm(**settings: object) -> LLM:
     base = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "kv_cache_bytes": 8 << 20}
+    base["max_num_batched_tokens"] = 64  # the start computes the largest step
     return LLM(str(checkpoint("llama", "base")), backend="cuda", **(base | settings))
 
 

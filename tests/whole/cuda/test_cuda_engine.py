@@ -39,6 +39,7 @@ def expected(family: str, name: str, prompt: tuple[int, ...], num_tokens: int) -
 
 def cuda_llm(family: str, name: str = "base", **settings: object) -> LLM:
     base = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "kv_cache_bytes": 8 << 20}
+    base["max_num_batched_tokens"] = 64  # the start computes the largest step
     return LLM(str(checkpoint(family, name)), backend="cuda", **(base | settings))
 
 
