@@ -55,20 +55,22 @@ class Latents:
 
 
 def latent_cases(quick: bool) -> Iterator[Case]:
-    """Yields decode attention. With 128 heads products are the bound, so it has no target."""
+    """Yields decode attention beside reading its latents, and beside the products of bytes that it
+    takes: queries and weights have two bytes, so that a number of a latent is multiplied twice for
+    each head as K and, up to VALUE_DIM, twice as V. With vector instructions the products are the
+    bound at any number of heads; with matrix instructions (AMX) it is reading, but for 128 heads.
+    """
     shapes = [(heads, b, n) for heads in HEADS for b, n in ((1, 16384), (8, 2048), (1, 1024))]
     for heads, batch, context in [(16, 1, 512)] if quick else shapes:
         layer_bytes = (VALUE_DIM + ROPE_DIM) * batch * context
         kv = Latents(heads, batch, context, 1 if quick else max(1, min(27, FAR // layer_bytes)))
-        q = torch.randn(batch, heads, VALUE_DIM + ROPE_DIM)
-        yield Case(
-            "latent decode attention",
-            f"B={batch} L={context} H={heads} {VALUE_DIM}+{ROPE_DIM}",
-            "read",
-            float(kv.bytes_read),
-            0.0 if heads > 64 else 0.7,
-            Timed(partial(_attend_all, kv, q)),
-        )
+        timed = Timed(partial(_attend_all, kv, torch.randn(batch, heads, VALUE_DIM + ROPE_DIM)))
+        shape = f"B={batch} L={context} H={heads} {VALUE_DIM}+{ROPE_DIM}"
+        target = 0.0 if heads > 64 else 0.7
+        num_read = float(kv.bytes_read)
+        yield Case("latent decode attention", shape, "read", num_read, target, timed)
+        num_products = 2 * (2 * VALUE_DIM + ROPE_DIM) * heads * batch * context * len(kv.ops)
+        yield Case("latent decode attention", shape, "i8", 2.0 * num_products, 0.0, timed)
 
 
 def _attend_all(kv: Latents, q: Tensor) -> None:

@@ -145,16 +145,15 @@ __attribute__((noinline)) void score_vectors(const LatentShape& shape, const Lat
   });
 }
 
-// Adds the weighted sums of 16 * VALUE_VECS numbers from d on to R rows.
+// Adds the weighted sums of 16 * VECS numbers from d on, whose values are at v, to R rows.
 template <int R, int VECS>
 __attribute__((noinline)) void value_vectors(const LatentShape& shape, const LatentBlock& block, const LatentStretch& at,
-                                             const LatentBuffers& buffers, int row, int d) {
+                                             const LatentBuffers& buffers, int row, int d, const int8_t* v) {
   i32x16 high[R][VECS], low[R][VECS];
   unroll<R>([&](auto r) MS_LAMBDA {
     unroll<VECS>([&](auto i) MS_LAMBDA { high[r][i] = low[r][i] = i32x16{}; });
   });
   const uint8_t* weights = buffers.weights + row * LATENT_STRETCH;
-  const int8_t* v = at.values(d, VECS);
   for (int token = 0; token < at.runs() * RUN; token += 4, v += 64) {
     i32x16 x[VECS];
     unroll<VECS>([&](auto i) MS_LAMBDA { x[i] = load<i32x16>(v + i * VALUE_BYTES); });
@@ -175,7 +174,8 @@ __attribute__((noinline)) void value_vectors(const LatentShape& shape, const Lat
 }
 
 using ScoreVectors = void (*)(const LatentShape&, const LatentBlock&, const LatentStretch&, int, int, float*);
-using ValueVectors = void (*)(const LatentShape&, const LatentBlock&, const LatentStretch&, const LatentBuffers&, int, int);
+using ValueVectors = void (*)(const LatentShape&, const LatentBlock&, const LatentStretch&, const LatentBuffers&, int, int,
+                              const int8_t*);
 template <size_t... R>
 constexpr ScoreVectors score_vectors_for(int rows, std::index_sequence<R...>) {
   constexpr ScoreVectors all[] = {score_vectors<R + 1>...};
@@ -204,12 +204,13 @@ void values_by_vectors(const LatentShape& shape, const LatentBlock& block, const
   const int end = shape.first_of(g) + shape.group;
   for (int d = shape.first_of(g), vecs; d < end; d += 16 * vecs) {
     vecs = end - d < 16 * VALUE_VECS ? 1 : VALUE_VECS;
+    const int8_t* v = at.values(d, vecs);
     for (int row = 0; row < block.rows; row += VALUE_ROWS) {
       const int rows = block.rows - row < VALUE_ROWS ? block.rows - row : VALUE_ROWS;
       ahead.take(rows * vecs * Ahead::VALUES / 2);
       constexpr auto each = std::make_index_sequence<VALUE_ROWS>{};
       const ValueVectors run = vecs == 1 ? value_vectors_for<1>(rows, each) : value_vectors_for<VALUE_VECS>(rows, each);
-      run(shape, block, at, buffers, row, d);
+      run(shape, block, at, buffers, row, d, v);
     }
   }
 }

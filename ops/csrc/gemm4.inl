@@ -51,12 +51,25 @@ MS_INLINE void read_halves(const uint8_t* from, f32x16 (&to)[2]) {
   to[1] = from_half(reinterpret_cast<const uint16_t*>(from) + 16);
 }
 
+// The most rows whose results are in registers beside the sums of a group. More rows share the
+// unpacked weights; with groups of up to 32 that saves less than the loads and stores of results cost.
+constexpr int ROWS_IN_REGISTERS = HAS_32_REGISTERS ? 6 : 0;
+
 // Computes c[MR][32] (+)= x[MR][groups] * w[groups]. sums: the group sums of x, [MR][sums_stride].
 template <int MR, Codes CODES>
 __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const int32_t* sums,
                                       int sums_stride, float* c, int groups, int quads,
                                       bool is_first, const uint8_t* next) {
+  constexpr bool IN_REGISTERS = MR <= ROWS_IN_REGISTERS;
   const i32x16 low = splat_i32(0x0f0f0f0f);
+  f32x16 total[MR][2];
+  const auto for_totals = [&](auto&& f) MS_LAMBDA {
+    unroll<MR>([&](auto m) MS_LAMBDA {
+      unroll<2>([&](auto h) MS_LAMBDA { f(total[m][h], c + m * PANEL + 16 * h, m, h); });
+    });
+  };
+  if (IN_REGISTERS)
+    for_totals([&](f32x16& x, float* at, int, int) MS_LAMBDA { x = is_first ? f32x16{} : load<f32x16>(at); });
   for (int g = 0; g < groups; g++) {
     f32x16 scale[2];
     read_halves(w, scale);
@@ -99,26 +112,18 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
       prefetch(next);
       next += 64;
     }
+    f32x16 minimum[2];
+    if (CODES == Codes::with_minimums) read_halves(minimums, minimum);
     const bool is_fresh = is_first && g == 0;
-    unroll<MR>([&](auto m) MS_LAMBDA {
-      for (int h = 0; h < 2; h++) {
-        float* to = c + m * PANEL + 16 * h;
-        const f32x16 before = is_fresh ? f32x16{} : load<f32x16>(to);
-        store(to, fma(to_float(sum[m][h]), scale[h], before));
-      }
+    for_totals([&](f32x16& x, float* at, int m, int h) MS_LAMBDA {
+      if (!IN_REGISTERS) x = is_fresh ? f32x16{} : load<f32x16>(at);
+      x = fma(to_float(sum[m][h]), scale[h], x);
+      if (CODES == Codes::with_minimums)
+        x = fma(splat(static_cast<float>(-sums[m * sums_stride + g])), minimum[h], x);
+      if (!IN_REGISTERS) store(at, x);
     });
-    if (CODES == Codes::with_minimums) {
-      f32x16 minimum[2];
-      read_halves(minimums, minimum);
-      unroll<MR>([&](auto m) MS_LAMBDA {
-        const f32x16 xs = splat(static_cast<float>(-sums[m * sums_stride + g]));
-        for (int h = 0; h < 2; h++) {
-          float* to = c + m * PANEL + 16 * h;
-          store(to, fma(xs, minimum[h], load<f32x16>(to)));
-        }
-      });
-    }
   }
+  if (IN_REGISTERS) for_totals([&](f32x16& x, float* at, int, int) MS_LAMBDA { store(at, x); });
 }
 
 using Micro4 = void (*)(const uint8_t*, const int8_t*, const int32_t*, int, float*, int, int, bool,
@@ -142,7 +147,8 @@ void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const
   const int all = op.base.num_in_padded / op.group, per_slice = SLICE / op.group;
   const size_t bytes = group_bytes(op.group, op.codes);
   const uint8_t* w = op.base.packed + static_cast<size_t>(panel) * all * bytes;
-  const int parts = (rows + MAX_GROUP - 1) / MAX_GROUP;
+  const int most = HAS_32_REGISTERS && op.group <= 32 ? ROWS_IN_REGISTERS : MAX_GROUP;
+  const int parts = (rows + most - 1) / most;
   const Micro4Table& micro = MICRO4[static_cast<int>(op.codes)];
   for (int g = 0; g < all; g += per_slice) {
     const int some = all - g < per_slice ? all - g : per_slice;

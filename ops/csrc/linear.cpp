@@ -229,18 +229,23 @@ class Int4Linear : public QuantizedLinear {
       const int n = channel(panel, c);
       rows[c] = n < 0 ? nullptr : codes + static_cast<size_t>(n) * op_.num_in;
     }
+    // A cache line of each row after the other: rows whose length is a power of two would evict each
+    // other if they were read side by side.
+    constexpr int LINE = 64;
     const int group = op4_.group;
-    for (int first = 0; first < op_.num_in; first += group, to += group_bytes(group, op4_.codes)) {
-      uint8_t* bytes = to + (has_offsets ? 128 : 64);
-      for (int k = first; k < op_.num_in && k < first + group; k += 4, bytes += 64) {
-        const int count = op_.num_in - k < 4 ? op_.num_in - k : 4;
-        for (int c = 0; c < PANEL / 2; c++) {
-          uint32_t low = 0, high = 0;
-          if (rows[c]) std::memcpy(&low, rows[c] + k, count == 4 ? 4 : count);
-          if (rows[c + 16]) std::memcpy(&high, rows[c + 16] + k, count == 4 ? 4 : count);
-          low |= high << 4;  // codes are below 16
-          std::memcpy(bytes + 4 * c, &low, 4);
-        }
+    for (int first = 0; first < op_.num_in; first += LINE) {
+      const int count = op_.num_in - first < LINE ? op_.num_in - first : LINE, quads = (count + 3) / 4;
+      uint8_t* quad[LINE / 4];
+      for (int q = 0; q < quads; q++) {
+        const int k = first + 4 * q;
+        quad[q] = to + k / group * group_bytes(group, op4_.codes) + (has_offsets ? 128 : 64) + k % group * 16;
+      }
+      for (int c = 0; c < PANEL / 2; c++) {
+        uint8_t low[LINE] = {}, high[LINE] = {};  // codes are below 16
+        if (rows[c]) std::memcpy(low, rows[c] + first, count);
+        if (rows[c + 16]) std::memcpy(high, rows[c + 16] + first, count);
+        for (int i = 0; i < LINE; i++) low[i] |= high[i] << 4;
+        for (int q = 0; q < quads; q++) std::memcpy(quad[q] + 4 * c, low + 4 * q, 4);
       }
     }
   }
@@ -316,21 +321,29 @@ nb::class_<T>& with_quantized(nb::class_<T>& c) {
       });
 }
 
+// Writes the two codes of each byte, which spread() places in 16 bits.
+template <class F>
+void unpack_some(const uint8_t* from, size_t count, uint8_t* to, F&& spread) {
+  for (size_t i = 0; i < count; i++) {
+    const uint16_t pair = static_cast<uint16_t>(spread(from[i]) & 0x0f0f);
+    std::memcpy(to + 2 * i, &pair, 2);
+  }
+}
+
 }  // namespace
 
 void ms::bind_linear(nb::module_& m) {
   m.def("unpack_nibbles", [](uintptr_t from, size_t bytes, bool is_low_first, uintptr_t to) {
     const auto* packed = pointer<uint8_t>(from);
     auto* codes = pointer<uint8_t>(to);
-    const int first = is_low_first ? 0 : 4;
     constexpr size_t SHARE = size_t{1} << 16;
     nb::gil_scoped_release release;
     Team::get().parallel(static_cast<int>((bytes + SHARE - 1) / SHARE), [&](int task) {
       const size_t begin = task * SHARE, end = begin + SHARE < bytes ? begin + SHARE : bytes;
-      for (size_t i = begin; i < end; i++) {
-        codes[2 * i] = packed[i] >> first & 15;
-        codes[2 * i + 1] = packed[i] >> (4 - first) & 15;
-      }
+      if (is_low_first)
+        unpack_some(packed + begin, end - begin, codes + 2 * begin, [](uint8_t x) { return x | x << 4; });
+      else
+        unpack_some(packed + begin, end - begin, codes + 2 * begin, [](uint8_t x) { return x >> 4 | x << 8; });
     });
   });
   nb::class_<Int8Linear> int8(m, "Int8Linear");
