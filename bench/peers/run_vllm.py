@@ -20,14 +20,14 @@ import runner
 from runner import Prompt, Request
 
 MAX_BATCHED_TOKENS = 2048
+_MODES = ("eager", "compiled")
 
 
 class Vllm:
     """A vLLM engine. Its constructor sets the environment before it imports vllm."""
 
-    modes = ("eager", "compiled")
-
     def __init__(self, args: argparse.Namespace) -> None:
+        self.modes = tuple(args.mode or _MODES)
         cores = sorted(os.sched_getaffinity(0))[: args.threads]
         os.environ |= {
             "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -101,4 +101,6 @@ class Vllm:
 
 
 if __name__ == "__main__":
-    runner.serve(runner.options(__doc__).parse_args(), Vllm)
+    parser = runner.options(__doc__)
+    parser.add_argument("--mode", action="append", choices=_MODES, help="by default each of both")
+    runner.serve(parser.parse_args(), Vllm)
