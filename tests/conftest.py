@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import signal
@@ -26,21 +25,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 import torch
 
-from tests.support.cuda.quick_interpreter import remember_builtins
-
 # Triton's kernels run in its interpreter where there is no GPU. It looks when they are defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    if importlib.util.find_spec("triton") is not None:
-        remember_builtins()
 
 from memory.nodes.node import MemoryNode
 from ops import get_backend
 from ops.cpu import native_library
+from tests.support.cuda.quick_interpreter import remember_builtins
 from tests.support.engine.raw_engine import NODE_BYTES
 from tests.support.text.trials import save_child_processes, skip_trials
 
 HAS_GPU = torch.cuda.is_available()
+
+
+def pytest_runtest_setup() -> None:
+    # not before a test has imported Triton, which takes a while and prints what it leaks at exit
+    if not HAS_GPU:
+        remember_builtins()
 
 
 @pytest.fixture(autouse=True)

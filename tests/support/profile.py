@@ -4,7 +4,7 @@ most cases of a test with many slow ones."""
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -27,8 +27,9 @@ def examples(most: int, *, steps: int | None = None, **others: Any) -> settings:
     return settings(max_examples=most, deadline=None, **others)
 
 
-def every_day(chosen: Container[int], cases: Sequence[Any]) -> list[Any]:
+def every_day(chosen: Collection[int], cases: Sequence[Any]) -> list[Any]:
     """Returns the cases as parameters. Those that have no chosen place are for `make test-full`."""
+    assert chosen and 0 <= min(chosen) <= max(chosen) < len(cases), "a place that has no case"
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),

@@ -23,6 +23,7 @@ from serve.models.progress import LoadProgress
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer_config import TextConfig
 from tests.support.engine.checkpoints import checkpoint, edit_json
+from tests.support.text.trials import start_early
 
 
 @pytest.fixture
@@ -73,6 +74,7 @@ def test_the_template_of_a_model_whose_weights_are_wrong_is_closed(
         templates.append(make_chat_template(config))
         return templates[-1]
 
+    start_early(monkeypatch)
     monkeypatch.setattr(text_loader, "make_chat_template", make)
     path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
     (path / "model.safetensors").write_bytes(b"")
@@ -87,10 +89,12 @@ def test_the_template_of_a_model_whose_weights_are_wrong_is_closed(
     assert template._worker._is_closed and template._worker._child is None
 
 
-def test_what_is_discarded_is_closed() -> None:
+def test_what_is_discarded_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_early(monkeypatch)
     loading = TextLoading(checkpoint("llama"))
     text = loading.result()
     assert text.template is not None
     worker = text.template._worker
+    assert worker._child is not None
     loading.discard()
     assert worker._is_closed and worker._child is None

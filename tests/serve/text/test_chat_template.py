@@ -22,6 +22,7 @@ from serve.text.chat_template import (
     neutralize,
     split_neutralized,
 )
+from tests.support.text.trials import start_early
 
 CHATML = (
     "{%- for message in messages %}\n"
@@ -293,9 +294,10 @@ def test_many_threads(templates: dict[str, ChatTemplate]) -> None:
     assert all(f"user\n{number}<|im_end|>" in text for number, text in answers)
 
 
-def test_close_reaps_the_child() -> None:
+def test_close_reaps_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child process starts before the first conversation."""
+    start_early(monkeypatch)
     template = ChatTemplate("x", special_tokens={})
-    assert template.render([]) == "x"
     process = _child(template)
     template.close()
     template.close()

@@ -24,6 +24,7 @@ from tests.support.engine.rank_files import (
     tekken_file,
     tiktoken_file,
 )
+from tests.support.profile import every_day
 from tests.support.text.trials import try_for_real
 
 pytestmark = pytest.mark.usefixtures("no_trials")
@@ -90,6 +91,12 @@ def test_ranks_are_merged_as_tiktoken_does(name: str, tmp_path: Path) -> None:
     assert tokenizer.encode("fox") == [*before, *tokenizer.encode_plain("fox")]
     assert tokenizer.pieces is not None
     assert tokenizer.pieces[: len(learned_ranks())] == list(learned_ranks())
+
+
+@pytest.mark.parametrize("name", every_day((3,), list(FILES)))
+def test_the_trial_accepts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try_for_real(monkeypatch)
+    assert Tokenizer.load(ranks_directory(tmp_path / "model", name)).encode(TEXTS[0])
 
 
 def test_merges_of_any_ranks() -> None:

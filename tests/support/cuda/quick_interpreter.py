@@ -6,13 +6,20 @@ so that the first look is enough.
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
 
 def remember_builtins() -> None:
+    """Does nothing where no kernel has been defined, or where Triton has changed."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or not hasattr(interpreter, "_patch_attr"):
+        return
+    search = getattr(interpreter, "_patch_builtin", None)
+    if search is None or search.__module__ != interpreter.__name__:
+        return  # or it remembers already
     from triton import language
-    from triton.runtime import interpreter
 
     is_builtin = language.core.is_builtin
 
@@ -27,5 +34,4 @@ def remember_builtins() -> None:
             if is_builtin(member):
                 interpreter._patch_attr(package, name, member, builder, *scope)
 
-    if interpreter._patch_builtin.__module__ == interpreter.__name__:
-        interpreter._patch_builtin = patch
+    interpreter._patch_builtin = patch  # type: ignore[attr-defined]

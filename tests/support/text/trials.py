@@ -67,7 +67,13 @@ def skip_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks a file here, without the texts that a trial measures for most of a second, for tests
     of what a file means. tests/serve/text/test_tokenizer_check.py has the trials."""
     monkeypatch.setattr(tokenizer_check, "_ask", _describe)
+    monkeypatch.setattr(tokenizer_check, "_accepted", {})  # other tests get answers of trials
     monkeypatch.setattr(tokenizer_worker, "try_texts", lambda *args: {})
+
+
+def start_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets templates start their child processes at once, for tests of where these end."""
+    monkeypatch.setattr(chat_template, "BoundedWorker", BoundedWorker)
 
 
 def try_for_real(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from serve import Engine
 from tests.support.http.running_server import ServerThread
+from tests.support.profile import every_day
 
 USER = {"role": "user", "content": "What is the weather in Rome?"}
 # As libraries make it of a class: nothing is bounded, and objects are open.
@@ -107,8 +108,9 @@ def asked(url: str, name: str, **more: Any) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("name", list(REQUESTS))
-def test_default_settings(url: str, name: str) -> None:
-    for _ in range(2):
+@pytest.mark.parametrize("num_answers", every_day((0,), [2, 4]))
+def test_default_settings(url: str, name: str, num_answers: int) -> None:
+    for _ in range(num_answers):
         value, reason = asked(url, name)
         value = json.loads(value) if isinstance(value, str) else value
         jsonschema.validate(value, CLOSED)
