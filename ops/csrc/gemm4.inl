@@ -69,7 +69,7 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
     });
   };
   if (IN_REGISTERS)
-    for_totals([&](f32x16& x, float* at, int, int) MS_LAMBDA { x = is_first ? f32x16{} : load<f32x16>(at); });
+    for_totals([&](f32x16& y, float* at, int, int) MS_LAMBDA { y = is_first ? f32x16{} : load<f32x16>(at); });
   for (int g = 0; g < groups; g++) {
     f32x16 scale[2];
     read_halves(w, scale);
@@ -115,15 +115,15 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
     f32x16 minimum[2];
     if (CODES == Codes::with_minimums) read_halves(minimums, minimum);
     const bool is_fresh = is_first && g == 0;
-    for_totals([&](f32x16& x, float* at, int m, int h) MS_LAMBDA {
-      if (!IN_REGISTERS) x = is_fresh ? f32x16{} : load<f32x16>(at);
-      x = fma(to_float(sum[m][h]), scale[h], x);
+    for_totals([&](f32x16& y, float* at, int m, int h) MS_LAMBDA {
+      if (!IN_REGISTERS) y = is_fresh ? f32x16{} : load<f32x16>(at);
+      y = fma(to_float(sum[m][h]), scale[h], y);
       if (CODES == Codes::with_minimums)
-        x = fma(splat(static_cast<float>(-sums[m * sums_stride + g])), minimum[h], x);
-      if (!IN_REGISTERS) store(at, x);
+        y = fma(splat(static_cast<float>(-sums[m * sums_stride + g])), minimum[h], y);
+      if (!IN_REGISTERS) store(at, y);
     });
   }
-  if (IN_REGISTERS) for_totals([&](f32x16& x, float* at, int, int) MS_LAMBDA { store(at, x); });
+  if (IN_REGISTERS) for_totals([&](f32x16& y, float* at, int, int) MS_LAMBDA { store(at, y); });
 }
 
 using Micro4 = void (*)(const uint8_t*, const int8_t*, const int32_t*, int, float*, int, int, bool,

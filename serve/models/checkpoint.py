@@ -54,6 +54,7 @@ class Checkpoint:
         for file in weight_files(path):
             self._read_header(file)
         num_bytes = sum(entry.end - entry.start for entry in self.entries.values())
+        # weights take at most what the files take, but for a few formats
         self._stays_cached = 2 * num_bytes <= available_memory()
 
     def find_prefix(self, prefixes: Sequence[str], name: str) -> str:
@@ -97,8 +98,7 @@ class Checkpoint:
         self._mapped.clear()
         if not self._stays_cached:
             for file, ranges in self._read_bytes.items():
-                with _naming(file):
-                    drop_cached(file, ranges)
+                drop_cached(file, ranges)
         self._read_bytes.clear()
 
     def _read_header(self, file: Path) -> None:

@@ -6,6 +6,7 @@ opening the file again after its pages were released then costs no parsing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -99,16 +100,17 @@ def _cut_off(file: Path) -> str:
 
 def drop_cached(file: Path, ranges: list[tuple[int, int]]) -> None:
     """Takes bytes of a file, given as (start, end), that nothing maps any more out of the page
-    cache. OSError if the file cannot be opened."""
+    cache, if the file is still there and its file system does that."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         # the kernel keeps a page of which only a part is named
         if joined and start < joined[-1][1] + mmap.PAGESIZE:
             start, end = joined[-1][0], max(end, joined.pop()[1])
         joined.append((start, end))
-    with open_regular(file) as opened:
+    with contextlib.suppress(OSError), open_regular(file) as opened:
         for start, end in joined:
-            os.posix_fadvise(opened.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+            if start < end:  # a length of 0 would mean all that follows
+                os.posix_fadvise(opened.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 class MappedFile:

@@ -110,3 +110,19 @@ def test_what_was_read_leaves_the_page_cache_where_memory_is_short(
     checkpoint.release()
     if not available:
         assert dropped[1:] == [(start, 20_000), (start + 40_000, 40_000)]
+    checkpoint.fetch("b")
+    (tmp_path / "model.safetensors").unlink()
+    checkpoint.release()
+    assert len(dropped) == (0 if available else 3), "of a file that is gone nothing is dropped"
+
+
+def test_an_empty_tensor_drops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the kernel, no bytes from a place on are all bytes from there on."""
+    save_file({"a": torch.ones(0), "b": torch.ones(5000)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("serve.models.checkpoint.available_memory", lambda: 0)
+    dropped: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, size, advice: dropped.append(size))
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.fetch("a")
+    checkpoint.release()
+    assert not dropped
