@@ -35,14 +35,15 @@ class LatentPlan {
       count += static_cast<size_t>(splits) * heads;
     }
     // A task has several splits of a token where there are enough, as it then reads ahead; where there
-    // are few, the heads are divided too.
+    // are few, the heads are divided too, into half blocks where some threads had nothing to do.
     const int all = static_cast<int>(count / heads), each = all / (4 * threads) > 1 ? all / (4 * threads) : 1;
-    const int blocks = (heads + LATENT_ROWS - 1) / LATENT_ROWS, most = all ? (2 * threads + all - 1) / all : 1;
+    const int whole = (heads + LATENT_ROWS - 1) / LATENT_ROWS, rows = LATENT_ROWS / (all * whole < threads ? 2 : 1);
+    const int blocks = (heads + rows - 1) / rows, most = all ? (2 * threads + all - 1) / all : 1;
     const int shares = most < blocks ? most : blocks;
     for (size_t i = 0; i < singles.size(); i++)
       for (int split = 0; split < singles[i].splits; split += each)
         for (int share = 0; share < shares; share++) {
-          const int from = blocks * share / shares * LATENT_ROWS, to = blocks * (share + 1) / shares * LATENT_ROWS;
+          const int from = blocks * share / shares * rows, to = blocks * (share + 1) / shares * rows;
           const int end = split + each < singles[i].splits ? split + each : singles[i].splits;
           tasks.push_back({singles[i].sequence, from, to < heads ? to : heads, split, end, static_cast<int>(i)});
         }
