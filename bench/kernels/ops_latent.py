@@ -55,10 +55,11 @@ class Latents:
 
 
 def latent_cases(quick: bool) -> Iterator[Case]:
-    """Yields decode attention beside reading its latents, and beside the products of bytes that it
-    takes: queries and weights have two bytes, so that a number of a latent is multiplied twice for
-    each head as K and, up to VALUE_DIM, twice as V. With vector instructions the products are the
-    bound at any number of heads; with matrix instructions (AMX) it is reading, but for 128 heads.
+    """Yields decode attention, held against reading its latents and against its products of bytes.
+
+    Queries and weights have two bytes, so a head multiplies each of VALUE_DIM + ROPE_DIM numbers
+    twice as K and each of VALUE_DIM twice as V. Without matrix instructions these products take
+    longer than reading, and with 128 heads in any case, so that reading is no target there.
     """
     shapes = [(heads, b, n) for heads in HEADS for b, n in ((1, 16384), (8, 2048), (1, 1024))]
     for heads, batch, context in [(16, 1, 512)] if quick else shapes:
@@ -69,8 +70,8 @@ def latent_cases(quick: bool) -> Iterator[Case]:
         target = 0.0 if heads > 64 else 0.7
         num_read = float(kv.bytes_read)
         yield Case("latent decode attention", shape, "read", num_read, target, timed)
-        num_products = 2 * (2 * VALUE_DIM + ROPE_DIM) * heads * batch * context * len(kv.ops)
-        yield Case("latent decode attention", shape, "i8", 2.0 * num_products, 0.0, timed)
+        multiply_adds = 2 * (2 * VALUE_DIM + ROPE_DIM) * heads * batch * context * len(kv.ops)
+        yield Case("latent decode attention", shape, "i8", 2.0 * multiply_adds, 0.0, timed)
 
 
 def _attend_all(kv: Latents, q: Tensor) -> None:

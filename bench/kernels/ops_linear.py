@@ -14,7 +14,13 @@ from ops.cpu.native_plain_linear import PlainLinear
 from ops.cpu.native_quantized_linear import Int4Linear, Int8Linear
 
 LINEAR_SHAPE = (2048, 8192)
-INT4_KINDS = ("int4", "int4 zeros", "nf4")
+# The table and the group of each kind of 4-bit weights.
+INT4_KINDS = {
+    "int4": ("int4", 64),
+    "int4 zeros": ("int4", 64),
+    "nf4": ("nf4", 64),
+    "mxfp4": ("fp4", 32),
+}
 FAR = 400 << 20  # bytes of operands that no cache holds
 Run = Callable[[], object]
 
@@ -133,18 +139,14 @@ def _onednn(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _int4_layers(kind: str, quick: bool) -> list[Int4Linear]:
     """Returns as many layers with random codes as fill FAR bytes."""
-    num_in, num_out, group = LINEAR_SHAPE[0], LINEAR_SHAPE[1], 64
+    (num_in, num_out), (table, group) = LINEAR_SHAPE, INT4_KINDS[kind]
     shape = (num_out, num_in // group)
     codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
-    scales = torch.rand(shape) + 0.1
+    # those of MXFP4 are powers of two
+    scales = 2.0 ** torch.randint(-3, 1, shape) if table == "fp4" else torch.rand(shape) + 0.1
     zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "int4 zeros" else None
     count = 2 if quick else FAR // (num_in * num_out // 2)
-    return [
-        Int4Linear(
-            codes, scales, zeros, None, group=group, table="nf4" if kind == "nf4" else "int4"
-        )
-        for _ in range(count)
-    ]
+    return [Int4Linear(codes, scales, zeros, None, group=group, table=table) for _ in range(count)]
 
 
 def int4_cases(quick: bool) -> Iterator[Case]:

@@ -147,7 +147,8 @@ void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const
   const int all = op.base.num_in_padded / op.group, per_slice = SLICE / op.group;
   const size_t bytes = group_bytes(op.group, op.codes);
   const uint8_t* w = op.base.packed + static_cast<size_t>(panel) * all * bytes;
-  const int most = HAS_32_REGISTERS && op.group <= 32 ? ROWS_IN_REGISTERS : MAX_GROUP;
+  // Rows that fit the micro kernel stay together, as it then reads the weights as one stream.
+  const int most = HAS_32_REGISTERS && op.group <= 32 && rows > MAX_GROUP ? ROWS_IN_REGISTERS : MAX_GROUP;
   const int parts = (rows + most - 1) / most;
   const Micro4Table& micro = MICRO4[static_cast<int>(op.codes)];
   for (int g = 0; g < all; g += per_slice) {
