@@ -199,6 +199,7 @@ class ExpertLayer:
         out_stride: int,
         out_type: int,
         add: bool,
+        part: int,
     ) -> None: ...
 
 class HeadLayer:

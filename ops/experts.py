@@ -5,7 +5,7 @@ Back ends without a grouped product use these; grouped kernels must equal them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -50,7 +50,8 @@ def _only_best_groups(choice: Tensor, kind: RouterKind) -> Tensor:
 
 
 class ExpertsOneByOne:
-    """An ExpertsOp that calls each expert's products with its rows."""
+    """An ExpertsOp that calls each expert's products with its rows; it can run in two phases
+    (`PhasedExperts` in ops/sharded.py)."""
 
     def __init__(
         self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], scales_input: bool
@@ -58,21 +59,54 @@ class ExpertsOneByOne:
         assert len(ups) == len(downs) > 0
         self._ups, self._downs = list(ups), list(downs)
         self._scales_input = scales_input
+        self.between_dtype: torch.dtype | None = getattr(ups[0], "out_dtype", None)
 
     def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
-        experts, weights = routing
-        parts: Tensor | None = None
-        for expert in sorted(set(experts.flatten().tolist())):
-            row, k = (experts == expert).nonzero(as_tuple=True)
-            weight = weights[row, k, None]
-            rows = x[row] * weight.to(x.dtype) if self._scales_input else x[row]
-            out = self._downs[expert](self._ups[expert](rows))
-            if parts is None:
-                parts = out.new_zeros((*experts.shape, out.shape[1]), dtype=torch.float32)
-            parts[row, k] = out.float() if self._scales_input else out.float() * weight
-        if parts is None:
+        if not routing.experts.numel():
             return x if residual is None else residual
-        total = parts[:, 0]
-        for k in range(1, experts.shape[1]):
-            total = total + parts[:, k]
+        between = [self._up(x, routing, *pairs) for pairs in _pairs(routing)]
+        total = self._summed(between, routing)
         return total.to(x.dtype) if residual is None else residual + total.to(residual.dtype)
+
+    def up(self, x: Tensor, routing: Routing, out: Tensor) -> None:
+        """Computes `PhasedExperts.up`."""
+        for part, pairs in zip(_split(out, routing), _pairs(routing), strict=True):
+            part.copy_(self._up(x, routing, *pairs))
+
+    def down(self, between: Tensor, routing: Routing, out: Tensor, *, add: bool) -> None:
+        """Computes `PhasedExperts.down`."""
+        if len(out):
+            total = self._summed(_split(between, routing), routing).to(out.dtype)
+            out.copy_(out + total if add else total)
+
+    def _up(self, x: Tensor, routing: Routing, expert: int, row: Tensor, k: Tensor) -> Tensor:
+        rows = x[row]
+        if self._scales_input:
+            rows = rows * routing.weights[row, k, None].to(x.dtype)
+        return self._ups[expert](rows)
+
+    def _summed(self, between: Sequence[Tensor], routing: Routing) -> Tensor:
+        """Returns the weighted sums in the order of k, for the rows of each used expert."""
+        parts: Tensor | None = None
+        for rows, (expert, row, k) in zip(between, _pairs(routing), strict=True):
+            out = self._downs[expert](rows).float()
+            if parts is None:
+                parts = out.new_zeros((*routing.experts.shape, out.shape[1]))
+            parts[row, k] = out if self._scales_input else out * routing.weights[row, k, None]
+        assert parts is not None, "some rows"
+        total = parts[:, 0]
+        for k in range(1, parts.shape[1]):
+            total = total + parts[:, k]
+        return total
+
+
+def _pairs(routing: Routing) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields each used expert with the rows that use it and their k."""
+    for expert in sorted(set(routing.experts.flatten().tolist())):
+        yield expert, *(routing.experts == expert).nonzero(as_tuple=True)
+
+
+def _split(rows: Tensor, routing: Routing) -> Sequence[Tensor]:
+    """Returns the rows of each used expert, for those of all pairs."""
+    counts = torch.bincount(routing.experts.flatten().long()).tolist()
+    return rows.split([count for count in counts if count])

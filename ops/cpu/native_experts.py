@@ -18,6 +18,7 @@ from ops.cpu.native_plain_linear import PlainLinear
 from ops.cpu.native_quantized_linear import NativeLinear
 
 _INT8, _INT4, _PLAIN = range(3)  # the library's kinds of weights
+_ALL, _UP, _DOWN = range(3)  # the library's parts of a mixture
 
 
 def kind_of(op: LinearOp) -> int | None:
@@ -53,13 +54,17 @@ class NativeExperts:
     def __init__(
         self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], scales_input: bool
     ) -> None:
-        """The layers satisfy can_group. ValueError if they differ in shape."""
+        """The layers satisfy can_group. ValueError if they differ in shape.
+
+        Of a shard ups give some of downs' inputs; it runs in two phases (ops/sharded.py).
+        """
         assert len(ups) == len(downs) > 0
         self._layers: list[Any] = [*ups, *downs]
         up, down = self._layers[0], self._layers[-1]
-        assert down.num_in == up.num_out, f"{up.num_out} results for {down.num_in} inputs"
         assert all(layer.norm is None for layer in self._layers), "experts have no norm"
-        self.num_in, self.num_out = up.num_in, down.num_out
+        self.num_in, self.num_between, self.num_out = up.num_in, down.num_in, down.num_out
+        self.between_dtype: torch.dtype | None = up.out_dtype
+        self._num_up = up.num_out
         self._dtype = up.dtype if isinstance(up, PlainLinear) else None
         products = [layer.packed.product for layer in self._layers]
         self._experts = library().ExpertLayer(
@@ -71,11 +76,32 @@ class NativeExperts:
         return sum(layer.size_bytes for layer in self._layers)
 
     def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
-        (rows, top_k), num_in = routing.experts.shape, x.shape[1]
-        assert num_in == self.num_in and len(x) == rows, f"{x.shape} of {rows} rows"
+        rows, num_in = x.shape
+        assert num_in == self.num_in, f"{x.shape} times experts of {self.num_in} inputs"
+        assert self._num_up == self.num_between, f"{self._num_up} for {self.num_between} inputs"
         assert self._dtype in (None, x.dtype), f"{x.dtype} times {self._dtype}"
         out = torch.empty(rows, self.num_out, dtype=x.dtype) if residual is None else residual
-        assert out.shape == (rows, self.num_out) and out.stride(1) == 1, f"{out.shape}"
+        self._run(x, routing, out, residual is not None, _ALL)
+        return out
+
+    def up(self, x: Tensor, routing: Routing, out: Tensor) -> None:
+        """Computes `PhasedExperts.up`."""
+        assert x.shape[1] == self.num_in, f"{x.shape} times experts of {self.num_in} inputs"
+        assert out.shape == (routing.experts.numel(), self._num_up), f"{out.shape}"
+        assert out.dtype == self.between_dtype and self._dtype in (None, x.dtype), f"{x.dtype}"
+        self._run(x, routing, out, False, _UP)
+
+    def down(self, between: Tensor, routing: Routing, out: Tensor, *, add: bool) -> None:
+        """Computes `PhasedExperts.down`."""
+        pairs = routing.experts.numel()
+        assert between.shape == (pairs, self.num_between), f"{between.shape}"
+        assert between.dtype == self.between_dtype and out.shape[1] == self.num_out, f"{out.shape}"
+        self._run(between, routing, out, add, _DOWN)
+
+    def _run(self, x: Tensor, routing: Routing, out: Tensor, add: bool, part: int) -> None:
+        rows, top_k = routing.experts.shape
+        assert len(x if part != _DOWN else out) == rows, f"{x.shape} of {rows} rows"
+        assert out.stride(1) == 1, "dense rows of results"
         if x.stride(1) != 1:
             x = x.contiguous()
         experts, weights = routing.experts.contiguous(), routing.weights.contiguous()
@@ -92,9 +118,9 @@ class NativeExperts:
                 out.data_ptr(),
                 out.stride(0),
                 TYPES[out.dtype],
-                residual is not None,
+                add,
+                part,
             )
-        return out
 
 
 def can_route(x: Tensor, router: Router) -> bool:

@@ -22,14 +22,15 @@ class ExpertLayer {
         scales_input_(scales_input) {}
 
   void run(uintptr_t x, size_t x_stride, int x_type, int rows, int top_k, uintptr_t experts, uintptr_t weights,
-           uintptr_t out, size_t out_stride, int out_type, bool add) const {
+           uintptr_t out, size_t out_stride, int out_type, bool add, int part) const {
     const auto* chosen = pointer<int32_t>(experts);
     for (int i = 0; i < rows * top_k; i++)
       if (chosen[i] < 0 || chosen[i] >= num_experts_) throw nb::value_error("there is no such expert");
     nb::gil_scoped_release release;
     kernels().mix_experts({ups_.get(), downs_.get(), num_experts_, scales_input_},
                           {{pointer<void>(x), x_stride, static_cast<DType>(x_type)}, rows, top_k, chosen,
-                           pointer<float>(weights), pointer<void>(out), out_stride, static_cast<DType>(out_type), add});
+                           pointer<float>(weights), pointer<void>(out), out_stride, static_cast<DType>(out_type), add},
+                          static_cast<ExpertsPart>(part));
   }
 
  private:

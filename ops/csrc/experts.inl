@@ -208,15 +208,18 @@ void scale_row(const void* row, DType type, int n, float weight, void* to) {
   for (int k = 0; k < n; k += 16) put(to, type, k, row_at(row, type, k, n - k) * weight, n - k);
 }
 
-// Computes the mixture for at most MAX_PAIRS pairs.
+// The results of gate and up, which down reads: a row for each of the sorted pairs, `stride` numbers apart.
+struct Between {
+  char* rows;
+  size_t stride;
+};
+
+// Computes gate, up and the activation of at most MAX_PAIRS pairs.
 template <class P>
-void mix_rows(const Experts& layer, const RoutedRows& call) {
-  ms::Team& team = ms::Team::get();
-  const int top_k = call.top_k, pairs = call.rows * top_k;
-  const SortedPairs sorted(call.experts, pairs, layer.num_experts);
-  const P up = P::template in_memory<0>(layer.ups, pairs), down = P::template in_memory<1>(layer.downs, pairs);
+void up_rows(const Experts& layer, const RoutedRows& call, const SortedPairs& sorted, const P& up, Between between) {
+  const int top_k = call.top_k;
   const size_t row_bytes = call.x.stride * size_of(call.x.type);
-  team.parallel(call.rows, [&](int t) {
+  ms::Team::get().parallel(call.rows, [&](int t) {
     const char* row = static_cast<const char*>(call.x.data) + t * row_bytes;
     const int* places = sorted.places.data() + t * top_k;
     if (!layer.scales_input) {
@@ -231,15 +234,22 @@ void mix_rows(const Experts& layer, const RoutedRows& call) {
       up.put(scaled.data(), call.x.type, places[k]);
     }
   });
-  const size_t hidden = up.num_out(), hidden_bytes = hidden * size_of(up.out_type());
-  char* between = kept_memory<2>(pairs * hidden_bytes + 64);
   for_blocks(sorted.blocks, up.num_panels(), [&](const PairBlock& block, int panel) {
-    up.multiply(block.expert, panel, block.first, block.rows, between, hidden);
+    up.multiply(block.expert, panel, block.first, block.rows, between.rows, between.stride);
   });
-  const int share = 1 + 4096 / static_cast<int>(hidden);
+}
+
+// Computes down and the weighted sums of at most MAX_PAIRS pairs.
+template <class P>
+void down_rows(const Experts& layer, const RoutedRows& call, const SortedPairs& sorted, const P& down, Between between,
+               DType between_type) {
+  ms::Team& team = ms::Team::get();
+  const int top_k = call.top_k, pairs = call.rows * top_k;
+  const size_t row_bytes = between.stride * size_of(between_type);
+  const int share = 1 + 4096 / down.num_in();
   team.parallel((pairs + share - 1) / share, [&](int task) {
     for (int p = task * share; p < pairs && p < (task + 1) * share; p++)
-      down.put(between + p * hidden_bytes, up.out_type(), p);
+      down.put(between.rows + p * row_bytes, between_type, p);
   });
   // As many columns at a time as let the results of all pairs stay in cache until they are summed.
   const size_t item = size_of(down.out_type());
@@ -259,7 +269,29 @@ void mix_rows(const Experts& layer, const RoutedRows& call) {
   }
 }
 
-void mix_experts(const Experts& layer, const RoutedRows& call) {
+// Computes a part of the mixture for at most MAX_PAIRS pairs.
+template <class P>
+void mix_rows(const Experts& layer, const RoutedRows& call, ExpertsPart part) {
+  const int pairs = call.rows * call.top_k;
+  const SortedPairs sorted(call.experts, pairs, layer.num_experts);
+  if (part == ExpertsPart::down) {
+    char* rows = const_cast<char*>(static_cast<const char*>(call.x.data));
+    down_rows(layer, call, sorted, P::template in_memory<1>(layer.downs, pairs), {rows, call.x.stride}, call.x.type);
+    return;
+  }
+  const P up = P::template in_memory<0>(layer.ups, pairs);
+  if (part == ExpertsPart::up) {
+    up_rows(layer, call, sorted, up, {static_cast<char*>(call.out), call.out_stride});
+    return;
+  }
+  const P down = P::template in_memory<1>(layer.downs, pairs);
+  const size_t hidden = up.num_out();
+  const Between between{kept_memory<2>(pairs * hidden * size_of(up.out_type()) + 64), hidden};
+  up_rows(layer, call, sorted, up, between);
+  down_rows(layer, call, sorted, down, between, up.out_type());
+}
+
+void mix_experts(const Experts& layer, const RoutedRows& call, ExpertsPart part) {
   auto mix = mix_rows<QuantizedPairs>;
   if (layer.ups.kind == WeightKind::plain) {
     mix = mix_rows<PlainPairs<StepWide>>;
@@ -272,11 +304,13 @@ void mix_experts(const Experts& layer, const RoutedRows& call) {
   for (int t = 0; t < call.rows; t += all) {
     RoutedRows some = call;
     some.rows = call.rows - t < all ? call.rows - t : all;
-    some.x.data = static_cast<const char*>(call.x.data) + t * call.x.stride * size_of(call.x.type);
+    // the pairs of a row are neighbours in what lies between up and down
+    const size_t x_rows = part == ExpertsPart::down ? call.top_k : 1, out_rows = part == ExpertsPart::up ? call.top_k : 1;
+    some.x.data = static_cast<const char*>(call.x.data) + t * x_rows * call.x.stride * size_of(call.x.type);
     some.experts += t * call.top_k;
     some.weights += t * call.top_k;
-    some.out = static_cast<char*>(call.out) + t * call.out_stride * size_of(call.out_type);
-    mix(layer, some);
+    some.out = static_cast<char*>(call.out) + t * out_rows * call.out_stride * size_of(call.out_type);
+    mix(layer, some, part);
   }
 }
 

@@ -112,7 +112,10 @@ struct Experts {
   int num_experts;
   bool scales_input;  // a weight multiplies an expert's input instead of its output
 };
-// The rows of a step and the experts of each, [rows][top_k].
+// What is computed of a mixture: all, or the results of gate and up, which are the rows of down:
+// [rows * top_k][columns], in an order that the experts of the rows decide.
+enum class ExpertsPart : int { all, up, down };
+// The rows of a step and the experts of each, [rows][top_k]. x and out are what the part reads and writes.
 struct RoutedRows {
   Rows x;
   int rows, top_k;
@@ -305,7 +308,7 @@ struct Kernels {
   void (*dequantize_heads)(const int8_t* values, const float* scales, int rows, int heads, int dim, void* out, DType);
   void (*pack_int4)(const PackSource&, const LinearInt4&, const float* bounds, uint8_t* packed, float* factors);
   bool (*all_finite)(const void*, size_t bytes, uint32_t low, uint32_t high);
-  void (*mix_experts)(const Experts&, const RoutedRows&);
+  void (*mix_experts)(const Experts&, const RoutedRows&, ExpertsPart);
   // Writes the experts of each row and their weights, [rows][top_k].
   void (*route)(const Router&, const Rows&, int rows, int32_t* experts, float* weights);
   void (*append_latent)(const Step&, const LatentLayer&, const float* k, size_t stride, const Rotation&);

@@ -16,6 +16,7 @@ from serve.models.decoder import DecoderWeights, PerLayerTables
 from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, QKNorm
 from serve.models.families.names import WeightNames
 from serve.models.parts import Part, Rows, head_rows
+from serve.models.shard import WHOLE, Shard
 from serve.models.spec import ModelSpec
 from serve.models.tensors import TensorSource
 
@@ -30,7 +31,8 @@ class Stored:
 
 
 class Assembler:
-    """Builds one model. q_first: q has a product of its own, so that memory nodes start earlier."""
+    """Builds one model, or a shard of it. q_first: q has a product of its own, so that memory nodes
+    start earlier."""
 
     def __init__(
         self,
@@ -41,54 +43,65 @@ class Assembler:
         backend: Backend,
         *,
         q_first: bool,
+        shard: Shard = WHOLE,
     ) -> None:
+        self._shard = shard
         self._spec = spec
         self._names = names
         self._stored = stored
         self._source = source
         self._backend = backend
         self._q_first = q_first
-        self._rotations = {rope: index for index, rope in enumerate(spec.ropes)}
+        self._rotations = {rope: index for index, rope in enumerate(shard.spec(spec).ropes)}
 
     def decoder(self, layers: Iterable[int]) -> DecoderWeights:
-        """Builds everything; layers yields the numbers of all layers."""
-        spec, names, prefix = self._spec, self._names, self._stored.prefix
-        has_projections = spec.embed_size != spec.hidden_size
-        final_norm = self._norm(prefix + names.final_norm) if spec.has_final_norm else None
-        embed = f"{prefix}{names.embed}"
-        table = self._source.table(f"{embed}.weight", (spec.vocab_size, spec.embed_size))
-        blocks = []
+        """Builds everything; layers yields the numbers of the shard's layers."""
+        spec, shard, prefix = self._spec, self._shard, self._stored.prefix
+        weights = DecoderWeights(blocks=[])
+        if shard.is_first(spec.num_layers) or spec.per_layer_vocab:
+            self._add_embedding(weights)
         for index in layers:
-            blocks.append(self._block(spec.layers[index], prefix + names.layer.format(index)))
+            at = prefix + self._names.layer.format(index)
+            weights.blocks.append(self._block(spec.layers[index], at))
             self._source.end_layer()
-        positions = project_in = project_out = None
+        if shard.is_last(spec.num_layers):
+            self._add_head(weights)
+        if spec.per_layer_vocab:
+            weights.per_layer = self._per_layer_tables(prefix)
+        return weights
+
+    def _add_embedding(self, weights: DecoderWeights) -> None:
+        """Adds what turns token ids into the first hidden state; every rank has it whole."""
+        spec, names, prefix = self._spec, self._names, self._stored.prefix
+        shape = spec.vocab_size, spec.embed_size
+        weights.embed = self._source.table(f"{prefix}{names.embed}.weight", shape)
         if spec.num_positions:
-            shape = (spec.num_positions, spec.hidden_size)
-            positions = self._source.table(f"{prefix}{names.positions}.weight", shape)
-        if has_projections:
+            shape = spec.num_positions, spec.hidden_size
+            weights.positions = self._source.table(f"{prefix}{names.positions}.weight", shape)
+        if spec.embed_size != spec.hidden_size:
             inner = Part(prefix + names.project_in, spec.hidden_size)
+            weights.project_in = self._source.product([inner], spec.embed_size)
+
+    def _add_head(self, weights: DecoderWeights) -> None:
+        """Adds what turns the last hidden state into logits."""
+        spec, names, prefix, shard = self._spec, self._names, self._stored.prefix, self._shard
+        norm = self._norm(prefix + names.final_norm) if spec.has_final_norm else None
+        if spec.embed_size != spec.hidden_size:
             outer = Part(prefix + names.project_out, spec.embed_size)
-            project_in = self._source.product([inner], spec.embed_size)
-            project_out = self._source.product([outer], spec.hidden_size, fusion=Fusion(final_norm))
-            final_norm = None
+            fusion = Fusion(norm)
+            weights.project_out = self._source.product([outer], spec.hidden_size, fusion=fusion)
+            norm = None
+        weights.final_norm = norm
+        module = self._stored.head or f"{prefix}{names.embed}"
         head = self._source.product(
-            [Part(self._stored.head or embed, spec.vocab_size)],
+            [shard.part(Part(module, spec.vocab_size))],
             spec.embed_size,
             has_bias=spec.has_head_bias,
-            fusion=Fusion(final_norm),
+            fusion=Fusion(norm),
             scale=spec.logit_scale,
             is_head=True,
         )
-        return DecoderWeights(
-            embed=table,
-            positions=positions,
-            project_in=project_in,
-            blocks=blocks,
-            project_out=project_out,
-            head=head,
-            final_norm=final_norm,
-            per_layer=self._per_layer_tables(prefix) if spec.per_layer_vocab else None,
-        )
+        weights.head = shard.linear(head, spec.vocab_size)
 
     def _per_layer_tables(self, prefix: str) -> PerLayerTables:
         spec = self._spec
@@ -109,7 +122,9 @@ class Assembler:
         mlp_in = attn_in if layer.is_parallel else None
         if "mlp_in" in norms:
             mlp_in = self._norm(at + names.mlp_in)
-        mlps = MlpAssembler(self._spec, names, self._source, self._backend, self._norm)
+        mlps = MlpAssembler(
+            self._spec, names, self._source, self._backend, self._norm, self._shard
+        )
         after = {
             place: self._norm(at + getattr(names, place)) if place in norms else None
             for place in ("attn_out", "mlp_out", "attn_sum", "mlp_sum")
@@ -146,10 +161,16 @@ class Assembler:
         rotation = None if spec.rope is None else self._rotations[spec.rope]
         if isinstance(spec, LatentSpec):
             assert rotation is not None, "latent attention always rotates"
-            latent = LatentAssembler(self._spec, spec, self._names, at, self._source, self._backend)
+            latent = LatentAssembler(
+                self._spec, spec, self._names, at, self._source, self._backend, self._shard
+            )
             return latent.attention(fusion, rotation, q_first=self._q_first)
-        hidden, source = self._spec.hidden_size, self._source
+        hidden, source, shard = self._spec.hidden_size, self._source, self._shard
+        own = shard.attention(spec)
+        assert isinstance(own, AttentionSpec)
         q, kv = self._qkv_parts(spec, at)
+        q = [shard.heads(part, spec.num_heads) for part in q]
+        kv = [shard.heads(part, spec.num_kv_heads) for part in kv]
         q_op: LinearOp | None = None
         kv_op: LinearOp | None = None
         if self._q_first or not kv:
@@ -160,37 +181,49 @@ class Assembler:
             kv_op = source.product(
                 _merged([*q, *kv]), hidden, has_bias=spec.has_qkv_bias, fusion=fusion
             )
+        o = source.product(
+            [shard.part(Part(at + self._names.o, hidden))],
+            spec.q_size,
+            has_bias=spec.has_o_bias,
+            scale=self._spec.residual_scale,
+        )
         weights = AttentionWeights(
-            spec=spec,
+            spec=own,
             backend=self._backend,
             norm_eps=self._spec.norm_eps,
             q=q_op,
             qkv=kv_op,
-            o=source.product(
-                [Part(at + self._names.o, hidden)],
-                spec.q_size,
-                has_bias=spec.has_o_bias,
-                scale=self._spec.residual_scale,
-            ),
+            o=shard.linear(o, hidden, num_in=spec.q_size, in_unit=own.q_size),
             rotation=rotation,
         )
-        if spec.qk_norm is not None:
-            weights.q_norm = self._qk_norm(
-                spec, spec.qk_norm, at + self._names.q_norm, spec.num_heads
-            )
-            if spec.shares is None:
-                weights.k_norm = self._qk_norm(
-                    spec, spec.qk_norm, at + self._names.k_norm, spec.num_kv_heads
-                )
+        self._add_qk_norms(weights, spec, at)
         if spec.has_v_norm and spec.shares is None:
             weights.v_norm = source.ones(spec.head_dim)
         if spec.has_gate:
-            gate = Part(at + self._names.gate, spec.q_size)
+            gate = shard.heads(Part(at + self._names.gate, spec.q_size), spec.num_heads)
             weights.gate = source.product([gate], hidden, fusion=fusion)
         if spec.has_sinks:
             sinks = source.vector(at + self._names.sinks, (spec.num_heads,), dtype=torch.float32)
-            weights.sinks = None if sinks is None else tuple(sinks.tolist())
+            if sinks is not None:
+                first = shard.rank * own.num_heads
+                weights.sinks = tuple(sinks[first : first + own.num_heads].tolist())
         return weights
+
+    def _add_qk_norms(self, weights: AttentionWeights, spec: AttentionSpec, at: str) -> None:
+        norm, shard, own = spec.qk_norm, self._shard, weights.spec
+        if norm is None:
+            return
+        weights.q_norm = self._qk_norm(spec, norm, at + self._names.q_norm, spec.num_heads)
+        if spec.shares is None:
+            weights.k_norm = self._qk_norm(spec, norm, at + self._names.k_norm, spec.num_kv_heads)
+        if shard.size == 1:
+            return
+        if norm.scope == "all":  # a norm over all heads reads whole rows
+            weights.q_columns = shard.columns(spec.q_size, own.q_size)
+            weights.k_columns = shard.columns(spec.kv_size, own.kv_size)
+        elif norm.scope == "each":
+            weights.q_norm = shard.own_rows(weights.q_norm)
+            weights.k_norm = shard.own_rows(weights.k_norm)
 
     def _qkv_parts(self, spec: AttentionSpec, at: str) -> tuple[list[Part], list[Part]]:
         """Returns the parts of q, and those of k and v; none where K/V is another layer's."""

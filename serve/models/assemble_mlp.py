@@ -13,6 +13,7 @@ from serve.models.blocks import DenseMlp, MixtureMlp, Mlp, SideBySideMlp
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 from serve.models.families.names import ExpertNames, WeightNames
 from serve.models.parts import Part
+from serve.models.shard import Shard
 from serve.models.spec import ModelSpec
 from serve.models.tensors import TensorSource
 from serve.models.xielu import Xielu
@@ -28,7 +29,9 @@ class MlpAssembler:
         source: TensorSource,
         backend: Backend,
         norm: Callable[[str], Norm],
+        shard: Shard,
     ) -> None:
+        self._shard = shard
         self._spec = spec
         self._names = names
         self._source = source
@@ -56,18 +59,20 @@ class MlpAssembler:
     def _dense(
         self, mlp: MlpSpec, up: tuple[str, ...], down: str, fusion: Fusion, scale: float
     ) -> DenseMlp:
-        hidden, source = self._spec.hidden_size, self._source
+        hidden, source, shard = self._spec.hidden_size, self._source, self._shard
         is_xielu = mlp.activation == "xielu"
         if not is_xielu:
             fusion = fusion._replace(activation=mlp.activation, is_gated=mlp.is_gated)
         num_parts = 2 if mlp.is_gated else 1
         sizes = [mlp.size] * num_parts if len(up) == num_parts else [num_parts * mlp.size]
         parts = [Part(name, size) for name, size in zip(up, sizes, strict=True)]
+        parts = shard.ups(parts, is_gated=mlp.is_gated)
         up_op = source.product(parts, hidden, has_bias=mlp.has_bias, fusion=fusion)
         if is_xielu:
             up_op = Xielu.after(up_op, down.rpartition(".")[0] + ".act_fn", source)
-        down_op = source.product([Part(down, hidden)], mlp.size, has_bias=mlp.has_bias, scale=scale)
-        return DenseMlp(up_op, down_op)
+        down_part = shard.part(Part(down, hidden))
+        down_op = source.product([down_part], mlp.size, has_bias=mlp.has_bias, scale=scale)
+        return DenseMlp(shard.linear(up_op, mlp.size), shard.linear(down_op, hidden))
 
     # -- mixtures
 
@@ -89,16 +94,13 @@ class MlpAssembler:
         self, mixture: MixtureSpec, names: ExpertNames, at: str, norm: Norm | None
     ) -> MixtureMlp:
         experts = [self._expert(mixture, names, at, index) for index in range(mixture.num_experts)]
-        built = MixtureMlp(
-            self._backend,
-            norm,
-            self._router(mixture, names, at),
-            self._source.experts(
-                [up for up, _ in experts],
-                [down for _, down in experts],
-                scales_input=mixture.scales_input,
-            ),
+        op = self._source.experts(
+            [up for up, _ in experts],
+            [down for _, down in experts],
+            scales_input=mixture.scales_input,
         )
+        op = self._shard.experts(op, mixture.expert.size, self._spec.hidden_size)
+        built = MixtureMlp(self._backend, norm, self._router(mixture, names, at), op)
         if mixture.is_router_normed:
             # the router's own scales are part of its weight
             ones = self._source.ones(self._spec.hidden_size)
@@ -124,10 +126,10 @@ class MlpAssembler:
         hidden, mlp = self._spec.hidden_size, mixture.expert
         fusion = Fusion(None, mlp.activation, mlp.is_gated)
         scale = self._spec.residual_scale
-        up = self._source.product(
-            _up_parts(mixture, names, at, index), hidden, has_bias=mlp.has_bias, fusion=fusion
-        )
-        down_part = _part(names, at + names.down, hidden, index, mixture.num_experts)
+        parts = self._shard.ups(_up_parts(mixture, names, at, index), is_gated=mlp.is_gated)
+        up = self._source.product(parts, hidden, has_bias=mlp.has_bias, fusion=fusion)
+        whole = _part(names, at + names.down, hidden, index, mixture.num_experts)
+        down_part = self._shard.part(whole)
         return up, self._source.product([down_part], mlp.size, has_bias=mlp.has_bias, scale=scale)
 
     def _router(self, mixture: MixtureSpec, names: ExpertNames, at: str) -> Router:

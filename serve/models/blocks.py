@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from memory.attention.seam import Attention, Pending, Rotation
 from ops.backend import Backend, ExpertsOp, LinearOp, Norm, Router
 from ops.linear import apply_norm
+from ops.sharded import Columns
 from serve.models.families.layer_spec import AttentionSpec, QKNorm, QueryScaling
 
 
@@ -37,7 +39,8 @@ class AttentionWeights:
 
     qkv computes q, k and v side by side, or only k and v if q has a product of its own, which runs
     first, so that memory nodes can start; None where a layer reads another layer's K/V. gate
-    computes the logits of the output's gates.
+    computes the logits of the output's gates. q_columns, k_columns: all heads' columns, where a
+    norm over them is divided among ranks.
     """
 
     spec: AttentionSpec
@@ -52,6 +55,8 @@ class AttentionWeights:
     gate: LinearOp | None = None
     rotation: int | None = None  # its number in RowInputs.rotations
     sinks: tuple[float, ...] | None = None
+    q_columns: Columns | None = None
+    k_columns: Columns | None = None
 
     def attend(self, index: int, x: Tensor, inputs: RowInputs, attention: Attention) -> Pending:
         """Passes q to attention before k and v are computed."""
@@ -86,7 +91,7 @@ class AttentionWeights:
     def output(self, attended: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
         """Returns the output's product for attended: [T, H, D] of the block's input x."""
         if self.gate is not None:
-            gates = self.gate(x).sigmoid().view(len(x), attended.shape[1], -1)
+            gates = row_sigmoid(self.gate(x)).reshape(len(x), attended.shape[1], -1)
             attended = attended * gates.to(attended.dtype)
         return self.o(attended.flatten(1), residual=residual)
 
@@ -94,27 +99,36 @@ class AttentionWeights:
         self, x: Tensor, weight: Tensor | None, rotation: Rotation | None, *, is_query: bool
     ) -> tuple[Tensor, Rotation | None]:
         """Returns q or k: [T, H, D], normalized and rotated; attention rotates k if it can."""
-        norm = self.spec.qk_norm
+        norm, columns = self.spec.qk_norm, self.q_columns if is_query else self.k_columns
         is_rotated_here = is_query or (norm is not None and norm.follows_rope)
         if norm is not None and not norm.follows_rope:
-            x = self._normed(x, norm, weight)
+            x = self._normed(x, norm, weight, columns)
         if rotation is not None and is_rotated_here:
             x, rotation = self.backend.rotary(x, *rotation), None
         if norm is not None and norm.follows_rope:
-            x = self._normed(x, norm, weight)
+            x = self._normed(x, norm, weight, columns)
         return x, rotation
 
-    def _normed(self, x: Tensor, norm: QKNorm, weight: Tensor | None) -> Tensor:
-        """Normalizes x: [T, H, D], which may have strided rows."""
+    def _normed(
+        self, x: Tensor, norm: QKNorm, weight: Tensor | None, columns: Columns | None
+    ) -> Tensor:
+        """Normalizes x: [T, H, D], which may have strided rows. columns: those of all heads, of
+        which x has one rank's."""
         assert weight is not None, "norms without weights have ones"
         rows, heads, dim = x.shape
         if norm.kind == "rms" and norm.scope == "head":
             return self.backend.rms_norm(x, weight, self.norm_eps)
         if norm.scope == "all":
             flat = x.reshape(rows, heads * dim)
+            if columns is not None:
+                flat = columns.gather(flat)
             if norm.kind == "rms":
-                return self.backend.rms_norm(flat, weight, self.norm_eps).view(rows, heads, dim)
-            return self.backend.layer_norm(flat, weight, None, self.norm_eps).view(x.shape)
+                flat = self.backend.rms_norm(flat, weight, self.norm_eps)
+            else:
+                flat = self.backend.layer_norm(flat, weight, None, self.norm_eps)
+            if columns is not None:
+                flat = flat[:, columns.own].contiguous()
+            return flat.view(rows, heads, dim)
         ones = weight.new_ones(dim)
         if norm.kind == "rms":
             return self.backend.rms_norm(x, ones, self.norm_eps) * weight
@@ -126,6 +140,14 @@ def query_factors(scaling: QueryScaling, positions: Tensor) -> Tensor:
     """Returns the factors of the queries at positions: [T], [T] fp32."""
     steps = ((positions + scaling.offset) // scaling.length).float()
     return 1 + scaling.beta * torch.log1p(steps)
+
+
+def row_sigmoid(x: Tensor) -> Tensor:
+    """Returns the sigmoid of x: [T, N]. A row's bits depend neither on other rows nor on how
+    columns are divided among ranks: torch computes the last values of a tensor, fewer than 32, in
+    another way."""
+    missing = -x.shape[1] % 32
+    return functional.pad(x, (0, missing)).sigmoid()[:, : x.shape[1]] if missing else x.sigmoid()
 
 
 class Mlp(Protocol):

@@ -67,10 +67,12 @@ class Checkpoint:
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Announces the tensors that will be fetched; files ignore it."""
 
-    def fetch(self, name: str, index: int | None = None) -> Tensor:
+    def fetch(self, name: str, index: int | None = None, rows: slice | None = None) -> Tensor:
         """Returns the tensor, mapped from the file, or the part [index] of its first dimension (if
-        it has one), which is read alone. ModelLoadError if it is not finite."""
+        it has one), or `rows` of that; only these are read. ModelLoadError if it is not finite."""
         tensor = self._read(name, index)
+        if rows is not None:
+            tensor = tensor[rows]
         if not all_finite(tensor):
             raise ModelLoadError(f"{self.entries[name].file}: tensor {name} holds NaN or infinity")
         return tensor

@@ -36,18 +36,19 @@ class PerLayerTables:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """The weights of a model. embed: [vocab, embed_size], positions: [rows, hidden], in file dtype.
+    """The weights of a model, or of a stage of it, which may lack the embedding or the head.
 
-    The first product after the blocks (project_out or head) includes the final norm. final_norm is
-    the head's, for callers that need the head's input.
+    embed: [vocab, embed_size], positions: [rows, hidden], in file dtype. The first product after
+    the blocks (project_out or head) includes the final norm. final_norm is the head's, for callers
+    that need the head's input.
     """
 
-    embed: Tensor
-    positions: Tensor | None
-    project_in: LinearOp | None
     blocks: list[Block]
-    project_out: LinearOp | None
-    head: LinearOp
+    embed: Tensor | None = None
+    positions: Tensor | None = None
+    project_in: LinearOp | None = None
+    project_out: LinearOp | None = None
+    head: LinearOp | None = None
     final_norm: Norm | None = None
     per_layer: PerLayerTables | None = None
 
@@ -88,8 +89,15 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int | None = None,
+        *,
+        first_layer: int = 0,
+        is_sharded: bool = False,
     ) -> None:
-        """max_model_len: the longest context that is served; None: the model's."""
+        """max_model_len: the longest context that is served; None: the model's. A stage of a model
+        begins with first_layer; spec has its layers. is_sharded: results are buffers that other
+        ranks write, too (ops/sharded.py)."""
+        self._first_layer = first_layer
+        self._is_sharded = is_sharded
         self.spec = spec
         self.weights = weights
         self.dtype = dtype
@@ -104,34 +112,55 @@ class Decoder:
             for layer, block in zip(self.spec.attention_layers, self.weights.blocks, strict=True)
         ]
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Returns [T, hidden] before the final norm, for input_ids, positions: [T] int64."""
-        slices = self.slices(input_ids, positions, attention)
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Returns [T, hidden] before the final norm, for input_ids, positions: [T] int64.
+
+        hidden: [T, hidden] of the stage before, for a stage that is not the first.
+        """
+        slices = self.slices(input_ids, positions, attention, hidden)
         while True:
             try:
                 next(slices)
             except StopIteration as end:
-                hidden: Tensor = end.value
-                return hidden
+                result: Tensor = end.value
+                return result
 
-    def slices(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Slices:
+    def slices(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        hidden: Tensor | None = None,
+    ) -> Slices:
         """Yields before each wait for attention, then returns `forward`'s result.
 
         Closing the generator abandons the pass.
         """
-        x = self._embed(input_ids, positions)
+        x = self._embed(input_ids, positions) if hidden is None else hidden
         rotations = [table.lookup(positions) for table in self._rotary]
-        inputs = RowInputs(rotations, positions, self._per_layer_inputs(input_ids, x))
+        per_layer = None
+        if self.weights.per_layer is not None:
+            embedded = x if hidden is None else self._embed(input_ids, positions)
+            per_layer = self._per_layer_inputs(self.weights.per_layer, input_ids, embedded)
+        inputs = RowInputs(rotations, positions, per_layer)
         for index, block in enumerate(self.weights.blocks):
             pending = block.attention.attend(index, x, inputs, attention)
             yield
-            x = block.finish(self._backend, pending.wait(), x, inputs, index)
-        return x
+            number = self._first_layer + index
+            x = block.finish(self._backend, pending.wait(), x, inputs, number)
+        return x.clone() if self._is_sharded else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns [R, vocab] fp32 for hidden: [R, hidden] of `forward`."""
         if self.weights.project_out is not None:
             hidden = self.weights.project_out(hidden)
+        assert self.weights.head is not None, "the last stage computes logits"
         logits = self.weights.head(hidden).float()
         cap = self.spec.logit_soft_cap
         return logits if cap == 0 else torch.tanh(logits / cap) * cap
@@ -145,6 +174,7 @@ class Decoder:
 
     def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         weights = self.weights
+        assert weights.embed is not None, "the first stage embeds"
         x = functional.embedding(input_ids, weights.embed).to(self.dtype)
         if self.spec.embed_scale != 1.0:
             x = x * self.spec.embed_scale
@@ -155,14 +185,11 @@ class Decoder:
             x = x + functional.embedding(rows, weights.positions).to(self.dtype)
         return x
 
-    def _per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
+    def _per_layer_inputs(self, tables: PerLayerTables, input_ids: Tensor, x: Tensor) -> Tensor:
         """Returns what blocks add after their MLPs, [layers, T, size], for embeddings x."""
-        tables = self.weights.per_layer
-        if tables is None:
-            return None
-        shape = (len(x), self.spec.num_layers, -1)
+        size = tables.norm.weight.shape[0]
+        shape = (len(x), -1, size)
         embedded: Tensor = functional.embedding(input_ids, tables.embed).to(self.dtype).view(shape)
-        size = embedded.shape[-1]
         projected: Tensor = self._backend.rms_norm(
             tables.project(x).view(shape), tables.norm.weight, tables.norm.eps
         )

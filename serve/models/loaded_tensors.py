@@ -153,14 +153,20 @@ class LoadedTensors:
         self._checkpoint.release()
 
     def _weight(self, part: Part, is_transposed: bool) -> Tensor:
-        stored = self._checkpoint.fetch(part.weight, part.index)
-        if part.is_transposed or is_transposed:
-            stored = stored.t()
+        if not (part.is_transposed or is_transposed):
+            return self._rows(part.weight, part)
+        stored = self._checkpoint.fetch(part.weight, part.index).t()
         return stored if part.rows is None else stored[part.rows]
 
     def _bias(self, part: Part) -> Tensor:
-        stored = self._checkpoint.fetch(part.bias_name, part.index)
-        return self._cast(stored if part.rows is None else stored[part.rows])
+        return self._cast(self._rows(part.bias_name, part))
+
+    def _rows(self, name: str, part: Part) -> Tensor:
+        """Returns the rows of a part; a shard reads no others."""
+        if isinstance(part.rows, slice):
+            return self._checkpoint.fetch(name, part.index, part.rows)
+        stored = self._checkpoint.fetch(name, part.index)
+        return stored if part.rows is None else stored[part.rows]
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, self._weight_dtype or tensor.dtype)

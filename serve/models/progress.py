@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc as abc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,19 +25,19 @@ class LoadProgress:
     check: Callable[[], object] = object
     finish: Callable[[], object] = object
 
-    def layers(self, spec: ModelSpec) -> Iterator[int]:
-        """Yields the indices of the layers while they are loaded."""
+    def layers(self, spec: ModelSpec, numbers: abc.Sequence[int]) -> Iterator[int]:
+        """Yields the numbers of layers while they are loaded."""
         is_drawn = (
             self.is_shown and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         )
         try:
-            for index in range(spec.num_layers):
+            for index, number in enumerate(numbers):
                 self.check()
                 if is_drawn:
-                    done = _BAR_CHARS * index // spec.num_layers
+                    done = _BAR_CHARS * index // len(numbers)
                     bar = "#" * done + "." * (_BAR_CHARS - done)
-                    _write(f"\rloading {spec.model_type} [{bar}] {index}/{spec.num_layers} layers")
-                yield index
+                    _write(f"\rloading {spec.model_type} [{bar}] {index}/{len(numbers)} layers")
+                yield number
             self.finish()
         finally:
             if is_drawn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,21 +11,18 @@ from torch import Tensor
 
 from serve.models.checkpoint import Checkpoint, TensorEntry
 
-_SEED = 0
-
-
 class RandomCheckpoint(Checkpoint):
     """A checkpoint with every expected tensor in bf16.
 
     Matrices are normal with deviation 1 / sqrt(inputs), norms are one, biases zero. The values are
-    the same at every start on one kind of device.
+    the same at every start on one kind of device, and on every rank of a group.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
         self._device = device
-        self._generator = torch.Generator(device).manual_seed(_SEED)
+        self._generator = torch.Generator(device)
 
     def find_prefix(self, prefixes: Sequence[str], name: str) -> str:
         return prefixes[0]
@@ -33,15 +31,19 @@ class RandomCheckpoint(Checkpoint):
         for name, shape in shapes.items():
             self.entries[name] = TensorEntry(self.path, shape, "BF16")
 
-    def fetch(self, name: str, index: int | None = None) -> Tensor:
+    def fetch(self, name: str, index: int | None = None, rows: slice | None = None) -> Tensor:
         shape, kind = self.entries[name].shape, torch.bfloat16
         if index is not None:
             shape = shape[1:]
         if len(shape) == 1:
             make = torch.zeros if name.endswith(".bias") else torch.ones
-            return make(shape, dtype=kind, device=self._device)
+            made = make(shape, dtype=kind, device=self._device)
+            return made if rows is None else made[rows]
+        # a tensor's values depend on its name alone, because ranks draw different tensors
+        self._generator.manual_seed(zlib.crc32(f"{name} {index}".encode()))
         made = torch.empty(shape, dtype=kind, device=self._device)
-        return made.normal_(0, shape[-1] ** -0.5, generator=self._generator)
+        made.normal_(0, shape[-1] ** -0.5, generator=self._generator)
+        return made if rows is None else made[rows]
 
     def is_zero(self, name: str) -> bool:
         return False

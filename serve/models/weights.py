@@ -30,6 +30,7 @@ from serve.models.loaded_tensors import LoadedTensors
 from serve.models.packed import PackedProducts
 from serve.models.progress import LoadProgress
 from serve.models.random_checkpoint import RandomCheckpoint
+from serve.models.shard import WHOLE, Shard
 from serve.models.spec import ModelSpec, read_spec
 from serve.models.tensors import ExpectedTensors, MakeLinear, ParameterCounts
 
@@ -49,8 +50,9 @@ def load_model(
     is_random: bool = False,
     max_model_len: int | None = None,
     progress: LoadProgress | None = None,
+    shard: Shard = WHOLE,
 ) -> Decoder:
-    """Loads a Hugging Face directory as a decoder that computes in `dtype`.
+    """Loads a Hugging Face directory, or a shard of it, as a decoder that computes in `dtype`.
 
     make_linear packs each product (default: the backend's), make_head the last one (default:
     make_linear), from parts [out_i, in] in `dtype`, or in the file's type with keep_weight_dtype.
@@ -87,8 +89,9 @@ def load_model(
         unpack=unpack,
         is_transposed=is_transposed,
     )
-    layers = (progress or LoadProgress()).layers(spec)
-    weights = Assembler(spec, names, stored, loaded, backend, q_first=q_first).decoder(layers)
+    layers = (progress or LoadProgress()).layers(spec, shard.numbers(spec.num_layers))
+    assembler = Assembler(spec, names, stored, loaded, backend, q_first=q_first, shard=shard)
+    weights = assembler.decoder(layers)
     checkpoint.release()
     if loaded.num_ungrouped and backend.quantized is not None:
         logger.warning(
@@ -96,7 +99,16 @@ def load_model(
             "reordered inputs (desc_act) or several formats, or the device has no kernel for them",
             loaded.num_ungrouped,
         )
-    return Decoder(spec, weights, backend, dtype, backend.device, max_model_len)
+    return Decoder(
+        shard.spec(spec),
+        weights,
+        backend,
+        dtype,
+        backend.device,
+        max_model_len,
+        first_layer=shard.numbers(spec.num_layers).start,
+        is_sharded=shard.size > 1,
+    )
 
 
 def expect_tensors(spec: ModelSpec, checkpoint: Checkpoint | None = None) -> ExpectedTensors:

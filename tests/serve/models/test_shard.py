@@ -1,0 +1,140 @@
+"""A model whose products are divided among ranks, or cut into stages, has the bits of one rank."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+
+import pytest
+import torch
+
+from ops import get_backend
+from serve.errors import ConfigError
+from serve.models import Decoder, load_model, read_spec
+from serve.models.shard import WHOLE, Shard
+from tests.support.engine.checkpoints import VARIANTS, checkpoint, edit_json
+from tests.support.engine.decoders import ListAttention, token_ids
+from tests.support.group.thread_ranks import on_ranks
+from tests.support.profile import every_day
+
+CHUNKS = [9, 1, 5, 1]
+
+
+def load(path, dtype: str, shard: Shard, *, is_random: bool = False) -> Decoder:
+    load_part = functools.partial(load_model, path, shard=shard, is_random=is_random)
+    backend = get_backend("cpu")
+    if dtype == "float32":
+        return load_part(dtype=torch.float32, backend=backend, unpack=True)
+    quantized = backend.quantized
+    make = functools.partial(quantized.rounded4, group=32, is_nf4=dtype == "nf4")
+    return load_part(
+        dtype=torch.float32,
+        backend=backend,
+        make_linear=quantized.int8 if dtype == "int8" else make,
+        make_head=functools.partial(quantized.int8, is_head=True),
+        keep_weight_dtype=True,
+    )
+
+
+def run(stages: list[Decoder], ids: list[int]) -> torch.Tensor:
+    """Returns the logits of all positions, computed in chunks by a model's stages."""
+    attentions = [ListAttention(stage.attention_layers()) for stage in stages]
+    parts, start = [], 0
+    for length in CHUNKS:
+        positions, hidden = torch.arange(start, start + length), None
+        rows = torch.tensor(ids[start : start + length])
+        for stage, attention in zip(stages, attentions, strict=True):
+            hidden = stage.forward(rows, positions, attention, hidden)
+        parts.append(stages[-1].logits(hidden).clone())
+        start += length
+    return torch.cat(parts)
+
+
+def ids_of(path) -> list[int]:
+    return token_ids(sum(CHUNKS), read_spec(path).vocab_size)
+
+
+def check_ranks(path, dtype: str, size: int, *, is_random: bool = False) -> None:
+    ids = ids_of(path)
+    whole = run([load(path, dtype, WHOLE, is_random=is_random)], ids)
+
+    def work(exchange):
+        shard = Shard(exchange.rank, size, None, exchange)
+        return run([load(path, dtype, shard, is_random=is_random)], ids)
+
+    for logits in on_ranks(size, work):
+        assert torch.equal(logits, whole)
+
+
+def can_divide(path, size: int) -> bool:
+    try:
+        Shard(0, size).spec(read_spec(path))
+    except ConfigError as error:
+        assert "tensor_parallel_size" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", every_day([0, 1], ["float32", "int8", "nf4"]))
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_ranks_give_the_bits_of_one(variant, dtype):
+    path = checkpoint(variant.family, variant.name)
+    if not can_divide(path, 2):
+        pytest.skip("its heads cannot be divided in two")
+    check_ranks(path, dtype, 2)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_more_ranks(dtype, size, tmp_path):
+    """Experts, and widths of which the ranks have different numbers of columns."""
+    config = checkpoint("qwen3_moe", "head-24") / "config.json"
+    shutil.copy(config, tmp_path)
+
+    def widen(values):
+        values |= {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 16}
+        values |= {"hidden_size": 328, "moe_intermediate_size": 88}
+
+    edit_json(tmp_path / "config.json", widen)
+    check_ranks(tmp_path, dtype, size, is_random=True)
+
+
+@pytest.mark.parametrize("dtype", every_day([0, 1], ["float32", "int8", "nf4"]))
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_stages_give_the_bits_of_one(variant, dtype):
+    path = checkpoint(variant.family, variant.name)
+    spec, ids = read_spec(path), ids_of(path)
+    if spec.num_layers < 2:
+        pytest.skip("it has one layer")
+    cuts = [(0, 1), (1, spec.num_layers - 1)]
+    try:
+        for cut in cuts:
+            Shard(layers=cut).spec(spec)
+    except ConfigError as error:
+        assert "pipeline_parallel_size" in str(error)
+        pytest.skip("one stage must hold layers that share K/V")
+    stages = [load(path, dtype, Shard(layers=cut)) for cut in cuts]
+    assert stages[0].weights.head is None
+    assert spec.per_layer_vocab or stages[1].weights.embed is None
+    assert torch.equal(run(stages, ids), run([load(path, dtype, WHOLE)], ids))
+
+
+def test_stages_of_ranks_give_the_bits_of_one():
+    path = checkpoint("llama", "base")
+    ids = ids_of(path)
+
+    def work(exchange):
+        last = read_spec(path).num_layers - 1
+        cuts = [(0, last), (last, 1)]
+        return run(
+            [load(path, "int8", Shard(exchange.rank, 2, cut, exchange)) for cut in cuts], ids
+        )
+
+    for logits in on_ranks(2, work):
+        assert torch.equal(logits, run([load(path, "int8", WHOLE)], ids))
+
+
+def test_heads_that_cannot_be_divided_are_named():
+    path = checkpoint("llama", "base")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 5: .* heads cannot be divided"):
+        Shard(0, 5).spec(read_spec(path))
