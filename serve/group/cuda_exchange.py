@@ -83,9 +83,9 @@ class CudaExchange:
         begin, end = bounds[self.rank], bounds[self.rank + 1]
         own[:, : end - begin].copy_(buffer[:, begin:end])
         every = buffer.new_empty(self.size * rows, widest)
-        dist.all_gather_into_tensor(
-            every.view(torch.uint8), own.view(torch.uint8), group=self._group
-        )
+        gather = getattr(dist, "all_gather_single", None)  # its name since torch 2.13
+        gather = gather or dist.all_gather_into_tensor
+        gather(every.view(torch.uint8), own.view(torch.uint8), group=self._group)
         for rank, block in enumerate(every.view(self.size, rows, widest)):
             if rank != self.rank:
                 begin, end = bounds[rank], bounds[rank + 1]
