@@ -4,6 +4,7 @@ an all-gather of the process group (NCCL)."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ class CudaExchange:
         """Every rank of the group makes one at the same time. symmetric=None takes symmetric memory
         if all of them have it; True raises ExchangeError if they do not."""
         self.rank, self.size = group.rank(), group.size()
+        self.waited_s = 0.0  # of the host; devices wait on their own
         self.num_completed = 0
         self._group, self._device = group, device
         self._max_rows, self._max_row_bytes = max_rows, max_row_bytes
@@ -58,6 +60,7 @@ class CudaExchange:
 
     def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
         check_bounds(bounds, self.size, buffer.shape[1])
+        began = time.monotonic()
         try:
             if self._staging is None:
                 self._gather(buffer, bounds)
@@ -65,6 +68,8 @@ class CudaExchange:
                 self._staging.gather(buffer, bounds)
         except RuntimeError as error:
             raise ExchangeError(f"rank {self.rank}: {error}") from error
+        finally:
+            self.waited_s += time.monotonic() - began
         self.num_completed += 1
 
     def close(self) -> None:

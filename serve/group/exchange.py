@@ -2,8 +2,9 @@
 and all ranks need all of them. Nothing is summed, so the bits are those of one process.
 
 A step makes the same calls in the same order on every rank: `start_step`, and for each result
-`begin`, its columns, `complete`. A buffer is valid until NUM_SLOTS - 1 further calls of `begin`,
-and the other ranks may still read it until they call `complete` again.
+`begin`, its own columns, `complete`, before the next `begin`. A buffer is valid until the call of
+`begin` that is NUM_SLOTS - 1 later; it is not written again by this rank once it is complete, since
+the others read it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ __all__ = [
 class Exchange(Protocol):
     rank: int
     size: int
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds that this rank has spent in `complete`."""
+
+    @property
+    def num_completed(self) -> int:
+        """The number of results that are complete."""
 
     def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Returns a buffer of [rows, columns], of which this rank writes its own columns. Raises

@@ -12,7 +12,8 @@ from torch import Tensor
 from transport.arena import ExchangeError
 
 NUM_SLOTS = 8
-"""A buffer is valid until NUM_SLOTS - 1 further ones have been taken."""
+"""A buffer is valid until NUM_SLOTS - 1 further ones have been taken. The slot itself is reused one
+later, when every rank is known to have taken that many."""
 _SMALLEST_SLOT = 4096
 
 
@@ -45,6 +46,7 @@ class Ring:
                 f"{max_rows} rows of {max_row_bytes} bytes need a memory of {size} bytes; "
                 f"this has {self._bytes.numel()}"
             )
+        self._typed: dict[torch.dtype, Tensor] = {}  # the same memory as other numbers
         self._num_given: dict[int, int] = {}  # by the slot's size
 
     def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -55,7 +57,10 @@ class Ring:
         self._num_given[slot] = (number + 1) % NUM_SLOTS
         # All smaller slots lie before those of one size.
         at = NUM_SLOTS * (slot - _SMALLEST_SLOT) + number * slot
-        return self._bytes[at : at + size].view(dtype).view(rows, columns)
+        memory = self._typed.get(dtype)
+        if memory is None:
+            memory = self._typed[dtype] = self._bytes.view(dtype)
+        return memory.as_strided((rows, columns), (columns, 1), at // dtype.itemsize)
 
     def check(self, rows: int, row_bytes: int) -> None:
         if rows > self.max_rows or row_bytes > self.max_row_bytes:

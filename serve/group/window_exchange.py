@@ -69,8 +69,8 @@ class WindowExchange:
         self.num_completed += 1
 
     def abort(self) -> None:
-        """Makes this rank's `complete` raise Aborted; the others need to be told as well. Any
-        thread may call it."""
+        """Makes this rank's `complete` raise Aborted; the others need to be told as well. A rank
+        that posts to a full window sees it only after that. Any thread may call it."""
         self._is_aborted = True
 
     def join(self, generation: int) -> None:
