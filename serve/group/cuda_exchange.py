@@ -140,14 +140,13 @@ def symmetric_staging(
     if device.type != "cuda":
         return None
     half_bytes = -(-max_bytes // _ALIGNMENT) * _ALIGNMENT
-    memory = handle = None
-    try:
+    memory: Tensor | None = None
+    handle = None
+    with contextlib.suppress(ImportError, RuntimeError):
         from torch.distributed import _symmetric_memory as symmetric
 
         memory = symmetric.empty(2 * half_bytes, dtype=torch.uint8, device=device)
-    except (ImportError, RuntimeError):
-        pass
-    if not _all_have(group, device, memory is not None):
+    if not _all_have(group, device, memory is not None) or memory is None:
         return None
     with contextlib.suppress(RuntimeError):
         handle = symmetric.rendezvous(memory, group)

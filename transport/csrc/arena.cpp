@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -22,6 +23,7 @@ namespace {
 
 constexpr uint64_t MAGIC = 0x616e65726173'6d;  // "msarena"
 constexpr uint32_t VERSION = 1;
+constexpr int64_t PAUSE_NS = 2'000;
 constexpr int SEALS = F_SEAL_SHRINK | F_SEAL_GROW;
 
 void* map_control(int fd) {
@@ -123,14 +125,16 @@ int64_t Arena::missing() const {
 int64_t Arena::wait(int64_t deadline_ns) {
   int64_t set = missing();
   if (set == 0) return 0;
-  const int64_t spin_end = std::min(now_ns() + spin_ns_, deadline_ns);
-  do {
+  const int64_t began_ns = now_ns(), spin_end = std::min(began_ns + spin_ns_, deadline_ns);
+  for (int64_t now = began_ns; now < spin_end; now = now_ns()) {
     for (int i = 0; i < 32; i++) {
       if ((set = missing()) == 0) return 0;
       spin_pause();
     }
     if (is_over()) return ABORTED;
-  } while (now_ns() < spin_end);
+    // The rank that is due may wait for this core.
+    if (now - began_ns > PAUSE_NS) sched_yield();
+  }
   while ((set = missing()) != 0) {
     if (is_over()) return ABORTED;
     if (now_ns() >= deadline_ns) return set;
