@@ -169,7 +169,7 @@ def retries() -> Iterator[None]:
 def gloo(folder: str, rank: int, size: int) -> CudaExchange:
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(f"{folder}/store", size),
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=PATIENCE_S),
