@@ -182,6 +182,13 @@ def test_transport_quick():
         assert all(readings[f"{name} {2**k} B one way"] > 0 for k in (16, 18, 20, 22))
 
 
+def test_exchange_quick():
+    times = last_json(output_of("-m", "bench.kernels.exchange", "--quick"))
+    assert times["arena barrier"] > 0 and times["gloo barrier"] > 0
+    for name in ("arena", "shm", "gloo"):
+        assert all(times[f"{name} {rows} rows"] > 0 for rows in (1, 16, 512))
+
+
 def test_memory_nodes_quick(tmp_path):
     """More sequences run at once over nodes, with the same tokens, and layers are timed."""
     command = ("-m", "bench.nodes.memory_nodes", "equality", "capacity")

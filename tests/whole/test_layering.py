@@ -100,6 +100,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/text",
         "serve/models",
     ),
+    "serve/group": (),
     "serve/chat": ("serve", "serve/text"),
     "serve/loading": ("serve", "serve/runner", "serve/models"),
     "serve/runner": ("serve", "serve/scheduler", "serve/models"),

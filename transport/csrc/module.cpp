@@ -7,8 +7,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <system_error>
 
+#include "arena.h"
 #include "crc32c.h"
 #include "mirrored_channel.h"
 #include "python_writer.h"
@@ -99,6 +101,26 @@ uint32_t crc32c_at(uintptr_t address, size_t size, uint32_t crc) {
   return released_if_long(size, [&] { return crc32c(crc, reinterpret_cast<const void*>(address), size); });
 }
 
+// Returns 0 once all ranks have arrived, Arena::ABORTED, or the set of those that are missing.
+int64_t barrier(Arena& arena, double deadline_s) {
+  constexpr int64_t SLICE_NS = 500'000'000;  // a signal's Python handler runs between two slices
+  const int64_t began_ns = now_ns(), deadline_ns = began_ns + static_cast<int64_t>(std::clamp(deadline_s, 0.0, 1e6) * 1e9);
+  if (!arena.arrive()) return Arena::ABORTED;
+  int64_t missing;
+  do {
+    {
+      nb::gil_scoped_release release;
+      missing = arena.wait(std::min(deadline_ns, now_ns() + SLICE_NS));
+    }
+    if (missing > 0 && PyErr_CheckSignals() != 0) {
+      arena.leave(began_ns, false);
+      throw nb::python_error();
+    }
+  } while (missing > 0 && now_ns() < deadline_ns);
+  arena.leave(began_ns, missing == 0);
+  return missing;
+}
+
 template <class Error>
 void translate_to(const char* name) {
   nb::register_exception_translator(
@@ -133,6 +155,7 @@ NB_MODULE(_windows, m) {
   translate_to<CorruptMessage>("CorruptMessageError");
   translate_to<TimedOut>("TransportTimeoutError");
   translate_to<NoCrypto>("TransportError");
+  m.attr("ARENA_DATA_AT") = PAGE;
   m.attr("NUM_SLOTS") = NUM_SLOTS;
   m.attr("HEARTBEAT_S") = 1e-9 * HEARTBEAT_NS;
   m.attr("LOST_AFTER_S") = 1e-9 * LOST_AFTER_NS;
@@ -151,6 +174,21 @@ NB_MODULE(_windows, m) {
   m.def("x25519_shared", [](nb::bytes ours, nb::bytes theirs) {
     return bytes_of(x25519_shared(string_of(ours), string_of(theirs)));
   }, "private_key"_a, "public_key"_a);
+
+  m.def("create_arena_fd", &Arena::create_fd, "num_bytes"_a, "num_ranks"_a);
+  nb::class_<Arena>(m, "Arena")
+      .def(nb::init<int, int>(), "fd"_a, "rank"_a)
+      .def("join", &Arena::join, "generation"_a)
+      .def("barrier", &barrier, "deadline_s"_a)
+      .def("abort", &Arena::abort, "generation"_a)
+      .def("reset", &Arena::reset, "generation"_a)
+      .def_prop_ro("num_bytes", &Arena::num_bytes)
+      .def_prop_ro("num_ranks", &Arena::num_ranks)
+      .def_prop_ro("generation", &Arena::generation)
+      .def_prop_ro("is_aborted", &Arena::is_aborted)
+      .def_prop_ro("waited_s", &Arena::waited_s)
+      .def_prop_ro("num_barriers", &Arena::num_barriers)
+      .def_prop_rw("spin_s", &Arena::spin_s, &Arena::set_spin_s);
 
   nb::class_<Link>(m, "Link")
       .def_static("of_socket", [](int fd) { return std::make_shared<Link>(fd); }, "control_fd"_a)

@@ -1,0 +1,1 @@
+"""This package runs one model as a group of processes, each with a part of the weights."""

@@ -1,0 +1,100 @@
+"""Groups of exchanges whose ranks are threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import transport
+from serve.group import cuda_exchange
+from serve.group.cuda_exchange import CudaExchange, SymmetricStaging
+from serve.group.exchange import ArenaExchange, WindowExchange, ring_bytes
+from tests.support.transport.transport_rig import KEY, PATIENCE_S
+from transport.arena import Arena
+from transport.base import Endpoint
+
+ROWS, ROW_BYTES = 40, 4096
+WINDOW_BYTES = 64 << 10  # a message of 8 KiB: most results take several
+
+
+def endpoints_of(url: str, size: int) -> list[dict[int, Endpoint]]:
+    """Connects every rank to every other one."""
+    found: list[dict[int, Endpoint]] = [{} for _ in range(size)]
+    with closing(transport.listen(url, key=KEY, window_bytes=WINDOW_BYTES)) as listener:
+        for one in range(size):
+            for other in range(one):
+                there = transport.connect(listener.url, key=KEY, window_bytes=WINDOW_BYTES)
+                here = listener.accept(PATIENCE_S)
+                assert here is not None
+                found[one][other], found[other][one] = here, there
+    return found
+
+
+def arena_group(size: int, deadline_s: float) -> list[ArenaExchange]:
+    arena = Arena.create(ring_bytes(ROWS, ROW_BYTES), size, rank=0)
+    arenas = [arena, *(Arena.open(arena.fd, rank) for rank in range(1, size))]
+    return [ArenaExchange(arena, ROWS, ROW_BYTES, deadline_s) for arena in arenas]
+
+
+def window_group(url: str, size: int, deadline_s: float) -> list[WindowExchange]:
+    endpoints = endpoints_of(url, size)
+    return [WindowExchange(r, endpoints[r], ROWS, ROW_BYTES, deadline_s) for r in range(size)]
+
+
+def gloo_group(size: int) -> list[CudaExchange]:
+    store = dist.HashStore()
+
+    def make(rank: int) -> CudaExchange:
+        gloo = dist.ProcessGroupGloo(
+            dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=PATIENCE_S)
+        )
+        group = dist.ProcessGroup(store, rank, size)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        group._register_backend(torch.device("cpu"), kind, gloo)
+        group._set_default_backend(kind)
+        return CudaExchange(group, torch.device("cpu"), ROWS, ROW_BYTES)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(make, range(size)))
+
+
+class FakeHandle:
+    """Symmetric memory of threads, with the calls of torch's that are used."""
+
+    def __init__(self, rank: int, memories: Sequence[Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, len(memories)
+        self._memories, self._barrier = memories, barrier
+
+    def barrier(self, channel: int = 0) -> None:
+        self._barrier.wait(PATIENCE_S)
+
+    def get_buffer(
+        self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0
+    ) -> Tensor:
+        count = sizes[0] * sizes[1]
+        return self._memories[rank].view(dtype)[storage_offset:][:count].view(sizes)
+
+
+def symmetric_group(monkeypatch: pytest.MonkeyPatch, size: int) -> list[CudaExchange]:
+    half_bytes = ROWS * ROW_BYTES
+    memories = [torch.zeros(2 * half_bytes, dtype=torch.uint8) for _ in range(size)]
+    barrier = threading.Barrier(size)
+
+    def staging(group: Any, *_: object) -> SymmetricStaging:
+        return SymmetricStaging(FakeHandle(group.rank(), memories, barrier), half_bytes)
+
+    monkeypatch.setattr(cuda_exchange, "symmetric_staging", staging)
+    cpu = torch.device("cpu")
+    return [
+        CudaExchange(dist.ProcessGroup(dist.HashStore(), rank, size), cpu, ROWS, ROW_BYTES)
+        for rank in range(size)
+    ]
