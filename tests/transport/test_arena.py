@@ -280,7 +280,7 @@ def test_a_wake_up_that_never_comes_costs_one_slice(arenas):
 
 def pass_barriers(arena: Arena) -> None:
     while True:
-        arena.barrier(0.2)
+        arena.barrier(0.5)
 
 
 def arrive_without_waking(arena: Arena, rank: int) -> None:
