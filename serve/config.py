@@ -109,6 +109,9 @@ class EngineSettings(TypedDict, total=False):
     tokenize_threads: int
     compute_threads: int | None
     tune: bool
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    group_restart_s: float
     tool_parser: str
     reasoning_parser: str
     reasoning_budget: int | None
@@ -181,6 +184,11 @@ class EngineConfig:
     compute_threads: the number of cores that compute; None takes all that the affinity mask and
         the cgroup's quota allow.
     tune: whether the first start on a GPU measures which kernel is fastest for each product.
+    tensor_parallel_size: the number of processes that divide every layer's products and heads.
+    pipeline_parallel_size: the number of stages into which the layers are divided. The engine
+        starts the other processes of tensor_parallel_size * pipeline_parallel_size; results are the
+        same to the last bit on any number of them.
+    group_restart_s: how long requests wait for a lost process to be replaced, in seconds.
     tool_parser: the format in which the model writes tool calls: "hermes", "llama3_json",
         "mistral", "none" (tools are refused), or "auto" (decided by its chat template).
     reasoning_parser: the format in which the model marks its reasoning: "deepseek_r1" (<think>),
@@ -229,6 +237,9 @@ class EngineConfig:
     tokenize_threads: int = 2
     compute_threads: int | None = None
     tune: bool = True
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    group_restart_s: float = 120.0
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     reasoning_budget: int | None = None
@@ -310,6 +321,8 @@ class EngineConfig:
             "memory_node_bytes",
             "tokenize_threads",
             "compute_threads",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -360,6 +373,11 @@ class EngineConfig:
     def batched_tokens(self) -> int:
         """The most rows of a step."""
         return self.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, self.max_num_seqs)
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that hold the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def chunk_tokens(self) -> int:

@@ -15,6 +15,7 @@ EngineCore; EngineCore knows neither.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import sys
@@ -33,6 +34,7 @@ from serve.engine.output_processor import OutputProcessor, Sink, StepRecord
 from serve.engine.overlapped_executor import make_executor
 from serve.engine.pools import ComputeThread, OutputThread, PromptPool
 from serve.engine.preprocessor import Encode, PreparedRequest, Preprocessor, prepare_sequences
+from serve.engine.recovery import MakeRecovery, Recovery
 from serve.engine.request_limits import RequestLimits
 from serve.engine.request_table import RequestState, RequestTable
 from serve.engine.stats import EngineStats, engine_stats
@@ -73,6 +75,7 @@ class EngineCore:
         limits: RequestLimits,
         compute: ComputeThread,
         nodes: NodeSet | None = None,
+        make_recovery: MakeRecovery | None = None,
         tokenize_threads: int = 2,
         tokenize: Executor | None = None,
         make_output: Callable[[OutputProcessor], OutputThread] = OutputThread,
@@ -80,8 +83,9 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """compute: pool 2; the loop will run in it. nodes: the memory nodes that hold the K/V, if
-        there are any. tokenize: replaces the threads of pool 1. make_output: makes pool 3. seed:
-        requests without a seed derive theirs from it."""
+        there are any; make_recovery: makes what recovers K/V that other ranks hold. tokenize:
+        replaces the threads of pool 1. make_output: makes pool 3. seed: requests without a seed
+        derive theirs from it."""
         self._runner = runner
         self._scheduler = scheduler
         self.kv = kv  # other threads may read only its sizes
@@ -90,7 +94,10 @@ class EngineCore:
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
-        self._recovery = None if nodes is None else self._make_recovery(nodes)
+        if nodes is not None:
+            make_recovery = functools.partial(NodeRecovery, nodes, kv.partitions)
+        recovery = make_recovery and make_recovery(scheduler, self._end_sequence)
+        self._recovery: Recovery | None = recovery
         self._preprocessor = Preprocessor(
             tokenizer, limits, scheduler.prefixes, self._rejection, self._eos, seed
         )
@@ -121,9 +128,6 @@ class EngineCore:
             self._output,
             self._preprocessor.masks,
         )
-
-    def _make_recovery(self, nodes: NodeSet) -> NodeRecovery:
-        return NodeRecovery(nodes, self.kv.partitions, self._scheduler, self._end_sequence)
 
     def start(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
@@ -396,5 +400,5 @@ class EngineCore:
             loop.result(_STEP_END_S)
         except TimeoutError:
             if self._recovery is not None:
-                self._recovery.nodes.interrupt()
+                self._recovery.interrupt()
             loop.result()

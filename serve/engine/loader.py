@@ -23,6 +23,7 @@ from serve.config import EngineConfig
 from serve.engine.chat_prompt import reasoning_end
 from serve.engine.core import EngineCore
 from serve.engine.pools import ComputeThread
+from serve.engine.recovery import MakeRecovery
 from serve.engine.request_limits import RequestLimits
 from serve.engine.text_loader import LoadedText, TextLoading
 from serve.errors import EngineStoppedError, ModelLoadError, RequestError
@@ -112,7 +113,7 @@ def _load(
     # errors in the directory itself are reported before anything else
     config = _with_device_defaults(config, read_spec(path))
     defaults = _generation_defaults(path)
-    text, runtime = _load_parts(config, progress, is_stopped)
+    text, runtime, make_recovery = _load_parts(config, progress, is_stopped)
     tokenizer = text.tokenizer
     spec, kv, max_model_len = runtime.spec, runtime.kv, runtime.kv.max_model_len
     batched = config.batched_tokens
@@ -144,6 +145,7 @@ def _load(
         limits=request_limits,
         compute=compute,
         nodes=runtime.nodes,
+        make_recovery=make_recovery,
         tokenize_threads=config.tokenize_threads,
         seed=secrets.randbits(62) if config.seed is None else config.seed,
     )
@@ -163,7 +165,7 @@ def _load(
 
 def _load_parts(
     config: EngineConfig, progress: bool, is_stopped: threading.Event
-) -> tuple[LoadedText, Runtime]:
+) -> tuple[LoadedText, Runtime, MakeRecovery | None]:
     """Loads tokenizer and weights beside one another. A wrong tokenizer and is_stopped end both."""
     text = TextLoading(config.model_path)
 
@@ -178,11 +180,24 @@ def _load_parts(
         return text.result()
 
     try:
-        runtime = load_runtime(config, LoadProgress(progress, check=check, finish=wait))
+        runtime, make_recovery = _load_weights(
+            config, LoadProgress(progress, check=check, finish=wait)
+        )
     except BaseException:
         text.discard()
         raise
-    return text.result(), runtime
+    return text.result(), runtime, make_recovery
+
+
+def _load_weights(
+    config: EngineConfig, progress: LoadProgress
+) -> tuple[Runtime, MakeRecovery | None]:
+    if config.num_ranks == 1:
+        return load_runtime(config, progress), None
+    from serve.group.start import start_group  # only a group needs it
+
+    group = start_group(config, progress)
+    return group.runtime, group.make_recovery
 
 
 def _with_device_defaults(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

@@ -243,6 +243,10 @@ class NodeRecovery:
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(sequence, FinishReason.ERROR, NODES_LOST)
 
+    def interrupt(self) -> None:
+        """Ends a wait for a node that is alive but does not answer. Any thread may call it."""
+        self.nodes.interrupt()
+
     def close(self) -> None:
         self._prober.stop()
 

@@ -58,6 +58,7 @@ class OverlappedExecutor(StepExecutor):
         *,
         end_sequence: EndSequence,
         on_finished: Callable[[list[Sequence]], None],
+        on_nodes_lost: Callable[[NodesLostError], None] | None,
         clock: Callable[[], float],
     ) -> None:
         super().__init__(
@@ -66,7 +67,7 @@ class OverlappedExecutor(StepExecutor):
             output,
             end_sequence=end_sequence,
             on_finished=on_finished,
-            on_nodes_lost=None,
+            on_nodes_lost=on_nodes_lost,
             clock=clock,
         )
         self._device = runner
@@ -83,6 +84,9 @@ class OverlappedExecutor(StepExecutor):
             plan = left
         try:
             pending = self._device.launch(plan, self._output.flush)
+        except NodesLostError as error:
+            self._take_back_lost(error)
+            return
         except Exception as error:
             self._launch_failed(plan, error)
             return
@@ -122,6 +126,10 @@ class OverlappedExecutor(StepExecutor):
         plan = launched.plan
         try:
             result = self._wait(launched)
+        except NodesLostError as error:
+            self._in_flight.appendleft(launched)
+            self._take_back_lost(error)
+            return False
         except Exception as error:
             self._step_failed(plan, error)
             return False
@@ -165,6 +173,14 @@ class OverlappedExecutor(StepExecutor):
         roll_back(self._scheduler, plan)
         self._find_fault(plan, error)
 
+    def _take_back_lost(self, error: NodesLostError) -> None:
+        """Takes back all steps in flight, whose K/V is lost with a rank of the pipeline."""
+        assert self._on_nodes_lost is not None and not self._device.tokens_on_device
+        while self._in_flight:
+            roll_back(self._scheduler, self._in_flight.pop().plan)
+        self._busy_since_s = None
+        self._on_nodes_lost(error)
+
     def _find_fault(self, plan: StepPlan, error: Exception) -> None:
         """Runs the failed plan in parts. No step is in flight."""
         self._busy_since_s = None
@@ -204,16 +220,18 @@ def make_executor(
 ) -> StepExecutor:
     """Returns an OverlappedExecutor if the runner can overlap steps, else a StepExecutor.
 
-    on_nodes_lost is set where memory nodes hold the K/V; they take one step at a time.
+    on_nodes_lost is set where others hold K/V: memory nodes, which take one step at a time, or the
+    ranks of a group.
     """
     if isinstance(runner, OverlappingRunner):
-        assert on_nodes_lost is None, "memory nodes need a runner of one step at a time"
+        assert on_nodes_lost is None or not runner.tokens_on_device, "nodes take one step at a time"
         return OverlappedExecutor(
             runner,
             scheduler,
             output,
             end_sequence=end_sequence,
             on_finished=on_finished,
+            on_nodes_lost=on_nodes_lost,
             clock=clock,
         )
     return StepExecutor(

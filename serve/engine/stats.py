@@ -9,7 +9,7 @@ from typing import Any
 from memory.nodes.node_set import NodeSet
 from serve.engine.counters import STEP_SECONDS, TOKENS
 from serve.engine.early_rejection import EarlyRejection
-from serve.engine.node_recovery import NodeRecovery
+from serve.engine.recovery import Recovery
 from serve.histogram import Histogram
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import StepPlan
@@ -115,7 +115,7 @@ class StepCounters:
 def engine_stats(
     scheduler: Scheduler,
     rejection: EarlyRejection | None,
-    recovery: NodeRecovery | None,
+    recovery: Recovery | None,
     steps: StepCounters,
     *,
     num_unfinished: int,

@@ -97,7 +97,7 @@ class CudaExchange:
                 buffer[:, begin:end].copy_(block[:, : end - begin])
 
     def _check(self, rows: int, row_bytes: int) -> None:
-        if rows > self._max_rows or row_bytes > self._max_row_bytes:
+        if rows * row_bytes > self._max_rows * self._max_row_bytes:
             raise BufferTooLarge(
                 f"a result of {rows} rows of {row_bytes} bytes; the exchange was made for "
                 f"{self._max_rows} rows of {self._max_row_bytes} bytes"

@@ -63,7 +63,7 @@ class Ring:
         return memory.as_strided((rows, columns), (columns, 1), at // dtype.itemsize)
 
     def check(self, rows: int, row_bytes: int) -> None:
-        if rows > self.max_rows or row_bytes > self.max_row_bytes:
+        if rows * row_bytes > self.max_rows * self.max_row_bytes:
             raise BufferTooLarge(
                 f"a result of {rows} rows of {row_bytes} bytes; the exchange was made for "
                 f"{self.max_rows} rows of {self.max_row_bytes} bytes"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +39,7 @@ from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.checkpoint import weight_files
 from serve.models.checksums import check_manifest
 from serve.models.progress import LoadProgress
+from serve.models.shard import WHOLE, Shard
 from serve.models.tensors import MakeLinear
 from serve.runner.runner import Closable, Runner
 
@@ -61,9 +63,36 @@ class Runtime:
     runner: Runner | None = None  # set on devices with a runner of their own
 
 
+class ModelSource(NamedTuple):
+    """A model that is about to be loaded: the settings with their back end, and what they mean."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    precision: Precision
+    backend: Backend
+
+
 def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> Runtime:
     """Loads the weights and reserves the K/V. Call it in the compute thread."""
     progress = progress or LoadProgress()
+    source = read_source(config)
+    config, spec, precision, backend = source
+    check_weights_fit(config, spec, precision)
+    if precision.backend == "cuda":
+        return _load_cuda(config, spec, precision, backend, progress)
+    model = load_weights(source, progress)
+    if config.memory_nodes:
+        layers = model.attention_layers()
+        local_bytes = config.kv_cache_bytes or local_kv_bytes()
+        remote = open_remote_memory(config, precision, spec, layers, backend, local_bytes)
+        return Runtime(
+            spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
+        )
+    return _load_local(config, spec, precision, model, backend)
+
+
+def read_source(config: EngineConfig) -> ModelSource:
+    """Reads the configuration, decides back end and precision, and sets the numbers of threads."""
     keep_freed_memory()
     check_manifest(config.model_path)
     spec = read_spec(config.model_path)
@@ -76,29 +105,25 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
     precision = resolve_precision(config, spec)
-    if config.load_format != "random":
-        weight_files(config.model_path)  # a missing file is named before a lack of memory
-    check_weights_fit(config, spec, precision)
     if config.load_format == "random":
         logger.warning("load_format random: the weights are random, and so are the answers")
-    if precision.backend == "cuda":
-        return _load_cuda(config, spec, precision, backend, progress)
+    else:
+        weight_files(config.model_path)  # a missing file is named before a lack of memory
+    return ModelSource(config, spec, precision, backend)
+
+
+def load_weights(source: ModelSource, progress: LoadProgress, shard: Shard = WHOLE) -> Decoder:
+    """Loads the weights of a shard in this machine's memory."""
+    config, _, precision, backend = source
     num_threads = torch.get_num_threads()
     if precision.is_int8:
         torch.set_num_threads(1)  # weights are packed by the native kernels' threads
     try:
-        model = _load_model(config, precision, backend, progress)
+        model = _load_model(config, precision, backend, progress, shard)
     finally:
         torch.set_num_threads(num_threads)
-    layers = model.attention_layers()
-    _leave_cores_to_native(precision, layers)
-    if config.memory_nodes:
-        local_bytes = config.kv_cache_bytes or local_kv_bytes()
-        remote = open_remote_memory(config, precision, spec, layers, backend, local_bytes)
-        return Runtime(
-            spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
-        )
-    return _load_local(config, spec, precision, model, backend)
+    _leave_cores_to_native(precision, model.attention_layers())
+    return model
 
 
 def _check_for_cuda(config: EngineConfig) -> None:
@@ -125,7 +150,7 @@ def _load_cuda(
     device = cuda_runtime.make_step_device(backend.device)
     model = _load_model(config, precision, backend, progress)
     parts = cuda_runtime.load_cuda(config, spec, precision, model, device)
-    _log_sizes(config, precision, parts.kv)
+    log_sizes(config, precision, parts.kv)
     return Runtime(
         spec,
         precision,
@@ -181,11 +206,12 @@ def _load_local(
     except BaseException:
         memory.close()
         raise
-    _log_sizes(config, precision, kv)
+    log_sizes(config, precision, kv)
     return Runtime(spec, precision, model, attention, kv, memory, secret)
 
 
-def _log_sizes(config: EngineConfig, precision: Precision, kv: KVManager) -> None:
+def log_sizes(config: EngineConfig, precision: Precision, kv: KVManager) -> None:
+    """Logs how K/V is stored."""
     logger.info(
         "%s: %s, context %d, %d K/V pages of %d KiB or %d tokens (%s bytes a token)",
         config.model_name,
@@ -240,7 +266,11 @@ def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -
 
 
 def _load_model(
-    config: EngineConfig, precision: Precision, backend: Backend, progress: LoadProgress
+    config: EngineConfig,
+    precision: Precision,
+    backend: Backend,
+    progress: LoadProgress,
+    shard: Shard = WHOLE,
 ) -> Decoder:
     path = config.model_path
     q_first = bool(config.memory_nodes)  # nodes start as soon as they have q
@@ -255,6 +285,7 @@ def _load_model(
             is_random=is_random,
             max_model_len=config.max_model_len,
             progress=progress,
+            shard=shard,
         )
     linears = backend.quantized
     assert linears is not None, "resolve_precision checks this"
@@ -275,6 +306,7 @@ def _load_model(
         is_random=is_random,
         max_model_len=config.max_model_len,
         progress=progress,
+        shard=shard,
     )
 
 
@@ -290,17 +322,29 @@ def _attention(
     parts: list[PlannedAttention] = []
     for number, layout in enumerate(layouts):
         start, end = (address + kv.group_offset(i) for i in (number, number + 1))
-        if isinstance(layout, Int8KVLayout):
-            parts.append(Int8LocalAttention(layout, start))
-        else:
-            cache = KVCache(layout, start, end - start)
-            parts.append(LocalAttention(layout.layers, cache, backend))
-        chunk, (window, _) = layout.layers[0].chunk, groups[number]
-        if chunk is not None and window is not None:
-            if chunk % layout.tile_tokens:
-                raise ConfigError(
-                    f"attention_chunk_size is {chunk}; K/V in {layout.tile_tokens} tokens a tile "
-                    "needs a multiple of them: use kv_dtype bfloat16 or float32"
-                )
-            parts[-1] = ChunkedAttention(parts[-1], chunk)
+        parts.append(group_attention(layout, start, end - start, groups[number][0], backend))
     return parts[0] if len(parts) == 1 else GroupedAttention(parts, [ids for _, ids in groups])
+
+
+def group_attention(
+    layout: KVLayout | Int8KVLayout,
+    address: int,
+    num_bytes: int,
+    window: int | None,
+    backend: Backend,
+) -> PlannedAttention:
+    """Makes the attention of a layer group whose ranges take num_bytes from `address` on."""
+    part: PlannedAttention
+    if isinstance(layout, Int8KVLayout):
+        part = Int8LocalAttention(layout, address)
+    else:
+        part = LocalAttention(layout.layers, KVCache(layout, address, num_bytes), backend)
+    chunk = layout.layers[0].chunk
+    if chunk is None or window is None:
+        return part
+    if chunk % layout.tile_tokens:
+        raise ConfigError(
+            f"attention_chunk_size is {chunk}; K/V in {layout.tile_tokens} tokens a tile "
+            "needs a multiple of them: use kv_dtype bfloat16 or float32"
+        )
+    return ChunkedAttention(part, chunk)

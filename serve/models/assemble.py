@@ -122,9 +122,7 @@ class Assembler:
         mlp_in = attn_in if layer.is_parallel else None
         if "mlp_in" in norms:
             mlp_in = self._norm(at + names.mlp_in)
-        mlps = MlpAssembler(
-            self._spec, names, self._source, self._backend, self._norm, self._shard
-        )
+        mlps = MlpAssembler(self._spec, names, self._source, self._backend, self._norm, self._shard)
         after = {
             place: self._norm(at + getattr(names, place)) if place in norms else None
             for place in ("attn_out", "mlp_out", "attn_sum", "mlp_sum")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from serve.models.checkpoint import Checkpoint, TensorEntry
 
+
 class RandomCheckpoint(Checkpoint):
     """A checkpoint with every expected tensor in bf16.
 

@@ -1,4 +1,4 @@
-"""One rank's part of a model: some layers, and of each some heads and some columns of every product.
+"""One rank's part of a model: some layers, and some heads and columns of each.
 
 Products are divided by their outputs (ops/sharded.py): q, k and v by whole heads, which stay on
 their rank, all others by columns, which every rank gets from all. A rank needs whole rows only

@@ -1,7 +1,7 @@
 """Computes prompt outputs (serve/scheduler/prompt_outputs.py) from a step's hidden states.
 
 The rows of all sequences with prompt log-probabilities go through the head together, in pieces
-whose logits stay within _LOGITS_BYTES, so that the head's weights are read as seldom as memory
+whose logits stay within LOGITS_BYTES, so that the head's weights are read as seldom as memory
 allows.
 """
 
@@ -20,7 +20,7 @@ from serve.models import Decoder
 from serve.scheduler.prompt_outputs import Pooled, PromptOutputs, PromptPart, PromptScores
 from serve.scheduler.step_plan import StepPlan
 
-_LOGITS_BYTES = 32 << 20  # of fp32 logits at once
+LOGITS_BYTES = 32 << 20  # of fp32 logits at once
 
 
 class PromptRowRequest(NamedTuple):
@@ -105,7 +105,7 @@ def _scores(
     rows = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     tokens = np.array([token for r in requests for token in _next_tokens(r)], dtype=np.int32)
     num_top = max(_scores_of(request).num_top for request in requests)
-    count = max(1, _LOGITS_BYTES // (4 * model.spec.vocab_size))
+    count = max(1, LOGITS_BYTES // (4 * model.spec.vocab_size))
     return [
         describe(model.logits(rows[i : i + count]), tokens[i : i + count], num_top, fetch)
         for i in range(0, len(tokens), count)

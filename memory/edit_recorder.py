@@ -1,0 +1,83 @@
+"""The address space of a group's K/V accounting: it records edits, which every rank applies to its
+own memory when it computes the step that needs them.
+
+All ranks lay out their ranges alike, so an edit has the same offsets on each. The recorder has no
+memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+from memory.pages.virtual_memory import VirtualMemory
+
+
+class EditKind(IntEnum):
+    MAP = 0
+    UNMAP = 1
+    COPY = 2
+    RELEASE = 3
+
+
+class MemoryEdit(NamedTuple):
+    """An edit: MAP (offset, first page, pages), UNMAP (offset, 0, pages), COPY (source page, target
+    page, 1) or RELEASE (0, first page, pages)."""
+
+    kind: int
+    first: int
+    second: int
+    count: int
+
+
+class EditRecorder:
+    """A VirtualMemory without memory. One thread uses it."""
+
+    maps_during_kernels = False
+
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.on_release: Callable[[], None] = lambda: None
+        """Called after `release`, because no step may follow soon that would carry the edits."""
+        self._edits: list[MemoryEdit] = []
+
+    def take(self) -> list[MemoryEdit]:
+        """Returns the recorded edits and forgets them."""
+        edits, self._edits = self._edits, []
+        return edits
+
+    def reserve(self, size_bytes: int) -> int:
+        return 0  # ranks reserve addresses of their own
+
+    def prepare(self, first_page: int, num_pages: int) -> None:
+        pass
+
+    def map(self, offset: int, first_page: int, num_pages: int) -> None:
+        self._edits.append(MemoryEdit(EditKind.MAP, offset, first_page, num_pages))
+
+    def unmap(self, offset: int, num_pages: int) -> None:
+        self._edits.append(MemoryEdit(EditKind.UNMAP, offset, 0, num_pages))
+
+    def copy_page(self, source: int, target: int) -> None:
+        self._edits.append(MemoryEdit(EditKind.COPY, source, target, 1))
+
+    def release(self, first_page: int, num_pages: int) -> None:
+        self._edits.append(MemoryEdit(EditKind.RELEASE, 0, first_page, num_pages))
+        self.on_release()
+
+    def close(self) -> None:
+        self._edits.clear()
+
+
+def apply_edits(memory: VirtualMemory, edits: Iterable[tuple[int, int, int, int]]) -> None:
+    """Applies recorded edits in their order. Raises OSError; the rest is then not applied."""
+    for kind, first, second, count in edits:
+        if kind == EditKind.MAP:
+            memory.map(first, second, count)
+        elif kind == EditKind.UNMAP:
+            memory.unmap(first, count)
+        elif kind == EditKind.COPY:
+            memory.copy_page(first, second)
+        else:
+            memory.release(second, count)

@@ -1,0 +1,282 @@
+"""The engine's side of a group: its own rank, its workers, and the epochs in which they compute.
+
+An epoch begins when the group is formed and after each step that failed. Messages, barriers and
+hidden states of an earlier epoch are dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memory.edit_recorder import EditRecorder
+from memory.nodes.node_link import NodesLostError
+from serve.group import messages
+from serve.group.exchange import ExchangeError
+from serve.group.grid import Grid
+from serve.group.messages import Kind, PlannedStep
+from serve.group.rank import Rank
+from serve.group.sizes import arena_bytes, open_exchange, stage_window_bytes
+from serve.group.stage_link import StageFailed, StageLink
+from serve.group.worker_link import WorkerFailed, WorkerLink
+from serve.loading.rank_memory import RankGeometry
+from serve.runner.batch import Batch
+from transport.arena import NO_RANK, Arena
+from transport.base import TransportError
+
+logger = logging.getLogger(__name__)
+
+_START_S = 60.0  # for workers to take memory and to connect
+_RESET_S = 60.0  # for workers to end a step that failed
+_WATCH_S = 0.05  # between two looks for lost workers
+
+STEP_ERRORS = (ExchangeError, StageFailed, TransportError)
+"""What a step raises when another rank has no result."""
+
+
+class GroupLostError(NodesLostError):
+    """A worker is gone, and with it its part of all K/V; it has to be computed again."""
+
+
+class StepLostError(Exception):
+    """A step failed on another rank. The text is that rank's."""
+
+
+class Group:
+    """All ranks of a model. Only the compute thread calls it, except `lost` and counters."""
+
+    def __init__(self, own: Rank, grid: Grid, links: Sequence[WorkerLink], key: bytes) -> None:
+        self.own = own
+        self.grid = grid
+        self.links = {link.rank: link for link in links}
+        self.epoch = 0
+        self.geometry: RankGeometry | None = None
+        self.num_steps = 0
+        self.num_formed = 0
+        self._key = key
+        self._arenas: list[Arena] = []
+        self._previous: StageLink | None = None
+        self._is_broken = False  # a step failed, and no new epoch has begun
+        self._lost: set[int] = set()
+        self._stop = threading.Event()
+        self._watch = threading.Thread(
+            target=self._watch_workers, name="mergestep-group", daemon=True
+        )
+        self._watch.start()
+
+    # ---- forming
+
+    def form(self, geometry: RankGeometry) -> None:
+        """Begins an epoch with empty memory on all ranks. Raises GroupLostError, and OSError or
+        ConfigError for the engine's own rank."""
+        self.geometry = geometry
+        self.epoch += 1
+        self._close_epoch()
+        source, grid = self.own.source, self.grid
+        config, spec = source.config, source.spec
+        for _ in range(grid.num_stages if grid.tensor > 1 else 0):
+            arena = Arena.create(arena_bytes(config, spec), grid.tensor, NO_RANK)
+            arena.reset(self.epoch)
+            self._arenas.append(arena)
+        window = stage_window_bytes(config, spec, grid.num_stages)
+        try:
+            for rank, link in self.links.items():
+                previous = grid.previous(rank)
+                link.failure = ""
+                link.post_json(
+                    Kind.START,
+                    self.epoch,
+                    {
+                        "geometry": geometry.to_json(),
+                        "arena": self._arena_path(rank),
+                        "previous": None if previous is None else self.links[previous].url,
+                        "window_bytes": window,
+                    },
+                )
+            exchange = open_exchange(source, grid, self.own.place.tensor, self._arena_path(0))
+            self.own.open(geometry, exchange)
+            self.own.join(self.epoch)
+            before = grid.previous(0)
+            if before is not None:
+                url = self.links[before].url
+                self._previous = StageLink.connect(url, self._key, self.epoch, window)
+            self._await_started(_START_S)
+        except (TransportError, WorkerFailed, ExchangeError) as error:
+            raise self._loss(error) from error
+        self._is_broken = False
+        self.num_formed += 1
+
+    def _arena_path(self, rank: int) -> str | None:
+        return self._arenas[self.grid.place(rank).stage].path if self._arenas else None
+
+    def _await_started(self, timeout_s: float) -> None:
+        for link in self.links.values():
+            link.await_json(Kind.STARTED, timeout_s, epoch=self.epoch)
+
+    def _close_epoch(self) -> None:
+        for arena in self._arenas:
+            arena.abort()
+            arena.close()
+        self._arenas = []
+        if self._previous is not None:
+            self._previous.close()
+            self._previous = None
+
+    # ---- steps
+
+    def post_step(self, recorder: EditRecorder, batch: Batch) -> tuple[int, PlannedStep]:
+        """Sends a step to all workers; returns its number and what the engine's rank computes.
+
+        Raises GroupLostError.
+        """
+        self._begin_epoch()
+        self.num_steps += 1
+        edits = recorder.take()
+        ids = batch.input_ids.numpy()
+        message = messages.pack_step(self.epoch, self.num_steps, edits, batch.attention, ids)
+        self._post_all(message)
+        step = PlannedStep(messages.as_array(edits), batch.attention, ids, batch.positions.numpy())
+        return self.num_steps, step
+
+    def post_edits(self, recorder: EditRecorder) -> None:
+        """Sends edits that no step follows, and applies them. No step is in flight."""
+        edits = recorder.take()
+        if edits and not self._lost:
+            self._post_all(messages.pack_edits(self.epoch, edits))
+            self.own.edit(messages.as_array(edits))
+
+    def compute(self, number: int, step: PlannedStep) -> Tensor:
+        """Computes the engine's layers of a step, after all steps before it. Raises STEP_ERRORS."""
+        self.own.edit(step.edits)
+        hidden = None
+        if self._previous is not None:
+            hidden = self._previous.receive(number, len(step.input_ids), self.is_lost)
+        return self.own.forward(step, hidden)
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Computes logits, [R, vocab], for rows: [R, hidden]. Raises STEP_ERRORS."""
+        message = messages.pack(Kind.HEAD, self.epoch, self.num_steps, len(rows))
+        for rank in self.grid.stage_ranks(self.grid.num_stages - 1)[1:]:
+            self.links[rank].post(message)
+        return self.own.head(len(rows), rows)
+
+    def failed(self, error: BaseException) -> Exception | None:
+        """Ends the epoch after a step has raised; returns what to raise instead of an error that
+        another rank has caused, None for one of this rank's own."""
+        self._is_broken = True
+        self._abort()
+        if self.is_lost():
+            return self._loss(error)
+        if not isinstance(error, STEP_ERRORS):
+            return None
+        for link in self.links.values():
+            try:
+                link.look()
+            except TransportError as lost:
+                return self._loss(lost)
+        texts = [f"rank {x.rank}: {x.failure}" for x in self.links.values() if x.failure]
+        if texts or isinstance(error, StageFailed):
+            return StepLostError("; ".join(texts) or str(error))
+        # nobody has failed, so a rank does not answer: it is taken for lost
+        return self._loss(error)
+
+    def _begin_epoch(self) -> None:
+        """Waits until all ranks have ended a step that failed."""
+        if self.is_lost():
+            raise self._loss(None)
+        if not self._is_broken:
+            return
+        self.epoch += 1
+        for arena in self._arenas:
+            arena.reset(self.epoch)
+        for link in self.links.values():
+            link.failure = ""
+        self._post_all(messages.pack(Kind.RESET, self.epoch))
+        try:
+            self._await_started(_RESET_S)
+            self.own.join(self.epoch)
+        except (TransportError, WorkerFailed, ExchangeError) as error:
+            raise self._loss(error) from error
+        if self._previous is not None:
+            self._previous.epoch = self.epoch
+        self._is_broken = False
+
+    def _post_all(self, message: bytes) -> None:
+        try:
+            for link in self.links.values():
+                link.post(message)
+        except TransportError as error:
+            raise self._loss(error) from error
+
+    # ---- loss
+
+    def is_lost(self) -> bool:
+        """Returns whether a worker is gone. Any thread may call it."""
+        return bool(self._lost)
+
+    def lost_links(self) -> list[WorkerLink]:
+        """Returns the connections to workers that are gone."""
+        return [self.links[rank] for rank in sorted(self._lost)]
+
+    def replace(self, links: Sequence[WorkerLink]) -> None:
+        """Takes new workers in the places of lost ones. `form` follows."""
+        for link in links:
+            self.links[link.rank] = link
+            self._lost.discard(link.rank)
+
+    def _loss(self, error: BaseException | None) -> GroupLostError:
+        """Returns the error of a group that is no longer whole. A rank that does not answer counts
+        as lost."""
+        self._is_broken = True
+        self._abort()
+        lost = [link for link in self.links.values() if link.is_lost]
+        if not lost and error is not None:
+            lost = list(self.links.values())
+        self._lost |= {link.rank for link in lost}
+        names = ", ".join(f"rank {link.rank}: {link.state}" for link in lost)
+        return GroupLostError(names if error is None else f"{names} ({error})")
+
+    def _abort(self) -> None:
+        for arena in self._arenas:
+            arena.abort()
+        self.own.abort()
+
+    def _watch_workers(self) -> None:
+        """Notices workers that are gone while the compute thread waits for them."""
+        while not self._stop.wait(_WATCH_S):
+            gone = {link.rank for link in list(self.links.values()) if link.is_lost}
+            if not gone <= self._lost:
+                self._lost |= gone
+                for arena in list(self._arenas):
+                    arena.abort()
+
+    def close(self) -> None:
+        """Ends the workers and frees all memory."""
+        self._stop.set()
+        self._watch.join()
+        began_s = time.monotonic()
+        self._abort()
+        self._close_epoch()
+        for link in self.links.values():
+            link.endpoint.close()
+        for link in self.links.values():
+            link.close()
+        self.own.close()
+        logger.debug("the group ended in %.2f s", time.monotonic() - began_s)
+
+
+class GroupHead:
+    """The head as the engine's model calls it: the other tensor ranks compute their columns."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert residual is None, "logits have none"
+        return self._group.head(x)

@@ -1,0 +1,92 @@
+"""Starts workers as processes of this machine, and accepts workers that others have started."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from serve.errors import MergestepError
+from serve.group.worker_link import WorkerLink
+from transport import listen
+from transport.base import Listener
+
+_CONNECT_S = 60.0  # for a process to start, import and connect
+_WINDOW_BYTES = 1 << 20  # for the small messages of a worker
+
+
+class Asked(NamedTuple):
+    """What a worker reads from its standard input: where the engine is, and its rank."""
+
+    url: str
+    key: str
+    rank: int
+    log_level: str
+
+
+class LocalWorkers:
+    """Starts workers on this machine. They end when their connection or standard input closes."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="mergestep-group-")
+        self.key = secrets.token_bytes(32)
+        url = f"shm://{Path(self._folder.name) / 'engine'}"
+        self._listener: Listener = listen(url, key=self.key, window_bytes=_WINDOW_BYTES)
+
+    def start(self, ranks: Iterable[int], check: Callable[[], object] = object) -> list[WorkerLink]:
+        """Starts workers and returns their connections. check: called while waiting; may raise.
+        MergestepError if one does not come up."""
+        processes = {rank: self._spawn(rank) for rank in ranks}
+        links: list[WorkerLink] = []
+        end_s = time.monotonic() + _CONNECT_S
+        try:
+            while len(links) < len(processes):
+                check()
+                endpoint = self._listener.accept(0.1)
+                if endpoint is not None:
+                    rank = endpoint.peer.info.get("rank")
+                    if not isinstance(rank, int) or rank not in processes:
+                        endpoint.close()
+                        continue
+                    links.append(WorkerLink(rank, endpoint, processes[rank]))
+                for rank, process in processes.items():
+                    if process.poll() is not None:
+                        raise MergestepError(
+                            f"the worker of rank {rank} ended with status {process.returncode}"
+                        )
+                if time.monotonic() > end_s:
+                    raise MergestepError(f"no worker connected within {_CONNECT_S:.0f} s")
+        except BaseException:
+            for link in links:
+                link.close()
+            for process in processes.values():
+                process.kill()
+                process.wait()
+            raise
+        return sorted(links, key=lambda link: link.rank)
+
+    def _spawn(self, rank: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "serve.group.worker_main"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"MERGESTEP_RANK": str(rank)},
+        )
+        assert process.stdin is not None
+        level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+        asked = Asked(self._listener.url, self.key.hex(), rank, level)
+        process.stdin.write(json.dumps(asked._asdict()).encode() + b"\n")
+        process.stdin.flush()
+        return process
+
+    def close(self) -> None:
+        self._listener.close()
+        self._folder.cleanup()

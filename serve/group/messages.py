@@ -1,0 +1,196 @@
+"""The messages between the engine and its workers.
+
+A step message has the edits of memory and the plan as flat arrays: 32 bytes an edit, 20 a sequence
+and 4 a row. It has no page tables, so its size does not depend on the lengths of contexts. Numbers
+are little-endian. Both ends have proved that they know the group's key.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memory.attention.seam import AttentionStep
+from memory.edit_recorder import MemoryEdit
+from transport.base import Endpoint, Frame, Segment, TransportError
+
+# kind, epoch, number, rows, and three counts: edits, sequences, decodes
+_HEADER = struct.Struct("<IIQIIII")
+HEADER_BYTES = _HEADER.size
+EDIT_BYTES, SEQUENCE_BYTES, ROW_BYTES = 32, 20, 4
+
+
+class Kind(IntEnum):
+    """What a message is. The body of those with text is a JSON object."""
+
+    LOAD = 1  # engine: the settings, the grid, the rank's place
+    PROGRESS = 2  # worker: layers loaded
+    READY = 3  # worker: loaded, its free memory and where it listens
+    START = 4  # engine: the K/V's geometry and the other ranks
+    STARTED = 5  # worker
+    STEP = 6  # engine: edits and a plan
+    EDITS = 7  # engine: edits alone
+    HEAD = 8  # engine: rows whose logits are wanted
+    RESET = 9  # engine: a new epoch after a step that failed
+    HIDDEN = 10  # rank to the same tensor rank of the next stage: hidden states
+    FAILED = 11  # worker: a step failed, or the worker cannot go on
+
+
+class MessageError(Exception):
+    """A message that no rank of this version sends."""
+
+
+class Message(NamedTuple):
+    """A message's header. body: valid until its frame is released."""
+
+    kind: Kind
+    epoch: int
+    number: int
+    rows: int
+    counts: tuple[int, int, int]
+    body: memoryview
+
+
+class PlannedStep(NamedTuple):
+    """A step as ranks compute it. edits: [n, 4] int64; input_ids, positions: [rows] int64."""
+
+    edits: npt.NDArray[np.int64]
+    attention: AttentionStep
+    input_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+
+
+def pack(kind: Kind, epoch: int, number: int = 0, rows: int = 0, body: bytes = b"") -> bytes:
+    return _HEADER.pack(kind, epoch, number, rows, 0, 0, 0) + body
+
+
+def pack_json(kind: Kind, epoch: int, content: Mapping[str, object]) -> bytes:
+    return pack(kind, epoch, body=json.dumps(content).encode())
+
+
+def pack_step(
+    epoch: int,
+    number: int,
+    edits: Sequence[MemoryEdit],
+    attention: AttentionStep,
+    input_ids: npt.NDArray[np.int64],
+) -> bytes:
+    """Packs a STEP; input_ids: [rows]."""
+    lens, rows = attention.kv_lens, attention.num_rows
+    return b"".join(
+        (
+            _HEADER.pack(
+                Kind.STEP,
+                epoch,
+                number,
+                len(input_ids),
+                len(edits),
+                len(lens),
+                attention.num_decodes,
+            ),
+            _pack_edits(edits),
+            np.array(attention.starts, dtype="<i8").tobytes(),
+            np.array(lens, dtype="<i8").tobytes(),
+            np.array(rows, dtype="<i4").tobytes(),
+            input_ids.astype("<i4").tobytes(),
+        )
+    )
+
+
+def pack_edits(epoch: int, edits: Sequence[MemoryEdit]) -> bytes:
+    """Packs an EDITS."""
+    return _HEADER.pack(Kind.EDITS, epoch, 0, 0, len(edits), 0, 0) + _pack_edits(edits)
+
+
+def as_array(edits: Sequence[MemoryEdit]) -> npt.NDArray[np.int64]:
+    """Returns edits as PlannedStep has them."""
+    return np.array(edits, dtype=np.int64).reshape(len(edits), 4)
+
+
+def _pack_edits(edits: Sequence[MemoryEdit]) -> bytes:
+    return np.array(edits, dtype="<i8").tobytes() if edits else b""
+
+
+def read(view: memoryview) -> Message:
+    """Reads a message's header. Raises MessageError."""
+    if len(view) < HEADER_BYTES:
+        raise MessageError(f"a message of {len(view)} bytes")
+    kind, epoch, number, rows, *counts = _HEADER.unpack_from(view)
+    if kind not in Kind.__members__.values():
+        raise MessageError(f"a message of kind {kind}")
+    edits, sequences, decodes = counts
+    return Message(
+        Kind(kind), epoch, number, rows, (edits, sequences, decodes), view[HEADER_BYTES:]
+    )
+
+
+def read_json(message: Message) -> dict[str, Any]:
+    """Reads a message's JSON object. Raises MessageError."""
+    try:
+        content = json.loads(bytes(message.body))
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"{message.kind.name} without a JSON object") from error
+    if not isinstance(content, dict):
+        raise MessageError(f"{message.kind.name} without a JSON object")
+    return content
+
+
+def read_edits(message: Message) -> npt.NDArray[np.int64]:
+    """Reads the edits of a STEP or EDITS, [n, 4]. Raises MessageError."""
+    count = message.counts[0]
+    if len(message.body) < count * EDIT_BYTES:
+        raise MessageError(f"{count} edits in {len(message.body)} bytes")
+    flat = np.frombuffer(message.body, dtype="<i8", count=4 * count)
+    return flat.reshape(count, 4).astype(np.int64)
+
+
+def read_step(message: Message) -> PlannedStep:
+    """Reads a STEP. Raises MessageError for lengths that contradict one another."""
+    num_edits, count, num_decodes = message.counts
+    edits, at = read_edits(message), num_edits * EDIT_BYTES
+    size = at + count * SEQUENCE_BYTES + message.rows * ROW_BYTES
+    if len(message.body) != size:
+        raise MessageError(f"a step of {len(message.body)} bytes instead of {size}")
+    starts, kv_lens = (
+        np.frombuffer(message.body, dtype="<i8", count=count, offset=at + 8 * count * part)
+        for part in (0, 1)
+    )
+    at += 16 * count
+    rows = np.frombuffer(message.body, dtype="<i4", count=count, offset=at)
+    ids = np.frombuffer(message.body, dtype="<i4", count=message.rows, offset=at + 4 * count)
+    is_wrong = not count or rows.min() < 1 or rows.sum() != message.rows or num_decodes > count
+    if is_wrong or (kv_lens < rows).any() or starts.min() < 0 or (rows[:num_decodes] != 1).any():
+        raise MessageError(f"a plan of {count} sequences and {message.rows} rows")
+    ends = np.cumsum(rows)
+    # row i of a sequence is at its first position + i
+    firsts = np.repeat(kv_lens - ends, rows)
+    return PlannedStep(
+        edits,
+        AttentionStep(num_decodes, starts.tolist(), rows.tolist(), kv_lens.tolist()),
+        ids.astype(np.int64),
+        firsts + np.arange(message.rows),
+    )
+
+
+def view_of(frame: Frame) -> memoryview:
+    """Returns a view of the frame's bytes, valid until the frame is released."""
+    return memoryview((ctypes.c_char * frame.num_bytes).from_address(frame.address)).cast("B")
+
+
+def post(endpoint: Endpoint, message: bytes, timeout_s: float = 10.0) -> None:
+    """Posts a message. Raises TransportError, also for one that the peer's window cannot hold."""
+    address = ctypes.cast(ctypes.c_char_p(message), ctypes.c_void_p).value
+    assert address is not None
+    if len(message) > endpoint.max_message_bytes:
+        raise TransportError(
+            f"a message of {len(message)} bytes; the peer's window holds "
+            f"{endpoint.max_message_bytes}"
+        )
+    endpoint.post([Segment(address, 1, len(message), len(message))], timeout_s)

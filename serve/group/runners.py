@@ -1,0 +1,135 @@
+"""Runners of a group: tensor ranks compute one step at a time, a pipeline several.
+
+Every rank applies a plan's edits of memory when it computes that plan (messages.py), the engine's
+own rank included.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memory.edit_recorder import EditRecorder
+from memory.kv_manager import KVManager
+from serve.group.group import Group, GroupHead
+from serve.group.messages import PlannedStep
+from serve.runner.batch import Batch, make_batch
+from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller
+from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
+from serve.runner.runner import Closable, StepResult
+from serve.runner.sampler import sample
+from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_plan import StepPlan
+
+
+class TensorRunner:
+    """A Runner of one stage: all ranks compute a step together."""
+
+    def __init__(
+        self, group: Group, kv: KVManager, recorder: EditRecorder, resources: Closable
+    ) -> None:
+        """resources: closed after the group."""
+        self._group = group
+        self._kv = kv
+        self._recorder = recorder
+        self._resources = resources
+        self._masks = MaskFiller()
+        self._model = group.own.model
+        if group.grid.tensor > 1:
+            group.own.lead_head(GroupHead(group))
+        recorder.on_release = self._flush
+
+    def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:
+        return self._launch(plan, launched).wait()
+
+    def _launch(self, plan: StepPlan, launched: abc.Callable[[], None]) -> LaunchedStep:
+        """Sends a step to the workers."""
+        self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
+        batch = make_batch(plan)
+        requests = prompt_row_requests(plan, None)
+        number, step = self._group.post_step(self._recorder, batch)
+        launched()
+        return LaunchedStep(self, plan, batch, requests, number, step)
+
+    def finish(self, step: LaunchedStep) -> StepResult:
+        """Computes the engine's part of the oldest step in flight, and samples."""
+        masks = self._masks.begin(step.plan)
+        try:
+            try:
+                return self._computed(step, masks.wait)
+            finally:
+                masks.wait()  # a failed step is computed again, with its masks
+        except Exception as error:
+            other = self._group.failed(error)
+            if other is None:
+                raise
+            raise other from error
+
+    @torch.inference_mode()
+    def _computed(
+        self, step: LaunchedStep, late_masks: abc.Callable[[], frozenset[Sequence]]
+    ) -> StepResult:
+        hidden = self._group.compute(step.number, step.step)
+        prompts = PromptReader(self._model, hidden, step.requests).parts() if step.requests else ()
+        sampled = step.batch.sampled
+        if not sampled:
+            return StepResult([], [], None, prompts)
+        logits: Tensor = self._model.logits(hidden[step.batch.sample_rows])
+        late = late_masks()
+        if late:
+            kept = [i for i, sequence in enumerate(sampled) if sequence not in late]
+            if not kept:
+                return StepResult([], [], None, prompts, late)
+            sampled, logits = [sampled[i] for i in kept], logits[kept]
+        result = sample(logits, sampled)
+        return StepResult(sampled, result.token_ids, result.logprobs, prompts, late)
+
+    def _flush(self) -> None:
+        """Sends edits of an idle engine."""
+        self._group.post_edits(self._recorder)
+
+    def close(self) -> None:
+        self._masks.close()
+        self._group.close()
+        self._resources.close()
+
+
+class PipelineRunner(TensorRunner):
+    """An OverlappingRunner of several stages, of which the engine's is the last.
+
+    A step is in flight in each stage. The host computes its part, and samples, in `wait`.
+    """
+
+    tokens_on_device = False
+
+    @property
+    def depth(self) -> int:
+        return self._group.grid.num_stages
+
+    def launch(self, plan: StepPlan, launched: abc.Callable[[], None]) -> LaunchedStep:
+        return self._launch(plan, launched)
+
+    def check(self) -> None:
+        """The host computes: it always can."""
+
+    def needs_tokens(self, plan: StepPlan) -> bool:
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A PendingStep: what was saved of a step at its launch."""
+
+    runner: TensorRunner
+    plan: StepPlan
+    batch: Batch
+    requests: list[PromptRowRequest]
+    number: int
+    step: PlannedStep
+    late: frozenset[Sequence] = NO_SEQUENCES
+
+    def wait(self) -> StepResult:
+        return self.runner.finish(self)

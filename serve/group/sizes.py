@@ -1,0 +1,57 @@
+"""What a group's shared memory and windows have to hold, and opening the exchange of a stage."""
+
+from __future__ import annotations
+
+from serve.config import EngineConfig
+from serve.group.exchange import ArenaExchange, ring_bytes
+from serve.group.grid import Grid
+from serve.group.stage_link import largest_hidden
+from serve.loading.runtime import ModelSource
+from serve.models import ModelSpec
+from serve.models.families.layer_spec import AttentionSpec, MixtureSpec, MlpSpec
+from serve.runner.prompt_reader import LOGITS_BYTES
+from transport.arena import Arena
+
+BARRIER_DEADLINE_S = 60.0  # a rank may be busy; a dead one is seen by the engine's watch
+_WIDE = 4  # bytes of the widest number
+
+
+def largest_result(config: EngineConfig, spec: ModelSpec) -> int:
+    """Returns the bytes of the largest result that the ranks of a stage compute together."""
+    rows, widths = config.batched_tokens, [spec.hidden_size]
+    for layer in set(spec.layers):
+        attention, mlp = layer.attention, layer.mlp
+        if isinstance(attention, AttentionSpec):
+            widths.append(attention.q_size)
+        else:
+            widths.append(attention.num_heads * attention.v_dim)
+        if isinstance(mlp, MlpSpec):
+            widths.append(mlp.size)
+        elif isinstance(mlp, MixtureSpec):
+            widths.append(mlp.expert.size * mlp.router.top_k)
+            widths += [each.size for each in (mlp.shared, mlp.dense) if each is not None]
+    prompt_logits = min(rows * spec.vocab_size * _WIDE, LOGITS_BYTES)
+    sampled = config.max_num_seqs * max(spec.vocab_size, spec.embed_size) * _WIDE
+    return max(rows * max(widths) * _WIDE, sampled, prompt_logits)
+
+
+def arena_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    return ring_bytes(1, largest_result(config, spec))
+
+
+def stage_window_bytes(config: EngineConfig, spec: ModelSpec, num_stages: int) -> int:
+    """Returns the window of a stage for the hidden states of steps in flight."""
+    largest = largest_hidden(config.batched_tokens, spec.hidden_size)
+    return max(1 << 20, 2 * num_stages * largest)
+
+
+def open_exchange(
+    source: ModelSource, grid: Grid, tensor: int, arena: object
+) -> ArenaExchange | None:
+    """Opens the exchange of a tensor rank; arena: where it can be opened. None for one rank."""
+    if grid.tensor == 1:
+        return None
+    if not isinstance(arena, str):
+        raise ValueError("several tensor ranks without an arena")
+    largest = largest_result(source.config, source.spec)
+    return ArenaExchange(Arena.open(arena, tensor), 1, largest, BARRIER_DEADLINE_S)

@@ -1,0 +1,116 @@
+"""The connection over which a stage of a pipeline sends its hidden states to the next one."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from serve.group import messages
+from serve.group.messages import HEADER_BYTES, Kind
+from transport import connect
+from transport.base import Endpoint, Listener, Segment, TransportError, TransportTimeoutError
+
+_SLICE_S = 0.25
+_DEADLINE_S = 60.0  # a stage may be busy with a long chunk; a lost peer is seen much earlier
+_ACCEPT_S = 20.0
+IsOver = Callable[[], bool]
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class StageFailed(Exception):
+    """The stage before has no result of a step."""
+
+
+class StageLink:
+    """One end of the connection. One thread uses it."""
+
+    def __init__(self, endpoint: Endpoint, epoch: int) -> None:
+        self.endpoint = endpoint
+        self.epoch = epoch
+        self.waited_s = 0.0
+
+    @classmethod
+    def connect(cls, url: str, key: bytes, epoch: int, window_bytes: int) -> StageLink:
+        """Connects to the stage before. Raises TransportError."""
+        info = {"epoch": epoch}
+        return cls(connect(url, key=key, info=info, window_bytes=window_bytes), epoch)
+
+    @classmethod
+    def accept(cls, listener: Listener, epoch: int) -> StageLink:
+        """Waits for the next stage of this epoch. Raises TransportError."""
+        end_s = time.monotonic() + _ACCEPT_S
+        while (left_s := end_s - time.monotonic()) > 0:
+            endpoint = listener.accept(left_s)
+            if endpoint is not None and endpoint.peer.info.get("epoch") == epoch:
+                return cls(endpoint, epoch)
+            if endpoint is not None:  # left over from an earlier epoch
+                endpoint.close()
+        raise TransportTimeoutError(f"the next stage did not connect within {_ACCEPT_S:.0f} s")
+
+    def send(self, number: int, hidden: Tensor) -> None:
+        """Sends the result of a step, [T, hidden]. Raises TransportError."""
+        hidden = hidden.contiguous()
+        rows, size = len(hidden), hidden.numel() * hidden.element_size()
+        kind = _TYPES.index(hidden.dtype)
+        head = messages.pack(Kind.HIDDEN, self.epoch, number, rows, bytes((0, kind)) + bytes(6))
+        self._post(head, [Segment(hidden.data_ptr(), 1, size, size)] if size else [])
+
+    def send_failure(self, number: int, text: str) -> None:
+        """Says that a step has no result. Raises TransportError."""
+        body = bytes((1, 0)) + bytes(6) + text.encode()[:1000]
+        self._post(messages.pack(Kind.HIDDEN, self.epoch, number, 0, body), [])
+
+    def _post(self, head: bytes, segments: list[Segment]) -> None:
+        kept = ctypes.create_string_buffer(head, len(head))
+        first = Segment(ctypes.addressof(kept), 1, len(head), len(head))
+        self.endpoint.post([first, *segments], _DEADLINE_S)
+
+    def receive(self, number: int, rows: int, is_over: IsOver = lambda: False) -> Tensor:
+        """Returns the result of a step, [rows, hidden]. is_over: whether to give up waiting.
+
+        Raises StageFailed, TransportError, and TransportTimeoutError after a minute.
+        """
+        began_s = time.monotonic()
+        try:
+            while time.monotonic() < began_s + _DEADLINE_S:
+                frame = self.endpoint.poll(_SLICE_S)
+                if frame is None:
+                    if is_over():
+                        raise StageFailed(f"step {number} is given up: a rank is lost")
+                    continue
+                try:
+                    message = messages.read(messages.view_of(frame))
+                    is_due = (message.epoch, message.number) == (self.epoch, number)
+                    if message.kind is Kind.HIDDEN and is_due:
+                        return _hidden(message, rows)
+                finally:
+                    del message
+                    self.endpoint.release(frame)
+        finally:
+            self.waited_s += time.monotonic() - began_s
+        raise TransportTimeoutError(f"no hidden states of step {number} for {_DEADLINE_S:.0f} s")
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+
+def _hidden(message: messages.Message, rows: int) -> Tensor:
+    """Returns a copy of a message's rows."""
+    body = message.body
+    if len(body) < 8 or body[1] >= len(_TYPES):
+        raise TransportError("hidden states without a head")
+    if body[0]:
+        raise StageFailed(bytes(body[8:]).decode(errors="replace"))
+    dtype = _TYPES[body[1]]
+    if message.rows != rows or (len(body) - 8) % (rows * dtype.itemsize):
+        raise TransportError(f"{message.rows} rows of hidden states instead of {rows}")
+    return torch.frombuffer(bytearray(body[8:]), dtype=dtype).view(rows, -1)
+
+
+def largest_hidden(rows: int, hidden_size: int) -> int:
+    """Returns the size of the largest message of hidden states."""
+    return HEADER_BYTES + 8 + rows * hidden_size * 4

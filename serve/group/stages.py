@@ -1,0 +1,62 @@
+"""Divides a model's layers among the stages of a pipeline so that their times are even."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from serve.errors import ConfigError
+from serve.models import ModelSpec
+from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec
+from serve.scheduler.stage_cut import cut_stages
+
+
+def layer_stages(spec: ModelSpec, num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Returns the first layer of each stage and their number.
+
+    A layer's time is predicted by the weights that a row uses, which holds for decoding, that reads
+    them, and for prompts, that multiply by them. Layers that share K/V stay together. ConfigError
+    if there are too few layers.
+    """
+    blocks = _inseparable(spec)
+    if num_stages > len(blocks):
+        raise ConfigError(
+            f"pipeline_parallel_size {num_stages}: the model has {len(blocks)} layers, or runs of "
+            "layers that share K/V, to divide"
+        )
+    seconds = [float(sum(_weights(spec, spec.layers[i]) for i in block)) for block in blocks]
+    head = float(spec.vocab_size * spec.embed_size)
+    cut = cut_stages(seconds, 0.0, head, num_stages)
+    starts = [blocks[first].start for first, _ in cut] + [spec.num_layers]
+    return tuple((start, end - start) for start, end in pairwise(starts))
+
+
+def _inseparable(spec: ModelSpec) -> list[range]:
+    """Returns runs of layers between which the model can be cut."""
+    last_reader = {}
+    for number, layer in enumerate(spec.layers):
+        attention = layer.attention
+        if isinstance(attention, AttentionSpec) and attention.shares is not None:
+            last_reader[attention.shares] = number
+    runs, start, reach = [], 0, 0
+    for number in range(spec.num_layers):
+        reach = max(reach, last_reader.get(number, number))
+        if reach == number:
+            runs.append(range(start, number + 1))
+            start = reach = number + 1
+    return runs
+
+
+def _weights(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Returns the weights of a layer that one row uses."""
+    hidden, attention, mlp = spec.hidden_size, layer.attention, layer.mlp
+    if isinstance(attention, LatentSpec):
+        inner = attention.num_heads * (attention.nope_dim + attention.rope_dim + attention.v_dim)
+        total = hidden * (attention.kv_rank + attention.num_heads * attention.v_dim)
+        total += (attention.q_rank or hidden) * inner
+    else:
+        total = 2 * hidden * (attention.q_size + attention.kv_size)
+    if isinstance(mlp, MlpSpec):
+        return total + mlp.num_weights(hidden)
+    used = [mlp.expert] * mlp.router.top_k
+    used += [each for each in (mlp.shared, mlp.dense) if each is not None]
+    return total + sum(each.num_weights(hidden) for each in used)

@@ -1,0 +1,254 @@
+"""A worker: one rank of a group other than the engine. It obeys the engine's messages in order.
+
+A worker outlives steps that fail and groups that are formed again: its weights stay. It ends when
+the engine closes its connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serve.config import EngineConfig
+from serve.errors import MergestepError
+from serve.group import messages
+from serve.group.exchange import ExchangeError
+from serve.group.grid import Grid
+from serve.group.messages import Kind, Message, MessageError, PlannedStep
+from serve.group.rank import Rank
+from serve.group.sizes import open_exchange
+from serve.group.stage_link import StageFailed, StageLink
+from serve.loading.rank_memory import RankGeometry
+from serve.loading.runtime import read_source
+from serve.machine import available_memory
+from serve.models.progress import LoadProgress
+from transport import listen
+from transport.base import Endpoint, Listener, PeerLostError, TransportError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+
+
+class Worker:
+    """Serves one engine over its connection."""
+
+    def __init__(self, engine: Endpoint, key: bytes, settings: Mapping[str, object]) -> None:
+        """settings: fields of EngineConfig that differ on this host from the engine's."""
+        self._engine = engine
+        self._key = key
+        self._settings = dict(settings)
+        self._rank: Rank | None = None
+        self._epoch = 0
+        self._listener: Listener | None = None
+        self._previous: StageLink | None = None
+        self._next: StageLink | None = None
+        self._grid: Grid | None = None
+
+    def serve(self) -> None:
+        """Handles messages until the engine is gone."""
+        handlers: dict[Kind, Callable[[Message], None]] = {
+            Kind.LOAD: self._load,
+            Kind.START: self._start,
+            Kind.STEP: self._step,
+            Kind.EDITS: self._edit,
+            Kind.HEAD: self._head,
+            Kind.RESET: self._reset,
+        }
+        try:
+            while True:
+                frame = self._engine.poll(_POLL_S)
+                if frame is None:
+                    continue
+                try:
+                    message = messages.read(messages.view_of(frame))
+                    handler = handlers.get(message.kind)
+                    if handler is None:
+                        raise MessageError(f"{message.kind.name} from the engine")
+                    handler(message)
+                finally:
+                    del message
+                    self._engine.release(frame)
+        except PeerLostError:
+            logger.info("the engine has closed the connection")
+        except (TransportError, MessageError) as error:
+            logger.error("the worker ends: %s", error)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._close_links()
+        if self._listener is not None:
+            self._listener.close()
+        if self._rank is not None:
+            self._rank.close()
+        self._engine.close()
+
+    def _close_links(self) -> None:
+        for link in (self._previous, self._next):
+            if link is not None:
+                link.close()
+        self._previous = self._next = None
+
+    # ---- set-up
+
+    def _load(self, message: Message) -> None:
+        """Loads the rank's weights, unless it has them already."""
+        content = messages.read_json(message)
+        try:
+            if self._rank is None:
+                self._rank = self._loaded(content)
+            rank, grid = self._rank, self._grid
+            assert grid is not None
+            if grid != Grid.from_json(content["grid"]) or rank.number != content["rank"]:
+                raise MessageError("another place in another grid than the loaded weights'")
+        except (MergestepError, OSError, ValueError, KeyError, MemoryError) as error:
+            logger.exception("loading failed")
+            self._report(Kind.FAILED, {"text": f"{type(error).__name__}: {error}"})
+            return
+        self._report(
+            Kind.READY,
+            {
+                "free_bytes": available_memory(),
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "url": self._listen(content)
+                if grid.place(rank.number).stage + 1 < grid.num_stages
+                else "",
+            },
+        )
+
+    def _loaded(self, content: dict[str, Any]) -> Rank:
+        config = EngineConfig(**(content["config"] | self._settings))
+        self._grid = Grid.from_json(content["grid"])
+        _keep_to(content.get("cpus"))
+        num_loaded = 0
+
+        def check() -> None:
+            nonlocal num_loaded
+            self._report(Kind.PROGRESS, {"layers": num_loaded})
+            num_loaded += 1
+
+        source = read_source(config)
+        return Rank(source, self._grid, int(content["rank"]), LoadProgress(check=check))
+
+    def _listen(self, content: dict[str, Any]) -> str:
+        """Returns where the next stage connects to."""
+        if self._listener is None:
+            url = content.get("listen") or f"shm://{tempfile.gettempdir()}/mergestep-{os.getpid()}"
+            window = int(content["window_bytes"])
+            self._listener = listen(str(url), key=self._key, window_bytes=1 << 16)
+            self._window_bytes = window
+        return self._listener.url
+
+    def _start(self, message: Message) -> None:
+        """Takes memory for K/V and connects to the other ranks."""
+        content = messages.read_json(message)
+        rank, grid = self._rank, self._grid
+        if rank is None or grid is None:
+            raise MessageError("START before LOAD")
+        self._close_links()
+        self._epoch = message.epoch
+        try:
+            geometry = RankGeometry.from_json(content["geometry"])
+            exchange = open_exchange(rank.source, grid, rank.place.tensor, content.get("arena"))
+            rank.open(geometry, exchange)
+            if exchange is not None:
+                exchange.join(self._epoch)
+            if content.get("previous"):
+                self._previous = StageLink.connect(
+                    str(content["previous"]),
+                    self._key,
+                    self._epoch,
+                    int(content["window_bytes"]),
+                )
+            if self._listener is not None:
+                self._next = StageLink.accept(self._listener, self._epoch)
+        except (MergestepError, OSError, ValueError, KeyError, TransportError) as error:
+            logger.exception("starting failed")
+            self._report(Kind.FAILED, {"text": f"{type(error).__name__}: {error}"})
+            return
+        self._report(Kind.STARTED, {})
+
+    def _reset(self, message: Message) -> None:
+        """Begins an epoch after a step that failed. Its steps come after the engine has been told
+        that all ranks are here."""
+        self._epoch = message.epoch
+        if self._rank is not None:
+            self._rank.join(self._epoch)
+        for link in (self._previous, self._next):
+            if link is not None:
+                link.epoch = self._epoch
+        self._report(Kind.STARTED, {})
+
+    def _report(self, kind: Kind, content: Mapping[str, object]) -> None:
+        messages.post(self._engine, messages.pack_json(kind, self._epoch, content))
+
+    # ---- steps
+
+    def _edit(self, message: Message) -> None:
+        assert self._rank is not None
+        self._rank.edit(messages.read_edits(message))
+
+    def _step(self, message: Message) -> None:
+        """Computes the rank's layers. A failure is reported to the engine and to the next stage;
+        the step's rows are computed again later."""
+        rank, number = self._rank, message.number
+        if rank is None:
+            raise MessageError("STEP before START")
+        step = messages.read_step(message)
+        rank.edit(step.edits)
+        try:
+            out = self._computed(rank, step, number)
+            if self._next is not None:
+                self._next.send(number, out)
+        except (StageFailed, ExchangeError) as error:
+            self._failed(number, str(error), is_own=False)
+        except TransportError as error:  # another rank is lost; the engine knows it, too
+            self._failed(number, str(error), is_own=False)
+        except Exception as error:
+            logger.exception("a step failed")
+            self._failed(number, f"{type(error).__name__}: {error}", is_own=True)
+
+    def _computed(self, rank: Rank, step: PlannedStep, number: int) -> Tensor:
+        hidden = None
+        if self._previous is not None:
+            hidden = self._previous.receive(number, len(step.input_ids))
+        return rank.forward(step, hidden)
+
+    def _failed(self, number: int, text: str, *, is_own: bool) -> None:
+        """Says that this rank has no result of a step."""
+        assert self._rank is not None
+        self._rank.abort()
+        if is_own:
+            self._report(Kind.FAILED, {"text": text})
+        if self._next is not None:
+            try:
+                self._next.send_failure(number, text)
+            except TransportError as error:
+                logger.warning("the next stage is lost: %s", error)
+
+    @torch.inference_mode()
+    def _head(self, message: Message) -> None:
+        """Computes the rank's columns of logits for rows that the engine sends."""
+        assert self._rank is not None
+        try:
+            self._rank.head(message.rows)
+        except ExchangeError as error:
+            logger.info("logits were dropped: %s", error)
+        except Exception as error:
+            logger.exception("logits failed")
+            self._failed(message.number, f"{type(error).__name__}: {error}", is_own=True)
+
+
+def _keep_to(cpus: object) -> None:
+    """Keeps this process to some cores, if the engine has chosen any that exist here."""
+    if isinstance(cpus, list) and cpus and set(cpus) <= os.sched_getaffinity(0):
+        os.sched_setaffinity(0, cpus)

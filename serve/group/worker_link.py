@@ -1,0 +1,125 @@
+"""The engine's end of the connection to one worker."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from serve.group import messages
+from serve.group.messages import Kind, Message
+from transport.base import Endpoint, TransportError
+
+_SLICE_S = 0.25
+
+
+class WorkerFailed(Exception):
+    """A worker cannot load or start; the text is its own."""
+
+
+class WorkerLink:
+    """A worker's connection, and its process if the engine has started it.
+
+    Only the engine's compute thread posts and polls; `is_lost` may be read by any thread.
+    """
+
+    def __init__(
+        self, rank: int, endpoint: Endpoint, process: subprocess.Popen[bytes] | None
+    ) -> None:
+        self.rank = rank
+        self.endpoint = endpoint
+        self.process = process
+        self.host = ""
+        self.url = ""  # where the next stage connects to
+        self.free_bytes = 0
+        self.num_layers = 0  # loaded so far
+        self.failure = ""  # what it reported of a step
+
+    @property
+    def is_lost(self) -> bool:
+        if self.endpoint.is_lost:
+            return True
+        return self.process is not None and self.process.poll() is not None
+
+    @property
+    def state(self) -> str:
+        """What happened to a lost worker."""
+        code = None if self.process is None else self.process.poll()
+        if code is not None:
+            return f"its process ended ({'signal' if code < 0 else 'exit status'} {abs(code)})"
+        return "its connection is lost"
+
+    def post(self, message: bytes) -> None:
+        messages.post(self.endpoint, message)
+
+    def post_json(self, kind: Kind, epoch: int, content: Mapping[str, object]) -> None:
+        self.post(messages.pack_json(kind, epoch, content))
+
+    def await_json(
+        self,
+        kind: Kind,
+        timeout_s: float,
+        check: Callable[[], object] = object,
+        epoch: int | None = None,
+    ) -> dict[str, Any]:
+        """Returns the JSON of the next message of a kind (and an epoch), noting others on the way;
+        check is called meanwhile. Raises WorkerFailed, and TransportError."""
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s:
+            check()
+            content = self._take(_SLICE_S, kind, epoch)
+            if content is not None:
+                return content
+            if self.is_lost:
+                raise TransportError(f"rank {self.rank}: {self.state}")
+        raise TransportError(f"rank {self.rank} sent no {kind.name} within {timeout_s:.0f} s")
+
+    def look(self) -> None:
+        """Notes what has arrived unasked. Raises TransportError."""
+        while self._take(0.0, None, None) is not None:
+            pass
+
+    def _take(
+        self, timeout_s: float, kind: Kind | None, epoch: int | None
+    ) -> dict[str, Any] | None:
+        """Takes one message; returns its JSON if it is of the kind, or if kind is None."""
+        frame = self.endpoint.poll(timeout_s)
+        if frame is None:
+            return None
+        try:
+            message = messages.read(messages.view_of(frame))
+            content = messages.read_json(message)
+            return self._note(message, content, kind, epoch)
+        except messages.MessageError as error:
+            raise TransportError(f"rank {self.rank}: {error}") from error
+        finally:
+            del message
+            self.endpoint.release(frame)
+
+    def _note(
+        self, message: Message, content: dict[str, Any], kind: Kind | None, epoch: int | None
+    ) -> dict[str, Any] | None:
+        if message.kind is Kind.PROGRESS:
+            self.num_layers = int(content.get("layers", 0))
+        elif message.kind is Kind.FAILED:
+            self.failure = str(content.get("text", ""))[:1000]
+            if kind in (Kind.READY, Kind.STARTED):
+                raise WorkerFailed(f"rank {self.rank}: {self.failure}")
+        if kind is None:
+            return content
+        is_due = message.kind is kind and (epoch is None or message.epoch == epoch)
+        return content if is_due else None
+
+    def close(self) -> None:
+        """Ends the connection, after which the worker ends by itself; kills it if it does not."""
+        self.endpoint.close()
+        if self.process is None:
+            return
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()

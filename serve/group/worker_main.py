@@ -1,0 +1,56 @@
+"""The process of a worker that the engine has started: `python -m serve.group.worker_main`.
+
+It reads one line of JSON from its standard input, which stays open as long as the engine lives.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+
+from serve.group.launch import Asked
+from serve.group.worker import Worker
+from transport import connect
+
+_WINDOW_BYTES = 16 << 20  # for step messages
+
+
+def main() -> None:
+    # a terminal's Ctrl-C is for the engine, which then ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asked = Asked(**json.loads(_first_line()))
+    logging.basicConfig(
+        level=asked.log_level,
+        format=f"%(asctime)s %(levelname)-7s rank {asked.rank} %(name)s: %(message)s",
+    )
+    threading.Thread(target=_end_with_engine, name="mergestep-stdin", daemon=True).start()
+    key = bytes.fromhex(asked.key)
+    info = {"rank": asked.rank}
+    engine = connect(asked.url, key=key, info=info, window_bytes=_WINDOW_BYTES)
+    Worker(engine, key, {}).serve()
+
+
+def _end_with_engine() -> None:
+    """Ends this process when the engine's end of the pipe closes, however the engine ended."""
+    while os.read(0, 1):
+        pass
+    os._exit(0)
+
+
+def _first_line() -> bytes:
+    """Reads standard input up to the first line's end, without a buffer that a thread would hold
+    when the interpreter ends."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(0, 1)
+        if not part:
+            raise SystemExit("the engine ended")
+        line += part
+    return line
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The K/V of a model that several ranks hold: one accounting, and each rank's own memory.
+
+All ranks lay out pages and ranges alike, for the rank that stores most of a token, so an edit of
+the address space is the same on each (memory/edit_recorder.py). A rank stores its own layers and
+heads there. Memory that nothing is written to costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from memory.attention.grouped import GroupedAttention, group_layers
+from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
+from memory.edit_recorder import EditRecorder
+from memory.kv_manager import KVManager
+from memory.pages.layer_groups import LayerGroup
+from memory.pages.linux_vmm import LinuxMemory
+from ops.backend import Backend
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.loading.kv_layouts import kv_layout
+from serve.loading.kv_sizing import reserving, size_kv
+from serve.loading.precision import Precision
+from serve.loading.runtime import group_attention
+from serve.models import ModelSpec
+from serve.models.shard import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class RankGeometry:
+    """How every rank lays out its K/V.
+
+    windows, token_bytes: those of each layer group, padding included. offsets: where each group's
+    ranges begin in a rank's reservation, and its end.
+    """
+
+    page_bytes: int
+    num_pages: int
+    max_model_len: int
+    windows: tuple[int | None, ...]
+    token_bytes: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def to_json(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, content: dict[str, object]) -> RankGeometry:
+        """Parses a geometry. Raises ValueError for anything else."""
+        numbers = [content.get(name) for name in ("page_bytes", "num_pages", "max_model_len")]
+        lists = [content.get(name) for name in ("windows", "token_bytes", "offsets")]
+        if not all(type(each) is int and each > 0 for each in numbers):
+            raise ValueError("the geometry's sizes are no positive integers")
+        if not all(isinstance(each, list) for each in lists):
+            raise ValueError("the geometry's groups are no lists")
+        windows, token_bytes, offsets = (tuple(each) for each in lists)  # type: ignore[arg-type]
+        if not 0 < len(windows) == len(token_bytes) == len(offsets) - 1:
+            raise ValueError("the geometry's groups contradict one another")
+        if not all(type(each) is int and each >= 0 for each in (*token_bytes, *offsets)):
+            raise ValueError("the geometry's groups are no sizes")
+        if not all(each is None or (type(each) is int and each > 0) for each in windows):
+            raise ValueError("the geometry's windows are no numbers of tokens")
+        page_bytes, num_pages, max_model_len = numbers
+        assert isinstance(page_bytes, int) and isinstance(num_pages, int)
+        assert isinstance(max_model_len, int)
+        return cls(page_bytes, num_pages, max_model_len, windows, token_bytes, offsets)
+
+
+def widest_groups(
+    config: EngineConfig, spec: ModelSpec, precision: Precision, shards: Sequence[Shard]
+) -> list[LayerGroup]:
+    """Returns the layer groups, without padding, of the shard that stores most in each."""
+    groups = group_layers(spec.attention_layers, config.max_model_len or spec.max_model_len)
+    found = []
+    for index, (window, _) in enumerate(groups):
+        widest: LayerGroup | None = None
+        for shard in shards:
+            layers = shard.spec(spec).attention_layers
+            numbers = _numbers(config, spec, layers, index)
+            if not numbers:
+                continue
+            layout = kv_layout(config, precision, layers_in(layers, numbers))
+            group = LayerGroup(layout.token_bytes, layout.tile_tokens, window)
+            if widest is None or group.token_bytes > widest.token_bytes:
+                widest = group
+        assert widest is not None, "some shard has a layer of each group"
+        found.append(widest)
+    return found
+
+
+def _numbers(
+    config: EngineConfig, spec: ModelSpec, layers: Sequence[AttentionLayer], index: int
+) -> list[int]:
+    """Returns the numbers of a shard's layers that belong to a layer group of the model."""
+    max_len = config.max_model_len or spec.max_model_len
+    whole = spec.attention_layers
+    window, ids = group_layers(whole, max_len)[index]
+    has_chunks = whole[ids[0]].chunk is not None
+    for each, numbers in group_layers(layers, max_len):
+        if each == window and (layers[numbers[0]].chunk is not None) == has_chunks:
+            return numbers
+    return []
+
+
+def make_accounting(
+    config: EngineConfig,
+    spec: ModelSpec,
+    precision: Precision,
+    shards: Sequence[Shard],
+    free_bytes: int,
+) -> tuple[KVManager, EditRecorder, RankGeometry]:
+    """Makes the one accounting of all ranks. free_bytes: what one rank may take for K/V."""
+    groups = widest_groups(config, spec, precision, shards)
+    # kv_cache_bytes bounds all ranks of a machine, of which free_bytes is one rank's part
+    config = replace(config, kv_cache_bytes=None if config.kv_cache_bytes is None else free_bytes)
+    sizes = size_kv(config, spec, groups, free_bytes=free_bytes)
+    recorder = EditRecorder(sizes.page_bytes)
+    kv = KVManager(
+        recorder,
+        num_pages=sizes.num_pages,
+        num_ranges=config.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        groups=sizes.groups,
+        max_rows=config.chunk_tokens,
+        in_background=False,
+    )
+    geometry = RankGeometry(
+        sizes.page_bytes,
+        sizes.num_pages,
+        sizes.max_model_len,
+        tuple(group.window for group in sizes.groups),
+        tuple(group.token_bytes for group in sizes.groups),
+        tuple(kv.group_offset(number) for number in range(len(sizes.groups) + 1)),
+    )
+    return kv, recorder, geometry
+
+
+class RankMemory:
+    """One rank's K/V, and attention over it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        precision: Precision,
+        layers: Sequence[AttentionLayer],
+        geometry: RankGeometry,
+        backend: Backend,
+    ) -> None:
+        """spec: the whole model's; layers: those of this rank, with their sinks. ConfigError names
+        the setting if there is no memory."""
+        with reserving(geometry.page_bytes * geometry.num_pages, "kv_cache_bytes"):
+            self.memory = LinuxMemory(geometry.page_bytes, geometry.num_pages)
+        try:
+            with reserving(geometry.offsets[-1], "max_num_seqs and max_model_len"):
+                address = self.memory.reserve(geometry.offsets[-1])
+            self.attention = self._make(config, spec, precision, layers, geometry, address, backend)
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def _make(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        precision: Precision,
+        layers: Sequence[AttentionLayer],
+        geometry: RankGeometry,
+        address: int,
+        backend: Backend,
+    ) -> PlannedAttention:
+        parts: list[PlannedAttention] = []
+        ids_of: list[list[int]] = []
+        for number, window in enumerate(geometry.windows):
+            numbers = _numbers(config, spec, layers, number)
+            if not numbers:
+                continue
+            layout = kv_layout(config, precision, layers_in(layers, numbers))
+            layout.pad(geometry.token_bytes[number] * layout.tile_tokens)
+            start, end = geometry.offsets[number : number + 2]
+            parts.append(group_attention(layout, address + start, end - start, window, backend))
+            ids_of.append(numbers)
+        if not parts:
+            raise ConfigError("a rank without layers")
+        return parts[0] if len(parts) == 1 else GroupedAttention(parts, ids_of)
+
+    def close(self) -> None:
+        del self.attention  # views of the reservation must go before it
+        self.memory.close()
