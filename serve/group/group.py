@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,14 @@ class StepLostError(Exception):
     """A step failed on another rank. The text is that rank's."""
 
 
+class PostedStep(NamedTuple):
+    """A step in flight. message: what the other ranks of the last stage get of it later."""
+
+    number: int
+    step: PlannedStep
+    message: bytes
+
+
 class Group:
     """All ranks of a model. Only the compute thread calls it, except `lost` and counters."""
 
@@ -58,6 +67,8 @@ class Group:
         self.geometry: RankGeometry | None = None
         self.num_steps = 0
         self.num_formed = 0
+        self._beside = grid.stage_ranks(grid.num_stages - 1)[1:]
+        self._before = [rank for rank in self.links if rank not in self._beside]
         self._key = key
         self._arenas: list[Arena] = []
         self._previous: StageLink | None = None
@@ -129,40 +140,42 @@ class Group:
 
     # ---- steps
 
-    def post_step(self, recorder: EditRecorder, batch: Batch) -> tuple[int, PlannedStep]:
-        """Sends a step to all workers; returns its number and what the engine's rank computes.
-
-        Raises GroupLostError.
-        """
+    def post_step(self, recorder: EditRecorder, batch: Batch) -> PostedStep:
+        """Sends a step to the stages before the last one. Raises GroupLostError."""
         self._begin_epoch()
         self.num_steps += 1
         edits = recorder.take()
         ids = batch.input_ids.numpy()
         message = messages.pack_step(self.epoch, self.num_steps, edits, batch.attention, ids)
-        self._post_all(message)
+        self._post_to(self._before, message)
         step = PlannedStep(messages.as_array(edits), batch.attention, ids, batch.positions.numpy())
-        return self.num_steps, step
+        return PostedStep(self.num_steps, step, message)
 
     def post_edits(self, recorder: EditRecorder) -> None:
         """Sends edits that no step follows, and applies them. No step is in flight."""
         edits = recorder.take()
         if edits and not self._lost:
-            self._post_all(messages.pack_edits(self.epoch, edits))
+            self._post_to(self.links, messages.pack_edits(self.epoch, edits))
             self.own.edit(messages.as_array(edits))
 
-    def compute(self, number: int, step: PlannedStep) -> Tensor:
-        """Computes the engine's layers of a step, after all steps before it. Raises STEP_ERRORS."""
+    def compute(self, posted: PostedStep) -> Tensor:
+        """Computes the last stage's layers of a step, after all steps before it. It must be called
+        for every step, for its edits. Raises STEP_ERRORS and GroupLostError."""
+        step = posted.step
+        # The other ranks of this stage get it now and not with the other stages: they compute the
+        # logits of earlier steps before it.
+        self._post_to(self._beside, posted.message)
         self.own.edit(step.edits)
         hidden = None
         if self._previous is not None:
-            hidden = self._previous.receive(number, len(step.input_ids), self.is_lost)
+            rows = len(step.input_ids)
+            hidden = self._previous.receive(posted.number, rows, self.is_lost)
         return self.own.forward(step, hidden)
 
     def head(self, rows: Tensor) -> Tensor:
         """Computes logits, [R, vocab], for rows: [R, hidden]. Raises STEP_ERRORS."""
         message = messages.pack(Kind.HEAD, self.epoch, self.num_steps, len(rows))
-        for rank in self.grid.stage_ranks(self.grid.num_stages - 1)[1:]:
-            self.links[rank].post(message)
+        self._post_to(self._beside, message)
         return self.own.head(len(rows), rows)
 
     def failed(self, error: BaseException) -> Exception | None:
@@ -196,7 +209,7 @@ class Group:
             arena.reset(self.epoch)
         for link in self.links.values():
             link.failure = ""
-        self._post_all(messages.pack(Kind.RESET, self.epoch))
+        self._post_to(self.links, messages.pack(Kind.RESET, self.epoch))
         try:
             self._await_started(_RESET_S)
             self.own.join(self.epoch)
@@ -206,10 +219,10 @@ class Group:
             self._previous.epoch = self.epoch
         self._is_broken = False
 
-    def _post_all(self, message: bytes) -> None:
+    def _post_to(self, ranks: Iterable[int], message: bytes) -> None:
         try:
-            for link in self.links.values():
-                link.post(message)
+            for rank in ranks:
+                self.links[rank].post(message)
         except TransportError as error:
             raise self._loss(error) from error
 

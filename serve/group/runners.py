@@ -14,8 +14,7 @@ from torch import Tensor
 
 from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
-from serve.group.group import Group, GroupHead
-from serve.group.messages import PlannedStep
+from serve.group.group import Group, GroupHead, PostedStep
 from serve.runner.batch import Batch, make_batch
 from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller
 from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
@@ -50,9 +49,9 @@ class TensorRunner:
         self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
         batch = make_batch(plan)
         requests = prompt_row_requests(plan, None)
-        number, step = self._group.post_step(self._recorder, batch)
+        posted = self._group.post_step(self._recorder, batch)
         launched()
-        return LaunchedStep(self, plan, batch, requests, number, step)
+        return LaunchedStep(self, plan, batch, requests, posted)
 
     def finish(self, step: LaunchedStep) -> StepResult:
         """Computes the engine's part of the oldest step in flight, and samples."""
@@ -72,7 +71,7 @@ class TensorRunner:
     def _computed(
         self, step: LaunchedStep, late_masks: abc.Callable[[], frozenset[Sequence]]
     ) -> StepResult:
-        hidden = self._group.compute(step.number, step.step)
+        hidden = self._group.compute(step.posted)
         prompts = PromptReader(self._model, hidden, step.requests).parts() if step.requests else ()
         sampled = step.batch.sampled
         if not sampled:
@@ -127,8 +126,7 @@ class LaunchedStep:
     plan: StepPlan
     batch: Batch
     requests: list[PromptRowRequest]
-    number: int
-    step: PlannedStep
+    posted: PostedStep
     late: frozenset[Sequence] = NO_SEQUENCES
 
     def wait(self) -> StepResult:
