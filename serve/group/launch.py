@@ -37,6 +37,7 @@ class LocalWorkers:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="mergestep-group-")
+        self._num_urls = 0
         self.key = secrets.token_bytes(32)
         url = f"shm://{Path(self._folder.name) / 'engine'}"
         self._listener: Listener = listen(url, key=self.key, window_bytes=_WINDOW_BYTES)
@@ -72,6 +73,11 @@ class LocalWorkers:
                 process.wait()
             raise
         return sorted(links, key=lambda link: link.rank)
+
+    def stage_url(self, rank: int) -> str:
+        """Returns where a rank listens for the next stage."""
+        self._num_urls += 1
+        return f"shm://{Path(self._folder.name) / f'rank-{rank}-{self._num_urls}'}"
 
     def _spawn(self, rank: int) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(

@@ -137,6 +137,7 @@ class WorkerLoader:
                 "config": _as_json(config),
                 "grid": self._grid.to_json(),
                 "rank": link.rank,
+                "stage_url": self._workers.stage_url(link.rank),
                 "cpus": self._cpus[link.rank],
                 "window_bytes": stage_window_bytes(config, spec, self._grid.num_stages),
             }

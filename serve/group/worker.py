@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -142,10 +141,8 @@ class Worker:
     def _listen(self, content: dict[str, Any]) -> str:
         """Returns where the next stage connects to."""
         if self._listener is None:
-            url = content.get("listen") or f"shm://{tempfile.gettempdir()}/mergestep-{os.getpid()}"
-            window = int(content["window_bytes"])
-            self._listener = listen(str(url), key=self._key, window_bytes=1 << 16)
-            self._window_bytes = window
+            url = str(content["stage_url"])
+            self._listener = listen(url, key=self._key, window_bytes=1 << 16)
         return self._listener.url
 
     def _start(self, message: Message) -> None:

@@ -1,0 +1,130 @@
+"""An engine on any number of ranks gives the tokens and log-probabilities of one rank."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ops.cpu import native_library
+from serve import LLM, SamplingParams
+from serve.errors import ConfigError
+from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.decoders import token_ids
+from tests.support.group.thread_workers import thread_workers  # noqa: F401
+from tests.support.profile import every_day
+
+pytestmark = pytest.mark.skipif(
+    not native_library.is_available(), reason="native kernels not built"
+)
+SETTINGS = {"max_model_len": 140, "max_num_seqs": 8, "kv_page_bytes": 4096}
+GRIDS = [(2, 1), (1, 2), (2, 2), (1, 3)]
+
+
+def requests(seed: int, count: int = 10) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Returns prompts, some with a common prefix, and parameters, some sampled."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(2, 300) for _ in range(60)]
+    prompts = [
+        shared[: rng.choice([0, 50, 60])] + token_ids(rng.choice([1, 9, 40]), seed=seed + number)
+        for number in range(count)
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=rng.randint(5, 30),
+            temperature=rng.choice([0.0, 0.9]),
+            seed=rng.randrange(1000),
+            ignore_eos=True,
+            logprobs=1,
+            prompt_logprobs=1 if rng.random() < 0.2 else None,
+        )
+        for _ in range(count)
+    ]
+    return prompts, params
+
+
+def outputs(llm: LLM, prompts, params) -> list[object]:
+    """Returns the tokens, and exact log-probabilities of tokens and prompts."""
+    results = llm.generate(prompts, params, use_tqdm=False)
+    return [
+        (r.outputs[0].token_ids, r.outputs[0].cumulative_logprob, r.prompt_logprobs)
+        for r in results
+    ]
+
+
+def on_grid(
+    family: str, variant: str, grid: tuple[int, int], seed: int, *, count: int = 10, **settings
+):
+    """Returns the outputs of two rounds, so that the second finds prefixes, and statistics."""
+    tensor, stages = grid
+    path = str(checkpoint(family, variant))
+    with LLM(
+        path, tensor_parallel_size=tensor, pipeline_parallel_size=stages, **SETTINGS | settings
+    ) as llm:
+        found = [outputs(llm, *requests(seed, count)) for _ in range(2)]
+        stats = llm.stats()
+        assert stats.pages_in_use == 0
+    return found, stats
+
+
+@pytest.mark.small_pages
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("grid", GRIDS[:3], ids=str)
+def test_ranks_give_the_tokens_of_one(thread_workers, grid, dtype):  # noqa: F811
+    """Prompts and decodes share steps, and prefixes are found. Pages have as many tokens on one
+    rank, because fp32 attention to a found prefix may differ in the last bit."""
+    settings = {"dtype": dtype, "kv_cache_bytes": 1 << 20, "max_chunk_tokens": 16}
+    page_bytes = grid[0] * grid[1] * SETTINGS["kv_page_bytes"]
+    alone, _ = on_grid("llama", "base", (1, 1), 3, **settings | {"kv_page_bytes": page_bytes})
+    found, stats = on_grid("llama", "base", grid, 3, **settings)
+    assert found == alone
+    # the pages of four ranks hold more tokens than the prompts
+    assert grid == (2, 2) or stats.prefix_hit_tokens > 0
+    assert thread_workers[0].num_started == grid[0] * grid[1] - 1
+
+
+@pytest.mark.small_pages
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_preempted_sequences_give_the_same_tokens(thread_workers, grid):  # noqa: F811
+    """Memory for few sequences; a model of three layers, so that three stages are possible."""
+    settings = {"dtype": "int8", "memory_policy": "prompt_only"}
+    alone, _ = on_grid("llama", "tied", (1, 1), 4, kv_cache_bytes=1 << 20, **settings)
+    settings["kv_cache_bytes"] = grid[0] * grid[1] * (32 << 10)
+    found, stats = on_grid("llama", "tied", grid, 4, **settings)
+    assert found == alone
+    assert stats.num_preemptions > 0
+
+
+@pytest.mark.small_pages
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    every_day(
+        [0, 1],
+        [
+            ("deepseek_v3", "yarn"),
+            ("qwen2_moe", "shared"),
+            ("gemma3_text", "head-24"),
+            ("gpt_oss", "yarn"),
+            ("gemma4_text", "shared"),
+            ("llama4_text", "chunks"),
+        ],
+    ),
+)
+@pytest.mark.parametrize("grid", GRIDS[:2], ids=str)
+def test_other_families(thread_workers, family, variant, grid):  # noqa: F811
+    """Windows and chunks (several layer groups), latents, experts, sinks, layers that share K/V."""
+    settings = {"dtype": "float32", "kv_cache_bytes": 4 << 20, "prefix_cache": False}
+    alone, _ = on_grid(family, variant, (1, 1), 5, count=3, **settings)
+    assert on_grid(family, variant, grid, 5, count=3, **settings)[0] == alone
+
+
+def test_settings_that_a_group_does_not_have_are_named(tmp_path):
+    path = str(checkpoint("llama", "base"))
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3: the model's 4 attention heads"):
+        LLM(path, tensor_parallel_size=3, **SETTINGS)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size 9: the model has 2 layers"):
+        LLM(path, pipeline_parallel_size=9, **SETTINGS)
+    with pytest.raises(ConfigError, match="kv_cache_dir"):
+        LLM(path, tensor_parallel_size=2, kv_cache_dir=str(tmp_path), **SETTINGS)
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be a positive integer"):
+        LLM(path, tensor_parallel_size=0, **SETTINGS)
