@@ -21,7 +21,7 @@ SETTINGS = {"max_model_len": 140, "max_num_seqs": 8, "kv_page_bytes": 4096}
 GRIDS = [(2, 1), (1, 2), (2, 2), (1, 3)]
 
 
-def requests(seed: int, count: int = 10) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(seed: int, count: int, most: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Returns prompts, some with a common prefix, and parameters, some sampled."""
     rng = random.Random(seed)
     shared = [rng.randrange(2, 300) for _ in range(60)]
@@ -31,7 +31,7 @@ def requests(seed: int, count: int = 10) -> tuple[list[list[int]], list[Sampling
     ]
     params = [
         SamplingParams(
-            max_tokens=rng.randint(5, 30),
+            max_tokens=rng.randint(5, most),
             temperature=rng.choice([0.0, 0.9]),
             seed=rng.randrange(1000),
             ignore_eos=True,
@@ -53,7 +53,14 @@ def outputs(llm: LLM, prompts, params) -> list[object]:
 
 
 def on_grid(
-    family: str, variant: str, grid: tuple[int, int], seed: int, *, count: int = 10, **settings
+    family: str,
+    variant: str,
+    grid: tuple[int, int],
+    seed: int,
+    *,
+    count: int = 10,
+    most: int = 30,
+    **settings,
 ):
     """Returns the outputs of two rounds, so that the second finds prefixes, and statistics."""
     tensor, stages = grid
@@ -61,7 +68,7 @@ def on_grid(
     with LLM(
         path, tensor_parallel_size=tensor, pipeline_parallel_size=stages, **SETTINGS | settings
     ) as llm:
-        found = [outputs(llm, *requests(seed, count)) for _ in range(2)]
+        found = [outputs(llm, *requests(seed, count, most)) for _ in range(2)]
         stats = llm.stats()
         assert stats.pages_in_use == 0
     return found, stats
@@ -88,9 +95,9 @@ def test_ranks_give_the_tokens_of_one(thread_workers, grid, dtype):  # noqa: F81
 def test_preempted_sequences_give_the_same_tokens(thread_workers, grid):  # noqa: F811
     """Memory for few sequences; a model of three layers, so that three stages are possible."""
     settings = {"dtype": "int8", "memory_policy": "prompt_only"}
-    alone, _ = on_grid("llama", "tied", (1, 1), 4, kv_cache_bytes=1 << 20, **settings)
-    settings["kv_cache_bytes"] = grid[0] * grid[1] * (32 << 10)
-    found, stats = on_grid("llama", "tied", grid, 4, **settings)
+    alone, _ = on_grid("llama", "tied", (1, 1), 4, most=70, kv_cache_bytes=1 << 20, **settings)
+    settings["kv_cache_bytes"] = grid[0] * grid[1] * (24 << 10)
+    found, stats = on_grid("llama", "tied", grid, 4, most=70, **settings)
     assert found == alone
     assert stats.num_preemptions > 0
 
@@ -99,7 +106,7 @@ def test_preempted_sequences_give_the_same_tokens(thread_workers, grid):  # noqa
 @pytest.mark.parametrize(
     ("family", "variant"),
     every_day(
-        [0, 1],
+        [1],
         [
             ("deepseek_v3", "yarn"),
             ("qwen2_moe", "shared"),
@@ -112,10 +119,17 @@ def test_preempted_sequences_give_the_same_tokens(thread_workers, grid):  # noqa
 )
 @pytest.mark.parametrize("grid", GRIDS[:2], ids=str)
 def test_other_families(thread_workers, family, variant, grid):  # noqa: F811
-    """Windows and chunks (several layer groups), latents, experts, sinks, layers that share K/V."""
+    """Windows and chunks (several layer groups), latents, experts, sinks, layers that share K/V.
+
+    Attention in heads of a size that the native kernels do not have depends on the batch in its
+    last bits, so tokens are compared; test_shard.py compares the bits of the models.
+    """
     settings = {"dtype": "float32", "kv_cache_bytes": 4 << 20, "prefix_cache": False}
     alone, _ = on_grid(family, variant, (1, 1), 5, count=3, **settings)
-    assert on_grid(family, variant, grid, 5, count=3, **settings)[0] == alone
+    found, _ = on_grid(family, variant, grid, 5, count=3, **settings)
+    assert [[one[0] for one in each] for each in found] == [
+        [one[0] for one in each] for each in alone
+    ]
 
 
 def test_settings_that_a_group_does_not_have_are_named(tmp_path):
