@@ -18,6 +18,7 @@ less than half its speed, and many short prompts cannot stop a long one.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from serve.scheduler.sequence import Sequence
@@ -207,6 +208,7 @@ class ChunkPolicy:
         self.model = StepTimeModel(self._max_rows)
         self.limit: int | None = None  # the prompt rows for which the last step had room
         self.num_stages = 1
+        self._num_observed = 0
         self._now_s = 0.0
         self._owed_s = 0.0
 
@@ -218,6 +220,7 @@ class ChunkPolicy:
         now_s: float,
         level: int = 0,
         num_ready: int = 0,
+        beside: Collection[Sequence] = (),
     ) -> StepBudget:
         """Begins a step with `rows` left beside the decodes.
 
@@ -225,9 +228,11 @@ class ChunkPolicy:
         computed yet. The lowest level is the most urgent and comes first; slack decides within
         a level. `level` is the one whose requests may be admitted. Only long prompts of this
         level make room for other prompts, and less urgent prompts come after them.
-        num_ready: the waiting sequences for which there are slots and perhaps memory."""
+        num_ready: the waiting sequences for which there are slots and perhaps memory. beside:
+        sequences that bound the step's time, too, although it has no rows of them."""
         work = _decode_work(decodes)
-        limit_s = self._limit_s(work, len(prompts) + num_ready)
+        bound = _decode_work([*decodes, *beside]) if beside else work
+        limit_s = self._limit_s(bound, len(prompts) + num_ready)
         budget = StepBudget(self.model, work, rows, limit_s, self._owed_s, level)
         self._now_s = now_s
         if len(prompts) > 1:
@@ -244,6 +249,10 @@ class ChunkPolicy:
     ) -> None:
         """Learns from a step that took `seconds`. num_steps: the number of steps so far."""
         self.model.last_step_s = seconds
+        if self.num_stages > 1:
+            # a step of a pipeline may end whenever num_steps has the same remainder
+            self._num_observed += 1
+            num_steps = self._num_observed
         is_decoding = plan.num_decodes == len(plan.sequences)
         if is_decoding and self.model.knows_decoding and num_steps % _LEARN_EVERY:
             return  # the next step is much like this one, and learning takes time between steps

@@ -37,7 +37,8 @@ class LateDevice:
         if self._thread is not None:
             self._thread.start()
 
-    def submit(self, work: Callable[[], list[int]]) -> Job:
+    def submit(self, work: Callable[[], list[int]], more_s: float = 0.0) -> Job:
+        """Queues work that takes more_s longer than usual in each stage."""
         job = Job(self.num_launched, work)
         self.num_launched += 1
         self.events.append(("launch", job.number))
@@ -45,7 +46,7 @@ class LateDevice:
             self.idle_s += max(0.0, self.now_s - self._free_at_s[0])
         job.ends_s = self.now_s
         for stage, free_at_s in enumerate(self._free_at_s):
-            self._free_at_s[stage] = job.ends_s = max(job.ends_s, free_at_s) + self.seconds
+            self._free_at_s[stage] = job.ends_s = max(job.ends_s, free_at_s) + self.seconds + more_s
         self._last = job
         if self._thread is None:
             self._queue.append(job)

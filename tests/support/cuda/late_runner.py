@@ -65,7 +65,8 @@ class Rows:
 class LateRunner:
     """fails_launch, fails_wait: whether a sequence's launch or step raises. needs: whether a
     sequence's tokens must be known before its launch. is_late: whether the mask of a sequence is
-    not ready when its step was computed. memory: the page tables that count; None: those of the
+    not ready when its step was computed. host_s, row_s: seconds of a launch on the host, and of a
+    row in each stage of the device. memory: the page tables that count; None: those of the
     accounting at the launch."""
 
     def __init__(
@@ -78,6 +79,7 @@ class LateRunner:
         tokens_on_device: bool = True,
         num_tokens: int = 23,
         host_s: float = 0.0,
+        row_s: float = 0.0,
         fails_launch: Callable[[Sequence], bool] = lambda s: False,
         fails_wait: Callable[[Sequence], bool] = lambda s: False,
         needs: Callable[[Sequence], bool] = lambda s: False,
@@ -91,6 +93,7 @@ class LateRunner:
         self.memory = memory
         self.num_tokens = num_tokens
         self.host_s = host_s
+        self.row_s = row_s
         self.fails_launch = fails_launch
         self.fails_wait = fails_wait
         self.needs = needs
@@ -138,7 +141,7 @@ class LateRunner:
                 edit()
             return self._compute(step, page_tables, is_bad, faults, seen)
 
-        job = self.device.submit(work)
+        job = self.device.submit(work, self.row_s * plan.num_total_rows)
         sampled = [rows.sequence for rows in step if rows.samples]
         behind = self.in_flight[-1] if self.in_flight else None
         read = prompt_row_requests(plan), seen
