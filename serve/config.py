@@ -262,6 +262,11 @@ class EngineConfig:
             raise ConfigError(f"inter_token_factor must be a number above 1, not {factor!r}")
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
+        wait = self.group_restart_s
+        if type(wait) not in (int, float) or not 0 <= wait < math.inf:
+            raise ConfigError(
+                f"group_restart_s must be a number of seconds from 0 on, not {wait!r}"
+            )
         slo = self.ttft_slo
         if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
             raise ConfigError(f"ttft_slo must be a positive number of seconds, not {slo!r}")

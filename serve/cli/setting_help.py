@@ -79,6 +79,21 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "max_model_len": Option(MODEL, "Longest sequence in tokens; by default the model's."),
     "compute_threads": Option(MODEL, "Cores that compute; by default all."),
     "tokenize_threads": Option(MODEL, "Threads that tokenize prompts."),
+    "tensor_parallel_size": Option(
+        MODEL,
+        "Processes that divide every layer's products and heads, with the same results.",
+        flags=("--tp",),
+    ),
+    "pipeline_parallel_size": Option(
+        MODEL,
+        "Stages into which the layers are divided, a process (or --tp of them) each.",
+        flags=("--pp",),
+    ),
+    "group_restart_s": Option(
+        MODEL,
+        "How long requests wait for a lost process of the model to be replaced.",
+        metavar="SECONDS",
+    ),
     "tune": Option(
         MODEL, "Measure the fastest kernel of each product at the first start on a GPU."
     ),

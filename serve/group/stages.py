@@ -14,8 +14,9 @@ def layer_stages(spec: ModelSpec, num_stages: int) -> tuple[tuple[int, int], ...
     """Returns the first layer of each stage and their number.
 
     A layer's time is predicted by the weights that a row uses, which holds for decoding, that reads
-    them, and for prompts, that multiply by them. Layers that share K/V stay together. ConfigError
-    if there are too few layers.
+    them, and for prompts, that multiply by them. The head does not count: prompts, for whose sake
+    one takes a pipeline, do not use it. Layers that share K/V stay together. ConfigError if there
+    are too few layers.
     """
     blocks = _inseparable(spec)
     if num_stages > len(blocks):
@@ -24,8 +25,7 @@ def layer_stages(spec: ModelSpec, num_stages: int) -> tuple[tuple[int, int], ...
             "layers that share K/V, to divide"
         )
     seconds = [float(sum(_weights(spec, spec.layers[i]) for i in block)) for block in blocks]
-    head = float(spec.vocab_size * spec.embed_size)
-    cut = cut_stages(seconds, 0.0, head, num_stages)
+    cut = cut_stages(seconds, 0.0, 0.0, num_stages)
     starts = [blocks[first].start for first, _ in cut] + [spec.num_layers]
     return tuple((start, end - start) for start, end in pairwise(starts))
 
