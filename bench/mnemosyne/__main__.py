@@ -1,0 +1,80 @@
+"""`python -m bench.mnemosyne`: prints the table, the fit, and with --check the measured stages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.mnemosyne.paper import chunk_ratio, figure_17, fit_exchange_s, fit_fixed_s
+from bench.mnemosyne.rows import Row, all_rows
+from bench.plan.grid import EXCHANGE_S
+from serve.errors import ConfigError
+
+NOT_MET = 3  # exit code
+
+
+def main() -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.mnemosyne",
+        description="Published figures of Mnemosyne beside predictions of the simulator.",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the curves to this file")
+    args = parser.parse_args()
+    try:
+        return _run(args)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    rows = all_rows()
+    console = Console()
+    console.width = max(console.width, 120)
+    report(rows, console)
+    if args.json is not None:
+        texts = [row._asdict() | {"verdict": row.verdict} for row in rows]
+        args.json.write_text(json.dumps(texts, indent=2) + "\n", encoding="utf-8")
+    if args.svg is not None:
+        from bench.mnemosyne.picture import draw
+
+        draw(args.svg)
+    return 0 if all(row.is_met for row in rows) else NOT_MET
+
+
+def report(rows: list[Row], console: Console) -> None:
+    """Prints the table, the arithmetic of each row, and how the constant was fitted."""
+    table = Table(
+        *("", "figure", "published", "predicted", "criterion", "verdict"),
+        title="Mnemosyne (arXiv 2409.17264) and bench/plan/grid.py: H100 DGX, tp 8, bf16",
+    )
+    for number, row in enumerate(rows, start=1):
+        colour = "yellow" if not row.is_met else "green" if row.kind == "must match" else "default"
+        cells = (row.what, row.published, row.predicted, row.criterion)
+        table.add_row(str(number), *cells, f"[{colour}]{row.verdict}[/{colour}]")
+    console.print(table)
+    for number, row in enumerate(rows, start=1):
+        console.print(f"{number:2}. {row.why}", highlight=False)
+    fitted, fixed_s = fit_exchange_s(), fit_fixed_s()
+    found, other = figure_17(fitted), figure_17(0.0, fixed_s)
+    console.print(
+        f"The constant: {1e6 * fitted:.0f} us a layer for K/V on other holders, fitted to figure 17"
+        f" ({found.saved:.0%}, {found.speedup:.2f}x, {found.tokens_per_s:.1f}/s);"
+        f" {1e6 * EXCHANGE_S:.0f} us are used. A fixed time of every step instead fits with"
+        f" {1e3 * fixed_s:.1f} ms ({other.saved:.0%}, {other.speedup:.2f}x,"
+        f" {other.tokens_per_s:.1f}/s), but then chunks of 32 would cost"
+        f" {chunk_ratio(fixed_s):.1f}x and not 1.75x: 31,250 steps of {1e3 * fixed_s:.1f} ms are"
+        f" {31250 * fixed_s:.0f} s.",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
