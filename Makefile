@@ -91,7 +91,7 @@ figures: $(VENV)/.dev
 	$(BIN)/python -m bench.cli.figures
 
 # Published figures of Mnemosyne beside the predictions of the planner: docs/plan.md.
-mnemosyne: | $(VENV)/bin/python
+mnemosyne: $(VENV)/.dev
 	$(BIN)/python -m bench.mnemosyne
 
 # The documentation as a site in build/docs, with its links checked.

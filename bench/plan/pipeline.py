@@ -15,7 +15,7 @@ from serve.scheduler.step_time import GRANULARITY
 
 Chunker = Callable[[int], int]
 """Returns the most rows of a chunk after this many tokens."""
-_SAMPLES = 96
+_SAMPLES = 48
 
 
 class StagePipeline:
