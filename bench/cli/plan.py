@@ -142,9 +142,14 @@ def plan(
             run_and_report(model=None if model == DEFAULT_MODEL else Path(model))
             return
         if gpus is not None:
-            budget = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
-            load = {"prompt": prompt, "output": output, "tpot": tpot, "batch": batch}
-            others = {"disaggregated": disaggregated or None, "png": png_file}
+            budget: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
+            load: dict[str, object] = {
+                "prompt": prompt,
+                "output": output,
+                "tpot": tpot,
+                "batch": batch,
+            }
+            others: dict[str, object] = {"disaggregated": disaggregated or None, "png": png_file}
             _refuse(load | budget | others, "cannot be used with gpus (which has tbt)")
             _plan_grids(
                 model,
