@@ -261,7 +261,7 @@ class EngineCore:
         self.watchdog.begin(0 if plan is None else plan.num_total_rows)
         if plan is not None:
             self._executor.run(plan, now_s)
-        elif not self._executor.drain():  # completing the step in flight may have freed memory
+        elif not self._executor.complete_oldest():  # it may free memory, or bring awaited tokens
             self._wait_for_room()
 
     def _wait_for_room(self) -> None:

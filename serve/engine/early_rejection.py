@@ -88,17 +88,17 @@ def predicted_ttft_s(
             num_prompts += 1
         else:
             decodes.append(sequence)
-    rest_s = model.last_step_s if scheduler.running else 0.0
+    rest_s = scheduler.chunks.last_pass_s if scheduler.running else 0.0
     slowdown = scheduler.chunks.slowdown(decodes, num_prompts)
-    slot_s = model.last_step_s * _steps_to_slot(scheduler, num_before)
+    slot_s = scheduler.chunks.last_pass_s * _passes_to_slot(scheduler, num_before)
     return rest_s + max(seconds * slowdown, slot_s) + own_s * slowdown
 
 
-def _steps_to_slot(scheduler: Scheduler, num_before: int) -> float:
-    """Returns the steps until num_before requests and one more have had a slot, by the predicted
+def _passes_to_slot(scheduler: Scheduler, num_before: int) -> float:
+    """Returns the passes until num_before requests and one more have had a slot, by the predicted
     lengths."""
     number = len(scheduler.running) + num_before + 1 - scheduler.limits.max_num_seqs
-    left = scheduler.policy.steps_left(scheduler.num_steps)
+    left = scheduler.policy.steps_left(scheduler.num_passes)
     if number <= 0 or not left:
         return 0.0
     rounds, place = divmod(number - 1, len(left))

@@ -5,12 +5,20 @@ step k are still being computed.
     device  k ---------------> k+1 --------------------------------> k+2 ...
 
 The device never waits for the host as long as making a step takes less time than computing one.
+A pipeline of S stages has S steps in flight, one in each stage; the host waits for the oldest when
+the newest is launched, or when no other step can be planned:
+
+    stage 0  k+2 | k+3 | k+4 | ...
+    stage 1  k+1 | k+2 | k+3 | ...
+    stage 2  k   | k+1 | k+2 | ...      the tokens of k are known when k+3 is planned
+
 After a failure, steps run one at a time until the sequence at fault is found.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +26,12 @@ from memory.nodes.node_link import NodesLostError
 from serve.engine.pools import OutputThread
 from serve.engine.step_executor import EndSequence, StepExecutor
 from serve.runner.runner import OverlappingRunner, PendingStep, Runner, StepResult
-from serve.scheduler.in_flight import apply_launch, roll_back
+from serve.scheduler.in_flight import (
+    apply_launch,
+    roll_back,
+    take_back_late,
+    tokens_as_launched,
+)
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
@@ -35,7 +48,7 @@ class LaunchedStep(NamedTuple):
 
 
 class OverlappedExecutor(StepExecutor):
-    """Keeps one step in flight between two calls of `run`."""
+    """Keeps up to depth - 1 steps in flight between two calls of `run`."""
 
     def __init__(
         self,
@@ -57,12 +70,14 @@ class OverlappedExecutor(StepExecutor):
             clock=clock,
         )
         self._device = runner
-        self._in_flight: LaunchedStep | None = None
+        self._in_flight: deque[LaunchedStep] = deque()
+        if not runner.tokens_on_device:
+            scheduler.use_pipeline(runner.depth)
 
     def run(self, plan: StepPlan, now_s: float) -> None:
-        if self._in_flight is not None and self._device.needs_tokens(plan):
-            self.drain()
-            left = plan.still_running()
+        if self._in_flight and self._device.needs_tokens(plan):
+            # after a failure, the plan is made anew: rows before its own were taken back
+            left = plan.still_running() if self._complete_all() else None
             if left is None:
                 return
             plan = left
@@ -73,44 +88,65 @@ class OverlappedExecutor(StepExecutor):
             return
         if pending.late:
             plan = plan.without_late(pending.late)
-        before, self._in_flight = self._in_flight, LaunchedStep(plan, pending, now_s)
+        self._in_flight.append(LaunchedStep(plan, pending, now_s))
         apply_launch(self._scheduler, plan)
-        if before is not None:
-            self._complete(before)
+        if len(self._in_flight) >= self._device.depth:
+            self.complete_oldest()
+
+    def complete_oldest(self) -> bool:
+        if not self._in_flight:
+            return False
+        self._complete(self._in_flight.popleft())
+        return True
 
     def drain(self) -> bool:
-        launched, self._in_flight = self._in_flight, None
-        if launched is not None:
-            self._complete(launched)
-        return launched is not None
+        had_steps = bool(self._in_flight)
+        while self._in_flight:
+            self.complete_oldest()
+        return had_steps
 
     def abandon(self) -> None:
-        launched, self._in_flight = self._in_flight, None
-        if launched is not None:
-            _discard(launched)
+        while self._in_flight:
+            self._discard(self._in_flight.popleft())
+
+    def _complete_all(self) -> bool:
+        """Completes the steps in flight up to one that fails; returns whether none has failed."""
+        while self._in_flight:
+            if not self._complete(self._in_flight.popleft()):
+                return False
+        return True
 
     def _complete(self, launched: LaunchedStep) -> bool:
-        """Waits for a launched step, updates the scheduler with its tokens and delivers them.
+        """Waits for the oldest step, updates the scheduler with its tokens and delivers them.
         Returns False if the step has failed."""
+        plan = launched.plan
         try:
-            result = launched.pending.wait()
+            result = self._wait(launched)
         except Exception as error:
-            self._step_failed(launched.plan, error)
+            self._step_failed(plan, error)
             return False
-        busy_since_s = self._busy_since_s
+        busy_since_s, is_pipeline = self._busy_since_s, not self._device.tokens_on_device
         now_s = self._record_time(
-            launched.plan, launched.began_s if busy_since_s is None else busy_since_s
+            plan,
+            launched.began_s if busy_since_s is None else busy_since_s,
+            launched.began_s if is_pipeline else None,
         )
-        plan, result = _without_ended(launched.plan, result)
+        if is_pipeline and result.late:
+            plan = take_back_late(self._scheduler, plan, result.late)
+        plan, result = _without_ended(plan, result)
         self._deliver(plan, result, self._scheduler.update(plan, result.tokens), now_s)
         return True
 
+    def _wait(self, launched: LaunchedStep) -> StepResult:
+        if self._device.tokens_on_device:
+            return launched.pending.wait()
+        with tokens_as_launched(launched.plan):
+            return launched.pending.wait()
+
     def _launch_failed(self, plan: StepPlan, error: Exception) -> None:
-        before, self._in_flight = self._in_flight, None
-        is_sound = before is None or self._complete(before)
-        # A device may report a step's failure only when the next one is launched. Then the
-        # completion above has failed too, and the next plan is made anew.
-        if is_sound:
+        # A device may report a step's failure only when a later one is launched. Then its
+        # completion fails too, and the next plan is made anew.
+        if self._complete_all():
             self._find_fault(plan, error)
 
     def _isolate(self, plan: StepPlan, error: Exception) -> None:
@@ -118,11 +154,14 @@ class OverlappedExecutor(StepExecutor):
         super()._isolate(plan, error)
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
-        """Takes back a failed step, and the one behind it, which has computed with its tokens."""
-        later, self._in_flight = self._in_flight, None
-        if later is not None:
-            _discard(later)
-            roll_back(self._scheduler, later.plan)
+        """Takes back a failed step, and those behind it, which have computed with its tokens or
+        K/V."""
+        later = list(self._in_flight)
+        self._in_flight.clear()
+        for launched in later:
+            self._discard(launched)
+        for launched in reversed(later):
+            roll_back(self._scheduler, launched.plan)
         roll_back(self._scheduler, plan)
         self._find_fault(plan, error)
 
@@ -135,14 +174,13 @@ class OverlappedExecutor(StepExecutor):
         elif left is not None:  # the sequence at fault may have ended since
             self._run(left)
 
-
-def _discard(launched: LaunchedStep) -> None:
-    """Waits for a step whose result is dropped: the device may still use memory that is about to
-    be freed."""
-    try:
-        launched.pending.wait()
-    except Exception:
-        logger.info("a step in flight failed too", exc_info=True)
+    def _discard(self, launched: LaunchedStep) -> None:
+        """Waits for a step whose result is dropped: the device may still use memory that is about
+        to be freed."""
+        try:
+            self._wait(launched)
+        except Exception:
+            logger.info("a step in flight failed too", exc_info=True)
 
 
 def _without_ended(plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:

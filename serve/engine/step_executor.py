@@ -20,6 +20,7 @@ from serve.runner.runner import Runner, StepResult
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
+from serve.scheduler.step_time import stage_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,16 @@ class StepExecutor:
         # A step's time runs from token to token, so it includes the work between two steps.
         self._run(plan, now_s if self._busy_since_s is None else self._busy_since_s)
 
+    def complete_oldest(self) -> bool:
+        """Completes the oldest step in flight; False if there was none."""
+        return False
+
     def drain(self) -> bool:
-        """Completes the step in flight; False if there was none."""
+        """Completes all steps in flight; False if there was none."""
         return False
 
     def abandon(self) -> None:
-        """Waits for the step in flight and drops its result: all requests have ended."""
+        """Waits for the steps in flight and drops their results: all requests have ended."""
 
     def pause(self) -> None:
         """Ends the timing of steps before the loop waits, because the wait belongs to no step, and
@@ -96,14 +101,20 @@ class StepExecutor:
             plan = plan.without_late(result.late)
         self._deliver(plan, result, self._scheduler.update(plan, result.tokens), now_s)
 
-    def _record_time(self, plan: StepPlan, began_s: float | None) -> float:
-        """Notes the time of a step whose tokens have just come; returns the time now."""
+    def _record_time(
+        self, plan: StepPlan, began_s: float | None, made_s: float | None = None
+    ) -> float:
+        """Notes the time of a step whose tokens have just come; returns the time now. made_s: when
+        the loop began to make it, if it has passed a pipeline since."""
         now_s = self._clock()
         if began_s is not None:
             for trace in self.traces.open:
                 trace.add(plan, self._scheduler, began_s, now_s)
-            self.counts.seconds.observe(now_s - began_s)
-            self._scheduler.observe(plan, now_s - began_s)
+            seconds = now_s - began_s
+            self.counts.seconds.observe(seconds)
+            if made_s is not None:
+                seconds = stage_seconds(seconds, now_s - made_s, self._scheduler.num_stages)
+            self._scheduler.observe(plan, seconds)
         self._busy_since_s = now_s
         return now_s
 

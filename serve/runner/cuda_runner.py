@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _SPREAD_STEPS = 16  # the growth of ranges is spread over so many steps
 _PLENTY = 4  # ranges grow early only with so many free pages per sequence of the step
-_NUM_SLOTS = 3  # two for steps in flight, one for the step that is prepared
+_NUM_SLOTS = 3  # CudaRunner.depth for steps in flight, one for the step that is prepared
 
 
 @dataclass(slots=True)
@@ -78,6 +78,9 @@ class _Step:
 
 class CudaRunner:
     """An OverlappingRunner. Only the compute thread calls it."""
+
+    depth = 2
+    tokens_on_device = True
 
     def __init__(
         self,

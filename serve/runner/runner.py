@@ -109,22 +109,43 @@ class PendingStep(Protocol):
     def wait(self) -> StepResult:
         """Blocks until the tokens are on the host, without holding the interpreter's lock. It
         raises what the step raised; then no row counts as computed. Sequences have changed since
-        the launch, so it uses only what was saved then and the identity of `sampled`."""
+        the launch, so it uses only what was saved then and the identity of `sampled`.
+
+        Where tokens are not on the device, token_ids are during the call as they were at the
+        launch, and the result may have further late sequences, whose masks were not ready when the
+        step was sampled."""
 
 
 @runtime_checkable
 class OverlappingRunner(Runner, Protocol):
-    """A runner that queues a step on the device while the previous one is computed.
+    """A runner that queues a step on the device while earlier ones are computed.
 
-    At most two steps are in flight. `run` must be called only when none is.
+    At most `depth` steps are in flight, and they complete in order. `run` must be called only when
+    none is. Two kinds differ in where a sampled token is known first:
+
+    - A device with its own queue samples and keeps the tokens (tokens_on_device), so a sequence
+      may have rows in every step in flight.
+    - A pipeline of `depth` stages samples on the host, in the last stage: a sequence is not
+      planned while its token is pending. Chunks of one prompt follow each other without a wait.
+      Every stage, the host's own included, applies a plan's edits of memory (maps, unmaps,
+      copies) when it computes that plan and not before, because steps that it computes later
+      still use the pages and addresses that the edits give away.
     """
+
+    @property
+    def depth(self) -> int:
+        """The most steps in flight: 2 for a device's queue, the number of stages of a pipeline."""
+
+    @property
+    def tokens_on_device(self) -> bool:
+        """Whether the device puts a pending token into the next step itself."""
 
     def launch(self, plan: StepPlan, launched: abc.Callable[[], None]) -> PendingStep:
         """Commits the plan's pages and queues its rows and sampling behind the previous step.
 
         A PENDING_TOKEN in token_ids is the token that the previous step samples for the sequence;
-        the device takes it from there. num_computed_tokens and len(token_ids) count it. If the
-        call raises, no row counts as computed.
+        the device takes it from there. num_computed_tokens and len(token_ids) count it. Where
+        tokens are not on the device, there is none. If the call raises, no row counts as computed.
 
         It calls launched() when the host's part is done. Pages are mapped while the previous step
         runs, at addresses that it does not touch; a memory back end that must unmap waits for the

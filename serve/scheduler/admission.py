@@ -37,10 +37,14 @@ RECHECK_STEPS = 16
 
 
 class MemoryPolicy:
-    """The base: admits everything, learns nothing. step: the scheduler's number of steps."""
+    """The base: admits everything, learns nothing. step: the scheduler's number of steps, or of
+    passes through a pipeline, in each of which a sequence gets a token."""
 
     predicted_peak_pages: int | None = None
     """The predicted peak at the last call of `admits`."""
+
+    num_stages = 1
+    """The stages of the pipeline that computes the steps."""
 
     def admits(
         self,
@@ -261,7 +265,7 @@ class ForecastPolicy(MemoryPolicy):
         return step + (self._missing_rows + missing - 1) // self._rows_for_prompts()
 
     def _rows_for_prompts(self) -> int:
-        return max(1, self._rows - len(self._members))
+        return max(1, self._rows * self.num_stages - len(self._members))
 
     def _settle(self, forecasts: list[MemoryForecast], step: int) -> None:
         """Updates the forecasts: prompts that are not computed yet, and sequences that have grown

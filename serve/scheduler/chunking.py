@@ -4,12 +4,15 @@ Time: while sequences decode, a step takes as many prompt rows as keep its predi
 limit (Mnemosyne's adaptive chunking): the inter-token SLO, or without one a multiple of what the
 decode rows alone would take. The multiple is larger while many prompts wait, because then a stream
 that stalls costs less than the prompts behind it. Without decode rows, only the row budget bounds a
-step. Slack: prompts are sorted by (time until the deadline - time to compute) /
-time to compute, smallest first (LARS). A long prompt comes after the short ones and has a reserved
-share of the step, which is at most a half and grows as its slack shrinks. In steps with short
-prompts it gets no more time than that share, counted over such steps (deficit round robin). So a
-short prompt is computed at no less than half its speed, and many short prompts cannot stop a long
-one.
+step. In a pipeline the model's time is that of the slowest stage. A token takes a pass through all
+stages; a full pipeline launches a step whenever one ends, so the pass lasts as long as num_stages
+steps, and each of them may take that part of the SLO.
+
+Slack: prompts are sorted by (time until the deadline - time to compute) / time to compute, smallest
+first (LARS). A long prompt comes after the short ones and has a reserved share of the step, which
+is at most a half and grows as its slack shrinks. In steps with short prompts it gets no more time
+than that share, counted over such steps (deficit round robin). So a short prompt is computed at no
+less than half its speed, and many short prompts cannot stop a long one.
 """
 
 from __future__ import annotations
@@ -203,6 +206,7 @@ class ChunkPolicy:
         self._max_rows = min(limits.max_num_batched_tokens, limits.max_chunk_tokens)
         self.model = StepTimeModel(self._max_rows)
         self.limit: int | None = None  # the prompt rows for which the last step had room
+        self.num_stages = 1
         self._now_s = 0.0
         self._owed_s = 0.0
 
@@ -245,10 +249,16 @@ class ChunkPolicy:
             return  # the next step is much like this one, and learning takes time between steps
         self.model.learn(StepWork.of(plan) if work is None else work, seconds)
 
+    @property
+    def last_pass_s(self) -> float:
+        """The seconds in which a sequence now gets a token: those of a step in every stage."""
+        return self.model.last_step_s * self.num_stages
+
     def slowdown(self, decodes: list[Sequence], num_prompts: int = 1) -> float:
         """Returns how much longer prompts take beside these decodes than alone while num_prompts
         of them are computed or wait; at least 1."""
-        model, work = self.model, _decode_work(decodes)
+        model, share = self.model, -(-len(decodes) // self.num_stages)
+        work = _decode_work(decodes[:share])
         most = max(1, self._max_rows - work.num_decodes)
         limit_s = self._limit_s(work, num_prompts)
         rows = max(min(most, _LEAST_ROWS), model.most_rows(work, 0, most, limit_s))
@@ -262,7 +272,7 @@ class ChunkPolicy:
         if not decodes.num_decodes:
             return limit_s
         if self.inter_token_slo_s is not None:
-            limit_s = self.inter_token_slo_s
+            limit_s = self.inter_token_slo_s / self.num_stages
         elif self.inter_token_factor < math.inf:
             times = 1.0 + max(0, num_prompts - _FEW_PROMPTS) / _PROMPTS_PER_FACTOR
             alone_s = self.model.decode_seconds(decodes)

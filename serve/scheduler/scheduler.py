@@ -14,6 +14,7 @@ the clock is passed in.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
@@ -23,9 +24,11 @@ from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason
 from serve.scheduler.admission import MemoryPolicy, PromptOnlyPolicy
 from serve.scheduler.chunking import ChunkPolicy, StepDraft
+from serve.scheduler.preempted_pages import PreemptedPages
 from serve.scheduler.prefix_lookup import PrefixLookup
 from serve.scheduler.refusals import Refusals
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, finish_reason_after
+from serve.scheduler.starved_prompts import StarvedPrompts
 from serve.scheduler.steady_decode import decode_rows
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan, make_plan
 from serve.scheduler.step_time import StepWork
@@ -35,8 +38,6 @@ from serve.scheduler.waiting_queue import WaitingQueue
 _MAX_PREFIX_WAITS = 16
 # How many waiting sequences one search for a candidate examines.
 _MAX_SCANNED = 256
-# After this many consecutive steps without rows, a running prompt goes first.
-_MAX_STARVED_STEPS = 16
 
 
 class Scheduler:
@@ -66,11 +67,21 @@ class Scheduler:
         self.num_finished = 0
         self.num_steps = 0
         self.num_page_steps = 0  # pages in use, summed over all steps
-        self._num_preempted_pages = 0  # pages that waiting preempted sequences need
-        self._starved_steps: dict[Sequence, int] = {}  # consecutive steps of a prompt without rows
+        self._preempted = PreemptedPages(kv)
+        self._starved = StarvedPrompts()
         self._is_short = False  # memory ran out while this step was made
-        self.chunks_in_flight: list[Sequence] = []  # have prompt rows in the last launched step
+        self.launched: deque[StepPlan] = deque()  # the steps in flight, the oldest first
+        self.num_stages = 1
         self._refusals = Refusals()
+
+    def use_pipeline(self, num_stages: int) -> None:
+        """Plans for a pipeline of so many stages, which samples in the last one."""
+        self.num_stages = self.chunks.num_stages = self.policy.num_stages = num_stages
+
+    @property
+    def num_passes(self) -> int:
+        """Steps in each of which a sequence gets a token: in a pipeline, passes through it."""
+        return self.num_steps // self.num_stages
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""
@@ -88,7 +99,9 @@ class Scheduler:
         self.waiting.tick(now_s)
         self.kv.prefixes.poll()
         rows = self.limits.max_num_batched_tokens
-        decodes, prefilling = decode_rows(self.running, rows, self._grow, self.prefixes.is_on)
+        decodes, prefilling = decode_rows(
+            self.running, rows, self._grow, self.prefixes.is_on, self.num_stages
+        )
         num_certain, num_preemptions = len(decodes), self.num_preemptions
         chunks: list[tuple[Sequence, int]] = []
         if prefilling or self.waiting:
@@ -99,9 +112,7 @@ class Scheduler:
             self._fill(StepDraft(budget, decodes, chunks), now_s)
             self.chunks.end(budget)
         if self.waiting.preempts:
-            given = {s for s, _ in chunks}
-            steps = self._starved_steps
-            self._starved_steps = {s: steps.get(s, 0) + 1 for s in prefilling if s not in given}
+            self._starved.end_step(prefilling, chunks)
         self._is_short = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
@@ -148,16 +159,14 @@ class Scheduler:
             self._is_short = True
             if sequence.rows_in_flight:
                 return False  # completing that step may free enough pages
-            victim = self.waiting.victim(self._memory_sharers(sequence.kv_range))
+            shares, own = self.kv.shares_memory, sequence.kv_range
+            sharers = [s for s in self.running if s.kv_range and shares(s.kv_range, own)]
+            victim = self.waiting.victim(sharers)
             self._preempt(victim)
             self.policy.stopped(victim)
             if victim is sequence:
                 return False
         return True
-
-    def _memory_sharers(self, target: Range) -> list[Sequence]:
-        """Returns the running sequences that share memory with `target`, its own included."""
-        return [s for s in self.running if s.kv_range and self.kv.shares_memory(s.kv_range, target)]
 
     def preempt_lost(self, is_lost: Callable[[Range], bool]) -> int:
         """Preempts the sequences whose K/V was lost with a memory node; returns their number."""
@@ -178,7 +187,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
         self.waiting.put_back(sequence)
-        self._num_preempted_pages += self._preempted_pages(sequence)
+        self._preempted.add(sequence)
         self.num_preemptions += 1
 
     def _admit(self, draft: StepDraft, now_s: float) -> None:
@@ -225,16 +234,13 @@ class Scheduler:
         """Returns whether the sequence did not fit and no memory has been freed since then."""
         if not self.running:
             return False
-        if self.policy.still_refuses(sequence, self.num_steps):
+        if self.policy.still_refuses(sequence, self.num_passes):
             return True
         return self._refusals.holds(sequence, self.kv.num_available, self.num_steps)
 
-    def _is_starved(self, sequence: Sequence) -> bool:
-        return self._starved_steps.get(sequence, 0) >= _MAX_STARVED_STEPS
-
     def _level_of(self, sequence: Sequence) -> int:
         """Returns a running prompt's level; a starved prompt goes first."""
-        return -1 if self._is_starved(sequence) else self.waiting.level(sequence)
+        return -1 if sequence in self._starved else self.waiting.level(sequence)
 
     def _level_of_next(self, prompts: list[tuple[int, Sequence]]) -> int:
         if self.waiting:
@@ -244,7 +250,7 @@ class Scheduler:
     def _take_rows_for(self, sequence: Sequence, draft: StepDraft, paused: list[Sequence]) -> None:
         """Takes the rows of a running prompt for a more urgent waiting one. The prompts in `paused`
         get what is left at the end."""
-        prompts = [s for s, _ in draft.chunks if not self._is_starved(s)]
+        prompts = [s for s, _ in draft.chunks if s not in self._starved]
         victims = self.waiting.victims_for(sequence, prompts)
         if victims:
             paused.append(victims[-1])
@@ -256,7 +262,8 @@ class Scheduler:
         another one is computing are also skipped, since computing it twice costs more."""
         budget = draft.budget
         prompts = [s for s, _ in draft.chunks] + budget.longs
-        prompts += [s for s in self.chunks_in_flight if s.rows_in_flight]
+        for plan in self.launched:
+            prompts += [s for s in plan.sequences[plan.num_decodes :] if s.rows_in_flight]
         passed: int | None = None
         num_prefix_waits = 0
         for sequence in islice(self.waiting, _MAX_SCANNED):
@@ -280,12 +287,12 @@ class Scheduler:
     def _fits(self, sequence: Sequence, hit: PrefixHit | None) -> bool:
         if not self.kv.can_fit(sequence.num_tokens, hit=hit):
             return False
-        return not self.running or self.policy.admits(sequence, self.running, self.num_steps, hit)
+        return not self.running or self.policy.admits(sequence, self.running, self.num_passes, hit)
 
     def _victim_for(self, sequence: Sequence) -> Sequence | None:
         """Returns the sequence to preempt first for this more urgent one; None if none helps."""
         victims = self.waiting.victims_for(sequence, self.running)
-        if victims and not self._can_keep_preempted(sequence):
+        if victims and not self._preempted.stay_cached_with(sequence, self.prefixes.is_on):
             victims = [s for s in victims if self.waiting.is_worth_preempting(s)]
         ranges = [s.kv_range for s in victims if s.kv_range is not None]
         leaving = self.kv.ranges_to_close(sequence.num_tokens, ranges)
@@ -294,38 +301,29 @@ class Scheduler:
             victims = [s for s in victims if s.kv_range is not None and s.kv_range.start in starts]
         return victims[-1] if victims and leaving is not None else None
 
-    def _can_keep_preempted(self, sequence: Sequence) -> bool:
-        """Returns whether the K/V of preempted sequences would be kept in the prefix cache or a
-        page store if this one is admitted."""
-        if not self.prefixes.is_on or self.kv.prefixes.has_store:
-            return self.prefixes.is_on
-        need = self.kv.pages_for(sequence.num_tokens) - self._preempted_pages(sequence)
-        return self.kv.num_in_use + self._num_preempted_pages + need <= self.kv.num_pages
-
-    def _preempted_pages(self, sequence: Sequence) -> int:
-        return self.kv.pages_for(sequence.num_tokens) if sequence.num_preemptions else 0
-
     def _admit_sequence(self, sequence: Sequence, hit: PrefixHit | None, now_s: float) -> None:
         self.prefixes.open(sequence, hit)
         self.waiting.take(sequence)
-        self._num_preempted_pages -= self._preempted_pages(sequence)
+        self._preempted.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now_s
         self.running.append(sequence)
-        self.policy.started(sequence, self.num_steps)
+        self.policy.started(sequence, self.num_passes)
 
     def observe(self, plan: StepPlan, seconds: float, work: StepWork | None = None) -> None:
-        """Learns, before update(), from a step that took `seconds`. work: StepWork, if known."""
+        """Learns, before update(), from a step that took `seconds`, or those of stage_seconds()."""
         self.chunks.observe(plan, seconds, self.num_steps, work)
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
         """Applies a step's result and returns the sequences that ended; their pages are free.
         tokens[j] belongs to the j-th sampled sequence. The plan holds no finished sequence. If it
-        was launched (serve/scheduler/in_flight.py), its rows are counted already."""
+        was launched (in_flight.py), it is the oldest in flight, and its rows are counted."""
         finished: list[Sequence] = []
         next_token = iter(tokens)
         contexts, num_usual = plan.contexts, plan.num_decodes
+        if contexts is not None:
+            self.launched.popleft()
         # A one-row sequence may be an unfinished or a prompt-only prompt.
         if contexts is not None or not all(plan.samples[:num_usual]):
             num_usual = 0
@@ -374,16 +372,18 @@ class Scheduler:
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Keeps the first num_tokens tokens; the step that computed the others failed."""
-        num_pages = self._preempted_pages(sequence)
+        is_waiting = sequence.status is SequenceStatus.WAITING
+        if is_waiting:
+            self._preempted.remove(sequence)
         del sequence.token_ids[num_tokens:]
-        if sequence.status is SequenceStatus.WAITING:
-            self._num_preempted_pages += self._preempted_pages(sequence) - num_pages
+        if is_waiting:
+            self._preempted.add(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends a sequence. The caller removes it from `running`."""
         if sequence.status is SequenceStatus.WAITING:  # it may have been preempted since its launch
             self.waiting.remove(sequence)
-            self._num_preempted_pages -= self._preempted_pages(sequence)
+            self._preempted.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         if sequence.mask is not None:

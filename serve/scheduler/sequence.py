@@ -55,6 +55,7 @@ class Sequence:
     # row, completes no page and does not reach its length limit. Only the scheduler uses it.
     recheck_at: int = 0
     rows_in_flight: int = 0  # always 0 where steps are not overlapped
+    last_step: int = 0  # the number of the last step that had rows of it, in a pipeline
     kv_range: Range | None = None
     page_keys: list[bytes] = field(default_factory=list)  # of its pages in the prefix cache
     next_cacheable_at: int = 0  # computed tokens at which its next page is complete

@@ -107,6 +107,17 @@ class StepWork:
         )
 
 
+def stage_seconds(interval_s: float, pass_s: float, num_stages: int) -> float:
+    """Returns the time of a step in the slowest stage of a pipeline, which it does not show itself.
+
+    interval_s: from the end of the step before to its end. It is too long if the pipeline was not
+    full, or if the step before was smaller and left the stages waiting. pass_s: from its launch to
+    its end. Its share for one stage is too long if larger steps were in front. The smaller one is
+    right in all these cases, and in a full pipeline of equal steps both are.
+    """
+    return min(interval_s, pass_s / num_stages)
+
+
 class LinearModel:
     """A linear model: seconds = pace x coefficients x features; no coefficient is negative.
 

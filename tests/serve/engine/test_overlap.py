@@ -113,7 +113,7 @@ def test_a_stop_token_is_seen_one_step_late_and_the_row_in_flight_is_not_counted
         bench.step()
     assert sequence.stop_token == EOS and sequence.finish_reason is FinishReason.STOP
     assert lengths == [6] and bench.scheduler.num_finished == 1
-    assert sequence in bench.steps._in_flight.plan.sequences, "the token of its row is dropped"
+    assert sequence in bench.steps._in_flight[-1].plan.sequences, "the token of its row is dropped"
     rows = bench.steps.counts.num_decode_rows
     bench.step()
     assert bench.steps.counts.num_decode_rows == rows + 1, "the row of the other sequence"

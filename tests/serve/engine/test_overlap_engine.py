@@ -17,6 +17,7 @@ from serve.engine.overlapped_executor import OverlappedExecutor
 from serve.engine.pools import ComputeThread
 from serve.errors import EngineStoppedError
 from serve.request import FinishReason
+from serve.scheduler.step_plan import SchedulerLimits
 from serve.text.tokenizer import Tokenizer
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_runner import LateRunner
@@ -25,6 +26,8 @@ from tests.support.engine.engine_rig import go
 from tests.support.engine.overlap_rig import Bench, SynchronousRunner
 
 NUM_TOKENS = 60  # so few ids that stop strings occur
+PIPELINE = {"depth": 4, "tokens_on_device": False}
+KINDS = pytest.mark.parametrize("kind", [{}, PIPELINE], ids=["device", "pipeline"])
 
 
 class Rig:
@@ -95,13 +98,14 @@ async def answers(rig):
     ]
 
 
-def test_answers_are_those_of_an_engine_that_does_not_overlap():
+@KINDS
+def test_answers_are_those_of_an_engine_that_does_not_overlap(kind):
     async def main():
         results = []
         for overlaps in (True, False):
-            async with Rig(0.0, overlaps=overlaps) as rig:
+            async with Rig(0.0, overlaps=overlaps, **kind) as rig:
                 results.append(await answers(rig))
-                assert bool(rig.runner.num_pending) == overlaps
+                assert bool(rig.runner.num_pending) == (overlaps and not kind)
         assert results[0] == results[1]
         reasons = {one[2:] for output in results[0] for one in output}
         assert len(reasons) > 4, "stop strings, stop tokens and lengths occur"
@@ -126,9 +130,10 @@ def test_the_next_step_is_launched_before_the_previous_one_has_ended():
     go(main())
 
 
-def test_aborts_at_any_time():
+@KINDS
+def test_aborts_at_any_time(kind):
     async def main():
-        async with Rig(0.002) as rig:
+        async with Rig(0.002, **kind) as rig:
             rng = random.Random(3)
             params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 
@@ -155,13 +160,14 @@ async def _until(condition):
     raise AssertionError("it takes too long")
 
 
+@KINDS
 @pytest.mark.parametrize("fails", ["fails_launch", "fails_wait"])
-def test_one_request_fails_and_the_others_go_on(fails):
+def test_one_request_fails_and_the_others_go_on(fails, kind):
     async def main():
         def is_bad(sequence):
             return sequence.request.prompt_token_ids[0] == 66 and sequence.num_output_tokens >= 4
 
-        async with Rig(**{fails: is_bad}) as rig:
+        async with Rig(**{fails: is_bad}, **kind) as rig:
             params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
             prompts = [[66 if i == 3 else 3 + i, 4] for i in range(8)]
             outputs = await asyncio.gather(
@@ -176,9 +182,10 @@ def test_one_request_fails_and_the_others_go_on(fails):
     go(main())
 
 
-def test_shutdown_with_a_step_in_flight():
+@KINDS
+def test_shutdown_with_a_step_in_flight(kind):
     async def main():
-        async with Rig(0.05) as rig:
+        async with Rig(0.05, **kind) as rig:
             params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
             streams = [rig.engine.submit([3, i], params) for i in range(3)]
             for stream in streams:
@@ -191,17 +198,21 @@ def test_shutdown_with_a_step_in_flight():
     go(main())
 
 
-def test_a_loop_that_fails_waits_for_its_step():
+@KINDS
+def test_a_loop_that_fails_waits_for_its_step(kind):
     async def main():
-        async with Rig(0.02) as rig:
+        async with Rig(0.02, **kind) as rig:
             params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
             stream = rig.engine.submit([3, 4], params)
             await anext(stream)
+            others = [rig.engine.submit([3, i], params) for i in range(4)]
+            for other in others:
+                await anext(other)
             rig.core._scheduler.schedule = None
             deltas = [delta async for delta in stream]
             assert deltas[-1].finish_reason is FinishReason.ERROR
             assert rig.core.has_failed
-            assert rig.runner.in_flight
+            assert len(rig.runner.in_flight) >= (2 if kind else 1)
             with pytest.raises(EngineStoppedError):
                 await rig.engine.generate([3], params)
 
@@ -211,8 +222,8 @@ def test_a_loop_that_fails_waits_for_its_step():
 class SteppedCore:
     """An EngineCore that a test steps by hand, on Bench's scheduler and device."""
 
-    def __init__(self):
-        self.bench = Bench()
+    def __init__(self, **settings):
+        self.bench = Bench(**settings)
         self.core = EngineCore(
             runner=self.bench.runner,
             scheduler=self.bench.scheduler,
@@ -255,4 +266,17 @@ def test_an_empty_schedule_waits_only_for_the_step_in_flight():
         assert bench.runner.in_flight and not sequence.is_finished
         core._step()
         assert sequence.is_finished
+        bench.check_rest()
+
+
+def test_an_empty_schedule_waits_only_for_the_oldest_step_of_a_pipeline():
+    with SteppedCore(limits=SchedulerLimits(4, 5, 5), **PIPELINE) as (core, bench):
+        one, other = bench.add("one", num_tokens=1), bench.add("other", num_tokens=1)
+        core._step()
+        core._step()
+        assert len(bench.runner.in_flight) == 2
+        core._step()
+        assert one.is_finished and not other.is_finished
+        core._step()
+        assert other.is_finished
         bench.check_rest()

@@ -121,7 +121,7 @@ def test_every_sequence_ends_and_all_memory_is_freed(policy, seed, num_memories)
     walk = Walk(seed, policy, num_memories)
     walk.run(40)
     scheduler = walk.scheduler
-    assert walk.kv.num_in_use == 0 and scheduler._num_preempted_pages == 0
+    assert walk.kv.num_in_use == 0 and scheduler._preempted.num_pages == 0
     walk.kv.check_integrity()
     if walk.policy == "worst_case" and num_memories == 1:  # it counts all partitions as one memory
         assert scheduler.num_preemptions == scheduler.num_priority_preemptions, "lack of memory"

@@ -8,22 +8,24 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from tests.support.engine.fakes import FakeMemory
 
 
 class LateDevice:
     """Runs queued work in order: in virtual time, when the host waits for it, or in a thread. Each
-    piece takes `seconds`.
+    piece takes `seconds` in each of `num_stages` stages; the next piece follows in the stage that a
+    piece leaves.
 
     events: ("launch" | "begin" | "end", number). faults: errors that a step found. idle_s: time
-    between steps, in virtual time.
+    between steps in the first stage, in virtual time.
     """
 
-    def __init__(self, seconds: float = 0.0, *, thread: bool = False) -> None:
+    def __init__(self, seconds: float = 0.0, *, num_stages: int = 1, thread: bool = False) -> None:
         self.seconds = seconds
+        self._free_at_s = [0.0] * num_stages
         self.now_s = 0.0
-        self.free_at_s: float | None = None
         self.idle_s = 0.0
         self.events: list[tuple[str, int]] = []
         self.faults: list[str] = []
@@ -35,13 +37,16 @@ class LateDevice:
         if self._thread is not None:
             self._thread.start()
 
-    def submit(self, work: Callable[[], list[int]]) -> Job:
+    def submit(self, work: Callable[[], list[int]], more_s: float = 0.0) -> Job:
+        """Queues work that takes more_s longer than usual in each stage."""
         job = Job(self.num_launched, work)
         self.num_launched += 1
         self.events.append(("launch", job.number))
-        if self.free_at_s is not None:
-            self.idle_s += max(0.0, self.now_s - self.free_at_s)
-        self.free_at_s = job.ends_s = max(self.free_at_s or 0.0, self.now_s) + self.seconds
+        if job.number:
+            self.idle_s += max(0.0, self.now_s - self._free_at_s[0])
+        job.ends_s = self.now_s
+        for stage, free_at_s in enumerate(self._free_at_s):
+            self._free_at_s[stage] = job.ends_s = max(job.ends_s, free_at_s) + self.seconds + more_s
         self._last = job
         if self._thread is None:
             self._queue.append(job)
@@ -127,3 +132,45 @@ class LateMemory(FakeMemory):
         if not self.device.is_idle:
             self.device.faults.append("memory is given back under a step in flight")
         super().release(first_page, num_pages)
+
+    @property
+    def mapped_for_step(self) -> dict[int, int]:
+        """The mappings that the step that now runs sees."""
+        return self.mapped
+
+    def take_edits(self) -> list[Callable[[], None]]:
+        """Returns what a stage has to do to its memory before it runs the step that is launched."""
+        return []
+
+
+class PipelineMemory(LateMemory):
+    """Behaves as the memory of a pipeline's stages do: what the host does to its accounting is an
+    edit that a stage makes when it runs the step that was launched after it.
+
+    As all stages run the same steps in the same order, one stage stands for all.
+    """
+
+    def __init__(self, page_bytes: int, device: LateDevice) -> None:
+        super().__init__(page_bytes, device)
+        self._stage = FakeMemory(page_bytes)
+        self.content = self._stage.content
+        self._edits: list[Callable[[], None]] = []
+
+    def map(self, offset: int, first_page: int, num_pages: int) -> None:
+        FakeMemory.map(self, offset, first_page, num_pages)
+        self._edits.append(partial(self._stage.map, offset, first_page, num_pages))
+
+    def unmap(self, offset: int, num_pages: int) -> None:
+        FakeMemory.unmap(self, offset, num_pages)
+        self._edits.append(partial(self._stage.unmap, offset, num_pages))
+
+    def copy_page(self, source: int, target: int) -> None:
+        self._edits.append(partial(self._stage.copy_page, source, target))
+
+    @property
+    def mapped_for_step(self) -> dict[int, int]:
+        return self._stage.mapped
+
+    def take_edits(self) -> list[Callable[[], None]]:
+        edits, self._edits = self._edits, []
+        return edits

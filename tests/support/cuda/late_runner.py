@@ -23,7 +23,7 @@ from serve.runner.runner import StepResult
 from serve.scheduler.prompt_outputs import Pooled, PromptPart, PromptScores
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence
 from serve.scheduler.step_plan import StepPlan
-from tests.support.cuda.late_device import Job, LateDevice, LateMemory
+from tests.support.cuda.late_device import Job, LateDevice, LateMemory, PipelineMemory
 
 WINDOW = 8  # number of tokens that determine the next one
 EOS = 5
@@ -64,8 +64,10 @@ class Rows:
 
 class LateRunner:
     """fails_launch, fails_wait: whether a sequence's launch or step raises. needs: whether a
-    sequence's tokens must be known before its launch. memory: the page tables that count; None:
-    those of the accounting at the launch."""
+    sequence's tokens must be known before its launch. is_late: whether the mask of a sequence is
+    not ready when its step was computed. host_s, row_s: seconds of a launch on the host, and of a
+    row in each stage of the device. memory: the page tables that count; None: those of the
+    accounting at the launch."""
 
     def __init__(
         self,
@@ -73,20 +75,29 @@ class LateRunner:
         device: LateDevice,
         memory: LateMemory | None = None,
         *,
+        depth: int = 2,
+        tokens_on_device: bool = True,
         num_tokens: int = 23,
         host_s: float = 0.0,
+        row_s: float = 0.0,
         fails_launch: Callable[[Sequence], bool] = lambda s: False,
         fails_wait: Callable[[Sequence], bool] = lambda s: False,
         needs: Callable[[Sequence], bool] = lambda s: False,
+        is_late: Callable[[Sequence], bool] = lambda s: False,
     ) -> None:
+        assert tokens_on_device or isinstance(memory, PipelineMemory | None)
+        self.depth = depth
+        self.tokens_on_device = tokens_on_device
         self.kv = kv
         self.device = device
         self.memory = memory
         self.num_tokens = num_tokens
         self.host_s = host_s
+        self.row_s = row_s
         self.fails_launch = fails_launch
         self.fails_wait = fails_wait
         self.needs = needs
+        self.is_late = is_late
         self.last: dict[int, int] = {}  # last sampled token by range, on the device
         self.content: dict[int, dict[int, tuple[int, int]]] = (
             {} if memory is None else memory.content  # type: ignore[assignment]
@@ -115,15 +126,26 @@ class LateRunner:
             for item in zip(plan.sequences, plan.num_rows, plan.samples, strict=True)
         ]
         assert not (self.in_flight and self.needs_tokens(plan)), "tokens are pending"
-        assert len(self.in_flight) < 2
+        assert len(self.in_flight) < self.depth
+        if not self.tokens_on_device:
+            for late in self.in_flight:
+                assert not set(late.sampled) & set(plan.sequences), "its token is not known"
         page_tables = [self._tables(rows.target) for rows in step] if self.memory is None else None
         is_bad = any(self.fails_wait(rows.sequence) for rows in step)
         faults: list[str] = []
         seen: list[int] = []
-        job = self.device.submit(lambda: self._compute(step, page_tables, is_bad, faults, seen))
+        edits = [] if self.memory is None else self.memory.take_edits()
+
+        def work() -> list[int]:
+            for edit in edits:
+                edit()
+            return self._compute(step, page_tables, is_bad, faults, seen)
+
+        job = self.device.submit(work, self.row_s * plan.num_total_rows)
         sampled = [rows.sequence for rows in step if rows.samples]
         behind = self.in_flight[-1] if self.in_flight else None
-        late = Late(self, job, sampled, faults, behind, (prompt_row_requests(plan), seen))
+        read = prompt_row_requests(plan), seen
+        late = Late(self, job, plan.sequences[:], sampled, faults, behind, read)
         self.in_flight.append(late)
         launched()
         return late
@@ -134,7 +156,9 @@ class LateRunner:
         tokens = sequence.token_ids[first : first + count]
         assert len(tokens) == count and sequence.kv_range.capacity >= first + count
         assert PENDING_TOKEN not in tokens[:-1], "only the last token can be pending"
-        assert PENDING_TOKEN not in sequence.token_ids[:first]
+        num_before = self.depth - 2 if self.tokens_on_device else 0
+        assert PENDING_TOKEN not in sequence.token_ids[: max(0, first - num_before)]
+        assert self.tokens_on_device or tokens[-1] != PENDING_TOKEN
         self.num_pending += tokens[-1] == PENDING_TOKEN
         history = sequence.token_ids[:first]
         return Rows(sequence, sequence.kv_range, first, tokens, history, samples)
@@ -187,7 +211,7 @@ class LateRunner:
                 part.group.token_bytes
             )
             slots = range(part.group.slots_for(kv.max_model_len))
-            mapped = self.memory.mapped
+            mapped = self.memory.mapped_for_step
             tables.append([mapped.get(start + slot * kv.page_bytes, -1) for slot in slots])
         return tables
 
@@ -215,6 +239,8 @@ class LateRunner:
                 stored = self.content.get(table[slot], {}).get(offset)
                 is_new = position >= rows.first
                 expected = rows.tokens[position - rows.first] if is_new else rows.history[position]
+                if expected == PENDING_TOKEN and stored is not None:
+                    expected = stored[1]  # only an earlier step in flight knew it at the launch
                 if stored != (position, expected):
                     name = rows.sequence.request.request_id
                     faults.append(f"{name}: {stored} for {(position, expected)}")
@@ -230,13 +256,14 @@ class LateRunner:
 
 
 class Late:
-    """A PendingStep. behind: the step in flight at its launch; if that fails, this one's faults
-    do not count."""
+    """A PendingStep. behind: the last step in flight at its launch; if that or an earlier one
+    fails, this one's faults do not count (is_void)."""
 
     def __init__(
         self,
         runner: LateRunner,
         job: Job,
+        sequences: list[Sequence],
         sampled: list[Sequence],
         faults: list[str],
         behind: Late | None,
@@ -245,10 +272,12 @@ class Late:
         """read: the requested prompt rows, and the tokens that follow all rows."""
         self._runner = runner
         self._job = job
-        self._sampled = sampled
+        self.sequences = sequences
+        self.sampled = sampled
         self._faults = faults
         self._behind = behind
         self._requests, self._seen = read
+        self.is_void = False
         self.late: frozenset[Sequence] = frozenset()
 
     def wait(self) -> StepResult:
@@ -256,11 +285,18 @@ class Late:
         try:
             tokens = self._runner.device.wait(self._job)
         finally:
-            is_void = self._behind is not None and self._behind._job.error is not None
-            self._runner.device.faults += [] if is_void else self._faults
-            self._behind = None
+            behind, self._behind = self._behind, None
+            if behind is not None:
+                self.is_void = behind.is_void or behind._job.error is not None
+            self._runner.device.faults += [] if self.is_void else self._faults
         logprobs = [TokenLogprobs(token, 0.0, (), 1) for token in tokens]
-        return StepResult(self._sampled, tokens, [*logprobs], [*map(self._part, self._requests)])
+        parts = [*map(self._part, self._requests)]
+        result = StepResult(self.sampled, tokens, [*logprobs], parts)
+        if self._runner.tokens_on_device:
+            return result
+        assert not any(PENDING_TOKEN in s.token_ids for s in self.sampled), "not as launched"
+        late = frozenset(s for s in self.sampled if self._runner.is_late(s))
+        return result.without(late)._replace(late=late)
 
     def _part(self, request: PromptRowRequest) -> PromptPart:
         """Returns log-probabilities with the seen tokens as their rank, or the sum of the seen

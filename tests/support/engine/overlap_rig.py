@@ -13,7 +13,7 @@ from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import PENDING_TOKEN, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
 from serve.scheduler.waiting_queue import make_queue
-from tests.support.cuda.late_device import LateDevice, LateMemory
+from tests.support.cuda.late_device import LateDevice, LateMemory, PipelineMemory
 from tests.support.cuda.late_runner import EOS, LateRunner
 from tests.support.engine.fakes import make_request
 
@@ -65,11 +65,14 @@ class Bench:
         policy="prompt_only",
         seconds=0.0,
         overlaps=True,
+        depth=2,
+        tokens_on_device=True,
         **settings,
     ):
         self.limits = limits or SchedulerLimits(4, 32, 32)
-        self.device = LateDevice(seconds)
-        self.memory = LateMemory(PAGE_BYTES, self.device)
+        self.device = LateDevice(seconds, num_stages=1 if tokens_on_device else depth)
+        make_memory = LateMemory if tokens_on_device else PipelineMemory
+        self.memory = make_memory(PAGE_BYTES, self.device)
         kv_settings = {
             "num_ranges": self.limits.max_num_seqs,
             "max_model_len": max_len,
@@ -86,7 +89,14 @@ class Bench:
             PrefixHasher(self.kv.page_end) if cache else None,
             make_queue(queue_policy),
         )
-        self.runner = LateRunner(self.kv, self.device, self.memory, **settings)
+        self.runner = LateRunner(
+            self.kv,
+            self.device,
+            self.memory,
+            depth=depth,
+            tokens_on_device=tokens_on_device,
+            **settings,
+        )
         self.records = Records()
         self.ended = {}
         self.steps = make_executor(
@@ -112,10 +122,11 @@ class Bench:
         return sequence
 
     def step(self):
-        """Runs a step and returns its plan, or None after the steps in flight are completed."""
+        """Runs a step and returns its plan, or None after the oldest step in flight is
+        completed."""
         plan = self.scheduler.schedule(self.device.now_s)
         if plan is None:
-            assert self.steps.drain(), "nothing can be scheduled"
+            assert self.steps.complete_oldest(), "nothing can be scheduled"
         else:
             self.steps.run(plan, self.device.now_s)
         return plan
@@ -132,7 +143,7 @@ class Bench:
     def check_rest(self):
         assert not self.device.faults, self.device.faults[:3]
         assert not self.runner.in_flight and self.device.is_idle
-        assert self.scheduler._num_preempted_pages == 0 and self.kv.num_in_use == 0
+        assert self.scheduler._preempted.num_pages == 0 and self.kv.num_in_use == 0
         for sequence, reported in self.records.tokens.items():
             assert reported == sequence.token_ids[sequence.num_prompt_tokens :]
             assert PENDING_TOKEN not in reported
