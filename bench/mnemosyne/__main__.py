@@ -13,6 +13,7 @@ from rich.table import Table
 from bench.mnemosyne.paper import chunk_ratio, figure_17, fit_exchange_s, fit_fixed_s
 from bench.mnemosyne.rows import Row, all_rows
 from bench.plan.grid import EXCHANGE_S
+from bench.simulate.stage_check import compare, load_measured, show
 from serve.errors import ConfigError
 
 NOT_MET = 3  # exit code
@@ -26,8 +27,16 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the curves to this file")
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="compare measured runs of stages (bench/simulate/stage_check.py) instead",
+    )
     args = parser.parse_args()
     try:
+        if args.check is not None:
+            return _check(args.check)
         return _run(args)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -47,6 +56,12 @@ def _run(args: argparse.Namespace) -> int:
 
         draw(args.svg)
     return 0 if all(row.is_met for row in rows) else NOT_MET
+
+
+def _check(file: Path) -> int:
+    found = compare(*load_measured(file))
+    show(found)
+    return 0 if all(one.is_within for one in found) else NOT_MET
 
 
 def report(rows: list[Row], console: Console) -> None:

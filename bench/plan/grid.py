@@ -148,6 +148,10 @@ class GridCost:
         self.stage_layers = _stage_layers(shape.num_layers, grid.spp)
 
     @property
+    def num_stages(self) -> int:
+        return self.grid.spp
+
+    @property
     def is_assumed(self) -> bool:
         return self._machine.is_assumed
 

@@ -8,7 +8,7 @@ the first stage is free, and not when the chunk before it has passed all stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from bench.plan.grid import GridCost, GridWork
 from serve.scheduler.step_time import GRANULARITY
@@ -16,6 +16,18 @@ from serve.scheduler.step_time import GRANULARITY
 Chunker = Callable[[int], int]
 """Returns the most rows of a chunk after this many tokens."""
 _SAMPLES = 48
+
+
+@runtime_checkable
+class StageCost(Protocol):
+    """A model of how long each stage is busy with a step, and how long a hop takes."""
+
+    @property
+    def num_stages(self) -> int: ...
+
+    def stage_seconds(self, work: GridWork) -> Sequence[float]: ...
+
+    def hop_seconds(self, rows: int) -> float: ...
 
 
 class StagePipeline:
