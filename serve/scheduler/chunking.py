@@ -18,6 +18,7 @@ less than half its speed, and many short prompts cannot stop a long one.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from serve.scheduler.sequence import Sequence
@@ -218,6 +219,7 @@ class ChunkPolicy:
         now_s: float,
         level: int = 0,
         num_ready: int = 0,
+        beside: Collection[Sequence] = (),
     ) -> StepBudget:
         """Begins a step with `rows` left beside the decodes.
 
@@ -225,9 +227,11 @@ class ChunkPolicy:
         computed yet. The lowest level is the most urgent and comes first; slack decides within
         a level. `level` is the one whose requests may be admitted. Only long prompts of this
         level make room for other prompts, and less urgent prompts come after them.
-        num_ready: the waiting sequences for which there are slots and perhaps memory."""
+        num_ready: the waiting sequences for which there are slots and perhaps memory. beside:
+        sequences that bound the step's time, too, although it has no rows of them."""
         work = _decode_work(decodes)
-        limit_s = self._limit_s(work, len(prompts) + num_ready)
+        bound = _decode_work([*decodes, *beside]) if beside else work
+        limit_s = self._limit_s(bound, len(prompts) + num_ready)
         budget = StepBudget(self.model, work, rows, limit_s, self._owed_s, level)
         self._now_s = now_s
         if len(prompts) > 1:

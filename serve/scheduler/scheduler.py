@@ -29,7 +29,7 @@ from serve.scheduler.prefix_lookup import PrefixLookup
 from serve.scheduler.refusals import Refusals
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, finish_reason_after
 from serve.scheduler.starved_prompts import StarvedPrompts
-from serve.scheduler.steady_decode import decode_rows
+from serve.scheduler.steady_decode import decode_rows, streams_beside
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan, make_plan
 from serve.scheduler.step_time import StepWork
 from serve.scheduler.waiting_queue import WaitingQueue
@@ -107,8 +107,9 @@ class Scheduler:
         if prefilling or self.waiting:
             prompts = [(self._level_of(s), s) for s in prefilling]
             level = self._level_of_next(prompts)
-            left = rows - num_certain
-            budget = self.chunks.begin(prompts, decodes, left, now_s, level, self._num_ready())
+            beside = streams_beside(self.running, decodes, self.num_stages)
+            left, num_ready = rows - num_certain, self._num_ready()
+            budget = self.chunks.begin(prompts, decodes, left, now_s, level, num_ready, beside)
             self._fill(StepDraft(budget, decodes, chunks), now_s)
             self.chunks.end(budget)
         if self.waiting.preempts:
@@ -125,8 +126,7 @@ class Scheduler:
         return min(most, self.limits.max_num_seqs - len(self.running))
 
     def _fill(self, draft: StepDraft, now_s: float) -> None:
-        """Gives a step's rows to short prompts, then to newly admitted ones, then to long ones,
-        then to prompts of less urgent levels."""
+        """Gives rows to short prompts, then to new ones, to long ones, and to less urgent ones."""
         budget = draft.budget
         for sequence in budget.shorts:
             self._add_chunk(sequence, draft)
@@ -248,8 +248,7 @@ class Scheduler:
         return min([level for level, _ in prompts])
 
     def _take_rows_for(self, sequence: Sequence, draft: StepDraft, paused: list[Sequence]) -> None:
-        """Takes the rows of a running prompt for a more urgent waiting one. The prompts in `paused`
-        get what is left at the end."""
+        """Takes the rows of a running prompt, which gets what is left, for a more urgent one."""
         prompts = [s for s, _ in draft.chunks if s not in self._starved]
         victims = self.waiting.victims_for(sequence, prompts)
         if victims:

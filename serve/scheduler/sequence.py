@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 PENDING_TOKEN = -1
-"""Stands for a token that a step in flight computes: only the device knows it."""
+"""Stands for a token that a step in flight computes: the host does not know it yet."""
 
 
 class SequenceStatus(Enum):

@@ -57,3 +57,14 @@ def decode_rows(
         if rows < len(decodes):
             decodes.sort(key=attrgetter("last_step"))
     return decodes[:rows] if len(decodes) > rows else decodes, prefilling
+
+
+def streams_beside(
+    running: list[Sequence], decodes: list[Sequence], num_stages: int
+) -> list[Sequence]:
+    """Returns a step's share of the sequences that decode in the steps in flight of a pipeline, if
+    the step itself has no decodes: it delays their next tokens as if they were its own."""
+    if decodes or num_stages == 1:
+        return []
+    pending = [s for s in running if s.token_ids[-1] == PENDING_TOKEN and s.num_output_tokens > 1]
+    return pending[: -(-len(pending) // num_stages)]

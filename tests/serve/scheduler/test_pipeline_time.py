@@ -86,8 +86,9 @@ def test_prompts_are_slowed_down_by_a_steps_share_of_the_decodes():
     assert spread.slowdown(decodes) < alone.slowdown(decodes)
 
 
-@pytest.mark.parametrize("depth", [2, 4])
-def test_the_time_between_tokens_stays_within_the_slo_beside_long_prompts(depth):
+@pytest.mark.parametrize(("depth", "num_decodes"), [(2, 8), (4, 8), (2, 1), (4, 1), (6, 4)])
+def test_the_time_between_tokens_stays_within_the_slo_beside_long_prompts(depth, num_decodes):
+    """This includes steps without decodes, behind which those of other steps wait."""
     slo_s = 0.4
     bench = Bench(
         SchedulerLimits(16, 512, 512, inter_token_slo_s=slo_s),
@@ -99,13 +100,14 @@ def test_the_time_between_tokens_stays_within_the_slo_beside_long_prompts(depth)
         depth=depth,
         tokens_on_device=False,
     )
-    decodes = [bench.add(str(number), num_tokens=400) for number in range(8)]
+    decodes = [bench.add(str(number), num_tokens=400) for number in range(num_decodes)]
     gaps, seen, rows = [], {}, []
-    for number in range(3):
+    for number in range(6):
         bench.add(f"long {number}", num_prompt=1900, num_tokens=1)
-    while len(bench.scheduler.running) > 8 or bench.scheduler.waiting:
+    while len(bench.scheduler.running) > num_decodes or bench.scheduler.waiting:
         plan = bench.step()
-        rows.append(plan.num_total_rows)
+        if plan is not None:
+            rows.append(plan.num_total_rows)
         for sequence in decodes:
             reported = len(bench.records.tokens[sequence])
             last, time_s = seen.get(sequence, (0, bench.device.now_s))
@@ -134,6 +136,19 @@ def test_a_forecast_counts_passes(depth):
     assert not scheduler.waiting and all(s.num_output_tokens > 10 for s in sequences)
     left = sorted(s.max_tokens_total - s.num_tokens for s in sequences)
     assert policy.steps_left(scheduler.num_passes) == pytest.approx(left, abs=3)
+
+
+def test_a_forecast_knows_that_a_pass_has_a_chunk_in_every_stage():
+    """88 rows in chunks of 8 take 11 steps, which are 3 passes."""
+    bench = Bench(SchedulerLimits(4, 8, 8), depth=4, tokens_on_device=False)
+    scheduler = bench.scheduler
+    scheduler.policy = policy = OraclePolicy(bench.kv, lambda s: 8, 8)
+    scheduler.use_pipeline(4)
+    bench.add(num_prompt=88, num_tokens=8)
+    bench.step()
+    assert policy.steps_left(scheduler.num_passes) == pytest.approx([3 + 8 - 1], abs=1)
+    bench.run()
+    bench.check_rest()
 
 
 def test_the_first_token_of_an_arrival_comes_after_a_pass_that_is_under_way():
