@@ -203,6 +203,14 @@ def device_bytes(cost: GridCost, context: int) -> float:
     return max(stages) / cost.grid.tp
 
 
+def kv_bytes_of(cost: GridCost) -> float:
+    """Returns the bytes of K/V on all devices together when the fullest one has no room left;
+    negative if the weights do not fit."""
+    grid, layers = cost.grid, cost.shape.num_layers
+    room = cost.efficiency.memory * cost.device.memory_bytes - device_bytes(cost, 0)
+    return room * grid.tp * grid.kvp * layers / max(cost.stage_layers)
+
+
 def _undominated(choices: Sequence[GridChoice]) -> list[GridChoice]:
     """Returns those to which no other one is equal or better in GPUs and both times."""
     kept: list[GridChoice] = []

@@ -14,7 +14,7 @@ from bench.cli.plan import NOT_SERVED
 from bench.plan.efficiency import expected
 from bench.plan.grid import Grid, decode_work
 from bench.plan.grid_run import run_grids
-from bench.plan.grid_search import GridSearch, LongPrompt, device_bytes
+from bench.plan.grid_search import GridSearch, LongPrompt, device_bytes, kv_bytes_of
 from bench.plan.hardware import load_devices
 from bench.plan.pipeline import fixed_chunks, prefill
 from bench.plan.quantities import parse_seconds, parse_token_list, parse_tokens
@@ -48,6 +48,15 @@ def test_memory_of_the_fullest_device() -> None:
     kv = 500_000 * 32 * 2 * 8 * 128 * 2 / 2
     head = 2 * 4096 * 128256
     assert device_bytes(cost, 1_000_000) == pytest.approx((layers + kv + head) / 2)
+
+
+def test_room_for_kv_is_what_fills_the_fullest_device() -> None:
+    cost = search(16).cost(Grid(2, 4, 2), 1_000_000)
+    tokens = kv_bytes_of(cost) / cost.shape.kv_token_bytes(PRECISION)
+    # the last stage, which has the head, is the fullest one
+    full = device_bytes(search(16).cost(Grid(2, 4, 2), int(tokens)), int(tokens))
+    assert full == pytest.approx(0.9 * 80e9, rel=1e-4)
+    assert kv_bytes_of(search(1, "llama-3.1-70b").cost(Grid(), 1000)) < 0
 
 
 def test_every_choice_is_where_its_figures_say() -> None:
