@@ -27,6 +27,7 @@ from bench.common.static_chunks import switch_chunks
 from bench.load.results.stalls import Stalls, stalls_of, stalls_table
 from bench.load.workload.work import Call
 from bench.plan.cost import StepCost
+from bench.plan.pipeline import StageCost
 from bench.simulate.load import LoadSimulation
 from bench.simulate.machine import simulated_machine
 from bench.simulate.settings import SimulationSettings
@@ -97,7 +98,7 @@ EMBEDDED = StepTable(
 class NoisyCost:
     """A cost whose steps vary from one to the next."""
 
-    cost: StepCost
+    cost: StepCost | StageCost
     random: random.Random
 
     def seconds(self, work: StepWork) -> float:
@@ -108,7 +109,7 @@ class NoisyCost:
 class Machine:
     """A machine with a model, the length of its prompts, and the chunks that are compared."""
 
-    cost: StepCost
+    cost: StepCost | StageCost
     settings: SimulationSettings
     num_prompt: int
     chunks: tuple[int, ...]
