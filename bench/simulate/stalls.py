@@ -98,7 +98,7 @@ EMBEDDED = StepTable(
 class NoisyCost:
     """A cost whose steps vary from one to the next."""
 
-    cost: StepCost | StageCost
+    cost: StepCost
     random: random.Random
 
     def seconds(self, work: StepWork) -> float:
@@ -109,7 +109,7 @@ class NoisyCost:
 class Machine:
     """A machine with a model, the length of its prompts, and the chunks that are compared."""
 
-    cost: StepCost | StageCost
+    cost: StepCost
     settings: SimulationSettings
     num_prompt: int
     chunks: tuple[int, ...]
@@ -128,6 +128,7 @@ class Machine:
 
 def machines() -> dict[str, Machine]:
     gpu = simulated_machine("llama-3.1-8b", "h100-sxm", {"prefix_cache": False})
+    assert not isinstance(gpu.cost, StageCost), "one machine"
     small, large = (32, 64, 128, 256), (128, 256, 512, 2048)
     return {
         "1B in int8": Machine(SMALL_1B, _cpu_settings(32 << 10), 256, small),
