@@ -76,8 +76,11 @@ class OverlappedExecutor(StepExecutor):
 
     def run(self, plan: StepPlan, now_s: float) -> None:
         if self._in_flight and self._device.needs_tokens(plan):
-            # after a failure, the plan is made anew: rows before its own were taken back
-            left = plan.still_running() if self._complete_all() else None
+            num_steps = len(self._in_flight)
+            # A failed step is computed again, but those behind it are not: then the plan lacks
+            # rows before its own, and is made anew.
+            is_whole = self._complete_all() or num_steps == 1
+            left = plan.still_running() if is_whole else None
             if left is None:
                 return
             plan = left
@@ -156,12 +159,10 @@ class OverlappedExecutor(StepExecutor):
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
         """Takes back a failed step, and those behind it, which have computed with its tokens or
         K/V."""
-        later = list(self._in_flight)
-        self._in_flight.clear()
-        for launched in later:
-            self._discard(launched)
-        for launched in reversed(later):
-            roll_back(self._scheduler, launched.plan)
+        later = [launched.plan for launched in self._in_flight]
+        self.abandon()
+        for behind in reversed(later):
+            roll_back(self._scheduler, behind)
         roll_back(self._scheduler, plan)
         self._find_fault(plan, error)
 

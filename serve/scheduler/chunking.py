@@ -208,6 +208,7 @@ class ChunkPolicy:
         self.model = StepTimeModel(self._max_rows)
         self.limit: int | None = None  # the prompt rows for which the last step had room
         self.num_stages = 1
+        self._num_observed = 0
         self._now_s = 0.0
         self._owed_s = 0.0
 
@@ -248,6 +249,10 @@ class ChunkPolicy:
     ) -> None:
         """Learns from a step that took `seconds`. num_steps: the number of steps so far."""
         self.model.last_step_s = seconds
+        if self.num_stages > 1:
+            # a step of a pipeline may end whenever num_steps has the same remainder
+            self._num_observed += 1
+            num_steps = self._num_observed
         is_decoding = plan.num_decodes == len(plan.sequences)
         if is_decoding and self.model.knows_decoding and num_steps % _LEARN_EVERY:
             return  # the next step is much like this one, and learning takes time between steps

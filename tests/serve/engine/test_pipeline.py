@@ -150,6 +150,22 @@ def test_the_model_learns_the_time_of_the_slowest_stage():
     bench.check_rest()
 
 
+@pytest.mark.parametrize("num_before", [0, 1, 2, 3])
+def test_the_model_goes_on_learning_from_decodes(num_before):
+    """One sequence is planned at every second call; the model learns from each fourth step."""
+    bench = pipeline(4, max_len=400, seconds=STAGE_S)
+    bench.scheduler.num_steps = num_before
+    bench.add(num_tokens=380)
+    model = bench.scheduler.chunks.model
+    while not model.knows_decoding:
+        bench.step()
+    learned = []
+    model.learn = lambda work, seconds: learned.append(seconds)
+    for _ in range(400):
+        bench.step()
+    assert learned == pytest.approx([STAGE_S] * 50)
+
+
 def test_a_device_with_a_queue_has_no_stages():
     bench = Bench(depth=3)
     assert bench.scheduler.num_stages == bench.scheduler.chunks.num_stages == 1
