@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from serve.scheduler.chunking import ChunkPolicy, StepBudget
@@ -29,10 +29,11 @@ class SwitchedChunks(ChunkPolicy):
         now_s: float,
         level: int = 0,
         num_ready: int = 0,
+        beside: Collection[Sequence] = (),
     ) -> StepBudget:
         if self.static_rows is not None and decodes:
             rows = min(rows, self.static_rows)
-        return super().begin(prompts, decodes, rows, now_s, level, num_ready)
+        return super().begin(prompts, decodes, rows, now_s, level, num_ready, beside)
 
     def _limit_s(self, decodes: StepWork, num_prompts: int) -> float:
         if self.static_rows is not None:
