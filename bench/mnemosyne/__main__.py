@@ -80,9 +80,9 @@ def report(rows: list[Row], console: Console) -> None:
     fitted, fixed_s = fit_exchange_s(), fit_fixed_s()
     found, other = figure_17(fitted), figure_17(0.0, fixed_s)
     console.print(
-        f"The constant: {1e6 * fitted:.0f} us a layer for K/V on other holders, fitted to figure 17"
+        f"The constant: {1e6 * fitted:.0f} µs a layer for K/V on other holders, fitted to figure 17"
         f" ({found.saved:.0%}, {found.speedup:.2f}x, {found.tokens_per_s:.1f}/s);"
-        f" {1e6 * EXCHANGE_S:.0f} us are used. A fixed time of every step instead fits with"
+        f" {1e6 * EXCHANGE_S:.0f} µs are used. A fixed time of every step instead fits with"
         f" {1e3 * fixed_s:.1f} ms ({other.saved:.0%}, {other.speedup:.2f}x,"
         f" {other.tokens_per_s:.1f}/s), but then chunks of 32 would cost"
         f" {chunk_ratio(fixed_s):.1f}x and not 1.75x: 31,250 steps of {1e3 * fixed_s:.1f} ms are"

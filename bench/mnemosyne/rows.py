@@ -132,9 +132,9 @@ def _time_to_first_token() -> Iterator[Row]:
             f"<= {limit_s:.0f} s",
             BOUND_ONLY,
             seconds <= limit_s,
-            f"the scheduler at depth 16; {found.seconds:.1f} s if chunks did not wait for a token's"
-            f" way back. {found.num_chunks} chunks of 2,048; the CPU time of the paper's engine and"
-            " the losses of its kernels at this size are not modelled",
+            f"the scheduler at depth 16: {found.num_chunks} chunks of 2,048 keep stages busy for"
+            f" {found.busy_share:.0%}; the CPU time of the paper's engine and the losses of its"
+            " kernels at this size are not modelled",
         )
 
 
@@ -189,7 +189,7 @@ def _hops() -> Iterator[Row]:
         "<= +10 %",
         BOUND_ONLY,
         many <= 1.1 * one,
-        f"15 hops of {1e6 * (many - one) / 15:.0f} us on {1e3 * one:.1f} ms",
+        f"15 hops of {1e6 * (many - one) / 15:.0f} µs on {1e3 * one:.1f} ms",
     )
 
 

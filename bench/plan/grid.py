@@ -21,6 +21,7 @@ second, and so on; the last holder takes what is left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
@@ -115,9 +116,14 @@ class _Held:
 
 
 class GridCost:
-    """The cost of a model's steps on a grid of one kind of device. server_devices share the links
-    between peers; segment_tokens is what a holder takes of a sequence before the next one begins.
-    Raises ConfigError if the grid does not divide the model, or the device has no such link."""
+    """The cost of a model's steps on a grid of one kind of device.
+
+    server_devices share the links between peers; segment_tokens is what a holder takes of a
+    sequence before the next one begins. stage_layers are the layers of each stage; None divides
+    them evenly, which is best for prompts, since only the last chunk of a prompt has the last
+    product. Raises ConfigError if the grid does not divide the model, or the device has no such
+    link.
+    """
 
     def __init__(
         self,
@@ -130,6 +136,7 @@ class GridCost:
         segment_tokens: float = inf,
         exchange_s: float = EXCHANGE_S,
         server_devices: int = SERVER_DEVICES,
+        stage_layers: Sequence[int] | None = None,
     ) -> None:
         _require_fitting(shape, device, grid, server_devices)
         self.shape, self.precision, self.grid = shape, precision, grid
@@ -145,7 +152,12 @@ class GridCost:
         self._gather_s = BARRIER_S if device.kind == "cpu" else GATHER_S
         self._gather_rate = near.bytes_per_s * efficiency.network
         self._wide = 4 if device.kind == "cpu" else 2
-        self.stage_layers = _stage_layers(shape.num_layers, grid.spp)
+        self.stage_layers = list(stage_layers or _stage_layers(shape.num_layers, grid.spp))
+        if (len(self.stage_layers), sum(self.stage_layers)) != (grid.spp, shape.num_layers):
+            raise ConfigError(
+                f"stage_layers {self.stage_layers} are not {grid.spp} stages of"
+                f" {shape.num_layers} layers"
+            )
 
     @property
     def num_stages(self) -> int:

@@ -73,7 +73,7 @@ def test_the_report_has_every_row(rows: list[Row], capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert said.count("must match: met") == 12 and said.count("bound only: met") == 5
     assert all(f"{number:2}. {row.why[:30]}" in said for number, row in enumerate(rows, start=1))
-    assert "The constant: 201 us a layer" in said
+    assert "The constant: 201 µs a layer" in said
 
 
 def test_the_scheduler_is_as_fast_as_the_recurrence() -> None:

@@ -114,6 +114,14 @@ def test_stages_divide_the_layers_and_the_last_has_the_head() -> None:
     assert split[2] - split[1] == pytest.approx(head)
 
 
+def test_stages_may_be_given() -> None:
+    grid = GridCost(SHAPE, PRECISION, DEVICE, Grid(1, 2), FULL, stage_layers=(1, 3))
+    first, second = grid.stage_seconds(chunk_work(4, 100))
+    assert second == pytest.approx(3 * first)
+    with pytest.raises(ConfigError, match=r"stage_layers \[4\] are not 2 stages of 4 layers"):
+        GridCost(SHAPE, PRECISION, DEVICE, Grid(1, 2), FULL, stage_layers=(4,))
+
+
 def test_holders_read_their_segments_at_the_same_time() -> None:
     """1,000 tokens in segments of 400: two holders have 400 tokens, the last one has 201."""
     held = cost(Grid(1, 1, 3), segment_tokens=400).layer_seconds(decode_work(1000))
