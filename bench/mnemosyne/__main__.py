@@ -13,8 +13,8 @@ from rich.table import Table
 from bench.mnemosyne.paper import chunk_ratio, figure_17, fit_exchange_s, fit_fixed_s
 from bench.mnemosyne.rows import Row, all_rows
 from bench.plan.grid import EXCHANGE_S
-from bench.simulate.stage_check import compare, load_measured, show
-from serve.errors import ConfigError
+from bench.simulate.stage_check import compare, load_measured, show, show_fits
+from serve.errors import MergestepError
 
 NOT_MET = 3  # exit code
 
@@ -33,12 +33,24 @@ def main() -> int:
         metavar="FILE",
         help="compare measured runs of stages (bench/simulate/stage_check.py) instead",
     )
+    parser.add_argument(
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        help="measure such runs on this machine, write them to this file, and compare them",
+    )
+    parser.add_argument("--model", default="llama-1b", help="shape of the random checkpoint")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="short runs, for tests")
     args = parser.parse_args()
     try:
+        if args.measure is not None:
+            _measure(args)
+            return _check(args.measure)
         if args.check is not None:
             return _check(args.check)
         return _run(args)
-    except ConfigError as error:
+    except MergestepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -58,8 +70,19 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if all(row.is_met for row in rows) else NOT_MET
 
 
+def _measure(args: argparse.Namespace) -> None:
+    from bench.common.checkpoints import random_checkpoint
+    from bench.simulate.measure_stages import FULL, QUICK, measure
+
+    model = random_checkpoint(args.model)
+    found = measure(model, args.stages, QUICK if args.quick else FULL)
+    args.measure.write_text(json.dumps(found) + "\n", encoding="utf-8")
+
+
 def _check(file: Path) -> int:
-    found = compare(*load_measured(file))
+    cost, runs = load_measured(file)
+    show_fits(cost)
+    found = compare(cost, runs)
     show(found)
     return 0 if all(one.is_within for one in found) else NOT_MET
 

@@ -9,8 +9,10 @@ or together, and runs of all stages together:
                "requests": [{"arrival_s": 0.0, "prompt": 8192, "output": 4}],
                "first_s": [5.9], "last_s": [6.2], "inter_token_slo_ms": null}]}
 
-chunks are [rows, context], decodes contexts. first_s and last_s are the seconds from the start of
-the run to each request's first and last token. The cost of each stage is fitted to its steps
+chunks are [rows, context], decodes contexts; "work" with the fields of StepWork may stand for both.
+first_s and last_s are the seconds from the start of the run to each request's first and last token.
+Without inter_token_slo_ms, only the row budget bounds a step. bench/simulate/measure_stages.py
+writes such a file. The cost of each stage is fitted to its steps
 (bench/plan/calibrate.py), the real scheduler runs the requests on it, and every time to the first
 token and to the last one is compared. Nothing is fitted to the runs.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +131,7 @@ def _settings(run: MeasuredRun) -> SimulationSettings:
         max_num_seqs=max(16, len(run.requests)),
         max_num_batched_tokens=run.max_num_batched_tokens,
         inter_token_slo_ms=run.inter_token_slo_ms,
+        inter_token_factor=inf,
         kv_cache_bytes=(pages + 16) * _PAGE_TOKENS * _TOKEN_BYTES,
         kv_page_bytes=_PAGE_TOKENS * _TOKEN_BYTES,
         prefix_cache=False,
@@ -160,23 +164,24 @@ def load_measured(file: Path) -> tuple[FittedStages, list[MeasuredRun]]:
     return fit_stages(steps, hop_s), runs
 
 
-def fit_stages(steps: Sequence[tuple[GridWork, Sequence[float]]], hop_s: float) -> FittedStages:
+def fit_stages(steps: Sequence[tuple[StepWork, Sequence[float]]], hop_s: float) -> FittedStages:
     """Fits the cost of each stage to steps with the seconds of all stages. Raises ConfigError if
     there are too few."""
     if not steps:
         raise ConfigError("a fit of stages needs steps")
-    works = [step_work(work) for work, _ in steps]
     stages = [
-        fit_times([(work, seconds[index]) for work, (_, seconds) in zip(works, steps, strict=True)])
+        fit_times([(work, seconds[index]) for work, seconds in steps])
         for index in range(len(steps[0][1]))
     ]
     return FittedStages(stages, hop_s)
 
 
-def _work(step: Mapping[str, Any]) -> GridWork:
+def _work(step: Mapping[str, Any]) -> StepWork:
+    if "work" in step:
+        return StepWork(**step["work"])
     chunks = tuple((int(rows), int(context)) for rows, context in step.get("chunks", ()))
     decodes = tuple(int(context) for context in step.get("decodes", ()))
-    return GridWork(chunks, decodes, int(step.get("samples", 0)))
+    return step_work(GridWork(chunks, decodes, int(step.get("samples", 0))))
 
 
 def _run(run: Mapping[str, Any]) -> MeasuredRun:
@@ -191,6 +196,17 @@ def _run(run: Mapping[str, Any]) -> MeasuredRun:
         max_num_batched_tokens=int(run.get("max_num_batched_tokens", 512)),
         inter_token_slo_ms=run.get("inter_token_slo_ms"),
     )
+
+
+def show_fits(cost: FittedStages, out: Callable[[str], object] = print) -> None:
+    """Prints how well each stage's steps are fitted; a machine on which steps stall is busy with
+    something else, and its runs cannot be predicted."""
+    for number, stage in enumerate(cost.stages):
+        out(
+            f"stage {number}: a fit of {stage.num_steps} steps, median error"
+            f" {stage.median_error:.1%}; steps that stalled took {stage.stalled_share:.0%} of the"
+            " time"
+        )
 
 
 def show(found: Sequence[Comparison], out: Callable[[str], object] = print) -> None:
