@@ -31,7 +31,7 @@ class SwitchedChunks(ChunkPolicy):
         num_ready: int = 0,
         beside: Collection[Sequence] = (),
     ) -> StepBudget:
-        if self.static_rows is not None and decodes:
+        if self.static_rows is not None and (decodes or beside):
             rows = min(rows, self.static_rows)
         return super().begin(prompts, decodes, rows, now_s, level, num_ready, beside)
 
