@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 GUEST := build/guest
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
-.PHONY: serve test test-full test-rest test-rdma check docs format figures cross-aarch64 clean test-faults gpu fuzz clients \
+.PHONY: serve test test-full test-rest test-rdma check docs format figures mnemosyne cross-aarch64 clean test-faults gpu fuzz clients \
 	clients-lock
 
 serve: $(VENV)/.serve
@@ -89,6 +89,10 @@ format: $(VENV)/.dev
 # hour. The first run writes a 2.5 GB random checkpoint into ~/.cache/mergestep.
 figures: $(VENV)/.dev
 	$(BIN)/python -m bench.cli.figures
+
+# Published figures of Mnemosyne beside the predictions of the planner: docs/plan.md.
+mnemosyne: $(VENV)/.dev
+	$(BIN)/python -m bench.mnemosyne
 
 # The documentation as a site in build/docs, with its links checked.
 docs: | $(VENV)/bin/python

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from bench.common.cli_options import whole_numbers
+from bench.plan.quantities import parse_seconds, parse_token_list, parse_tokens
 from serve.cli.reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL
+from serve.errors import ConfigError
 
 _LOAD = "Load, SLO and budget"
+_GRID = "Many GPUs for one long prompt"
 NOT_SERVED = 3  # exit code
 
 
@@ -46,8 +50,12 @@ def plan(
         typer.Option(help="Tokens of an answer; the default is 256.", rich_help_panel=_LOAD),
     ] = None,
     ttft: Annotated[
-        float | None,
-        typer.Option(help="SLO: ms to the first token, on average.", rich_help_panel=_LOAD),
+        str | None,
+        typer.Option(
+            help="SLO: time to the first token, on average: 500ms or 30s; a bare number is in ms,"
+            " with --gpus in seconds.",
+            rich_help_panel=_LOAD,
+        ),
     ] = None,
     tpot: Annotated[
         float | None,
@@ -69,7 +77,31 @@ def plan(
         str | None, typer.Option(help="Batch sizes of one machine's table, with commas.")
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help="Context lengths of that table, in tokens.")
+        str | None,
+        typer.Option(
+            help="Context lengths of that table, in tokens: 8192,128K. With --gpus: the length of"
+            " the prompt; the default is 1M."
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            help="Search grids of up to this many GPUs (tensor, sequence pipeline and K/V"
+            " parallelism) for one long prompt. --machine names the GPU; the default is h100-sxm.",
+            rich_help_panel=_GRID,
+        ),
+    ] = None,
+    tbt: Annotated[
+        str | None,
+        typer.Option(
+            help="SLO: time between tokens, at most: 30ms or 0.03.", rich_help_panel=_GRID
+        ),
+    ] = None,
+    gpus_per_server: Annotated[
+        int | None,
+        typer.Option(
+            help="GPUs that share the links of a server; the default is 8.", rich_help_panel=_GRID
+        ),
     ] = None,
     disaggregated: Annotated[
         bool,
@@ -109,6 +141,32 @@ def plan(
 
             run_and_report(model=None if model == DEFAULT_MODEL else Path(model))
             return
+        if gpus is not None:
+            budget: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
+            load: dict[str, object] = {
+                "prompt": prompt,
+                "output": output,
+                "tpot": tpot,
+                "batch": batch,
+            }
+            others: dict[str, object] = {"disaggregated": disaggregated or None, "png": png_file}
+            _refuse(load | budget | others, "cannot be used with gpus (which has tbt)")
+            _plan_grids(
+                model,
+                num_gpus=gpus,
+                ttft_s=parse_seconds("ttft", ttft),
+                tbt_s=parse_seconds("tbt", tbt),
+                context=None if context is None else parse_tokens("context", context),
+                server_gpus=gpus_per_server,
+                machines=machine or (),
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                hardware=hardware,
+                top=top,
+                json_file=json_file,
+            )
+            return
+        _refuse({"tbt": tbt, "gpus-per-server": gpus_per_server}, "needs gpus")
         from bench.plan import run
 
         result = run.run(
@@ -120,8 +178,8 @@ def plan(
             prompt=prompt,
             output=output,
             batches=whole_numbers("batch", batch) or run.BATCHES,
-            contexts=whole_numbers("context", context),
-            ttft_s=None if ttft is None else ttft / 1e3,
+            contexts=parse_token_list("context", context),
+            ttft_s=parse_seconds("ttft", ttft, "ms"),
             tpot_ms=tpot,
             usd_per_h=usd_per_h,
             usd_per_m=usd_per_m,
@@ -132,6 +190,21 @@ def plan(
         )
         if not run.is_served(result):
             raise typer.Exit(NOT_SERVED)
+
+
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(f"{name} {why}")
+
+
+def _plan_grids(model: str, **options: Any) -> None:
+    """Runs the search of grids; an option that is None has its default."""
+    from bench.plan.grid_run import run_grids
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if not run_grids(model, **given)["is_served"]:
+        raise typer.Exit(NOT_SERVED)
 
 
 def _show_known(hardware: Path | None) -> None:

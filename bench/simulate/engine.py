@@ -3,6 +3,7 @@ step, and nothing else takes time."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,15 +32,13 @@ class Step:
     firsts: list[Sequence]
 
 
-class SimulatedEngine:
-    """Runs steps under the virtual clock now_s. Each answer has a given length."""
+class VirtualEngine(ABC):
+    """The virtual clock now_s, and the answers, each of which has a given length."""
 
-    def __init__(self, scheduler: Scheduler, cost: StepCost) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.cost = cost
         self.now_s = 0.0
         self._ends: dict[Sequence, int] = {}  # by sequence that has no token yet
-        self._last: Step | None = None
 
     def add(self, sequence: Sequence, num_output: int) -> None:
         """Queues a sequence whose answer ends with a stop token after num_output tokens, or earlier
@@ -50,9 +49,40 @@ class SimulatedEngine:
         self._ends[sequence] = num_prompt + num_output - 1
         self.scheduler.add(sequence)
 
+    @abstractmethod
     def step(self, watch: Callable[[Step], None] = lambda step: None) -> list[Sequence] | None:
         """Runs the next step. Returns the sequences that finished with it, or None if there was
         nothing to run. Calls watch with the step before the scheduler gets its tokens."""
+
+    @abstractmethod
+    def forward(self, watch: Callable[[Step], None], until_s: float) -> None:
+        """Runs, without the scheduler, steps that certainly repeat the last one and begin before
+        until_s. Calls watch with each."""
+
+    def _answer(self, sampled: list[Sequence]) -> tuple[list[int], list[Sequence]]:
+        """Returns the next token of each sequence, and the sequences that get their first one."""
+        tokens = [OTHER] * len(sampled)
+        firsts = []
+        for index in [i for i, s in enumerate(sampled) if len(s.token_ids) == s.history]:
+            sequence = sampled[index]
+            end = self._ends.pop(sequence, None)
+            if end is not None:
+                firsts.append(sequence)
+                sequence.history = end
+            if len(sequence.token_ids) == sequence.history:
+                tokens[index] = EOS
+        return tokens, firsts
+
+
+class SimulatedEngine(VirtualEngine):
+    """Runs one step after the other."""
+
+    def __init__(self, scheduler: Scheduler, cost: StepCost) -> None:
+        super().__init__(scheduler)
+        self.cost = cost
+        self._last: Step | None = None
+
+    def step(self, watch: Callable[[Step], None] = lambda step: None) -> list[Sequence] | None:
         scheduler = self.scheduler
         plan = scheduler.schedule(self.now_s)
         if plan is None:
@@ -63,17 +93,14 @@ class SimulatedEngine:
         began_s = self.now_s
         self.now_s = ended_s = began_s + seconds
         scheduler.observe(plan, seconds, work)
-        sampled = plan.sequences
-        if not all(plan.samples):
-            sampled = [s for s, is_sampled in zip(sampled, plan.samples, strict=True) if is_sampled]
+        sampled = sampled_of(plan)
         tokens, firsts = self._answer(sampled)
         self._last = Step(plan, work, began_s, seconds, ended_s, sampled, firsts)
         watch(self._last)
         return scheduler.update(plan, tokens)
 
     def forward(self, watch: Callable[[Step], None], until_s: float) -> None:
-        """Runs, without the scheduler, the steps that certainly repeat the last step's rows and
-        begin before until_s. Calls watch with each; sequences get all their tokens at the end."""
+        """Runs the steps that repeat the last one; sequences get all their tokens at the end."""
         if self._last is None or not (most := _num_steady_steps(self.scheduler, self._last.plan)):
             return
         plan, scheduler, context = self._last.plan, self.scheduler, self._last.work.num_context
@@ -91,19 +118,12 @@ class SimulatedEngine:
             watch(Step(plan, work, began_s, seconds, self.now_s, plan.sequences, []))
         _end_steady_steps(plan, count)
 
-    def _answer(self, sampled: list[Sequence]) -> tuple[list[int], list[Sequence]]:
-        """Returns the next token of each sequence, and the sequences that get their first one."""
-        tokens = [OTHER] * len(sampled)
-        firsts = []
-        for index in [i for i, s in enumerate(sampled) if len(s.token_ids) == s.history]:
-            sequence = sampled[index]
-            end = self._ends.pop(sequence, None)
-            if end is not None:
-                firsts.append(sequence)
-                sequence.history = end
-            if len(sequence.token_ids) == sequence.history:
-                tokens[index] = EOS
-        return tokens, firsts
+
+def sampled_of(plan: StepPlan) -> list[Sequence]:
+    """Returns the sequences that get a token."""
+    if all(plan.samples):
+        return plan.sequences
+    return [s for s, is_sampled in zip(plan.sequences, plan.samples, strict=True) if is_sampled]
 
 
 def _num_steady_steps(scheduler: Scheduler, plan: StepPlan) -> int:

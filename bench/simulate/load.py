@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from bench.load.client.record import Outcome, Progress, Record, RunResult
 from bench.load.workload.work import Call
 from bench.plan.cost import StepCost
-from bench.simulate.engine import OTHER, SimulatedEngine, make_sequence
+from bench.plan.pipeline import StageCost
+from bench.simulate.engine import OTHER, SimulatedEngine, VirtualEngine, make_sequence
 from bench.simulate.keep import MOST_CHUNKS, RunRecorder
 from bench.simulate.settings import SimulationSettings
+from bench.simulate.stages import PipelinedEngine
 from serve.engine.early_rejection import EarlyRejection
 from serve.errors import OverloadedError
 from serve.request import Request
@@ -27,7 +29,7 @@ OnProgress = Callable[[Progress], None]
 def simulate(
     calls: abc.Sequence[Call],
     arrivals_s: abc.Sequence[float],
-    cost: StepCost,
+    cost: StepCost | StageCost,
     settings: SimulationSettings,
     *,
     qps: float | None = None,
@@ -71,7 +73,7 @@ class LoadSimulation:
         self,
         calls: abc.Sequence[Call],
         arrivals_s: abc.Sequence[float],
-        cost: StepCost,
+        cost: StepCost | StageCost,
         settings: SimulationSettings,
     ) -> None:
         self.is_fast = True  # runs steps that repeat the last one without the scheduler
@@ -80,7 +82,11 @@ class LoadSimulation:
         self._settings = settings
         self.scheduler = settings.make_scheduler(has_prefixes=any(call.runs for call in calls))
         scheduler = self.scheduler
-        self._engine = SimulatedEngine(scheduler, cost)
+        self._engine: VirtualEngine
+        if isinstance(cost, StageCost):
+            self._engine = PipelinedEngine(scheduler, cost)
+        else:
+            self._engine = SimulatedEngine(scheduler, cost)
         self._recorder = RunRecorder(
             scheduler,
             len(calls),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +13,10 @@ from bench.plan.calibrate import FittedCost
 from bench.plan.capacity import kv_bytes
 from bench.plan.cost import MachineCost, StepCost
 from bench.plan.efficiency import expected
-from bench.plan.hardware import load_devices
+from bench.plan.grid import Grid, GridCost
+from bench.plan.grid_search import kv_bytes_of
+from bench.plan.hardware import Device, load_devices
+from bench.plan.pipeline import StageCost
 from bench.plan.run import find_machine, find_precision, require_divisible
 from bench.plan.shapes import Precision, Shape, load_shape
 from bench.plan.tables import ASSUMED, meanings
@@ -26,6 +31,7 @@ _GPU_PAGE_BYTES = 2 << 20
 _GPU_BATCHED_TOKENS = 2048
 _MIN_PAGE_BYTES = 16 << 10
 _MAX_PAGES = 30_000
+_GRID = re.compile(r"(.+):([0-9]{1,4})x([0-9]{1,4})(?:x([0-9]{1,4}))?")  # device:tp x spp x kvp
 _DTYPES = {"auto": "int8"}
 
 
@@ -34,7 +40,7 @@ class SimulatedMachine(NamedTuple):
     are what a report must state about it, such as that step times are not measured."""
 
     name: str
-    cost: StepCost
+    cost: StepCost | StageCost
     settings: SimulationSettings
     notes: tuple[str, ...] = ()
 
@@ -45,36 +51,69 @@ def simulated_machine(
     """Returns a machine with the engine's settings on it.
 
     model is a name or path for load_shape. machine is a name of `serve plan` ("4xh100-sxm",
-    "here") or the file of a fitted cost (FittedCost.save), which needs kv_cache_bytes. engine has
-    settings of EngineConfig. Raises ConfigError for unknown names and if memory is too small.
+    "here"), a grid of its devices with tp, spp and kvp ("h100-sxm:8x4x1", "h100-sxm:8x4"), or the
+    file of a fitted cost (FittedCost.save), which needs kv_cache_bytes. engine has settings of
+    EngineConfig. Raises ConfigError for unknown names and if memory is too small.
     """
     shape = load_shape(model)
     config = EngineConfig.from_settings(**engine)
     dtype = _DTYPES.get(config.dtype, config.dtype)
     precision = find_precision(dtype, config.kv_dtype, shape)
     name = machine or DEFAULT_MACHINE
-    cost: StepCost
+    cost: StepCost | StageCost
     notes: tuple[str, ...] = ()
     if name.endswith(".json"):
         cost, kind, room = FittedCost.load(Path(name)), "cpu", None
+    elif matched := _GRID.fullmatch(name):
+        longest = config.max_model_len or shape.max_model_len
+        cost = grid_cost = _grid_cost(matched, shape, precision, longest)
+        kind, room = grid_cost.device.kind, int(kv_bytes_of(grid_cost))
+        _require_room(name, shape, room)
+        notes = _notes(name, grid_cost.device, is_assumed=grid_cost.is_assumed)
+        if grid_cost.grid.kvp > 1:
+            notes += (f"machine {name}: all K/V counts as one memory, whichever holder has room",)
     else:
         device = find_machine(name, load_devices())
         require_divisible(name, device, shape)
         kind = device.device.kind
         cost = machine_cost = MachineCost(shape, precision, device, expected(kind, precision))
         room = int(kv_bytes(machine_cost))
-        if room <= 0:
-            raise ConfigError(f"machine {name}: no room for the weights of {shape.name}")
-        notes = tuple(
-            f"{'step times of' if mark == ASSUMED else 'machine'} {name}: {meaning}"
-            for mark, meaning in meanings([device.device], machine_cost.is_assumed).items()
-        )
+        _require_room(name, shape, room)
+        notes = _notes(name, device.device, is_assumed=machine_cost.is_assumed)
     config = _sized(config, shape, precision, kind, room)
     groups = tuple(
         LayerGroup(int(token_bytes), TILE_TOKENS, window)
         for window, token_bytes in shape.kv_by_window(precision).items()
     )
     return SimulatedMachine(name, cost, SimulationSettings(config, groups), notes)
+
+
+def _grid_cost(
+    matched: re.Match[str], shape: Shape, precision: Precision, longest: int
+) -> GridCost:
+    devices = load_devices()
+    name, tp, spp, kvp = matched.groups()
+    if name not in devices:
+        raise ConfigError(f"machine {matched[0]!r}: {name} is not one of: {', '.join(devices)}")
+    grid, device = Grid(int(tp), int(spp), int(kvp or 1)), devices[name]
+    segment = ceil(longest / grid.kvp)
+    efficiency = expected(device.kind, precision)
+    try:
+        return GridCost(shape, precision, device, grid, efficiency, segment_tokens=segment)
+    except ConfigError as error:
+        raise ConfigError(f"machine {matched[0]!r}: {error}") from None
+
+
+def _require_room(name: str, shape: Shape, room: int) -> None:
+    if room <= 0:
+        raise ConfigError(f"machine {name}: no room for the weights of {shape.name}")
+
+
+def _notes(name: str, device: Device, *, is_assumed: bool) -> tuple[str, ...]:
+    return tuple(
+        f"{'step times of' if mark == ASSUMED else 'machine'} {name}: {meaning}"
+        for mark, meaning in meanings([device], is_assumed).items()
+    )
 
 
 def _sized(

@@ -27,6 +27,7 @@ from bench.common.static_chunks import switch_chunks
 from bench.load.results.stalls import Stalls, stalls_of, stalls_table
 from bench.load.workload.work import Call
 from bench.plan.cost import StepCost
+from bench.plan.pipeline import StageCost
 from bench.simulate.load import LoadSimulation
 from bench.simulate.machine import simulated_machine
 from bench.simulate.settings import SimulationSettings
@@ -127,6 +128,7 @@ class Machine:
 
 def machines() -> dict[str, Machine]:
     gpu = simulated_machine("llama-3.1-8b", "h100-sxm", {"prefix_cache": False})
+    assert not isinstance(gpu.cost, StageCost), "one machine"
     small, large = (32, 64, 128, 256), (128, 256, 512, 2048)
     return {
         "1B in int8": Machine(SMALL_1B, _cpu_settings(32 << 10), 256, small),

@@ -144,6 +144,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "bench/kernels": ("bench/common", "bench/load"),
     "bench/ablation": ("bench/common", "bench/load", "bench/offline"),
     "bench/simulate": ("bench/common", "bench/load", "bench/plan"),
+    "bench/mnemosyne": ("bench/common", "bench/load", "bench/plan", "bench/simulate"),
     "bench/nodes": ("bench/common", "bench/load", "bench/plan"),
     "bench/soak": ("bench/common",),
     "bench/peers": (),

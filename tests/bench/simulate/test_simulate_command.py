@@ -49,6 +49,40 @@ def test_a_run_of_the_command():
     assert slower.window[1] > 1.5 * result.window[1]
 
 
+def test_a_grid_is_a_machine():
+    """Four stages have room for more, and each token takes the hops more."""
+    engine = {"max_model_len": 16384, "max_num_seqs": 8}
+
+    def run(machine):
+        given = options(dataset="azure-conv", engine=engine, machine=machine)
+        return simulated(given)(20.0, 3)
+
+    one, four, holders = (run(f"h100-sxm:{grid}") for grid in ("8x1", "2x4", "1x2x2"))
+    for result in (one, four, holders):
+        assert all(record.outcome is Outcome.OK for record in result.records)
+    assert any("counts as one memory" in note for note in holders.notes)
+    assert not any("counts as one memory" in note for note in four.notes)
+    gaps = [
+        min(r.chunks_s[1] - r.chunks_s[0] for r in result.records if len(r.chunks_s) > 1)
+        for result in (one, four)
+    ]
+    assert gaps[1] > gaps[0] + 3 * 10e-6
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        ("h100:8x1", "h100 is not one of"),
+        ("h100-sxm:16x1", "tp 16 is more than the 8 devices"),
+        ("h100-sxm:8x17", "spp 17 is more than the 16 layers"),
+        ("l4:0x1", "tp must be at least 1"),
+    ],
+)
+def test_grids_that_are_refused(machine, message):
+    with pytest.raises(ConfigError, match=message):
+        simulated_machine("llama-3.2-1b", machine, {})
+
+
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
