@@ -1,0 +1,22 @@
+"""Checks of settings that name memory nodes."""
+
+from __future__ import annotations
+
+from serve.errors import ConfigError
+
+
+def checked_addresses(setting: str, nodes: object, is_encrypted: bool) -> tuple[str, ...]:
+    """Returns the addresses of nodes, from a list or a comma-separated text of the command line.
+    ConfigError names the setting. is_encrypted: connections have to be encrypted."""
+    if isinstance(nodes, str):
+        nodes = [url.strip() for url in nodes.split(",") if url.strip()]
+        if not nodes:
+            raise ConfigError(f"{setting} has no address")
+    if not isinstance(nodes, tuple | list) or not all(isinstance(url, str) for url in nodes):
+        raise ConfigError(f"{setting} must be a list of addresses, not {nodes!r}")
+    if len(set(nodes)) < len(nodes):
+        raise ConfigError(f"{setting} has an address twice")
+    for url in nodes if is_encrypted else ():
+        if url.startswith("rdma:"):
+            raise ConfigError(f"memory_node_encryption on: {url} cannot be encrypted; tcp can")
+    return tuple(nodes)
