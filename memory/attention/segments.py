@@ -50,23 +50,24 @@ class Pieces:
 
 
 def cut(step: AttentionStep, segment_tokens: int) -> list[Piece]:
-    """Returns a step's pieces, in the order of their segments for each row."""
+    """Returns a step's pieces. A segment of a sequence is in one piece of own rows at most, and in
+    one of later rows."""
     pieces: list[Piece] = []
     row = 0
     for start, num_rows, kv_len in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
         first = kv_len - num_rows
-        while first < kv_len:
-            segment = first // segment_tokens
+        for segment in range(-(-kv_len // segment_tokens)):
             begin = segment * segment_tokens
             end = min(kv_len, begin + segment_tokens)
-            count = end - first
-            pieces += [
-                Piece(row, count, start, earlier, segment_tokens, False)
-                for earlier in range(segment)
-            ]
-            pieces.append(Piece(row, count, start, segment, end - begin, True))
-            row += count
-            first = end
+            if end > first:
+                own = max(first, begin)
+                keys = end - begin
+                pieces.append(Piece(row + own - first, end - own, start, segment, keys, True))
+            if end < kv_len:  # the rows after the segment
+                later = max(first, end)
+                at = row + later - first
+                pieces.append(Piece(at, kv_len - later, start, segment, segment_tokens, False))
+        row += num_rows
     return pieces
 
 

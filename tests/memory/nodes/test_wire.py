@@ -41,7 +41,7 @@ HEADERS = st.builds(Header, st.sampled_from(Kind), U32, U64, U16, st.sampled_fro
 PLANS = st.builds(
     NodePlan,
     st.lists(st.builds(Edit, st.sampled_from(EditKind), U32, U32, U32, U32), max_size=9),
-    st.lists(st.builds(Query, U32, U32, U32), max_size=9),
+    st.lists(st.builds(Query, U32, U32, U32, U32), max_size=9),
     st.lists(st.builds(Append, U32, U32, U32), max_size=9),
 )
 
