@@ -228,7 +228,7 @@ class SegmentedKV:
             return
         capacity = self._length
         for _, part in self._segments_of(target):
-            capacity += part.capacity
+            capacity += min(part.capacity, self._length)
             if part.capacity < self._length:
                 break
         target.capacity = min(target.capacity, capacity)
