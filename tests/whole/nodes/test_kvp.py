@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
-import threading
 
 import pytest
 
-from memory.nodes.node import MemoryNode
+from memory.nodes.segment_links import HeldSegments
 from serve import LLM, SamplingParams
 from serve.config import DEFAULT_MODEL
 from serve.errors import ConfigError
@@ -161,29 +161,36 @@ def test_preempted_sequences_have_the_same_bits(own_bytes, node_bytes, tmp_path)
 def test_a_lost_holder_costs_a_pause_and_no_token(tmp_path, monkeypatch):
     """Sequences with segments there are computed again when it is back."""
     local = alone(make_load=growing, max_model_len=640)
-    made = []
-    adopted = MemoryNode._begin
+    begin, counter = HeldSegments.begin, itertools.count()
 
-    def noted(node, endpoint):
-        made.append(endpoint)
-        adopted(node, endpoint)
+    def cut_off_once(held, layer, q):
+        begin(held, layer, q)
+        if held._holders and next(counter) == 60:
+            held._holders[0].link.endpoint.close()
 
-    monkeypatch.setattr(MemoryNode, "_begin", noted)
+    monkeypatch.setattr(HeldSegments, "begin", cut_off_once)
     with nodes("inproc", 1, tmp_path) as urls:
-        settings = SETTINGS | {"max_model_len": 640, "kv_cache_bytes": 16 * MIB, "kvp": urls}
-        with LLM(DEFAULT_MODEL, **settings) as llm:
-            prompts, params = growing(4096, 640)
-            cut = threading.Timer(0.3, lambda: [endpoint.close() for endpoint in made])
-            cut.start()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            stats = llm.stats()
-    found = [
-        [(t, given[t].logprob) for t, given in zip(o.token_ids, o.logprobs, strict=True)]
-        for output in outputs
-        for o in output.outputs
-    ]
-    assert stats.memory_nodes_lost == 1
+        found, stats = scores(make_load=growing, kvp=urls, max_model_len=640)
+    assert (stats.memory_nodes_lost, stats.memory_nodes_missing) == (1, 0)
+    assert stats.recomputed_sequences > 0
     assert found == local
+
+
+def test_while_a_holder_is_gone_short_sequences_run_and_long_ones_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("serve.engine.node_recovery._GIVE_UP_S", 0.3)
+    shorts = [[number + 5] * 40 for number in range(4)]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    settings = SETTINGS | {"kv_cache_bytes": 16 * MIB}
+    with nodes("inproc", 1, tmp_path) as urls:
+        llm = LLM(DEFAULT_MODEL, kvp=urls, **settings)
+        before = llm.generate(shorts, params, use_tqdm=False)
+    with llm:  # the node has ended
+        prompts = [[7] * 400, *shorts]
+        first, *others = llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.stats()
+    assert [o.outputs[0].token_ids for o in others] == [o.outputs[0].token_ids for o in before]
+    assert first.outputs[0].finish_reason == "error"
+    assert (stats.memory_nodes, stats.memory_nodes_missing) == (1, 1)
 
 
 @pytest.mark.parametrize(
