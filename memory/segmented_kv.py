@@ -224,14 +224,13 @@ class SegmentedKV:
     def _set_capacity(self, target: Range) -> None:
         """Sets the tokens that fit into the range's pages and those of its segments, which the
         accounting of this machine does not know."""
-        if target.capacity < self._length:
-            return
+        own = min([part.group.capacity(len(part.pages)) for part in target.parts])
         capacity = self._length
         for _, part in self._segments_of(target):
             capacity += min(part.capacity, self._length)
             if part.capacity < self._length:
                 break
-        target.capacity = min(target.capacity, capacity)
+        target.capacity = min(own, capacity)
 
     def close(self, target: Range) -> None:
         self._short_of.pop(target.start, None)
