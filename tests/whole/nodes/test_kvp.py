@@ -1,4 +1,4 @@
-"""Sequences that grow onto memory nodes have the bits of an engine that has all of their segments."""
+"""Sequences that grow onto memory nodes have the bits of an engine that has all segments."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from serve.errors import ConfigError
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.nodes.served_nodes import MIB, key_file, nodes
 from tests.support.profile import every_day
+from transport.base import PeerLostError
 
 SEGMENT = 256
 SETTINGS = {
@@ -176,17 +177,21 @@ def test_a_lost_holder_costs_a_pause_and_no_token(tmp_path, monkeypatch):
     assert found == local
 
 
+def unreachable(url, timeout_s):
+    raise PeerLostError("there is no listener")
+
+
 def test_while_a_holder_is_gone_short_sequences_run_and_long_ones_end(tmp_path, monkeypatch):
     monkeypatch.setattr("serve.engine.node_recovery._GIVE_UP_S", 0.3)
     shorts = [[number + 5] * 40 for number in range(4)]
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     settings = SETTINGS | {"kv_cache_bytes": 16 * MIB}
-    with nodes("inproc", 1, tmp_path) as urls:
-        llm = LLM(DEFAULT_MODEL, kvp=urls, **settings)
+    with nodes("inproc", 1, tmp_path) as urls, LLM(DEFAULT_MODEL, kvp=urls, **settings) as llm:
         before = llm.generate(shorts, params, use_tqdm=False)
-    with llm:  # the node has ended
-        prompts = [[7] * 400, *shorts]
-        first, *others = llm.generate(prompts, params, use_tqdm=False)
+        holders = llm._loaded.core._recovery.nodes
+        holders.connect = unreachable
+        holders.interrupt()
+        first, *others = llm.generate([[7] * 400, *shorts], params, use_tqdm=False)
         stats = llm.stats()
     assert [o.outputs[0].token_ids for o in others] == [o.outputs[0].token_ids for o in before]
     assert first.outputs[0].finish_reason == "error"
