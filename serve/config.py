@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
 from quant.kv import GROUPS as KV_GROUPS
 from serve.errors import ConfigError
-from serve.node_addresses import checked_addresses
+from serve.node_addresses import check_beside_nodes, check_segments, checked_addresses
 
 if TYPE_CHECKING:
     from serve.request import Request
@@ -46,7 +46,6 @@ DEFAULT_MODEL = "default"
 _DEFAULT_BATCHED_TOKENS = 256
 REASONING_BUDGET_MESSAGE = "I have to stop thinking here and answer with what I have so far."
 MAX_MESSAGE_CHARS = 1024
-SEGMENT_UNIT = 128  # tokens, as memory.pages.layer_groups.READ_BLOCK
 MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
 
 
@@ -353,17 +352,13 @@ class EngineConfig:
         for setting in ("memory_nodes", "kvp"):
             value, is_encrypted = getattr(self, setting), self.memory_node_encryption == "on"
             object.__setattr__(self, setting, checked_addresses(setting, value, is_encrypted))
-        if self.memory_nodes and self.kvp:
-            raise ConfigError("kvp cannot be used with memory_nodes, which hold all K/V")
-        for name in ("kv_cache_dir", "kv_page_bytes") if self.memory_nodes else ():
-            if getattr(self, name) is not None:
-                raise ConfigError(f"{name} cannot be used with memory_nodes")
-        if self.kvp and self.kv_cache_dir is not None:
-            raise ConfigError("kv_cache_dir cannot be used with kvp")
-        if self.kvp_segment_tokens % SEGMENT_UNIT:
-            raise ConfigError(
-                f"kvp_segment_tokens must be a multiple of 128, not {self.kvp_segment_tokens}"
-            )
+        store = {"kv_cache_dir": self.kv_cache_dir}
+        if self.memory_nodes:
+            others = {**store, "kv_page_bytes": self.kv_page_bytes, "kvp": self.kvp}
+            check_beside_nodes("memory_nodes", others)
+        if self.kvp:
+            check_beside_nodes("kvp", store)
+        check_segments(self.kvp_segment_tokens)
 
     @property
     def batched_tokens(self) -> int:

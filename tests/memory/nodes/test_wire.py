@@ -109,7 +109,7 @@ def test_random_bytes_are_refused(data):
     ("offset", "value", "match"),
     [
         (0, b"\x00", "not a message"),
-        (2, b"\x02", "version 2, here it is 3"),
+        (2, b"\x02", "version 2, here it is 4"),
         (2, b"\x00", "version 0"),
         (3, b"\x00", "Kind"),
         (3, b"\x0b", "Kind"),
