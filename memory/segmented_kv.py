@@ -1,9 +1,10 @@
 """K/V memory whose sequences grow over several holders, in integers only.
 
 Tokens [i * L, (i + 1) * L) of a sequence are its segment i. This machine, holder 0, has the first
-segment and whatever layers with windows keep; the others go round holders 1, 2, ... A segment on a
-holder is a range of its own there, which is opened when the sequence is known to reach it, so a
-sequence that ends within its first segment costs nothing more than without holders.
+segment and whatever layers with windows keep; the others go round holders 1, 2, ..., without those
+that are lost. A segment on a holder is a range of its own there, which is opened when the sequence
+is known to reach it, so a sequence that ends within its first segment costs nothing more than
+without holders.
 
 The scheduler sees the pages of this machine. Whether the holders have room is checked besides, when
 a sequence is admitted and when it grows. Only first segments are in the prefix cache.
@@ -19,6 +20,9 @@ from memory.kv_manager import KVManager
 from memory.kv_memory import PrefixState
 from memory.pages.kv_range import PrefixHit, Range
 
+LOST = -1
+"""Stands for holders that are lost, where a segment would be."""
+
 
 @dataclass(slots=True)
 class _Long:
@@ -31,11 +35,19 @@ class SegmentedKV:
     """Implements KVMemory. Holder i of the nodes, which count from 0, is holder i + 1 here."""
 
     def __init__(
-        self, own: KVManager, holders: Sequence[KVManager], segment_tokens: int, max_model_len: int
+        self,
+        own: KVManager,
+        holders: Sequence[KVManager],
+        segment_tokens: int,
+        max_model_len: int,
+        most_segments: int | None = None,
     ) -> None:
         """own: this machine's memory, of layouts whose layers without windows keep segment_tokens
-        tokens (LayerGroup.max_tokens). holders: their ranges have segment_tokens tokens."""
+        tokens (LayerGroup.max_tokens). holders: their ranges have segment_tokens tokens.
+        most_segments: of one sequence on one holder; by default as many as all holders need."""
         assert holders, "without holders, KVManager is enough"
+        num_segments = -(-max_model_len // segment_tokens) - 1
+        self._most_segments = most_segments or max(1, -(-num_segments // len(holders)))
         self._own = own
         self.partitions = list(holders)
         self.max_model_len = max_model_len
@@ -50,9 +62,16 @@ class SegmentedKV:
 
     # ---- segments
 
-    def holder_of(self, segment: int) -> int:
-        """Returns the number among the holders of a segment from 1 on."""
-        return (segment - 1) % len(self.partitions)
+    def _place(self, used: Counter[int], segment: int) -> int | None:
+        """Returns the holder of a new segment and notes it in `used`, the sequence's segments on
+        each holder; None if no holder may take it."""
+        count = len(self.partitions)
+        for turn in range(segment - 1, segment - 1 + count):
+            holder = turn % count
+            if self.partitions[holder].num_pages and used[holder] < self._most_segments:
+                used[holder] += 1
+                return holder
+        return None
 
     def locate(self, start: int, segment: int) -> tuple[int, int]:
         """Returns a segment's holder, and the index of its range there."""
@@ -69,14 +88,16 @@ class SegmentedKV:
         whole, rest = divmod(num_tokens, self._length)
         return [self._length] * (whole - 1) + [rest] * (rest > 0 and whole > 0)
 
-    def _needs(self, num_tokens: int) -> tuple[Counter[int], Counter[int]]:
-        """Returns the pages and the ranges that a new sequence needs on each holder."""
+    def _needs(self, num_tokens: int) -> tuple[Counter[int], Counter[int]] | None:
+        """Returns the pages and the ranges that a new sequence needs on each holder, or None if it
+        needs holders that are lost."""
         pages: Counter[int] = Counter()
         ranges: Counter[int] = Counter()
         for segment, length in enumerate(self._lengths(num_tokens), 1):
-            holder = self.holder_of(segment)
+            holder = self._place(ranges, segment)
+            if holder is None:
+                return None
             pages[holder] += self.partitions[holder].pages_for(length)
-            ranges[holder] += 1
         return pages, ranges
 
     def _clipped(self, num_tokens: int) -> int:
@@ -113,8 +134,11 @@ class SegmentedKV:
         return self._own.num_pages
 
     def fits_alone(self, num_tokens: int) -> bool:
-        pages, ranges = self._needs(num_tokens)
-        return self._own.fits_alone(self._clipped(num_tokens)) and all(
+        needs = self._needs(num_tokens)
+        if needs is None or not self._own.fits_alone(self._clipped(num_tokens)):
+            return False
+        pages, ranges = needs
+        return all(
             count <= self.partitions[i].num_pages and ranges[i] <= len(self.partitions[i].ranges)
             for i, count in pages.items()
         )
@@ -129,7 +153,10 @@ class SegmentedKV:
             return False
         if num_tokens <= self._length:
             return True
-        pages, ranges = self._needs(num_tokens)
+        needs = self._needs(num_tokens)
+        if needs is None:
+            return False
+        pages, ranges = needs
         return all(self._has_room(i, pages[i], ranges[i]) for i in pages)
 
     def _has_room(self, holder: int, num_pages: int, num_ranges: int) -> bool:
@@ -138,9 +165,11 @@ class SegmentedKV:
         return num_ranges <= memory.num_idle and memory.can_fit_pages(num_pages)
 
     def ranges_to_close(self, num_tokens: int, candidates: Sequence[Range]) -> list[Range] | None:
-        if self._own.ranges_to_close(self._clipped(num_tokens), candidates) is None:
+        needs = self._needs(num_tokens)
+        own = self._own.ranges_to_close(self._clipped(num_tokens), candidates)
+        if needs is None or own is None:
             return None
-        pages, ranges = self._needs(num_tokens)
+        pages, ranges = needs
         for holder in pages:
             memory = self.partitions[holder]
             leaving = [
@@ -183,16 +212,17 @@ class SegmentedKV:
     def open(self, num_tokens: int, hit: PrefixHit | None = None) -> Range:
         target = self._own.open(self._clipped(num_tokens), hit)
         lengths = self._lengths(num_tokens)
-        if lengths:
-            self._long[target.start] = _Long(
-                [self._open_segment(number, length) for number, length in enumerate(lengths, 1)]
-            )
+        used: Counter[int] = Counter()
+        for segment, length in enumerate(lengths, 1):
+            holder = self._place(used, segment)
+            assert holder is not None, "the caller has checked can_fit"
+            self._add_segment(target, holder, length)
         self._set_capacity(target)
         return target
 
-    def _open_segment(self, segment: int, num_tokens: int) -> tuple[int, Range]:
-        holder = self.holder_of(segment)
-        return holder, self.partitions[holder].open(num_tokens)
+    def _add_segment(self, target: Range, holder: int, num_tokens: int) -> None:
+        found = self._long.setdefault(target.start, _Long())
+        found.segments.append((holder, self.partitions[holder].open(num_tokens)))
 
     def grow(self, target: Range, num_tokens: int, num_computed: int = 0) -> bool:
         self._short_of.pop(target.start, None)
@@ -207,14 +237,18 @@ class SegmentedKV:
         lengths = self._lengths(num_tokens)
         if not lengths:
             return True
-        segments = self._long.setdefault(target.start, _Long()).segments
         for number, length in enumerate(lengths, 1):
+            segments = self._segments_of(target)
             if number > len(segments):
-                holder = self.holder_of(number)
-                if not self._has_room(holder, self.partitions[holder].pages_for(length), 1):
-                    self._short_of[target.start] = holder
+                next_one = self._place(Counter([holder for holder, _ in segments]), number)
+                if next_one is None:
+                    self._short_of[target.start] = LOST
                     return False
-                segments.append(self._open_segment(number, length))
+                if not self._has_room(next_one, self.partitions[next_one].pages_for(length), 1):
+                    self._short_of[target.start] = next_one
+                    return False
+                self._add_segment(target, next_one, length)
+                segments = self._segments_of(target)
             holder, part = segments[number - 1]
             if not self.partitions[holder].grow(part, length):
                 self._short_of[target.start] = holder

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,11 +59,13 @@ class SegmentLinks:
 
     def plan(self, pieces: Mapping[int, Pieces]) -> HeldSegments:
         number = next(self._numbers)
-        wanted: dict[int, list[tuple[int, Piece, int]]] = {}  # by holder: group, piece, range
+        wanted: dict[int, list[_Wanted]] = {}  # by holder
         for group, found in pieces.items():
+            place = 0
             for piece in found.items:
                 holder, index = self._locate(piece.start, piece.segment)
-                wanted.setdefault(holder, []).append((group, piece, index))
+                wanted.setdefault(holder, []).append(_Wanted(group, place, piece, index))
+                place += piece.num_rows
         planned: list[_HolderRows] = []
         for holder, partition in enumerate(self._nodes.partitions):
             items = sorted(wanted.get(holder, []), key=_order)
@@ -70,10 +73,7 @@ class SegmentLinks:
                 raise NodesLostError(f"no node holds the segments of {partition.urls[0]}")
             edits = partition.edits.take()
             for link in partition.links if edits or items else ():
-                queries = [
-                    Query(index, it.num_rows, it.num_keys, it.num_rows if it.is_own else 0)
-                    for _, it, index in items
-                ]
+                queries = [item.query for item in items]
                 try:
                     link.look()
                     link.post_plan(number, NodePlan(edits, queries, []))
@@ -99,36 +99,50 @@ class SegmentLinks:
 @dataclass(slots=True)
 class _HolderRows:
     """A step's rows for one holder: their numbers in the step, those with own k and v first.
-    groups: the rows of each `Pieces` in the answer. num_keys: the sum of the rows' keys."""
+    groups: for each `Pieces`, its rows in the answer, and their places among all of its rows.
+    num_keys: the sum of the rows' keys."""
 
     link: NodeLink
     rows: Tensor
     own: Tensor
-    groups: dict[int, Tensor]
+    groups: dict[int, tuple[Tensor, Tensor]]
     num_keys: int
 
 
-def _order(item: tuple[int, Piece, int]) -> tuple[bool, bool]:
-    return not item[1].is_own, item[1].num_rows > 1
+class _Wanted(NamedTuple):
+    """A piece on a holder: the number of its `Pieces`, the place of its first row among theirs, and
+    its range on the holder."""
+
+    group: int
+    place: int
+    piece: Piece
+    range: int
+
+    @property
+    def query(self) -> Query:
+        piece = self.piece
+        num_own = piece.num_rows if piece.is_own else 0
+        return Query(self.range, piece.num_rows, piece.num_keys, num_own)
 
 
-def _holder_rows(link: NodeLink, items: Sequence[tuple[int, Piece, int]]) -> _HolderRows:
+def _order(item: _Wanted) -> tuple[bool, bool]:
+    return not item.piece.is_own, item.piece.num_rows > 1
+
+
+def _holder_rows(link: NodeLink, items: Sequence[_Wanted]) -> _HolderRows:
     rows: list[int] = []
-    groups: dict[int, list[int]] = {}
+    groups: dict[int, tuple[list[int], list[int]]] = {}
     num_own = num_keys = 0
-    for group, piece, _ in items:
-        groups.setdefault(group, []).extend(range(len(rows), len(rows) + piece.num_rows))
+    for group, place, piece, _ in items:
+        at, places = groups.setdefault(group, ([], []))
+        at.extend(range(len(rows), len(rows) + piece.num_rows))
+        places.extend(range(place, place + piece.num_rows))
         rows.extend(range(piece.first, piece.first + piece.num_rows))
         num_own += piece.num_rows if piece.is_own else 0
         num_keys += piece.num_rows * piece.num_keys
-    at = torch.tensor(rows)
-    return _HolderRows(
-        link,
-        at,
-        at[:num_own],
-        {key: torch.tensor(found) for key, found in groups.items()},
-        num_keys,
-    )
+    own = torch.tensor(rows)[:num_own]
+    made = {key: (torch.tensor(at), torch.tensor(to)) for key, (at, to) in groups.items()}
+    return _HolderRows(link, torch.tensor(rows), own, made, num_keys)
 
 
 class HeldSegments:
@@ -169,7 +183,7 @@ class HeldSegments:
             raise lost(link, error) from error
 
     def receive(self, layer: int) -> Mapping[int, Partial]:
-        found: dict[int, list[Partial]] = {}
+        found: dict[int, list[tuple[Partial, Tensor]]] = {}
         for holder in self._holders:
             link = holder.link
             try:
@@ -181,8 +195,16 @@ class HeldSegments:
                 out, lse = self._parent.rows[layer].read_partial(body, header)
             except (TransportError, WireError) as error:
                 raise lost(link, error) from error
-            for group, at in holder.groups.items():
-                found.setdefault(group, []).append(Partial(out[at], lse[at]))
+            for group, (at, places) in holder.groups.items():
+                found.setdefault(group, []).append((Partial(out[at], lse[at]), places))
             link.endpoint.release(frame)
-        # a segment number is on one holder
-        return {group: parts[0] for group, parts in found.items()}
+        return {group: _joined(parts) for group, parts in found.items()}
+
+
+def _joined(parts: Sequence[tuple[Partial, Tensor]]) -> Partial:
+    """Returns the rows of several holders in the order of their places."""
+    if len(parts) == 1:
+        return parts[0][0]
+    order = torch.cat([places for _, places in parts]).argsort()
+    out = torch.cat([part.out for part, _ in parts])
+    return Partial(out[order], torch.cat([part.lse for part, _ in parts])[order])

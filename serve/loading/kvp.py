@@ -48,6 +48,7 @@ class HolderMemory:
     nodes: NodeSet
     memories: list[KVManager]
     max_model_len: int
+    most_segments: int  # of a sequence on one node
 
 
 class Segments:
@@ -78,7 +79,9 @@ class Segments:
         if self._holders is None:
             return own
         max_len = self._holders.max_model_len
-        self._kv = kv = SegmentedKV(own, self._holders.memories, self._length, max_len)
+        self._kv = kv = SegmentedKV(
+            own, self._holders.memories, self._length, max_len, self._holders.most_segments
+        )
         if not kv.fits_alone(max_len):
             raise ConfigError(
                 f"kvp: the nodes have no room for one sequence of max_model_len {max_len}; lower "
@@ -297,4 +300,4 @@ def open_holders(
         min(memory.num_pages for memory in memories),
         sizes.geometry.page_tokens[0],
     )
-    return HolderMemory(nodes, memories, sizes.max_model_len)
+    return HolderMemory(nodes, memories, sizes.max_model_len, sizes.per_holder)

@@ -162,8 +162,17 @@ def test_a_lost_holder_is_named_by_the_ranges_it_held():
     for target in (two, three):
         kv.close(target)
     kv.partitions[0].reset(0)
+    assert kv.fits_alone(4 * LENGTH), "three segments, as many as holder 1 has of the longest"
+    assert not kv.fits_alone(4 * LENGTH + 1)
+    assert not kv.can_fit(4 * LENGTH + 1)
+    target = kv.open(3 * LENGTH)
+    assert {kv.locate(target.start, segment)[0] for segment in (1, 2)} == {1}
+    assert kv.grow(target, 4 * LENGTH)
+    assert not kv.grow(target, 4 * LENGTH + 1)
+    assert not kv.shares_memory(one, target), "no preemption brings the holder back"
+    kv.close(target)
+    kv.partitions[1].reset(0)
     assert kv.fits_alone(LENGTH)
-    assert not kv.fits_alone(LENGTH + 1)
     assert not kv.can_fit(LENGTH + 1)
 
 

@@ -181,6 +181,23 @@ def unreachable(url, timeout_s):
     raise PeerLostError("there is no listener")
 
 
+def test_the_other_holders_take_the_segments_of_a_lost_one(tmp_path, monkeypatch):
+    local = alone(make_load=growing, max_model_len=640)
+    begin, counter = HeldSegments.begin, itertools.count()
+
+    def lose_one(held, layer, q):
+        begin(held, layer, q)
+        if held._holders and next(counter) == 60:
+            held._parent._nodes.connect = unreachable
+            held._holders[0].link.endpoint.close()
+
+    monkeypatch.setattr(HeldSegments, "begin", lose_one)
+    with nodes("inproc", 3, tmp_path) as urls:
+        found, stats = scores(make_load=growing, kvp=urls, max_model_len=640)
+    assert (stats.memory_nodes_lost, stats.memory_nodes_missing) == (1, 1)
+    assert found == local
+
+
 def test_while_a_holder_is_gone_short_sequences_run_and_long_ones_end(tmp_path, monkeypatch):
     monkeypatch.setattr("serve.engine.node_recovery._GIVE_UP_S", 0.3)
     shorts = [[number + 5] * 40 for number in range(4)]
