@@ -145,6 +145,21 @@ def test_sequences_within_a_segment_have_the_bits_of_an_engine_without_segments(
     assert found == local
 
 
+def test_growth_onto_a_holder_takes_no_further_step(tmp_path):
+    """A prompt crosses one end of a segment, its answer another."""
+
+    def one(vocab, longest):
+        params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=0)
+        return [[number % 97 + 5 for number in range(500)]], [params]
+
+    expected, before = scores(make_load=one)
+    with nodes("inproc", 2, tmp_path) as urls:
+        found, stats = scores(make_load=one, kvp=urls)
+    assert found == expected
+    assert stats.num_steps == before.num_steps == 6 + 29
+    assert stats.num_preemptions == 0
+
+
 @pytest.mark.parametrize(
     ("own_bytes", "node_bytes"),
     [(640 << 10, 16 * MIB), (16 * MIB, 800 << 10)],
