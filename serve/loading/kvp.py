@@ -33,6 +33,7 @@ from serve.errors import ConfigError
 from serve.loading.node_connection import connect_all, connect_with, node_sizes
 from serve.loading.precision import Precision
 from serve.runner.runner import Closable
+from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,8 @@ class _Sizes:
     ) -> None:
         self._config, self._layers, self._kv_dtype = config, list(layers), precision.kv
         self.length, num_nodes = config.kvp_segment_tokens, len(config.kvp)
-        bytes_, _, whole = node_sizes("kvp", config.kvp, connect, config.memory_node_bytes)
+        found = node_sizes("kvp", config.kvp, connect, config.memory_node_bytes)
+        bytes_, _, whole, max_message = found
         layout: Int8KVLayout | KVLayout
         if precision.kv == "int8":
             layout = Int8KVLayout(layers, config.kv_group)
@@ -199,6 +201,17 @@ class _Sizes:
             max(1, _MAX_SLOTS // slots),
             max(1, MAX_ADDRESSES // 2 // (slots * page_bytes)),
         )
+        self._check_messages(max_message)
+
+    def _check_messages(self, max_message: int) -> None:
+        largest = largest_message(self._layers, self.max_rows, FULL_WIRE)
+        if largest > max_message:
+            raise ConfigError(
+                f"kvp: {self.max_rows} rows, max_num_batched_tokens over {self.per_holder} segments"
+                f" on a node, take messages of {format_memory(largest)}, and a node takes"
+                f" {format_memory(max_message)}; lower max_num_batched_tokens or raise"
+                " kvp_segment_tokens"
+            )
 
     @property
     def _num_segments(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from memory.nodes.node_set import FIRST_CONNECT_S, Connect, NodeSet, NoNodeError
 from serve.config import EngineConfig
@@ -40,20 +41,30 @@ def connect_with(config: EngineConfig, largest_message: int) -> Connect:
     return connect_to
 
 
+class NodeSizes(NamedTuple):
+    """Bytes of K/V of the smallest and of the largest node, as far as they may be used; the
+    smallest's whole capacity; and the largest message that all of them take."""
+
+    smallest: int
+    largest: int
+    capacity: int
+    max_message: int
+
+
 def node_sizes(
     setting: str, urls: Sequence[str], connect_to: Connect, most: int | None
-) -> tuple[int, int, int]:
-    """Returns K/V bytes: of the smallest node, of the largest, and the smallest's whole capacity.
-
-    The first two are at most `most`, if given. ConfigError for a node that cannot be reached.
-    """
+) -> NodeSizes:
+    """Asks the nodes for their sizes. `most`, if given, bounds the K/V to use of each. ConfigError
+    for a node that cannot be reached."""
     sizes: list[int] = []
+    messages: list[int] = []
     for url in urls:
         try:
             endpoint = connect_to(url, FIRST_CONNECT_S)
         except (TransportError, OSError) as error:
             raise ConfigError(f"{setting}: {error_with_url(url, error)}") from error
         size = endpoint.peer.info.get("capacity_bytes")
+        messages.append(endpoint.max_message_bytes)
         endpoint.close()
         if not isinstance(size, int):
             raise ConfigError(f"{setting}: {url} is not a memory node")
@@ -61,9 +72,8 @@ def node_sizes(
             logger.warning("memory_node_bytes %d: %s has only %d", most, url, size)
         sizes.append(size)
     smallest, largest = min(sizes), max(sizes)
-    if most is None:
-        return smallest, largest, smallest
-    return min(smallest, most), min(largest, most), smallest
+    most = largest if most is None else most
+    return NodeSizes(min(smallest, most), min(largest, most), smallest, min(messages))
 
 
 def error_with_url(url: str, error: Exception) -> str:

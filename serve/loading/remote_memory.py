@@ -141,7 +141,7 @@ class _RemoteSetup:
         self._connect = connect_with(
             config, largest_message(layers, config.batched_tokens, self.wire)
         )
-        node_bytes, most, capacity = node_sizes(
+        node_bytes, most, capacity, _ = node_sizes(
             "memory_nodes", urls, self._connect, config.memory_node_bytes
         )
         if self.partition != "request" and most > 2 * node_bytes:

@@ -192,7 +192,7 @@ def _load_local(
             segments.close()
         memory.close()
         raise
-    _log_sizes(config, precision, kv)
+    _log_sizes(config, precision, all_kv)
     if segments is None:
         return Runtime(spec, precision, model, attention, all_kv, memory, secret)
     closable = segments.closing(memory)
@@ -218,7 +218,7 @@ def _segments(
     return kvp.open_segments(config, precision, layouts[0].layers, windows, max_model_len)
 
 
-def _log_sizes(config: EngineConfig, precision: Precision, kv: KVManager) -> None:
+def _log_sizes(config: EngineConfig, precision: Precision, kv: KVMemory) -> None:
     logger.info(
         "%s: %s, context %d, %d K/V pages of %d KiB or %d tokens (%s bytes a token)",
         config.model_name,

@@ -52,6 +52,10 @@ def load(vocab, longest, count=8):
     return prompts, params
 
 
+def few(vocab, longest):
+    return load(vocab, longest, count=4)
+
+
 def growing(vocab, longest):
     """Prompts that fit into memory together, but whose sequences outgrow it."""
     rng = random.Random(8)
@@ -117,9 +121,9 @@ def test_any_number_of_holders_gives_the_same_bits(scheme, count, settings, tmp_
 @pytest.mark.parametrize("dtype", every_day((0,), ["float32", "bfloat16"]))
 def test_without_int8_sequences_that_run_alone_have_the_same_bits(dtype, tmp_path):
     """Beside others their bits depend on the chunks, with holders and without."""
-    local = alone(one_by_one=True, dtype=dtype)
+    local = alone(make_load=few, one_by_one=True, dtype=dtype)
     with nodes("inproc", 2, tmp_path) as urls:
-        found, _ = scores(one_by_one=True, dtype=dtype, kvp=urls)
+        found, _ = scores(make_load=few, one_by_one=True, dtype=dtype, kvp=urls)
     assert found == local
 
 
@@ -243,6 +247,15 @@ def test_while_a_holder_is_gone_short_sequences_run_and_long_ones_end(tmp_path, 
 def test_settings_that_are_refused(settings, reason):
     with pytest.raises(ConfigError, match=reason):
         LLM(DEFAULT_MODEL, **(SETTINGS | {"kvp": ["inproc://nobody"]} | settings))
+
+
+def test_messages_that_a_holder_cannot_take_are_refused(tmp_path):
+    more = {"max_num_batched_tokens": 4096, "kv_cache_bytes": 16 * MIB, "kvp_segment_tokens": 128}
+    with (
+        nodes("inproc", 1, tmp_path) as urls,
+        pytest.raises(ConfigError, match=r"over 7 segments .* lower max_num_batched_tokens or"),
+    ):
+        LLM(DEFAULT_MODEL, **(SETTINGS | {"kvp": urls} | more))
 
 
 def test_a_context_that_the_holders_cannot_hold_is_refused(tmp_path):
