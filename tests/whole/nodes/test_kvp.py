@@ -121,9 +121,10 @@ def test_any_number_of_holders_gives_the_same_bits(scheme, count, settings, tmp_
 @pytest.mark.parametrize("dtype", every_day((0,), ["float32", "bfloat16"]))
 def test_without_int8_sequences_that_run_alone_have_the_same_bits(dtype, tmp_path):
     """Beside others their bits depend on the chunks, with holders and without."""
-    local = alone(make_load=few, one_by_one=True, dtype=dtype)
+    sizes = {"max_model_len": 512, "kvp_segment_tokens": 128}
+    local = alone(make_load=few, one_by_one=True, dtype=dtype, **sizes)
     with nodes("inproc", 2, tmp_path) as urls:
-        found, _ = scores(make_load=few, one_by_one=True, dtype=dtype, kvp=urls)
+        found, _ = scores(make_load=few, one_by_one=True, dtype=dtype, kvp=urls, **sizes)
     assert found == local
 
 
@@ -133,9 +134,9 @@ def test_without_int8_sequences_that_run_alone_have_the_same_bits(dtype, tmp_pat
 def test_other_kinds_of_layers(model, count, tmp_path):
     """Layers with windows stay in the engine's memory."""
     sizes = {"max_model_len": 384, "kvp_segment_tokens": 128}
-    local = alone(model, 320, **sizes)
+    local = alone(model, 320, few, **sizes)
     with nodes("inproc", count, tmp_path) as urls:
-        found, _ = scores(model, 320, kvp=urls, **sizes)
+        found, _ = scores(model, 320, few, kvp=urls, **sizes)
     assert found == local
 
 
