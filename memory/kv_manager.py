@@ -173,6 +173,18 @@ class KVManager:
     def max_sequence_pages(self) -> int:
         return self.num_pages
 
+    @property
+    def num_idle(self) -> int:
+        """The ranges that are not open."""
+        return len(self._idle)
+
+    def fits_alone(self, num_tokens: int) -> bool:
+        return self.pages_for(num_tokens) <= self.num_pages
+
+    def can_fit_pages(self, num_pages: int) -> bool:
+        """Returns whether so many pages are neither in use nor promised, and can be mapped."""
+        return num_pages <= self.num_available - self._promised and self._mapper.has_room(None)
+
     def shares_memory(self, one: Range, other: Range) -> bool:
         return True
 
@@ -268,7 +280,7 @@ class KVManager:
         return has_room
 
     def _note_growth(self, target: Range) -> None:
-        target.capacity = min([part.group.tokens_in(len(part.pages)) for part in target.parts])
+        target.capacity = min([part.group.capacity(len(part.pages)) for part in target.parts])
         self._mapper.due.add(target.index)
 
     def _release_behind(self, part: RangePart, first: int) -> None:

@@ -1,6 +1,7 @@
 """K/V memory as the scheduler, the runner and the engine loop see it.
 
-`KVManager` implements `KVMemory` for one pool of pages, `PartitionedKV` for several pools.
+`KVManager` implements `KVMemory` for one pool of pages, `PartitionedKV` for several pools with
+whole sequences, `SegmentedKV` for several pools with parts of sequences.
 """
 
 from __future__ import annotations
@@ -71,8 +72,12 @@ class KVMemory(Protocol):
     def max_sequence_pages(self) -> int:
         """The most pages that one sequence can hold."""
 
+    def fits_alone(self, num_tokens: int) -> bool:
+        """Returns whether a sequence of so many tokens fits while no other one runs."""
+
     def shares_memory(self, one: Range, other: Range) -> bool:
-        """Returns whether pages that one range releases can be used by the other."""
+        """Returns whether pages that one range releases can be used by the other, which could not
+        grow."""
 
     def can_fit(self, num_tokens: int, spare_pages: int = 0, hit: PrefixHit | None = None) -> bool:
         """Returns whether a new range can be opened and grown to num_tokens such that

@@ -85,6 +85,9 @@ class PartitionedKV:
     def max_sequence_pages(self) -> int:
         return max(item.num_pages for item in self.partitions)
 
+    def fits_alone(self, num_tokens: int) -> bool:
+        return self.pages_for(num_tokens) <= self.max_sequence_pages
+
     def can_fit(self, num_tokens: int, spare_pages: int = 0, hit: PrefixHit | None = None) -> bool:
         if isinstance(hit, PartitionHit):
             return self.partitions[hit.partition].can_fit(num_tokens, self._share(spare_pages), hit)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
 from quant.kv import GROUPS as KV_GROUPS
 from serve.errors import ConfigError
+from serve.node_addresses import check_beside_nodes, check_segments, checked_addresses
 
 if TYPE_CHECKING:
     from serve.request import Request
@@ -106,6 +107,8 @@ class EngineSettings(TypedDict, total=False):
     memory_node_encryption: str
     memory_prefill: str
     memory_wire: str
+    kvp: tuple[str, ...]
+    kvp_segment_tokens: int
     tokenize_threads: int
     compute_threads: int | None
     tune: bool
@@ -180,6 +183,11 @@ class EngineConfig:
         kv_cache_bytes, while the K/V moves to the nodes) or "remote" (on the nodes).
     memory_wire: the type of numbers sent to nodes: "float32", "bfloat16", "int8" (q and results in
         8 bits) or "auto" (the compute type, which loses nothing).
+    kvp: the addresses of memory nodes onto which sequences grow that are longer than a segment;
+        this machine has the first segment of each, the others go round the nodes. The results have
+        the same bits with any number of nodes, also with none.
+    kvp_segment_tokens: the tokens of a segment, a multiple of 128. Attention over longer sequences
+        is the fold of its parts over segments, with kvp and without.
     tokenize_threads: the number of threads that tokenize.
     compute_threads: the number of cores that compute; None takes all that the affinity mask and
         the cgroup's quota allow.
@@ -234,6 +242,8 @@ class EngineConfig:
     memory_node_encryption: str = "auto"
     memory_prefill: str = "local"
     memory_wire: str = "auto"
+    kvp: tuple[str, ...] = ()
+    kvp_segment_tokens: int = 1 << 20
     tokenize_threads: int = 2
     compute_threads: int | None = None
     tune: bool = True
@@ -324,6 +334,7 @@ class EngineConfig:
             "kv_page_bytes",
             "kv_disk_bytes",
             "memory_node_bytes",
+            "kvp_segment_tokens",
             "tokenize_threads",
             "compute_threads",
             "tensor_parallel_size",
@@ -356,23 +367,16 @@ class EngineConfig:
             raise ConfigError("kv_cache_dir needs prefix_cache")
 
     def _check_nodes(self) -> None:
-        nodes = self.memory_nodes
-        if isinstance(nodes, str):  # a comma-separated list of the command line
-            nodes = tuple(url.strip() for url in nodes.split(",") if url.strip())
-            if not nodes:
-                raise ConfigError("memory_nodes has no address")
-            object.__setattr__(self, "memory_nodes", nodes)
-        if not isinstance(nodes, tuple | list) or not all(isinstance(url, str) for url in nodes):
-            raise ConfigError(f"memory_nodes must be a list of addresses, not {nodes!r}")
-        object.__setattr__(self, "memory_nodes", tuple(nodes))
-        if len(set(nodes)) < len(nodes):
-            raise ConfigError("memory_nodes has an address twice")
-        for url in nodes if self.memory_node_encryption == "on" else ():
-            if url.startswith("rdma:"):
-                raise ConfigError(f"memory_node_encryption on: {url} cannot be encrypted; tcp can")
-        for name in ("kv_cache_dir", "kv_page_bytes") if nodes else ():
-            if getattr(self, name) is not None:
-                raise ConfigError(f"{name} cannot be used with memory_nodes")
+        for setting in ("memory_nodes", "kvp"):
+            value, is_encrypted = getattr(self, setting), self.memory_node_encryption == "on"
+            object.__setattr__(self, setting, checked_addresses(setting, value, is_encrypted))
+        store = {"kv_cache_dir": self.kv_cache_dir}
+        if self.memory_nodes:
+            others = {**store, "kv_page_bytes": self.kv_page_bytes, "kvp": self.kvp}
+            check_beside_nodes("memory_nodes", others)
+        if self.kvp:
+            check_beside_nodes("kvp", store)
+        check_segments(self.kvp_segment_tokens)
 
     @property
     def batched_tokens(self) -> int:

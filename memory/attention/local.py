@@ -14,7 +14,7 @@ from torch import Tensor
 from memory.attention.kv_layout import KVCache, rotate_keys, store_rows, values_of
 from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
 from memory.pages.layer_groups import READ_BLOCK
-from ops.backend import Backend, KeyValues
+from ops.backend import Backend, KeyValues, Partial
 
 
 class LocalAttention:
@@ -72,29 +72,42 @@ class LocalPlan:
     def finish(
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Finished:
+        parts = self._finish(ticket, k, v, rotation)
+        shape = self._parent.layers[ticket.layer]
+        out = parts[0].out if len(parts) == 1 else torch.cat([part.out for part in parts])
+        return Finished(values_of(shape, out).to(ticket.q.dtype))
+
+    def finish_partial(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Partial:
+        """Finishes a layer; returns also the rows' log-sum-exp."""
+        parts = self._finish(ticket, k, v, rotation)
+        out, lse = (torch.cat(items) for items in zip(*parts, strict=True))
+        return Partial(values_of(self._parent.layers[ticket.layer], out), lse)
+
+    def _finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> list[Partial]:
         layer, q, begun = ticket
         parent = self._parent
-        dtype = parent.cache.layout.dtype
         if k is not None:
             shape, cache = parent.layers[layer], parent.layer_tensors[layer]
             k = rotate_keys(parent.backend, shape, k, rotation)
             store_rows(parent.backend, k, v, cache, self._rows)
-        if q.dtype == dtype:
-            return Finished(self._attend(ticket))
-        return Finished(self._attend(Ticket(layer, q.to(dtype), begun)).to(q.dtype))
+        return self._attend(Ticket(layer, q.to(parent.cache.layout.dtype), begun))
 
-    def _attend(self, ticket: Ticket) -> Tensor:
+    def _attend(self, ticket: Ticket) -> list[Partial]:
         layer, q, begun = ticket
         shape, backend = self._parent.layers[layer], self._parent.backend
         cap, sinks = shape.soft_cap, self._parent.sinks[layer]
         num_decodes = self._step.num_decodes
-        parts: list[Tensor] = []
+        parts: list[Partial] = []
         if num_decodes:
             caches, rows = self._decode_caches(layer), q[:num_decodes]
             part = backend.decode_attention(
                 rows, caches, shape.scale, begun, soft_cap=cap, sinks=sinks
             )
-            parts.append(part.out)
+            parts.append(part)
         row = num_decodes
         for index in range(num_decodes, len(self._views)):
             n = self._step.num_rows[index]
@@ -103,9 +116,9 @@ class LocalPlan:
             part = backend.prefill_attention(
                 rows, cache, shape.scale, shape.window, soft_cap=cap, sinks=sinks
             )
-            parts.append(part.out)
+            parts.append(part)
             row += n
-        return values_of(shape, parts[0] if len(parts) == 1 else torch.cat(parts))
+        return parts
 
 
 def _reached(cache: KeyValues, num_rows: int, window: int | None) -> KeyValues:

@@ -48,7 +48,8 @@ class AttachRequest:
     have, for each layer group, the numbers of its layers and the tokens in one page; num_places has
     the page slots of a range. The engine wants num_pages pages and accepts min_pages. max_rows is
     the most rows of one message. With prefix_only rows attend over the K/V before the step alone.
-    With is_question the node only answers what it would grant.
+    With by_segment a range is a segment of a sequence, and rows attend over the segment alone. With
+    is_question the node only answers what it would grant.
     """
 
     engine: str
@@ -64,6 +65,7 @@ class AttachRequest:
     min_pages: int
     max_rows: int
     prefix_only: bool = False
+    by_segment: bool = False
     is_question: bool = False
 
     def to_json(self) -> dict[str, object]:
@@ -91,6 +93,7 @@ class AttachRequest:
             min_pages=fields.integer("min_pages", 1, _MAX_PAGES),
             max_rows=fields.integer("max_rows", 1, _MAX_ROWS),
             prefix_only=fields.flag("prefix_only"),
+            by_segment=fields.flag("by_segment"),
             is_question=fields.flag("is_question"),
         )
         request.check()
@@ -125,6 +128,8 @@ class AttachRequest:
             for layer in self.layers:
                 if not Int8KVLayout.supports([layer]):
                     raise _shape(f"head_dim {layer.head_dim} has no int8 K/V")
+        if self.by_segment and (self.prefix_only or any(x.window is not None for x in self.layers)):
+            raise _shape("segments have neither windows nor prefix_only")
         if any(layer.scale <= 0 for layer in self.layers if layer.value_dim is not None):
             raise _shape("the scale of attention over latents must be positive")
 

@@ -19,6 +19,11 @@ from torch import Tensor
 from memory.attention.int8 import Int8KVLayout, Int8LocalAttention, append, int8_ops
 from memory.attention.kv_layout import KVCache, KVLayout, store_rows, values_of
 from memory.attention.local import LocalAttention
+from memory.attention.partial import (
+    Int8PartialAttention,
+    PartialAttention,
+    PlainPartialAttention,
+)
 from memory.attention.seam import AttentionLayer, PlannedAttention
 from memory.nodes.wire import Append, Query
 from memory.pages.layer_groups import READ_BLOCK
@@ -33,6 +38,8 @@ class NodeAttention(Protocol):
     """The distance from one range to the next."""
     local: PlannedAttention
     """Attention over all keys of a row, its own included."""
+    partial: PartialAttention
+    """Attention over ranges that are segments."""
 
     def plan_queries(self, queries: Sequence[Query]) -> object:
         """Prepares prefix attention, as far as all layers share it. One-row queries come first."""
@@ -57,6 +64,7 @@ class Int8NodeAttention:
         self._ops = int8_ops(layout)
         self.range_tokens = range_bytes // layout.token_bytes
         self.local: PlannedAttention = Int8LocalAttention(layout, address, is_eager=True)
+        self.partial: PartialAttention = Int8PartialAttention(layout, address, is_eager=True)
 
     def _step(
         self, ranges: list[int], rows: list[int], keys: list[int], prefix_only: bool
@@ -103,6 +111,9 @@ class PlainNodeAttention:
         self.range_tokens = range_bytes // layout.token_bytes
         self.local: PlannedAttention = LocalAttention(
             layout.layers, self._cache, backend, is_eager=True
+        )
+        self.partial: PartialAttention = PlainPartialAttention(
+            layout, self._cache, backend, is_eager=True
         )
         self._backend = backend
         self._tensors = [self._cache.layer(i) for i in range(len(layout.layers))]

@@ -19,6 +19,7 @@ from memory.attention.int8 import Int8KVLayout
 from memory.attention.seam import Attention, AttentionStep, Ticket
 from memory.nodes.attach import AttachRequest, NodeLayout
 from memory.nodes.node_attention import Int8NodeAttention, NodeAttention, PlainNodeAttention
+from memory.nodes.node_segments import BegunSegments, SegmentQueries
 from memory.nodes.page_slots import PageSlots
 from memory.nodes.wire import (
     HEADER_BYTES,
@@ -37,7 +38,7 @@ from memory.nodes.wire import (
 from memory.nodes.wire_rows import WireRows, encode
 from memory.pages.layer_groups import READ_BLOCK
 from memory.pages.virtual_memory import VirtualMemory
-from ops.backend import Backend
+from ops.backend import Backend, Partial
 
 _MAX_PLANS = 8  # the newest plans, which may be in use at the same time
 _MAX_VIEWS = 1 << 17  # views of layers' K/V in all plans; each is an object or two
@@ -57,6 +58,7 @@ class _Plan:
     queries: list[object]  # by layer group
     appends: list[object]
     num_query_rows: int
+    num_own_rows: int  # of the query rows, those whose k and v OWN has
     num_append_rows: int
     num_views: int
     queried: set[int] = field(default_factory=set)  # layers whose QUERY has arrived
@@ -91,7 +93,7 @@ class NodeSession:
         }
         self._plans: OrderedDict[int, _Plan] = OrderedDict()
         self._last_plan = 0
-        self._begun: tuple[Header, Ticket] | None = None  # the QUERY whose k and v are due
+        self._begun: tuple[Header, Ticket | BegunSegments] | None = None  # QUERY, k and v are due
         self._rows = [WireRows.of(layer) for layer in request.layers]
         self._answers: deque[object] = deque(maxlen=_MAX_ANSWERS)
         self._own_mappings = num_mappings
@@ -147,6 +149,7 @@ class NodeSession:
             [self._plan_queries(g, plan.queries) if plan.queries else None for g in self._groups],
             [g.plan_appends(plan.appends) if plan.appends else None for g in self._groups],
             num_query_rows,
+            self._num_own_rows(plan.queries),
             num_append_rows,
             num_views,
         )
@@ -154,6 +157,8 @@ class NodeSession:
     def _plan_queries(self, group: NodeAttention, queries: Sequence[Query]) -> object:
         if self.request.prefix_only:
             return group.plan_queries(queries)
+        if self.request.by_segment:
+            return SegmentQueries(group.partial, group.range_tokens, queries)
         step = AttentionStep(
             sum([item.num_rows == 1 for item in queries]),
             [item.range * group.range_tokens for item in queries],
@@ -165,9 +170,12 @@ class NodeSession:
     def _check_counts(self, plan: NodePlan) -> None:
         """Checks that each range is queried and written at most once, and bounds the plan's
         work."""
-        for items in (plan.queries, plan.appends):
-            if len({item.range for item in items}) < len(items):
+        named = [(item.range, bool(item.num_own)) for item in plan.queries]
+        for ranges in (named, [item.range for item in plan.appends]):
+            if len(set(ranges)) < len(ranges):
                 raise WireError(ErrorCode.SHAPE, "a range occurs twice")
+        if self.request.by_segment and plan.appends:
+            raise WireError(ErrorCode.SHAPE, "appends to segments")
         if sum([edit.num_pages for edit in plan.edits]) > _MAX_EDITED:
             raise WireError(ErrorCode.RANGE, "edits of too many page slots")
         if len(plan.queries) * len(self._rows) > _MAX_VIEWS:
@@ -196,16 +204,25 @@ class NodeSession:
         return self._slots.num_mappings
 
     def _check_queries(self, queries: Sequence[Query]) -> None:
-        has_chunk = False
-        for index, num_rows, num_keys in queries:
+        last = (True, False)  # whether own rows may follow, whether there are several rows
+        by_segment, prefix_only = self.request.by_segment, self.request.prefix_only
+        for index, num_rows, num_keys, num_own in queries:
             self._check_range(index, num_rows)
-            if not num_keys or (has_chunk and num_rows == 1):
+            kind = (bool(num_own), num_rows > 1)
+            if num_own not in (0, num_rows if by_segment else 0) or kind[0] > last[0]:
+                raise WireError(ErrorCode.SHAPE, f"{num_own} own rows of {num_rows}")
+            if not num_keys or (kind[0] == last[0] and kind[1] < last[1]):
                 raise WireError(ErrorCode.SHAPE, f"{num_rows} rows over {num_keys} keys")
-            has_chunk = num_rows > 1
-            if not self.request.prefix_only and num_rows > num_keys:
+            last = kind
+            is_prefix = prefix_only or (by_segment and not num_own)
+            if not is_prefix and num_rows > num_keys:
                 raise WireError(ErrorCode.SHAPE, f"{num_rows} rows of {num_keys} keys")
-            first_row = num_keys if self.request.prefix_only else num_keys - num_rows
-            self._require(index, first_row, num_keys)
+            self._require(index, num_keys if is_prefix else num_keys - num_rows, num_keys)
+
+    def _num_own_rows(self, queries: Sequence[Query]) -> int:
+        if self.request.by_segment:
+            return sum([query.num_own for query in queries])
+        return sum([query.num_rows for query in queries])
 
     def _check_appends(self, appends: Sequence[Append]) -> None:
         for index, num_rows, position in appends:
@@ -252,8 +269,11 @@ class NodeSession:
 
     def answers_at_once(self, header: Header) -> bool:
         """Returns whether a QUERY is answered before k and v: by prefix attention, or because the
-        layer has none of its own."""
-        return self.request.prefix_only or self._has_no_kv(header.layer)
+        layer or the rows have none of their own."""
+        if self.request.prefix_only or self._has_no_kv(header.layer):
+            return True
+        plan = self._plans.get(header.plan)
+        return plan is not None and not plan.num_own_rows
 
     def _has_no_kv(self, layer: int) -> bool:
         layers = self.request.layers
@@ -264,6 +284,8 @@ class NodeSession:
         caller sends before the next call."""
         plan, q = self._read_q(header, message)
         group, index = self._layer_index[header.layer]
+        if self.request.by_segment:
+            return self._partial(header, self._segments(plan, group).attend(index, q))
         if not self.request.prefix_only:
             attention = self._attention(plan, group)
             found = attention.finish(attention.begin(index, q), None, None, None).wait()
@@ -278,18 +300,26 @@ class NodeSession:
         plan, q = self._read_q(header, message)
         group, index = self._layer_index[header.layer]
         q = q.clone()  # the message is released
-        self._begun = header, self._attention(plan, group).begin(index, q)
+        if self.request.by_segment:
+            self._begun = header, self._segments(plan, group).begin(index, q)
+        else:
+            self._begun = header, self._attention(plan, group).begin(index, q)
 
     def finish(self, header: Header, message: memoryview) -> Answer:
-        """Writes k and v of the querying rows and attends; returns a RESULT, which the caller
-        sends before the next call."""
+        """Writes k and v of the querying rows and attends; returns a RESULT or PARTIAL, which the
+        caller sends before the next call."""
         plan, rows = self._planned(header), self._rows[header.layer]
         group, _ = self._layer_index[header.layer]
         begun, self._begun = self._begun, None
-        if begun is None or _rows_of(begun[0]) != _rows_of(header):
+        if begun is None or _layer_of(begun[0]) != _layer_of(header):
             raise WireError(ErrorCode.STALE, f"k and v of layer {header.layer} without its q")
+        if header.rows != plan.num_own_rows:
+            text = f"{header.rows} rows of k and v, {plan.num_own_rows} due"
+            raise WireError(ErrorCode.STALE, text)
         k, v = rows.read_kv(message[HEADER_BYTES:], header)
         query, ticket = begun
+        if isinstance(ticket, BegunSegments):
+            return self._partial(query, self._segments(plan, group).finish(ticket, k, v))
         out = self._attention(plan, group).finish(ticket, k, v, None).wait()
         return self._answer(Kind.RESULT, query, encode(out, query.dtype))
 
@@ -297,6 +327,14 @@ class NodeSession:
     def _attention(plan: _Plan, group: int) -> Attention:
         planned: Attention = plan.queries[group]  # type: ignore[assignment]
         return planned
+
+    @staticmethod
+    def _segments(plan: _Plan, group: int) -> SegmentQueries:
+        planned: SegmentQueries = plan.queries[group]  # type: ignore[assignment]
+        return planned
+
+    def _partial(self, query: Header, part: Partial) -> Answer:
+        return self._answer(Kind.PARTIAL, query, [*encode(part.out, query.dtype), part.lse])
 
     def _read_q(self, header: Header, message: memoryview) -> tuple[_Plan, Tensor]:
         plan = self._planned(header)
@@ -331,8 +369,8 @@ class NodeSession:
         self._groups[group].append(self._plans[header.plan].appends[group], index, k, v)
 
 
-def _rows_of(header: Header) -> tuple[int, int, int]:
-    return header.plan, header.layer, header.rows
+def _layer_of(header: Header) -> tuple[int, int]:
+    return header.plan, header.layer
 
 
 def _check_first(layers: set[int], header: Header) -> None:

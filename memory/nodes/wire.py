@@ -17,8 +17,10 @@ checked before it is used: its form here, its meaning in `node_session`.
 
 A node answers OWN with RESULT, attention over all keys of the querying rows, their own included. In
 a session with prefix_only (attach.py) it answers QUERY with PARTIAL, attention over the keys before
-the step, and there is no OWN. A layer that shares the K/V of an earlier one has neither OWN nor
-UPDATE: the node answers its QUERY at once, with RESULT or PARTIAL.
+the step, and there is no OWN. In a session with by_segment a range is a segment of a sequence, and
+the answer is PARTIAL: some queries have rows of their own, whose k and v OWN has, and the others
+attend over the whole segment; without the former there is no OWN. A layer that shares the K/V of an
+earlier one has neither OWN nor UPDATE: the node answers its QUERY at once, with RESULT or PARTIAL.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-VERSION = 3
+VERSION = 4
 MAX_JSON_BYTES = 1 << 20
 _MAGIC = 0x534D  # "MS"
 _HEADER = struct.Struct("<HBBIQHHIQ")  # magic version kind epoch plan layer dtype rows spare
 HEADER_BYTES = _HEADER.size  # 32, so that the body is aligned
 _EDIT = struct.Struct("<IIIII")
-_QUERY = struct.Struct("<III")
+_QUERY = struct.Struct("<IIII")
 _APPEND = struct.Struct("<III")
 _COUNTS = struct.Struct("<III")
 
@@ -166,11 +168,14 @@ class Edit(NamedTuple):
 
 class Query(NamedTuple):
     """num_rows rows of q attend over the first num_keys tokens of the range: their own k and v are
-    the last of them, or with prefix_only come after them."""
+    the last of them, or with prefix_only come after them. In a session with by_segment num_own is
+    num_rows where their own k and v are the last ones, and 0 where they belong to a later segment;
+    in other sessions it is 0."""
 
     range: int
     num_rows: int
     num_keys: int
+    num_own: int = 0
 
 
 class Append(NamedTuple):
@@ -183,7 +188,8 @@ class Append(NamedTuple):
 
 class NodePlan(NamedTuple):
     """The edits are applied after all work of earlier plans and before the work of this one.
-    Queries of one row come first. Rows of q, k and v are in the order of these lists."""
+    Queries of one row come first; with by_segment those with own rows come before the others, and
+    among each of them those of one row. Rows of q, k and v are in the order of these lists."""
 
     edits: Sequence[Edit]
     queries: Sequence[Query]

@@ -27,6 +27,8 @@ class LayerGroup:
     token_bytes: the bytes of a token in all layers of the group.
     tile_tokens: the tokens that are stored interleaved and so need their memory together.
     window: the keys that a row sees, itself included; None: all.
+    max_tokens: the leading tokens of a sequence that are kept here; None: all. Later ones are in
+        other memory.
     read_block: kernels read keys in blocks of so many positions, counted from a range's start, and
         read whole blocks even if they mask part of one.
     """
@@ -35,11 +37,13 @@ class LayerGroup:
     tile_tokens: int = 1
     window: int | None = None
     read_block: int = READ_BLOCK
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         assert self.token_bytes > 0, f"{self}"
         assert self.read_block % self.tile_tokens == 0 or self.window is None, f"{self}"
         assert self.window is None or self.window > 0, f"{self}"
+        assert self.max_tokens is None or self.window is None, f"{self}"
 
     def __str__(self) -> str:
         reach = "" if self.window is None else f" within {self.window}"
@@ -59,6 +63,7 @@ class GroupPages:
         self.page_bytes = page_bytes
         self._tile_bytes = group.token_bytes * group.tile_tokens
         self.unit_tokens = lcm(page_bytes, self._tile_bytes) // group.token_bytes
+        self._max_tokens = sys.maxsize if group.max_tokens is None else group.max_tokens
         self.max_pages = self._pages_in_reach(max_rows)
         self.max_decode_pages = self._pages_in_reach(1)
         # The number of the page key for each slot. Keys are in the order in which the pages of all
@@ -67,18 +72,25 @@ class GroupPages:
 
     def _pages_in_reach(self, num_rows: int) -> int:
         if self.window is None:
-            return sys.maxsize
+            return sys.maxsize if self.layers.max_tokens is None else self.slots_for(sys.maxsize)
         tokens = self.window - 1 + num_rows + self.read_block - 1
         return self.slots_for(tokens) + 1
 
     def slots_for(self, num_tokens: int) -> int:
-        """Returns how many slots a range's first num_tokens tokens take."""
-        num_tiles = -(-num_tokens // self.tile_tokens)
+        """Returns how many slots a range's first num_tokens tokens take, as far as these are kept
+        here."""
+        num_tiles = -(-min(num_tokens, self._max_tokens) // self.tile_tokens)
         return -(-num_tiles * self._tile_bytes // self.page_bytes)
 
     def tokens_in(self, num_slots: int) -> int:
         """Returns how many tokens fit into a range's first slots."""
         return num_slots * self.page_bytes // self._tile_bytes * self.tile_tokens
+
+    def capacity(self, num_slots: int) -> int:
+        """Returns how many tokens a range can have with so many slots: any number if these hold all
+        tokens that are kept here."""
+        num_tokens = self.tokens_in(num_slots)
+        return num_tokens if num_tokens < self._max_tokens else sys.maxsize
 
     def page_end(self, slot: int) -> int:
         """Returns how many tokens from the range's start on make the slot's page complete."""
@@ -131,6 +143,11 @@ class PageLayout:
         self.page_end = ends.__getitem__
         for number, group in enumerate(self.groups):
             group.key_numbers = [i for i, (_, other, _) in enumerate(pages) if other == number]
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the pages of a sequence in some group are bounded."""
+        return any(group.max_pages < sys.maxsize for group in self.groups)
 
     @property
     def token_bytes(self) -> int:

@@ -16,8 +16,8 @@ from ops import get_backend
 from ops.cpu import native_library
 from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
+from serve.loading.node_connection import error_with_url
 from serve.loading.node_key import read_key
-from serve.loading.remote_memory import error_with_url
 from serve.machine import available_memory, usable_processors
 from transport import check_scheme, listen
 from transport.base import TransportError

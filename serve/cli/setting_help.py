@@ -208,6 +208,13 @@ ENGINE_OPTIONS: dict[str, Option] = {
         "Type of numbers sent to nodes: auto, float32, bfloat16 or int8.",
         choices=MEMORY_WIRES,
     ),
+    "kvp": Option(
+        NODES,
+        "Comma-separated addresses of memory nodes onto which long sequences grow, a segment each"
+        " in turn; the first segment is here.",
+        metavar="URL,URL",
+    ),
+    "kvp_segment_tokens": Option(NODES, "Tokens of a segment, a multiple of 128."),
 }
 
 HTTP_OPTIONS: dict[str, Option] = {

@@ -93,9 +93,12 @@ def _memory(engine: Engine, kv: KVMemory) -> str:
     stats = engine.stats()
     total = stats.pages_total * stats.kv_page_bytes
     length = min(USER_TOKENS, kv.max_model_len)
-    where = f" on memory nodes ({stats.memory_nodes})" if stats.memory_nodes else ""
+    nodes, kvp = len(engine.config.memory_nodes), len(engine.config.kvp)
+    where = f" on memory nodes ({nodes})" if nodes else ""
     wanted = engine.config.kv_cache_bytes or 0
-    if not stats.memory_nodes and wanted >= total + stats.kv_page_bytes:
+    if kvp:
+        where = f" here, and more on {kvp} nodes for sequences beyond a segment"
+    elif not nodes and wanted >= total + stats.kv_page_bytes:
         where = f" (of {format_memory(wanted)} asked for; the settings never use more)"
     return (
         f"K/V {format_memory(total)}{where}: {total // stats.kv_bytes_per_token:,} tokens,"

@@ -15,7 +15,9 @@ from collections.abc import Callable
 
 from memory.kv_memory import KVPartition
 from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
+from memory.pages.kv_range import Range
 from memory.partitioned_kv import PartitionedKV
+from memory.segmented_kv import SegmentedKV
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
@@ -55,6 +57,8 @@ class NodeRecovery:
         self.nodes = nodes
         self._partitions = list(partitions)
         self._scheduler = scheduler
+        # with segments this machine computes sequences of one segment while nodes are lost
+        self._has_own = isinstance(scheduler.kv, SegmentedKV)
         self._end = end
         self._clock = clock
         self._lost_at: float | None = None
@@ -81,14 +85,17 @@ class NodeRecovery:
         numbers = set(self.nodes.lose())
         starts = [partition.ranges[0].start for partition in self._partitions]
         ends = [*starts[1:], 1 << 62]
+        kv = self._scheduler.kv
 
-        def is_lost(start: int) -> bool:
-            return any(starts[i] <= start < ends[i] for i in numbers)
+        def is_lost(target: Range) -> bool:
+            if isinstance(kv, SegmentedKV):
+                return kv.has_part_on(target, numbers)
+            return any(starts[i] <= target.start < ends[i] for i in numbers)
 
         for sequence in self._scheduler.running:
             if sequence.kv_range is not None:
-                sequence.num_lost += is_lost(sequence.kv_range.start)
-        num_lost = self._scheduler.preempt_lost(lambda target: is_lost(target.start))
+                sequence.num_lost += is_lost(sequence.kv_range)
+        num_lost = self._scheduler.preempt_lost(is_lost)
         self.num_recomputed += num_lost
         for number in numbers:
             self._partitions[number].reset(0)
@@ -120,7 +127,7 @@ class NodeRecovery:
             self._rejoin()
         if self.nodes.missing:
             self._prober.start()
-        if any(partition.num_pages for partition in self.nodes.partitions):
+        if self._has_own or any(partition.num_pages for partition in self.nodes.partitions):
             self._lost_at = None
             self._num_tries = 0
             self._end_too_long()
@@ -141,7 +148,7 @@ class NodeRecovery:
     def _place(self, numbers: abc.Sequence[int]) -> None:
         """Places the memory of these partitions on nodes that can be reached."""
         now_s = self._clock()
-        has_memory = len(numbers) < len(self.nodes.partitions)
+        has_memory = self._has_own or len(numbers) < len(self.nodes.partitions)
         if has_memory:  # go on with that: do not wait for a node that does not answer
             numbers = [i for i in numbers if self._is_back(self.nodes.partitions[i])]
         if now_s < self._try_at or not numbers:
@@ -215,14 +222,15 @@ class NodeRecovery:
     def _end_too_long(self) -> None:
         """Ends sequences that do not fit into the memory that is left, after a wait for more."""
         kv, now_s = self._scheduler.kv, self._clock()
-        if kv.max_sequence_pages >= self.nodes.min_pages:
+        if kv.fits_alone(kv.max_model_len):
             self._short_at = None
             return
         if self._short_at is None:
             self._short_at = now_s
         if now_s < max(self._short_at, self._changed_at) + _GIVE_UP_S:
             return
-        if not self._scheduler.running and now_s >= self._changed_at + self._settled_s:
+        is_settled = now_s >= self._changed_at + self._settled_s
+        if not self._has_own and not self._scheduler.running and is_settled:
             self._place_again(self.nodes.partitions)
         due_s = self._changed_at + min(self._settled_s, 2 * SETTLED_S) + _RETRY_S
         if now_s < due_s and self._found(self.nodes.missing):  # it is taken back then
@@ -230,7 +238,7 @@ class NodeRecovery:
         for sequence in list(self._scheduler.waiting):
             if now_s < sequence.request.arrival_s + _GIVE_UP_S:
                 continue
-            if kv.num_pages and kv.pages_for(sequence.max_tokens_total) > kv.max_sequence_pages:
+            if kv.num_pages and not kv.fits_alone(sequence.max_tokens_total):
                 self._end(sequence, FinishReason.ERROR, TOO_LITTLE_LEFT)
 
     def _give_up(self) -> None:

@@ -25,10 +25,18 @@ def kv_layout(
     return KVLayout(layers, getattr(torch, precision.kv))
 
 
-def layer_groups(layouts: Sequence[Layout], windows: Sequence[int | None]) -> list[LayerGroup]:
-    """Returns the layer groups, without padding, of layouts and the windows of their layers."""
+def layer_groups(
+    layouts: Sequence[Layout], windows: Sequence[int | None], max_tokens: int | None = None
+) -> list[LayerGroup]:
+    """Returns the layer groups, without padding, of layouts and the windows of their layers.
+    max_tokens: the tokens of a sequence that layers without a window keep; None: all."""
     return [
-        LayerGroup(layout.token_bytes, layout.tile_tokens, window)
+        LayerGroup(
+            layout.token_bytes,
+            layout.tile_tokens,
+            window,
+            max_tokens=max_tokens if window is None else None,
+        )
         for layout, window in zip(layouts, windows, strict=True)
     ]
 
@@ -39,4 +47,5 @@ def expected_groups(
     """Returns the layer groups of a model that is not loaded. max_len: its longest context."""
     groups = group_layers(layers, config.max_model_len or max_len)
     layouts = [kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
-    return layer_groups(layouts, [window for window, _ in groups])
+    most = config.kvp_segment_tokens if config.kvp else None
+    return layer_groups(layouts, [window for window, _ in groups], most)

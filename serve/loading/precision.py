@@ -122,7 +122,8 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:
     if config.backend != "auto":
         return config.backend
     best = best_backend()
-    reason = "memory nodes are used" if config.memory_nodes else _without_kernels(config, spec)
+    has_nodes = config.memory_nodes or config.kvp
+    reason = "memory nodes are used" if has_nodes else _without_kernels(config, spec)
     if best == "cuda" and reason is not None:
         logger.warning("backend auto: cpu, not cuda (%s)", reason)
         return "cpu"

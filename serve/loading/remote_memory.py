@@ -24,15 +24,7 @@ from memory.nodes.new_token_attention import (
     PlainNewTokenAttention,
 )
 from memory.nodes.node import MemoryNode
-from memory.nodes.node_set import (
-    FIRST_CONNECT_S,
-    Connect,
-    NodePartition,
-    NodeSet,
-    NoNodeError,
-    make_kv_managers,
-    shard_request,
-)
+from memory.nodes.node_set import NodePartition, NodeSet, make_kv_managers, shard_request
 from memory.nodes.placement import (
     MAX_PAGES,
     PageGeometry,
@@ -49,20 +41,15 @@ from memory.pages.layer_groups import PageLayout
 from memory.partitioned_kv import PartitionedKV
 from ops.backend import Backend
 from serve.config import EngineConfig
-from serve.errors import ConfigError, reason
+from serve.errors import ConfigError
 from serve.loading.kv_sizing import refuse_chunks
-from serve.loading.node_key import read_key
+from serve.loading.node_connection import connect_all, connect_with, node_sizes
 from serve.loading.precision import Precision
 from serve.models import ModelSpec
-from transport import connect
-from transport.base import Endpoint, TransportError
+from transport.base import Endpoint
 
 logger = logging.getLogger(__name__)
 
-_MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES = 4 << 20, 256 << 20
-_MESSAGES_IN_WINDOW = 12
-_LEAST_IN_WINDOW = 4  # a message is at most a quarter of a window
-_SYSTEM_PAGE_BYTES = 4096
 _FEWEST_PAGES = 2000  # a node has at least that many, if it is large enough
 _WIRE_TYPES = {torch.float32: WireType.FLOAT32, torch.bfloat16: WireType.BFLOAT16}
 
@@ -97,7 +84,7 @@ def open_remote_memory(
     setup = _RemoteSetup(config, precision, spec, layers, backend, local_bytes)
     nodes = setup.nodes()
     try:
-        _connect_all(nodes)
+        connect_all("memory_nodes", nodes)
         kv = setup.kv_memory(nodes)
         tail_cache = setup.prompt_tail_cache(kv)
     except BaseException:
@@ -140,7 +127,6 @@ class _RemoteSetup:
     ) -> None:
         self._config, self._layers, self._backend = config, list(layers), backend
         self._precision, self._local_bytes = precision, local_bytes
-        self._key = read_key(config)
         self._max_len = config.max_model_len or spec.max_model_len
         if self._max_len > spec.max_model_len:
             raise ConfigError(
@@ -152,10 +138,12 @@ class _RemoteSetup:
         except PlacementError as error:
             raise ConfigError(str(error)) from error
         self.wire = _wire_format(config, precision, layers)
-        self._window_bytes = _window_bytes(
-            largest_message(layers, config.batched_tokens, self.wire)
+        self._connect = connect_with(
+            config, largest_message(layers, config.batched_tokens, self.wire)
         )
-        node_bytes, most, capacity = _node_sizes(urls, self.connect, config.memory_node_bytes)
+        node_bytes, most, capacity, _ = node_sizes(
+            "memory_nodes", urls, self._connect, config.memory_node_bytes
+        )
         if self.partition != "request" and most > 2 * node_bytes:
             logger.warning(
                 "the smallest memory node has %.5g MiB, the largest %.5g; the %s partition uses as "
@@ -172,18 +160,6 @@ class _RemoteSetup:
         self._group_layers = [ids for _, ids in groups]
         if config.max_model_len is None:
             self._fit_into(node_bytes)
-
-    def connect(self, url: str, timeout_s: float) -> Endpoint:
-        try:
-            return connect(
-                url,
-                key=self._key,
-                window_bytes=self._window_bytes,
-                timeout_s=timeout_s,
-                encryption=self._config.memory_node_encryption,
-            )
-        except (ValueError, ImportError) as error:  # a bad address, or a missing package
-            raise TransportError(str(error)) from error
 
     def _fit_into(self, node_bytes: int) -> None:
         """Lowers the context length to what fits the nodes."""
@@ -245,7 +221,7 @@ class _RemoteSetup:
             partitions,
             template,
             self.partition,
-            self.connect,
+            self._connect,
             wire=self.wire,
             local=_local_node(self._local_bytes, self._backend),
             bytes_per_node=config.memory_node_bytes,
@@ -287,36 +263,6 @@ class _RemoteSetup:
         return tail_cache
 
 
-def _node_sizes(urls: Sequence[str], connect_to: Connect, most: int | None) -> tuple[int, int, int]:
-    """Returns K/V bytes: of the smallest node, of the largest, and the smallest's whole capacity.
-
-    The first two are at most `most`, if given. ConfigError for a node that cannot be reached.
-    """
-    sizes: list[int] = []
-    for url in urls:
-        try:
-            endpoint = connect_to(url, FIRST_CONNECT_S)
-        except (TransportError, OSError) as error:
-            raise ConfigError(f"memory_nodes: {error_with_url(url, error)}") from error
-        size = endpoint.peer.info.get("capacity_bytes")
-        endpoint.close()
-        if not isinstance(size, int):
-            raise ConfigError(f"memory_nodes: {url} is not a memory node")
-        if most is not None and size < most:
-            logger.warning("memory_node_bytes %d: %s has only %d", most, url, size)
-        sizes.append(size)
-    smallest, largest = min(sizes), max(sizes)
-    if most is None:
-        return smallest, largest, smallest
-    return min(smallest, most), min(largest, most), smallest
-
-
-def error_with_url(url: str, error: Exception) -> str:
-    """Returns the error's text with the URL, unless the text already has it."""
-    text = reason(error) if isinstance(error, OSError) else str(error)
-    return text if url in text else f"{url}: {text}"
-
-
 def _geometry(
     config: EngineConfig,
     precision: Precision,
@@ -336,15 +282,6 @@ def _geometry(
         token_bytes.append(layout.token_bytes)
     windows = [window for window, _ in groups]
     return page_geometry(token_bytes, windows, partition, len(config.memory_nodes), node_bytes)
-
-
-def _connect_all(nodes: NodeSet) -> None:
-    """Connects to every node; at start-up all have to be there."""
-    for partition in nodes.partitions:
-        try:
-            nodes.place(partition, FIRST_CONNECT_S, needs_all=True)
-        except NoNodeError as error:
-            raise ConfigError(f"memory_nodes: {error}") from error
 
 
 def _new_token_attention(
@@ -372,12 +309,6 @@ def _wire_format(
         raise ConfigError("memory_wire int8: the model's head_dim is not a multiple of 16")
     rows = WireType[config.memory_wire.upper()]
     return WireFormat(rows, kv_type(rows))
-
-
-def _window_bytes(largest: int) -> int:
-    wanted = max(_MESSAGES_IN_WINDOW * largest, _MIN_WINDOW_BYTES)
-    bounded = min(wanted, max(_MAX_WINDOW_BYTES, _LEAST_IN_WINDOW * largest))
-    return -(-bounded // _SYSTEM_PAGE_BYTES) * _SYSTEM_PAGE_BYTES
 
 
 def _local_node(num_bytes: int, backend: Backend) -> Callable[[], Endpoint]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -42,6 +42,9 @@ from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE, Shard
 from serve.models.tensors import MakeLinear
 from serve.runner.runner import Closable, Runner
+
+if TYPE_CHECKING:
+    from serve.loading.kvp import Segments
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +132,8 @@ def load_weights(source: ModelSource, progress: LoadProgress, shard: Shard = WHO
 def _check_for_cuda(config: EngineConfig) -> None:
     if config.memory_nodes:
         raise ConfigError("memory_nodes need the cpu back end, not cuda")
+    if config.kvp:
+        raise ConfigError("kvp needs the cpu back end, not cuda")
     page = config.kv_page_bytes
     if page is not None and torch.cuda.is_available() and page % CUDA_PAGE_BYTES:
         raise ConfigError(f"kv_page_bytes {page}: a GPU maps multiples of {CUDA_PAGE_BYTES}")
@@ -174,25 +179,28 @@ def _load_local(
     sizes = size_kv(
         config,
         spec,
-        layer_groups(layouts, windows),
+        layer_groups(layouts, windows, config.kvp_segment_tokens if config.kvp else None),
     )
     for layout, padded in zip(layouts, sizes.groups, strict=True):
         layout.pad(padded.token_bytes * padded.tile_tokens)
     with reserving(sizes.page_bytes * sizes.num_pages, "kv_cache_bytes"):
         memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
+    segments = None
     try:
+        segments = _segments(config, precision, layouts, groups, sizes.max_model_len)
         kv = KVManager(
             memory,
             num_pages=sizes.num_pages,
             num_ranges=config.max_num_seqs,
-            max_model_len=sizes.max_model_len,
+            max_model_len=sizes.max_model_len if segments is None else segments.own_tokens,
             groups=sizes.groups,
             max_rows=config.chunk_tokens,
             in_background=_has_idle_core(config),
         )
         with reserving(kv.total_bytes, "max_num_seqs and max_model_len"):
             address = memory.reserve(kv.total_bytes)
-        attention = _attention(kv, layouts, groups, address, backend)
+        all_kv: KVMemory = kv if segments is None else segments.join(kv)
+        attention = _attention(kv, layouts, groups, address, backend, segments)
         secret = None
         if config.kv_cache_dir is not None:
             store, secret = open_kv_store(
@@ -204,13 +212,37 @@ def _load_local(
             )
             kv.prefixes.use_store(store, memory.page_address, memory.keep_pages)
     except BaseException:
+        if segments is not None:
+            segments.close()
         memory.close()
         raise
-    log_sizes(config, precision, kv)
-    return Runtime(spec, precision, model, attention, kv, memory, secret)
+    log_sizes(config, precision, all_kv)
+    if segments is None:
+        return Runtime(spec, precision, model, attention, all_kv, memory, secret)
+    closable = segments.closing(memory)
+    return Runtime(
+        spec, precision, model, attention, all_kv, closable, secret, nodes=segments.nodes
+    )
 
 
-def log_sizes(config: EngineConfig, precision: Precision, kv: KVManager) -> None:
+def _segments(
+    config: EngineConfig,
+    precision: Precision,
+    layouts: list[KVLayout | Int8KVLayout],
+    groups: list[tuple[int | None, list[int]]],
+    max_model_len: int,
+) -> Segments | None:
+    """Returns the segments of sequences that may be longer than one, with their holders; imported
+    only here."""
+    if not config.kvp and max_model_len <= config.kvp_segment_tokens:
+        return None
+    from serve.loading import kvp
+
+    windows = [window for window, _ in groups]
+    return kvp.open_segments(config, precision, layouts[0].layers, windows, max_model_len)
+
+
+def log_sizes(config: EngineConfig, precision: Precision, kv: KVMemory) -> None:
     """Logs how K/V is stored."""
     logger.info(
         "%s: %s, context %d, %d K/V pages of %d KiB or %d tokens (%s bytes a token)",
@@ -316,13 +348,16 @@ def _attention(
     groups: list[tuple[int | None, list[int]]],
     address: int,
     backend: Backend,
+    segments: Segments | None,
 ) -> PlannedAttention:
     """Makes attention over the reservation at `address`; groups: window and layer numbers of each
-    layout."""
+    layout. segments: those of the first group."""
     parts: list[PlannedAttention] = []
     for number, layout in enumerate(layouts):
         start, end = (address + kv.group_offset(i) for i in (number, number + 1))
         parts.append(group_attention(layout, start, end - start, groups[number][0], backend))
+        if number == 0 and segments is not None:
+            parts[-1] = segments.over(parts[-1], layout, (start, end), backend)
     return parts[0] if len(parts) == 1 else GroupedAttention(parts, [ids for _, ids in groups])
 
 

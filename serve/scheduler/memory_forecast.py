@@ -44,7 +44,7 @@ class MemoryForecast:
         if rounding could decide. It takes 20 us for 256 sequences, 50 us with counting.
         """
         groups = kv.layout.groups
-        if any(group.window for group in groups):
+        if kv.layout.is_bounded:
             pages, at = self._peak_with_windows(kv)
         else:
             pages, at = self._peak(kv)

@@ -268,7 +268,7 @@ class Scheduler:
         for sequence in islice(self.waiting, _MAX_SCANNED):
             if sequence.rows_in_flight:
                 return None  # just preempted: its next token is still in flight
-            if self.kv.pages_for(sequence.num_tokens) > self.kv.max_sequence_pages:
+            if not self.kv.fits_alone(sequence.num_tokens):
                 continue  # a memory node was lost, and the rest is too small for it
             level = self.waiting.level(sequence)
             if passed is not None and level > passed:

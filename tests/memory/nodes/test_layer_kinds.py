@@ -123,6 +123,7 @@ def request(**changes) -> dict[str, object]:
         "min_pages": 1,
         "max_rows": 32,
         "prefix_only": False,
+        "by_segment": False,
         "is_question": False,
     }
     return content | changes

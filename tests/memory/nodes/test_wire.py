@@ -41,7 +41,7 @@ HEADERS = st.builds(Header, st.sampled_from(Kind), U32, U64, U16, st.sampled_fro
 PLANS = st.builds(
     NodePlan,
     st.lists(st.builds(Edit, st.sampled_from(EditKind), U32, U32, U32, U32), max_size=9),
-    st.lists(st.builds(Query, U32, U32, U32), max_size=9),
+    st.lists(st.builds(Query, U32, U32, U32, U32), max_size=9),
     st.lists(st.builds(Append, U32, U32, U32), max_size=9),
 )
 
@@ -109,7 +109,7 @@ def test_random_bytes_are_refused(data):
     ("offset", "value", "match"),
     [
         (0, b"\x00", "not a message"),
-        (2, b"\x02", "version 2, here it is 3"),
+        (2, b"\x02", "version 2, here it is 4"),
         (2, b"\x00", "version 0"),
         (3, b"\x00", "Kind"),
         (3, b"\x0b", "Kind"),

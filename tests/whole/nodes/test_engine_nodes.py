@@ -296,7 +296,21 @@ def test_answers_have_the_bits_of_the_local_engine(
     assert stats.prefix_hit_tokens > 0
 
 
-def test_preempted_sequences_have_the_bits_of_the_local_engine(tmp_path):
+@pytest.mark.parametrize(
+    ("partition", "node_bytes", "prefill"),
+    every_day(
+        (0, 3),
+        [
+            ("head", 300 << 10, "local"),
+            ("head", 300 << 10, "remote"),
+            ("request", 450 << 10, "local"),
+            ("request", 450 << 10, "remote"),
+        ],
+    ),
+)
+def test_preempted_sequences_have_the_bits_of_the_local_engine(
+    partition, node_bytes, prefill, tmp_path
+):
     """int8 K/V that is computed again has the same bits, although chunks are cut elsewhere."""
 
     def long_answers(vocab_size):
@@ -305,8 +319,15 @@ def test_preempted_sequences_have_the_bits_of_the_local_engine(tmp_path):
 
     local, _ = scores_of(long_answers, dtype="int8", kv_cache_bytes=64 * MIB)
     with nodes("inproc", 2, tmp_path) as urls:
-        little = {"memory_node_bytes": 300 << 10, "memory_policy": "prompt_only"}
-        remote, stats = scores_of(long_answers, dtype="int8", memory_nodes=urls, **little)
+        little = {"memory_node_bytes": node_bytes, "memory_policy": "prompt_only"}
+        remote, stats = scores_of(
+            long_answers,
+            dtype="int8",
+            memory_nodes=urls,
+            memory_partition=partition,
+            memory_prefill=prefill,
+            **little,
+        )
     assert stats.num_preemptions > 0
     assert remote == local
 

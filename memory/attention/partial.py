@@ -1,0 +1,184 @@
+"""Attention over a part of a sequence's keys: results with their log-sum-exp, which can be merged.
+
+A *part* is what one call sees. Either the rows' own keys are its last ones, and rows attend
+causally, or the rows come after the part and see all of its keys (prefix). The same classes compute
+parts in the engine's memory and on memory nodes, so a part has the same bits wherever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from memory.attention.int8 import Int8KVLayout, append, int8_ops
+from memory.attention.kv_layout import KVCache, KVLayout, values_of
+from memory.attention.local import LocalAttention
+from memory.attention.seam import AttentionLayer, AttentionStep, Rotation, Ticket
+from ops.backend import Backend, Partial
+from ops.cpu.native_int8_attention import Int8AttentionStep
+
+
+class OwnPart(Protocol):
+    """Parts that end with the rows' own keys, of one step."""
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        """Attends over earlier keys, as far as that pays before k and v are there."""
+
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Partial:
+        """Writes k and v, and attends. k and v: as in `Attention.finish`. Returns fp32."""
+
+
+class PrefixPart(Protocol):
+    """Parts that end before the rows, of one step."""
+
+    def attend(self, layer: int, q: Tensor) -> Partial:
+        """Attends over all keys of the parts. Returns fp32."""
+
+
+class PartialAttention(Protocol):
+    """Attention over parts of K/V in this machine's memory. A step's sequences are the parts;
+    those of one row come first."""
+
+    def own(self, step: AttentionStep) -> OwnPart: ...
+
+    def prefix(self, step: AttentionStep) -> PrefixPart: ...
+
+
+def partial_attention(
+    layout: Int8KVLayout | KVLayout,
+    address: int,
+    size_bytes: int,
+    backend: Backend,
+    *,
+    is_eager: bool = False,
+) -> PartialAttention:
+    """Returns attention over the reservation at `address`. is_eager: k and v come so late that
+    `begin` should attend."""
+    if isinstance(layout, Int8KVLayout):
+        return Int8PartialAttention(layout, address, is_eager)
+    return PlainPartialAttention(layout, KVCache(layout, address, size_bytes), backend, is_eager)
+
+
+class Int8PartialAttention:
+    """PartialAttention over int8 K/V."""
+
+    def __init__(self, layout: Int8KVLayout, address: int, is_eager: bool) -> None:
+        self._layout, self._address = layout, address
+        self._is_eager = is_eager
+        self.ops = int8_ops(layout)
+
+    def _step(self, step: AttentionStep, *, prefix_only: bool) -> Int8AttentionStep:
+        token_bytes = self._layout.token_bytes
+        starts = [start * token_bytes for start in step.starts]
+        return Int8AttentionStep(
+            self._address,
+            self._layout.tile_bytes,
+            starts,
+            step.num_rows,
+            step.kv_lens,
+            prefix_only=prefix_only,
+        )
+
+    def own(self, step: AttentionStep) -> OwnPart:
+        planned = self._step(step, prefix_only=False)
+        return _Int8Own(self, planned, self._is_eager and planned.num_single_rows > 0)
+
+    def prefix(self, step: AttentionStep) -> PrefixPart:
+        return _Int8Prefix(self, self._step(step, prefix_only=True))
+
+
+class _Int8Prefix:
+    def __init__(self, parent: Int8PartialAttention, step: Int8AttentionStep) -> None:
+        self._ops, self._step = parent.ops, step
+
+    def attend(self, layer: int, q: Tensor) -> Partial:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        return Partial(self._ops[layer].attend(self._step, q.float(), lse), lse)
+
+
+class _Int8Own:
+    def __init__(
+        self, parent: Int8PartialAttention, step: Int8AttentionStep, is_eager: bool
+    ) -> None:
+        self._ops, self._step, self._is_eager = parent.ops, step, is_eager
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        begun = self._ops[layer].begin(self._step, q.float()) if self._is_eager else None
+        return Ticket(layer, q, begun)
+
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Partial:
+        layer, q, begun = ticket
+        op = self._ops[layer]
+        if k is not None:
+            append(op, self._step, k, v, rotation)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        return Partial(op.attend(self._step, q.float(), lse, begun=begun), lse)
+
+
+class PlainPartialAttention:
+    """PartialAttention over bf16 or fp32 K/V."""
+
+    def __init__(self, layout: KVLayout, cache: KVCache, backend: Backend, is_eager: bool) -> None:
+        self.layers: Sequence[AttentionLayer] = layout.layers
+        self.cache, self.backend = cache, backend
+        self._local = LocalAttention(layout.layers, cache, backend, is_eager)
+
+    def own(self, step: AttentionStep) -> OwnPart:
+        num_singles = sum([n == 1 for n in step.num_rows])
+        return _PlainOwn(self._local, replace(step, num_decodes=num_singles))
+
+    def prefix(self, step: AttentionStep) -> PrefixPart:
+        return _PlainPrefix(self, step)
+
+
+class _PlainOwn:
+    def __init__(self, local: LocalAttention, step: AttentionStep) -> None:
+        self._plan = local.plan(step)
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        return self._plan.begin(layer, q)
+
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Partial:
+        out, lse = self._plan.finish_partial(ticket, k, v, rotation)
+        return Partial(out.float(), lse)
+
+
+class _PlainPrefix:
+    def __init__(self, parent: PlainPartialAttention, step: AttentionStep) -> None:
+        self._parent = parent
+        self._num_rows = step.num_rows
+        pairs = zip(step.starts, step.kv_lens, strict=True)
+        self._views = [parent.cache.views(start, length) for start, length in pairs]
+
+    def attend(self, layer: int, q: Tensor) -> Partial:
+        parent = self._parent
+        shape, backend = parent.layers[layer], parent.backend
+        q = q.to(parent.cache.layout.dtype)
+        parts: list[Partial] = []
+        singles = [
+            view[layer] for n, view in zip(self._num_rows, self._views, strict=True) if n == 1
+        ]
+        row = len(singles)
+        if singles:
+            part = backend.decode_attention(q[:row], singles, shape.scale, soft_cap=shape.soft_cap)
+            parts.append(part)
+        for n, view in zip(self._num_rows[row:], self._views[row:], strict=True):
+            rows = q[row : row + n]
+            parts.append(
+                backend.prefix_attention(
+                    rows, view[layer], shape.scale, None, soft_cap=shape.soft_cap
+                )
+            )
+            row += n
+        out = torch.cat([part.out for part in parts])
+        return Partial(values_of(shape, out).float(), torch.cat([part.lse for part in parts]))

@@ -1,0 +1,316 @@
+"""K/V parallelism: memory nodes onto which long sequences grow, and attention over segments.
+
+Layers without windows are one group (`group_layers`), the first; only its K/V is cut into segments.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from memory.attention.int8 import Int8KVLayout
+from memory.attention.kv_layout import KVLayout
+from memory.attention.partial import partial_attention
+from memory.attention.seam import AttentionLayer, PlannedAttention
+from memory.attention.segmented import SegmentedAttention
+from memory.kv_manager import KVManager
+from memory.kv_memory import KVMemory
+from memory.nodes.attach import MAX_ADDRESSES, AttachRequest, NodeLayout
+from memory.nodes.edit_log import EditLog
+from memory.nodes.node_set import Connect, NodePartition, NodeSet, make_kv_managers
+from memory.nodes.placement import MAX_PAGES, PageGeometry, page_geometry
+from memory.nodes.segment_links import SegmentLinks
+from memory.nodes.wire import FULL_WIRE
+from memory.nodes.wire_rows import largest_message
+from memory.segmented_kv import SegmentedKV
+from ops.backend import Backend
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.loading.node_connection import connect_all, connect_with, node_sizes
+from serve.loading.precision import Precision
+from serve.runner.runner import Closable
+from serve.units import format_memory
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGE_ROWS = 1 << 16  # as memory.nodes.attach
+_MAX_SLOTS = 1 << 24  # of all ranges on a holder, so that its accounting stays small
+_FEWEST_PAGES = 2000  # a node has at least that many, if it is large enough
+
+
+@dataclass(slots=True)
+class HolderMemory:
+    """The K/V of holders: the nodes, and the accounting of each."""
+
+    nodes: NodeSet
+    memories: list[KVManager]
+    max_model_len: int
+    most_segments: int  # of a sequence on one node
+
+
+class Segments:
+    """The segments of an engine's sequences, in this machine's memory and on holders, if any."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        precision: Precision,
+        layers: Sequence[AttentionLayer],
+        own_tokens: int,
+        holders: HolderMemory | None,
+    ) -> None:
+        """own_tokens: the tokens of a sequence for which this machine has addresses."""
+        self.own_tokens = own_tokens
+        self._length = config.kvp_segment_tokens
+        self._rotates_wide = precision.kv == "int8"
+        self._layers = segmented_layers(layers)
+        self._holders = holders
+        self._kv: SegmentedKV | None = None
+
+    @property
+    def nodes(self) -> NodeSet | None:
+        return None if self._holders is None else self._holders.nodes
+
+    def join(self, own: KVManager) -> KVMemory:
+        """Returns all memory as one. ConfigError if a sequence of max_model_len does not fit."""
+        if self._holders is None:
+            return own
+        max_len = self._holders.max_model_len
+        self._kv = kv = SegmentedKV(
+            own, self._holders.memories, self._length, max_len, self._holders.most_segments
+        )
+        if not kv.fits_alone(max_len):
+            raise ConfigError(
+                f"kvp: the nodes have no room for one sequence of max_model_len {max_len}; lower "
+                "it, or raise memory_node_bytes"
+            )
+        return kv
+
+    def over(
+        self,
+        inner: PlannedAttention,
+        layout: Int8KVLayout | KVLayout,
+        where: tuple[int, int],
+        backend: Backend,
+    ) -> PlannedAttention:
+        """Returns attention that is the fold over segments. where: the address and the end of this
+        machine's K/V of these layers, which `inner` attends over."""
+        address, end = where
+        partial = partial_attention(layout, address, end - address, backend)
+        links = None
+        if self._holders is not None:
+            assert self._kv is not None, "memory is joined first"
+            links = SegmentLinks(
+                self._layers,
+                self._holders.nodes,
+                backend,
+                self._kv.locate,
+                rotates_wide=self._rotates_wide,
+            )
+        return SegmentedAttention(inner, partial, self._layers, backend, self._length, links)
+
+    def closing(self, local: Closable) -> Closable:
+        """Returns what closes the holders and this machine's memory."""
+        return local if self._holders is None else _LocalAndHolders(local, self)
+
+    def close(self) -> None:
+        """Closes the holders."""
+        if self._holders is not None:
+            self._holders.nodes.close()
+
+
+@dataclass(slots=True)
+class _LocalAndHolders:
+    local: Closable
+    segments: Segments
+
+    def close(self) -> None:
+        self.segments.close()
+        self.local.close()
+
+
+def open_segments(
+    config: EngineConfig,
+    precision: Precision,
+    layers: Sequence[AttentionLayer],
+    windows: Sequence[int | None],
+    max_model_len: int,
+) -> Segments | None:
+    """Returns the segments of sequences up to max_model_len, or None if the model's layers cannot
+    be cut into segments. layers: those of the first group. windows: that of each group. ConfigError
+    names the setting. The caller closes the result."""
+    is_possible = windows[0] is None and all(
+        layer.window is None or layer.window >= max_model_len for layer in layers
+    )
+    if not config.kvp:
+        return Segments(config, precision, layers, max_model_len, None) if is_possible else None
+    if not is_possible:
+        raise ConfigError(
+            "kvp: a layer without a window is needed, and none that shares its K/V with one that "
+            "has a window"
+        )
+    holders = open_holders(config, precision, layers, max_model_len)
+    own_tokens = holders.max_model_len
+    if len(windows) == 1:
+        own_tokens = min(own_tokens, config.kvp_segment_tokens)
+    return Segments(config, precision, layers, own_tokens, holders)
+
+
+def segmented_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+    """Returns the layers of the group without windows as holders see them: a window that is longer
+    than any sequence is none."""
+    return [replace(layer, window=None, chunk=None) for layer in layers]
+
+
+class _Sizes:
+    """The pages of segments on holders, and the longest sequence."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        precision: Precision,
+        layers: Sequence[AttentionLayer],
+        max_model_len: int,
+        connect: Connect,
+    ) -> None:
+        self._config, self._layers, self._kv_dtype = config, list(layers), precision.kv
+        self.length, num_nodes = config.kvp_segment_tokens, len(config.kvp)
+        found = node_sizes("kvp", config.kvp, connect, config.memory_node_bytes)
+        bytes_, _, whole, max_message = found
+        layout: Int8KVLayout | KVLayout
+        if precision.kv == "int8":
+            layout = Int8KVLayout(layers, config.kv_group)
+        else:
+            layout = KVLayout(layers, getattr(torch, precision.kv))
+        whole = min(whole, MAX_PAGES // _FEWEST_PAGES * bytes_)
+        self.geometry: PageGeometry = page_geometry(
+            [layout.token_bytes], [None], "request", num_nodes, whole
+        )
+        [tokens], [slots] = self.geometry.page_tokens, self.geometry.range_slots(self.length)
+        num_pages = bytes_ // NodeLayout(self._request(1, 1)).page_bytes
+        self.max_model_len = self._fitted(max_model_len, num_pages, -(-self.length // tokens))
+        self.per_holder = -(-self._num_segments // num_nodes)
+        page_bytes = self.geometry.page_bytes
+        self.num_ranges = min(
+            config.max_num_seqs * self.per_holder,
+            config.max_num_seqs + num_pages // slots + 1,
+            max(1, _MAX_SLOTS // slots),
+            max(1, MAX_ADDRESSES // 2 // (slots * page_bytes)),
+        )
+        self._check_messages(max_message)
+
+    def _check_messages(self, max_message: int) -> None:
+        largest = largest_message(self._layers, self.max_rows, FULL_WIRE)
+        if largest > max_message:
+            raise ConfigError(
+                f"kvp: {self.max_rows} rows, max_num_batched_tokens over {self.per_holder} segments"
+                f" on a node, take messages of {format_memory(largest)}, and a node takes"
+                f" {format_memory(max_message)}; lower max_num_batched_tokens or raise"
+                " kvp_segment_tokens"
+            )
+
+    @property
+    def _num_segments(self) -> int:
+        """The segments of the longest sequence on holders."""
+        return max(1, -(-self.max_model_len // self.length) - 1)
+
+    def _fitted(self, max_model_len: int, num_pages: int, segment_pages: int) -> int:
+        """Returns the longest context for which holders of so many pages have room."""
+        num_nodes = len(self._config.kvp)
+        whole, rest = divmod(num_pages, segment_pages)
+        fits = self.length * (1 + num_nodes * whole)
+        fits += min(self.length - 1, rest * self.geometry.page_tokens[0])
+        if fits >= max_model_len:
+            return max_model_len
+        if self._config.max_model_len is not None:
+            raise ConfigError(
+                f"max_model_len {max_model_len} does not fit onto {num_nodes} kvp nodes of "
+                f"{num_pages} pages; they have room for {fits} tokens"
+            )
+        logger.warning(
+            "max_model_len is lowered from %d to %d: the kvp nodes have no room for longer "
+            "sequences",
+            max_model_len,
+            fits,
+        )
+        return fits
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a message: each row may attend over all segments on a holder."""
+        return min(_MAX_MESSAGE_ROWS, self._config.batched_tokens * self.per_holder)
+
+    @property
+    def template(self) -> AttachRequest:
+        return self._request(self.num_ranges, self.max_rows)
+
+    def _request(self, num_ranges: int, max_rows: int) -> AttachRequest:
+        return AttachRequest(
+            engine=secrets.token_hex(16),
+            epoch=1,
+            kv_dtype=self._kv_dtype,
+            kv_group=self._config.kv_group,
+            layers=self._layers,
+            group_layers=[list(range(len(self._layers)))],
+            page_tokens=self.geometry.page_tokens,
+            num_places=self.geometry.range_slots(self.length),
+            num_ranges=num_ranges,
+            num_pages=MAX_PAGES,
+            min_pages=1,
+            max_rows=max_rows,
+            by_segment=True,
+        )
+
+
+def open_holders(
+    config: EngineConfig,
+    precision: Precision,
+    layers: Sequence[AttentionLayer],
+    max_model_len: int,
+) -> HolderMemory:
+    """Connects to the kvp nodes and attaches to each. layers: those of the group without windows.
+    ConfigError names the setting. The caller closes the result."""
+    layers = segmented_layers(layers)
+    num_segments = -(-max_model_len // config.kvp_segment_tokens)
+    most_rows = config.batched_tokens * -(-num_segments // len(config.kvp))
+    largest = largest_message(layers, min(_MAX_MESSAGE_ROWS, most_rows), FULL_WIRE)
+    connect = connect_with(config, largest)
+    sizes = _Sizes(config, precision, layers, max_model_len, connect)
+    template = sizes.template
+    partitions = [
+        NodePartition(
+            [url],
+            EditLog(sizes.geometry.page_bytes, sizes.num_ranges, template.num_places),
+        )
+        for url in config.kvp
+    ]
+    nodes = NodeSet(
+        partitions, template, "request", connect, bytes_per_node=config.memory_node_bytes
+    )
+    try:
+        connect_all("kvp", nodes)
+        memories = make_kv_managers(
+            partitions,
+            sizes.geometry,
+            num_ranges=sizes.num_ranges,
+            max_model_len=sizes.length,
+            max_rows=min(config.chunk_tokens, sizes.length),
+        )
+    except BaseException:
+        nodes.close()
+        raise
+    beyond = max(1, min(sizes.length, sizes.max_model_len - sizes.length))
+    nodes.min_pages = memories[0].pages_for(beyond)
+    logger.info(
+        "sequences grow onto %s in segments of %d tokens: context %d, %d pages of %d tokens each",
+        ", ".join(config.kvp),
+        sizes.length,
+        sizes.max_model_len,
+        min(memory.num_pages for memory in memories),
+        sizes.geometry.page_tokens[0],
+    )
+    return HolderMemory(nodes, memories, sizes.max_model_len, sizes.per_holder)
