@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 from quant.kv import GROUPS as KV_GROUPS
 from serve.errors import ConfigError
 from serve.node_addresses import check_beside_nodes, check_segments, checked_addresses
+from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
 
 if TYPE_CHECKING:
     from serve.request import Request
@@ -23,20 +24,6 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PARTITIONS = ("auto", "head", "request", "sequence")  # as memory.nodes.placement, which has torch
 MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.scheduler.admission
 QUEUE_POLICIES = ("fcfs", "priority", "mlfq", "fair")  # as in serve.scheduler
-# The formats of serve.text.chat_parser.formats and their other names, which are vLLM's.
-TOOL_PARSERS = (
-    *("auto", "apertus", "cohere_command3", "deepseek_v3", "deepseek_v31", "deepseek_v32"),
-    *("ernie45", "functiongemma", "gemma4", "glm45", "glm47", "granite", "granite4", "hermes"),
-    *("hunyuan_a13b", "internlm", "jamba", "kimi_k2", "lfm2", "llama3_json", "llama4_json"),
-    *("llama4_pythonic", "mimo", "minimax_m2", "mistral", "mistral_args", "olmo3", "openai"),
-    *("phi4_mini", "phi4_mini_json", "pythonic", "qwen3_coder", "qwen3_xml", "seed_oss", "none"),
-)
-REASONING_PARSERS = (
-    *("auto", "apertus", "cohere_command3", "deepseek_r1", "deepseek_v3", "ernie45", "gemma4"),
-    *("glm45", "glm47", "granite", "holo2", "hunyuan_a13b", "kimi_k2", "mimo", "minimax_m2"),
-    *("mistral", "nemotron_v3", "olmo3", "openai_gptoss", "qwen3", "seed_oss", "step3"),
-    *("step3p5", "none"),
-)
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
 NODE_ENCRYPTIONS = ("auto", "on", "off")

@@ -18,10 +18,9 @@ from serve.config import (
     NODE_ENCRYPTIONS,
     PARTITIONS,
     QUEUE_POLICIES,
-    REASONING_PARSERS,
-    TOOL_PARSERS,
 )
 from serve.http.edge.settings import LOG_FORMATS, UNKNOWN_FIELDS
+from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
 
 SERVER = "Server"
 SECURITY = "Security"

@@ -15,7 +15,6 @@ EngineCore; EngineCore knows neither.
 
 from __future__ import annotations
 
-import functools
 import logging
 import queue
 import sys
@@ -25,11 +24,9 @@ from concurrent.futures import Executor, Future
 from functools import partial
 
 from memory.kv_memory import KVMemory
-from memory.nodes.node_set import NodeSet
 from serve.engine.core_view import CoreView
 from serve.engine.counters import RequestCounters
 from serve.engine.early_rejection import EarlyRejection
-from serve.engine.node_recovery import NodeRecovery
 from serve.engine.output_processor import OutputProcessor, Sink, StepRecord
 from serve.engine.overlapped_executor import make_executor
 from serve.engine.pools import ComputeThread, OutputThread, PromptPool
@@ -74,7 +71,6 @@ class EngineCore:
         eos_token_ids: frozenset[int],
         limits: RequestLimits,
         compute: ComputeThread,
-        nodes: NodeSet | None = None,
         make_recovery: MakeRecovery | None = None,
         tokenize_threads: int = 2,
         tokenize: Executor | None = None,
@@ -82,10 +78,9 @@ class EngineCore:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """compute: pool 2; the loop will run in it. nodes: the memory nodes that hold the K/V, if
-        there are any; make_recovery: makes what recovers K/V that other ranks hold. tokenize:
-        replaces the threads of pool 1. make_output: makes pool 3. seed: requests without a seed
-        derive theirs from it."""
+        """compute: pool 2; the loop will run in it. make_recovery: makes what recovers K/V
+        that memory nodes or other ranks hold. tokenize: replaces the threads of pool 1.
+        make_output: makes pool 3. seed: requests without a seed derive theirs from it."""
         self._runner = runner
         self._scheduler = scheduler
         self.kv = kv  # other threads may read only its sizes
@@ -94,8 +89,6 @@ class EngineCore:
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
-        if nodes is not None:
-            make_recovery = functools.partial(NodeRecovery, nodes, kv.partitions)
         recovery = make_recovery and make_recovery(scheduler, self._end_sequence)
         self._recovery: Recovery | None = recovery
         self._preprocessor = Preprocessor(

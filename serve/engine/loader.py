@@ -6,6 +6,7 @@ logged once.
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
@@ -22,6 +23,7 @@ from memory.prefix.index import PrefixHasher
 from serve.config import EngineConfig
 from serve.engine.chat_prompt import reasoning_end
 from serve.engine.core import EngineCore
+from serve.engine.node_recovery import NodeRecovery
 from serve.engine.pools import ComputeThread
 from serve.engine.recovery import MakeRecovery
 from serve.engine.request_limits import RequestLimits
@@ -144,7 +146,6 @@ def _load(
         eos_token_ids=frozenset(_eos(defaults, spec, tokenizer)),
         limits=request_limits,
         compute=compute,
-        nodes=runtime.nodes,
         make_recovery=make_recovery,
         tokenize_threads=config.tokenize_threads,
         seed=secrets.randbits(62) if config.seed is None else config.seed,
@@ -193,7 +194,10 @@ def _load_weights(
     config: EngineConfig, progress: LoadProgress
 ) -> tuple[Runtime, MakeRecovery | None]:
     if config.num_ranks == 1:
-        return load_runtime(config, progress), None
+        runtime = load_runtime(config, progress)
+        if runtime.nodes is None:
+            return runtime, None
+        return runtime, functools.partial(NodeRecovery, runtime.nodes, runtime.kv.partitions)
     from serve.group.start import start_group  # only a group needs it
 
     group = start_group(config, progress)

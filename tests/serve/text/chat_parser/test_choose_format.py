@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve.config import REASONING_PARSERS, TOOL_PARSERS
+from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from serve.text.chat_parser import choose_format
 from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS, setting_names
 from tests.support.text.formats_table import PAGE, with_table
