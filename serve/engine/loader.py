@@ -110,7 +110,10 @@ def _load(
     """Runs in the compute thread, because packing weights is parallel work."""
     path = config.model_path
     # errors in the directory itself are reported before anything else
-    config = _with_device_defaults(config, read_spec(path))
+    if config.converter:
+        config = replace(config, backend="cpu" if config.backend == "auto" else config.backend)
+    else:
+        config = _with_device_defaults(config, read_spec(path))
     defaults = _generation_defaults(path)
     text, runtime = _load_parts(config, progress, is_stopped)
     tokenizer = text.tokenizer

@@ -34,7 +34,7 @@ from serve.loading.kv_sizing import reserving, size_kv
 from serve.loading.precision import Precision, choose_backend, resolve_precision
 from serve.loading.remote_memory import open_remote_memory
 from serve.machine import local_kv_bytes, usable_processors
-from serve.models import Decoder, ModelSpec, load_model, read_spec
+from serve.models import Decoder, ModelSpec, StepModel, load_model, read_spec
 from serve.models.checkpoint import weight_files
 from serve.models.checksums import check_manifest
 from serve.models.progress import LoadProgress
@@ -52,7 +52,7 @@ class Runtime:
 
     spec: ModelSpec
     precision: Precision
-    model: Decoder
+    model: StepModel
     attention: PlannedAttention
     kv: KVMemory
     memory: Closable
@@ -66,7 +66,8 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
     progress = progress or LoadProgress()
     keep_freed_memory()
     check_manifest(config.model_path)
-    spec = read_spec(config.model_path)
+    converted = _Converter(config) if config.converter else None
+    spec = read_spec(config.model_path) if converted is None else converted.spec
     config = replace(config, backend=choose_backend(config, spec))
     if config.backend == "cuda":
         _check_for_cuda(config)
@@ -87,7 +88,11 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
     if precision.is_int8:
         torch.set_num_threads(1)  # weights are packed by the native kernels' threads
     try:
-        model = _load_model(config, precision, backend, progress)
+        model: StepModel
+        if converted is None:
+            model = _load_model(config, precision, backend, progress)
+        else:
+            model = converted.load(precision, backend, progress)
     finally:
         torch.set_num_threads(num_threads)
     layers = model.attention_layers()
@@ -139,7 +144,7 @@ def _load_cuda(
 
 
 def _load_local(
-    config: EngineConfig, spec: ModelSpec, precision: Precision, model: Decoder, backend: Backend
+    config: EngineConfig, spec: ModelSpec, precision: Precision, model: StepModel, backend: Backend
 ) -> Runtime:
     """Makes K/V and attention in this machine's memory."""
     layers = model.attention_layers()
@@ -239,13 +244,44 @@ def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -
         torch.set_num_threads(1)
 
 
+class _Converter:
+    """Loads a model by serve.converter, which is imported only here."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from serve.converter import model
+
+        if config.backend == "cuda":
+            raise ConfigError("converter needs the cpu back end, not cuda")
+        self._config, self._module = config, model
+        self._exported = model.export(config.model_path, torch.float32)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._exported.spec
+
+    def load(self, precision: Precision, backend: Backend, progress: LoadProgress) -> StepModel:
+        if precision.compute != self._exported.dtype:
+            self._exported = self._module.export(self._config.model_path, precision.compute)
+        make_linear, make_head = _packers(self._config, precision, backend) or (None, None)
+        return self._module.load_converted(
+            self._exported,
+            backend=backend,
+            make_linear=make_linear,
+            make_head=make_head,
+            keep_weight_dtype=precision.is_int8,
+            is_random=self._config.load_format == "random",
+            progress=progress,
+        )
+
+
 def _load_model(
     config: EngineConfig, precision: Precision, backend: Backend, progress: LoadProgress
 ) -> Decoder:
     path = config.model_path
     q_first = bool(config.memory_nodes)  # nodes start as soon as they have q
     is_random = config.load_format == "random"
-    if not precision.is_int8:
+    packers = _packers(config, precision, backend)
+    if packers is None:
         return load_model(
             path,
             dtype=precision.compute,
@@ -256,6 +292,26 @@ def _load_model(
             max_model_len=config.max_model_len,
             progress=progress,
         )
+    return load_model(
+        path,
+        dtype=precision.compute,
+        backend=backend,
+        make_linear=packers[0],
+        make_head=packers[1],
+        keep_weight_dtype=True,
+        q_first=q_first,
+        is_random=is_random,
+        max_model_len=config.max_model_len,
+        progress=progress,
+    )
+
+
+def _packers(
+    config: EngineConfig, precision: Precision, backend: Backend
+) -> tuple[MakeLinear, MakeLinear] | None:
+    """Returns what packs products and the last one into 8 bits or fewer; None: they stay plain."""
+    if not precision.is_int8:
+        return None
     linears = backend.quantized
     assert linears is not None, "resolve_precision checks this"
     make_linear: MakeLinear = linears.int8
@@ -264,18 +320,7 @@ def _load_model(
     elif precision.weights in ("int4", "nf4"):
         is_nf4 = precision.weights == "nf4"
         make_linear = partial(linears.rounded4, group=config.weight_group, is_nf4=is_nf4)
-    return load_model(
-        path,
-        dtype=precision.compute,
-        backend=backend,
-        make_linear=make_linear,
-        make_head=partial(linears.int8, is_head=True),
-        keep_weight_dtype=True,
-        q_first=q_first,
-        is_random=is_random,
-        max_model_len=config.max_model_len,
-        progress=progress,
-    )
+    return make_linear, partial(linears.int8, is_head=True)
 
 
 def _attention(

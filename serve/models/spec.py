@@ -6,7 +6,7 @@ the common checks and the generation defaults. layer_spec.py has the fields of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from serve.models.families import FAMILIES
 from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MixtureSpec
 from serve.models.families.names import Family
 from serve.models.families.rope_spec import RopeSpec
+from serve.models.tensors import ParameterCounts
 
 MAX_ALL_EXPERTS = 1 << 17
 MAX_ALL_HEADS = 1 << 18
@@ -44,6 +45,7 @@ class ModelSpec:
     logits; logits become cap * tanh(logit / cap) if logit_soft_cap is not 0. per_layer_vocab: rows
     of the table of per-layer embeddings. tolerates_int8: dtype auto may choose int8. packed: the
     storage format of a quantized checkpoint. is_nested: config.json is that of a multimodal model.
+    counts: the numbers of weights of a converted model, which has no row in the table of families.
     """
 
     model_type: str
@@ -73,6 +75,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     is_nested: bool = False
+    counts: ParameterCounts | None = field(default=None, compare=False)
 
     @property
     def num_layers(self) -> int:
