@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,9 @@ class Captured:
     tensors: by placeholder of the graph, the parameter or buffer that it stands for. buffers:
     values by name. shapes: of parameters. ties: a tied parameter and the one whose weights it has.
     ids, positions: the placeholders of the inputs. head: the parameter of the last product.
-    prefix: of the base model's parameters. config: the class's own, with all defaults.
+    prefix: of the base model's parameters. config: the class's own, with all defaults. renamed:
+    from a checkpoint's name of a tensor to the model's. is_regrouped: Transformers splits or joins
+    tensors of checkpoints of this class.
     """
 
     graph: fx.Graph
@@ -53,6 +56,8 @@ class Captured:
     positions: str
     head: str
     prefix: str
+    renamed: Callable[[str], str]
+    is_regrouped: bool
 
 
 class _Logits(torch.nn.Module):
@@ -81,6 +86,7 @@ def capture(path: Path, dtype: torch.dtype) -> Captured:
     with torch.no_grad():
         model = _without_weights(model_class, config)
         head = _head(model)
+        renamed, is_regrouped = _renaming(model)
         ties = dict(getattr(model, "all_tied_weights_keys", {}))
         shapes = {
             name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)
@@ -109,6 +115,8 @@ def capture(path: Path, dtype: torch.dtype) -> Captured:
         positions=inputs[1],
         head=head,
         prefix=f"{model.base_model_prefix}.",
+        renamed=renamed,
+        is_regrouped=is_regrouped,
     )
 
 
@@ -210,6 +218,22 @@ def _head(model: Any) -> str:
     raise unsupported(f"a head that is no linear layer ({type(model).__name__})")
 
 
+def _renaming(model: Any) -> tuple[Callable[[str], str], bool]:
+    """Returns how names in checkpoints become the model's, and whether tensors change, too."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    found = get_model_conversion_mapping(model)
+    steps = [each for each in found if isinstance(each, WeightRenaming)]
+
+    def renamed(name: str) -> str:
+        for step in steps:
+            name = step.rename_source_key(name)[0]
+        return name
+
+    return renamed, len(steps) < len(found)
+
+
 def _export(model: Any, dtype: torch.dtype) -> Any:
     """Exports the model over rows [1, T], whose number stays open."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -223,7 +247,11 @@ def _export(model: Any, dtype: torch.dtype) -> Any:
             module._buffers[name] = mode.from_tensor(buffer, static_shapes=True)
     rows, positions = (torch.zeros(1, _ROWS, dtype=torch.int64) for _ in range(2))
     any_rows = {1: torch.export.Dim.DYNAMIC}
-    with _naming(type(model), "cannot be exported for a varying number of rows"):
+    with (
+        _naming(type(model), "cannot be exported for a varying number of rows"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of torch's own modules
         program = torch.export.export(
             _Logits(model).eval(),
             (rows, positions),

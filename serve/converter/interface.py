@@ -20,16 +20,20 @@ _IGNORED = frozenset({"dropout", "position_ids", "use_cache", "return_dict", "ca
 
 
 @torch.library.custom_op("mergestep::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, cap: float) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int, cap: float
+) -> Tensor:
     """Stands for causal attention in a graph: [1, T, H, Dv] for q: [1, H, T, D].
 
-    window: 0 for none. cap: soft cap of the scores, 0 for none.
+    sinks: [H], logits without values. window, cap (a soft cap of the scores): 0 for none.
     """
     raise NotImplementedError("the attention seam takes the place of this operator")
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, cap: float) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int, cap: float
+) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -45,6 +49,11 @@ class Mask:
     def __getitem__(self, index: object) -> Mask:
         """Returns the mask itself, since models cut masks to the number of keys."""
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise unsupported("an attention mask that it changes itself")
 
 
 def register() -> None:
@@ -76,6 +85,7 @@ def _attend(
     if q.shape[2] != k.shape[2]:
         raise unsupported("attention over keys of another input (cross attention)")
     window, cap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
+    sinks = kwargs.pop("s_aux", None)
     if isinstance(mask, Mask):
         window = mask.window
     scale = kwargs.pop("scaling", None)
@@ -84,7 +94,7 @@ def _attend(
             continue
         raise unsupported(f"the argument {name} of its attention")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return OPERATOR(q, k, v, float(scale), int(window or 0), float(cap or 0.0)), None
+    return OPERATOR(q, k, v, sinks, float(scale), int(window or 0), float(cap or 0.0)), None
 
 
 def unsupported(what: str) -> ModelLoadError:

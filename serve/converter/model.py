@@ -84,7 +84,7 @@ class ConvertedModel:
         self._head = hidden_to_logits(exported.graph, weights)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        return attention_layers(self._graph)
+        return attention_layers(self._graph, self._weights.constants)
 
     def stage(self, first: int, count: int) -> Stage:
         """Returns `count` attentions, from number `first` on, with what comes before and after."""

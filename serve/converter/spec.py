@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from memory.attention.seam import AttentionLayer
 from serve.converter.capture import Captured
-from serve.converter.graph import Graph, Value
+from serve.converter.graph import CONSTANT, Graph, Value
 from serve.converter.interface import unsupported
 from serve.errors import ModelLoadError
 from serve.models import ModelSpec, ParameterCounts, read_generation_defaults
@@ -16,15 +17,19 @@ from serve.models.families.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from serve.models.spec import DTYPES
 
 
-def attention_layers(graph: Graph) -> list[AttentionLayer]:
+def attention_layers(
+    graph: Graph, constants: Mapping[Value, Any] | None = None
+) -> list[AttentionLayer]:
     """Returns the attentions of a graph as the seam sees them. ModelLoadError for shapes that it
-    does not have."""
-    return [_layer(value) for value in graph.attentions]
+    does not have. constants: known when weights are, and so are sinks."""
+    return [_layer(value, constants or {}) for value in graph.attentions]
 
 
-def _layer(value: Value) -> AttentionLayer:
+def _layer(value: Value, constants: Mapping[Value, Any]) -> AttentionLayer:
     q, k, v = (x.shape for x in value.args[:3])
-    scale, window, cap = value.args[3:]
+    sinks, scale, window, cap = value.args[3:]
+    if sinks is not None and sinks.kind != CONSTANT:
+        raise unsupported("sinks of attention that depend on the input")
     assert q is not None and k is not None and v is not None
     if k[1] != v[1] or q[1] % k[1] or q[3] != k[3] or v[3] > k[3]:
         raise unsupported(f"queries, keys and values of shapes {list(q)}, {list(k)} and {list(v)}")
@@ -35,6 +40,7 @@ def _layer(value: Value) -> AttentionLayer:
         scale=scale,
         window=window or None,
         soft_cap=cap,
+        sinks=tuple(constants[sinks].float().tolist()) if sinks in constants else None,
     )
 
 

@@ -42,6 +42,7 @@ class WeightReader:
         self._captured, self._graph = captured, graph
         self._checkpoint, self._packing = checkpoint, packing
         self._ops: dict[tuple[str, ...], LinearOp] = {}
+        self._stored = {captured.renamed(name): name for name in checkpoint.entries}
         self._names = self._find_names()
 
     def check(self, num_layers: int) -> None:
@@ -53,7 +54,10 @@ class WeightReader:
         for name, shape in shapes.items():
             entry = checkpoint.entries.get(name)
             if entry is None:
-                raise ModelLoadError(f"{checkpoint.path}: tensor {name} is missing")
+                reason = ""
+                if self._captured.is_regrouped:
+                    reason = "; converter does not split or join tensors, as transformers does here"
+                raise ModelLoadError(f"{checkpoint.path}: tensor {name} is missing{reason}")
             if entry.shape != shape:
                 raise ModelLoadError(
                     f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json "
@@ -130,16 +134,16 @@ class WeightReader:
         used = {
             x.tensor for x in self._graph.values if x.tensor and x.tensor in self._captured.shapes
         }
-        return {name: self._stored(name) for name in sorted(used)}
+        return {name: self._find(name) for name in sorted(used)}
 
-    def _stored(self, name: str) -> str:
-        prefix, entries = self._captured.prefix, self._checkpoint.entries
+    def _find(self, name: str) -> str:
+        prefix = self._captured.prefix
         source = self._captured.ties.get(name)
         for each in (name, source):
             if each is not None:
-                for stored in (each, each.removeprefix(prefix), f"{prefix}{each}"):
-                    if stored in entries:
-                        return stored
+                for found in (each, each.removeprefix(prefix), f"{prefix}{each}"):
+                    if found in self._stored:
+                        return self._stored[found]
         return source or name  # a random checkpoint has it when it is asked for it
 
 
