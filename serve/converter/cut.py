@@ -7,11 +7,16 @@ values a slice hands to the next. Values that depend on positions alone are comp
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from serve.converter.graph import ROWS, Graph, Value
 
 _ENDLESS = 1 << 60
+_Vertex = tuple[int, bool]  # a value's number, and whether it is its end
+_SOURCE, _SINK = (-1, False), (-2, False)
+_Node = TypeVar("_Node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +58,13 @@ def _row_inputs(value: Value) -> list[Value]:
     return [each for each in value.inputs if each.kind == ROWS]
 
 
-def _closure(starts: list[Value], edges: dict[Value, list[Value]]) -> set[Value]:
+def _closure(starts: Sequence[_Node], edges: Mapping[_Node, Sequence[_Node]]) -> set[_Node]:
     found, open_ = set(starts), list(starts)
     while open_:
         new = [each for each in edges[open_.pop()] if each not in found]
         found.update(new)
         open_.extend(new)
     return found
-
-
-_Vertex = tuple[int, bool]  # a value's number, and whether it is its end
-_SOURCE, _SINK = (-1, False), (-2, False)
 
 
 class _Flow:
@@ -107,11 +108,12 @@ class _Flow:
             for a, b in path:
                 self._left[a][b] -= amount
                 self._left[b][a] += amount
-        reached = self._reached()
+        late = self._reaching_sink()
         computed = [
             value
             for value in self._values
-            if value in self._before or (value.number, False) in reached
+            if value in self._before
+            or (value not in self._after and (value.number, False) not in late)
         ]
         early = frozenset(computed)
         carried = [v for v in computed if any(user not in early for user in self._users[v])]
@@ -127,6 +129,16 @@ class _Flow:
             path.append((reached[vertex], vertex))
             vertex = reached[vertex]
         return path
+
+    def _reaching_sink(self) -> set[_Vertex]:
+        """Returns what still reaches the sink. All else may be computed before the cut: of equal
+        cuts this is the last, so that a stage ends with the MLP of its last layer."""
+        starts: dict[_Vertex, list[_Vertex]] = {}
+        for start, ends in self._left.items():
+            for end, left in ends.items():
+                if left > 0:
+                    starts.setdefault(end, []).append(start)
+        return _closure([_SINK], {vertex: starts.get(vertex, []) for vertex in self._left})
 
     def _reached(self) -> dict[_Vertex, _Vertex]:
         """Returns what the source still reaches, each with the vertex before it."""

@@ -145,9 +145,7 @@ def test_two_micro_batches_give_the_bits_of_one():
     model, ids = converted("helium", "cpu"), torch.tensor(token_ids(12))
     positions = torch.arange(6)
     layers = model.attention_layers()
-    apart = [
-        model.forward(part, positions, ListAttention(layers)) for part in (ids[:6], ids[6:])
-    ]
+    apart = [model.forward(part, positions, ListAttention(layers)) for part in (ids[:6], ids[6:])]
     late = LateAttention(SimpleNamespace(plan=lambda step: ListAttention(layers)))
     passes = [model.slices(part, positions, late.plan(None)) for part in (ids[:6], ids[6:])]
     for one, other in zip(run_interleaved(passes), apart, strict=True):
