@@ -135,8 +135,8 @@ def find_class(path: Path) -> tuple[Any, Any]:
             f"{model_type!r} is no causal language model of transformers "
             f"{transformers.__version__}; converter serves only those",
         )
-    named, known = reader.values.get("architectures"), NAMES[model_type]
-    known = (known,) if isinstance(known, str) else known
+    named, entry = reader.values.get("architectures"), NAMES[model_type]
+    known = (entry,) if isinstance(entry, str) else entry
     name = named[0] if isinstance(named, list) and named else known[0]
     if name not in known:
         raise reader.fail("architectures", f"names {name!r}; converter serves {known[0]}")

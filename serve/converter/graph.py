@@ -129,13 +129,21 @@ class _Reader:
         self._values.append(value)
         return value
 
+    def _is_same(self, value: Value, result: Any) -> bool:
+        """Returns whether a result has type and shape of a value."""
+        if not isinstance(result, Tensor) or result.dtype != value.dtype:
+            return False
+        shape = tuple(self._size(dim) for dim in result.shape)
+        return shape == value.shape and all(dim >= -1 for dim in shape)
+
     def _size(self, dim: Any) -> int:
-        """Returns a dimension's size, -1 for the number of rows."""
+        """Returns a dimension's size: -1 for the number of rows, less for what depends on it in
+        another way."""
         if isinstance(dim, int):
             return dim
-        if dim.node.expr != self._symbol:
-            return -int(dim.node.expr.subs(self._symbol, 1)) or -1
-        return -1
+        if dim.node.expr == self._symbol:
+            return -1
+        return -2 - abs(int(dim.node.expr.subs(self._symbol, 1)))
 
     def _input(self, node: fx.Node) -> Value:
         tensor = self._captured.tensors.get(node.name)
@@ -161,11 +169,10 @@ class _Reader:
         args = tuple(valued(argument) for argument in node.args)
         kwargs = {name: valued(argument) for name, argument in node.kwargs.items()}
         target: Any = node.target
-        if _name(target) in _ALIASES and inputs and inputs[0] is args[0]:
-            shape, dtype = inputs[0].shape, inputs[0].dtype
-            is_same = isinstance(found, Tensor) and found.dtype == dtype
-            if is_same and tuple(self._size(dim) for dim in found.shape) == shape:
-                return inputs[0]
+        if any(isinstance(x, Value) for x in kwargs.values()):
+            raise unsupported(f"the operator {target} with a keyword that is computed")
+        if _name(target) in _ALIASES and inputs and self._is_same(inputs[0], found):
+            return inputs[0]
         key = target, _frozen(args), _frozen(kwargs)
         if target is not interface.OPERATOR and key in self._known:
             return self._known[key]

@@ -16,6 +16,7 @@ from serve.converter.capture import Captured, capture
 from serve.converter.cut import Cut, find_cuts
 from serve.converter.graph import Graph, read_graph
 from serve.converter.interface import unsupported
+from serve.converter.program import Product
 from serve.converter.spec import attention_layers, make_spec
 from serve.converter.stage import Stage, Weights, hidden_to_logits
 from serve.converter.weights import Packing, WeightReader
@@ -82,6 +83,12 @@ class ConvertedModel:
         self._graph, self._cuts, self._weights = exported.graph, exported.cuts, weights
         self._whole = self.stage(0, self.spec.num_layers)
         self._head = hidden_to_logits(exported.graph, weights)
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """The packed products by the names of their weights."""
+        found = self._weights.functions.items()
+        return {v.inputs[1].tensor: x for v, x in found if isinstance(x, Product)}
 
     def attention_layers(self) -> list[AttentionLayer]:
         return attention_layers(self._graph, self._weights.constants)

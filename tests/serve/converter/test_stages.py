@@ -85,15 +85,13 @@ def test_a_slice_computes_q_first_and_what_needs_no_attention_before_it_waits(fa
     """The products of k and v come after `begin`; an MLP beside attention comes before the wait."""
     model = converted(family)
     events: list[object] = []
-    for value, product in model._weights.functions.items():
-        if value.is_product:
-            product.op = _noting(product.op, value.inputs[1].tensor, events)
+    for name, product in model.products.items():
+        product.op = _noting(product.op, name, events)
     try:
         model.forward(torch.tensor([5, 6]), torch.arange(2), _Noting(events))
     finally:
-        for value, product in model._weights.functions.items():
-            if value.is_product:
-                product.op = product.op.inner
+        for product in model.products.values():
+            product.op = product.op.inner
     at = {event: number for number, event in reversed(list(enumerate(events)))}
     prefix = model.spec.model_type if family == "gpt_neox" else "model"
     name = {
