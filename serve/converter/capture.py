@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from serve.checkpoint_json import ConfigReader, read_json
 from serve.converter import interface
 from serve.converter.interface import unsupported
 from serve.errors import ConfigError, ModelLoadError, reason
 from serve.models import FAMILIES
+from serve.models.spec import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,8 @@ def capture(path: Path, dtype: torch.dtype) -> Captured:
 def find_class(path: Path) -> tuple[Any, Any]:
     """Returns the class of the installed Transformers that config.json names, and its
     configuration. ModelLoadError if there is none that can be converted."""
+    reader = read_config(path, is_converted=True)
     source = path / "config.json"
-    reader = ConfigReader(read_json(source), str(source))
     model_type = reader.text("model_type")
     transformers = _transformers()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES

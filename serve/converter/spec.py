@@ -76,7 +76,7 @@ def make_spec(path: Path, captured: Captured, graph: Graph) -> ModelSpec:
         norm_eps=0.0,
         layers=layers,
         is_tied=captured.head in captured.ties,
-        eos_token_ids=read_generation_defaults(path)["eos_token_ids"],
+        eos_token_ids=read_generation_defaults(path, is_converted=True)["eos_token_ids"],
         bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
         counts=count(captured, graph),
     )

@@ -114,7 +114,7 @@ def _load(
         config = replace(config, backend="cpu" if config.backend == "auto" else config.backend)
     else:
         config = _with_device_defaults(config, read_spec(path))
-    defaults = _generation_defaults(path)
+    defaults = _generation_defaults(path, config.converter)
     text, runtime = _load_parts(config, progress, is_stopped)
     tokenizer = text.tokenizer
     spec, kv, max_model_len = runtime.spec, runtime.kv, runtime.kv.max_model_len
@@ -198,9 +198,9 @@ def _with_device_defaults(config: EngineConfig, spec: ModelSpec) -> EngineConfig
     return replace(config, max_num_batched_tokens=max(GPU_BATCHED_TOKENS, config.max_num_seqs))
 
 
-def _generation_defaults(path: Path) -> dict[str, object]:
+def _generation_defaults(path: Path, is_converted: bool) -> dict[str, object]:
     """Returns the defaults in generation_config.json, checked like a request's parameters."""
-    defaults = dict(read_generation_defaults(path))
+    defaults = dict(read_generation_defaults(path, is_converted=is_converted))
     sampling: dict[str, Any] = {k: v for k, v in defaults.items() if k != "eos_token_ids"}
     try:
         SamplingParams(**sampling)

@@ -190,8 +190,9 @@ def _language_model(config: ConfigReader) -> ConfigReader:
     return ConfigReader(values, f"{config.source}: {key}")
 
 
-def read_config(path: Path) -> ConfigReader:
-    """Reads config.json of a directory. ModelLoadError if it refers to code."""
+def read_config(path: Path, *, is_converted: bool = False) -> ConfigReader:
+    """Reads config.json of a directory. ModelLoadError if it refers to code. is_converted: the code
+    is that of a class of the installed Transformers, so that none of the directory is needed."""
     if path.is_file():
         raise ModelLoadError(f"model {path} is a file, not a directory of a checkpoint")
     if path.exists() and not path.is_dir():
@@ -205,7 +206,8 @@ def read_config(path: Path) -> ConfigReader:
         raise ModelLoadError(f"{path} has no config.json; a Hugging Face model directory is needed")
     config = ConfigReader(read_json(source), str(source))
     model_type = _language_model(config).values.get("model_type")
-    if config.has("auto_map") and not (isinstance(model_type, str) and model_type in FAMILIES):
+    is_known = is_converted or (isinstance(model_type, str) and model_type in FAMILIES)
+    if config.has("auto_map") and not is_known:
         raise config.fail(
             "auto_map", "asks for code from the checkpoint, which is never run; use a plain model"
         )
@@ -242,13 +244,14 @@ def _read_modelopt(source: Path) -> CheckpointFormat | None:
         raise ModelLoadError(f"{source}: {error}") from error
 
 
-def read_generation_defaults(path: Path) -> dict[str, Any]:
+def read_generation_defaults(path: Path, *, is_converted: bool = False) -> dict[str, Any]:
     """Returns eos_token_ids, and the sampling parameters that generation_config.json sets.
 
     These are temperature, top_p, top_k, min_p and repetition_penalty. eos ids of
-    generation_config.json take precedence over those of config.json.
+    generation_config.json take precedence over those of config.json. is_converted: as in
+    read_config.
     """
-    whole = read_config(path)
+    whole = read_config(path, is_converted=is_converted)
     config_ids = _language_model(whole).token_ids("eos_token_id") or whole.token_ids("eos_token_id")
     source = path / "generation_config.json"
     if not source.exists():

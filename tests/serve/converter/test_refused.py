@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ops.reference import ReferenceBackend
-from serve import LLM
+from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.converter import model as converter
 from serve.converter.capture import find_class
@@ -134,8 +134,10 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path):
     path = copy_of(foreign("helium"), tmp_path)
     edit_json(path / "config.json", lambda c: c.update(auto_map={"AutoConfig": "evil.Evil"}))
     (path / "evil.py").write_text("raise SystemExit('the code of the checkpoint was run')")
-    with pytest.raises(ModelLoadError, match="auto_map"):
-        LLM(str(path), converter=True)
+    with pytest.raises(ModelLoadError, match=r"model_type|auto_map"):
+        LLM(str(path))
+    with LLM(str(path), converter=True) as llm:
+        assert llm.generate([[5, 6]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids
 
 
 def test_a_gpu_and_wrong_settings_are_refused():
