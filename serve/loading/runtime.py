@@ -178,7 +178,8 @@ def _load_local(
             store, secret = open_kv_store(
                 config,
                 precision,
-                backend=backend.name,
+                # a converted model's rotated keys may have another order
+                backend=f"converter {backend.name}" if config.converter else backend.name,
                 groups=sizes.groups,
                 page_bytes=sizes.page_bytes,
             )

@@ -8,6 +8,7 @@ import pytest
 
 from serve import LLM, SamplingParams
 from serve.models import FAMILIES
+from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.foreign import FOREIGN, eager_greedy, foreign
 from tests.support.nodes.served_nodes import MIB, nodes
 from tests.support.profile import every_day
@@ -129,3 +130,20 @@ def test_memory_nodes(family, prefill, tmp_path):
         outputs = llm.generate(targets, GREEDY, use_tqdm=False)
         assert llm.stats().memory_nodes == 2
     assert _tokens(outputs) == _expected(family, targets)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.small_pages
+def test_a_disk_tier_is_not_shared_with_the_decoder(tmp_path):
+    """The decoder rotates half against half where a class may rotate neighbours."""
+    path, prompt = str(checkpoint("glm", "head-16")), [[*SHARED, 5]]
+    settings = {"dtype": "float32", "kv_page_bytes": 4096, "kv_cache_bytes": 8 * MIB}
+    found = {}
+    for is_converted in (False, True, False, True):
+        with LLM(path, converter=is_converted, kv_cache_dir=tmp_path, **settings) as llm:
+            output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+            found.setdefault(tuple(output.outputs[0].token_ids), []).append(
+                output.metrics.num_cached_tokens > 0
+            )
+    assert list(found.values()) == [[False, False, True, True]]
+    assert len(list(tmp_path.iterdir())) == 2
