@@ -176,6 +176,9 @@ def _check(model_class: Any, config: Any, source: Path) -> None:
         "attention to later tokens (use_bidirectional_attention)": getattr(
             config, "use_bidirectional_attention", None
         ),
+        "rotations that follow the longest sequence (rope_type dynamic or longrope)": any(
+            kind in ("dynamic", "longrope") for kind in _rope_types(config)
+        ),
         "cross attention (add_cross_attention)": getattr(config, "add_cross_attention", False),
         "position_ids, which its forward does not take": "position_ids"
         not in inspect.signature(model_class.forward).parameters,
@@ -187,6 +190,14 @@ def _check(model_class: Any, config: Any, source: Path) -> None:
     for what, is_needed in problems.items():
         if is_needed:
             raise ModelLoadError(f"{source}: {unsupported(what)}")
+
+
+def _rope_types(config: Any) -> list[object]:
+    """Returns the kinds of rotary embeddings, which may differ between kinds of layers."""
+    found = getattr(config, "rope_parameters", None)
+    if not isinstance(found, dict):
+        return []
+    return [x.get("rope_type") for x in (found, *found.values()) if isinstance(x, dict)]
 
 
 def _has_states(config: Any) -> bool:

@@ -110,8 +110,12 @@ class _Reader:
                 self._of[node] = self._operator(node)
         named = {node.name: value for node, value in self._of.items() if node.op == "placeholder"}
         logits, captured = results[0], self._captured
+        values = list(ancestors([logits]))
+        for value in values:
+            if _joins_rows(value):
+                raise unsupported(f"a value of the positions of all rows ({value.target})")
         return Graph(
-            values=list(ancestors([logits])),
+            values=values,
             ids=named[captured.ids],
             positions=named[captured.positions],
             num_rows=self.num_rows,
@@ -232,6 +236,14 @@ def _symbol_of(captured: Captured) -> Any:
             if isinstance(rows, torch.SymInt):
                 return rows.node.expr
     raise unsupported(f"a fixed number of rows ({captured.class_name})")
+
+
+def _joins_rows(value: Value) -> bool:
+    """Returns whether a result without rows depends on positions of all rows. What depends on
+    their tokens, such as the number of rows of an expert, is left to a trial."""
+    if value.kind != POSITIONS or value.shape is None or any(dim < 0 for dim in value.shape):
+        return False
+    return any(x.shape is not None and any(dim < 0 for dim in x.shape) for x in value.inputs)
 
 
 def _kind(inputs: list[Value]) -> str:

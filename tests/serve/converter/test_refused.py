@@ -48,6 +48,11 @@ def config_of(folder: Path, **values: object) -> Path:
         ({"model_type": "helium", "num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"model_type": "helium", "num_hidden_layers": "two"}, "num_hidden_layers"),
         ({"model_type": "helium", "hidden_size": "wide"}, "transformers refuses it"),
+        (
+            {"model_type": "helium"}
+            | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rotations that follow the longest sequence",
+        ),
         ({}, "model_type is missing"),
     ],
 )
@@ -62,12 +67,6 @@ def test_a_class_is_refused_by_name(values, message, tmp_path):
     [
         ({"model_type": "doge"}, "DogeForCausalLM: .*attention mask that it changes"),
         ({"model_type": "codegen", "n_head": 4, "n_embd": 64}, "CodeGenForCausalLM"),
-        (
-            {"model_type": "phi3", "rope_parameters": None, "original_max_position_embeddings": 32}
-            | {"rope_scaling": {"type": "longrope", "short_factor": [1] * 8}}
-            | {"pad_token_id": 0},
-            "refuses|cannot be",
-        ),
     ],
 )
 def test_a_graph_is_refused_by_the_name_of_its_class(values, message, tmp_path):
@@ -164,3 +163,16 @@ def test_a_mask_that_is_cut_stays_and_one_that_is_changed_is_refused():
     assert mask[:, :, :, :5] is mask
     with pytest.raises(ModelLoadError, match="mask that it changes"):
         mask.to(torch.float32)
+
+
+def test_a_value_of_all_positions_is_refused(monkeypatch):
+    """It would make a row's result depend on its batch, as the largest position does."""
+    from transformers.models.helium.modeling_helium import HeliumRotaryEmbedding
+
+    def shifted(self, x, position_ids):
+        return forward(self, x, position_ids - position_ids.amax())
+
+    forward = HeliumRotaryEmbedding.forward
+    monkeypatch.setattr(HeliumRotaryEmbedding, "forward", shifted)
+    with pytest.raises(ModelLoadError, match="a value of the positions of all rows"):
+        converter.export(foreign("helium"), torch.float32)

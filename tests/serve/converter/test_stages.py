@@ -14,7 +14,7 @@ from ops import get_backend
 from ops.reference import ReferenceBackend
 from serve.converter import stage
 from serve.converter.model import ConvertedModel, export, load_converted
-from serve.models import run_interleaved
+from serve.models import count_parameters, run_interleaved
 from tests.support.engine.decoders import ListAttention, run, token_ids
 from tests.support.engine.foreign import eager_model, foreign
 from tests.support.nodes.late_attention import LateAttention
@@ -161,3 +161,12 @@ def test_a_pass_that_is_closed_leaves_nothing_behind():
     assert attention.calls == [("begin", 0), ("finish", 0)]
     again = model.forward(ids, torch.arange(3), ListAttention(model.attention_layers()))
     assert again.shape == (3, model.spec.hidden_size)
+
+
+@pytest.mark.parametrize("family", every_day([0], ["helium", "gemma", "gpt_neox", "minicpm3"]))
+def test_all_parameters_are_counted(family):
+    exported = export(foreign(family), torch.float32)
+    total = sum(parameter.numel() for parameter in eager_model(foreign(family)).parameters())
+    assert exported.spec.counts.total == total
+    assert count_parameters(exported.spec) is exported.spec.counts
+    assert exported.spec.counts.head == 320 * 64
