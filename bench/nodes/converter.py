@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bench.nodes.injected import Clock, Costs, RealClock, TimedOp
 from bench.nodes.overlap import EARLY_Q, TWO_BATCHES, InjectedResult, measure_injected, report
+from serve.config import EngineConfig
 from serve.converter.model import ConvertedModel
 from serve.loading.runtime import Runtime
 from serve.models import StepModel
@@ -57,15 +58,8 @@ def measure(clock: Clock, num_steps: int, cases: Iterable[Costs]) -> list[Inject
     """Measures each case with num_steps steps in every mode."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
-        return measure_injected(
-            clock,
-            num_steps,
-            cases,
-            slowed_graph,
-            Path(folder),
-            converter=True,
-            load_format="random",
-        )
+        config = EngineConfig(model=folder, converter=True, load_format="random")
+        return measure_injected(clock, num_steps, cases, slowed_graph, config)
 
 
 def main() -> None:

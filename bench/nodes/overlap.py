@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -60,7 +60,7 @@ from memory.attention.seam import (
     Ticket,
 )
 from ops import get_backend
-from serve.config import EngineConfig, EngineSettings
+from serve.config import EngineConfig
 from serve.loading.runtime import Runtime, load_runtime
 from serve.models import StepModel, load_model
 from serve.request import Request
@@ -219,18 +219,15 @@ def measure_injected(
     num_steps: int,
     cases: Iterable[Costs],
     slowed: Callable[[Runtime, Costs, Clock], StepModel] = slowed_decoder,
-    model: Path | None = None,
-    **settings: Unpack[EngineSettings],
+    config: EngineConfig | None = None,
 ) -> list[InjectedResult]:
     """Measures a model in fp32 with ROWS sequences, each figure from num_steps steps.
 
-    slowed makes it from the runtime of an engine with `model` (None: the embedded one) and these
-    settings.
+    slowed makes it from the runtime of an engine with `config`; by default it is the embedded one.
     """
     runtime = load_runtime(
-        EngineConfig.from_settings(
-            model,
-            **settings,
+        replace(
+            config or EngineConfig(),
             dtype="float32",
             compute_threads=1,  # a thread that sleeps between products would wake a team each time
             max_num_seqs=ROWS,
