@@ -25,12 +25,13 @@ from serve.converter import interface
 from serve.converter.interface import unsupported
 from serve.errors import ConfigError, ModelLoadError, reason
 from serve.models import FAMILIES
-from serve.models.spec import read_config
+from serve.models.spec import EXPERT_COUNTS, read_config
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 7  # of the example with which a model is exported
 _MAX_LAYERS = 1024
+_MAX_EXPERTS = 4096
 
 
 @dataclass(slots=True)
@@ -38,7 +39,8 @@ class Captured:
     """An exported model: token ids and positions, both [1, T], to logits.
 
     tensors: by placeholder of the graph, the parameter or buffer that it stands for. buffers:
-    values by name. shapes: of parameters. ties: a tied parameter and the one whose weights it has.
+    values by name. shapes: of parameters, and of buffers that are saved. ties: a tied parameter and
+    the one whose weights it has.
     ids, positions: the placeholders of the inputs. head: the parameter of the last product.
     prefix: of the base model's parameters. config: the class's own, with all defaults. renamed:
     from a checkpoint's name of a tensor to the model's. is_regrouped: Transformers splits or joins
@@ -87,11 +89,14 @@ def capture(path: Path, dtype: torch.dtype) -> Captured:
         model = _without_weights(model_class, config)
         head = _head(model)
         renamed, is_regrouped = _renaming(model)
+        saved = model.state_dict()
         ties = dict(getattr(model, "all_tied_weights_keys", {}))
         shapes = {
             name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)
         }
         buffers = dict(model.named_buffers(remove_duplicate=False))
+        for name in buffers.keys() & saved.keys():  # they are in checkpoints, as parameters are
+            shapes[name] = tuple(buffers.pop(name).shape)
         program = _export(model, dtype)
     tensors, inputs = {}, []
     for spec in program.graph_signature.input_specs:
@@ -143,6 +148,8 @@ def find_class(path: Path) -> tuple[Any, Any]:
     if reader.values.get("quantization_config") is not None:
         raise reader.fail("quantization_config", "is not supported by converter")
     reader.integer("num_hidden_layers", 1, high=_MAX_LAYERS)
+    for key in EXPERT_COUNTS:
+        reader.integer(key, 1, low=0, high=_MAX_EXPERTS)
     model_class = getattr(transformers, name)
     try:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(reader.values))
@@ -213,11 +220,26 @@ def _without_weights(model_class: Any, config: Any) -> Any:
         for module in model.modules():
             found = [n for n, b in module.named_buffers(recurse=False) if b.device.type == "meta"]
             for name in found:
-                buffer = getattr(module, name)
-                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+                module._buffers[name] = _unset(getattr(module, name))
             if found:
                 model._init_weights(module)  # computes the buffers; parameters have no data
+            for name in found:
+                is_saved = name not in module._non_persistent_buffers_set
+                if not is_saved and _is_unset(getattr(module, name)):
+                    raise unsupported(f"the buffer {name}, which its class computes in another way")
     return model
+
+
+def _unset(buffer: Tensor) -> Tensor:
+    """Returns a buffer with values that no class would give it."""
+    value = torch.nan if buffer.is_floating_point() else -(1 << 30)
+    if buffer.dtype not in (torch.int64, torch.int32) and not buffer.is_floating_point():
+        raise unsupported(f"a buffer of type {buffer.dtype}")
+    return torch.full(buffer.shape, value, dtype=buffer.dtype)
+
+
+def _is_unset(buffer: Tensor) -> bool:
+    return bool((buffer.isnan() | (buffer == -(1 << 30))).any())
 
 
 def _head(model: Any) -> str:
@@ -255,6 +277,9 @@ def _export(model: Any, dtype: torch.dtype) -> Any:
                 module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
+            is_saved = name not in module._non_persistent_buffers_set
+            if is_saved and buffer.is_floating_point():
+                buffer = buffer.to(dtype)
             module._buffers[name] = mode.from_tensor(buffer, static_shapes=True)
     rows, positions = (torch.zeros(1, _ROWS, dtype=torch.int64) for _ in range(2))
     any_rows = {1: torch.export.Dim.DYNAMIC}

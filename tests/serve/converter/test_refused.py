@@ -18,7 +18,7 @@ from serve.converter.capture import find_class
 from serve.converter.interface import Mask
 from serve.errors import ConfigError, ModelLoadError
 from tests.support.engine.checkpoints import checkpoint, edit_json
-from tests.support.engine.decoders import copy_of, edit_tensors
+from tests.support.engine.decoders import copy_of, edit_tensors, run
 from tests.support.engine.foreign import foreign
 from tests.support.engine.variants.variant import LLAMA
 
@@ -176,3 +176,37 @@ def test_a_value_of_all_positions_is_refused(monkeypatch):
     monkeypatch.setattr(HeliumRotaryEmbedding, "forward", shifted)
     with pytest.raises(ModelLoadError, match="a value of the positions of all rows"):
         converter.export(foreign("helium"), torch.float32)
+
+
+def _with_buffer(monkeypatch, *, is_saved: bool) -> None:
+    """Gives the MLPs of Helium a buffer that multiplies their results."""
+    from transformers.models.helium.modeling_helium import HeliumMLP
+
+    def init(self, config):
+        make(self, config)
+        self.register_buffer("gain", torch.ones(1), persistent=is_saved)
+
+    make, forward = HeliumMLP.__init__, HeliumMLP.forward
+    monkeypatch.setattr(HeliumMLP, "__init__", init)
+    monkeypatch.setattr(HeliumMLP, "forward", lambda self, x: forward(self, x) * self.gain)
+
+
+def test_a_buffer_that_is_not_computed_is_refused(monkeypatch):
+    _with_buffer(monkeypatch, is_saved=False)
+    with pytest.raises(ModelLoadError, match="the buffer gain"):
+        converter.export(foreign("helium"), torch.float32)
+
+
+def test_a_buffer_that_is_saved_is_read(monkeypatch, tmp_path):
+    _with_buffer(monkeypatch, is_saved=True)
+    path = copy_of(foreign("helium"), tmp_path)
+    exported = converter.export(path, torch.float32)
+    with pytest.raises(ModelLoadError, match="gain is missing"):
+        converter.load_converted(exported, backend=ReferenceBackend())
+    logits = []
+    for gain in (1.0, 3.0):
+        names = [f"model.layers.{layer}.mlp.gain" for layer in range(2)]
+        edit_tensors(path, lambda t, g=gain, n=names: t | {x: torch.tensor([g]) for x in n})
+        model = converter.load_converted(exported, backend=ReferenceBackend())
+        logits.append(run(model, [5, 6, 7]))
+    assert not torch.allclose(logits[0], logits[1], atol=0.1)
