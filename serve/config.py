@@ -66,6 +66,7 @@ class EngineSettings(TypedDict, total=False):
     """The fields of EngineConfig but `model`, as keyword arguments of Engine and LLM."""
 
     load_format: str
+    converter: bool
     served_model_name: str | None
     dtype: str
     weight_group: int
@@ -118,6 +119,8 @@ class EngineConfig:
     model: a Hugging Face directory, or "default" for the embedded model.
     load_format: "safetensors", or "random" to measure speed with random weights made on the
         device; then only config.json and the tokenizer are read from the directory.
+    converter: serves the class of the installed transformers, exported as a graph, instead of the
+        decoder of this project; for models that it does not know.
     served_model_name: the model's name in the API; None takes the directory's name.
     dtype: the type of the weights and products. "int8" multiplies int8 by int8 (weights scaled per
         channel, activations per token); "int4" and "nf4" round the weights to 4 bits; "fp8"
@@ -201,6 +204,7 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     load_format: str = "safetensors"
+    converter: bool = False
     served_model_name: str | None = None
     dtype: str = "auto"
     weight_group: int = 64
@@ -248,7 +252,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._check_names()
         self._check_counts()
-        for name in ("prefix_cache", "tune", "bounded_json"):
+        for name in ("converter", "prefix_cache", "tune", "bounded_json"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         slo = self.inter_token_slo_ms

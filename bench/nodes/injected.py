@@ -91,12 +91,12 @@ class TimedOp:
     """A product whose result for ROWS rows is ready `seconds` after its call."""
 
     def __init__(self, op: LinearOp, seconds: float, costs: Costs, clock: Clock) -> None:
-        self._op, self._seconds, self._clock = op, seconds, clock
+        self.inner, self._seconds, self._clock = op, seconds, clock
         self._fixed = costs.fixed_share
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         began = self._clock.now()
-        out = self._op(x, residual)
+        out = self.inner(x, residual)
         share = self._fixed + (1 - self._fixed) * len(x) / ROWS
         self._clock.sleep_until(began + self._seconds * share)
         return out

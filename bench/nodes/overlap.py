@@ -62,7 +62,7 @@ from memory.attention.seam import (
 from ops import get_backend
 from serve.config import EngineConfig
 from serve.loading.runtime import Runtime, load_runtime
-from serve.models import load_model
+from serve.models import StepModel, load_model
 from serve.request import Request
 from serve.runner.runner import ModelRunner
 from serve.sampling_params import SamplingParams
@@ -206,10 +206,28 @@ TWO_BATCHES = [
 ]
 
 
-def measure_injected(clock: Clock, num_steps: int, cases: Iterable[Costs]) -> list[InjectedResult]:
-    """Measures the embedded model in fp32 with ROWS sequences, each figure from num_steps steps."""
+def slowed_decoder(runtime: Runtime, costs: Costs, clock: Clock) -> StepModel:
+    """Returns the embedded model, computing q first, with its products at the injected costs."""
+    path = EngineConfig().model_path
+    model = load_model(path, dtype=torch.float32, backend=get_backend("cpu"), q_first=True)
+    slow_down(model, costs, clock)
+    return model
+
+
+def measure_injected(
+    clock: Clock,
+    num_steps: int,
+    cases: Iterable[Costs],
+    slowed: Callable[[Runtime, Costs, Clock], StepModel] = slowed_decoder,
+    config: EngineConfig | None = None,
+) -> list[InjectedResult]:
+    """Measures a model in fp32 with ROWS sequences, each figure from num_steps steps.
+
+    slowed makes it from the runtime of an engine with `config`; by default it is the embedded one.
+    """
     runtime = load_runtime(
-        EngineConfig(
+        replace(
+            config or EngineConfig(),
             dtype="float32",
             compute_threads=1,  # a thread that sleeps between products would wake a team each time
             max_num_seqs=ROWS,
@@ -220,8 +238,8 @@ def measure_injected(clock: Clock, num_steps: int, cases: Iterable[Costs]) -> li
     found = []
     try:
         for costs in cases:
-            times = _injected_times(runtime, costs, clock, num_steps)
-            ideal = _injected_times(runtime, costs, VirtualClock(), 1)
+            times = _injected_times(runtime, slowed, costs, clock, num_steps)
+            ideal = _injected_times(runtime, slowed, costs, VirtualClock(), 1)
             predicted = spec.num_layers * min(costs.kv_s, costs.prefix_s)
             found.append(InjectedResult(costs, predicted, ideal["two_s"], **times))
         return found
@@ -232,12 +250,13 @@ def measure_injected(clock: Clock, num_steps: int, cases: Iterable[Costs]) -> li
 
 
 def _injected_times(
-    runtime: Runtime, costs: Costs, clock: Clock, num_steps: int
+    runtime: Runtime,
+    slowed: Callable[[Runtime, Costs, Clock], StepModel],
+    costs: Costs,
+    clock: Clock,
+    num_steps: int,
 ) -> dict[str, float]:
-    model = load_model(
-        EngineConfig().model_path, dtype=torch.float32, backend=get_backend("cpu"), q_first=True
-    )
-    slow_down(model, costs, clock)
+    model = slowed(runtime, costs, clock)
 
     def runner(policy: Any, *, is_late: bool = False) -> ModelRunner:
         node = TimedNode(runtime.attention, costs, clock)

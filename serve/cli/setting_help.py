@@ -66,6 +66,10 @@ ENGINE_OPTIONS: dict[str, Option] = {
         "safetensors; random makes random weights, to measure speed.",
         choices=LOAD_FORMATS,
     ),
+    "converter": Option(
+        MODEL,
+        "Serve the model's class of the installed transformers: for models without support here.",
+    ),
     "served_model_name": Option(MODEL, "The model's name in the API; by default that of MODEL."),
     "dtype": Option(
         MODEL,

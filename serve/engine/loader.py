@@ -113,8 +113,11 @@ def _load(
     """Runs in the compute thread, because packing weights is parallel work."""
     path = config.model_path
     # errors in the directory itself are reported before anything else
-    config = _with_device_defaults(config, read_spec(path))
-    defaults = _generation_defaults(path)
+    if config.converter:
+        config = replace(config, backend="cpu" if config.backend == "auto" else config.backend)
+    else:
+        config = _with_device_defaults(config, read_spec(path))
+    defaults = _generation_defaults(path, config.converter)
     text, runtime, make_recovery = _load_parts(config, progress, is_stopped)
     tokenizer = text.tokenizer
     spec, kv, max_model_len = runtime.spec, runtime.kv, runtime.kv.max_model_len
@@ -214,9 +217,9 @@ def _with_device_defaults(config: EngineConfig, spec: ModelSpec) -> EngineConfig
     return replace(config, max_num_batched_tokens=max(GPU_BATCHED_TOKENS, config.max_num_seqs))
 
 
-def _generation_defaults(path: Path) -> dict[str, object]:
+def _generation_defaults(path: Path, is_converted: bool) -> dict[str, object]:
     """Returns the defaults in generation_config.json, checked like a request's parameters."""
-    defaults = dict(read_generation_defaults(path))
+    defaults = dict(read_generation_defaults(path, is_converted=is_converted))
     sampling: dict[str, Any] = {k: v for k, v in defaults.items() if k != "eos_token_ids"}
     try:
         SamplingParams(**sampling)

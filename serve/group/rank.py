@@ -15,8 +15,8 @@ from ops.backend import LinearOp
 from serve.group.exchange import ArenaExchange, WindowExchange
 from serve.group.grid import Grid
 from serve.group.messages import PlannedStep
+from serve.loading.model_source import ModelSource, load_shard
 from serve.loading.rank_memory import RankGeometry, RankMemory
-from serve.loading.runtime import ModelSource, load_weights
 from serve.models import Decoder
 from serve.models.progress import LoadProgress
 from serve.models.shard import Shard
@@ -51,7 +51,7 @@ class Rank:
         self.has_next = self.place.stage + 1 < grid.num_stages
         self.shard = shard_of(grid, number)
         self.source = source
-        self.model: Decoder = load_weights(source, progress, self.shard)
+        self.model: Decoder = load_shard(source, progress, self.shard)
         self.memory: RankMemory | None = None
         self._head = self.model.weights.head
 

@@ -6,7 +6,7 @@ from serve.config import EngineConfig
 from serve.group.exchange import ArenaExchange, ring_bytes
 from serve.group.grid import Grid
 from serve.group.stage_link import largest_hidden
-from serve.loading.runtime import ModelSource
+from serve.loading.model_source import ModelSource
 from serve.models import ModelSpec
 from serve.models.families.layer_spec import AttentionSpec, MixtureSpec, MlpSpec
 from serve.runner.prompt_reader import LOGITS_BYTES

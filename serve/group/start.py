@@ -23,8 +23,9 @@ from serve.group.sizes import stage_window_bytes
 from serve.group.stages import layer_stages
 from serve.group.worker_link import WorkerFailed, WorkerLink
 from serve.loading.footprint import check_weights_fit
+from serve.loading.model_source import ModelSource, read_source
 from serve.loading.rank_memory import make_accounting
-from serve.loading.runtime import ModelSource, Runtime, log_sizes, read_source
+from serve.loading.runtime import Runtime, log_sizes
 from serve.machine import local_kv_bytes, usable_processors
 from serve.models import ModelSpec
 from serve.models.progress import LoadProgress
@@ -160,7 +161,7 @@ def make_grid(config: EngineConfig, spec: ModelSpec) -> Grid:
 
 def _check(config: EngineConfig) -> None:
     """Refuses settings that a group does not have."""
-    for name in ("memory_nodes", "kvp", "kv_cache_dir"):
+    for name in ("memory_nodes", "kvp", "kv_cache_dir", "converter"):
         if getattr(config, name):
             raise ConfigError(f"{name} needs a model on one rank, not {config.num_ranks}")
     if config.backend == "cuda":

@@ -24,8 +24,8 @@ from serve.group.messages import Kind, Message, MessageError, PlannedStep
 from serve.group.rank import Rank
 from serve.group.sizes import open_exchange
 from serve.group.stage_link import StageFailed, StageLink
+from serve.loading.model_source import read_source
 from serve.loading.rank_memory import RankGeometry
-from serve.loading.runtime import read_source
 from serve.machine import available_memory
 from serve.models.progress import LoadProgress
 from transport import listen

@@ -7,48 +7,39 @@ it.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from memory.attention.chunked import ChunkedAttention
 from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
 from memory.attention.kv_layout import KVCache, KVLayout
 from memory.attention.local import LocalAttention
-from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
+from memory.attention.seam import PlannedAttention, layers_in
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.nodes.node_set import NodeSet
 from memory.pages.linux_vmm import LinuxMemory
-from ops import Backend, get_backend
-from ops.cpu import native_library
-from ops.cpu.heap import keep_freed_memory
+from ops import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.disk_store import open_kv_store
 from serve.loading.footprint import check_weights_fit
 from serve.loading.kv_layouts import kv_layout, layer_groups
 from serve.loading.kv_sizing import reserving, size_kv
-from serve.loading.precision import Precision, choose_backend, resolve_precision
+from serve.loading.model_source import ModelSource, load_shard, load_weights, read_source
+from serve.loading.precision import Precision
 from serve.loading.remote_memory import open_remote_memory
 from serve.machine import local_kv_bytes, usable_processors
-from serve.models import Decoder, ModelSpec, load_model, read_spec
-from serve.models.checkpoint import weight_files
-from serve.models.checksums import check_manifest
+from serve.models import ModelSpec, StepModel
 from serve.models.progress import LoadProgress
-from serve.models.shard import WHOLE, Shard
-from serve.models.tensors import MakeLinear
+from serve.models.shard import WHOLE
 from serve.runner.runner import Closable, Runner
 
 if TYPE_CHECKING:
     from serve.loading.kvp import Segments
 
 logger = logging.getLogger(__name__)
-
-CUDA_PAGE_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
@@ -57,7 +48,7 @@ class Runtime:
 
     spec: ModelSpec
     precision: Precision
-    model: Decoder
+    model: StepModel
     attention: PlannedAttention
     kv: KVMemory
     memory: Closable
@@ -66,23 +57,14 @@ class Runtime:
     runner: Runner | None = None  # set on devices with a runner of their own
 
 
-class ModelSource(NamedTuple):
-    """A model that is about to be loaded: the settings with their back end, and what they mean."""
-
-    config: EngineConfig
-    spec: ModelSpec
-    precision: Precision
-    backend: Backend
-
-
 def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> Runtime:
     """Loads the weights and reserves the K/V. Call it in the compute thread."""
     progress = progress or LoadProgress()
     source = read_source(config)
-    config, spec, precision, backend = source
+    config, spec, precision, backend, _ = source
     check_weights_fit(config, spec, precision)
     if precision.backend == "cuda":
-        return _load_cuda(config, spec, precision, backend, progress)
+        return _load_cuda(source, progress)
     model = load_weights(source, progress)
     if config.memory_nodes:
         layers = model.attention_layers()
@@ -94,66 +76,16 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
     return _load_local(config, spec, precision, model, backend)
 
 
-def read_source(config: EngineConfig) -> ModelSource:
-    """Reads the configuration, decides back end and precision, and sets the numbers of threads."""
-    keep_freed_memory()
-    check_manifest(config.model_path)
-    spec = read_spec(config.model_path)
-    config = replace(config, backend=choose_backend(config, spec))
-    if config.backend == "cuda":
-        _check_for_cuda(config)
-    _set_threads(config)
-    try:
-        backend = get_backend(config.backend)
-    except ValueError as error:
-        raise ConfigError(f"backend: {error}") from error
-    precision = resolve_precision(config, spec)
-    if config.load_format == "random":
-        logger.warning("load_format random: the weights are random, and so are the answers")
-    else:
-        weight_files(config.model_path)  # a missing file is named before a lack of memory
-    return ModelSource(config, spec, precision, backend)
-
-
-def load_weights(source: ModelSource, progress: LoadProgress, shard: Shard = WHOLE) -> Decoder:
-    """Loads the weights of a shard in this machine's memory."""
-    config, _, precision, backend = source
-    num_threads = torch.get_num_threads()
-    if precision.is_int8:
-        torch.set_num_threads(1)  # weights are packed by the native kernels' threads
-    try:
-        model = _load_model(config, precision, backend, progress, shard)
-    finally:
-        torch.set_num_threads(num_threads)
-    _leave_cores_to_native(precision, model.attention_layers())
-    return model
-
-
-def _check_for_cuda(config: EngineConfig) -> None:
-    if config.memory_nodes:
-        raise ConfigError("memory_nodes need the cpu back end, not cuda")
-    if config.kvp:
-        raise ConfigError("kvp needs the cpu back end, not cuda")
-    page = config.kv_page_bytes
-    if page is not None and torch.cuda.is_available() and page % CUDA_PAGE_BYTES:
-        raise ConfigError(f"kv_page_bytes {page}: a GPU maps multiples of {CUDA_PAGE_BYTES}")
-
-
-def _load_cuda(
-    config: EngineConfig,
-    spec: ModelSpec,
-    precision: Precision,
-    backend: Backend,
-    progress: LoadProgress,
-) -> Runtime:
+def _load_cuda(source: ModelSource, progress: LoadProgress) -> Runtime:
     """Loads everything on a GPU; the GPU's modules are imported only here."""
     from serve.loading import cuda_runtime
 
+    config, spec, precision, backend, _ = source
     max_len = config.max_model_len or spec.max_model_len
     # refuses what the kernels do not have before the weights are read
     cuda_runtime.kv_layouts(config, precision, spec.attention_layers, max_len)
     device = cuda_runtime.make_step_device(backend.device)
-    model = _load_model(config, precision, backend, progress)
+    model = load_shard(source, progress, WHOLE)
     parts = cuda_runtime.load_cuda(config, spec, precision, model, device)
     log_sizes(config, precision, parts.kv)
     return Runtime(
@@ -169,7 +101,7 @@ def _load_cuda(
 
 
 def _load_local(
-    config: EngineConfig, spec: ModelSpec, precision: Precision, model: Decoder, backend: Backend
+    config: EngineConfig, spec: ModelSpec, precision: Precision, model: StepModel, backend: Backend
 ) -> Runtime:
     """Makes K/V and attention in this machine's memory."""
     layers = model.attention_layers()
@@ -206,7 +138,8 @@ def _load_local(
             store, secret = open_kv_store(
                 config,
                 precision,
-                backend=backend.name,
+                # a converted model's rotated keys may have another order
+                backend=f"converter {backend.name}" if config.converter else backend.name,
                 groups=sizes.groups,
                 page_bytes=sizes.page_bytes,
             )
@@ -256,23 +189,6 @@ def log_sizes(config: EngineConfig, precision: Precision, kv: KVMemory) -> None:
     )
 
 
-def _set_threads(config: EngineConfig) -> None:
-    """Sets the thread counts of torch and of the native kernels."""
-    # torch's own count may have been lowered by an engine in this process
-    processors = usable_processors()
-    count = min(config.compute_threads or processors, processors)
-    torch.set_num_threads(count)
-    if not native_library.is_available():
-        return
-    # one thread team serves all engines of the process; only an explicit setting reduces it
-    native_library.set_num_threads(count)
-    logger.info(
-        "native kernels: %s, %d threads",
-        native_library.instruction_set(),
-        native_library.num_threads(),
-    )
-
-
 def _has_idle_core(config: EngineConfig) -> bool:
     """Returns whether a core is free for a thread that maps pages ahead.
 
@@ -281,65 +197,6 @@ def _has_idle_core(config: EngineConfig) -> bool:
     """
     processors = usable_processors()
     return min(config.compute_threads or processors, processors) < processors
-
-
-def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -> None:
-    """Sets torch to one thread if native kernels do most of a step.
-
-    Two thread teams on the same cores would wait for each other.
-    """
-    if not native_library.is_available() or precision.compute == torch.float16:
-        return
-    has_attention = native_library.instruction_set() != "portable" and all(
-        layer.head_dim % 16 == 0 for layer in layers
-    )
-    if precision.kv == "int8" or has_attention:
-        torch.set_num_threads(1)
-
-
-def _load_model(
-    config: EngineConfig,
-    precision: Precision,
-    backend: Backend,
-    progress: LoadProgress,
-    shard: Shard = WHOLE,
-) -> Decoder:
-    path = config.model_path
-    q_first = bool(config.memory_nodes)  # nodes start as soon as they have q
-    is_random = config.load_format == "random"
-    if not precision.is_int8:
-        return load_model(
-            path,
-            dtype=precision.compute,
-            backend=backend,
-            unpack=True,
-            q_first=q_first,
-            is_random=is_random,
-            max_model_len=config.max_model_len,
-            progress=progress,
-            shard=shard,
-        )
-    linears = backend.quantized
-    assert linears is not None, "resolve_precision checks this"
-    make_linear: MakeLinear = linears.int8
-    if precision.weights == "fp8":
-        make_linear = linears.fp8
-    elif precision.weights in ("int4", "nf4"):
-        is_nf4 = precision.weights == "nf4"
-        make_linear = partial(linears.rounded4, group=config.weight_group, is_nf4=is_nf4)
-    return load_model(
-        path,
-        dtype=precision.compute,
-        backend=backend,
-        make_linear=make_linear,
-        make_head=partial(linears.int8, is_head=True),
-        keep_weight_dtype=True,
-        q_first=q_first,
-        is_random=is_random,
-        max_model_len=config.max_model_len,
-        progress=progress,
-        shard=shard,
-    )
 
 
 def _attention(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as functional
@@ -76,6 +77,26 @@ def run_interleaved(passes: Sequence[Slices]) -> list[Tensor]:
         for one in passes:
             one.close()
     return [found[number] for number in range(len(passes))]
+
+
+class StepModel(Protocol):
+    """A model as the CPU's runner sees it; the methods are those of Decoder."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def attention_layers(self) -> list[AttentionLayer]: ...
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor: ...
+
+    def slices(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Slices: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def normed(self, hidden: Tensor) -> Tensor: ...
 
 
 class Decoder:

@@ -6,7 +6,7 @@ the common checks and the generation defaults. layer_spec.py has the fields of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from serve.models.families import FAMILIES
 from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MixtureSpec
 from serve.models.families.names import Family
 from serve.models.families.rope_spec import RopeSpec
+from serve.models.tensors import ParameterCounts
 
 MAX_ALL_EXPERTS = 1 << 17
 MAX_ALL_HEADS = 1 << 18
@@ -44,6 +45,7 @@ class ModelSpec:
     logits; logits become cap * tanh(logit / cap) if logit_soft_cap is not 0. per_layer_vocab: rows
     of the table of per-layer embeddings. tolerates_int8: dtype auto may choose int8. packed: the
     storage format of a quantized checkpoint. is_nested: config.json is that of a multimodal model.
+    counts: the numbers of weights of a converted model, which has no row in the table of families.
     """
 
     model_type: str
@@ -73,6 +75,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     is_nested: bool = False
+    counts: ParameterCounts | None = field(default=None, compare=False)
 
     @property
     def num_layers(self) -> int:
@@ -187,8 +190,9 @@ def _language_model(config: ConfigReader) -> ConfigReader:
     return ConfigReader(values, f"{config.source}: {key}")
 
 
-def read_config(path: Path) -> ConfigReader:
-    """Reads config.json of a directory. ModelLoadError if it refers to code."""
+def read_config(path: Path, *, is_converted: bool = False) -> ConfigReader:
+    """Reads config.json of a directory. ModelLoadError if it refers to code. is_converted: the code
+    is that of a class of the installed Transformers, so that none of the directory is needed."""
     if path.is_file():
         raise ModelLoadError(f"model {path} is a file, not a directory of a checkpoint")
     if path.exists() and not path.is_dir():
@@ -202,7 +206,8 @@ def read_config(path: Path) -> ConfigReader:
         raise ModelLoadError(f"{path} has no config.json; a Hugging Face model directory is needed")
     config = ConfigReader(read_json(source), str(source))
     model_type = _language_model(config).values.get("model_type")
-    if config.has("auto_map") and not (isinstance(model_type, str) and model_type in FAMILIES):
+    is_known = is_converted or (isinstance(model_type, str) and model_type in FAMILIES)
+    if config.has("auto_map") and not is_known:
         raise config.fail(
             "auto_map", "asks for code from the checkpoint, which is never run; use a plain model"
         )
@@ -239,13 +244,14 @@ def _read_modelopt(source: Path) -> CheckpointFormat | None:
         raise ModelLoadError(f"{source}: {error}") from error
 
 
-def read_generation_defaults(path: Path) -> dict[str, Any]:
+def read_generation_defaults(path: Path, *, is_converted: bool = False) -> dict[str, Any]:
     """Returns eos_token_ids, and the sampling parameters that generation_config.json sets.
 
     These are temperature, top_p, top_k, min_p and repetition_penalty. eos ids of
-    generation_config.json take precedence over those of config.json.
+    generation_config.json take precedence over those of config.json. is_converted: as in
+    read_config.
     """
-    whole = read_config(path)
+    whole = read_config(path, is_converted=is_converted)
     config_ids = _language_model(whole).token_ids("eos_token_id") or whole.token_ids("eos_token_id")
     source = path / "generation_config.json"
     if not source.exists():

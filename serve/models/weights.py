@@ -128,6 +128,8 @@ def expect_tensors(spec: ModelSpec, checkpoint: Checkpoint | None = None) -> Exp
 
 def count_parameters(spec: ModelSpec) -> ParameterCounts:
     """Returns the numbers of weights and biases that a checkpoint of the model holds."""
+    if spec.counts is not None:
+        return spec.counts
     counts = expect_tensors(spec).counts
     counts.idle = sum(_idle_weights(spec, layer.mlp) for layer in spec.layers)
     return counts

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ops.cpu.sampling import SampledRows
 from ops.cpu.token_logprobs import Scores, describe
-from serve.models import Decoder
+from serve.models import StepModel
 from serve.scheduler.prompt_outputs import Pooled, PromptOutputs, PromptPart, PromptScores
 from serve.scheduler.step_plan import StepPlan
 
@@ -66,7 +66,7 @@ class PromptReader:
 
     def __init__(
         self,
-        model: Decoder,
+        model: StepModel,
         hidden: Tensor,
         requests: Sequence[PromptRowRequest],
         fetch: Callable[[Tensor], Tensor] = lambda x: x,
@@ -96,7 +96,7 @@ class PromptReader:
 
 
 def _scores(
-    model: Decoder,
+    model: StepModel,
     hidden: Tensor,
     requests: Sequence[PromptRowRequest],
     fetch: Callable[[Tensor], Tensor],

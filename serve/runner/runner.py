@@ -15,7 +15,7 @@ import torch
 from memory.attention.seam import PlannedAttention
 from memory.kv_memory import KVMemory
 from memory.pages.kv_range import Range
-from serve.models import Decoder, run_interleaved
+from serve.models import StepModel, run_interleaved
 from serve.request import TokenLogprobs
 from serve.runner.batch import make_batch
 from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller
@@ -165,7 +165,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: StepModel,
         kv: KVMemory,
         attention: PlannedAttention,
         *,

@@ -16,7 +16,8 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
 from serve.loading.kv_sizing import size_kv
 from serve.loading.precision import resolve_precision
-from serve.loading.runtime import _set_threads, load_runtime
+from serve.loading.model_source import _set_threads
+from serve.loading.runtime import load_runtime
 from serve.machine import available_memory, usable_processors
 from serve.models import ModelSpec, read_spec
 from tests.support.engine.checkpoints import checkpoint
@@ -219,7 +220,7 @@ def test_a_quota_of_processor_time_bounds_the_threads(files, count, monkeypatch)
 def test_the_thread_team_is_no_larger_than_the_quota(setting, expected, monkeypatch):
     """This holds even where the team already has a thread for every core."""
     team: list[int] = []
-    monkeypatch.setattr("serve.loading.runtime.usable_processors", lambda: 2)
+    monkeypatch.setattr("serve.loading.model_source.usable_processors", lambda: 2)
     monkeypatch.setattr("torch.set_num_threads", team.append)
     monkeypatch.setattr("ops.cpu.native_library.is_available", lambda: True)
     monkeypatch.setattr("ops.cpu.native_library.set_num_threads", team.append)

@@ -1,0 +1,227 @@
+"""What a model is loaded from, and loading its weights: back end, precision, threads, packing.
+
+runtime.py adds K/V memory and attention for one rank, serve/group for several.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from memory.attention.seam import AttentionLayer
+from ops import Backend, get_backend
+from ops.cpu import native_library
+from ops.cpu.heap import keep_freed_memory
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.loading.precision import Precision, choose_backend, resolve_precision
+from serve.machine import usable_processors
+from serve.models import Decoder, ModelSpec, StepModel, load_model, read_spec
+from serve.models.checkpoint import weight_files
+from serve.models.checksums import check_manifest
+from serve.models.progress import LoadProgress
+from serve.models.shard import WHOLE, Shard
+from serve.models.tensors import MakeLinear
+
+logger = logging.getLogger(__name__)
+
+CUDA_PAGE_BYTES = 2 << 20
+
+
+class ModelSource(NamedTuple):
+    """A model that is about to be loaded: the settings with their back end, and what they mean.
+
+    converter: what loads it, if the converter does.
+    """
+
+    config: EngineConfig
+    spec: ModelSpec
+    precision: Precision
+    backend: Backend
+    converter: Converter | None = None
+
+
+def read_source(config: EngineConfig) -> ModelSource:
+    """Reads the configuration, decides back end and precision, and sets the numbers of threads."""
+    keep_freed_memory()
+    check_manifest(config.model_path)
+    converter = Converter(config) if config.converter else None
+    spec = read_spec(config.model_path) if converter is None else converter.spec
+    config = replace(config, backend=choose_backend(config, spec))
+    if config.backend == "cuda":
+        _check_for_cuda(config)
+    _set_threads(config)
+    try:
+        backend = get_backend(config.backend)
+    except ValueError as error:
+        raise ConfigError(f"backend: {error}") from error
+    precision = resolve_precision(config, spec)
+    if config.load_format == "random":
+        logger.warning("load_format random: the weights are random, and so are the answers")
+    else:
+        weight_files(config.model_path)  # a missing file is named before a lack of memory
+    return ModelSource(config, spec, precision, backend, converter)
+
+
+def load_weights(source: ModelSource, progress: LoadProgress) -> StepModel:
+    """Loads the weights."""
+    _, _, precision, backend, converter = source
+    if converter is None:
+        return load_shard(source, progress, WHOLE)
+    with _packing(precision):
+        model = converter.load(precision, backend, progress)
+    _leave_cores_to_native(precision, model.attention_layers())
+    return model
+
+
+def load_shard(source: ModelSource, progress: LoadProgress, shard: Shard) -> Decoder:
+    """Loads the weights of a shard."""
+    config, _, precision, backend, _ = source
+    with _packing(precision):
+        model = _load_model(config, precision, backend, progress, shard)
+    _leave_cores_to_native(precision, model.attention_layers())
+    return model
+
+
+@contextmanager
+def _packing(precision: Precision) -> Iterator[None]:
+    """Leaves the cores to the native kernels' threads, which pack weights."""
+    num_threads = torch.get_num_threads()
+    if precision.is_int8 and precision.backend != "cuda":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _check_for_cuda(config: EngineConfig) -> None:
+    if config.memory_nodes:
+        raise ConfigError("memory_nodes need the cpu back end, not cuda")
+    if config.kvp:
+        raise ConfigError("kvp needs the cpu back end, not cuda")
+    page = config.kv_page_bytes
+    if page is not None and torch.cuda.is_available() and page % CUDA_PAGE_BYTES:
+        raise ConfigError(f"kv_page_bytes {page}: a GPU maps multiples of {CUDA_PAGE_BYTES}")
+
+
+def _set_threads(config: EngineConfig) -> None:
+    """Sets the thread counts of torch and of the native kernels."""
+    # torch's own count may have been lowered by an engine in this process
+    processors = usable_processors()
+    count = min(config.compute_threads or processors, processors)
+    torch.set_num_threads(count)
+    if not native_library.is_available():
+        return
+    # one thread team serves all engines of the process; only an explicit setting reduces it
+    native_library.set_num_threads(count)
+    logger.info(
+        "native kernels: %s, %d threads",
+        native_library.instruction_set(),
+        native_library.num_threads(),
+    )
+
+
+def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -> None:
+    """Sets torch to one thread if native kernels do most of a step.
+
+    Two thread teams on the same cores would wait for each other.
+    """
+    if not native_library.is_available() or precision.compute == torch.float16:
+        return
+    has_attention = native_library.instruction_set() != "portable" and all(
+        layer.head_dim % 16 == 0 for layer in layers
+    )
+    if precision.kv == "int8" or has_attention:
+        torch.set_num_threads(1)
+
+
+class Converter:
+    """Loads a model by serve.converter, which is imported only here."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from serve.converter import model
+
+        if config.backend == "cuda":
+            raise ConfigError("converter needs the cpu back end, not cuda")
+        self._config, self._module = config, model
+        self._exported = model.export(config.model_path, torch.float32)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._exported.spec
+
+    def load(self, precision: Precision, backend: Backend, progress: LoadProgress) -> StepModel:
+        if precision.compute != self._exported.dtype:
+            self._exported = self._module.export(self._config.model_path, precision.compute)
+        make_linear, make_head = _packers(self._config, precision, backend) or (None, None)
+        return self._module.load_converted(
+            self._exported,
+            backend=backend,
+            make_linear=make_linear,
+            make_head=make_head,
+            keep_weight_dtype=precision.is_int8,
+            is_random=self._config.load_format == "random",
+            progress=progress,
+        )
+
+
+def _load_model(
+    config: EngineConfig,
+    precision: Precision,
+    backend: Backend,
+    progress: LoadProgress,
+    shard: Shard = WHOLE,
+) -> Decoder:
+    path = config.model_path
+    q_first = bool(config.memory_nodes)  # nodes start as soon as they have q
+    is_random = config.load_format == "random"
+    packers = _packers(config, precision, backend)
+    if packers is None:
+        return load_model(
+            path,
+            dtype=precision.compute,
+            backend=backend,
+            unpack=True,
+            q_first=q_first,
+            is_random=is_random,
+            max_model_len=config.max_model_len,
+            progress=progress,
+            shard=shard,
+        )
+    return load_model(
+        path,
+        dtype=precision.compute,
+        backend=backend,
+        make_linear=packers[0],
+        make_head=packers[1],
+        keep_weight_dtype=True,
+        q_first=q_first,
+        is_random=is_random,
+        max_model_len=config.max_model_len,
+        progress=progress,
+        shard=shard,
+    )
+
+
+def _packers(
+    config: EngineConfig, precision: Precision, backend: Backend
+) -> tuple[MakeLinear, MakeLinear] | None:
+    """Returns what packs products and the last one into 8 bits or fewer; None: they stay plain."""
+    if not precision.is_int8:
+        return None
+    linears = backend.quantized
+    assert linears is not None, "resolve_precision checks this"
+    make_linear: MakeLinear = linears.int8
+    if precision.weights == "fp8":
+        make_linear = linears.fp8
+    elif precision.weights in ("int4", "nf4"):
+        is_nf4 = precision.weights == "nf4"
+        make_linear = partial(linears.rounded4, group=config.weight_group, is_nf4=is_nf4)
+    return make_linear, partial(linears.int8, is_head=True)
