@@ -28,6 +28,7 @@ from ops.cpu.heap import keep_freed_memory
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.disk_store import open_kv_store
+from serve.loading.engine_share import HostShare
 from serve.loading.footprint import check_weights_fit
 from serve.loading.kv_layouts import kv_layout, layer_groups
 from serve.loading.kv_sizing import reserving, size_kv
@@ -94,7 +95,8 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
     _leave_cores_to_native(precision, layers)
     if config.memory_nodes:
         local_bytes = config.kv_cache_bytes or local_kv_bytes()
-        remote = open_remote_memory(config, precision, spec, layers, backend, local_bytes)
+        share = HostShare(config, precision, backend, local_bytes)
+        remote = open_remote_memory(config, precision, spec, layers, backend, local_bytes, share)
         return Runtime(
             spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
         )
@@ -102,8 +104,6 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
 
 
 def _check_for_cuda(config: EngineConfig) -> None:
-    if config.memory_nodes:
-        raise ConfigError("memory_nodes need the cpu back end, not cuda")
     page = config.kv_page_bytes
     if page is not None and torch.cuda.is_available() and page % CUDA_PAGE_BYTES:
         raise ConfigError(f"kv_page_bytes {page}: a GPU maps multiples of {CUDA_PAGE_BYTES}")
@@ -124,6 +124,21 @@ def _load_cuda(
     cuda_runtime.kv_layouts(config, precision, spec.attention_layers, max_len)
     device = cuda_runtime.make_step_device(backend.device)
     model = _load_model(config, precision, backend, progress)
+    if config.memory_nodes:
+        from serve.loading import cuda_remote
+
+        far = cuda_remote.load_cuda_over_nodes(config, spec, precision, model, device, backend)
+        remote = far.remote
+        return Runtime(
+            spec,
+            precision,
+            model,
+            remote.attention,
+            remote.kv,
+            remote,
+            nodes=remote.nodes,
+            runner=far.runner,
+        )
     parts = cuda_runtime.load_cuda(config, spec, precision, model, device)
     _log_sizes(config, precision, parts.kv)
     return Runtime(
