@@ -96,7 +96,9 @@ class CudaNewTokenAttention:
         parts: list[_Part] = []
         if own or not kept:
             if self._own is not None:
-                parts.append(_Part(runs[0], self._own.plan(*self._own_step(num_decodes, own)), False))
+                parts.append(
+                    _Part(runs[0], self._own.plan(*self._own_step(num_decodes, own)), False)
+                )
             assert self._own is not None or not own, "the nodes attend over the rows' own keys"
         if kept:
             assert self._tails is not None

@@ -3,12 +3,10 @@ being prefilled, and how rows reach this machine's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from memory.attention.seam import AttentionLayer
 from memory.nodes.attach import AttachRequest
 from memory.nodes.new_token_attention import (
     Int8NewTokenAttention,

@@ -4,9 +4,12 @@ a GPU, gives the tokens of the same engine with local K/V."""
 from __future__ import annotations
 
 import functools
+import threading
+import time
 
 import pytest
 
+from serve.errors import ConfigError
 from tests.support.nodes.served_nodes import MIB, nodes
 from tests.whole.cuda.test_cuda_engine import cuda_llm, greedy, prompts_of
 
@@ -25,9 +28,22 @@ def tokens_of(llm, seed: int) -> list[list[int]]:
 
 
 @functools.cache
-def local_tokens(family: str, name: str, seed: int) -> list[list[int]]:
-    with cuda_llm(family, name, **CHUNKED) as llm:
+def local_tokens(family: str, name: str, dtype: str, seed: int) -> list[list[int]]:
+    with cuda_llm(family, name, dtype=dtype, **CHUNKED) as llm:
         return tokens_of(llm, seed)
+
+
+def remote_tokens(family, name, dtype, seed, urls, **settings) -> list[list[int]]:
+    """Returns the tokens; no buffer, page or node is lost."""
+    settings |= {"memory_nodes": tuple(urls), "kv_cache_bytes": 4 * MIB}
+    with cuda_llm(family, name, dtype=dtype, **CHUNKED, **settings) as llm:
+        found = tokens_of(llm, seed)
+        stats = llm.stats()
+        staging = llm._loaded.core._runner._runner._attention.remote.staging
+    assert staging.buffers.num_taken == 0
+    assert (stats.memory_nodes, stats.memory_nodes_missing) == (len(urls), 0)
+    assert (stats.pages_in_use, stats.memory_nodes_lost) == (0, 0)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -42,16 +58,73 @@ def local_tokens(family: str, name: str, seed: int) -> list[list[int]]:
 )
 def test_tokens_are_those_of_local_kv(partition, prefill, scheme, tmp_path):
     settings = {"memory_partition": partition, "memory_prefill": prefill}
-    with (
-        nodes(scheme, 2, tmp_path) as urls,
-        cuda_llm(
-            "llama", memory_nodes=tuple(urls), kv_cache_bytes=4 * MIB, **CHUNKED, **settings
-        ) as llm,
-    ):
-        found = tokens_of(llm, 1)
-        stats = llm.stats()
-        staging = llm._loaded.core._runner._runner._attention.remote.staging
+    with nodes(scheme, 2, tmp_path) as urls:
+        found = remote_tokens("llama", "base", "float32", 1, urls, **settings)
+    assert found == local_tokens("llama", "base", "float32", 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "partition", "prefill"),
+    [
+        ("gpt_oss", "head", "local"),
+        ("gpt_oss", "sequence", "local"),
+        ("gemma4_text", "request", "local"),
+        ("gemma4_text", "sequence", "remote"),
+        ("deepseek_v2", "request", "remote"),
+        ("deepseek_v2", "sequence", "local"),
+    ],
+)
+def test_sinks_windows_shared_kv_and_latents(family, partition, prefill, tmp_path):
+    settings = {"memory_partition": partition, "memory_prefill": prefill}
+    with nodes("inproc", 1, tmp_path) as urls:
+        found = remote_tokens(family, "long", "float32", 2, urls, **settings)
+    assert found == local_tokens(family, "long", "float32", 2)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("partition", ["head", "sequence"])
+def test_types_of_kv(kv_dtype, partition, tmp_path):
+    """Nodes round K/V as the device does; their sums are in another order."""
+    settings = {"kv_dtype": kv_dtype, "memory_partition": partition}
+    with nodes("inproc", 1, tmp_path) as urls:
+        found = remote_tokens("llama", "base", "float32", 1, urls, **settings)
+    plain = local_tokens("llama", "base", "float32", 1)
+    assert [len(tokens) for tokens in found] == [len(tokens) for tokens in plain]
+    assert found[0][0] == plain[0][0]
+
+
+def test_a_node_that_goes_while_steps_run(tmp_path):
+    """The K/V is computed again in this machine's memory, and the tokens are the same."""
+    prompt, params = prompts_of(300, 3)[1], greedy(12)
+    with cuda_llm("llama", **CHUNKED) as llm:
+        want = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+    with nodes("inproc", 1, tmp_path) as urls:
+        settings = {"memory_nodes": tuple(urls), "kv_cache_bytes": 4 * MIB, **CHUNKED}
+        with cuda_llm("llama", **settings) as llm:
+            core = llm._loaded.core
+            links = core._runner._runner._attention.remote._nodes.partitions[0].links
+
+            def cut() -> None:
+                while llm.stats().num_decode_rows < 3:
+                    time.sleep(0.002)
+                links[0].endpoint.close()
+
+            thread = threading.Thread(target=cut)
+            thread.start()
+            found = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+            thread.join(10)
+            stats = llm.stats()
+            assert stats.memory_nodes_lost == 1 and stats.recomputed_sequences == 1
+            staging = core._runner._runner._attention.remote.staging
         assert staging.buffers.num_taken == 0
-        assert (stats.memory_nodes, stats.memory_nodes_missing) == (2, 0)
-        assert (stats.pages_in_use, stats.memory_nodes_lost) == (0, 0)
-    assert found == local_tokens("llama", "base", 1)
+    assert found == want
+
+
+def test_settings_that_are_refused(tmp_path):
+    with (
+        nodes("inproc", 1, tmp_path) as urls,
+        pytest.raises(ConfigError, match="memory_node_bytes"),
+    ):
+        cuda_llm("llama", memory_nodes=tuple(urls), memory_node_bytes=1 << 12)
+    with pytest.raises(ConfigError, match="attention_chunk_size"):
+        cuda_llm("llama4_text", "long", memory_nodes=("inproc://nobody",))
