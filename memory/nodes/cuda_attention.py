@@ -42,6 +42,7 @@ class DeviceRows:
         self, attention: CudaAttention, pinned: Pinned, memory: Tensor | None = None
     ) -> None:
         """memory: what the tiles are in, if they live as long as this object."""
+        self.device = attention.arrays.buffer.device
         self._attention, self._memory = attention, memory
         self._host = pinned(4 * attention.num_words).view(torch.int32)
 
@@ -74,7 +75,7 @@ class CudaNewTokenAttention:
     def __init__(
         self, layers: Sequence[AttentionLayer], own: DeviceRows | None, tails: DeviceRows | None
     ) -> None:
-        self._has_kv = [layer.shares is None for layer in layers]
+        self._layers = list(layers)
         self._own, self._tails = own, tails
         self.empty_sizes = StepSizes(0, 0, False)
         """The sizes of the launches of a step without sequences, which compiles kernels."""
@@ -115,6 +116,18 @@ class CudaNewTokenAttention:
         sizes = StepSizes(sum(rows), num_decodes, len(rows) > num_decodes)
         return AttentionStep(num_decodes, starts, rows, rows), sizes if rows else self.empty_sizes
 
+    def warm_up(self, num_rows: int, of_q: torch.dtype, of_k: torch.dtype) -> None:
+        """Compiles the kernels over prompts, by a step whose rows belong to no sequence."""
+        if self._tails is None:
+            return
+        tails, nothing = self._tails, AttentionStep(0, [], [], [])
+        part = _Part([], tails.plan(nothing, StepSizes(num_rows, 0, True)), True)
+        for number, layer in enumerate(self._layers):
+            q = torch.zeros(num_rows, layer.num_heads, layer.head_dim, dtype=of_q)
+            k = torch.zeros(num_rows, layer.num_kv_heads, layer.head_dim, dtype=of_k)
+            q, k = q.to(tails.device), k.to(tails.device)
+            self._attend(part, number, q, k, k)
+
     def attend(
         self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -137,7 +150,9 @@ class CudaNewTokenAttention:
         return out, lse
 
     def _attend(self, part: _Part, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-        if part.is_kept and not self._has_kv[layer]:  # the other layer has written it
+        if (
+            part.is_kept and self._layers[layer].shares is not None
+        ):  # the other layer has written it
             return part.plan.partial(layer, q, None, None)
         return part.plan.partial(layer, q, k, v)
 

@@ -17,6 +17,7 @@ from memory.nodes.cuda_attention import (
 )
 from memory.nodes.prompt_tail_cache import PromptTailCache, TailPages
 from memory.nodes.staging import Copier, DeviceStaging, HostCopier
+from memory.nodes.wire_rows import float_type
 from memory.pages.cuda_copies import CudaCopies
 from memory.pages.cuda_device import CudaUnavailableError
 from memory.pages.cuda_vmm import CudaMemory
@@ -59,8 +60,11 @@ def load_cuda_over_nodes(
     model: Decoder,
     device: StepDevice,
     backend: Backend,
+    *,
+    warms_up: bool = False,
 ) -> FarParts:
-    """Connects to the nodes and makes a warmed-up runner. ConfigError names the setting."""
+    """Connects to the nodes and makes a runner, which is warmed up on a GPU and with warms_up.
+    ConfigError names the setting."""
     layers = model.attention_layers()
     shapes = StepShapes(config.batched_tokens, config.max_num_seqs, captures=False)
     sampler = DeviceSampler(spec.vocab_size, shapes.max_sampled, config.max_num_seqs, device.device)
@@ -83,9 +87,9 @@ def load_cuda_over_nodes(
     try:
         attention = CudaRemoteAttention(remote.attention, share.new)
         runner = CudaRunner(model, remote.kv, attention, sampler, device, shapes, memory=remote)
-        if is_gpu:
+        if is_gpu or warms_up:
             runner.warm_up()
-            share.warm_up()
+            share.warm_up(model.dtype, float_type(remote.attention.wire.kv))
     except BaseException:
         remote.close()
         raise
@@ -172,8 +176,11 @@ class CudaShare:
         self.new = CudaNewTokenAttention(layers, own, tails)
         return self.new
 
-    def warm_up(self) -> None:
-        """Compiles the merging kernel."""
+    def warm_up(self, of_q: torch.dtype, of_k: torch.dtype) -> None:
+        """Compiles the kernels that a step without sequences does not launch, for rows of these
+        types."""
+        self.new.warm_up(self._config.batched_tokens, of_q, of_k)
+        self._device.wait()
         if self._merges is None:
             return
         device = self._device.device

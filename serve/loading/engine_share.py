@@ -23,8 +23,11 @@ from serve.loading.precision import Precision
 class EngineShare(Protocol):
     """The engine's share of attention. backend rotates and merges where the model computes."""
 
-    backend: Backend
-    staging: Staging
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def staging(self) -> Staging: ...
 
     def tail_cache(self, template: AttachRequest, max_len: int) -> PromptTailCache:
         """Returns the cache of prompts that are being prefilled."""

@@ -73,9 +73,11 @@ class RemoteMemory:
 
     def close(self) -> None:
         self.nodes.close()
-        self.attention.staging.close()
-        if self.attention.tail_cache is not None:
-            self.attention.tail_cache.close()
+        try:
+            self.attention.staging.close()
+        finally:  # the device may be lost
+            if self.attention.tail_cache is not None:
+                self.attention.tail_cache.close()
 
 
 def open_remote_memory(

@@ -81,8 +81,9 @@ class StepAttention(Protocol):
     """Attention whose steps are described in host memory that the runner uploads
     (memory/attention/cuda.py), or in messages to memory nodes (memory/nodes/cuda_attention.py)."""
 
-    num_words: int
-    """The int32 words of a host buffer."""
+    @property
+    def num_words(self) -> int:
+        """The int32 words of a host buffer."""
 
     def fill(
         self,

@@ -178,7 +178,7 @@ class OnDevice(torch.Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
         assert name not in ("data_ptr", "numpy", "tolist", "item"), f"{name} of a device's tensor"
-        flat = [x for x in torch.utils._pytree.tree_leaves((args, kwargs or {}))]
+        flat = torch.utils._pytree.tree_leaves((args, kwargs or {}))
         mixed = [x for x in flat if isinstance(x, torch.Tensor) and type(x) is not cls]
         assert not [x for x in mixed if x.dim()], f"{name} mixes memories"
         return super().__torch_function__(function, types, args, kwargs or {})
@@ -287,6 +287,11 @@ def test_q_is_copied_before_k_and_v_and_nothing_waits_between():
         rig.close()
 
 
+def steps(rig, target):
+    for length in range(4, 8):
+        rig.step([(target, 1, length)], inputs_of(rig.layers, 1))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_node_that_is_lost_at_any_point_leaks_no_buffer(seed):
     """After the loss the next step drops what the failed one has left."""
@@ -308,8 +313,7 @@ def test_a_node_that_is_lost_at_any_point_leaks_no_buffer(seed):
 
         staging.send = send_and_kill
         with pytest.raises(NodesLostError):
-            for length in range(4, 8):
-                rig.step([(target, 1, length)], inputs_of(rig.layers, 1))
+            steps(rig, target)
         staging.reset()
         while rig.copier.pending:
             rig.copier.step()

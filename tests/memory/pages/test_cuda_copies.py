@@ -136,14 +136,18 @@ def test_the_buffers_of_staging_on_the_driver(driver, device):
     assert driver.calls["cuEventCreate"] <= 5, "events are used again"
 
 
+def send_and_receive(staging, base):
+    staging.send([DeviceTensor(base, 8)], (0, 8), lambda rows: None)
+    staging.receive(torch.zeros(8))
+
+
 @pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventRecord"])
 def test_a_failed_call_leaves_no_copy_behind(driver, device, call):
     base, copies = device
     staging = DeviceStaging(copies)
     driver.fail(call, CUresult.CUDA_ERROR_UNKNOWN)
     with pytest.raises(CudaError, match=call):
-        staging.send([DeviceTensor(base, 8)], (0, 8), lambda rows: None)
-        staging.receive(torch.zeros(8))
+        send_and_receive(staging, base)
     staging.reset()
     assert staging.buffers.num_taken == 0
 
@@ -155,3 +159,27 @@ def test_a_fault_of_the_device_is_raised_by_the_wait(driver, device):
     driver.fail("cuEventQuery", CUresult.CUDA_ERROR_UNKNOWN)
     with pytest.raises(CudaError, match="cuEventQuery"):
         copy.wait()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_copies_on_a_gpu():
+    """Copies run between kernels in the order in which they were launched."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        copies = CudaCopies(
+            device=device, compute_stream=stream.cuda_stream, index=device.index or 0
+        )
+        staging = DeviceStaging(copies)
+        x = torch.zeros(1 << 20, device=device)
+        for number in range(50):
+            x += 1
+            sent = []
+            staging.send([x.clone()], (7, 1 << 19), lambda rows, sent=sent: sent.extend(rows))
+            x += 1
+            staging.flush()
+            assert (sent[0][7 : 1 << 19] == 2 * number + 1).all()
+            back = staging.receive(sent[0][7 : 1 << 19])
+            assert float((back - x[7 : 1 << 19]).max()) == -1.0
+        assert staging.buffers.num_taken == 0 and staging.buffers.num_made <= 4
+        staging.close()
