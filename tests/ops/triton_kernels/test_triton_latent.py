@@ -91,7 +91,10 @@ def test_attention(heads, value_dim, rope_dim, dtype, q_dtype, groups):
     assert out.dtype == q_dtype and out.shape == (7, heads, value_dim)
     lse = torch.full((7, heads), float("nan"), device=DEVICE)
     wide = latents.attend(q, num_rows, num_decodes=2, lse=lse)
-    assert wide.dtype == torch.float32 and torch.equal(wide.to(q_dtype), out)
+    assert wide.dtype == torch.float32  # the interpreter truncates to bf16
+    torch.testing.assert_close(
+        wide, out.float(), rtol=0 if q_dtype == torch.float32 else BF16, atol=0
+    )
     first = 0
     for k, count in zip(keys, num_rows, strict=True):
         own = slice(first, first + count)
