@@ -84,13 +84,14 @@ def run_1b(record: Record) -> None:
     measure(record, TINY if record.is_dry else ONE_B)
 
 
-def measure(record: Record, plan: EnginePlan) -> None:
+def measure(record: Record, plan: EnginePlan, **more: Any) -> None:
+    """Measures a plan. more: settings of the engine beside the plan's."""
     clock = StepClock()
     clock.watch()
     path = random_checkpoint(plan.shape, has_weights=False)
     config = EngineConfig.from_settings(
         str(path), load_format="random", dtype="int8", kv_dtype="int8", backend="cuda",
-        prefix_cache=False, seed=0, **plan.settings,
+        prefix_cache=False, seed=0, **plan.settings, **more,
     )  # fmt: skip
     lines = _Lines()
     logging.getLogger().addHandler(lines)

@@ -69,6 +69,7 @@ SECTIONS = (
     Section("engine-8b", "bench.gpu.engine:run_8b", 100, "the engine, 8B-shaped", after="build"),
     Section("transformers", "bench.gpu.peers:run", 80, "Transformers at 64 streams"),
     Section("engine-1b", "bench.gpu.engine:run_1b", 45, "the engine, 1B-shaped", after="build"),
+    Section("nodes", "bench.gpu.nodes:run", 60, "K/V on two memory nodes, 1B", after="build"),
     Section("tests", "bench.gpu.tests:run", 300, "tests of kernels and engine", after="build"),
 )
 

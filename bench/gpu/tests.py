@@ -31,6 +31,7 @@ TESTS = (
     "tests/serve/runner/test_cuda_runner.py",
     "tests/serve/loading/test_cuda_tuning.py",
     "tests/whole/cuda/test_*.py",
+    "tests/whole/nodes/test_cuda_nodes.py",
     "tests/memory/pages/test_cuda_*.py",
     "tests/memory/attention/test_cuda_kv.py",
     "tests/ops/test_operators.py",

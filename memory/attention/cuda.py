@@ -21,6 +21,7 @@ from memory.attention.seam import (
     Ticket,
     kv_owner,
 )
+from ops.backend import Partial
 from ops.cuda import attention as kernels
 from ops.cuda.latent import CudaLatentLayer, LatentTiles
 from ops.cuda.prefill import LibraryPrefill
@@ -166,6 +167,15 @@ class CudaAttention:
         }
         self._layers = [made[number] for number in range(len(made))]
 
+    @property
+    def num_words(self) -> int:
+        """The int32 words of a host buffer for `fill`."""
+        return self.arrays.num_words
+
+    def upload(self, host: Tensor) -> None:
+        """Copies a filled host buffer to the device, in the order of its work."""
+        self.arrays.upload(host)
+
     def plan(self, step: AttentionStep) -> CudaPlan:
         """Plans exactly these rows and uploads them. The device has finished the previous step."""
         num_rows, num_decodes = sum(step.num_rows), step.num_decodes
@@ -250,18 +260,36 @@ class CudaPlan:
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Finished:
         number, q, _ = ticket
+        self._append(number, k, v, rotation)
+        out = self._layers[number].attend(self._arrays, self._padded(number, q), *self._sizes)
+        return Finished(self._unpadded(number, q, out))
+
+    def partial(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Partial:
+        """Writes k, which is rotated, and v, and returns fp32 attention with its log-sum-exps. The
+        plan has no chunks for a library."""
+        self._append(layer, k, v, None)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        padded = self._padded(layer, q)
+        out = self._layers[layer].attend(self._arrays, padded, *self._sizes, lse=lse)
+        return Partial(self._unpadded(layer, q, out), lse)
+
+    def _append(
+        self, number: int, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> None:
         layer = self._layers[number]
-        dim = q.shape[2]
-        missing = layer.tiles.head_dim - dim
-        if missing:
-            q = pad(q, (0, missing))
         turn = None if rotation is None else kernels.Rotation(*rotation)
         if isinstance(layer, CudaLatentLayer):
             if k is not None:
                 layer.append(self._arrays, k, turn)
         elif k is not None and v is not None:
-            if missing:
-                k, v = pad(k, (0, missing)), pad(v, (0, missing))
+            k, v = self._padded(number, k), self._padded(number, v)
             layer.append(self._arrays, k, v, turn)
-        out = layer.attend(self._arrays, q, *self._sizes)
-        return Finished(out[..., :dim] if missing else out)
+
+    def _padded(self, number: int, x: Tensor) -> Tensor:
+        missing = self._layers[number].tiles.head_dim - x.shape[2]
+        return pad(x, (0, missing)) if missing else x
+
+    def _unpadded(self, number: int, q: Tensor, out: Tensor) -> Tensor:
+        """Returns the result without the padding of q's heads."""
+        dim = q.shape[2]
+        return out if self._layers[number].tiles.head_dim == dim else out[..., :dim]

@@ -23,6 +23,7 @@ from memory.nodes.placement import page_geometry
 from memory.pages.kv_range import Range
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
+from memory.pages.virtual_memory import VirtualMemory
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,17 @@ class TailSpan(NamedTuple):
 
 
 @dataclass(slots=True)
+class TailPages:
+    """Memory for the cache. layout: that of the K/V in this machine's memory; None on a device,
+    whose attention has its own."""
+
+    memory: VirtualMemory
+    num_pages: int
+    group: LayerGroup
+    layout: Int8KVLayout | KVLayout | None
+
+
+@dataclass(slots=True)
 class _Tail:
     """A prompt's range in the cache. first: position of the first cached token. end: position
     after the last one."""
@@ -50,46 +62,32 @@ class _Tail:
 class PromptTailCache:
     """K/V of prompts, with all layers of a token side by side. Only the compute thread uses it."""
 
-    def __init__(self, template: AttachRequest, max_model_len: int, num_bytes: int) -> None:
-        """template gives the shapes and dtype of the K/V. The cache uses at most num_bytes."""
+    def __init__(
+        self,
+        template: AttachRequest,
+        max_model_len: int,
+        num_bytes: int,
+        pages: TailPages | None = None,
+    ) -> None:
+        """template gives the shapes and dtype of the K/V. The cache uses at most num_bytes of this
+        machine's memory, or the given pages, which it closes."""
         layers = template.layers
         # The cache holds a prompt from its first token on, unless results are merged. Nodes count
         # sliding windows from the end of their K/V, so with windows nothing is merged here.
         has_windows = any(layer.window is not None for layer in layers)
         self._is_whole = has_windows or not template.prefix_only
-        made: Int8KVLayout | KVLayout
-        if template.kv_dtype == "int8":
-            made = Int8KVLayout(layers, template.kv_group)
-        else:
-            made = KVLayout(layers, getattr(torch, template.kv_dtype))
-        geometry = page_geometry([made.token_bytes], [None], "request", 1, num_bytes)
-        tokens = geometry.page_tokens[0]
         count = min(_MAX_PROMPTS, template.num_ranges)
-        request = AttachRequest(
-            engine="tails",
-            epoch=1,
-            kv_dtype=template.kv_dtype,
-            kv_group=template.kv_group,
-            layers=list(layers),
-            group_layers=[list(range(len(layers)))],
-            page_tokens=[tokens],
-            num_places=geometry.range_slots(max_model_len),
-            num_ranges=count,
-            num_pages=1,
-            min_pages=1,
-            max_rows=template.max_rows,
-        )
-        layout = NodeLayout(request)
-        self.layout = layout.groups[0]
-        num_pages = num_bytes // layout.page_bytes
-        self.is_usable = num_pages > 0
-        self._memory = LinuxMemory(layout.page_bytes, max(1, num_pages))
+        if pages is None:
+            pages = _host_pages(template, max_model_len, num_bytes, count)
+        self.layout = pages.layout
+        self.is_usable = pages.num_pages > 0
+        self._memory = pages.memory
         self._kv = KVManager(
             self._memory,
-            num_pages=max(1, num_pages),
+            num_pages=max(1, pages.num_pages),
             num_ranges=count,
             max_model_len=max_model_len,
-            groups=[LayerGroup(layout.page_bytes // tokens, STRIPE_TOKENS)],
+            groups=[pages.group],
             in_background=False,
         )
         self.size_bytes = self._kv.total_bytes
@@ -149,3 +147,39 @@ class PromptTailCache:
     def close(self) -> None:
         self._kv.close_all()
         self._memory.close()
+
+
+def _host_pages(
+    template: AttachRequest, max_model_len: int, num_bytes: int, num_ranges: int
+) -> TailPages:
+    """Returns pages of this machine's memory, of num_bytes at most."""
+    layers = template.layers
+    made: Int8KVLayout | KVLayout
+    if template.kv_dtype == "int8":
+        made = Int8KVLayout(layers, template.kv_group)
+    else:
+        made = KVLayout(layers, getattr(torch, template.kv_dtype))
+    geometry = page_geometry([made.token_bytes], [None], "request", 1, num_bytes)
+    tokens = geometry.page_tokens[0]
+    request = AttachRequest(
+        engine="tails",
+        epoch=1,
+        kv_dtype=template.kv_dtype,
+        kv_group=template.kv_group,
+        layers=list(layers),
+        group_layers=[list(range(len(layers)))],
+        page_tokens=[tokens],
+        num_places=geometry.range_slots(max_model_len),
+        num_ranges=num_ranges,
+        num_pages=1,
+        min_pages=1,
+        max_rows=template.max_rows,
+    )
+    layout = NodeLayout(request)
+    num_pages = num_bytes // layout.page_bytes
+    return TailPages(
+        LinuxMemory(layout.page_bytes, max(1, num_pages)),
+        num_pages,
+        LayerGroup(layout.page_bytes // tokens, STRIPE_TOKENS),
+        layout.groups[0],
+    )

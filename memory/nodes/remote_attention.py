@@ -31,6 +31,7 @@ from memory.nodes.remote_plan import (
     RemotePlan,
     layer_shard,
 )
+from memory.nodes.staging import HOST_STAGING, Staging
 from memory.nodes.wire import Append, NodePlan, Query, WireFormat
 from ops.backend import Backend
 from transport.base import TransportError
@@ -51,8 +52,11 @@ class RemoteAttention:
         num_ranges: int,
         wire: WireFormat,
         tail_cache: PromptTailCache | None = None,
+        staging: Staging = HOST_STAGING,
     ) -> None:
-        """num_ranges is the number of ranges in each partition."""
+        """num_ranges is the number of ranges in each partition. staging: moves rows between the
+        model's memory and this machine's."""
+        self.staging = staging
         self.layers = list(layers)
         self.new_token_attention = new_token_attention
         self.backend = backend
@@ -76,6 +80,7 @@ class RemoteAttention:
 
     def plan(self, step: AttentionStep) -> RemotePlan | PrefixPlan:
         number = next(self._numbers)
+        self.staging.reset()
         spans, num_keys = self._extend_tails(step)
         planned: list[NodeRows] = []
         for index, partition in enumerate(self._nodes.partitions):
@@ -95,9 +100,13 @@ class RemoteAttention:
         if self._nodes.prefix_only:
             new = self.new_token_attention.plan(step.num_decodes, step.num_rows, spans)
             rows = PlannedRows([], self.new_token_attention, new)
-            return PrefixPlan(number, planned, self.wire, self.backend, self.layers, rows)
+            return PrefixPlan(
+                number, planned, self.wire, self.backend, self.layers, self.staging, rows
+            )
         tails = self._plan_tails(step, spans)
-        return RemotePlan(number, planned, self.wire, self.backend, self.layers, tails)
+        return RemotePlan(
+            number, planned, self.wire, self.backend, self.layers, self.staging, tails
+        )
 
     def _plan_tails(self, step: AttentionStep, spans: Sequence[TailSpan | None]) -> PlannedRows:
         """Returns the rows whose prompts are in the prompt tail cache."""
@@ -170,7 +179,8 @@ class RemoteAttention:
         num_queries = sum([n for _, n in query_runs])
         rows = None
         if num_queries < row:
-            rows = torch.tensor([i for at, n in query_runs for i in range(at, at + n)])
+            indices = [i for at, n in query_runs for i in range(at, at + n)]
+            rows = self.staging.receive(torch.tensor(indices, dtype=torch.int64))
         node = NodeRows(
             link,
             self._parts_of(link),

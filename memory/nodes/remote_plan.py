@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,16 @@ from memory.nodes.new_token_attention import NewTokenAttention
 from memory.nodes.node_link import NodeLink, lost
 from memory.nodes.node_loop import view_of
 from memory.nodes.placement import Shard
-from memory.nodes.wire import HEADER_BYTES, ErrorCode, Header, Kind, WireError, WireFormat
+from memory.nodes.staging import Staging
+from memory.nodes.wire import (
+    HEADER_BYTES,
+    ErrorCode,
+    Header,
+    Kind,
+    WireError,
+    WireFormat,
+    WireType,
+)
 from memory.nodes.wire_rows import WireRows, encode, float_type
 from ops.backend import Backend, Partial
 from transport.base import Segment, TransportError
@@ -50,6 +60,10 @@ class NodeRows:
     rows: Tensor | None
     num_keys: int
 
+    def kv_runs(self, kind: Kind) -> list[tuple[int, int]]:
+        """Returns the runs of rows whose k and v are sent with OWN or UPDATE."""
+        return self.query_runs if kind is Kind.OWN else self.append_runs
+
 
 @dataclass(slots=True)
 class PlannedRows:
@@ -66,6 +80,9 @@ class PlannedRows:
 class _NodesPlan:
     """The part of a step's planned attention that computes nothing here."""
 
+    _kv_kinds: Sequence[Kind]
+    """The messages with which k and v are sent."""
+
     def __init__(
         self,
         number: int,
@@ -73,26 +90,38 @@ class _NodesPlan:
         wire: WireFormat,
         backend: Backend,
         layers: Sequence[AttentionLayer],
+        staging: Staging,
     ) -> None:
         self._layers = layers
+        self.staging = staging
         # k and v of layers that others share
         self._owners = {layer.shares for layer in layers if layer.shares is not None}
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._number = number
         self._nodes = nodes
+        self._queried = [node for node in nodes if node.num_queries]
+        self._query_span = _span([node.query_runs for node in self._queried])
+        self._kv_span = _span([node.kv_runs(kind) for node in nodes for kind in self._kv_kinds])
         self._wire = wire
         self._backend = backend
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
-        queried = [node for node in self._nodes if node.num_queries]
-        tensors = encode(_dense(q), self._wire.rows) if queried else []
-        for node in queried:
+        if self._query_span is not None:
+            # int8 is made by this machine's kernels; other types where q is
+            is_float = self._wire.rows is not WireType.INT8
+            tensors = encode(_dense(q), self._wire.rows) if is_float else [_dense(q)]
+            self.staging.send(tensors, self._query_span, partial(self._post_queries, layer))
+        return Ticket(layer, q)
+
+    def _post_queries(self, layer: int, tensors: Sequence[Tensor]) -> None:
+        if self._wire.rows is WireType.INT8:
+            tensors = encode(tensors[0], WireType.INT8)
+        for node in self._queried:
             part = node.parts[layer]
             segments: list[Segment] = []
             for x in tensors:
                 segments += _pieces(x, node.query_runs, part.first_head, part.num_heads)
             self._post(node, Kind.QUERY, layer, node.num_queries, segments)
-        return Ticket(layer, q)
 
     def _rotated(
         self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None
@@ -118,19 +147,24 @@ class _NodesPlan:
             self._kept[layer] = found
         return found
 
-    def _post_kv(self, kind: Kind, layer: int, k: Tensor, v: Tensor | None) -> None:
+    def _send_kv(self, layer: int, k: Tensor, v: Tensor | None) -> None:
         """Sends k and v, or k alone: with OWN of the query rows, with UPDATE of the appended
         ones."""
-        for node in self._nodes:
-            is_own = kind is Kind.OWN
-            runs = node.query_runs if is_own else node.append_runs
-            num_rows = node.num_queries if is_own else node.num_appends
-            if num_rows:
-                part = node.parts[layer]
-                segments: list[Segment] = []
-                for x in (k,) if v is None else (k, v):
-                    segments += _pieces(x, runs, part.first_kv_head, part.num_kv_heads)
-                self._post(node, kind, layer, num_rows, segments)
+        if self._kv_span is not None:
+            tensors = [k] if v is None else [k, v]
+            self.staging.send(tensors, self._kv_span, partial(self._post_kv, layer))
+
+    def _post_kv(self, layer: int, tensors: Sequence[Tensor]) -> None:
+        for kind in self._kv_kinds:
+            for node in self._nodes:
+                runs = node.kv_runs(kind)
+                num_rows = node.num_queries if kind is Kind.OWN else node.num_appends
+                if num_rows:
+                    part = node.parts[layer]
+                    segments: list[Segment] = []
+                    for x in tensors:
+                        segments += _pieces(x, runs, part.first_kv_head, part.num_kv_heads)
+                    self._post(node, kind, layer, num_rows, segments)
 
     def _post(
         self, node: NodeRows, kind: Kind, layer: int, num_rows: int, segments: list[Segment]
@@ -145,6 +179,7 @@ class _NodesPlan:
         self, kind: Kind, layer: int, take: Callable[[NodeRows, Header, memoryview], None]
     ) -> None:
         """Waits for the nodes' answers, in order; take(node, header, body) reads each of them."""
+        self.staging.flush()
         for node in self._nodes:
             if not node.num_queries:
                 continue
@@ -163,6 +198,8 @@ class _NodesPlan:
 class RemotePlan(_NodesPlan):
     """The planned attention of one step, where a node has all tokens of its sequences."""
 
+    _kv_kinds = (Kind.OWN, Kind.UPDATE)
+
     def __init__(
         self,
         number: int,
@@ -170,10 +207,11 @@ class RemotePlan(_NodesPlan):
         wire: WireFormat,
         backend: Backend,
         layers: Sequence[AttentionLayer],
+        staging: Staging,
         tails: PlannedRows,
     ) -> None:
         """tails: the rows to compute here."""
-        super().__init__(number, nodes, wire, backend, layers)
+        super().__init__(number, nodes, wire, backend, layers, staging)
         self._tails = tails
 
     def finish(
@@ -183,9 +221,8 @@ class RemotePlan(_NodesPlan):
         k, v = self._keys(layer, k, v, rotation)
         shape = self._layers[layer]
         if shape.shares is None:
-            self._post_kv(Kind.OWN, layer, k, v)
-            self._post_kv(Kind.UPDATE, layer, k, v)
-        out = torch.empty(*q.shape[:2], shape.value_dim or q.shape[2], dtype=q.dtype)
+            self._send_kv(layer, k, v)
+        out = q.new_empty(*q.shape[:2], shape.value_dim or q.shape[2])
         if runs := self._tails.runs:
             own_v = None if v is None else _rows_of(v, runs)
             here, _ = self._tails.attend(layer, _rows_of(q, runs), _rows_of(k, runs), own_v)
@@ -207,12 +244,14 @@ class RemotePending:
 
     def _take(self, node: NodeRows, header: Header, body: memoryview) -> None:
         part = node.parts[self.layer]
-        out = part.rows.read_result(body, header)
+        out = self.plan.staging.receive(part.rows.read_result(body, header))
         _copy(out, self.out if part.own is None else self.out[:, part.own], node.query_runs)
 
 
 class PrefixPlan(_NodesPlan):
     """The planned attention of one step, where nodes compute prefix attention."""
+
+    _kv_kinds = (Kind.UPDATE,)
 
     def __init__(
         self,
@@ -221,10 +260,11 @@ class PrefixPlan(_NodesPlan):
         wire: WireFormat,
         backend: Backend,
         layers: Sequence[AttentionLayer],
+        staging: Staging,
         new: PlannedRows,
     ) -> None:
         """new: all rows, which attend here over each other."""
-        super().__init__(number, nodes, wire, backend, layers)
+        super().__init__(number, nodes, wire, backend, layers, staging)
         self._new = new
 
     def finish(
@@ -233,7 +273,7 @@ class PrefixPlan(_NodesPlan):
         layer, q, _ = ticket
         k, v = self._keys(layer, k, v, rotation)
         if self._layers[layer].shares is None:
-            self._post_kv(Kind.UPDATE, layer, k, v)
+            self._send_kv(layer, k, v)
         out, lse = self._new.attend(layer, q, k, v)
         return PrefixPending(self, layer, Partial(out, lse), q.dtype, self._backend)
 
@@ -257,7 +297,9 @@ class PrefixPending:
         part, total = node.parts[self.layer], self.total
         own = part.own
         mine = total if own is None else Partial(total.out[:, own], total.lse[:, own])
-        self.backend.merge_into(mine, Partial(*part.rows.read_partial(body, header)), node.rows)
+        receive = self.plan.staging.receive
+        out, lse = part.rows.read_partial(body, header)
+        self.backend.merge_into(mine, Partial(receive(out), receive(lse)), node.rows)
 
 
 def layer_shard(shard: Shard, layer: AttentionLayer) -> LayerShard:
@@ -267,6 +309,12 @@ def layer_shard(shard: Shard, layer: AttentionLayer) -> LayerShard:
     own = slice(first * group, first * group + heads) if heads < layer.num_heads else None
     rows = WireRows(heads, kv_heads, layer.head_dim, layer.value_dim)
     return LayerShard(first * group, heads, first, kv_heads, rows, own)
+
+
+def _span(runs_of: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int] | None:
+    """Returns the first row of all runs and the row after the last one; None without runs."""
+    ends = [(first, first + length) for runs in runs_of for first, length in runs]
+    return (min(first for first, _ in ends), max(end for _, end in ends)) if ends else None
 
 
 def _rows_of(x: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:

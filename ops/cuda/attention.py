@@ -317,14 +317,18 @@ class CudaAttentionLayer:
         num_rows_padded: int,
         has_prefill: bool,
         prompts: Sequence[PrefillChunk] = (),
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Returns attention [T, H, D] for q: [T, H, D]; padding rows are undefined.
 
         K/V of all rows must be appended. prompts: the chunks that `fill` returned, only outside of
-        CUDA graphs.
+        CUDA graphs. lse: [T, H] fp32, gets the log-sum-exps; then the result is fp32 and there are
+        no such chunks.
         """
+        assert lse is None or not prompts, "libraries return no log-sum-exps"
         tiles = self.tiles
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dtype = q.dtype if lse is None else torch.float32
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
         index = arrays.window_index(tiles.window)
         if num_decodes_padded:
             outs, lses = arrays.scratch(tiles.num_heads, tiles.head_dim)
@@ -340,7 +344,8 @@ class CudaAttentionLayer:
                 arrays.num_programs,
             )
             rows = out[:num_decodes_padded]
-            combine(outs, lses, arrays.slots[index], rows, sinks=self.sinks)
+            of_rows = None if lse is None else lse[:num_decodes_padded]
+            combine(outs, lses, arrays.slots[index], rows, of_rows, sinks=self.sinks)
         if has_prefill:
             kind = arrays.tile_index(self.rows_per_tile)
             max_tiles = num_rows_padded // self.rows_per_tile
@@ -356,6 +361,7 @@ class CudaAttentionLayer:
                 max_tiles,
                 self.rows_per_tile,
                 out,
+                lse,
                 sinks=self.sinks,
             )
         for prompt in prompts:

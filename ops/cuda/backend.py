@@ -23,6 +23,7 @@ from ops.backend import (
     HeadsOp,
     LinearOp,
     Norm,
+    Partial,
     QuantizedLinears,
     Router,
     Routing,
@@ -32,6 +33,7 @@ from ops.cuda.experts import CudaExperts, can_group, is_one_kind
 from ops.cuda.heads import CudaHeads
 from ops.cuda.linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear, rounded4_linear
 from ops.reference import ReferenceBackend
+from ops.triton_kernels import partials
 from ops.triton_kernels.kv import Rotation, rotate
 from ops.triton_kernels.router import route
 from ops.triton_kernels.rows import activation_rows, gated_rows, norm_rows
@@ -80,6 +82,9 @@ class CudaBackend(ReferenceBackend):
 
     def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
         return gated_rows(gate_up, kind)
+
+    def merge_into(self, total: Partial, part: Partial, rows: Tensor | None = None) -> None:
+        partials.merge_into(total, part, rows)
 
 
 class CudaLinears:

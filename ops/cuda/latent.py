@@ -37,21 +37,25 @@ class CudaLatentLayer:
         num_rows_padded: int,
         has_prefill: bool,
         prompts: Sequence[PrefillChunk] = (),
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Returns attention [T, H, value_dim] for q: [T, H, D]; padding rows are undefined.
 
-        The latents of all rows must be appended. No library computes prompts of latents.
+        The latents of all rows must be appended. No library computes prompts of latents. lse: as in
+        CudaAttentionLayer.
         """
         assert not prompts, f"{prompts}"
         tiles, base = self.tiles, self.base
-        out = torch.empty(*q.shape[:2], tiles.value_dim, dtype=q.dtype, device=q.device)
+        dtype = q.dtype if lse is None else torch.float32
+        out = torch.empty(*q.shape[:2], tiles.value_dim, dtype=dtype, device=q.device)
         if num_decodes_padded:
             index = arrays.window_index(None)
             outs, lses = arrays.scratch(tiles.num_heads, tiles.value_dim)
             decodes = q[:num_decodes_padded]
             work = arrays.starts, arrays.items[index], arrays.num_items[index], outs, lses
             kernels.decode(decodes, tiles, base, *work, arrays.num_programs)
-            combine(outs, lses, arrays.slots[index], out[:num_decodes_padded])
+            of_rows = None if lse is None else lse[:num_decodes_padded]
+            combine(outs, lses, arrays.slots[index], out[:num_decodes_padded], of_rows)
         if has_prefill:
             rows = kernels.tile_rows(tiles.num_heads)
             kind = arrays.tile_index(rows)
@@ -66,5 +70,6 @@ class CudaLatentLayer:
                 arrays.num_tiles[kind],
                 max_tiles,
                 out,
+                lse,
             )
         return out

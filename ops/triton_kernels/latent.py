@@ -141,7 +141,7 @@ def decode_kernel(
 @triton.jit
 def prefill_kernel(
     q, q_stride, anchor, distance: tl.int64, starts, sequences, tile_list, num_tiles, out,
-    out_stride, scale: tl.float32,
+    out_stride, lse, scale: tl.float32, HAS_LSE: tl.constexpr,
     HEADS: tl.constexpr, TILE_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     COMPUTE: tl.constexpr, TILE_STRIDE: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
@@ -165,7 +165,7 @@ def prefill_kernel(
         position = kv_len - num_rows + token
         end = tl.max(tl.where(is_row, position + 1, 0), axis=0)
         at = (q_start + token).to(tl.int64) * q_stride + head * (VALUE_DIM + ROPE_DIM)
-        _, total, acc = _attend_keys(
+        most, total, acc = _attend_keys(
             q, at, is_row, position, tile, 0, end, scale, ROWS, BLOCK, COMPUTE, TILE_STRIDE,
             VALUE_DIM, ROPE_DIM, VALUE_PAD, ROPE_PAD, GROUP, ROPE_GROUP, TYPE,
         )  # fmt: skip
@@ -174,6 +174,9 @@ def prefill_kernel(
         at = out + (q_start + token).to(tl.int64) * out_stride + head * VALUE_DIM
         y = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(at[:, None] + d, y, mask=is_row[:, None] & (d < VALUE_DIM))
+        if HAS_LSE:
+            at = lse + (q_start + token).to(tl.int64) * HEADS + head
+            tl.store(at, (most + tl.log2(total)) * _LN2, mask=is_row)
 
 
 def constants(tiles: LatentTiles, of_q: torch.dtype) -> dict[str, Any]:
@@ -235,9 +238,11 @@ def prefill(
     num_tiles: Tensor,
     max_tiles: int,
     out: Tensor,
+    lse: Tensor | None = None,
 ) -> None:
     """Computes attention of chunks' rows of q: [T, H, D] into the same rows of out: [T, H,
-    value_dim]. The arguments are those of ops.triton_kernels.prefill; a tile has tile_rows."""
+    value_dim], and of lse: [T, H] fp32. The arguments are those of ops.triton_kernels.prefill; a
+    tile has tile_rows."""
     assert q.shape[1:] == (tiles.num_heads, tiles.head_dim), f"{q.shape}"
     assert out.shape == (*q.shape[:2], tiles.value_dim), f"{out.shape}"
     chosen = config(tiles, q.dtype, architecture(q.device), is_prefill=True)
@@ -255,7 +260,9 @@ def prefill(
             num_tiles,
             out,
             row_stride(out),
+            starts if lse is None else lse,
             tiles.scale * LOG2E,
+            HAS_LSE=lse is not None,
             TILE_ROWS=of_tile,
             **constants(tiles, q.dtype),
             **chosen.options(),

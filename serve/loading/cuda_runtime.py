@@ -40,7 +40,7 @@ from serve.runner.step_device import CudaStepDevice, HostStepDevice, StepDevice
 
 logger = logging.getLogger(__name__)
 
-_UNIT_BYTES = 2 << 20  # the page size of CUDA devices
+UNIT_BYTES = 2 << 20  # the page size of CUDA devices
 _RESERVE_BYTES = 512 << 20  # for graphs, libraries and what torch cannot give back
 _STEP_RESERVE = 0.25  # of the largest step, for fragmentation
 _HOST_SHARE = 0.1  # of this machine's memory, for pages between device and disk
@@ -96,8 +96,8 @@ def load_cuda(
             LayerGroup(layout.token_bytes, layout.tile_tokens, window)
             for layout, (window, _) in zip(layouts, groups, strict=True)
         ],
-        free_bytes=_kv_bytes(model, device, shapes, gathered),
-        unit_bytes=_UNIT_BYTES if device.device.type == "cuda" else None,
+        free_bytes=kv_bytes(model, device, shapes, gathered),
+        unit_bytes=UNIT_BYTES if device.device.type == "cuda" else None,
     )
     for layout, padded in zip(layouts, sizes.groups, strict=True):
         layout.pad(padded.token_bytes * padded.tile_tokens)
@@ -133,7 +133,7 @@ def _gathered_bytes(layers: Sequence[AttentionLayer], max_len: int) -> int:
     return max(4 * max_len * x.num_kv_heads * padded_dim(x.head_dim) for x in layers)
 
 
-def _kv_bytes(model: Decoder, device: StepDevice, shapes: StepShapes, gathered: int) -> int:
+def kv_bytes(model: Decoder, device: StepDevice, shapes: StepShapes, gathered: int) -> int:
     """Returns the bytes left for K/V beside the largest step and its gathered K/V."""
     rows = torch.zeros(shapes.max_rows, dtype=torch.int64, device=device.device)
 

@@ -102,8 +102,6 @@ def _packing(precision: Precision) -> Iterator[None]:
 
 
 def _check_for_cuda(config: EngineConfig) -> None:
-    if config.memory_nodes:
-        raise ConfigError("memory_nodes need the cpu back end, not cuda")
     if config.kvp:
         raise ConfigError("kvp needs the cpu back end, not cuda")
     page = config.kv_page_bytes

@@ -18,11 +18,6 @@ from memory.kv_memory import KVMemory
 from memory.nodes.attach import AttachRequest, NodeLayout, accounting_bytes
 from memory.nodes.direct import direct_pair
 from memory.nodes.edit_log import EditLog
-from memory.nodes.new_token_attention import (
-    Int8NewTokenAttention,
-    NewTokenAttention,
-    PlainNewTokenAttention,
-)
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NodePartition, NodeSet, make_kv_managers, shard_request
 from memory.nodes.placement import (
@@ -42,6 +37,7 @@ from memory.partitioned_kv import PartitionedKV
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.loading.engine_share import EngineShare
 from serve.loading.kv_sizing import refuse_chunks
 from serve.loading.node_connection import connect_all, connect_with, node_sizes
 from serve.loading.precision import Precision
@@ -64,8 +60,11 @@ class RemoteMemory:
 
     def close(self) -> None:
         self.nodes.close()
-        if self.attention.tail_cache is not None:
-            self.attention.tail_cache.close()
+        try:
+            self.attention.staging.close()
+        finally:  # the device may be lost
+            if self.attention.tail_cache is not None:
+                self.attention.tail_cache.close()
 
 
 def open_remote_memory(
@@ -75,10 +74,11 @@ def open_remote_memory(
     layers: Sequence[AttentionLayer],
     backend: Backend,
     local_bytes: int,
+    share: EngineShare,
 ) -> RemoteMemory:
     """Connects to the nodes and partitions the K/V over them.
 
-    local_bytes: this machine's memory for running prefills, and for all K/V when no node is left.
+    backend, local_bytes: of this machine as a node, which has all K/V when no node is left.
     ConfigError names the setting. The caller closes the result.
     """
     setup = _RemoteSetup(config, precision, spec, layers, backend, local_bytes)
@@ -86,19 +86,21 @@ def open_remote_memory(
     try:
         connect_all("memory_nodes", nodes)
         kv = setup.kv_memory(nodes)
-        tail_cache = setup.prompt_tail_cache(kv)
+        tail_cache = setup.prompt_tail_cache(kv, share)
+        new_token_attention = share.new_token_attention(setup.template, tail_cache)
     except BaseException:
         nodes.close()
         raise
     attention = RemoteAttention(
         layers,
-        _new_token_attention(config, precision, layers, backend, tail_cache),
-        backend,
+        new_token_attention,
+        share.backend,
         nodes,
         kv.layout.range_tokens,
         config.max_num_seqs,
         setup.wire,
         tail_cache,
+        share.staging,
     )
     logger.info(
         "K/V in %s, %.5g MiB on %s (%s partition): context %d, %d pages of %d tokens",
@@ -254,10 +256,10 @@ class _RemoteSetup:
             )
         return memories[0] if len(memories) == 1 else PartitionedKV(memories)
 
-    def prompt_tail_cache(self, kv: KVMemory) -> PromptTailCache | None:
+    def prompt_tail_cache(self, kv: KVMemory, share: EngineShare) -> PromptTailCache | None:
         if self._config.memory_prefill != "local":
             return None
-        tail_cache = PromptTailCache(self.template, self._max_len, self._local_bytes)
+        tail_cache = share.tail_cache(self.template, self._max_len)
         for partition in kv.partitions:
             partition.on_close = lambda target: tail_cache.drop(target.start)
         return tail_cache
@@ -282,19 +284,6 @@ def _geometry(
         token_bytes.append(layout.token_bytes)
     windows = [window for window, _ in groups]
     return page_geometry(token_bytes, windows, partition, len(config.memory_nodes), node_bytes)
-
-
-def _new_token_attention(
-    config: EngineConfig,
-    precision: Precision,
-    layers: Sequence[AttentionLayer],
-    backend: Backend,
-    tail_cache: PromptTailCache | None,
-) -> NewTokenAttention:
-    if precision.kv == "int8":
-        rows, sequences = config.batched_tokens, config.max_num_seqs
-        return Int8NewTokenAttention(layers, config.kv_group, rows, sequences, tail_cache)
-    return PlainNewTokenAttention(layers, getattr(torch, precision.kv), backend, tail_cache)
 
 
 def _wire_format(

@@ -24,6 +24,7 @@ from ops import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.disk_store import open_kv_store
+from serve.loading.engine_share import HostShare
 from serve.loading.footprint import check_weights_fit
 from serve.loading.kv_layouts import kv_layout, layer_groups
 from serve.loading.kv_sizing import reserving, size_kv
@@ -69,7 +70,8 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
     if config.memory_nodes:
         layers = model.attention_layers()
         local_bytes = config.kv_cache_bytes or local_kv_bytes()
-        remote = open_remote_memory(config, precision, spec, layers, backend, local_bytes)
+        share = HostShare(config, precision, backend, local_bytes)
+        remote = open_remote_memory(config, precision, spec, layers, backend, local_bytes, share)
         return Runtime(
             spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
         )
@@ -86,6 +88,21 @@ def _load_cuda(source: ModelSource, progress: LoadProgress) -> Runtime:
     cuda_runtime.kv_layouts(config, precision, spec.attention_layers, max_len)
     device = cuda_runtime.make_step_device(backend.device)
     model = load_shard(source, progress, WHOLE)
+    if config.memory_nodes:
+        from serve.loading import cuda_remote
+
+        far = cuda_remote.load_cuda_over_nodes(config, spec, precision, model, device, backend)
+        remote = far.remote
+        return Runtime(
+            spec,
+            precision,
+            model,
+            remote.attention,
+            remote.kv,
+            remote,
+            nodes=remote.nodes,
+            runner=far.runner,
+        )
     parts = cuda_runtime.load_cuda(config, spec, precision, model, device)
     log_sizes(config, precision, parts.kv)
     return Runtime(

@@ -14,13 +14,14 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from memory.attention.cuda import CudaAttention
-from memory.attention.seam import AttentionStep
+from memory.attention.seam import Attention, AttentionStep
 from memory.kv_manager import KVManager
+from memory.kv_memory import KVMemory
 from memory.pages.kv_range import Range
 from ops.cuda.attention import PrefillChunk
 from ops.cuda.device_sampler import DeviceSampler, Fetched, Kind, SamplingPlan
@@ -76,6 +77,38 @@ class _Step:
         return result.without(self.late) if self.late else result
 
 
+class StepAttention(Protocol):
+    """Attention whose steps are described in host memory that the runner uploads
+    (memory/attention/cuda.py), or in messages to memory nodes (memory/nodes/cuda_attention.py)."""
+
+    @property
+    def num_words(self) -> int:
+        """The int32 words of a host buffer."""
+
+    def fill(
+        self,
+        host: Tensor,
+        step: AttentionStep,
+        num_rows: int,
+        num_decodes: int,
+        *,
+        is_captured: bool,
+    ) -> abc.Sequence[PrefillChunk]:
+        """Writes a step, padded to these numbers, and returns its chunks for `view`."""
+
+    def upload(self, host: Tensor) -> None:
+        """Copies a filled buffer to the device, in the order of its work."""
+
+    def view(
+        self,
+        num_rows: int,
+        num_decodes: int,
+        has_prompts: bool,
+        chunks: abc.Sequence[PrefillChunk] = (),
+    ) -> Attention:
+        """Returns the attention of the step that was uploaded last."""
+
+
 class CudaRunner:
     """An OverlappingRunner. Only the compute thread calls it."""
 
@@ -85,8 +118,8 @@ class CudaRunner:
     def __init__(
         self,
         model: Decoder,
-        kv: KVManager,
-        attention: CudaAttention,
+        kv: KVMemory,
+        attention: StepAttention,
         sampler: DeviceSampler,
         device: StepDevice,
         shapes: StepShapes,
@@ -95,6 +128,7 @@ class CudaRunner:
     ) -> None:
         self._model = model
         self._kv = kv
+        self._pool = kv if isinstance(kv, KVManager) else None  # several pools grow no range early
         self._attention = attention
         self._sampler = sampler
         self._device = device
@@ -109,7 +143,7 @@ class CudaRunner:
         self._slots = deque(
             _Slot(
                 device.pinned(self._block.numel()),
-                device.pinned(4 * attention.arrays.num_words).view(torch.int32),
+                device.pinned(4 * attention.num_words).view(torch.int32),
             )
             for _ in range(_NUM_SLOTS)
         )
@@ -227,7 +261,7 @@ class CudaRunner:
         """Grows ranges some steps ahead while memory is plentiful. Sequences of one length need
         their next page in the same step, and mapping many pages takes longer than a step, so
         each range's index decides how far ahead it grows."""
-        if self._kv.num_unpromised < _PLENTY * len(plan.sequences):
+        if self._pool is None or self._pool.num_unpromised < _PLENTY * len(plan.sequences):
             return
         num_left = 1 + plan.num_decodes // _SPREAD_STEPS * 2
         for sequence in plan.sequences[: plan.num_decodes]:
@@ -236,15 +270,16 @@ class CudaRunner:
             end = sequence.num_computed_tokens + 2 + target.index % _SPREAD_STEPS
             if target.capacity < end <= sequence.max_tokens_total:
                 num_computed = sequence.num_computed_tokens - sequence.rows_in_flight
-                self._kv.grow(target, end, num_computed)
+                self._pool.grow(target, end, num_computed)
                 num_left -= 1
             if not num_left:
                 return
 
     def settle(self, first: int, end: int) -> None:
         """Waits until no step that was launched may touch these bytes of the reservation."""
+        assert self._pool is not None, "a device's reservation has one pool of pages"
         for step in self._launched:
-            spans = (span for target in step.ranges for span in self._kv.spans(target))
+            spans = (span for target in step.ranges for span in self._pool.spans(target))
             if any(a < end and first < b for a, b in spans):
                 wait_quietly(step.event)
 
@@ -292,7 +327,7 @@ class CudaRunner:
     def _upload(self, slot: _Slot, shape: StepShape) -> None:
         size = block_bytes(shape.rows)
         self._block[:size].copy_(slot.rows[:size], non_blocking=True)
-        self._attention.arrays.upload(slot.attention)
+        self._attention.upload(slot.attention)
 
     def _body(self, shape: StepShape, chunks: abc.Sequence[PrefillChunk] = ()) -> None:
         """Runs the model on the uploaded rows and keeps the hidden states of the sampled ones."""

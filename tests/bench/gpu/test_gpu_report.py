@@ -353,7 +353,7 @@ def test_dry_run(name, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs for real where there is a GPU")
 def test_dry_run_of_the_engine(tmp_path):
     """It runs in a process of its own, as it notes the steps of every device."""
-    options = ["--dry-run", "--only", "engine-8b,warm-up", "--out", str(tmp_path)]
+    options = ["--dry-run", "--only", "engine-8b,nodes,warm-up", "--out", str(tmp_path)]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "bench.gpu.report", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
@@ -363,4 +363,6 @@ def test_dry_run_of_the_engine(tmp_path):
         assert entry["status"] == "ok" and entry["errors"] == {}, (name, entry)
     engine = report["sections"]["engine-8b"]["cases"]
     assert engine["decode 2"]["steps"] >= 1 and engine["prefill 17"]["seconds"] > 0
+    nodes = report["sections"]["nodes"]["cases"]
+    assert nodes["decode 2"]["steps"] >= 1 and nodes["equality, sequence"]["equal"] == 3
     assert report["sections"]["warm-up"]["cases"]["candidates"]["ran"] >= 1

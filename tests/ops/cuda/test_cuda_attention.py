@@ -164,6 +164,9 @@ def test_a_mixed_step(dtype, group, window):
     arrays = tiles.arrays(rows, decodes, padding=padding, min_split=32)
     tiles.attention.append(arrays, k, v)
     out = tiles.attention.attend(arrays, q, decodes + padding[0], total, True)
+    lse = torch.full((total, 4), float("nan"), device=DEVICE)
+    wide = tiles.attention.attend(arrays, q, decodes + padding[0], total, True, lse=lse)
+    assert wide.dtype == torch.float32
     first = [0, 1, decodes, decodes + rows[2]]
     for i in range(4):
         own = slice(first[i], first[i] + rows[i])
@@ -171,8 +174,10 @@ def test_a_mixed_step(dtype, group, window):
         step = 0.5 * 5 / 127 if group else 0.0
         assert (stored_k[-rows[i] :] - k[own].cpu().double()).abs().max() <= step
         assert (stored_v[-rows[i] :] - v[own].cpu().double()).abs().max() <= step
-        expected, _, bound = tiles.expected(q[own], i)
+        expected, sums, bound = tiles.expected(q[own], i)
         assert ((out[own].cpu().double() - expected).abs() <= bound).all()
+        assert ((wide[own].cpu().double() - expected).abs() <= bound).all()
+        torch.testing.assert_close(lse[own].cpu().double(), sums, rtol=0.0, atol=0.02)
 
 
 HOLES = """

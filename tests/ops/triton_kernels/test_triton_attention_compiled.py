@@ -131,8 +131,18 @@ def gather_case(name: str, tiles: KVTiles, of_q: torch.dtype) -> Case:
 
 def plain_cases() -> Iterator[Case]:
     """Yields the kernels that do not depend on the layout of K/V."""
-    from ops.triton_kernels import decode, kv
+    from ops.triton_kernels import decode, kv, partials
 
+    yield Case(
+        "merge",
+        partials.merge_kernel,
+        {"out": "*fp32", "out_stride": "i32", "lse": "*fp32", "lse_stride": "i32"}
+        | {"part_out": "*bf16", "part_out_stride": "i32", "part_lse": "*fp32"}
+        | {"part_lse_stride": "i32", "rows": "*i64"},
+        {"HEAD_DIM": 128, "DIM_PAD": 128, "HAS_ROWS": True},
+        num_warps=1,
+        divisible=("out_stride", "part_out_stride"),
+    )
     yield Case(
         "rotate",
         kv.rotate_kernel,

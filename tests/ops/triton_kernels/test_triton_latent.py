@@ -52,11 +52,11 @@ class Latents:
         arrays = self.arrays([len(k)], 0, [sequence])
         self.layer.append(arrays, k, rotation)
 
-    def attend(self, q, num_rows, sequences=None, num_decodes=0, **more):
+    def attend(self, q, num_rows, sequences=None, num_decodes=0, lse=None, **more):
         """Attends with the last rows of each sequence."""
         arrays = self.arrays(num_rows, num_decodes, sequences, **more)
         has_prefill = len(num_rows) > num_decodes
-        return self.layer.attend(arrays, q, num_decodes, len(q), has_prefill)
+        return self.layer.attend(arrays, q, num_decodes, len(q), has_prefill, lse=lse)
 
     def stored(self, k):
         if self.tiles.dtype != torch.int8:
@@ -89,11 +89,17 @@ def test_attention(heads, value_dim, rope_dim, dtype, q_dtype, groups):
         latents.append(i, k)
     out = latents.attend(q, num_rows, num_decodes=2)
     assert out.dtype == q_dtype and out.shape == (7, heads, value_dim)
+    lse = torch.full((7, heads), float("nan"), device=DEVICE)
+    wide = latents.attend(q, num_rows, num_decodes=2, lse=lse)
+    assert wide.dtype == torch.float32  # the interpreter truncates to bf16
+    torch.testing.assert_close(
+        wide, out.float(), rtol=0 if q_dtype == torch.float32 else BF16, atol=0
+    )
     first = 0
     for k, count in zip(keys, num_rows, strict=True):
         own = slice(first, first + count)
         stored = latents.stored(k)
-        expected, _ = attention_fp64(q[own].double(), stored, stored[..., :value_dim], SCALE)
+        expected, sums = attention_fp64(q[own].double(), stored, stored[..., :value_dim], SCALE)
         # products in bf16: each factor is rounded once
         rounding = BF16 if q_dtype == torch.bfloat16 else 1e-5
         size = float(stored.abs().max())
@@ -101,6 +107,7 @@ def test_attention(heads, value_dim, rope_dim, dtype, q_dtype, groups):
         of_score = 2 * rounding * norms * SCALE
         error = (out[own].double() - expected).abs().max()
         assert float(error) <= size * (2 * of_score + 3 * rounding)
+        assert float((lse[own].double() - sums).abs().max()) <= 2 * of_score + 1e-5
         first += count
 
 

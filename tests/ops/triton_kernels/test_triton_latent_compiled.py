@@ -39,8 +39,8 @@ def attention_cases(name: str, arch: int) -> Iterator[Case]:
         if is_prefill:
             kernel = latent.prefill_kernel
             types = {"sequences": "*i32", "tile_list": "*i32", "num_tiles": "*i32"}
-            types |= {"out": q, "out_stride": "i32"}
-            own |= {"TILE_ROWS": latent.tile_rows(heads)}
+            types |= {"out": q, "out_stride": "i32", "lse": "*fp32"}
+            own |= {"TILE_ROWS": latent.tile_rows(heads), "HAS_LSE": arch == 90}
         else:
             kernel = latent.decode_kernel
             types = {"items": "*i32", "num_items": "*i32", "outs": "*fp32", "lses": "*fp32"}

@@ -15,8 +15,8 @@ from serve import LLM, machine
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
 from serve.loading.kv_sizing import size_kv
-from serve.loading.precision import resolve_precision
 from serve.loading.model_source import _set_threads
+from serve.loading.precision import resolve_precision
 from serve.loading.runtime import load_runtime
 from serve.machine import available_memory, usable_processors
 from serve.models import ModelSpec, read_spec

@@ -370,8 +370,8 @@ def test_kv_gets_the_memory_beside_the_largest_step():
     model = SimpleNamespace(attention_layers=list, forward=forward, logits=logits)
     shapes = StepShapes(300, 16)
     gib = 1 << 30
-    left = cuda_runtime._kv_bytes(model, _Sized(4 * gib, gib // 2), shapes, gib // 2)
+    left = cuda_runtime.kv_bytes(model, _Sized(4 * gib, gib // 2), shapes, gib // 2)
     assert left == 4 * gib - gib - gib // 4 - gib // 2
     assert asked == [(300,), (16, 8)], "the largest step, with logits for every sequence"
     with pytest.raises(ConfigError, match=r"1024 MiB left.*300 rows.*lower max_num_batched_tokens"):
-        cuda_runtime._kv_bytes(model, _Sized(gib, gib // 2), shapes, 0)
+        cuda_runtime.kv_bytes(model, _Sized(gib, gib // 2), shapes, 0)

@@ -192,8 +192,8 @@ def test_preempted_sequences_give_the_same_tokens():
 
 
 def test_unsupported_settings_are_refused():
-    with pytest.raises(ConfigError, match="memory_nodes"):
-        cuda_llm("llama", kv_cache_bytes=None, memory_nodes="tcp://127.0.0.1:7000")
+    with pytest.raises(ConfigError, match="kv_page_bytes cannot be used with memory_nodes"):
+        cuda_llm("llama", kv_page_bytes=4096, memory_nodes="inproc://nobody")
     if torch.cuda.is_available():
         return
     with pytest.raises(ConfigError, match="fp8 needs the cuda back end"):

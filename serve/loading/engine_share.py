@@ -1,0 +1,64 @@
+"""What an engine over memory nodes keeps and computes itself: new-token attention, prompts that are
+being prefilled, and how rows reach this machine's memory."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from memory.nodes.attach import AttachRequest
+from memory.nodes.new_token_attention import (
+    Int8NewTokenAttention,
+    NewTokenAttention,
+    PlainNewTokenAttention,
+)
+from memory.nodes.prompt_tail_cache import PromptTailCache
+from memory.nodes.staging import HOST_STAGING, Staging
+from ops.backend import Backend
+from serve.config import EngineConfig
+from serve.loading.precision import Precision
+
+
+class EngineShare(Protocol):
+    """The engine's share of attention. backend rotates and merges where the model computes."""
+
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def staging(self) -> Staging: ...
+
+    def tail_cache(self, template: AttachRequest, max_len: int) -> PromptTailCache:
+        """Returns the cache of prompts that are being prefilled."""
+
+    def new_token_attention(
+        self, template: AttachRequest, tail_cache: PromptTailCache | None
+    ) -> NewTokenAttention:
+        """Returns attention over the step's own rows and over the cache."""
+
+
+class HostShare:
+    """The share of an engine that computes in this machine's memory."""
+
+    staging = HOST_STAGING
+
+    def __init__(
+        self, config: EngineConfig, precision: Precision, backend: Backend, local_bytes: int
+    ) -> None:
+        """local_bytes: the memory for prompts that are being prefilled."""
+        self.backend = backend
+        self._config, self._precision, self._local_bytes = config, precision, local_bytes
+
+    def tail_cache(self, template: AttachRequest, max_len: int) -> PromptTailCache:
+        return PromptTailCache(template, max_len, self._local_bytes)
+
+    def new_token_attention(
+        self, template: AttachRequest, tail_cache: PromptTailCache | None
+    ) -> NewTokenAttention:
+        config, layers = self._config, template.layers
+        if self._precision.kv == "int8":
+            rows, sequences = config.batched_tokens, config.max_num_seqs
+            return Int8NewTokenAttention(layers, config.kv_group, rows, sequences, tail_cache)
+        dtype = getattr(torch, self._precision.kv)
+        return PlainNewTokenAttention(layers, dtype, self.backend, tail_cache)
