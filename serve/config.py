@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from quant.kv import GROUPS as KV_GROUPS
 from serve.errors import ConfigError
+from serve.length_predictor import LengthPredictor
 from serve.node_addresses import check_beside_nodes, check_segments, checked_addresses
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
-
-if TYPE_CHECKING:
-    from serve.request import Request
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -39,27 +37,6 @@ MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
 def default_model_path() -> Path:
     """Returns the directory of the chat model that ships with the package."""
     return Path(__file__).parent / "default_model"
-
-
-class LengthPredictor(Protocol):
-    """Predicts the distribution of a request's number of output tokens.
-
-    The compute loop calls the methods between two steps, so each must return within microseconds
-    and must not block. A learned predictor that needs longer computes elsewhere, when the request
-    is tokenized, and looks the result up here by request_id.
-    """
-
-    def quantile(self, request: Request, num_output: int, level: float) -> int:
-        """Returns the smallest length, in tokens, that the answer stays within with probability
-        `level`, given that it has num_output tokens and continues: more than num_output and at
-        most params.max_tokens."""
-
-    def observe(self, request: Request, num_output: int) -> None:
-        """Records an answer that ended by itself after num_output tokens."""
-
-    def observe_cut(self, request: Request, num_output: int) -> None:
-        """Records an answer that was cut off after num_output tokens (max_tokens, abort); it
-        would have been longer."""
 
 
 class EngineSettings(TypedDict, total=False):

@@ -27,11 +27,11 @@ from memory.kv_memory import KVMemory
 from serve.engine.core_view import CoreView
 from serve.engine.counters import RequestCounters
 from serve.engine.early_rejection import EarlyRejection
+from serve.engine.node_recovery import MakeRecovery, Recovery
 from serve.engine.output_processor import OutputProcessor, Sink, StepRecord
 from serve.engine.overlapped_executor import make_executor
 from serve.engine.pools import ComputeThread, OutputThread, PromptPool
 from serve.engine.preprocessor import Encode, PreparedRequest, Preprocessor, prepare_sequences
-from serve.engine.recovery import MakeRecovery, Recovery
 from serve.engine.request_limits import RequestLimits
 from serve.engine.request_table import RequestState, RequestTable
 from serve.engine.stats import EngineStats, engine_stats

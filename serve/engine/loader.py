@@ -23,9 +23,8 @@ from memory.prefix.index import PrefixHasher
 from serve.config import EngineConfig
 from serve.engine.chat_prompt import reasoning_end
 from serve.engine.core import EngineCore
-from serve.engine.node_recovery import NodeRecovery
+from serve.engine.node_recovery import MakeRecovery, NodeRecovery
 from serve.engine.pools import ComputeThread
-from serve.engine.recovery import MakeRecovery
 from serve.engine.request_limits import RequestLimits
 from serve.engine.text_loader import LoadedText, TextLoading
 from serve.errors import EngineStoppedError, ModelLoadError, RequestError

@@ -12,8 +12,10 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable
+from typing import Protocol
 
 from memory.kv_memory import KVPartition
+from memory.nodes.node_link import NodesLostError
 from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
 from memory.pages.kv_range import Range
 from memory.partitioned_kv import PartitionedKV
@@ -38,6 +40,37 @@ _MAX_LOST = 2  # a sequence that lost its K/V this often is not moved to a node 
 SETTLED_S = 5.0  # after a change, before memory is placed again without need
 _MAX_SETTLED_S = 300.0  # the same, after placements that did not help
 _MAX_LOCAL_S = 60.0  # with this machine's memory alone; then a node is taken at any cost
+
+
+class Recovery(Protocol):
+    """Recovers from lost K/V. Only the loop's thread calls it, except `interrupt`."""
+
+    num_recomputed: int  # sequences
+
+    @property
+    def nodes(self) -> NodeSet | None:
+        """The memory nodes; None where ranks hold the K/V."""
+
+    @property
+    def is_short(self) -> bool:
+        """There is memory, but too little for a sequence of full length."""
+
+    def handle_loss(self, error: NodesLostError) -> None:
+        """Releases what was lost, after a step has failed because of it."""
+
+    def update_nodes(self) -> bool:
+        """Returns whether there is memory to compute with. The loop calls it before each step and
+        when it is idle."""
+
+    def interrupt(self) -> None:
+        """Ends a wait within a step. Any thread may call it."""
+
+    def close(self) -> None:
+        """Ends its threads."""
+
+
+MakeRecovery = Callable[[Scheduler, Callable[[Sequence, FinishReason, str], None]], Recovery]
+"""Makes it from the scheduler and what ends a sequence with an error."""
 
 
 class NodeRecovery:

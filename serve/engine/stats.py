@@ -9,7 +9,7 @@ from typing import Any
 from memory.nodes.node_set import NodeSet
 from serve.engine.counters import STEP_SECONDS, TOKENS
 from serve.engine.early_rejection import EarlyRejection
-from serve.engine.recovery import Recovery
+from serve.engine.node_recovery import Recovery
 from serve.histogram import Histogram
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import StepPlan

@@ -28,7 +28,7 @@ StartWorkers = Callable[[Sequence[int], Callable[[], object]], list[WorkerLink]]
 
 
 class GroupRecovery:
-    """Implements Recovery (serve/engine/recovery.py) for a group."""
+    """Implements Recovery (serve/engine/node_recovery.py) for a group."""
 
     def __init__(
         self,

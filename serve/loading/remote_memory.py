@@ -16,7 +16,6 @@ from memory.attention.kv_layout import KVLayout
 from memory.attention.seam import AttentionLayer, layers_in
 from memory.kv_memory import KVMemory
 from memory.nodes.attach import AttachRequest, NodeLayout, accounting_bytes
-from memory.nodes.direct import direct_pair
 from memory.nodes.edit_log import EditLog
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NodePartition, NodeSet, make_kv_managers, shard_request
@@ -43,6 +42,7 @@ from serve.loading.node_connection import connect_all, connect_with, node_sizes
 from serve.loading.precision import Precision
 from serve.models import ModelSpec
 from transport.base import Endpoint
+from transport.direct import direct_pair
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit
-from serve.config import LengthPredictor
+from serve.length_predictor import LengthPredictor
 from serve.request import FinishReason
 from serve.scheduler.length_predictor import (
     Coverage,

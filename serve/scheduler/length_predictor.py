@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from math import sqrt
 
-from serve.config import LengthPredictor
+from serve.length_predictor import LengthPredictor
 from serve.request import Request
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ import torch
 
 import transport
 from memory.nodes.attach import NODE_MAPPINGS, NodeLayout, growth_of, least_mappings, most_pages
-from memory.nodes.direct import direct_pair
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_link import NodeError, NodeLink
 from memory.nodes.node_session import NodeSession
@@ -31,6 +30,7 @@ from tests.support.engine.raw_engine import (
 )
 from tests.support.transport.transport_rig import KEY, wait_until
 from transport.base import PeerLostError
+from transport.direct import direct_pair
 
 LINUX_MAPPINGS = 65_530  # default of vm.max_map_count
 MANY = 30_000

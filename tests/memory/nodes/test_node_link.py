@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from memory.nodes.direct import direct_pair
 from memory.nodes.node_health import MAX_STALLED_S, NodeHealth
 from memory.nodes.node_link import NodeError, NodeLink, NodesLostError
 from memory.nodes.node_loop import post_bytes
@@ -17,6 +16,7 @@ from memory.nodes.wire import ErrorCode, Header, Kind, NodePlan, WireType, pack_
 from tests.support.engine.raw_engine import REQUEST
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
 from transport.base import PeerLostError, TransportError, TransportTimeoutError
+from transport.direct import direct_pair
 
 _EMPTY = NodePlan([], [], [])
 

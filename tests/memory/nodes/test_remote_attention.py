@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from memory.nodes.direct import direct_pair
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NoNodeError
 from memory.nodes.node_states import NodeStates
@@ -19,6 +18,7 @@ from memory.nodes.wire import FULL_WIRE, WireFormat, WireType
 from ops import get_backend
 from tests.support.nodes.remote_rig import MIB, RemoteRig, layers_of, reference
 from transport.base import TransportTimeoutError
+from transport.direct import direct_pair
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
 

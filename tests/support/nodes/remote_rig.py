@@ -10,7 +10,6 @@ from memory.attention.grouped import group_layers
 from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
 from memory.attention.seam import AttentionLayer, AttentionStep, layers_in
-from memory.nodes.direct import direct_pair
 from memory.nodes.new_token_attention import Int8NewTokenAttention, PlainNewTokenAttention
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NodeSet, make_kv_managers
@@ -21,6 +20,7 @@ from memory.nodes.wire import FULL_WIRE
 from ops import get_backend
 from tests.support.nodes.remote_setup import make_partitions, template_of
 from transport.base import PeerLostError
+from transport.direct import direct_pair
 
 MIB = 1 << 20
 NUM_RANGES = 6

@@ -10,7 +10,6 @@ import torch
 
 from memory.attention.kv_layout import KVLayout
 from memory.nodes.attach import NodeLayout
-from memory.nodes.direct import direct_pair
 from memory.nodes.new_token_attention import PlainNewTokenAttention
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NodeSet, make_kv_managers
@@ -34,6 +33,7 @@ from tests.support.nodes.remote_setup import make_partitions, template_of
 from tests.support.nodes.sim_model import FIRST_TOKEN, NUM_TOKENS, ExactModel, layers
 from tests.support.nodes.sim_nodes import SimNode
 from tests.support.nodes.sim_world import SequentialExecutor, SimEndpoint, World
+from transport.direct import direct_pair
 
 MAX_LEN = 160
 MAX_RUNNING = 5

@@ -7,13 +7,13 @@ from dataclasses import asdict
 
 from memory.attention.seam import AttentionLayer
 from memory.nodes.attach import AttachRequest
-from memory.nodes.direct import direct_pair
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_link import NodeLink
 from memory.nodes.placement import Shard
 from memory.nodes.wire import HEADER_BYTES, Header, read_header
 from tests.support.nodes.sim_world import SimEndpoint, World, connected
 from transport.base import Peer, PeerLostError, TransportError, TransportTimeoutError
+from transport.direct import direct_pair
 
 _IDLE_S = 0.002
 
