@@ -28,7 +28,7 @@ class MemoryEdit(NamedTuple):
     kind: int
     first: int
     second: int
-    count: int
+    num_pages: int
 
 
 class EditRecorder:

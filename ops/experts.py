@@ -95,8 +95,8 @@ class ExpertsOneByOne:
             parts[row, k] = out if self._scales_input else out * routing.weights[row, k, None]
         assert parts is not None, "some rows"
         total = parts[:, 0]
-        for k in range(1, parts.shape[1]):
-            total = total + parts[:, k]
+        for place in range(1, parts.shape[1]):
+            total = total + parts[:, place]
         return total
 
 
@@ -109,4 +109,4 @@ def _pairs(routing: Routing) -> Iterator[tuple[int, Tensor, Tensor]]:
 def _split(rows: Tensor, routing: Routing) -> Sequence[Tensor]:
     """Returns the rows of each used expert, for those of all pairs."""
     counts = torch.bincount(routing.experts.flatten().long()).tolist()
-    return rows.split([count for count in counts if count])
+    return torch.split(rows, [count for count in counts if count])

@@ -5,6 +5,8 @@ The engine's own rank and the workers run the same code, in the order of the pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy.typing as npt
 import torch
 from numpy import int64
@@ -35,7 +37,7 @@ class LateExchange:
         assert self.inner is not None, "opened before the first step"
         return self.inner.begin(rows, columns, dtype)
 
-    def complete(self, buffer: Tensor, bounds: list[int]) -> None:
+    def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
         assert self.inner is not None, "opened before the first step"
         self.inner.complete(buffer, bounds)
 
@@ -58,7 +60,7 @@ class Rank:
     def open(self, geometry: RankGeometry, exchange: RankExchange | None) -> None:
         """Takes memory for K/V, in place of what there was. exchange: None for one tensor rank."""
         self.close()
-        config, spec, precision, backend = self.source
+        config, spec, precision, backend, _ = self.source
         if self.shard.exchange is not None:
             assert isinstance(self.shard.exchange, LateExchange)
             self.shard.exchange.inner = exchange

@@ -82,7 +82,7 @@ def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
 def _form(
     source: ModelSource, grid: Grid, group: Group, workers: LocalWorkers, loader: WorkerLoader
 ) -> GroupRuntime:
-    config, spec, precision, _ = source
+    config, spec, precision, *_ = source
     # workers share this machine's memory
     wanted = config.kv_cache_bytes or local_kv_bytes()
     shards = [replace(shard_of(grid, rank), exchange=None) for rank in range(grid.size)]

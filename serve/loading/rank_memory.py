@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
@@ -54,7 +55,8 @@ class RankGeometry:
             raise ValueError("the geometry's sizes are no positive integers")
         if not all(isinstance(each, list) for each in lists):
             raise ValueError("the geometry's groups are no lists")
-        windows, token_bytes, offsets = (tuple(each) for each in lists)  # type: ignore[arg-type]
+        tuples: list[tuple[Any, ...]] = [tuple(each) for each in lists if isinstance(each, list)]
+        windows, token_bytes, offsets = tuples
         if not 0 < len(windows) == len(token_bytes) == len(offsets) - 1:
             raise ValueError("the geometry's groups contradict one another")
         if not all(type(each) is int and each >= 0 for each in (*token_bytes, *offsets)):
