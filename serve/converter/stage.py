@@ -13,6 +13,7 @@ from torch import Tensor
 from memory.attention.seam import Attention
 from serve.converter.cut import Cut
 from serve.converter.graph import CONSTANT, POSITIONS, ROWS, Graph, Value, ancestors
+from serve.converter.interface import unsupported
 from serve.converter.program import Call, Slots, make_call
 
 StageSlices = Generator[None, None, list[Tensor]]
@@ -82,13 +83,15 @@ class Stage:
             for x in value.inputs
             if x.kind == CONSTANT and x in weights.constants
         )
-        self._constants = [(self._slot(value), weights.constants[value]) for value in constants]
-        self._weights = weights
+        for value in constants:
+            self._number.setdefault(value, len(self._number))
+        self._empty: Slots = [weights.constants.get(value) for value in self._number]
+        self._functions = weights.functions
         self._prologue = self._calls(fixed)
-        self._slices = self._cut_into_slices(graph, needed)
-        self._epilogue = self._calls(self._left)
+        self._slices, left = self._cut_into_slices(graph, needed)
+        self._epilogue = self._calls(left)
         self._out = [self._number[value] for value in end.carried]
-        self._free_early({graph.num_rows, graph.positions, *constants, *end.carried}, needed)
+        self._free_early({graph.num_rows, graph.positions, *constants, *end.carried})
 
     def slices(
         self, carried: Sequence[Tensor], positions: Tensor, attention: Attention
@@ -98,11 +101,9 @@ class Stage:
         carried: as in `inputs`. Yields before each wait for attention, and returns the tensors of
         `outputs`. Closing the generator abandons the pass.
         """
-        slots: Slots = [None] * len(self._number)
+        slots = self._empty.copy()
         slots[0], slots[1] = positions.unsqueeze(0), len(positions)
         slots[2 : 2 + len(carried)] = carried
-        for slot, constant in self._constants:
-            slots[slot] = constant
         _run(self._prologue, slots)
         for part in self._slices:
             _run(part.up_to_q, slots)
@@ -124,14 +125,13 @@ class Stage:
         _run(self._epilogue, slots)
         return [slots[slot] for slot in self._out]
 
-    def _slot(self, value: Value) -> int:
-        return self._number.setdefault(value, len(self._number))
-
     def _calls(self, values: Sequence[Value]) -> list[Call]:
-        return [make_call(value, self._weights.functions, self._number) for value in values]
+        return [make_call(value, self._functions, self._number) for value in values]
 
-    def _cut_into_slices(self, graph: Graph, needed: Sequence[Value]) -> list[_Slice]:
-        """Orders the values around the attentions; `_left` is what comes after the last one."""
+    def _cut_into_slices(
+        self, graph: Graph, needed: Sequence[Value]
+    ) -> tuple[list[_Slice], list[Value]]:
+        """Orders the values around the attentions. Returns those after the last one, too."""
         numbers = {value: number for number, value in enumerate(graph.attentions)}
         left, found = list(needed), []
         for attention in [value for value in needed if value.is_attention]:
@@ -155,11 +155,10 @@ class Stage:
                     copies_k=sum(k in value.inputs for value in needed) > 1,
                 )
             )
-        self._left = left
-        return found
+        return found, left
 
-    def _free_early(self, kept: set[Value], needed: Sequence[Value]) -> None:
-        """Notes after which call each slot is free."""
+    def _free_early(self, kept: set[Value]) -> None:
+        """Notes after which call each slot is free, but for those that are kept."""
         last: dict[int, Call | _Slice] = {}
         order: list[Call | _Slice] = [*self._prologue]
         for part in self._slices:
@@ -209,12 +208,13 @@ def _users_of(attention: Value, values: Sequence[Value]) -> set[Value]:
 
 
 def hidden_to_logits(graph: Graph, weights: Weights) -> Callable[[Tensor], Tensor]:
-    """Returns the function of the hidden state, [1, T, hidden], that computes the logits."""
+    """Returns the function of the hidden state, [1, T, hidden], that computes the logits.
+    ModelLoadError if they depend on positions, too."""
     before = set(ancestors([graph.hidden]))
     values = [v for v in ancestors([graph.logits]) if v.kind == ROWS and v not in before]
     fixed = [v for v in _fixed(values) if v is not graph.num_rows]
     if graph.positions in fixed:
-        raise AssertionError("logits depend on positions")
+        raise unsupported("logits that depend on positions")
     number = {v: i for i, v in enumerate([graph.hidden, graph.num_rows, *fixed, *values])}
     constants = []
     for value in (*fixed, *values):

@@ -149,7 +149,9 @@ class Converter:
         if config.backend == "cuda":
             raise ConfigError("converter needs the cpu back end, not cuda")
         self._config, self._module = config, model
-        self._exported = model.export(config.model_path, torch.float32)
+        # that of the products is known when the layers are
+        likely = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self._exported = model.export(config.model_path, likely)
 
     @property
     def spec(self) -> ModelSpec:
