@@ -44,7 +44,7 @@ def engine_lines(engine: Engine, load_s: float) -> list[tuple[str, str]]:
         *chat,
         ("weights", f"{precision.weights_name} ({precision.reason})"),
         ("K/V", f"{precision.kv} ({precision.kv_reason})"),
-        ("computes", _device(precision)),
+        ("computes", _device(precision, config.num_ranks)),
         ("memory", _memory(engine, kv)),
         ("prefixes", _prefixes(engine)),
         ("scheduling", f"{scheduling}, admission {config.memory_policy}"),
@@ -78,20 +78,22 @@ def _model(loaded: LoadedEngine) -> str:
     return text
 
 
-def _device(precision: Precision) -> str:
+def _device(precision: Precision, num_ranks: int) -> str:
     if precision.backend == "cuda":
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no device"
         return f"on the GPU: {name}"
     if not native_library.is_available():
         return f"on the CPU with torch, {torch.get_num_threads()} threads"
     kernels = f"{native_library.instruction_set()} kernels"
-    return f"on the CPU: {kernels}, {native_library.num_threads()} threads"
+    ranks = "" if num_ranks == 1 else f"{num_ranks} processes of "
+    return f"on the CPU: {kernels}, {ranks}{native_library.num_threads()} threads"
 
 
 def _memory(engine: Engine, kv: KVMemory) -> str:
     """Returns the number of tokens and of users that fit into K/V memory."""
     stats = engine.stats()
-    total = stats.pages_total * stats.kv_page_bytes
+    of_a_rank = stats.pages_total * stats.kv_page_bytes
+    total = of_a_rank * engine.config.num_ranks
     length = min(USER_TOKENS, kv.max_model_len)
     nodes, kvp = len(engine.config.memory_nodes), len(engine.config.kvp)
     where = f" on memory nodes ({nodes})" if nodes else ""
@@ -101,7 +103,7 @@ def _memory(engine: Engine, kv: KVMemory) -> str:
     elif not nodes and wanted >= total + stats.kv_page_bytes:
         where = f" (of {format_memory(wanted)} asked for; the settings never use more)"
     return (
-        f"K/V {format_memory(total)}{where}: {total // stats.kv_bytes_per_token:,} tokens,"
+        f"K/V {format_memory(total)}{where}: {of_a_rank // stats.kv_bytes_per_token:,} tokens,"
         f" {stats.pages_total // kv.pages_for(length):,} users with {length:,} each"
     )
 
