@@ -14,6 +14,7 @@ from serve.models import Decoder, load_model, read_spec
 from serve.models.shard import WHOLE, Shard
 from tests.support.engine.checkpoints import VARIANTS, checkpoint, edit_json
 from tests.support.engine.decoders import ListAttention, token_ids
+from tests.support.engine.quantized import ALL_CASES, write
 from tests.support.group.thread_ranks import on_ranks
 from tests.support.profile import every_day
 
@@ -80,6 +81,16 @@ def test_ranks_give_the_bits_of_one(variant, dtype):
     if not can_divide(path, 2):
         pytest.skip("its heads cannot be divided in two")
     check_ranks(path, dtype, 2)
+
+
+FORMATS = list(ALL_CASES)
+
+
+@pytest.mark.parametrize("form", every_day([FORMATS.index("awq"), FORMATS.index("gptq")], FORMATS))
+def test_quantized_checkpoints(form, tmp_path):
+    """Formats are cut by outputs too, so no group of inputs is divided."""
+    path, _ = write(tmp_path, *ALL_CASES[form])
+    check_ranks(path, "int8", 2)
 
 
 @pytest.mark.parametrize("size", [3, 4])
