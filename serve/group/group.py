@@ -211,12 +211,15 @@ class Group:
     def failed(self, error: BaseException) -> Exception | None:
         """Ends the epoch after a step has raised; returns what to raise instead of an error that
         another rank has caused, None for one of this rank's own."""
+        is_behind = self._is_broken  # a step behind one that has failed
         self._is_broken = True
         self._abort()
         if self.is_lost():
             return self._loss(error)
         if not isinstance(error, STEP_ERRORS):
             return None
+        if is_behind:
+            return StepLostError(str(error))
         if not isinstance(error, StageFailed):
             try:
                 self._await_cause()

@@ -48,14 +48,19 @@ def arena_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 def stage_window_bytes(config: EngineConfig, spec: ModelSpec, num_stages: int) -> int:
     """Returns the window of a stage for the hidden states of steps in flight."""
     largest = largest_hidden(config.batched_tokens, spec.hidden_size)
-    return max(1 << 20, 2 * num_stages * largest)
+    return max(1 << 20, _rounded(2 * num_stages * largest))
 
 
 def sibling_window_bytes(spec: ModelSpec, tensor: int) -> int:
     """Returns the window of a connection between tensor ranks, whose messages, of a quarter, hold
     at least two rows of the widest result."""
     row = max(_widest_row(spec), spec.vocab_size, spec.embed_size) * _WIDE
-    return max(16 << 20, -(-16 * row // tensor // 4096) * 4096)
+    return max(16 << 20, _rounded(16 * row // tensor))
+
+
+def _rounded(num_bytes: int) -> int:
+    """Returns the next size that a window can have."""
+    return -(-num_bytes // 4096) * 4096
 
 
 def open_exchange(

@@ -105,7 +105,8 @@ class WorkerLink:
     ) -> dict[str, Any] | None:
         if message.kind is Kind.PROGRESS:
             self.num_layers = int(content.get("layers", 0))
-        elif message.kind is Kind.FAILED:
+        elif message.kind is Kind.FAILED and (epoch is None or message.epoch == epoch):
+            # one of an earlier epoch, a step's, is known by the next stage or has ended that epoch
             self.failure = str(content.get("text", ""))[:1000]
             if kind in (Kind.READY, Kind.STARTED):
                 raise WorkerFailed(f"rank {self.rank}: {self.failure}")

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _WINDOW_BYTES = 16 << 20  # for step messages
 _RETRY_S = 0.5  # between two attempts to reach the engine
 _LOG_EVERY_S = 10.0
+_DRAIN_S = 60  # for the engine to end after a signal
 
 
 def main() -> None:
@@ -57,12 +58,33 @@ def run_rank(config: EngineConfig, member: Membership) -> None:
     if member.local_size > 1 and cpus:
         os.sched_setaffinity(0, cpus)
     settings = {"model": str(config.model_path), "compute_threads": threads}
+    signals = _Signals()
     while True:
         worker = Worker(_connected(member, key), key, settings)
         logger.info("rank %d of %d is connected to %s", member.rank, member.size, member.url)
+        signals.has_engine = True
         worker.serve()
+        signals.has_engine = False
         if worker.has_ended:
             return
+
+
+class _Signals:
+    """Lets a rank outlive a signal while an engine uses it. torchrun and Kubernetes send it to the
+    engine as well, which ends its requests and then its ranks."""
+
+    def __init__(self) -> None:
+        self.has_engine = False
+        self._has_come = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self._has_come or not self.has_engine:
+            raise SystemExit(128 + number)
+        self._has_come = True
+        signal.alarm(_DRAIN_S)  # whose signal ends the process
+        logger.info("this rank ends with the engine; a second signal ends it at once")
 
 
 def _connected(member: Membership, key: bytes) -> Endpoint:
