@@ -77,8 +77,9 @@ class Ranks:
                 with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
                     return list(json.loads(response.read())["choices"][0]["token_ids"])
             except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    raise
                 text = error.read().decode()
-                assert error.code == 503, text
             except OSError as error:
                 text = str(error)
             assert time.monotonic() < end_s and self.processes[0].poll() is None, text
@@ -147,9 +148,8 @@ def test_a_killed_rank_comes_back(undo, tmp_path, alone):
     assert ranks.tokens() == alone
     assert [ranks.processes[rank].poll() for rank in range(4)] == [None] * 4
     assert "the group is whole again" in ranks.log(0)
-    silent.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        silent.recv(1)
+    silent.settimeout(PATIENCE_S)
+    assert silent.recv(1) == b""  # closed without a word
 
 
 def test_pods_of_a_leader_worker_set(undo, tmp_path, alone):
