@@ -193,11 +193,9 @@ class EngineConfig:
         starts the other processes of tensor_parallel_size * pipeline_parallel_size; results are the
         same to the last bit on any number of them.
     group_restart_s: how long requests wait for a lost process to be replaced, in seconds.
-    group_url: where rank 0 listens (tcp) if others start the processes, on several machines; None
-        takes the port after MASTER_PORT.
-    group_key_file: a file with the secret that all ranks share; only needed between machines.
-    group_exchange: how tensor ranks exchange results: "auto" (shared memory on one machine) or
-        "connections".
+    group_url: where rank 0 listens if others start the processes; None: after MASTER_PORT.
+    group_key_file: a file with the secret that the processes of several machines share.
+    group_exchange: "auto" (tensor ranks of a machine share memory) or "connections".
     tool_parser: the format in which the model writes tool calls: "hermes", "llama3_json",
         "mistral", "none" (tools are refused), or "auto" (decided by its chat template).
     reasoning_parser: the format in which the model marks its reasoning: "deepseek_r1" (<think>),

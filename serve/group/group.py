@@ -97,6 +97,7 @@ class Group:
         config, spec = source.config, source.spec
         for stage in range(grid.num_stages if grid.tensor > 1 else 0):
             if not self._is_here(stage):
+                logger.info("stage %d: its tensor ranks exchange over connections", stage)
                 continue
             arena = Arena.create(arena_bytes(config, spec), grid.tensor, NO_RANK)
             arena.reset(self.epoch)

@@ -163,6 +163,18 @@ def test_pods_of_a_leader_worker_set(undo, tmp_path, alone):
     assert ranks.tokens() == alone
 
 
+def test_a_signal_ends_a_rank_without_an_engine(undo, tmp_path):
+    ranks = Ranks(tmp_path, "--tensor-parallel-size=2")
+    undo.callback(ranks.close)
+    ranks.torchrun(1, 2)
+    end_s = time.monotonic() + PATIENCE_S
+    while "rank 1 waits for the engine" not in ranks.log(1) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    ranks.processes[1].send_signal(signal.SIGTERM)
+    assert ranks.processes[1].wait(PATIENCE_S) == 128 + signal.SIGTERM
+    assert "Traceback" not in ranks.log(1)
+
+
 def test_a_wrong_number_of_processes_is_named(undo, tmp_path):
     ranks = Ranks(tmp_path, "--tensor-parallel-size=2")
     undo.callback(ranks.close)
