@@ -152,6 +152,20 @@ def test_a_killed_rank_comes_back(undo, tmp_path, alone):
     assert silent.recv(1) == b""  # closed without a word
 
 
+def test_a_killed_engine_comes_back(undo, tmp_path, alone):
+    """The other rank connects to the new one."""
+    ranks = Ranks(tmp_path, *TENSOR)
+    undo.callback(ranks.close)
+    for rank in (0, 1):
+        ranks.torchrun(rank, 2)
+    assert ranks.tokens() == alone
+    ranks.processes[0].kill()
+    ranks.processes[0].wait()
+    ranks.torchrun(0, 2)
+    assert ranks.tokens() == alone
+    assert ranks.processes[1].poll() is None
+
+
 def test_pods_of_a_leader_worker_set(undo, tmp_path, alone):
     ranks = Ranks(tmp_path, "--pipeline-parallel-size=2")
     undo.callback(ranks.close)
