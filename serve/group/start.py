@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
 from serve.group.grid import Grid
 from serve.group.group import Group
-from serve.group.launch import LocalWorkers
+from serve.group.launch import LocalWorkers, cpus_of_ranks, threads_of_a_rank
 from serve.group.membership import Membership, read_group_key, read_membership
 from serve.group.messages import Kind
 from serve.group.rank import Rank, shard_of
@@ -28,12 +27,7 @@ from serve.group.worker_link import WorkerFailed, WorkerLink, end_workers
 from serve.loading.footprint import check_weights_fit
 from serve.loading.rank_memory import make_accounting
 from serve.loading.runtime import ModelSource, Runtime, log_sizes, read_source
-from serve.machine import (
-    KV_SHARE_OF_FREE_MEMORY,
-    available_memory,
-    local_kv_bytes,
-    usable_processors,
-)
+from serve.machine import KV_SHARE_OF_FREE_MEMORY, available_memory, local_kv_bytes
 from serve.models import ModelSpec
 from serve.models.progress import LoadProgress
 from serve.models.shard import check_heads
@@ -206,20 +200,6 @@ def _check(config: EngineConfig) -> None:
             raise ConfigError(f"{name} needs a model on one rank, not {config.num_ranks}")
     if config.backend == "cuda":
         raise ConfigError("tensor_parallel_size and pipeline_parallel_size need the cpu back end")
-
-
-def threads_of_a_rank(config: EngineConfig, size: int) -> int:
-    """Returns the threads of each of `size` ranks on this host."""
-    processors = min(config.compute_threads or usable_processors(), usable_processors())
-    return max(1, processors // size)
-
-
-def cpus_of_ranks(size: int) -> list[list[int]]:
-    """Returns the cores of each rank, so that ranks do not take turns on one; empty where there
-    are fewer cores than ranks."""
-    cpus = sorted(os.sched_getaffinity(0))
-    count = len(cpus) // size
-    return [cpus[rank * count : (rank + 1) * count] if count else [] for rank in range(size)]
 
 
 def _both(check: Callable[[], object], links: Sequence[WorkerLink]) -> Callable[[], object]:

@@ -15,10 +15,9 @@ import time
 
 from serve.config import EngineConfig
 from serve.errors import MergestepError
-from serve.group.launch import Asked
+from serve.group.launch import Asked, cpus_of_ranks, threads_of_a_rank
 from serve.group.membership import Membership, read_group_key
 from serve.group.remote_workers import CONNECT_S
-from serve.group.start import cpus_of_ranks, threads_of_a_rank
 from serve.group.worker import Worker
 from transport import connect
 from transport.base import Endpoint, TransportError
@@ -65,8 +64,9 @@ def run_rank(config: EngineConfig, member: Membership) -> None:
         signals.has_engine = True
         worker.serve()
         signals.has_engine = False
-        if worker.has_ended:
+        if worker.has_ended or signals.has_come:
             return
+        time.sleep(_RETRY_S)
 
 
 class _Signals:
@@ -75,14 +75,14 @@ class _Signals:
 
     def __init__(self) -> None:
         self.has_engine = False
-        self._has_come = False
+        self.has_come = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:
-        if self._has_come or not self.has_engine:
+        if self.has_come or not self.has_engine:
             raise SystemExit(128 + number)
-        self._has_come = True
+        self.has_come = True
         signal.alarm(_DRAIN_S)  # whose signal ends the process
         logger.info("this rank ends with the engine; a second signal ends it at once")
 
