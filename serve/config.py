@@ -24,6 +24,7 @@ MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.sche
 QUEUE_POLICIES = ("fcfs", "priority", "mlfq", "fair")  # as in serve.scheduler
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
+GROUP_EXCHANGES = ("auto", "connections")
 NODE_ENCRYPTIONS = ("auto", "on", "off")
 MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (16, 32, 64, 128)  # as the kernels have them; their module is slow to import
@@ -80,6 +81,9 @@ class EngineSettings(TypedDict, total=False):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     group_restart_s: float
+    group_url: str | None
+    group_key_file: str | Path | None
+    group_exchange: str
     tool_parser: str
     reasoning_parser: str
     reasoning_budget: int | None
@@ -164,6 +168,9 @@ class EngineConfig:
         starts the other processes of tensor_parallel_size * pipeline_parallel_size; results are the
         same to the last bit on any number of them.
     group_restart_s: how long requests wait for a lost process to be replaced, in seconds.
+    group_url: where rank 0 listens if others start the processes; None: after MASTER_PORT.
+    group_key_file: a file with the secret that the processes of several machines share.
+    group_exchange: "auto" (tensor ranks of a machine share memory) or "connections".
     tool_parser: the format in which the model writes tool calls: "hermes", "llama3_json",
         "mistral", "none" (tools are refused), or "auto" (decided by its chat template).
     reasoning_parser: the format in which the model marks its reasoning: "deepseek_r1" (<think>),
@@ -218,6 +225,9 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     group_restart_s: float = 120.0
+    group_url: str | None = None
+    group_key_file: str | Path | None = None
+    group_exchange: str = "auto"
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     reasoning_budget: int | None = None
@@ -277,6 +287,7 @@ class EngineConfig:
             ("memory_node_encryption", NODE_ENCRYPTIONS),
             ("memory_prefill", MEMORY_PREFILLS),
             ("memory_wire", MEMORY_WIRES),
+            ("group_exchange", GROUP_EXCHANGES),
             ("tool_parser", TOOL_PARSERS),
             ("reasoning_parser", REASONING_PARSERS),
         ):

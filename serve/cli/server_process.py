@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import uvloop
@@ -16,6 +17,8 @@ from serve.http.edge.file_limit import raise_file_limit
 from serve.http.edge.settings import HttpSettings
 from serve.http.server import HttpServer, serve_until_signal
 
+_RANK_VARIABLES = {"WORLD_SIZE", "LWS_GROUP_SIZE"}
+
 
 def run_server(settings: RunSettings, *, is_quiet: bool) -> None:
     """Runs a server until a signal; raises ConfigError, ModelLoadError, or OSError for the port."""
@@ -27,7 +30,23 @@ def run_server(settings: RunSettings, *, is_quiet: bool) -> None:
         location = find_model(values["model"])
         values["model"] = location.model
         values.setdefault("served_model_name", location.name)
+    if _RANK_VARIABLES & os.environ.keys() and _runs_rank(EngineConfig(**values)):
+        return
     serve(Engine(progress=not is_quiet, **values), http, is_quiet=is_quiet)
+
+
+def _runs_rank(config: EngineConfig) -> bool:
+    """Runs this process as a rank of a group whose engine is another process; returns False at once
+    if it is not."""
+    from serve.group.membership import read_membership
+
+    member = read_membership(config)
+    if member is None or member.rank == 0:
+        return False
+    from serve.group.worker_main import run_rank
+
+    run_rank(config, member)
+    return True
 
 
 def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from serve.config import (
     DTYPES,
+    GROUP_EXCHANGES,
     KV_DTYPES,
     LOAD_FORMATS,
     MEMORY_POLICIES,
@@ -96,6 +97,22 @@ ENGINE_OPTIONS: dict[str, Option] = {
         MODEL,
         "How long requests wait for a lost process of the model to be replaced.",
         metavar="SECONDS",
+    ),
+    "group_url": Option(
+        MODEL,
+        "Where rank 0 listens, if torchrun or Kubernetes starts the processes; by default the port"
+        " after MASTER_PORT.",
+        metavar="URL",
+    ),
+    "group_key_file": Option(
+        MODEL,
+        "A file with the secret that the processes of several machines share.",
+        metavar="FILE",
+    ),
+    "group_exchange": Option(
+        MODEL,
+        "How --tp processes exchange results: auto (memory on one machine) or connections.",
+        choices=GROUP_EXCHANGES,
     ),
     "tune": Option(
         MODEL, "Measure the fastest kernel of each product at the first start on a GPU."

@@ -11,7 +11,6 @@ from typer.core import TyperGroup
 _ELSEWHERE = {
     "--enable-auto-tool-choice": "leave it out: tools are always on",
     "--gpu-memory-utilization": "use --kv-cache-bytes, a size such as 8GiB",
-    "--tensor-parallel-size": "leave it out: a server uses one device",
     "--tool-call-parser": "use --tool-parser",
 }
 

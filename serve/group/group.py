@@ -7,6 +7,7 @@ hidden states of an earlier epoch are dropped.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -21,20 +22,24 @@ from serve.group import messages
 from serve.group.exchange import ExchangeError
 from serve.group.grid import Grid
 from serve.group.messages import Kind, PlannedStep
-from serve.group.rank import Rank
+from serve.group.rank import Rank, RankExchange
+from serve.group.siblings import connect_exchange
 from serve.group.sizes import arena_bytes, open_exchange, stage_window_bytes
 from serve.group.stage_link import StageFailed, StageLink
-from serve.group.worker_link import WorkerFailed, WorkerLink
+from serve.group.worker_link import WorkerFailed, WorkerLink, end_workers
 from serve.loading.rank_memory import RankGeometry
 from serve.runner.batch import Batch
 from transport.arena import NO_RANK, Arena
-from transport.base import TransportError
+from transport.base import LOST_AFTER_S, TransportError
 
 logger = logging.getLogger(__name__)
 
 _START_S = 60.0  # for workers to take memory and to connect
 _RESET_S = 60.0  # for workers to end a step that failed
 _WATCH_S = 0.05  # between two looks for lost workers
+# After a step has failed, how long the engine waits to hear why: a lost host is noticed by several
+# connections, one after the other.
+_CAUSE_S = LOST_AFTER_S + 1.0
 
 STEP_ERRORS = (ExchangeError, StageFailed, TransportError)
 """What a step raises when another rank has no result."""
@@ -70,7 +75,7 @@ class Group:
         self._beside = grid.stage_ranks(grid.num_stages - 1)[1:]
         self._before = [rank for rank in self.links if rank not in self._beside]
         self._key = key
-        self._arenas: list[Arena] = []
+        self._arenas: dict[int, Arena] = {}  # by stage: of those whose ranks are all here
         self._previous: StageLink | None = None
         self._is_broken = False  # a step failed, and no new epoch has begun
         self._lost: set[int] = set()
@@ -90,10 +95,13 @@ class Group:
         self._close_epoch()
         source, grid = self.own.source, self.grid
         config, spec = source.config, source.spec
-        for _ in range(grid.num_stages if grid.tensor > 1 else 0):
+        for stage in range(grid.num_stages if grid.tensor > 1 else 0):
+            if not self._is_here(stage):
+                logger.info("stage %d: its tensor ranks exchange over connections", stage)
+                continue
             arena = Arena.create(arena_bytes(config, spec), grid.tensor, NO_RANK)
             arena.reset(self.epoch)
-            self._arenas.append(arena)
+            self._arenas[stage] = arena
         window = stage_window_bytes(config, spec, grid.num_stages)
         try:
             for rank, link in self.links.items():
@@ -105,12 +113,12 @@ class Group:
                     {
                         "geometry": geometry.to_json(),
                         "arena": self._arena_path(rank),
+                        "siblings": self._sibling_urls(rank),
                         "previous": None if previous is None else self.links[previous].url,
                         "window_bytes": window,
                     },
                 )
-            exchange = open_exchange(source, grid, self.own.place.tensor, self._arena_path(0))
-            self.own.open(geometry, exchange)
+            self.own.open(geometry, self._open_exchange())
             self.own.join(self.epoch)
             before = grid.previous(0)
             if before is not None:
@@ -122,18 +130,41 @@ class Group:
         self._is_broken = False
         self.num_formed += 1
 
+    def _open_exchange(self) -> RankExchange | None:
+        source, tensor, urls = self.own.source, self.own.place.tensor, self._sibling_urls(0)
+        if urls is None:
+            return open_exchange(source, self.grid, tensor, self._arena_path(0))
+        return connect_exchange(source, self.grid, tensor, urls, None, self._key, self.epoch)
+
+    def _is_here(self, stage: int) -> bool:
+        """Returns whether all ranks of a stage can share this host's memory."""
+        if self.own.source.config.group_exchange != "auto":
+            return False
+        here = socket.gethostname()
+        links = [self.links[rank] for rank in self.grid.stage_ranks(stage) if rank]
+        return all(link.host == here for link in links)
+
     def _arena_path(self, rank: int) -> str | None:
-        return self._arenas[self.grid.place(rank).stage].path if self._arenas else None
+        arena = self._arenas.get(self.grid.place(rank).stage)
+        return None if arena is None else arena.path
+
+    def _sibling_urls(self, rank: int) -> list[str] | None:
+        """Returns where the tensor ranks of a rank's stage listen; None if they share memory."""
+        stage = self.grid.place(rank).stage
+        if self.grid.tensor == 1 or stage in self._arenas:
+            return None
+        ranks = self.grid.stage_ranks(stage)
+        return [self.links[each].sibling_url if each else "" for each in ranks]
 
     def _await_started(self, timeout_s: float) -> None:
         for link in self.links.values():
             link.await_json(Kind.STARTED, timeout_s, epoch=self.epoch)
 
     def _close_epoch(self) -> None:
-        for arena in self._arenas:
+        for arena in self._arenas.values():
             arena.abort()
             arena.close()
-        self._arenas = []
+        self._arenas = {}
         if self._previous is not None:
             self._previous.close()
             self._previous = None
@@ -181,15 +212,18 @@ class Group:
     def failed(self, error: BaseException) -> Exception | None:
         """Ends the epoch after a step has raised; returns what to raise instead of an error that
         another rank has caused, None for one of this rank's own."""
+        is_behind = self._is_broken  # a step behind one that has failed
         self._is_broken = True
         self._abort()
         if self.is_lost():
             return self._loss(error)
         if not isinstance(error, STEP_ERRORS):
             return None
-        for link in self.links.values():
+        if is_behind:
+            return StepLostError(str(error))
+        if not isinstance(error, StageFailed):
             try:
-                link.look()
+                self._await_cause()
             except TransportError as lost:
                 return self._loss(lost)
         texts = [f"rank {x.rank}: {x.failure}" for x in self.links.values() if x.failure]
@@ -198,6 +232,18 @@ class Group:
         # nobody has failed, so a rank does not answer: it is taken for lost
         return self._loss(error)
 
+    def _await_cause(self) -> None:
+        """Waits until a worker has said why a step failed, or is lost. Raises TransportError."""
+        end_s = time.monotonic() + _CAUSE_S
+        while True:
+            for link in self.links.values():
+                link.look()
+            if any(link.failure or link.is_lost for link in self.links.values()):
+                return
+            if time.monotonic() > end_s:
+                return
+            time.sleep(_WATCH_S / 5)
+
     def _begin_epoch(self) -> None:
         """Waits until all ranks have ended a step that failed."""
         if self.is_lost():
@@ -205,7 +251,7 @@ class Group:
         if not self._is_broken:
             return
         self.epoch += 1
-        for arena in self._arenas:
+        for arena in self._arenas.values():
             arena.reset(self.epoch)
         for link in self.links.values():
             link.failure = ""
@@ -247,6 +293,11 @@ class Group:
         as lost."""
         self._is_broken = True
         self._abort()
+        end_s = time.monotonic() + _CAUSE_S
+        while error is not None and time.monotonic() < end_s:
+            if any(link.is_lost for link in self.links.values()):
+                break
+            time.sleep(_WATCH_S / 5)
         lost = [link for link in self.links.values() if link.is_lost]
         if not lost and error is not None:
             lost = list(self.links.values())
@@ -255,7 +306,7 @@ class Group:
         return GroupLostError(names if error is None else f"{names} ({error})")
 
     def _abort(self) -> None:
-        for arena in self._arenas:
+        for arena in self._arenas.values():
             arena.abort()
         self.own.abort()
 
@@ -265,8 +316,9 @@ class Group:
             gone = {link.rank for link in list(self.links.values()) if link.is_lost}
             if not gone <= self._lost:
                 self._lost |= gone
-                for arena in list(self._arenas):
+                for arena in list(self._arenas.values()):
                     arena.abort()
+                self.own.abort_own()
 
     def close(self) -> None:
         """Ends the workers and frees all memory."""
@@ -275,10 +327,7 @@ class Group:
         began_s = time.monotonic()
         self._abort()
         self._close_epoch()
-        for link in self.links.values():
-            link.endpoint.close()
-        for link in self.links.values():
-            link.close()
+        end_workers(list(self.links.values()))
         self.own.close()
         logger.debug("the group ended in %.2f s", time.monotonic() - began_s)
 

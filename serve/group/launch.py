@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from serve.config import EngineConfig
 from serve.errors import MergestepError
 from serve.group.worker_link import WorkerLink
+from serve.machine import usable_processors
 from transport import listen
 from transport.base import Listener
 
@@ -96,3 +98,17 @@ class LocalWorkers:
     def close(self) -> None:
         self._listener.close()
         self._folder.cleanup()
+
+
+def threads_of_a_rank(config: EngineConfig, size: int) -> int:
+    """Returns the threads of each of `size` ranks on this host."""
+    processors = min(config.compute_threads or usable_processors(), usable_processors())
+    return max(1, processors // size)
+
+
+def cpus_of_ranks(size: int) -> list[list[int]]:
+    """Returns the cores of each rank, so that ranks do not take turns on one; empty where there
+    are fewer cores than ranks."""
+    cpus = sorted(os.sched_getaffinity(0))
+    count = len(cpus) // size
+    return [cpus[rank * count : (rank + 1) * count] if count else [] for rank in range(size)]

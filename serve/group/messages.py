@@ -41,6 +41,7 @@ class Kind(IntEnum):
     RESET = 9  # engine: a new epoch after a step that failed
     HIDDEN = 10  # rank to the same tensor rank of the next stage: hidden states
     FAILED = 11  # worker: a step failed, or the worker cannot go on
+    END = 12  # engine: the group ends; without it, a lost connection is made again
 
 
 class MessageError(Exception):

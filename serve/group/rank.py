@@ -95,6 +95,13 @@ class Rank:
 
     def abort(self) -> None:
         """Ends the exchanges of this epoch on all ranks of the stage."""
+        if isinstance(self.exchange, WindowExchange):
+            self.exchange.abort_group()
+        elif self.exchange is not None:
+            self.exchange.abort()
+
+    def abort_own(self) -> None:
+        """Ends a wait for the other ranks of the stage. Any thread may call it."""
         if self.exchange is not None:
             self.exchange.abort()
 

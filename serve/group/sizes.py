@@ -18,7 +18,15 @@ _WIDE = 4  # bytes of the widest number
 
 def largest_result(config: EngineConfig, spec: ModelSpec) -> int:
     """Returns the bytes of the largest result that the ranks of a stage compute together."""
-    rows, widths = config.batched_tokens, [spec.hidden_size]
+    rows = config.batched_tokens
+    prompt_logits = min(rows * spec.vocab_size * _WIDE, LOGITS_BYTES)
+    sampled = config.max_num_seqs * max(spec.vocab_size, spec.embed_size) * _WIDE
+    return max(rows * _widest_row(spec) * _WIDE, sampled, prompt_logits)
+
+
+def _widest_row(spec: ModelSpec) -> int:
+    """Returns the most columns of a layer's result."""
+    widths = [spec.hidden_size]
     for layer in set(spec.layers):
         attention, mlp = layer.attention, layer.mlp
         if isinstance(attention, AttentionSpec):
@@ -30,9 +38,7 @@ def largest_result(config: EngineConfig, spec: ModelSpec) -> int:
         elif isinstance(mlp, MixtureSpec):
             widths.append(mlp.expert.size * mlp.router.top_k)
             widths += [each.size for each in (mlp.shared, mlp.dense) if each is not None]
-    prompt_logits = min(rows * spec.vocab_size * _WIDE, LOGITS_BYTES)
-    sampled = config.max_num_seqs * max(spec.vocab_size, spec.embed_size) * _WIDE
-    return max(rows * max(widths) * _WIDE, sampled, prompt_logits)
+    return max(widths)
 
 
 def arena_bytes(config: EngineConfig, spec: ModelSpec) -> int:
@@ -42,7 +48,19 @@ def arena_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 def stage_window_bytes(config: EngineConfig, spec: ModelSpec, num_stages: int) -> int:
     """Returns the window of a stage for the hidden states of steps in flight."""
     largest = largest_hidden(config.batched_tokens, spec.hidden_size)
-    return max(1 << 20, 2 * num_stages * largest)
+    return max(1 << 20, _rounded(2 * num_stages * largest))
+
+
+def sibling_window_bytes(spec: ModelSpec, tensor: int) -> int:
+    """Returns the window of a connection between tensor ranks, whose messages, of a quarter, hold
+    at least two rows of the widest result."""
+    row = max(_widest_row(spec), spec.vocab_size, spec.embed_size) * _WIDE
+    return max(16 << 20, _rounded(16 * row // tensor))
+
+
+def _rounded(num_bytes: int) -> int:
+    """Returns the next size that a window can have."""
+    return -(-num_bytes // 4096) * 4096
 
 
 def open_exchange(

@@ -18,6 +18,8 @@ _SLICE_S = 0.05  # an abort is seen after this time
 
 _HEAD = struct.Struct("<IIQIIII")
 """Generation, rank, number of the exchange, first row, rows, and the columns' begin and end."""
+_ABORT = (1 << 64) - 1  # the number of a message that says that its rank has aborted
+_TELL_S = 0.5  # for room in the window of a rank that is to be told of an abort
 
 
 class WindowExchange:
@@ -47,6 +49,8 @@ class WindowExchange:
         self._generation = 0
         self._number = 0
         self._is_aborted = False
+        self._has_told = False
+        self._kept: dict[int, Frame] = {}  # by rank: a message of this generation
 
     def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         return self._ring.take(rows, columns, dtype)
@@ -73,16 +77,57 @@ class WindowExchange:
         that posts to a full window sees it only after that. Any thread may call it."""
         self._is_aborted = True
 
+    def abort_group(self) -> None:
+        """Makes `complete` raise Aborted on all ranks, also one that waits. The thread that uses
+        begin and complete calls it."""
+        self._is_aborted = True
+        if self._has_told:
+            return
+        self._has_told = True
+        head = _HEAD.pack(self._generation, self.rank, _ABORT, 0, 0, 0, 0)
+        kept = ctypes.create_string_buffer(head, _HEAD.size)
+        segments = [Segment(ctypes.addressof(kept), 1, _HEAD.size, _HEAD.size)]
+        for endpoint in self._endpoints.values():
+            try:
+                endpoint.post(segments, _TELL_S)
+            except TransportTimeoutError:  # it learns of it by the lost connection
+                endpoint.close()
+            except TransportError:  # it is gone
+                continue
+
     def join(self, generation: int) -> None:
         """Begins anew after an abort; the number is larger than that of every earlier one."""
         if generation <= self._generation:
             raise ValueError(f"generation {generation} follows {self._generation}")
         self._generation, self._number, self._is_aborted = generation, 0, False
+        self._has_told = False
         self._ring.restart()
+        for rank, endpoint in self._endpoints.items():
+            self._drop_old(rank, endpoint)
 
     def close(self) -> None:
         for endpoint in self._endpoints.values():
             endpoint.close()
+
+    def _drop_old(self, rank: int, endpoint: Endpoint) -> None:
+        """Frees a window from messages of earlier generations, so that they do not fill it."""
+        kept = self._kept.pop(rank, None)
+        try:
+            if kept is not None:
+                endpoint.release(kept)
+            while rank not in self._kept and (frame := endpoint.poll(0.0)) is not None:
+                if self._is_old(frame):
+                    endpoint.release(frame)
+                else:
+                    self._kept[rank] = frame
+        except TransportError:  # the next exchange says so
+            return
+
+    def _is_old(self, frame: Frame) -> bool:
+        if frame.num_bytes < _HEAD.size:
+            return False
+        head = ctypes.string_at(frame.address, _HEAD.size)
+        return bool(_HEAD.unpack(head)[0] < self._generation)
 
     def _exchange(self, buffer: Tensor, bounds: Sequence[int], deadline: float) -> None:
         """Posts and receives by turns, a message to and from each rank at a time. A rank never has
@@ -150,6 +195,8 @@ class WindowExchange:
                 return count
 
     def _poll(self, rank: int, endpoint: Endpoint, deadline: float) -> Frame:
+        if rank in self._kept:
+            return self._kept.pop(rank)
         began = time.monotonic()
         while True:
             self._check_aborted()
@@ -174,6 +221,8 @@ class WindowExchange:
         )
         if (generation, number) < (self._generation, self._number):
             return None
+        if generation == self._generation and number == _ABORT:
+            raise Aborted(f"rank {rank} has aborted generation {generation}")
         if generation > self._generation:
             raise Aborted(f"rank {rank} is in generation {generation}, not {self._generation}")
         size = count * (end - begin) * buffer.element_size()

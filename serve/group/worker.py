@@ -1,7 +1,7 @@
 """A worker: one rank of a group other than the engine. It obeys the engine's messages in order.
 
 A worker outlives steps that fail and groups that are formed again: its weights stay. It ends when
-the engine closes its connection.
+the engine closes its connection, or says that the group ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from serve.group import messages
 from serve.group.exchange import ExchangeError
 from serve.group.grid import Grid
 from serve.group.messages import Kind, Message, MessageError, PlannedStep
-from serve.group.rank import Rank
-from serve.group.sizes import open_exchange
+from serve.group.rank import Rank, RankExchange
+from serve.group.siblings import SiblingListener, connect_exchange
+from serve.group.sizes import open_exchange, sibling_window_bytes
 from serve.group.stage_link import StageFailed, StageLink
 from serve.loading.model_source import read_source
 from serve.loading.rank_memory import RankGeometry
@@ -46,7 +47,9 @@ class Worker:
         self._settings = dict(settings)
         self._rank: Rank | None = None
         self._epoch = 0
+        self.has_ended = False  # the engine has said so
         self._listener: Listener | None = None
+        self._siblings: SiblingListener | None = None
         self._previous: StageLink | None = None
         self._next: StageLink | None = None
         self._grid: Grid | None = None
@@ -60,9 +63,10 @@ class Worker:
             Kind.EDITS: self._edit,
             Kind.HEAD: self._head,
             Kind.RESET: self._reset,
+            Kind.END: self._end,
         }
         try:
-            while True:
+            while not self.has_ended:
                 frame = self._engine.poll(_POLL_S)
                 if frame is None:
                     continue
@@ -84,8 +88,9 @@ class Worker:
 
     def close(self) -> None:
         self._close_links()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in (self._listener, self._siblings):
+            if listener is not None:
+                listener.close()
         if self._rank is not None:
             self._rank.close()
         self._engine.close()
@@ -108,21 +113,26 @@ class Worker:
             assert grid is not None
             if grid != Grid.from_json(content["grid"]) or rank.number != content["rank"]:
                 raise MessageError("another place in another grid than the loaded weights'")
-        except (MergestepError, OSError, ValueError, KeyError, MemoryError) as error:
-            logger.exception("loading failed")
-            self._report(Kind.FAILED, {"text": f"{type(error).__name__}: {error}"})
-            return
-        self._report(
-            Kind.READY,
-            {
+            has_next = grid.place(rank.number).stage + 1 < grid.num_stages
+            ready = {
                 "free_bytes": available_memory(),
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "url": self._listen(content)
-                if grid.place(rank.number).stage + 1 < grid.num_stages
-                else "",
-            },
-        )
+                "url": self._listen(content) if has_next else "",
+                "sibling_url": self._listen_to_siblings(content, rank),
+            }
+        except (
+            MergestepError,
+            OSError,
+            ValueError,
+            KeyError,
+            MemoryError,
+            TransportError,
+        ) as error:
+            logger.exception("loading failed")
+            self._report(Kind.FAILED, {"text": f"{type(error).__name__}: {error}"})
+            return
+        self._report(Kind.READY, ready)
 
     def _loaded(self, content: dict[str, Any]) -> Rank:
         config = EngineConfig(**(content["config"] | self._settings))
@@ -145,6 +155,16 @@ class Worker:
             self._listener = listen(url, key=self._key, window_bytes=1 << 16)
         return self._listener.url
 
+    def _listen_to_siblings(self, content: dict[str, Any], rank: Rank) -> str:
+        """Returns where the tensor ranks before this one connect to; "" if none does."""
+        url = content.get("sibling_url")
+        if not isinstance(url, str) or not url or rank.place.tensor == 0:
+            return ""
+        if self._siblings is None:
+            window = sibling_window_bytes(rank.source.spec, rank.shard.size)
+            self._siblings = SiblingListener(url, self._key, window)
+        return self._siblings.url
+
     def _start(self, message: Message) -> None:
         """Takes memory for K/V and connects to the other ranks."""
         content = messages.read_json(message)
@@ -155,10 +175,8 @@ class Worker:
         self._epoch = message.epoch
         try:
             geometry = RankGeometry.from_json(content["geometry"])
-            exchange = open_exchange(rank.source, grid, rank.place.tensor, content.get("arena"))
-            rank.open(geometry, exchange)
-            if exchange is not None:
-                exchange.join(self._epoch)
+            rank.open(geometry, self._exchange(content, rank, grid))
+            rank.join(self._epoch)
             if content.get("previous"):
                 self._previous = StageLink.connect(
                     str(content["previous"]),
@@ -173,6 +191,18 @@ class Worker:
             self._report(Kind.FAILED, {"text": f"{type(error).__name__}: {error}"})
             return
         self._report(Kind.STARTED, {})
+
+    def _exchange(self, content: dict[str, Any], rank: Rank, grid: Grid) -> RankExchange | None:
+        """Opens the exchange with the other tensor ranks: connections, or an arena."""
+        urls, tensor = content.get("siblings"), rank.place.tensor
+        if not isinstance(urls, list):
+            return open_exchange(rank.source, grid, tensor, content.get("arena"))
+        return connect_exchange(
+            rank.source, grid, tensor, urls, self._siblings, self._key, self._epoch
+        )
+
+    def _end(self, message: Message) -> None:
+        self.has_ended = True
 
     def _reset(self, message: Message) -> None:
         """Begins an epoch after a step that failed. Its steps come after the engine has been told

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from serve.group import messages
@@ -12,6 +13,7 @@ from serve.group.messages import Kind, Message
 from transport.base import Endpoint, TransportError
 
 _SLICE_S = 0.25
+_END_S = 2.0  # for a worker to end by itself
 
 
 class WorkerFailed(Exception):
@@ -32,6 +34,7 @@ class WorkerLink:
         self.process = process
         self.host = ""
         self.url = ""  # where the next stage connects to
+        self.sibling_url = ""  # where other tensor ranks connect to
         self.free_bytes = 0
         self.num_layers = 0  # loaded so far
         self.failure = ""  # what it reported of a step
@@ -102,7 +105,8 @@ class WorkerLink:
     ) -> dict[str, Any] | None:
         if message.kind is Kind.PROGRESS:
             self.num_layers = int(content.get("layers", 0))
-        elif message.kind is Kind.FAILED:
+        elif message.kind is Kind.FAILED and (epoch is None or message.epoch == epoch):
+            # one of an earlier epoch, a step's, is known by the next stage or has ended that epoch
             self.failure = str(content.get("text", ""))[:1000]
             if kind in (Kind.READY, Kind.STARTED):
                 raise WorkerFailed(f"rank {self.rank}: {self.failure}")
@@ -110,6 +114,17 @@ class WorkerLink:
             return content
         is_due = message.kind is kind and (epoch is None or message.epoch == epoch)
         return content if is_due else None
+
+    def post_end(self) -> None:
+        """Says that the group ends, to a worker that would connect again."""
+        if self.process is None and not self.endpoint.is_lost:
+            with contextlib.suppress(TransportError):
+                messages.post(self.endpoint, messages.pack(Kind.END, 0), _END_S)
+
+    def await_end(self, end_s: float) -> None:
+        """Waits until a worker that has been told to end has closed its connection."""
+        while self.process is None and not self.endpoint.is_lost and time.monotonic() < end_s:
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Ends the connection, after which the worker ends by itself; kills it if it does not."""
@@ -119,7 +134,19 @@ class WorkerLink:
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
-            self.process.wait(2.0)
+            self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def end_workers(links: Sequence[WorkerLink]) -> None:
+    """Ends workers, all at once."""
+    for link in links:
+        link.post_end()
+    end_s = time.monotonic() + _END_S
+    for link in links:
+        link.await_end(end_s)
+        link.endpoint.close()
+    for link in links:
+        link.close()

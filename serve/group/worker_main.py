@@ -1,6 +1,7 @@
-"""The process of a worker that the engine has started: `python -m serve.group.worker_main`.
+"""The process of a worker: `python -m serve.group.worker_main` where the engine has started it, and
+`run_rank` where others have.
 
-It reads one line of JSON from its standard input, which stays open as long as the engine lives.
+The former reads a line of JSON from its standard input, which is open as long as the engine lives.
 """
 
 from __future__ import annotations
@@ -10,12 +11,23 @@ import logging
 import os
 import signal
 import threading
+import time
 
-from serve.group.launch import Asked
+from serve.config import EngineConfig
+from serve.errors import MergestepError
+from serve.group.launch import Asked, cpus_of_ranks, threads_of_a_rank
+from serve.group.membership import Membership, read_group_key
+from serve.group.remote_workers import CONNECT_S
 from serve.group.worker import Worker
 from transport import connect
+from transport.base import Endpoint, TransportError
+
+logger = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 16 << 20  # for step messages
+_RETRY_S = 0.5  # between two attempts to reach the engine
+_LOG_EVERY_S = 10.0
+_DRAIN_S = 60  # for the engine to end after a signal
 
 
 def main() -> None:
@@ -31,6 +43,66 @@ def main() -> None:
     info = {"rank": asked.rank}
     engine = connect(asked.url, key=key, info=info, window_bytes=_WINDOW_BYTES)
     Worker(engine, key, {}).serve()
+
+
+def run_rank(config: EngineConfig, member: Membership) -> None:
+    """Serves the engine of a group, rank 0, as another rank of it, until the engine ends.
+
+    An engine that is lost is waited for. ConfigError names a wrong setting; MergestepError if no
+    engine is there for ten minutes.
+    """
+    key = read_group_key(config, member)
+    threads = threads_of_a_rank(config, member.local_size)
+    cpus = cpus_of_ranks(member.local_size)[member.local_rank]
+    if member.local_size > 1 and cpus:
+        os.sched_setaffinity(0, cpus)
+    settings = {"model": str(config.model_path), "compute_threads": threads}
+    signals = _Signals()
+    while True:
+        worker = Worker(_connected(member, key), key, settings)
+        logger.info("rank %d of %d is connected to %s", member.rank, member.size, member.url)
+        signals.has_engine = True
+        worker.serve()
+        signals.has_engine = False
+        if worker.has_ended or signals.has_come:
+            return
+        time.sleep(_RETRY_S)
+
+
+class _Signals:
+    """Lets a rank outlive a signal while an engine uses it. torchrun and Kubernetes send it to the
+    engine as well, which ends its requests and then its ranks."""
+
+    def __init__(self) -> None:
+        self.has_engine = False
+        self.has_come = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.has_come or not self.has_engine:
+            raise SystemExit(128 + number)
+        self.has_come = True
+        signal.alarm(_DRAIN_S)  # whose signal ends the process
+        logger.info("this rank ends with the engine; a second signal ends it at once")
+
+
+def _connected(member: Membership, key: bytes) -> Endpoint:
+    """Waits for the engine."""
+    began_s = time.monotonic()
+    logged_s = began_s + 1.0 - _LOG_EVERY_S
+    while True:
+        try:
+            info = {"rank": member.rank, "size": member.size, "listen": member.own_url}
+            return connect(member.url, key=key, info=info, window_bytes=_WINDOW_BYTES)
+        except (TransportError, OSError) as error:
+            now_s, reason = time.monotonic(), str(error)
+        if now_s > began_s + CONNECT_S:
+            raise MergestepError(f"rank {member.rank}: no engine for {CONNECT_S:.0f} s: {reason}")
+        if now_s > logged_s + _LOG_EVERY_S:
+            logged_s = now_s
+            logger.info("rank %d waits for the engine: %s", member.rank, reason)
+        time.sleep(_RETRY_S)
 
 
 def _end_with_engine() -> None:

@@ -1,9 +1,10 @@
-"""The secret that engines and memory nodes share."""
+"""The secrets that engines share with memory nodes, and with the other ranks of a group."""
 
 from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
@@ -26,16 +27,21 @@ def read_key(config: EngineConfig) -> bytes:
                     f"{url} needs a memory_node_key_file, a secret that engines and nodes share"
                 )
         return LOCAL_KEY
+    return read_key_file(path, "memory_node_key_file")
+
+
+def read_key_file(path: str | Path, setting: str) -> bytes:
+    """Returns the secret in a file. ConfigError names the setting."""
     try:
         with open_regular(path) as file:
             key = file.read(MAX_KEY_BYTES + 1).strip()
             mode = os.fstat(file.fileno()).st_mode
         if mode & 0o077:
-            logger.warning("memory_node_key_file %s can be read by other users: chmod 600", path)
+            logger.warning("%s %s can be read by other users: chmod 600", setting, path)
     except OSError as error:
-        raise ConfigError(f"memory_node_key_file {path}: {reason(error)}") from error
+        raise ConfigError(f"{setting} {path}: {reason(error)}") from error
     if len(key) > MAX_KEY_BYTES:
-        raise ConfigError(f"memory_node_key_file {path} is larger than {MAX_KEY_BYTES >> 10} KiB")
+        raise ConfigError(f"{setting} {path} is larger than {MAX_KEY_BYTES >> 10} KiB")
     if len(key) < 16:
-        raise ConfigError(f"memory_node_key_file {path} has less than 16 bytes")
+        raise ConfigError(f"{setting} {path} has less than 16 bytes")
     return key

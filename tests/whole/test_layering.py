@@ -34,6 +34,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/loading",
         "serve/text",
         "serve/models",
+        "serve/group",
     ),
     "serve/http": (
         "serve",

@@ -34,7 +34,6 @@ def output_of(*arguments: str) -> str:
         ("run --tool-call-parser hermes", "--tool-call-parser; use --tool-parser"),
         ("run --enable-auto-tool-choice", "leave it out: tools are always on"),
         ("run --gpu-memory-utilization 0.9", "use --kv-cache-bytes, a size such as 8GiB"),
-        ("run --tensor-parallel-size 2", "leave it out: a server uses one device"),
         ("run --tool-parser hermess", "not 'hermess'; did you mean hermes?"),
         ("run --reasoning-parser qwen-3", "not 'qwen-3'; did you mean qwen3?"),
         ("run --xyzzy", "No such option: --xyzzy"),
