@@ -223,9 +223,9 @@ class Worker:
     def _failed(self, number: int, text: str, *, is_own: bool) -> None:
         """Says that this rank has no result of a step."""
         assert self._rank is not None
-        self._rank.abort()
-        if is_own:
+        if is_own:  # first: an engine that waits in a barrier then looks for the reason
             self._report(Kind.FAILED, {"text": text})
+        self._rank.abort()
         if self._next is not None:
             try:
                 self._next.send_failure(number, text)
