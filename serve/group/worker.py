@@ -77,7 +77,7 @@ class Worker:
                     self._engine.release(frame)
         except PeerLostError:
             logger.info("the engine has closed the connection")
-        except (TransportError, MessageError) as error:
+        except (TransportError, MessageError, OSError) as error:  # OSError: of memory's edits
             logger.error("the worker ends: %s", error)
         finally:
             self.close()

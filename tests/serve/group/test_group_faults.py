@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import gc
+import os
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ops.cpu import native_library
-from serve import LLM, SamplingParams
+from serve import LLM, Engine, SamplingParams
+from serve.errors import MergestepError
 from serve.group.rank import LateExchange, Rank
 from serve.group.worker import Worker
 from tests.support.engine.checkpoints import checkpoint
@@ -232,3 +238,92 @@ def test_a_worker_lost_while_idle_is_replaced(thread_workers, monkeypatch, grid)
         thread_workers[0].workers[1]._engine.close()
         assert outputs(llm) == alone()
         assert started(thread_workers) == grid[0] * grid[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_that_cannot_be_edited_is_made_anew(thread_workers, monkeypatch, rank):  # noqa: F811
+    """As where Linux has no more maps. A worker then ends; the engine forms the group again."""
+    left, edit = [1000], Rank.edit
+
+    def failing(this, edits):
+        if this.number == rank and len(edits):
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(12, "injected")
+        edit(this, edits)
+
+    monkeypatch.setattr(Rank, "edit", failing)
+    with group_of((1, 2)) as llm:
+        left[0] = 3
+        assert outputs(llm) == alone()
+        assert llm.stats().recomputed_sequences > 0
+        assert started(thread_workers) == 1 + rank
+    assert left[0] <= 0
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_requests_end_while_steps_are_in_flight(thread_workers, grid):  # noqa: F811
+    """Aborts at several moments; the others' tokens stay, and all memory comes back."""
+
+    async def run() -> None:
+        settings = SETTINGS | {"tensor_parallel_size": grid[0], "pipeline_parallel_size": grid[1]}
+        async with Engine(str(checkpoint("llama", "base")), **settings) as engine:
+            for count in (1, 3, 8):
+                asked = [
+                    engine.submit(prompt, each)
+                    for prompt, each in zip(prompts() * 2, params() * 2, strict=True)
+                ]
+                kept = [asyncio.create_task(engine.collect(each)) for each in asked[:4]]
+                for stream in asked[4:]:
+                    await _read_and_leave(stream, count)
+                found = [(await each).outputs[0].token_ids for each in kept]
+                assert found == [one[0] for one in alone()]
+            while engine.stats().num_unfinished:
+                await asyncio.sleep(0.01)
+            assert engine.stats().pages_in_use == 0
+
+    asyncio.run(run())
+
+
+async def _read_and_leave(stream, count: int) -> None:
+    async for _ in stream:
+        count -= 1
+        if count == 0:
+            break
+    stream.abort()
+
+
+def held() -> dict[str, int]:
+    """Returns what this process holds that a group might leave behind."""
+    files = [os.readlink(f"/proc/self/fd/{each}") for each in _open_files()]
+    return {
+        "memory files": sum("memfd" in each for each in files),
+        "sockets": sum(each.startswith("socket:") for each in files),
+        "folders": len(list(Path(tempfile.gettempdir()).glob("mergestep-group-*"))),
+        "shared memory": len(os.listdir("/dev/shm")),
+        "threads": sum(
+            each.name.startswith(("mergestep", "rank-")) for each in threading.enumerate()
+        ),
+    }
+
+
+def _open_files() -> list[str]:
+    return [each for each in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{each}").exists()]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_worker_that_cannot_load_fails_the_start(thread_workers, monkeypatch, grid):  # noqa: F811
+    alone()  # modules and their threads are there
+    before = held()
+    load = Worker._loaded
+
+    def failing(this, content):
+        if content["rank"] == grid[0] * grid[1] - 1:
+            raise MemoryError("no room")
+        return load(this, content)
+
+    monkeypatch.setattr(Worker, "_loaded", failing)
+    with pytest.raises(MergestepError, match=r"rank \d: MemoryError: no room"), group_of(grid):
+        pass
+    gc.collect()
+    assert held() == before
