@@ -145,6 +145,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "bench/simulate": ("bench/common", "bench/load", "bench/plan"),
     "bench/nodes": ("bench/common", "bench/load", "bench/plan"),
     "bench/soak": ("bench/common",),
+    "bench/group": ("bench/common", "bench/load", "bench/offline"),
     "bench/peers": (),
     "bench": (),
 }
