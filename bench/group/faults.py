@@ -25,9 +25,10 @@ from statistics import median
 
 from bench.common.checkpoints import model_directory
 from serve import LLM, SamplingParams
+from serve.config import EngineSettings
 from serve.group.recovery import logger as recovery_logger
 
-SETTINGS = {
+SETTINGS: EngineSettings = {
     "dtype": "int8",
     "max_model_len": 160,
     "max_num_seqs": 8,
@@ -190,13 +191,15 @@ def own_folder() -> Iterator[None]:
 
 def _run(model: str, grid: tuple[int, int], kills: int, rng: random.Random) -> Result:
     result, seen = Result(), Seen()
+    ranks: EngineSettings = {"tensor_parallel_size": grid[0], "pipeline_parallel_size": grid[1]}
+    of_grid: EngineSettings = {**SETTINGS, **ranks}
     with LLM(model, **SETTINGS) as llm:
         load = Load(llm.tokenizer.vocab_size)
         expected = load.answers(llm)
     before = Leftover.now()
     with (
         seen.watching(),
-        LLM(model, tensor_parallel_size=grid[0], pipeline_parallel_size=grid[1], **SETTINGS) as llm,
+        LLM(model, **of_grid) as llm,
     ):
         assert load.answers(llm) == expected, "wrong before any fault"
         began_s = time.monotonic()

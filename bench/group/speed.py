@@ -194,10 +194,10 @@ def print_ratios(console: Console, readings: Readings) -> dict[str, dict[str, fl
             found[f"{one} / {other}"] = by_column
             text = ", ".join(f"{column} {value:.2f}x" for column, value in by_column.items())
             console.print(f"{one} beside {other}: {text}", highlight=False, soft_wrap=True)
-    by_column = medians(readings)
-    for column in [each for each in by_column if each.endswith(", alone")]:
-        dense = by_column[column.removesuffix(", alone")][STAGES]
-        ratio = by_column[column][STAGES] / dense
+    figures = medians(readings)
+    for column in [each for each in figures if each.endswith(", alone")]:
+        dense = figures[column.removesuffix(", alone")][STAGES]
+        ratio = figures[column][STAGES] / dense
         found["dense chunks"] = {column: ratio}
         console.print(f"dense chunks: {ratio:.2f}x as fast as one step in flight", highlight=False)
     return found
@@ -232,13 +232,14 @@ def main() -> None:
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     console.print(table(readings, variants))
+    waited = {name: waits(readings, name) for name in variants if name in (TENSOR, STAGES)}
     result = {
         "medians": medians(readings),
         "ratios": print_ratios(console, readings),
-        "waits": {name: waits(readings, name) for name in variants if name in (TENSOR, STAGES)},
+        "waits": waited,
         "message": print_messages(console),
     }
-    for name, by_column in result["waits"].items():
+    for name, by_column in waited.items():
         text = ", ".join(
             f"{column} {100 * each['waits']:.0f} % ({each['results a step']:.0f} results a step)"
             for column, each in by_column.items()

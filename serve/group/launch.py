@@ -58,11 +58,11 @@ class LocalWorkers:
                 check()
                 endpoint = self._listener.accept(0.1)
                 if endpoint is not None:
-                    rank = endpoint.peer.info.get("rank")
-                    if not isinstance(rank, int) or rank not in processes:
+                    peer = endpoint.peer.info.get("rank")
+                    if not isinstance(peer, int) or peer not in processes:
                         endpoint.close()
                         continue
-                    links.append(WorkerLink(rank, endpoint, processes[rank]))
+                    links.append(WorkerLink(peer, endpoint, processes[peer]))
                 for rank, process in processes.items():
                     if process.poll() is not None:
                         raise MergestepError(

@@ -5,6 +5,8 @@ The engine's own rank and the workers run the same code, in the order of the pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy.typing as npt
 import torch
 from numpy import int64
@@ -35,7 +37,7 @@ class LateExchange:
         assert self.inner is not None, "opened before the first step"
         return self.inner.begin(rows, columns, dtype)
 
-    def complete(self, buffer: Tensor, bounds: list[int]) -> None:
+    def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
         assert self.inner is not None, "opened before the first step"
         self.inner.complete(buffer, bounds)
 
