@@ -255,11 +255,15 @@ class Group:
         self._is_broken = False
 
     def _post_to(self, ranks: Iterable[int], message: bytes) -> None:
-        try:
-            for rank in ranks:
+        """Posts to all of these ranks, also if one is lost: another may wait for what they send."""
+        lost: TransportError | None = None
+        for rank in ranks:
+            try:
                 self.links[rank].post(message)
-        except TransportError as error:
-            raise self._loss(error) from error
+            except TransportError as error:
+                lost = error
+        if lost is not None:
+            raise self._loss(lost) from lost
 
     # ---- loss
 

@@ -23,13 +23,13 @@ from serve.group.grid import Grid
 from serve.group.messages import Kind, Message, MessageError, PlannedStep
 from serve.group.rank import Rank
 from serve.group.sizes import open_exchange
-from serve.group.stage_link import StageFailed, StageLink
+from serve.group.stage_link import StageFailed, StageLink, StageListener
 from serve.loading.rank_memory import RankGeometry
 from serve.loading.runtime import read_source
 from serve.machine import available_memory
 from serve.models.progress import LoadProgress
 from transport import listen
-from transport.base import Endpoint, Listener, PeerLostError, TransportError
+from transport.base import Endpoint, Frame, PeerLostError, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class Worker:
         self._settings = dict(settings)
         self._rank: Rank | None = None
         self._epoch = 0
-        self._listener: Listener | None = None
+        self._listener: StageListener | None = None
+        self._next_frame: Frame | None = None  # arrived while the rank waited for another one
         self._previous: StageLink | None = None
         self._next: StageLink | None = None
         self._grid: Grid | None = None
@@ -63,7 +64,8 @@ class Worker:
         }
         try:
             while True:
-                frame = self._engine.poll(_POLL_S)
+                frame, self._next_frame = self._next_frame, None
+                frame = frame or self._engine.poll(_POLL_S)
                 if frame is None:
                     continue
                 try:
@@ -142,7 +144,7 @@ class Worker:
         """Returns where the next stage connects to."""
         if self._listener is None:
             url = str(content["stage_url"])
-            self._listener = listen(url, key=self._key, window_bytes=1 << 16)
+            self._listener = StageListener(listen(url, key=self._key, window_bytes=1 << 16))
         return self._listener.url
 
     def _start(self, message: Message) -> None:
@@ -167,12 +169,19 @@ class Worker:
                     int(content["window_bytes"]),
                 )
             if self._listener is not None:
-                self._next = StageLink.accept(self._listener, self._epoch)
+                self._next = self._listener.accept(self._epoch, self._is_epoch_over)
         except (MergestepError, OSError, ValueError, KeyError, TransportError) as error:
             logger.exception("starting failed")
             self._report(Kind.FAILED, {"text": f"{type(error).__name__}: {error}"})
             return
         self._report(Kind.STARTED, {})
+
+    def _is_epoch_over(self) -> bool:
+        """Returns whether the engine has sent more before this rank has started: then another rank
+        is lost, and the group is formed anew."""
+        if self._next_frame is None:
+            self._next_frame = self._engine.poll(0.0)
+        return self._next_frame is not None
 
     def _reset(self, message: Message) -> None:
         """Begins an epoch after a step that failed. Its steps come after the engine has been told
