@@ -171,7 +171,8 @@ class Worker:
             if self._listener is not None:
                 self._next = self._listener.accept(self._epoch, self._is_epoch_over)
         except (MergestepError, OSError, ValueError, KeyError, TransportError) as error:
-            logger.exception("starting failed")
+            is_other = isinstance(error, (ExchangeError, TransportError))  # another rank is lost
+            logger.error("starting failed: %s", error, exc_info=None if is_other else error)
             self._report(Kind.FAILED, {"text": f"{type(error).__name__}: {error}"})
             return
         self._report(Kind.STARTED, {})
