@@ -13,6 +13,7 @@ from serve.runner.prompt_reader import LOGITS_BYTES
 from transport.arena import Arena
 
 BARRIER_DEADLINE_S = 60.0  # a rank may be busy; a dead one is seen by the engine's watch
+_PAGE_BYTES = 4096  # windows are whole pages
 _WIDE = 4  # bytes of the widest number
 
 
@@ -42,7 +43,7 @@ def arena_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 def stage_window_bytes(config: EngineConfig, spec: ModelSpec, num_stages: int) -> int:
     """Returns the window of a stage for the hidden states of steps in flight."""
     largest = largest_hidden(config.batched_tokens, spec.hidden_size)
-    return max(1 << 20, 2 * num_stages * largest)
+    return max(1 << 20, -(-2 * num_stages * largest // _PAGE_BYTES) * _PAGE_BYTES)
 
 
 def open_exchange(

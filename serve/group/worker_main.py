@@ -23,8 +23,10 @@ _NUM_LOOKS, _LOOK_S = 20, 0.02
 
 
 def main() -> None:
-    # a terminal's Ctrl-C is for the engine, which then ends its workers
+    # A terminal's Ctrl-C, and the SIGTERM that systemd sends to all processes of a service, are for
+    # the engine, which answers its requests first and then ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     engine_pid = os.getppid()
     asked = Asked(**json.loads(_first_line()))
     logging.basicConfig(

@@ -50,7 +50,7 @@ def _ended(pid: int) -> bool:
 
 
 def test_workers_of_a_killed_engine_end(tmp_path):
-    """They also remove its folder of sockets."""
+    """They also remove its folder of sockets. Signals to end are for the engine alone."""
     model = str(checkpoint("llama", "tied"))
     with subprocess.Popen(
         [sys.executable, "-c", ENGINE, model],
@@ -60,7 +60,11 @@ def test_workers_of_a_killed_engine_end(tmp_path):
         assert engine.stdout is not None
         workers = [int(word) for word in engine.stdout.readline().split()]
         assert len(workers) == 3
-        time.sleep(0.2)
+        for pid in workers:
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.3)
+        assert not any(map(_ended, workers))
         engine.kill()
         engine.wait()
         end_s = time.monotonic() + END_S
