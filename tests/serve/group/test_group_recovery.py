@@ -133,3 +133,13 @@ def test_an_engine_that_ends_while_workers_start(thread_workers, monkeypatch):  
         lose(thread_workers, 1)
         assert begun.wait(10.0)
     assert not [each for each in threading.enumerate() if each.name == "mergestep-restart"]
+
+
+def test_a_loss_that_is_seen_when_a_step_is_sent(thread_workers, monkeypatch):  # noqa: F811
+    """The other ranks get the step all the same: rank 2 waits for what rank 4 computes of it."""
+    monkeypatch.setattr("serve.group.group._WATCH_S", 1000.0)
+    with group_of((2, 3)) as llm:
+        expected = tokens(llm)
+        lose(thread_workers, 3)
+        assert tokens(llm) == expected
+        assert thread_workers[0].num_started == 5 + 1
