@@ -183,10 +183,11 @@ class OverlappedExecutor(StepExecutor):
         self._on_nodes_lost(error)
 
     def _find_fault(self, plan: StepPlan, error: Exception) -> None:
-        """Runs the failed plan in parts. No step is in flight."""
+        """Runs the failed plan in parts, or first as a whole if the fault may be that of an earlier
+        step in a pipeline. No step is in flight."""
         self._busy_since_s = None
         left = plan.still_running()
-        if left is plan:
+        if left is plan and self._device.tokens_on_device:
             self._isolate(plan, error)
         elif left is not None:  # the sequence at fault may have ended since
             self._run(left)

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -40,6 +42,7 @@ _WATCH_S = 0.05  # between two looks for lost workers
 # After a step has failed, how long the engine waits to hear why: a lost host is noticed by several
 # connections, one after the other.
 _CAUSE_S = LOST_AFTER_S + 1.0
+_LOOK_S = 0.002
 
 STEP_ERRORS = (ExchangeError, StageFailed, TransportError)
 """What a step raises when another rank has no result."""
@@ -78,7 +81,9 @@ class Group:
         self._arenas: dict[int, Arena] = {}  # by stage: of those whose ranks are all here
         self._previous: StageLink | None = None
         self._is_broken = False  # a step failed, and no new epoch has begun
+        self._has_memory = True  # edits of this rank's memory have not failed
         self._lost: set[int] = set()
+        self._lock = threading.Lock()  # guards links' places and _lost
         self._stop = threading.Event()
         self._watch = threading.Thread(
             target=self._watch_workers, name="mergestep-group", daemon=True
@@ -128,6 +133,7 @@ class Group:
         except (TransportError, WorkerFailed, ExchangeError) as error:
             raise self._loss(error) from error
         self._is_broken = False
+        self._has_memory = True
         self.num_formed += 1
 
     def _open_exchange(self) -> RankExchange | None:
@@ -185,9 +191,24 @@ class Group:
     def post_edits(self, recorder: EditRecorder) -> None:
         """Sends edits that no step follows, and applies them. No step is in flight."""
         edits = recorder.take()
-        if edits and not self._lost:
+        if not edits or self.is_lost():
+            return
+        try:
             self._post_to(self.links, messages.pack_edits(self.epoch, edits))
-            self.own.edit(messages.as_array(edits))
+            self._edit(messages.as_array(edits))
+        except GroupLostError as error:  # noticed again at the next step, or while idle
+            logger.warning("%s", error)
+
+    def _edit(self, edits: npt.NDArray[np.int64]) -> None:
+        """Applies edits to this rank's memory. Raises GroupLostError if that failed, after which
+        the memory is of no use."""
+        try:
+            self.own.edit(edits)
+        except OSError as error:
+            self._has_memory = False
+            self._is_broken = True
+            self._abort()
+            raise GroupLostError(f"rank 0: editing memory failed: {error}") from error
 
     def compute(self, posted: PostedStep) -> Tensor:
         """Computes the last stage's layers of a step, after all steps before it. It must be called
@@ -196,7 +217,7 @@ class Group:
         # The other ranks of this stage get it now and not with the other stages: they compute the
         # logits of earlier steps before it.
         self._post_to(self._beside, posted.message)
-        self.own.edit(step.edits)
+        self._edit(step.edits)
         hidden = None
         if self._previous is not None:
             rows = len(step.input_ids)
@@ -212,37 +233,35 @@ class Group:
     def failed(self, error: BaseException) -> Exception | None:
         """Ends the epoch after a step has raised; returns what to raise instead of an error that
         another rank has caused, None for one of this rank's own."""
-        is_behind = self._is_broken  # a step behind one that has failed
+        is_later = self._is_broken  # a step behind one that failed, in the same epoch
         self._is_broken = True
         self._abort()
         if self.is_lost():
             return self._loss(error)
         if not isinstance(error, STEP_ERRORS):
             return None
-        if is_behind:
-            return StepLostError(str(error))
-        if not isinstance(error, StageFailed):
-            try:
-                self._await_cause()
-            except TransportError as lost:
-                return self._loss(lost)
-        texts = [f"rank {x.rank}: {x.failure}" for x in self.links.values() if x.failure]
-        if texts or isinstance(error, StageFailed):
-            return StepLostError("; ".join(texts) or str(error))
+        if is_later:
+            return StepLostError(f"the epoch was over: {error}")
+        try:
+            reason = self._await_reason(isinstance(error, StageFailed))
+        except TransportError as lost:
+            return self._loss(lost)
+        if reason or isinstance(error, StageFailed):
+            return StepLostError(reason or str(error))
         # nobody has failed, so a rank does not answer: it is taken for lost
         return self._loss(error)
 
-    def _await_cause(self) -> None:
-        """Waits until a worker has said why a step failed, or is lost. Raises TransportError."""
+    def _await_reason(self, is_known: bool) -> str:
+        """Returns what workers say of a step that has failed. is_known: not to wait for it. Raises
+        TransportError."""
         end_s = time.monotonic() + _CAUSE_S
         while True:
             for link in self.links.values():
-                link.look()
-            if any(link.failure or link.is_lost for link in self.links.values()):
-                return
-            if time.monotonic() > end_s:
-                return
-            time.sleep(_WATCH_S / 5)
+                link.look(self.epoch)
+            texts = [f"rank {x.rank}: {x.failure}" for x in self.links.values() if x.failure]
+            if texts or is_known or self.is_lost() or time.monotonic() > end_s:
+                return "; ".join(texts)
+            time.sleep(_LOOK_S)
 
     def _begin_epoch(self) -> None:
         """Waits until all ranks have ended a step that failed."""
@@ -266,17 +285,21 @@ class Group:
         self._is_broken = False
 
     def _post_to(self, ranks: Iterable[int], message: bytes) -> None:
-        try:
-            for rank in ranks:
+        """Posts to all of these ranks, also if one is lost: another may wait for what they send."""
+        lost: TransportError | None = None
+        for rank in ranks:
+            try:
                 self.links[rank].post(message)
-        except TransportError as error:
-            raise self._loss(error) from error
+            except TransportError as error:
+                lost = error
+        if lost is not None:
+            raise self._loss(lost) from lost
 
     # ---- loss
 
     def is_lost(self) -> bool:
-        """Returns whether a worker is gone. Any thread may call it."""
-        return bool(self._lost)
+        """Returns whether a worker, or this rank's memory, is gone. Any thread may call it."""
+        return bool(self._lost) or not self._has_memory
 
     def lost_links(self) -> list[WorkerLink]:
         """Returns the connections to workers that are gone."""
@@ -284,9 +307,10 @@ class Group:
 
     def replace(self, links: Sequence[WorkerLink]) -> None:
         """Takes new workers in the places of lost ones. `form` follows."""
-        for link in links:
-            self.links[link.rank] = link
-            self._lost.discard(link.rank)
+        with self._lock:
+            for link in links:
+                self.links[link.rank] = link
+                self._lost.discard(link.rank)
 
     def _loss(self, error: BaseException | None) -> GroupLostError:
         """Returns the error of a group that is no longer whole. A rank that does not answer counts
@@ -299,9 +323,10 @@ class Group:
                 break
             time.sleep(_WATCH_S / 5)
         lost = [link for link in self.links.values() if link.is_lost]
-        if not lost and error is not None:
+        if not lost and error is not None and self._has_memory:
             lost = list(self.links.values())
-        self._lost |= {link.rank for link in lost}
+        with self._lock:
+            self._lost |= {link.rank for link in lost}
         names = ", ".join(f"rank {link.rank}: {link.state}" for link in lost)
         return GroupLostError(names if error is None else f"{names} ({error})")
 
@@ -313,12 +338,14 @@ class Group:
     def _watch_workers(self) -> None:
         """Notices workers that are gone while the compute thread waits for them."""
         while not self._stop.wait(_WATCH_S):
-            gone = {link.rank for link in list(self.links.values()) if link.is_lost}
-            if not gone <= self._lost:
+            with self._lock:
+                gone = {link.rank for link in self.links.values() if link.is_lost}
+                if gone <= self._lost:
+                    continue
                 self._lost |= gone
-                for arena in list(self._arenas.values()):
-                    arena.abort()
-                self.own.abort_own()
+            for arena in list(self._arenas.values()):
+                arena.abort()
+            self.own.abort_own()
 
     def close(self) -> None:
         """Ends the workers and frees all memory."""

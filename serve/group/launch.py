@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ from transport.base import Listener
 
 _CONNECT_S = 60.0  # for a process to start, import and connect
 _WINDOW_BYTES = 1 << 20  # for the small messages of a worker
+FOLDER_PREFIX = "mergestep-group-"
+"""How the names of folders with an engine's sockets begin."""
 
 
 class Asked(NamedTuple):
@@ -38,7 +41,7 @@ class LocalWorkers:
     """Starts workers on this machine. They end when their connection or standard input closes."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mergestep-group-")
+        self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
         self._num_urls = 0
         self.key = secrets.token_bytes(32)
         url = f"shm://{Path(self._folder.name) / 'engine'}"
@@ -47,19 +50,22 @@ class LocalWorkers:
     def start(self, ranks: Iterable[int], check: Callable[[], object] = object) -> list[WorkerLink]:
         """Starts workers and returns their connections. check: called while waiting; may raise.
         MergestepError if one does not come up."""
-        processes = {rank: self._spawn(rank) for rank in ranks}
+        processes: dict[int, subprocess.Popen[bytes]] = {}
         links: list[WorkerLink] = []
         end_s = time.monotonic() + _CONNECT_S
         try:
+            for rank in ranks:
+                processes[rank] = self._spawn()
+                self._tell(processes[rank], rank)
             while len(links) < len(processes):
                 check()
                 endpoint = self._listener.accept(0.1)
                 if endpoint is not None:
-                    rank = endpoint.peer.info.get("rank")
-                    if not isinstance(rank, int) or rank not in processes:
+                    peer = endpoint.peer.info.get("rank")
+                    if not isinstance(peer, int) or peer not in processes:
                         endpoint.close()
                         continue
-                    links.append(WorkerLink(rank, endpoint, processes[rank]))
+                    links.append(WorkerLink(peer, endpoint, processes[peer]))
                 for rank, process in processes.items():
                     if process.poll() is not None:
                         raise MergestepError(
@@ -72,7 +78,7 @@ class LocalWorkers:
                 link.close()
             for process in processes.values():
                 process.kill()
-                process.wait()
+                process.communicate()  # closes its standard input
             raise
         return sorted(links, key=lambda link: link.rank)
 
@@ -81,19 +87,21 @@ class LocalWorkers:
         self._num_urls += 1
         return f"shm://{Path(self._folder.name) / f'rank-{rank}-{self._num_urls}'}"
 
-    def _spawn(self, rank: int) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-m", "serve.group.worker_main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env=os.environ | {"MERGESTEP_RANK": str(rank)},
         )
+
+    def _tell(self, process: subprocess.Popen[bytes], rank: int) -> None:
+        """Tells a process what it reads first. It may have ended already, which is seen later."""
         assert process.stdin is not None
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
         asked = Asked(self._listener.url, self.key.hex(), rank, level)
-        process.stdin.write(json.dumps(asked._asdict()).encode() + b"\n")
-        process.stdin.flush()
-        return process
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(asked._asdict()).encode() + b"\n")
+            process.stdin.flush()
 
     def close(self) -> None:
         self._listener.close()

@@ -131,6 +131,8 @@ class Restarter:
 
     def take(self) -> list[WorkerLink]:
         """Returns the new workers."""
+        assert self._thread is not None
+        self._thread.join()  # it ends now; `begin` could not start another before
         links, self._links = self._links, None
         assert links is not None
         return links

@@ -7,6 +7,7 @@ own rank included.
 from __future__ import annotations
 
 import collections.abc as abc
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
-from serve.group.group import Group, GroupHead, PostedStep
+from serve.group.group import Group, GroupHead, PostedStep, StepLostError
 from serve.runner.batch import Batch, make_batch
 from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller
 from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
@@ -22,6 +23,8 @@ from serve.runner.runner import Closable, StepResult
 from serve.runner.sampler import sample
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 class TensorRunner:
@@ -42,7 +45,12 @@ class TensorRunner:
         recorder.on_release = self._flush
 
     def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:
-        return self._launch(plan, launched).wait()
+        try:
+            return self._launch(plan, launched).wait()
+        except StepLostError as error:
+            # the fault may be an earlier step's, or one that has passed
+            logger.warning("a step is computed again: %s", error)
+            return self._launch(plan, launched).wait()
 
     def _launch(self, plan: StepPlan, launched: abc.Callable[[], None]) -> LaunchedStep:
         """Sends a step to the workers."""

@@ -13,6 +13,7 @@ from serve.runner.prompt_reader import LOGITS_BYTES
 from transport.arena import Arena
 
 BARRIER_DEADLINE_S = 60.0  # a rank may be busy; a dead one is seen by the engine's watch
+_PAGE_BYTES = 4096  # windows are whole pages
 _WIDE = 4  # bytes of the widest number
 
 

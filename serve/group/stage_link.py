@@ -17,6 +17,7 @@ from transport.base import Endpoint, Listener, Segment, TransportError, Transpor
 _SLICE_S = 0.25
 _DEADLINE_S = 60.0  # a stage may be busy with a long chunk; a lost peer is seen much earlier
 _ACCEPT_S = 20.0
+_ACCEPT_SLICE_S = 0.05
 IsOver = Callable[[], bool]
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,18 +39,6 @@ class StageLink:
         """Connects to the stage before. Raises TransportError."""
         info = {"epoch": epoch}
         return cls(connect(url, key=key, info=info, window_bytes=window_bytes), epoch)
-
-    @classmethod
-    def accept(cls, listener: Listener, epoch: int) -> StageLink:
-        """Waits for the next stage of this epoch. Raises TransportError."""
-        end_s = time.monotonic() + _ACCEPT_S
-        while (left_s := end_s - time.monotonic()) > 0:
-            endpoint = listener.accept(left_s)
-            if endpoint is not None and endpoint.peer.info.get("epoch") == epoch:
-                return cls(endpoint, epoch)
-            if endpoint is not None:  # left over from an earlier epoch
-                endpoint.close()
-        raise TransportTimeoutError(f"the next stage did not connect within {_ACCEPT_S:.0f} s")
 
     def send(self, number: int, hidden: Tensor) -> None:
         """Sends the result of a step, [T, hidden]. Raises TransportError."""
@@ -96,6 +85,37 @@ class StageLink:
 
     def close(self) -> None:
         self.endpoint.close()
+
+
+class StageListener:
+    """Accepts the next stage, once in each epoch."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.url = listener.url
+        self._listener = listener
+        self._newer: Endpoint | None = None  # of an epoch that this rank has not been told of
+
+    def accept(self, epoch: int, is_over: IsOver = lambda: False) -> StageLink:
+        """Waits for the next stage of this epoch. is_over: whether to give up waiting. Raises
+        TransportError."""
+        end_s = time.monotonic() + _ACCEPT_S
+        while time.monotonic() < end_s and not is_over():
+            endpoint = self._newer or self._listener.accept(_ACCEPT_SLICE_S)
+            self._newer = None
+            theirs = None if endpoint is None else endpoint.peer.info.get("epoch")
+            if endpoint is not None and theirs == epoch:
+                return StageLink(endpoint, epoch)
+            if endpoint is not None and isinstance(theirs, int) and theirs > epoch:
+                self._newer = endpoint
+                break
+            if endpoint is not None:  # left over from an earlier epoch
+                endpoint.close()
+        raise TransportTimeoutError(f"the next stage did not connect in epoch {epoch}")
+
+    def close(self) -> None:
+        if self._newer is not None:
+            self._newer.close()
+        self._listener.close()
 
 
 def _hidden(message: messages.Message, rows: int) -> Tensor:

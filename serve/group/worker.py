@@ -24,13 +24,13 @@ from serve.group.messages import Kind, Message, MessageError, PlannedStep
 from serve.group.rank import Rank, RankExchange
 from serve.group.siblings import SiblingListener, connect_exchange
 from serve.group.sizes import open_exchange, sibling_window_bytes
-from serve.group.stage_link import StageFailed, StageLink
+from serve.group.stage_link import StageFailed, StageLink, StageListener
 from serve.loading.model_source import read_source
 from serve.loading.rank_memory import RankGeometry
 from serve.machine import available_memory
 from serve.models.progress import LoadProgress
 from transport import listen
-from transport.base import Endpoint, Listener, PeerLostError, TransportError
+from transport.base import Endpoint, Frame, PeerLostError, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,9 @@ class Worker:
         self._rank: Rank | None = None
         self._epoch = 0
         self.has_ended = False  # the engine has said so
-        self._listener: Listener | None = None
+        self._listener: StageListener | None = None
         self._siblings: SiblingListener | None = None
+        self._next_frame: Frame | None = None  # arrived while the rank waited for another one
         self._previous: StageLink | None = None
         self._next: StageLink | None = None
         self._grid: Grid | None = None
@@ -67,7 +68,8 @@ class Worker:
         }
         try:
             while not self.has_ended:
-                frame = self._engine.poll(_POLL_S)
+                frame, self._next_frame = self._next_frame, None
+                frame = frame or self._engine.poll(_POLL_S)
                 if frame is None:
                     continue
                 try:
@@ -81,7 +83,7 @@ class Worker:
                     self._engine.release(frame)
         except PeerLostError:
             logger.info("the engine has closed the connection")
-        except (TransportError, MessageError) as error:
+        except (TransportError, MessageError, OSError) as error:  # OSError: of memory's edits
             logger.error("the worker ends: %s", error)
         finally:
             self.close()
@@ -152,7 +154,7 @@ class Worker:
         """Returns where the next stage connects to."""
         if self._listener is None:
             url = str(content["stage_url"])
-            self._listener = listen(url, key=self._key, window_bytes=1 << 16)
+            self._listener = StageListener(listen(url, key=self._key, window_bytes=1 << 16))
         return self._listener.url
 
     def _listen_to_siblings(self, content: dict[str, Any], rank: Rank) -> str:
@@ -185,9 +187,10 @@ class Worker:
                     int(content["window_bytes"]),
                 )
             if self._listener is not None:
-                self._next = StageLink.accept(self._listener, self._epoch)
+                self._next = self._listener.accept(self._epoch, self._is_epoch_over)
         except (MergestepError, OSError, ValueError, KeyError, TransportError) as error:
-            logger.exception("starting failed")
+            is_other = isinstance(error, (ExchangeError, TransportError))  # another rank is lost
+            logger.error("starting failed: %s", error, exc_info=None if is_other else error)
             self._report(Kind.FAILED, {"text": f"{type(error).__name__}: {error}"})
             return
         self._report(Kind.STARTED, {})
@@ -203,6 +206,13 @@ class Worker:
 
     def _end(self, message: Message) -> None:
         self.has_ended = True
+
+    def _is_epoch_over(self) -> bool:
+        """Returns whether the engine has sent more before this rank has started: then another rank
+        is lost, and the group is formed anew."""
+        if self._next_frame is None:
+            self._next_frame = self._engine.poll(0.0)
+        return self._next_frame is not None
 
     def _reset(self, message: Message) -> None:
         """Begins an epoch after a step that failed. Its steps come after the engine has been told
@@ -253,9 +263,9 @@ class Worker:
     def _failed(self, number: int, text: str, *, is_own: bool) -> None:
         """Says that this rank has no result of a step."""
         assert self._rank is not None
-        self._rank.abort()
-        if is_own:
+        if is_own:  # first: an engine that waits in a barrier then looks for the reason
             self._report(Kind.FAILED, {"text": text})
+        self._rank.abort()
         if self._next is not None:
             try:
                 self._next.send_failure(number, text)

@@ -78,9 +78,9 @@ class WorkerLink:
                 raise TransportError(f"rank {self.rank}: {self.state}")
         raise TransportError(f"rank {self.rank} sent no {kind.name} within {timeout_s:.0f} s")
 
-    def look(self) -> None:
-        """Notes what has arrived unasked. Raises TransportError."""
-        while self._take(0.0, None, None) is not None:
+    def look(self, epoch: int) -> None:
+        """Notes what has arrived unasked in an epoch. Raises TransportError."""
+        while self._take(0.0, None, epoch) is not None:
             pass
 
     def _take(
@@ -127,12 +127,16 @@ class WorkerLink:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Ends the connection, after which the worker ends by itself; kills it if it does not."""
+        """Ends the connection, after which the worker ends by itself; kills it if it does not, and
+        at once if it is lost already."""
+        is_lost = self.is_lost
         self.endpoint.close()
         if self.process is None:
             return
         if self.process.stdin is not None:
             self.process.stdin.close()
+        if is_lost:  # it may be stopped
+            self.process.kill()
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 
 from serve.config import EngineConfig
 from serve.errors import MergestepError
-from serve.group.launch import Asked, cpus_of_ranks, threads_of_a_rank
+from serve.group.launch import FOLDER_PREFIX, Asked, cpus_of_ranks, threads_of_a_rank
 from serve.group.membership import Membership, read_group_key
 from serve.group.remote_workers import CONNECT_S
 from serve.group.worker import Worker
@@ -28,17 +30,24 @@ _WINDOW_BYTES = 16 << 20  # for step messages
 _RETRY_S = 0.5  # between two attempts to reach the engine
 _LOG_EVERY_S = 10.0
 _DRAIN_S = 60  # for the engine to end after a signal
+_NUM_LOOKS, _LOOK_S = 20, 0.02
 
 
 def main() -> None:
-    # a terminal's Ctrl-C is for the engine, which then ends its workers
+    # A terminal's Ctrl-C, and the SIGTERM that systemd sends to all processes of a service, are for
+    # the engine, which answers its requests first and then ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    engine_pid = os.getppid()
     asked = Asked(**json.loads(_first_line()))
     logging.basicConfig(
         level=asked.log_level,
         format=f"%(asctime)s %(levelname)-7s rank {asked.rank} %(name)s: %(message)s",
     )
-    threading.Thread(target=_end_with_engine, name="mergestep-stdin", daemon=True).start()
+    ending = (engine_pid, asked.url)
+    threading.Thread(
+        target=_end_with_engine, args=ending, name="mergestep-stdin", daemon=True
+    ).start()
     key = bytes.fromhex(asked.key)
     info = {"rank": asked.rank}
     engine = connect(asked.url, key=key, info=info, window_bytes=_WINDOW_BYTES)
@@ -105,10 +114,18 @@ def _connected(member: Membership, key: bytes) -> Endpoint:
         time.sleep(_RETRY_S)
 
 
-def _end_with_engine() -> None:
-    """Ends this process when the engine's end of the pipe closes, however the engine ended."""
+def _end_with_engine(engine_pid: int, url: str) -> None:
+    """Ends this process when the engine's end of the pipe closes, however the engine ended. Removes
+    what a killed engine has left: the folder of its sockets."""
     while os.read(0, 1):
         pass
+    folder = Path(url.removeprefix("shm://")).parent
+    for _ in range(_NUM_LOOKS):  # its files are closed before it counts as ended
+        if os.getppid() != engine_pid:
+            if folder.name.startswith(FOLDER_PREFIX):
+                shutil.rmtree(folder, ignore_errors=True)
+            break
+        time.sleep(_LOOK_S)
     os._exit(0)
 
 

@@ -206,3 +206,14 @@ def test_structured(tmp_path):
     assert result["4096 compile a known one"] < result["4096 compile a new schema"]
     assert set(result) >= {"4096 mask person", "step free", "step masked"}
     assert all(0 < gaps["p50"] <= gaps["max"] for gaps in result["gaps"].values())
+
+
+def test_groups(tmp_path):
+    """Tensor ranks and stages beside one process, each engine in a process of its own."""
+    result = run_script("bench.group", tmp_path)
+    by_column = result["medians"]
+    assert set(by_column["decode 16"]) == {"1 thread", "2 threads", "tensor 2", "stages 2"}
+    assert all(rate > 0 for column in by_column.values() for rate in column.values())
+    assert set(result["ratios"]["tensor 2 / 2 threads"]) < set(by_column)
+    assert 0 < result["waits"]["tensor 2"]["decode 16"]["waits"] < 1
+    assert result["waits"]["tensor 2"]["decode 16"]["results a step"] == pytest.approx(10, abs=1)

@@ -1,0 +1,124 @@
+"""A process with one engine, which measures what it is told on its standard input.
+
+Each engine has its own process, since threads and their number belong to a process. A line of JSON
+names a task; the answer is a line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+from serve import Engine, SamplingParams
+from serve.group.runners import PipelineRunner, TensorRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Prompts of `length` tokens that are sent at once, with answers of `answer` tokens. is_dense:
+    whether the chunks of a prompt follow each other in a pipeline without waiting."""
+
+    column: str
+    batch: int
+    length: int
+    answer: int
+    seed: int
+    is_dense: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """first_s: seconds to the last first token. tokens_per_s: generated while all generate.
+    waited_s: of the engine's rank for other tensor ranks, and stage_wait_s for the stage before, in
+    `seconds` with `steps` steps and `results` exchanged results."""
+
+    first_s: float
+    tokens_per_s: float
+    seconds: float
+    waited_s: float
+    stage_wait_s: float
+    results: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the engine's rank has counted since it started."""
+
+    waited_s: float
+    stage_wait_s: float
+    results: int
+    steps: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> Counts:
+        runner, steps = engine.loaded.core._runner, engine.stats().num_steps
+        if not isinstance(runner, TensorRunner):
+            return cls(0.0, 0.0, 0, steps)
+        exchange, previous = runner._group.own.exchange, runner._group._previous
+        return cls(
+            exchange.waited_s if exchange else 0.0,
+            previous.waited_s if previous else 0.0,
+            exchange.num_completed if exchange else 0,
+            steps,
+        )
+
+
+async def measure(engine: Engine, task: Task) -> Timed:
+    """Sends a task's requests and measures until all have ended."""
+    rng = random.Random(f"{task.column} {task.seed}")
+    size = engine.tokenizer.vocab_size
+    params = SamplingParams(max_tokens=task.answer, temperature=0.0, ignore_eos=True)
+    times: list[list[float]] = [[] for _ in range(task.batch)]
+
+    async def consume(number: int, prompt: list[int]) -> None:
+        async for delta in engine.submit(prompt, params):
+            times[number] += [time.perf_counter()] * len(delta.token_ids)
+
+    prompts = [[rng.randrange(2, size) for _ in range(task.length)] for _ in range(task.batch)]
+    before, began_s = Counts.of(engine), time.perf_counter()
+    with _dense(task.is_dense):
+        await asyncio.gather(*(consume(number, prompt) for number, prompt in enumerate(prompts)))
+    after, ended_s = Counts.of(engine), time.perf_counter()
+    start, end = max(each[0] for each in times), min(each[-1] for each in times)
+    count = sum(start < at <= end for each in times for at in each)
+    return Timed(
+        start - began_s,
+        count / (end - start) if end > start else 0.0,
+        ended_s - began_s,
+        after.waited_s - before.waited_s,
+        after.stage_wait_s - before.stage_wait_s,
+        after.results - before.results,
+        after.steps - before.steps,
+    )
+
+
+@contextmanager
+def _dense(is_dense: bool) -> Iterator[None]:
+    """Lets a pipeline have one step in flight only, unless is_dense."""
+    if is_dense:
+        yield
+        return
+    with patch.object(PipelineRunner, "depth", PropertyMock(return_value=1)):
+        yield
+
+
+async def serve(settings: dict[str, Any]) -> None:
+    async with Engine(**settings) as engine:
+        print(json.dumps({"ready": True}), flush=True)
+        loop = asyncio.get_running_loop()
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            timed = await measure(engine, Task(**json.loads(line)))
+            print(json.dumps(asdict(timed)), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(json.loads(sys.argv[1])))
