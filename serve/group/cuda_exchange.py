@@ -55,9 +55,6 @@ class CudaExchange:
         self._check(rows, columns * dtype.itemsize)
         return torch.empty(rows, columns, dtype=dtype, device=self._device)
 
-    def start_step(self, rows: int) -> None:
-        self._check(rows, 0)
-
     def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
         check_bounds(bounds, self.size, buffer.shape[1])
         began = time.monotonic()

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ops import sharded
 from serve.group.cuda_exchange import CudaExchange
 from serve.group.slots import NUM_SLOTS, BufferTooLarge, Ring, check_bounds, ring_bytes
 from serve.group.window_exchange import WindowExchange
@@ -34,9 +35,9 @@ __all__ = [
 ]
 
 
-class Exchange(Protocol):
-    rank: int
-    size: int
+class Exchange(sharded.Exchange, Protocol):
+    """An exchange as products use it, with what it has measured. `begin` raises BufferTooLarge;
+    `complete` raises ExchangeError, after which a new generation is needed."""
 
     @property
     def waited_s(self) -> float:
@@ -45,17 +46,6 @@ class Exchange(Protocol):
     @property
     def num_completed(self) -> int:
         """The number of results that are complete."""
-
-    def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Returns a buffer of [rows, columns], of which this rank writes its own columns. Raises
-        BufferTooLarge."""
-
-    def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
-        """Returns when all columns are there; rank r wrote columns bounds[r] to bounds[r + 1].
-        Raises ExchangeError, after which a new generation is needed."""
-
-    def start_step(self, rows: int) -> None:
-        """Says that results of this many rows follow. Raises BufferTooLarge."""
 
     def close(self) -> None:
         """Gives back what the exchange holds. Buffers that are still referred to stay."""
@@ -82,9 +72,6 @@ class ArenaExchange:
     def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
         check_bounds(bounds, self.size, buffer.shape[1])
         self._arena.barrier(self._deadline_s)
-
-    def start_step(self, rows: int) -> None:
-        self._ring.check(rows, 0)
 
     @property
     def waited_s(self) -> float:

@@ -55,9 +55,6 @@ class WindowExchange:
     def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         return self._ring.take(rows, columns, dtype)
 
-    def start_step(self, rows: int) -> None:
-        self._ring.check(rows, 0)
-
     def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
         check_bounds(bounds, self.size, buffer.shape[1])
         self._check_aborted()

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from tests.support.text.trials import start_early
 
 @pytest.fixture
 def endless_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def layers(self: LoadProgress, spec: ModelSpec) -> Iterator[int]:
+    def layers(self: LoadProgress, spec: ModelSpec, numbers: Sequence[int]) -> Iterator[int]:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             self.check()

@@ -78,8 +78,14 @@ class SimCore(EngineCore):
 
     def __init__(self, world: World, nodes: NodeSet, **settings) -> None:
         self.world = world
+        self.prober = SimProber(nodes, world)
+
+        def make_recovery(scheduler, end):
+            partitions = settings["kv"].partitions
+            return NodeRecovery(nodes, partitions, scheduler, end, world.clock, self.prober)
+
         super().__init__(
-            nodes=nodes,
+            make_recovery=make_recovery,
             clock=world.clock,
             tokenizer=SimpleNamespace(
                 pieces=[b"x"] * (FIRST_TOKEN + NUM_TOKENS), special_ids=frozenset()
@@ -90,18 +96,6 @@ class SimCore(EngineCore):
         )
         # unbounded, since the queue is read only between steps
         self._output._records = queue.Queue()
-
-    def _make_recovery(self, nodes):
-        recovery = super()._make_recovery(nodes)
-        self.prober = SimProber(nodes, self.world)
-        return NodeRecovery(
-            nodes,
-            recovery._partitions,
-            self._scheduler,
-            recovery._end,
-            self.world.clock,
-            self.prober,
-        )
 
     def _wait_for_memory(self) -> None:
         self.world.wait(_WAIT_S)
