@@ -1,7 +1,7 @@
 """The collective of tensor parallelism by outputs: every rank computes some columns of a result,
 and all ranks need all of them. Nothing is summed, so the bits are those of one process.
 
-A step makes the same calls in the same order on every rank: `start_step`, and for each result
+Every rank makes the same calls in the same order: for each result
 `begin`, its own columns, `complete`, before the next `begin`. A buffer is valid until the call of
 `begin` that is NUM_SLOTS - 1 later; it is not written again by this rank once it is complete, since
 the others read it.
