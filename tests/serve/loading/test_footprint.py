@@ -20,9 +20,8 @@ from ops.cpu import native_library
 from quant.formats.read import read_format
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
-from serve.loading import cuda_runtime
+from serve.loading import cuda_runtime, model_source
 from serve.loading import footprint as module
-from serve.loading import runtime as runtime_module
 from serve.loading.footprint import check_weights_fit, footprint, weight_bytes
 from serve.loading.precision import Precision, resolve_precision
 from serve.loading.runtime import load_runtime
@@ -233,7 +232,7 @@ def test_what_a_gpu_does_not_serve_is_refused_before_weights_are_read(
     def refuse(*_: object) -> None:
         raise ValueError("no heads")
 
-    monkeypatch.setattr(runtime_module, "load_model", fail)
+    monkeypatch.setattr(model_source, "load_model", fail)
     if family == "llama":
         monkeypatch.setattr(cuda_runtime, "CudaKVLayout", refuse)
     config = EngineConfig(str(checkpoint(family, variant)), backend="cuda", **settings)

@@ -219,7 +219,7 @@ LIES: list[tuple[str, Callable[[Json], object], str]] = [
     (
         "wide",
         lambda c: c["text_config"].update(hidden_size=80),
-        "norm.weight has shape [64], but config.json asks for [80]",
+        "embed_tokens.weight has shape [320, 64], but config.json asks for [320, 80]",
     ),
     ("deep", lambda c: c["text_config"].update(num_hidden_layers=3), "layers.2."),
     (

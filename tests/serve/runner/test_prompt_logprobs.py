@@ -237,7 +237,7 @@ def test_prompt_logprobs_over_memory_nodes(tmp_path):
 
 def test_a_slice_of_logits_is_bounded(monkeypatch):
     """At most three rows of logits are computed at a time, whatever the chunk."""
-    monkeypatch.setattr(prompt_rows, "_LOGITS_BYTES", 3 * 4 * VOCABULARY)
+    monkeypatch.setattr(prompt_rows, "LOGITS_BYTES", 3 * 4 * VOCABULARY)
     most = []
     original = Decoder.logits
     monkeypatch.setattr(Decoder, "logits", lambda self, x: most.append(len(x)) or original(self, x))
