@@ -5,12 +5,15 @@ Back ends without a grouped product use these; grouped kernels must equal them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ops.backend import LinearOp, Router, RouterKind, Routing
+
+Pairs = tuple[int, Tensor, Tensor]
+"""An expert, the rows that use it, and their k."""
 
 
 def route(x: Tensor, router: Router) -> Routing:
@@ -64,8 +67,8 @@ class ExpertsOneByOne:
     def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
         if not routing.experts.numel():
             return x if residual is None else residual
-        between = [self._up(x, routing, *pairs) for pairs in _pairs(routing)]
-        total = self._summed(between, routing)
+        pairs = _pairs(routing)
+        total = self._summed((self._up(x, routing, *each) for each in pairs), pairs, routing)
         return total.to(x.dtype) if residual is None else residual + total.to(residual.dtype)
 
     def up(self, x: Tensor, routing: Routing, out: Tensor) -> None:
@@ -76,7 +79,8 @@ class ExpertsOneByOne:
     def down(self, between: Tensor, routing: Routing, out: Tensor, *, add: bool) -> None:
         """Computes `PhasedExperts.down`."""
         if len(out):
-            total = self._summed(_split(between, routing), routing).to(out.dtype)
+            parts = _split(between, routing)
+            total = self._summed(parts, _pairs(routing), routing).to(out.dtype)
             out.copy_(out + total if add else total)
 
     def _up(self, x: Tensor, routing: Routing, expert: int, row: Tensor, k: Tensor) -> Tensor:
@@ -85,10 +89,12 @@ class ExpertsOneByOne:
             rows = rows * routing.weights[row, k, None].to(x.dtype)
         return self._ups[expert](rows)
 
-    def _summed(self, between: Sequence[Tensor], routing: Routing) -> Tensor:
+    def _summed(
+        self, between: Iterable[Tensor], pairs: Sequence[Pairs], routing: Routing
+    ) -> Tensor:
         """Returns the weighted sums in the order of k, for the rows of each used expert."""
         parts: Tensor | None = None
-        for rows, (expert, row, k) in zip(between, _pairs(routing), strict=True):
+        for rows, (expert, row, k) in zip(between, pairs, strict=True):
             out = self._downs[expert](rows).float()
             if parts is None:
                 parts = out.new_zeros((*routing.experts.shape, out.shape[1]))
@@ -100,10 +106,13 @@ class ExpertsOneByOne:
         return total
 
 
-def _pairs(routing: Routing) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yields each used expert with the rows that use it and their k."""
+def _pairs(routing: Routing) -> list[Pairs]:
+    """Returns each used expert with the rows that use it and their k."""
+    found = []
     for expert in sorted(set(routing.experts.flatten().tolist())):
-        yield expert, *(routing.experts == expert).nonzero(as_tuple=True)
+        row, k = (routing.experts == expert).nonzero(as_tuple=True)
+        found.append((expert, row, k))
+    return found
 
 
 def _split(rows: Tensor, routing: Routing) -> Sequence[Tensor]:

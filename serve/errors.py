@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import os
 
+GROUP_LOST = "a rank of the model is lost; try again later"
+
 
 class MergestepError(Exception):
     """The base of all errors that mergestep raises on purpose."""

@@ -153,9 +153,12 @@ def ratios(readings: Readings, one: str, other: str) -> dict[str, float]:
         if name != one or (other, column) not in readings:
             continue
         pairs = zip(readings[one, column], readings[other, column], strict=True)
-        faster = [figure(column, mine) / figure(column, theirs) for mine, theirs in pairs]
+        both = [(figure(column, mine), figure(column, theirs)) for mine, theirs in pairs]
         is_rate = not column.startswith("first")
-        found[column] = statistics.median(each if is_rate else 1 / each for each in faster)
+        # a run of a few tokens may be shorter than the clock shows
+        faster = [x / y if is_rate else y / x for x, y in both if x and y]
+        if faster:
+            found[column] = statistics.median(faster)
     return found
 
 

@@ -20,6 +20,7 @@ from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
 from memory.pages.kv_range import Range
 from memory.partitioned_kv import PartitionedKV
 from memory.segmented_kv import SegmentedKV
+from serve.errors import GROUP_LOST
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 NODES_LOST = "the memory nodes are lost; try again later"
 TOO_LITTLE_LEFT = "memory nodes are lost, and what is left is too small for this request"
-NO_MEMORY = (NODES_LOST, TOO_LITTLE_LEFT)
+NO_MEMORY = (NODES_LOST, TOO_LITTLE_LEFT, GROUP_LOST)
 
 _RETRY_S = 0.25  # between two attempts to place memory
 _POLL_S = 0.1  # between two looks at what idle nodes have sent

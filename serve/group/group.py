@@ -27,7 +27,7 @@ from serve.group.messages import Kind, PlannedStep
 from serve.group.rank import Rank, RankExchange
 from serve.group.siblings import connect_exchange
 from serve.group.sizes import arena_bytes, open_exchange, stage_window_bytes
-from serve.group.stage_link import StageFailed, StageLink
+from serve.group.stage_link import StageFailed, StageLink, StageLost
 from serve.group.worker_link import WorkerFailed, WorkerLink, end_workers
 from serve.loading.rank_memory import RankGeometry
 from serve.runner.batch import Batch
@@ -81,7 +81,7 @@ class Group:
         self._arenas: dict[int, Arena] = {}  # by stage: of those whose ranks are all here
         self._previous: StageLink | None = None
         self._is_broken = False  # a step failed, and no new epoch has begun
-        self._has_memory = True  # edits of this rank's memory have not failed
+        self._is_formed = True  # False: to be formed anew, though no worker may be gone
         self._lost: set[int] = set()
         self._lock = threading.Lock()  # guards links' places and _lost
         self._stop = threading.Event()
@@ -111,7 +111,7 @@ class Group:
         try:
             for rank, link in self.links.items():
                 previous = grid.previous(rank)
-                link.failure = ""
+                link.failure, link.has_lost_link = "", False
                 link.post_json(
                     Kind.START,
                     self.epoch,
@@ -133,7 +133,7 @@ class Group:
         except (TransportError, WorkerFailed, ExchangeError) as error:
             raise self._loss(error) from error
         self._is_broken = False
-        self._has_memory = True
+        self._is_formed = True
         self.num_formed += 1
 
     def _open_exchange(self) -> RankExchange | None:
@@ -205,7 +205,7 @@ class Group:
         try:
             self.own.edit(edits)
         except OSError as error:
-            self._has_memory = False
+            self._is_formed = False
             self._is_broken = True
             self._abort()
             raise GroupLostError(f"rank 0: editing memory failed: {error}") from error
@@ -246,6 +246,9 @@ class Group:
             reason = self._await_reason(isinstance(error, StageFailed))
         except TransportError as lost:
             return self._loss(lost)
+        if isinstance(error, StageLost) or any(x.has_lost_link for x in self.links.values()):
+            self._is_formed = False
+            return self._loss(error)
         if reason or isinstance(error, StageFailed):
             return StepLostError(reason or str(error))
         # nobody has failed, so a rank does not answer: it is taken for lost
@@ -273,7 +276,7 @@ class Group:
         for arena in self._arenas.values():
             arena.reset(self.epoch)
         for link in self.links.values():
-            link.failure = ""
+            link.failure, link.has_lost_link = "", False
         self._post_to(self.links, messages.pack(Kind.RESET, self.epoch))
         try:
             self._await_started(_RESET_S)
@@ -298,8 +301,9 @@ class Group:
     # ---- loss
 
     def is_lost(self) -> bool:
-        """Returns whether a worker, or this rank's memory, is gone. Any thread may call it."""
-        return bool(self._lost) or not self._has_memory
+        """Returns whether a worker, a connection or this rank's memory is gone. Any thread may call
+        it."""
+        return bool(self._lost) or not self._is_formed
 
     def lost_links(self) -> list[WorkerLink]:
         """Returns the connections to workers that are gone."""
@@ -313,17 +317,20 @@ class Group:
                 self._lost.discard(link.rank)
 
     def _loss(self, error: BaseException | None) -> GroupLostError:
-        """Returns the error of a group that is no longer whole. A rank that does not answer counts
-        as lost."""
+        """Returns the error of a group that is no longer whole. A rank that cannot start counts as
+        lost, and so do all if one does not answer and nobody knows which."""
         self._is_broken = True
         self._abort()
         end_s = time.monotonic() + _CAUSE_S
-        while error is not None and time.monotonic() < end_s:
+        is_known = error is None or isinstance(error, WorkerFailed)
+        while not is_known and time.monotonic() < end_s:
             if any(link.is_lost for link in self.links.values()):
                 break
             time.sleep(_WATCH_S / 5)
         lost = [link for link in self.links.values() if link.is_lost]
-        if not lost and error is not None and self._has_memory:
+        if isinstance(error, WorkerFailed):
+            lost.append(self.links[error.rank])
+        elif not lost and error is not None and self._is_formed:
             lost = list(self.links.values())
         with self._lock:
             self._lost |= {link.rank for link in lost}

@@ -71,8 +71,11 @@ def read_membership(
 ) -> Membership | None:
     """Returns this process's place in a group that others have started; None if they have not.
 
-    ConfigError if the variables contradict one another or the settings.
+    ConfigError if the variables contradict one another or the settings. A model on one rank has
+    none, whatever started its process.
     """
+    if config.num_ranks == 1:
+        return None
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank_name, size_name, host_name = "RANK", "WORLD_SIZE", "MASTER_ADDR"
     elif "LWS_WORKER_INDEX" in environment and "LWS_GROUP_SIZE" in environment:

@@ -102,8 +102,9 @@ class Rank:
 
     def abort_own(self) -> None:
         """Ends a wait for the other ranks of the stage. Any thread may call it."""
-        if self.exchange is not None:
-            self.exchange.abort()
+        exchange = self.exchange  # the compute thread may close it meanwhile
+        if exchange is not None:
+            exchange.abort()
 
     def lead_head(self, head: LinearOp) -> None:
         """Makes the model compute logits with `head`, which has the other ranks compute theirs."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
 from memory.nodes.node_link import NodesLostError
-from serve.errors import MergestepError
+from serve.errors import GROUP_LOST, MergestepError
 from serve.group.group import Group, GroupLostError
 from serve.group.worker_link import WorkerLink
 from serve.request import FinishReason
@@ -20,7 +20,6 @@ from serve.scheduler.sequence import Sequence as Running
 
 logger = logging.getLogger(__name__)
 
-GROUP_LOST = "a rank of the model is lost; try again later"
 _RETRY_S = 1.0  # between two attempts to start workers
 
 StartWorkers = Callable[[Sequence[int], Callable[[], object]], list[WorkerLink]]
@@ -70,7 +69,8 @@ class GroupRecovery:
 
     def update_nodes(self) -> bool:
         if self._lost_at is None:
-            if not self._group.is_lost():
+            # steps in flight meet the loss themselves, and are then taken back
+            if not self._group.is_lost() or self._scheduler.launched:
                 return True
             self.handle_loss(GroupLostError("a rank was lost while the engine was idle"))
         if self._restarter.is_done and self._form():
@@ -91,7 +91,7 @@ class GroupRecovery:
             self._group.form(geometry)
         except (NodesLostError, OSError, MergestepError) as error:
             logger.warning("forming the group failed: %s", error)
-            self._restarter.begin()
+            self._restarter.begin(_RETRY_S)
             return False
         self._kv.reset(geometry.num_pages)
         self._recorder.take()
@@ -117,12 +117,14 @@ class Restarter:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def begin(self) -> None:
-        """Starts the thread, unless it runs."""
+    def begin(self, pause_s: float = 0.0) -> None:
+        """Starts the thread, unless it runs. pause_s: what it waits first."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._links = None
-        self._thread = threading.Thread(target=self._run, name="mergestep-restart", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(pause_s,), name="mergestep-restart", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -137,7 +139,8 @@ class Restarter:
         assert links is not None
         return links
 
-    def _run(self) -> None:
+    def _run(self, pause_s: float) -> None:
+        self._stop.wait(pause_s)
         lost = self._group.lost_links()
         for link in lost:
             link.close()

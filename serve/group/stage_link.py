@@ -26,6 +26,10 @@ class StageFailed(Exception):
     """The stage before has no result of a step."""
 
 
+class StageLost(StageFailed):
+    """A connection between ranks is lost."""
+
+
 class StageLink:
     """One end of the connection. One thread uses it."""
 
@@ -48,9 +52,10 @@ class StageLink:
         head = messages.pack(Kind.HIDDEN, self.epoch, number, rows, bytes((0, kind)) + bytes(6))
         self._post(head, [Segment(hidden.data_ptr(), 1, size, size)] if size else [])
 
-    def send_failure(self, number: int, text: str) -> None:
-        """Says that a step has no result. Raises TransportError."""
-        body = bytes((1, 0)) + bytes(6) + text.encode()[:1000]
+    def send_failure(self, number: int, text: str, *, is_loss: bool) -> None:
+        """Says that a step has no result. is_loss: because a connection is lost. Raises
+        TransportError."""
+        body = bytes((2 if is_loss else 1, 0)) + bytes(6) + text.encode()[:1000]
         self._post(messages.pack(Kind.HIDDEN, self.epoch, number, 0, body), [])
 
     def _post(self, head: bytes, segments: list[Segment]) -> None:
@@ -71,13 +76,16 @@ class StageLink:
                     if is_over():
                         raise StageFailed(f"step {number} is given up: a rank is lost")
                     continue
+                message = None
                 try:
                     message = messages.read(messages.view_of(frame))
                     is_due = (message.epoch, message.number) == (self.epoch, number)
                     if message.kind is Kind.HIDDEN and is_due:
                         return _hidden(message, rows)
+                except messages.MessageError as error:
+                    raise TransportError(str(error)) from error
                 finally:
-                    del message
+                    message = None  # its view must go before the frame
                     self.endpoint.release(frame)
         finally:
             self.waited_s += time.monotonic() - began_s
@@ -124,7 +132,8 @@ def _hidden(message: messages.Message, rows: int) -> Tensor:
     if len(body) < 8 or body[1] >= len(_TYPES):
         raise TransportError("hidden states without a head")
     if body[0]:
-        raise StageFailed(bytes(body[8:]).decode(errors="replace"))
+        failure = StageLost if body[0] == 2 else StageFailed
+        raise failure(bytes(body[8:]).decode(errors="replace"))
     dtype = _TYPES[body[1]]
     if message.rows != rows or (len(body) - 8) % (rows * dtype.itemsize):
         raise TransportError(f"{message.rows} rows of hidden states instead of {rows}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
 from serve.group.grid import Grid
-from serve.group.group import Group
+from serve.group.group import Group, GroupLostError
 from serve.group.launch import LocalWorkers, cpus_of_ranks, threads_of_a_rank
 from serve.group.membership import Membership, read_group_key, read_membership
 from serve.group.messages import Kind
@@ -60,7 +60,8 @@ def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
     config = replace(config, compute_threads=threads_of_a_rank(config, size_here))
     source = read_source(config)
     grid = make_grid(source.config, source.spec)
-    check_weights_fit(source.config, source.spec, source.precision)
+    if member is None:  # all ranks share this machine's memory
+        check_weights_fit(source.config, source.spec, source.precision)
     workers = LocalWorkers() if member is None else _remote_workers(config, member)
     links: list[WorkerLink] = []
     try:
@@ -77,9 +78,11 @@ def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
     group = Group(own, grid, links, workers.key)
     try:
         return _form(source, grid, group, workers, loader)
-    except BaseException:
+    except BaseException as error:
         group.close()
         workers.close()
+        if isinstance(error, GroupLostError):
+            raise MergestepError(f"starting the group failed: {error}") from error
         raise
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from serve.config import EngineConfig
 from serve.errors import MergestepError
 from serve.group import messages
-from serve.group.exchange import ExchangeError
+from serve.group.exchange import ExchangeError, RankMissing
 from serve.group.grid import Grid
 from serve.group.messages import Kind, Message, MessageError, PlannedStep
 from serve.group.rank import Rank, RankExchange
 from serve.group.siblings import SiblingListener, connect_exchange
 from serve.group.sizes import open_exchange, sibling_window_bytes
-from serve.group.stage_link import StageFailed, StageLink, StageListener
+from serve.group.stage_link import StageFailed, StageLink, StageListener, StageLost
 from serve.loading.model_source import read_source
 from serve.loading.rank_memory import RankGeometry
 from serve.machine import available_memory
@@ -72,6 +72,7 @@ class Worker:
                 frame = frame or self._engine.poll(_POLL_S)
                 if frame is None:
                     continue
+                message = None
                 try:
                     message = messages.read(messages.view_of(frame))
                     handler = handlers.get(message.kind)
@@ -79,7 +80,7 @@ class Worker:
                         raise MessageError(f"{message.kind.name} from the engine")
                     handler(message)
                 finally:
-                    del message
+                    message = None  # its view must go before the frame
                     self._engine.release(frame)
         except PeerLostError:
             logger.info("the engine has closed the connection")
@@ -127,7 +128,8 @@ class Worker:
             MergestepError,
             OSError,
             ValueError,
-            KeyError,
+            LookupError,
+            TypeError,
             MemoryError,
             TransportError,
         ) as error:
@@ -246,10 +248,10 @@ class Worker:
             out = self._computed(rank, step, number)
             if self._next is not None:
                 self._next.send(number, out)
+        except (StageLost, RankMissing, TransportError) as error:
+            self._failed(number, str(error), is_loss=True)
         except (StageFailed, ExchangeError) as error:
-            self._failed(number, str(error), is_own=False)
-        except TransportError as error:  # another rank is lost; the engine knows it, too
-            self._failed(number, str(error), is_own=False)
+            self._failed(number, str(error))
         except Exception as error:
             logger.exception("a step failed")
             self._failed(number, f"{type(error).__name__}: {error}", is_own=True)
@@ -260,15 +262,18 @@ class Worker:
             hidden = self._previous.receive(number, len(step.input_ids))
         return rank.forward(step, hidden)
 
-    def _failed(self, number: int, text: str, *, is_own: bool) -> None:
-        """Says that this rank has no result of a step."""
+    def _failed(
+        self, number: int, text: str, *, is_own: bool = False, is_loss: bool = False
+    ) -> None:
+        """Says that this rank has no result of a step. is_loss: a connection between ranks is lost,
+        so the group has to be formed anew."""
         assert self._rank is not None
-        if is_own:  # first: an engine that waits in a barrier then looks for the reason
-            self._report(Kind.FAILED, {"text": text})
+        if is_own or is_loss:  # first: an engine that waits in a barrier then looks for the reason
+            self._report(Kind.FAILED, {"text": text, "is_loss": is_loss})
         self._rank.abort()
         if self._next is not None:
             try:
-                self._next.send_failure(number, text)
+                self._next.send_failure(number, text, is_loss=is_loss)
             except TransportError as error:
                 logger.warning("the next stage is lost: %s", error)
 

@@ -19,6 +19,10 @@ _END_S = 2.0  # for a worker to end by itself
 class WorkerFailed(Exception):
     """A worker cannot load or start; the text is its own."""
 
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank}: {text}")
+        self.rank = rank
+
 
 class WorkerLink:
     """A worker's connection, and its process if the engine has started it.
@@ -38,6 +42,8 @@ class WorkerLink:
         self.free_bytes = 0
         self.num_layers = 0  # loaded so far
         self.failure = ""  # what it reported of a step
+        self.has_lost_link = False  # it has lost a connection to another rank
+        self._was_lost: bool | None = None  # before this end closed the connection
 
     @property
     def is_lost(self) -> bool:
@@ -90,6 +96,7 @@ class WorkerLink:
         frame = self.endpoint.poll(timeout_s)
         if frame is None:
             return None
+        message = None
         try:
             message = messages.read(messages.view_of(frame))
             content = messages.read_json(message)
@@ -97,7 +104,7 @@ class WorkerLink:
         except messages.MessageError as error:
             raise TransportError(f"rank {self.rank}: {error}") from error
         finally:
-            del message
+            message = None  # its view must go before the frame
             self.endpoint.release(frame)
 
     def _note(
@@ -108,8 +115,9 @@ class WorkerLink:
         elif message.kind is Kind.FAILED and (epoch is None or message.epoch == epoch):
             # one of an earlier epoch, a step's, is known by the next stage or has ended that epoch
             self.failure = str(content.get("text", ""))[:1000]
+            self.has_lost_link |= content.get("is_loss") is True
             if kind in (Kind.READY, Kind.STARTED):
-                raise WorkerFailed(f"rank {self.rank}: {self.failure}")
+                raise WorkerFailed(self.rank, self.failure)
         if kind is None:
             return content
         is_due = message.kind is kind and (epoch is None or message.epoch == epoch)
@@ -126,16 +134,21 @@ class WorkerLink:
         while self.process is None and not self.endpoint.is_lost and time.monotonic() < end_s:
             time.sleep(0.01)
 
+    def disconnect(self) -> None:
+        """Ends the connection."""
+        if self._was_lost is None:
+            self._was_lost = self.is_lost
+        self.endpoint.close()
+
     def close(self) -> None:
         """Ends the connection, after which the worker ends by itself; kills it if it does not, and
         at once if it is lost already."""
-        is_lost = self.is_lost
-        self.endpoint.close()
+        self.disconnect()
         if self.process is None:
             return
         if self.process.stdin is not None:
             self.process.stdin.close()
-        if is_lost:  # it may be stopped
+        if self._was_lost:  # it may be stopped
             self.process.kill()
         try:
             self.process.wait(_END_S)
@@ -151,6 +164,6 @@ def end_workers(links: Sequence[WorkerLink]) -> None:
     end_s = time.monotonic() + _END_S
     for link in links:
         link.await_end(end_s)
-        link.endpoint.close()
+        link.disconnect()
     for link in links:
         link.close()

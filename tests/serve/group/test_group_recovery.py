@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from ops.cpu import native_library
 from serve import LLM, SamplingParams
 from serve.errors import MergestepError
 from serve.group import messages
+from serve.group.group import Group
 from serve.group.worker import Worker
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.group.thread_workers import ThreadWorkers, thread_workers  # noqa: F401
@@ -143,3 +145,36 @@ def test_a_loss_that_is_seen_when_a_step_is_sent(thread_workers, monkeypatch):  
         lose(thread_workers, 3)
         assert tokens(llm) == expected
         assert thread_workers[0].num_started == 5 + 1
+
+
+def test_a_connection_between_workers_is_made_again(thread_workers):  # noqa: F811
+    """No worker is lost, so none is started again, and no request fails."""
+    with group_of((1, 3)) as llm:
+        expected = tokens(llm)
+        thread_workers[0].workers[1]._previous.close()
+        assert tokens(llm) == expected
+        assert tokens(llm) == expected
+        assert llm.stats().pages_in_use == 0
+    assert thread_workers[0].num_started == 2
+
+
+def test_a_loss_between_two_steps_of_a_pipeline(thread_workers, monkeypatch):  # noqa: F811
+    """It is met by the steps in flight, which are taken back, and costs one worker."""
+    compute, num_steps = Group.compute, [0]
+
+    def losing(this, posted):
+        hidden = compute(this, posted)
+        num_steps[0] += 1
+        if num_steps[0] == 5:
+            lose(thread_workers, 1)
+            while not this.is_lost():
+                time.sleep(0.01)
+        return hidden
+
+    with group_of((1, 2)) as llm:
+        expected = tokens(llm)
+        monkeypatch.setattr(Group, "compute", losing)
+        began_s = time.monotonic()
+        assert tokens(llm) == expected
+        assert time.monotonic() - began_s < 20
+    assert thread_workers[0].num_started == 2
