@@ -37,6 +37,7 @@ from tests.support.group.exchange_groups import (
     symmetric_group,
     window_group,
 )
+from tests.support.profile import examples
 from tests.support.transport.transport_rig import PATIENCE_S
 from transport.arena import Arena
 from transport.base import Segment
@@ -143,6 +144,7 @@ def test_a_buffer_outlives_seven_further_ones(made, kind):
 
 
 @pytest.mark.parametrize("kind", ["arena", "inproc"])
+@examples(100)
 @given(
     calls=st.lists(
         st.tuples(

@@ -97,9 +97,12 @@ def test_preempted_sequences_give_the_same_tokens(thread_workers, grid, num_page
     settings = {"dtype": "int8", "memory_policy": "prompt_only"}
     alone, _ = on_grid("llama", "tied", (1, 1), 4, most=70, kv_cache_bytes=1 << 20, **settings)
     settings["kv_cache_bytes"] = grid[0] * grid[1] * num_pages * 4096
-    found, stats = on_grid("llama", "tied", grid, 4, most=70, **settings)
-    assert found == alone
-    assert stats.num_preemptions > 0
+    for _ in range(5):  # what runs at once in a pipeline depends on the clock
+        found, stats = on_grid("llama", "tied", grid, 4, most=70, **settings)
+        assert found == alone
+        if stats.num_preemptions:
+            return
+    pytest.fail("no sequence was preempted")
 
 
 @pytest.mark.small_pages
