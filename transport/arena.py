@@ -1,10 +1,10 @@
 """Memory that the ranks of one host share, and a barrier over it.
 
 The arena is a sealed memfd: a control page, and data that every rank maps. It holds no lock, so
-that a rank may die at any point: the others then wait until a deadline, or until somebody aborts.
+that a rank may die at any point: the others then wait until a deadline, or until a process aborts.
 An aborted arena is of use again after `reset`, which begins a new generation; each rank joins that
-and counts its barriers from zero. Whoever resets makes sure that no process of the old generation
-still writes: it has ended, or has been told the new generation.
+and counts its barriers from zero. A process that resets makes sure that no process of the old
+generation still writes: it has ended, or has been told the new generation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RankMissing(ExchangeError):
 
 
 class Aborted(ExchangeError):
-    """Somebody ended the generation, or this rank does not belong to it."""
+    """A process has ended the generation, or this rank does not belong to it."""
 
 
 class ArenaMismatch(ExchangeError):

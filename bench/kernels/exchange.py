@@ -99,7 +99,7 @@ def measure(arena: Arena, folder: str, rounds: int, calls: int) -> Readings:
                 for name, exchange in exchanges.items():
                     time_us = timed(gathering(exchange, rows, bounds), calls)
                     readings[name, f"{rows} rows"].append(time_us)
-        # Nobody closes a connection that another rank still reads.
+        # A rank closes its connections when all ranks have read what they need.
         arena.barrier(PATIENCE_S)
     return readings
 
@@ -156,7 +156,7 @@ def connected(url: str, rank: int) -> Endpoint:
             return connect(url, key=KEY, info={"rank": rank}, window_bytes=WINDOW_BYTES)
         except TransportError:
             continue
-    raise AssertionError(f"nobody listens at {url}")
+    raise AssertionError(f"no rank listens at {url}")
 
 
 def retries() -> Iterator[None]:

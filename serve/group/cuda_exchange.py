@@ -25,8 +25,8 @@ class CudaExchange:
     """Ranks of a process group, each with a device; a gloo group with CPU tensors works as well.
 
     It is ordered by the current stream: `complete` returns at once, and what is launched after it
-    sees all columns. Buffers come from torch's allocator, so they are valid as long as somebody
-    holds them. Failures of a rank are noticed by the group (its timeout).
+    sees all columns. Buffers come from torch's allocator, so they are valid as long as they
+    are referred to. Failures of a rank are noticed by the group (its timeout).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CudaExchange:
         self.num_completed += 1
 
     def close(self) -> None:
-        """Gives back the symmetric memory. The group belongs to whoever made it."""
+        """Gives back the symmetric memory. The process group stays as it is."""
         self._staging = None
 
     def _gather(self, buffer: Tensor, bounds: Sequence[int]) -> None:

@@ -86,7 +86,7 @@ class ArenaExchange:
         self._arena.abort()
 
     def join(self, generation: int) -> None:
-        """Begins anew after somebody has reset the arena. Raises Aborted."""
+        """Takes part in a generation, which the engine has begun by `reset`. Raises Aborted."""
         self._arena.join(generation)
         self._ring.restart()
 

@@ -251,7 +251,7 @@ class Group:
             return self._loss(error)
         if reason or isinstance(error, StageFailed):
             return StepLostError(reason or str(error))
-        # nobody has failed, so a rank does not answer: it is taken for lost
+        # no rank has reported a failure, so one does not answer and is taken for lost
         return self._loss(error)
 
     def _await_reason(self, is_known: bool) -> str:
@@ -318,7 +318,7 @@ class Group:
 
     def _loss(self, error: BaseException | None) -> GroupLostError:
         """Returns the error of a group that is no longer whole. A rank that cannot start counts as
-        lost, and so do all if one does not answer and nobody knows which."""
+        lost; if a rank does not answer and it is unknown which, all count as lost."""
         self._is_broken = True
         self._abort()
         end_s = time.monotonic() + _CAUSE_S

@@ -132,8 +132,8 @@ class WindowExchange:
         rows, begin, end = len(buffer), bounds[self.rank], bounds[self.rank + 1]
         to_send = dict.fromkeys(self._endpoints, rows if end > begin else 0)
         due = {r: rows if bounds[r + 1] > bounds[r] else 0 for r in self._endpoints}
-        # Who has no columns sends a message all the same: nobody may run ahead of a rank that
-        # still reads.
+        # A rank without columns sends an empty message: no rank may run ahead of one that still
+        # reads.
         is_first = True
         while is_first or any(to_send.values()) or any(due.values()):
             for rank in self._endpoints:

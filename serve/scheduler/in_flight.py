@@ -5,7 +5,8 @@ as if they were known: `apply_launch` counts the computed tokens at once and put
 token_ids for each token to come; `Scheduler.update` replaces it and ends sequences. A length limit
 is known by count alone.
 
-Who knows a pending token decides what is planned (OverlappingRunner, serve/runner/runner.py):
+What is planned depends on where a pending token is known (OverlappingRunner in
+serve/runner/runner.py):
 - The device does: the sequence is planned on. A stop token is seen late; the rows that the
   sequence has in flight by then are dropped, and count in no metric, prefix cache or output.
 - A pipeline, whose last stage samples: the sequence is skipped until its token has come, so it has

@@ -91,7 +91,7 @@ bool Arena::join(uint32_t generation) {
   if (rank_ == NO_RANK || is_over()) return false;
   Line& line = control_->lines[rank_];
   const uint64_t word = line.word.load(), next = uint64_t{generation} << 32;
-  // Who arrived at barriers of this generation and begins again would run past the others.
+  // A rank that has been in barriers of this generation and begins again would run past the others.
   if (word > next && word >> 32 == generation) return false;
   line.is_asleep.store(0);
   line.word.store(next);
