@@ -26,12 +26,13 @@ from memory.nodes.attach import (
     least_mappings,
     most_pages,
 )
-from memory.nodes.node_loop import NodeLoop, post_bytes, post_error, view_of
+from memory.nodes.node_loop import NodeLoop, post_error
 from memory.nodes.node_session import NodeSession
 from memory.nodes.wire import ErrorCode, Kind, WireError, pack_json, read_header, read_json
 from memory.pages.linux_vmm import LinuxMemory
 from ops.backend import Backend
 from transport.base import Endpoint, Listener, TransportError
+from transport.messages import post_bytes, view_of
 
 logger = logging.getLogger(__name__)
 

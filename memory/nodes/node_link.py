@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from memory.nodes.attach import AttachRequest
 from memory.nodes.node_health import MAX_STALLED_S, AnswerPace
-from memory.nodes.node_loop import Outgoing, post_bytes, view_of
+from memory.nodes.node_loop import Outgoing
 from memory.nodes.placement import Shard
 from memory.nodes.wire import (
     FULL_WIRE,
@@ -35,6 +35,7 @@ from transport.base import (
     TransportTimeoutError,
 )
 from transport.control import printable
+from transport.messages import post_bytes, view_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,17 +18,13 @@ from torch import Tensor
 from memory.nodes.node_session import Answer, NodeSession
 from memory.nodes.wire import HEADER_BYTES, ErrorCode, Header, Kind, WireError, pack_json
 from transport.base import Endpoint, Frame, Segment
+from transport.messages import post_bytes, view_of
 
 logger = logging.getLogger(__name__)
 
 # Deferred messages must leave room in the window.
 _DEFERRED_FRACTION = 0.5
 _MAX_DEFERRED = 24
-
-
-def view_of(frame: Frame) -> memoryview:
-    """Returns a view of the frame's bytes, valid until the frame is released."""
-    return memoryview((ctypes.c_char * frame.num_bytes).from_address(frame.address)).cast("B")
 
 
 def segment_of(tensor: Tensor) -> Segment:
@@ -50,13 +46,6 @@ class Outgoing:
     def post(self, endpoint: Endpoint, header: Header, parts: list[Segment]) -> None:
         header.pack_into(self._buffer)
         endpoint.post([self._segment, *parts])
-
-
-def post_bytes(endpoint: Endpoint, message: bytes) -> None:
-    """Posts a message that consists of bytes."""
-    address = ctypes.cast(ctypes.c_char_p(message), ctypes.c_void_p).value
-    assert address is not None
-    endpoint.post([Segment(address, 1, len(message), len(message))])
 
 
 class NodeLoop:

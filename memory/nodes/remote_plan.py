@@ -15,7 +15,6 @@ from memory.attention.kv_layout import rotate_keys
 from memory.attention.seam import AttentionLayer, Pending, Rotation, Ticket
 from memory.nodes.new_token_attention import NewTokenAttention
 from memory.nodes.node_link import NodeLink, lost
-from memory.nodes.node_loop import view_of
 from memory.nodes.placement import Shard
 from memory.nodes.staging import Staging
 from memory.nodes.wire import (
@@ -30,6 +29,7 @@ from memory.nodes.wire import (
 from memory.nodes.wire_rows import WireRows, encode, float_type
 from ops.backend import Backend, Partial
 from transport.base import Segment, TransportError
+from transport.messages import view_of
 
 
 class LayerShard(NamedTuple):

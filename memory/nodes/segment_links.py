@@ -15,7 +15,7 @@ from memory.attention.kv_layout import rotate_keys
 from memory.attention.seam import AttentionLayer, Rotation
 from memory.attention.segments import Piece, Pieces
 from memory.nodes.node_link import NodeLink, NodesLostError, lost
-from memory.nodes.node_loop import segment_of, view_of
+from memory.nodes.node_loop import segment_of
 from memory.nodes.node_set import NodeSet
 from memory.nodes.wire import (
     HEADER_BYTES,
@@ -29,6 +29,7 @@ from memory.nodes.wire import (
 from memory.nodes.wire_rows import WireRows
 from ops.backend import Backend, Partial
 from transport.base import TransportError
+from transport.messages import view_of
 
 Locate = Callable[[int, int], tuple[int, int]]
 """Returns the holder of a segment and its range there, by the start of its sequence's range."""

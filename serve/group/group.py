@@ -210,15 +210,18 @@ class Group:
             self._abort()
             raise GroupLostError(f"rank 0: editing memory failed: {error}") from error
 
-    def compute(self, posted: PostedStep) -> Tensor:
-        """Computes the last stage's layers of a step, after all steps before it. It must be called
-        for every step, for its edits. Raises STEP_ERRORS and GroupLostError."""
-        step = posted.step
+    def begin(self, posted: PostedStep) -> None:
+        """Applies a step's edits on this rank, and sends the step to the other ranks of the last
+        stage. It must be called for every step, in order. Raises GroupLostError."""
         # The other ranks of this stage get it now and not with the other stages: they compute the
         # logits of earlier steps before it.
         self._post_to(self._beside, posted.message)
-        self._edit(step.edits)
-        hidden = None
+        self._edit(posted.step.edits)
+
+    def compute(self, posted: PostedStep) -> Tensor:
+        """Returns the last stage's result of a step, [T, hidden], after `begin`. Raises
+        STEP_ERRORS."""
+        step, hidden = posted.step, None
         if self._previous is not None:
             rows = len(step.input_ids)
             hidden = self._previous.receive(posted.number, rows, self.is_lost)

@@ -7,7 +7,6 @@ are little-endian. Both ends have proved that they know the group's key.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,8 @@ import numpy.typing as npt
 
 from memory.attention.seam import AttentionStep
 from memory.edit_recorder import MemoryEdit
-from transport.base import Endpoint, Frame, Segment, TransportError
+from transport.base import Endpoint, TransportError
+from transport.messages import post_bytes
 
 # kind, epoch, number, rows, and three counts: edits, sequences, decodes
 _HEADER = struct.Struct("<IIQIIII")
@@ -180,18 +180,11 @@ def read_step(message: Message) -> PlannedStep:
     )
 
 
-def view_of(frame: Frame) -> memoryview:
-    """Returns a view of the frame's bytes, valid until the frame is released."""
-    return memoryview((ctypes.c_char * frame.num_bytes).from_address(frame.address)).cast("B")
-
-
 def post(endpoint: Endpoint, message: bytes, timeout_s: float = 10.0) -> None:
     """Posts a message. Raises TransportError, also for one that the peer's window cannot hold."""
-    address = ctypes.cast(ctypes.c_char_p(message), ctypes.c_void_p).value
-    assert address is not None
     if len(message) > endpoint.max_message_bytes:
         raise TransportError(
             f"a message of {len(message)} bytes; the peer's window holds "
             f"{endpoint.max_message_bytes}"
         )
-    endpoint.post([Segment(address, 1, len(message), len(message))], timeout_s)
+    post_bytes(endpoint, message, timeout_s)

@@ -19,8 +19,7 @@ from serve.group.group import Group, GroupHead, PostedStep, StepLostError
 from serve.runner.batch import Batch, make_batch
 from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller
 from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
-from serve.runner.runner import Closable, StepResult
-from serve.runner.sampler import sample
+from serve.runner.runner import Closable, StepResult, sampled_result
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
 
@@ -57,14 +56,15 @@ class TensorRunner:
         self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
         batch = make_batch(plan)
         requests = prompt_row_requests(plan, None)
+        launched()  # before the step has taken the recorded edits, which must reach all ranks
         posted = self._group.post_step(self._recorder, batch)
-        launched()
         return LaunchedStep(self, plan, batch, requests, posted)
 
     def finish(self, step: LaunchedStep) -> StepResult:
         """Computes the engine's part of the oldest step in flight, and samples."""
-        masks = self._masks.begin(step.plan)
         try:
+            self._group.begin(step.posted)
+            masks = self._masks.begin(step.plan)
             try:
                 return self._computed(step, masks.wait)
             finally:
@@ -85,14 +85,7 @@ class TensorRunner:
         if not sampled:
             return StepResult([], [], None, prompts)
         logits: Tensor = self._model.logits(hidden[step.batch.sample_rows])
-        late = late_masks()
-        if late:
-            kept = [i for i, sequence in enumerate(sampled) if sequence not in late]
-            if not kept:
-                return StepResult([], [], None, prompts, late)
-            sampled, logits = [sampled[i] for i in kept], logits[kept]
-        result = sample(logits, sampled)
-        return StepResult(sampled, result.token_ids, result.logprobs, prompts, late)
+        return sampled_result(logits, sampled, prompts, late_masks())
 
     def _flush(self) -> None:
         """Sends edits of an idle engine."""

@@ -13,6 +13,7 @@ from serve.group import messages
 from serve.group.messages import HEADER_BYTES, Kind
 from transport import connect
 from transport.base import Endpoint, Listener, Segment, TransportError, TransportTimeoutError
+from transport.messages import view_of
 
 _SLICE_S = 0.25
 _DEADLINE_S = 60.0  # a stage may be busy with a long chunk; a lost peer is seen much earlier
@@ -78,7 +79,7 @@ class StageLink:
                     continue
                 message = None
                 try:
-                    message = messages.read(messages.view_of(frame))
+                    message = messages.read(view_of(frame))
                     is_due = (message.epoch, message.number) == (self.epoch, number)
                     if message.kind is Kind.HIDDEN and is_due:
                         return _hidden(message, rows)

@@ -31,6 +31,7 @@ from serve.machine import available_memory
 from serve.models.progress import LoadProgress
 from transport import listen
 from transport.base import Endpoint, Frame, PeerLostError, TransportError
+from transport.messages import view_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Worker:
                     continue
                 message = None
                 try:
-                    message = messages.read(messages.view_of(frame))
+                    message = messages.read(view_of(frame))
                     handler = handlers.get(message.kind)
                     if handler is None:
                         raise MessageError(f"{message.kind.name} from the engine")

@@ -11,6 +11,7 @@ from typing import Any
 from serve.group import messages
 from serve.group.messages import Kind, Message
 from transport.base import Endpoint, TransportError
+from transport.messages import view_of
 
 _SLICE_S = 0.25
 _END_S = 2.0  # for a worker to end by itself
@@ -98,7 +99,7 @@ class WorkerLink:
             return None
         message = None
         try:
-            message = messages.read(messages.view_of(frame))
+            message = messages.read(view_of(frame))
             content = messages.read_json(message)
             return self._note(message, content, kind, epoch)
         except messages.MessageError as error:

@@ -182,26 +182,15 @@ def _load_model(
     path = config.model_path
     q_first = bool(config.memory_nodes)  # nodes start as soon as they have q
     is_random = config.load_format == "random"
-    packers = _packers(config, precision, backend)
-    if packers is None:
-        return load_model(
-            path,
-            dtype=precision.compute,
-            backend=backend,
-            unpack=True,
-            q_first=q_first,
-            is_random=is_random,
-            max_model_len=config.max_model_len,
-            progress=progress,
-            shard=shard,
-        )
+    make_linear, make_head = _packers(config, precision, backend) or (None, None)
     return load_model(
         path,
         dtype=precision.compute,
         backend=backend,
-        make_linear=packers[0],
-        make_head=packers[1],
-        keep_weight_dtype=True,
+        make_linear=make_linear,
+        make_head=make_head,
+        keep_weight_dtype=precision.is_int8,
+        unpack=not precision.is_int8,
         q_first=q_first,
         is_random=is_random,
         max_model_len=config.max_model_len,

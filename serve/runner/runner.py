@@ -69,6 +69,22 @@ class StepResult(NamedTuple):
         )
 
 
+def sampled_result(
+    logits: torch.Tensor,
+    sampled: list[Sequence],
+    prompts: abc.Sequence[PromptPart],
+    late: frozenset[Sequence],
+) -> StepResult:
+    """Samples the tokens of a step; logits: [len(sampled), vocab]. Late sequences get none."""
+    if late:
+        kept = [i for i, sequence in enumerate(sampled) if sequence not in late]
+        if not kept:
+            return StepResult([], [], None, prompts, late)
+        sampled, logits = [sampled[i] for i in kept], logits[kept]
+    result = sample(logits, sampled)
+    return StepResult(sampled, result.token_ids, result.logprobs, prompts, late)
+
+
 def upcoming_tokens(plan: StepPlan) -> list[tuple[Range, int]]:
     """Returns the ranges that need pages in the next steps, with their numbers of tokens: room for
     a prompt's next chunk, and for a few tokens of every sequence."""
@@ -207,13 +223,7 @@ class ModelRunner:
             logits = self._model.logits(hidden if sample_rows is None else hidden[sample_rows])
         finally:
             late = masks.wait()  # a failed step is computed again, with its masks
-        if late:
-            kept = [i for i, sequence in enumerate(sampled) if sequence not in late]
-            if not kept:
-                return StepResult([], [], None, prompts, late)
-            sampled, logits = [sampled[i] for i in kept], logits[kept]
-        result = sample(logits, sampled)
-        return StepResult(sampled, result.token_ids, result.logprobs, prompts, late)
+        return sampled_result(logits, sampled, prompts, late)
 
     def _timed(
         self, microbatches: MicrobatchPolicy, plan: StepPlan, launched: abc.Callable[[], None]

@@ -10,13 +10,13 @@ import torch
 
 from memory.nodes.node_health import MAX_STALLED_S, NodeHealth
 from memory.nodes.node_link import NodeError, NodeLink, NodesLostError
-from memory.nodes.node_loop import post_bytes
 from memory.nodes.placement import Shard
 from memory.nodes.wire import ErrorCode, Header, Kind, NodePlan, WireType, pack_json, read_header
 from tests.support.engine.raw_engine import REQUEST
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
 from transport.base import PeerLostError, TransportError, TransportTimeoutError
 from transport.direct import direct_pair
+from transport.messages import post_bytes
 
 _EMPTY = NodePlan([], [], [])
 

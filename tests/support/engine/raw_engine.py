@@ -9,7 +9,6 @@ import torch
 
 from memory.attention.seam import AttentionLayer
 from memory.nodes.attach import AttachRequest, NodeLayout
-from memory.nodes.node_loop import post_bytes, view_of
 from memory.nodes.wire import (
     HEADER_BYTES,
     Append,
@@ -29,6 +28,7 @@ from memory.nodes.wire import (
 from memory.nodes.wire_rows import WireRows
 from transport.base import PeerLostError
 from transport.direct import direct_pair
+from transport.messages import post_bytes, view_of
 
 LAYER = AttentionLayer(4, 2, 16, 0.25, None)
 WINDOWED = replace(LAYER, window=40)
