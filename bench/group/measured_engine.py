@@ -90,6 +90,8 @@ async def measure(engine: Engine, task: Task) -> Timed:
     after, ended_s = Counts.of(engine), time.perf_counter()
     start, end = max(each[0] for each in times), min(each[-1] for each in times)
     count = sum(start < at <= end for each in times for at in each)
+    if task.answer > 1 and not count:
+        raise RuntimeError(f"{task.column}: no token came while all requests generated")
     return Timed(
         start - began_s,
         count / (end - start) if end > start else 0.0,

@@ -68,7 +68,7 @@ class Sizes:
         ]
 
 
-SMOKE = Sizes("random:tiny", 64, 300, 16, 8, 1)
+SMOKE = Sizes("random:tiny", 64, 300, 16, 100, 1)
 
 
 class EngineProcess:
@@ -153,12 +153,9 @@ def ratios(readings: Readings, one: str, other: str) -> dict[str, float]:
         if name != one or (other, column) not in readings:
             continue
         pairs = zip(readings[one, column], readings[other, column], strict=True)
-        both = [(figure(column, mine), figure(column, theirs)) for mine, theirs in pairs]
+        faster = [figure(column, mine) / figure(column, theirs) for mine, theirs in pairs]
         is_rate = not column.startswith("first")
-        # a run of a few tokens may be shorter than the clock shows
-        faster = [x / y if is_rate else y / x for x, y in both if x and y]
-        if faster:
-            found[column] = statistics.median(faster)
+        found[column] = statistics.median(each if is_rate else 1 / each for each in faster)
     return found
 
 

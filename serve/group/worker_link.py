@@ -17,6 +17,10 @@ _SLICE_S = 0.25
 _END_S = 2.0  # for a worker to end by itself
 
 
+ORDERLY_END = b"."
+"""What the engine writes to a worker's standard input before it closes it."""
+
+
 class WorkerFailed(Exception):
     """A worker cannot load or start; the text is its own."""
 
@@ -148,7 +152,11 @@ class WorkerLink:
         if self.process is None:
             return
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it has ended already
+                self.process.stdin.write(ORDERLY_END)
+                self.process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
         if self._was_lost:  # it may be stopped
             self.process.kill()
         try:

@@ -21,6 +21,7 @@ from serve.group.launch import FOLDER_PREFIX, Asked, cpus_of_ranks, threads_of_a
 from serve.group.membership import Membership, read_group_key
 from serve.group.remote_workers import CONNECT_S
 from serve.group.worker import Worker
+from serve.group.worker_link import ORDERLY_END
 from transport import connect
 from transport.base import Endpoint, TransportError
 
@@ -30,7 +31,7 @@ _WINDOW_BYTES = 16 << 20  # for step messages
 _RETRY_S = 0.5  # between two attempts to reach the engine
 _LOG_EVERY_S = 10.0
 _DRAIN_S = 60  # for the engine to end after a signal
-_NUM_LOOKS, _LOOK_S = 20, 0.02
+_ENGINE_END_S, _LOOK_S = 5.0, 0.02
 
 
 def main() -> None:
@@ -45,13 +46,15 @@ def main() -> None:
         format=f"%(asctime)s %(levelname)-7s rank {asked.rank} %(name)s: %(message)s",
     )
     ending = (engine_pid, asked.url)
-    threading.Thread(
+    end = threading.Thread(
         target=_end_with_engine, args=ending, name="mergestep-stdin", daemon=True
-    ).start()
+    )
+    end.start()
     key = bytes.fromhex(asked.key)
     info = {"rank": asked.rank}
     engine = connect(asked.url, key=key, info=info, window_bytes=_WINDOW_BYTES)
     Worker(engine, key, {}).serve()
+    end.join()  # it ends the process
 
 
 def run_rank(config: EngineConfig, member: Membership) -> None:
@@ -117,15 +120,17 @@ def _connected(member: Membership, key: bytes) -> Endpoint:
 def _end_with_engine(engine_pid: int, url: str) -> None:
     """Ends this process when the engine's end of the pipe closes, however the engine ended. Removes
     what a killed engine has left: the folder of its sockets."""
-    while os.read(0, 1):
-        pass
+    is_orderly = False
+    while byte := os.read(0, 1):
+        is_orderly = byte == ORDERLY_END
     folder = Path(url.removeprefix("shm://")).parent
-    for _ in range(_NUM_LOOKS):  # its files are closed before it counts as ended
-        if os.getppid() != engine_pid:
-            if folder.name.startswith(FOLDER_PREFIX):
-                shutil.rmtree(folder, ignore_errors=True)
-            break
-        time.sleep(_LOOK_S)
+    if not is_orderly and folder.name.startswith(FOLDER_PREFIX):
+        end_s = time.monotonic() + _ENGINE_END_S
+        # a process that was killed closes its files before it counts as ended
+        while os.getppid() == engine_pid and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+        while os.getppid() != engine_pid and folder.exists() and time.monotonic() < end_s:
+            shutil.rmtree(folder, ignore_errors=True)  # other workers remove the same files
     os._exit(0)
 
 
