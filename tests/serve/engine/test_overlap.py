@@ -239,10 +239,12 @@ def test_no_sequence_is_preempted_for_memory_that_a_step_in_flight_frees():
 
 @pytest.mark.parametrize("fails", ["fails_launch", "fails_wait"])
 @pytest.mark.parametrize("num_tokens", [5, 6, 9])
-def test_only_the_sequence_at_fault_ends(fails, num_tokens):
+@pytest.mark.parametrize("device", [{}, {"depth": 4, "tokens_on_device": False}], ids=str)
+def test_only_the_sequence_at_fault_ends(fails, num_tokens, device):
     bad = []
     bench = Bench(
         SchedulerLimits(8, 64, 64),
+        **device,
         **{fails: lambda s: s in bad and len(s.token_ids) >= num_tokens},
     )
     sequences = [bench.add(str(number), num_tokens=12) for number in range(8)]

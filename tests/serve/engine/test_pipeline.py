@@ -245,25 +245,6 @@ def test_pages_behind_a_window_are_kept_for_all_rows_in_flight():
 # ---- failures
 
 
-@pytest.mark.parametrize("fails", ["fails_launch", "fails_wait"])
-@pytest.mark.parametrize("num_tokens", [5, 6, 9])
-def test_only_the_sequence_at_fault_ends(fails, num_tokens):
-    bad = []
-    bench = pipeline(
-        4,
-        SchedulerLimits(8, 64, 64),
-        **{fails: lambda s: s in bad and len(s.token_ids) >= num_tokens},
-    )
-    sequences = [bench.add(str(number), num_tokens=12) for number in range(8)]
-    bad.append(sequences[5])
-    bench.run()
-    assert bench.ended == {sequences[5]: FinishReason.ERROR}
-    assert sequences[5].token_ids == expected_tokens(sequences[5])[:num_tokens]
-    for sequence in sequences[:5] + sequences[6:]:
-        assert sequence.token_ids == expected_tokens(sequence)
-    bench.check_rest()
-
-
 def test_a_launch_that_fails_completes_the_steps_before_it():
     bad = []
     bench = pipeline(4, SchedulerLimits(8, 6, 5), fails_launch=lambda s: s in bad)
