@@ -29,7 +29,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from memory.nodes.node import MemoryNode
+from memory.nodes.server.node import MemoryNode
 from ops import get_backend
 from ops.cpu import native_library
 from tests.support.cuda.quick_interpreter import remember_builtins

@@ -25,8 +25,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from serve.group.cuda_exchange import CudaExchange
-from serve.group.exchange import NUM_SLOTS, ArenaExchange, Exchange, WindowExchange, ring_bytes
+from serve.group.exchange.arena import ArenaExchange
+from serve.group.exchange.base import Exchange
+from serve.group.exchange.cuda import CudaExchange
+from serve.group.exchange.slots import NUM_SLOTS, ring_bytes
+from serve.group.exchange.windows import WindowExchange
 from transport import connect, listen
 from transport.arena import Arena
 from transport.base import Endpoint, TransportError

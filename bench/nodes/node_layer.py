@@ -26,10 +26,10 @@ from memory.kv_manager import KVManager
 from memory.nodes.attach import AttachRequest
 from memory.nodes.edit_log import EditLog
 from memory.nodes.new_token_attention import Int8NewTokenAttention
-from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NodePartition, NodeSet
 from memory.nodes.placement import page_geometry
 from memory.nodes.remote_attention import RemoteAttention
+from memory.nodes.server.node import MemoryNode
 from memory.nodes.wire import FULL_WIRE
 from ops import get_backend
 from ops.cpu import native_library

@@ -2,5 +2,5 @@
 
 It owns both ends, the wire format, placement and what happens when a node is lost. It does not
 know requests or scheduling policy. Begin with remote_attention.py for the engine's end and
-node.py for the node's.
+server/node.py for the node's.
 """

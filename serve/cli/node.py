@@ -11,7 +11,7 @@ import threading
 import torch
 from rich.console import Console
 
-from memory.nodes.node import MemoryNode
+from memory.nodes.server.node import MemoryNode
 from ops import get_backend
 from ops.cpu import native_library
 from serve.config import EngineConfig

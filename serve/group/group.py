@@ -21,7 +21,6 @@ from torch import Tensor
 from memory.edit_recorder import EditRecorder
 from memory.nodes.node_link import NodesLostError
 from serve.group import messages
-from serve.group.exchange import ExchangeError
 from serve.group.grid import Grid
 from serve.group.messages import Kind, PlannedStep
 from serve.group.rank import Rank, RankExchange
@@ -31,7 +30,7 @@ from serve.group.stage_link import StageFailed, StageLink, StageLost
 from serve.group.worker_link import WorkerFailed, WorkerLink, end_workers
 from serve.loading.rank_memory import RankGeometry
 from serve.runner.batch import Batch
-from transport.arena import NO_RANK, Arena
+from transport.arena import NO_RANK, Arena, ExchangeError
 from transport.base import LOST_AFTER_S, TransportError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from memory.edit_recorder import apply_edits
 from ops.backend import LinearOp
-from serve.group.exchange import ArenaExchange, WindowExchange
+from serve.group.exchange.arena import ArenaExchange
+from serve.group.exchange.windows import WindowExchange
 from serve.group.grid import Grid
 from serve.group.messages import PlannedStep
 from serve.loading.model_source import ModelSource, load_shard

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from serve.group.exchange.windows import WindowExchange
 from serve.group.grid import Grid
 from serve.group.sizes import BARRIER_DEADLINE_S, largest_result, sibling_window_bytes
-from serve.group.window_exchange import WindowExchange
 from serve.loading.model_source import ModelSource
 from transport import connect, listen
 from transport.base import Endpoint, TransportError, TransportTimeoutError

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from serve.config import EngineConfig
-from serve.group.exchange import ArenaExchange, ring_bytes
+from serve.group.exchange.arena import ArenaExchange
+from serve.group.exchange.slots import ring_bytes
 from serve.group.grid import Grid
 from serve.group.stage_link import largest_hidden
 from serve.loading.model_source import ModelSource

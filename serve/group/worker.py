@@ -18,7 +18,6 @@ from torch import Tensor
 from serve.config import EngineConfig
 from serve.errors import MergestepError
 from serve.group import messages
-from serve.group.exchange import ExchangeError, RankMissing
 from serve.group.grid import Grid
 from serve.group.messages import Kind, Message, MessageError, PlannedStep
 from serve.group.rank import Rank, RankExchange
@@ -30,6 +29,7 @@ from serve.loading.rank_memory import RankGeometry
 from serve.machine import available_memory
 from serve.models.progress import LoadProgress
 from transport import listen
+from transport.arena import ExchangeError, RankMissing
 from transport.base import Endpoint, Frame, PeerLostError, TransportError
 from transport.messages import view_of
 

@@ -17,7 +17,6 @@ from memory.attention.seam import AttentionLayer, layers_in
 from memory.kv_memory import KVMemory
 from memory.nodes.attach import AttachRequest, NodeLayout, accounting_bytes
 from memory.nodes.edit_log import EditLog
-from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NodePartition, NodeSet, make_kv_managers, shard_request
 from memory.nodes.placement import (
     MAX_PAGES,
@@ -29,6 +28,7 @@ from memory.nodes.placement import (
 )
 from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.remote_attention import RemoteAttention
+from memory.nodes.server.node import MemoryNode
 from memory.nodes.wire import WireFormat, WireType
 from memory.nodes.wire_rows import fits_int8, kv_type, largest_message
 from memory.pages.layer_groups import PageLayout

@@ -11,8 +11,8 @@ from memory.attention.seam import AttentionLayer
 from memory.kv_manager import KVManager
 from memory.nodes.attach import AttachRequest, NodeLayout
 from memory.nodes.edit_log import EditLog
-from memory.nodes.node_session import NodeSession
 from memory.nodes.placement import Shard, page_geometry
+from memory.nodes.server.node_session import NodeSession
 from memory.nodes.wire import Append, Edit, EditKind, NodePlan, Query, pack_plan, read_header
 from memory.pages.kv_range import UNMAPPED
 from memory.prefix.index import PrefixHasher

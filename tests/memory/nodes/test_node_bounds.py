@@ -13,10 +13,10 @@ import torch
 
 import transport
 from memory.nodes.attach import NODE_MAPPINGS, NodeLayout, growth_of, least_mappings, most_pages
-from memory.nodes.node import MemoryNode
 from memory.nodes.node_link import NodeError, NodeLink
-from memory.nodes.node_session import NodeSession
 from memory.nodes.placement import Shard
+from memory.nodes.server.node import MemoryNode
+from memory.nodes.server.node_session import NodeSession
 from memory.nodes.wire import Edit, EditKind, ErrorCode, NodePlan, pack_plan
 from memory.pages.linux_vmm import LinuxMemory
 from ops import get_backend
@@ -77,7 +77,7 @@ def test_pages_of_all_engines_can_be_mappings_of_one_process():
 
 def test_an_engine_that_asks_for_more_mappings_is_refused(node, monkeypatch):
     most = least_mappings(REQUEST, 40) * 2 + least_mappings(REQUEST, 20)
-    monkeypatch.setattr("memory.nodes.node.NODE_MAPPINGS", most)
+    monkeypatch.setattr("memory.nodes.server.node.NODE_MAPPINGS", most)
     witness = Witness.beside(node)  # it has 40 pages
     one, num_pages = ask(node, "one")
     assert num_pages == 40
@@ -104,7 +104,7 @@ def test_an_engine_that_asks_for_more_mappings_is_refused(node, monkeypatch):
 
 def test_pages_mapped_many_times_leave_mappings_for_other_engines(monkeypatch):
     """Every second page slot of many ranges maps the same page."""
-    monkeypatch.setattr("memory.nodes.node.NODE_MAPPINGS", 700)
+    monkeypatch.setattr("memory.nodes.server.node.NODE_MAPPINGS", 700)
     node = MemoryNode(1000 * page_bytes(), get_backend("cpu"))
     witness = Witness.beside(node)
     request = replace(REQUEST, engine="hog", num_ranges=100)
@@ -131,7 +131,7 @@ def test_pages_mapped_many_times_leave_mappings_for_other_engines(monkeypatch):
 
 @pytest.mark.parametrize("limit", [1, 64])
 def test_mappings_are_counted_as_the_system_counts_them(limit, monkeypatch):
-    monkeypatch.setattr("memory.nodes.page_slots._SMALL_COUNT", limit)
+    monkeypatch.setattr("memory.nodes.server.page_slots._SMALL_COUNT", limit)
     rng = random.Random(3)
     request = replace(REQUEST, num_ranges=4)
     memory = LinuxMemory(page_bytes(), request.num_pages)
@@ -173,7 +173,7 @@ def test_a_share_of_a_node_has_that_share_of_its_mappings():
 
 def test_a_probe_reports_the_free_memory_and_replaces_no_engine(node, monkeypatch):
     most = least_mappings(REQUEST, 40) + least_mappings(REQUEST, 10)
-    monkeypatch.setattr("memory.nodes.node.NODE_MAPPINGS", most)
+    monkeypatch.setattr("memory.nodes.server.node.NODE_MAPPINGS", most)
     one, _ = ask(node, "one")
     for epoch in (1, 2):
         assert ask(node, "one", epoch=epoch, is_question=True)[1] == 10
@@ -186,7 +186,8 @@ def test_a_probe_reports_the_free_memory_and_replaces_no_engine(node, monkeypatc
 
 def test_addresses_of_all_engines_are_bounded_by_the_process(node, monkeypatch):
     """Ranges are reserved in full, however few pages they have."""
-    monkeypatch.setattr("memory.nodes.node.MAX_ADDRESSES", NodeLayout(REQUEST).total_bytes * 5 // 2)
+    bound = NodeLayout(REQUEST).total_bytes * 5 // 2
+    monkeypatch.setattr("memory.nodes.server.node.MAX_ADDRESSES", bound)
     link, _ = ask(node, "one")
     ask(node, "two")
     leased = node.stats().bytes_leased
@@ -215,7 +216,7 @@ def test_the_accounting_of_many_slots_counts_as_memory():
 
 
 def test_edits_of_a_plan_are_bounded_in_time(node, monkeypatch):
-    monkeypatch.setattr("memory.nodes.node_session._MAX_EDITED", 20)
+    monkeypatch.setattr("memory.nodes.server.node_session._MAX_EDITED", 20)
     engine = RawEngine.beside(node)
     engine.attach()
     engine.plan([(EditKind.MAP, 0, 0, 0, 8), (EditKind.UNMAP, 0, 0, 0, 8)])
@@ -229,7 +230,7 @@ def test_edits_of_a_plan_are_bounded_in_time(node, monkeypatch):
 
 def test_kept_plans_are_bounded_in_views(node, monkeypatch):
     """A plan's queries are views into each layer, and older plans are dropped for newer ones."""
-    monkeypatch.setattr("memory.nodes.node_session._MAX_VIEWS", 9)  # for three layers
+    monkeypatch.setattr("memory.nodes.server.node_session._MAX_VIEWS", 9)  # for three layers
     engine = RawEngine.beside(node)
     engine.attach()
     engine.map_ranges()
@@ -243,7 +244,7 @@ def test_kept_plans_are_bounded_in_views(node, monkeypatch):
     engine.partial(0)
     engine.query(numbers[3], 1, rows)
     assert engine.error() is ErrorCode.STALE
-    monkeypatch.setattr("memory.nodes.node_session._MAX_VIEWS", 8)
+    monkeypatch.setattr("memory.nodes.server.node_session._MAX_VIEWS", 8)
     engine = RawEngine.beside(node, replace(REQUEST, epoch=2))
     engine.attach()
     engine.map_ranges()

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import transport
-from memory.nodes.node import MemoryNode
 from memory.nodes.node_link import NodeLink
 from memory.nodes.placement import Shard
+from memory.nodes.server.node import MemoryNode
 from memory.nodes.wire import EditKind, ErrorCode, Kind, WireError, pack_json
 from ops import get_backend
 from tests.support.engine.raw_engine import (
@@ -274,7 +274,7 @@ def test_close_while_engines_are_served(served, num_engines):
 
 
 def test_an_engine_that_never_attaches_is_disconnected(served, monkeypatch):
-    monkeypatch.setattr("memory.nodes.node._ATTACH_S", 0.05)
+    monkeypatch.setattr("memory.nodes.server.node._ATTACH_S", 0.05)
     endpoint = served.connect()
     with pytest.raises(PeerLostError):
         endpoint.poll(PATIENCE_S)
@@ -320,7 +320,7 @@ def test_a_fault_of_the_node_ends_one_session(served, monkeypatch):
     engine = served.engine()
     engine.attach()
     with monkeypatch.context() as patch:
-        patch.setattr("memory.nodes.node_session.read_plan", lambda message: 1 / 0)
+        patch.setattr("memory.nodes.server.node_session.read_plan", lambda message: 1 / 0)
         engine.plan()
         assert engine.error() is ErrorCode.FAULT
     witness.check()

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NoNodeError
 from memory.nodes.node_states import NodeStates
+from memory.nodes.server.node import MemoryNode
 from memory.nodes.wire import FULL_WIRE, WireFormat, WireType
 from ops import get_backend
 from tests.support.nodes.remote_rig import MIB, RemoteRig, layers_of, reference

@@ -13,13 +13,14 @@ import torch
 
 from ops.cpu import native_library
 from serve import LLM
+from serve.group.exchange.windows import WindowExchange
 from serve.group.rank import Rank
-from serve.group.window_exchange import Aborted, WindowExchange
 from tests.serve.group.test_group_engine import SETTINGS, on_grid, outputs, requests
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.group.exchange_groups import window_group
 from tests.support.group.thread_workers import thread_workers  # noqa: F401
 from tests.support.transport.transport_rig import PATIENCE_S
+from transport.arena import Aborted
 
 needs_kernels = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"

@@ -18,17 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve.group.cuda_exchange import CudaExchange, symmetric_staging
-from serve.group.exchange import (
-    NUM_SLOTS,
-    Aborted,
-    ArenaExchange,
-    BufferTooLarge,
-    ExchangeError,
-    RankMissing,
-    WindowExchange,
-)
-from serve.group.window_exchange import _HEAD
+from serve.group.exchange.arena import ArenaExchange
+from serve.group.exchange.cuda import CudaExchange, symmetric_staging
+from serve.group.exchange.slots import NUM_SLOTS, BufferTooLarge
+from serve.group.exchange.windows import _HEAD, WindowExchange
 from tests.support.group.exchange_groups import (
     ROW_BYTES,
     ROWS,
@@ -39,7 +32,7 @@ from tests.support.group.exchange_groups import (
 )
 from tests.support.profile import examples
 from tests.support.transport.transport_rig import PATIENCE_S
-from transport.arena import Arena
+from transport.arena import Aborted, Arena, ExchangeError, RankMissing
 from transport.base import Segment
 
 KINDS = ["arena", "inproc", "shm", "tcp", "group", "symmetric"]

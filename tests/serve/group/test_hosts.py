@@ -13,7 +13,8 @@ from serve import LLM
 from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
 from serve.group import start
-from serve.group.exchange import ArenaExchange, WindowExchange
+from serve.group.exchange.arena import ArenaExchange
+from serve.group.exchange.windows import WindowExchange
 from serve.group.membership import read_group_key, read_membership
 from serve.group.worker import Worker
 from serve.group.worker_main import _connected

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import transport
-from serve.group import cuda_exchange
-from serve.group.cuda_exchange import CudaExchange, SymmetricStaging
-from serve.group.exchange import ArenaExchange, WindowExchange, ring_bytes
+from serve.group.exchange import cuda as cuda_exchange
+from serve.group.exchange.arena import ArenaExchange
+from serve.group.exchange.cuda import CudaExchange, SymmetricStaging
+from serve.group.exchange.slots import ring_bytes
+from serve.group.exchange.windows import WindowExchange
 from tests.support.transport.transport_rig import KEY, PATIENCE_S
 from transport.arena import Arena
 from transport.base import Endpoint

@@ -11,11 +11,11 @@ from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
 from memory.attention.seam import AttentionLayer, AttentionStep, layers_in
 from memory.nodes.new_token_attention import Int8NewTokenAttention, PlainNewTokenAttention
-from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NodeSet, make_kv_managers
 from memory.nodes.placement import page_geometry
 from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.remote_attention import RemoteAttention
+from memory.nodes.server.node import MemoryNode
 from memory.nodes.wire import FULL_WIRE
 from ops import get_backend
 from tests.support.nodes.remote_setup import make_partitions, template_of

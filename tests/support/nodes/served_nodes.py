@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 
 import transport
-from memory.nodes.node import MemoryNode
+from memory.nodes.server.node import MemoryNode
 from ops import get_backend
 from serve.loading.node_key import LOCAL_KEY
 

@@ -11,11 +11,11 @@ import torch
 from memory.attention.kv_layout import KVLayout
 from memory.nodes.attach import NodeLayout
 from memory.nodes.new_token_attention import PlainNewTokenAttention
-from memory.nodes.node import MemoryNode
 from memory.nodes.node_set import NodeSet, make_kv_managers
 from memory.nodes.placement import PageGeometry, page_geometry
 from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.remote_attention import RemoteAttention
+from memory.nodes.server.node import MemoryNode
 from memory.nodes.wire import FULL_WIRE
 from memory.partitioned_kv import PartitionedKV
 from memory.prefix.index import PrefixHasher

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 from memory.attention.seam import AttentionLayer
 from memory.nodes.attach import AttachRequest
-from memory.nodes.node import MemoryNode
 from memory.nodes.node_link import NodeLink
 from memory.nodes.placement import Shard
+from memory.nodes.server.node import MemoryNode
 from memory.nodes.wire import HEADER_BYTES, Header, read_header
 from tests.support.nodes.sim_world import SimEndpoint, World, connected
 from transport.base import Peer, PeerLostError, TransportError, TransportTimeoutError

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from memory.nodes.node_link import DEFAULT_ANSWER_S
-from memory.nodes.node_loop import NodeLoop
+from memory.nodes.server.node_loop import NodeLoop
 from serve import LLM, SamplingParams
 from serve.engine import core
 from tests.support.engine.checkpoints import checkpoint

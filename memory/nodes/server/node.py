@@ -26,8 +26,8 @@ from memory.nodes.attach import (
     least_mappings,
     most_pages,
 )
-from memory.nodes.node_loop import NodeLoop, post_error
-from memory.nodes.node_session import NodeSession
+from memory.nodes.server.node_loop import NodeLoop, post_error
+from memory.nodes.server.node_session import NodeSession
 from memory.nodes.wire import ErrorCode, Kind, WireError, pack_json, read_header, read_json
 from memory.pages.linux_vmm import LinuxMemory
 from ops.backend import Backend

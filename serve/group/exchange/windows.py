@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from serve.group.slots import BufferTooLarge, Ring, check_bounds
+from serve.group.exchange.slots import BufferTooLarge, Ring, check_bounds
 from transport.arena import Aborted, ExchangeError, RankMissing
 from transport.base import Endpoint, Frame, Segment, TransportError, TransportTimeoutError
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from memory.nodes.node_session import Answer, NodeSession
+from memory.nodes.server.node_session import Answer, NodeSession
 from memory.nodes.wire import HEADER_BYTES, ErrorCode, Header, Kind, WireError, pack_json
 from transport.base import Endpoint, Frame, Segment
 from transport.messages import post_bytes, view_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from serve.group.slots import BufferTooLarge, check_bounds
+from serve.group.exchange.slots import BufferTooLarge, check_bounds
 from transport.arena import ExchangeError
 
 if TYPE_CHECKING:

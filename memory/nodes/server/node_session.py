@@ -18,9 +18,9 @@ from torch import Tensor
 from memory.attention.int8 import Int8KVLayout
 from memory.attention.seam import Attention, AttentionStep, Ticket
 from memory.nodes.attach import AttachRequest, NodeLayout
-from memory.nodes.node_attention import Int8NodeAttention, NodeAttention, PlainNodeAttention
-from memory.nodes.node_segments import BegunSegments, SegmentQueries
-from memory.nodes.page_slots import PageSlots
+from memory.nodes.server.node_attention import Int8NodeAttention, NodeAttention, PlainNodeAttention
+from memory.nodes.server.node_segments import BegunSegments, SegmentQueries
+from memory.nodes.server.page_slots import PageSlots
 from memory.nodes.wire import (
     HEADER_BYTES,
     Append,

@@ -1,0 +1,1 @@
+"""A memory node's side: sessions of engines, their pages, and attention over them."""
