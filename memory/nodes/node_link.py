@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from memory.nodes.attach import AttachRequest
 from memory.nodes.node_health import MAX_STALLED_S, AnswerPace
+from memory.nodes.outgoing import Outgoing
 from memory.nodes.placement import Shard
-from memory.nodes.server.node_loop import Outgoing
 from memory.nodes.wire import (
     FULL_WIRE,
     ErrorCode,

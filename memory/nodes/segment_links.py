@@ -16,7 +16,7 @@ from memory.attention.seam import AttentionLayer, Rotation
 from memory.attention.segments import Piece, Pieces
 from memory.nodes.node_link import NodeLink, NodesLostError, lost
 from memory.nodes.node_set import NodeSet
-from memory.nodes.server.node_loop import segment_of
+from memory.nodes.outgoing import segment_of
 from memory.nodes.wire import (
     HEADER_BYTES,
     ErrorCode,

@@ -8,16 +8,14 @@ messages are bounded.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections import deque
 from contextlib import AbstractContextManager
 
-from torch import Tensor
-
+from memory.nodes.outgoing import Outgoing, segment_of
 from memory.nodes.server.node_session import Answer, NodeSession
-from memory.nodes.wire import HEADER_BYTES, ErrorCode, Header, Kind, WireError, pack_json
-from transport.base import Endpoint, Frame, Segment
+from memory.nodes.wire import ErrorCode, Header, Kind, WireError, pack_json
+from transport.base import Endpoint, Frame
 from transport.messages import post_bytes, view_of
 
 logger = logging.getLogger(__name__)
@@ -25,27 +23,6 @@ logger = logging.getLogger(__name__)
 # Deferred messages must leave room in the window.
 _DEFERRED_FRACTION = 0.5
 _MAX_DEFERRED = 24
-
-
-def segment_of(tensor: Tensor) -> Segment:
-    """Returns a dense tensor as one segment."""
-    assert tensor.is_contiguous()
-    size_bytes = tensor.numel() * tensor.element_size()
-    return Segment(tensor.data_ptr(), 1, size_bytes, size_bytes)
-
-
-class Outgoing:
-    """Posts messages whose headers share one buffer."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray(HEADER_BYTES)
-        self._pin = (ctypes.c_char * HEADER_BYTES).from_buffer(self._buffer)
-        address = ctypes.addressof(self._pin)
-        self._segment = Segment(address, 1, HEADER_BYTES, HEADER_BYTES)
-
-    def post(self, endpoint: Endpoint, header: Header, parts: list[Segment]) -> None:
-        header.pack_into(self._buffer)
-        endpoint.post([self._segment, *parts])
 
 
 class NodeLoop:
