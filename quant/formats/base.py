@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -118,6 +118,21 @@ class ProductFormat(Protocol):
 
     def load(self, fetch: Fetch, parts: Sequence[str]) -> PackedWeight:
         """Loads the named products, concatenated along the output. ValueError names a tensor."""
+
+
+@runtime_checkable
+class CutFormat(Protocol):
+    """A format of which some outputs can be loaded without reading the others.
+
+    unit: outputs that are stored together. The bits are those of the whole product's rows.
+    """
+
+    @property
+    def unit(self) -> int: ...
+
+    def cut(self, ending: str, stored: Tensor, outputs: slice) -> Tensor:
+        """Returns what a tensor of a product says about some outputs, whose start is a multiple of
+        unit; the end is, too, or the number of outputs. ValueError if all are needed."""
 
 
 class ExpertsFormat(ProductFormat, Protocol):
@@ -286,6 +301,24 @@ def power_scales(name: str, exponents: Tensor) -> Tensor:
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Concatenates parts along the output; a single part is not copied if it is contiguous."""
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+
+
+def rows_of(stored: Tensor, outputs: slice) -> Tensor:
+    """Returns the rows of some outputs; one row for all outputs stays."""
+    return stored if stored.ndim == 0 or len(stored) == 1 else stored[outputs]
+
+
+def words_of(outputs: slice, count: int) -> slice:
+    """Returns the places of outputs of which `count` share one."""
+    return slice(outputs.start // count, -(-outputs.stop // count))
+
+
+def zero_points_of(stored: Tensor, cut: Tensor) -> Tensor:
+    """Returns the part `cut` of zero points. ValueError if only all of them show that they are no
+    constant: products without zero points are computed in another way."""
+    if bool((cut == cut.flatten()[0]).all()) and not bool((stored == cut.flatten()[0]).all()):
+        raise ValueError("all zero points are needed")
+    return cut
 
 
 def optional(fetch: Fetch, name: str) -> Tensor | None:

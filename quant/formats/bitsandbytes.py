@@ -240,6 +240,13 @@ class Int8:
     def load(self, fetch: Fetch, parts: Sequence[str]) -> Weight8:
         return joined_8([self._read(fetch, part) for part in parts])
 
+    @property
+    def unit(self) -> int:
+        return 1
+
+    def cut(self, ending: str, stored: Tensor, outputs: slice) -> Tensor:
+        return stored if ending == "weight_format" else stored[outputs]
+
     def _read(self, fetch: Fetch, part: str) -> Weight8:
         weight, name = fetch(f"{part}.weight"), f"{part}.weight_format"
         scales = checked_scales(f"{part}.SCB", fetch(f"{part}.SCB")) / 127

@@ -33,8 +33,11 @@ from quant.formats.base import (
     expect,
     expect_object,
     optional,
+    rows_of,
     several,
+    words_of,
     wrong,
+    zero_points_of,
 )
 from quant.formats.fp8 import Fp8, read_block
 from quant.formats.gptq_awq import (
@@ -103,6 +106,17 @@ class PackedInt:
         in_one_order(read, parts, "weight_g_idx")
         return Weight4(joined_int4([each.weight for each in read]), read[0].order)
 
+    @property
+    def unit(self) -> int:
+        return 1 if self.is_symmetric else 32 // self.bits
+
+    def cut(self, ending: str, stored: Tensor, outputs: slice) -> Tensor:
+        if ending == "weight_zero_point":
+            return zero_points_of(stored, stored[words_of(outputs, self.unit)])
+        if ending == "weight_shape":
+            return stored.new_tensor([outputs.stop - outputs.start, int(stored[1])])
+        return stored if ending == "weight_g_idx" else rows_of(stored, outputs)
+
     def _read(
         self, fetch: Fetch, part: str
     ) -> tuple[Tensor, Tensor, Tensor | None, int, Tensor | None]:
@@ -166,6 +180,13 @@ class PlainInt:
 
     def load(self, fetch: Fetch, parts: Sequence[str]) -> Weight8:
         return joined_8([self._read(fetch, part) for part in parts])
+
+    @property
+    def unit(self) -> int:
+        return 1
+
+    def cut(self, ending: str, stored: Tensor, outputs: slice) -> Tensor:
+        return rows_of(stored, outputs)
 
     def _read(self, fetch: Fetch, part: str) -> Weight8:
         weight = fetch(f"{part}.weight")

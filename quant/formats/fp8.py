@@ -30,7 +30,9 @@ from quant.formats.base import (
     checked_scales,
     expect,
     power_scales,
+    rows_of,
     several,
+    words_of,
     wrong,
 )
 from quant.formats.weights import FP8_GROUP, ROUNDED, Weight8, joined_8
@@ -97,6 +99,17 @@ class Fp8:
         if is_transposed and self.scale != NATIVE_SCALE:
             stored = stored.view(torch.uint8).t().contiguous().view(stored.dtype)
         return self._weight(stored, read_scales(scale, fetch(scale, expert)))
+
+    @property
+    def unit(self) -> int:
+        return 1 if self.block is None else self.block[0]
+
+    def cut(self, ending: str, stored: Tensor, outputs: slice) -> Tensor:
+        if ending in ("weight", ""):
+            return stored[outputs]
+        if self.block is None:
+            return rows_of(stored.reshape(-1), outputs)
+        return stored[words_of(outputs, self.block[0])]
 
     def _scale_rule(self, num_in: int, num_out: int) -> TensorRule:
         dtypes = (*FLOATS, "F8_E8M0", *(("U8",) if self.has_bytes else ()))

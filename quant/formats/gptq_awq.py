@@ -30,7 +30,9 @@ from quant.formats.base import (
     expect,
     optional,
     several,
+    words_of,
     wrong,
+    zero_points_of,
 )
 from quant.formats.weights import (
     ROUNDED,
@@ -98,6 +100,18 @@ class GroupedInt:
         if weight.zeros is not None and bool((weight.zeros == 8).all()):
             weight = weight._replace(zeros=None)
         return Weight4(weight, read[0].order)
+
+    @property
+    def unit(self) -> int:
+        return 32 // self.bits
+
+    def cut(self, ending: str, stored: Tensor, outputs: slice) -> Tensor:
+        words = words_of(outputs, self.unit)
+        if ending == "qzeros":
+            return zero_points_of(stored, stored[:, words])
+        if ending == "g_idx":
+            return stored
+        return stored[:, words if ending == "qweight" and self.method == "awq" else outputs]
 
     def _size(self, num_in: int) -> int:
         return num_in if self.group_size == -1 else self.group_size

@@ -53,6 +53,13 @@ class MxFp4:
             joined_int4([_weight(fetch(packed), scales, fetch(scales)) for packed, scales in names])
         )
 
+    @property
+    def unit(self) -> int:
+        return 1
+
+    def cut(self, ending: str, stored: Tensor, outputs: slice) -> Tensor:
+        return stored[outputs]
+
 
 @dataclass(frozen=True, slots=True)
 class MxFp4Experts:
@@ -84,6 +91,13 @@ class MxFp4Experts:
     ) -> Weight4:
         blocks, scales = fetch(f"{name}_blocks", expert), fetch(f"{name}_scales", expert)
         return Weight4(_weight(blocks.flatten(1), f"{name}_scales", scales))
+
+    @property
+    def unit(self) -> int:
+        return 1
+
+    def cut(self, ending: str, stored: Tensor, outputs: slice) -> Tensor:
+        return stored[outputs]
 
 
 def _groups(num_in: int) -> int:

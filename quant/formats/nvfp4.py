@@ -51,6 +51,13 @@ class NvFp4:
     def load(self, fetch: Fetch, parts: Sequence[str]) -> Weight4:
         return Weight4(joined_int4([self._read(fetch, part) for part in parts]))
 
+    @property
+    def unit(self) -> int:
+        return 1
+
+    def cut(self, ending: str, stored: Tensor, outputs: slice) -> Tensor:
+        return stored if ending == self.factor else stored[outputs]
+
     def _read(self, fetch: Fetch, part: str) -> Int4Weight:
         codes = byte_nibbles(fetch(f"{part}.{self.packed}"), is_low_first=True)
         name = f"{part}.weight_scale"

@@ -28,7 +28,9 @@ def largest_result(config: EngineConfig, spec: ModelSpec) -> int:
 
 def _widest_row(spec: ModelSpec) -> int:
     """Returns the most columns of a layer's result."""
-    widths = [spec.hidden_size]
+    widths = [spec.hidden_size, spec.embed_size]
+    if spec.per_layer_vocab:
+        widths.append(spec.num_layers * spec.layers[0].per_layer_input)
     for layer in set(spec.layers):
         attention, mlp = layer.attention, layer.mlp
         if isinstance(attention, AttentionSpec):

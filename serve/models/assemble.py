@@ -12,7 +12,7 @@ from ops.backend import Backend, Fusion, LinearOp, Norm
 from serve.models.assemble_latent import LatentAssembler
 from serve.models.assemble_mlp import MlpAssembler
 from serve.models.blocks import AttentionHalf, AttentionWeights, Block, PerLayerInput
-from serve.models.decoder import DecoderWeights, PerLayerTables
+from serve.models.decoder import DecoderWeights, Lookup, PerLayerTables
 from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, QKNorm
 from serve.models.families.names import WeightNames
 from serve.models.parts import Part, Rows, head_rows
@@ -71,16 +71,23 @@ class Assembler:
         return weights
 
     def _add_embedding(self, weights: DecoderWeights) -> None:
-        """Adds what turns token ids into the first hidden state; every rank has it whole."""
+        """Adds what turns token ids into the first hidden state. A rank has some columns of the
+        embedding, and all of the rest."""
         spec, names, prefix = self._spec, self._names, self._stored.prefix
         shape = spec.vocab_size, spec.embed_size
-        weights.embed = self._source.table(f"{prefix}{names.embed}.weight", shape)
+        weights.embed = self._lookup(f"{prefix}{names.embed}.weight", *shape)
         if spec.num_positions:
             shape = spec.num_positions, spec.hidden_size
             weights.positions = self._source.table(f"{prefix}{names.positions}.weight", shape)
         if spec.embed_size != spec.hidden_size:
             inner = Part(prefix + names.project_in, spec.hidden_size)
             weights.project_in = self._source.product([inner], spec.embed_size)
+
+    def _lookup(self, name: str, num_rows: int, width: int) -> Lookup:
+        shard = self._shard
+        columns = shard.columns(width) if shard.size > 1 else None
+        own = None if columns is None else columns.own
+        return Lookup(self._source.table(name, (num_rows, width), columns=own), columns)
 
     def _add_head(self, weights: DecoderWeights) -> None:
         """Adds what turns the last hidden state into logits."""
@@ -109,8 +116,8 @@ class Assembler:
         width = size * spec.num_layers
         project = Part(f"{prefix}per_layer_model_projection", width)
         return PerLayerTables(
-            embed=self._source.table(
-                f"{prefix}embed_tokens_per_layer.weight", (spec.per_layer_vocab, width)
+            embed=self._lookup(
+                f"{prefix}embed_tokens_per_layer.weight", spec.per_layer_vocab, width
             ),
             project=self._source.product([project], spec.hidden_size, scale=spec.hidden_size**-0.5),
             norm=self._norm(f"{prefix}per_layer_projection_norm", size),

@@ -5,7 +5,7 @@ This module does not know what the tensors are for, and it never unpickles anyth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,10 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 FLOATS = ("F32", "BF16", "F16", "F64")
+
+
+Cut = Callable[[Tensor], Tensor]
+"""Takes a part of a tensor, as a view."""
 
 
 class TensorEntry(NamedTuple):
@@ -67,12 +71,13 @@ class Checkpoint:
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Announces the tensors that will be fetched; files ignore it."""
 
-    def fetch(self, name: str, index: int | None = None, rows: slice | None = None) -> Tensor:
+    def fetch(self, name: str, index: int | None = None, cut: Cut | None = None) -> Tensor:
         """Returns the tensor, mapped from the file, or the part [index] of its first dimension (if
-        it has one), or `rows` of that; only these are read. ModelLoadError if it is not finite."""
+        it has one), or what `cut` takes of that; only this is read. ModelLoadError if it is not
+        finite."""
         tensor = self._read(name, index)
-        if rows is not None:
-            tensor = tensor[rows]
+        if cut is not None:
+            tensor = cut(tensor)
         if not all_finite(tensor):
             raise ModelLoadError(f"{self.entries[name].file}: tensor {name} holds NaN or infinity")
         return tensor

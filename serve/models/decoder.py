@@ -17,20 +17,36 @@ from torch import Tensor
 from memory.attention.seam import Attention, AttentionLayer
 from ops.backend import Backend, LinearOp, Norm
 from ops.linear import apply_norm
+from ops.sharded import Columns
 from serve.models.blocks import Block, RowInputs
 from serve.models.rope import RotaryTable
 from serve.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A table whose rows are looked up: [rows, width] in the file's type, or only this rank's
+    columns of it. columns: None for all."""
+
+    table: Tensor
+    columns: Columns | None = None
+
+    def __call__(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns [T, width] of `dtype` for rows: [T] int64."""
+        found = functional.embedding(rows, self.table).to(dtype)
+        # a copy, because an exchange's buffer is valid for a few results only
+        return found if self.columns is None else self.columns.gather(found).clone()
 
 
 @dataclass(slots=True)
 class PerLayerTables:
     """Embeddings that blocks add after their MLPs (Gemma 4).
 
-    embed: [vocab, layers * size] in the file's type. project computes as much from the embeddings;
+    embed: [vocab, layers * size]. project computes as much from the embeddings;
     norm: of each layer's part of it.
     """
 
-    embed: Tensor
+    embed: Lookup
     project: LinearOp
     norm: Norm
 
@@ -39,13 +55,13 @@ class PerLayerTables:
 class DecoderWeights:
     """The weights of a model, or of a stage of it, which may lack the embedding or the head.
 
-    embed: [vocab, embed_size], positions: [rows, hidden], in file dtype. The first product after
-    the blocks (project_out or head) includes the final norm. final_norm is the head's, for callers
-    that need the head's input.
+    embed: [vocab, embed_size], positions: [rows, hidden] in the file's type. The first product
+    after the blocks (project_out or head) includes the final norm. final_norm is the head's, for
+    callers that need the head's input.
     """
 
     blocks: list[Block]
-    embed: Tensor | None = None
+    embed: Lookup | None = None
     positions: Tensor | None = None
     project_in: LinearOp | None = None
     project_out: LinearOp | None = None
@@ -196,7 +212,7 @@ class Decoder:
     def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         weights = self.weights
         assert weights.embed is not None, "the first stage embeds"
-        x = functional.embedding(input_ids, weights.embed).to(self.dtype)
+        x = weights.embed(input_ids, self.dtype)
         if self.spec.embed_scale != 1.0:
             x = x * self.spec.embed_scale
         if weights.project_in is not None:
@@ -210,7 +226,7 @@ class Decoder:
         """Returns what blocks add after their MLPs, [layers, T, size], for embeddings x."""
         size = tables.norm.weight.shape[0]
         shape = (len(x), -1, size)
-        embedded: Tensor = functional.embedding(input_ids, tables.embed).to(self.dtype).view(shape)
+        embedded = tables.embed(input_ids, self.dtype).view(shape)
         projected: Tensor = self._backend.rms_norm(
             tables.project(x).view(shape), tables.norm.weight, tables.norm.eps
         )

@@ -112,9 +112,19 @@ class LoadedTensors:
         # a copy, so that the file can be unmapped
         return stored.to(self._device, dtype or self._dtype, copy=True)
 
-    def table(self, name: str, shape: tuple[int, ...], *, is_looked_up: bool = True) -> Tensor:
+    def table(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        is_looked_up: bool = True,
+        columns: slice | None = None,
+    ) -> Tensor:
         # a copy, so that replacing the file does not affect a running model
-        return self._checkpoint.fetch(name).to(self._device, copy=True)
+        if columns is None:
+            return self._checkpoint.fetch(name).to(self._device, copy=True)
+        own = self._checkpoint.fetch(name, cut=lambda stored: stored[:, columns])
+        return own.to(self._device, copy=True, memory_format=torch.contiguous_format)
 
     def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
         form = self._packed.format_of(part, num_in)
@@ -163,10 +173,11 @@ class LoadedTensors:
 
     def _rows(self, name: str, part: Part) -> Tensor:
         """Returns the rows of a part; a shard reads no others."""
-        if isinstance(part.rows, slice):
-            return self._checkpoint.fetch(name, part.index, part.rows)
+        rows = part.rows
+        if isinstance(rows, slice):
+            return self._checkpoint.fetch(name, part.index, lambda stored: stored[rows])
         stored = self._checkpoint.fetch(name, part.index)
-        return stored if part.rows is None else stored[part.rows]
+        return stored if rows is None else stored[rows]
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, self._weight_dtype or tensor.dtype)

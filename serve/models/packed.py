@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from math import prod
 
@@ -13,7 +13,9 @@ from torch import Tensor
 from quant.formats.base import (
     FLOATS,
     CheckpointFormat,
+    CutFormat,
     ExpertsFormat,
+    Fetch,
     PackedWeight,
     ProductFormat,
     TensorRule,
@@ -70,30 +72,40 @@ class PackedProducts:
     def load(
         self, form: ProductFormat, parts: Sequence[Part], num_in: int, scale: float
     ) -> PackedWeight:
-        """Loads the rows of the parts, times scale."""
-        modules = {part.module: part for part in parts}
-        fetch, path = self._checkpoint.fetch, self._checkpoint.path
+        """Loads the rows of the parts, times scale. Of a format that can be cut, it reads no more
+        than the units of outputs that hold them."""
+        read = {part.module: slice(0, part.num_rows) for part in parts}
+        packed = None
+        if isinstance(form, CutFormat) and not parts[0].is_transposed:
+            fewer = _outputs_of(parts, form.unit)
+            if fewer != read:
+                # what is wrong with a whole product is said by the attempt to load that
+                with suppress(ValueError):
+                    packed = self._unpack(form, parts, _CutFetch(self._checkpoint, form, fewer))
+                    read = fewer
+        path = self._checkpoint.path
         try:
-            if parts[0].expert is not None and parts[0].is_fused:
-                if len(modules) > 1:
-                    raise ValueError(f"{parts[0].module}: several fused tensors are not supported")
-                packed = _as_fused(form).load_expert(
-                    fetch,
-                    parts[0].module,
-                    parts[0].expert,
-                    is_transposed=parts[0].is_transposed,
-                )
-            else:
-                packed = form.load(fetch, list(modules))
+            packed = packed or self._unpack(form, parts, self._checkpoint.fetch)
         except ValueError as error:
             raise ModelLoadError(f"{path}: {error}") from error
-        if packed.shape != (sum(part.num_rows for part in modules.values()), num_in):
+        if packed.shape != (sum(rows.stop - rows.start for rows in read.values()), num_in):
             raise ModelLoadError(
                 f"{path}: {parts[0].module} unpacks to another shape than config.json asks for"
             )
         if any(part.rows is not None for part in parts):
-            packed = packed.rows(_rows_of(parts))
+            packed = packed.rows(_rows_of(parts, read))
         return packed if scale == 1.0 else packed.scaled(scale)
+
+    def _unpack(self, form: ProductFormat, parts: Sequence[Part], fetch: Fetch) -> PackedWeight:
+        first, modules = parts[0], list(dict.fromkeys(part.module for part in parts))
+        if first.expert is None or not first.is_fused:
+            return form.load(fetch, modules)
+        if len(modules) > 1:
+            raise ValueError(f"{first.module}: several fused tensors are not supported")
+        fused = _as_fused(form)
+        return fused.load_expert(
+            fetch, first.module, first.expert, is_transposed=first.is_transposed
+        )
 
     @contextmanager
     def naming(self, parts: Sequence[Part]) -> Iterator[None]:
@@ -124,14 +136,48 @@ def _as_fused(form: ProductFormat) -> ExpertsFormat:
     return form  # type: ignore[return-value]
 
 
-def _rows_of(parts: Sequence[Part]) -> Tensor:
-    """Returns the rows of the parts as indexes into their modules, which are concatenated."""
+class _CutFetch:
+    """Reads the tensors of products for some of their outputs."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, form: CutFormat, outputs: Mapping[str, slice]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._form = form
+        self._outputs = outputs
+
+    def __call__(self, name: str, index: int | None = None) -> Tensor:
+        module = max((each for each in self._outputs if name.startswith(each)), key=len)
+        ending = name[len(module) :].removeprefix(".")
+        outputs = self._outputs[module]
+        return self._checkpoint.fetch(
+            name, index, cut=lambda stored: self._form.cut(ending, stored, outputs)
+        )
+
+
+def _outputs_of(parts: Sequence[Part], unit: int) -> dict[str, slice]:
+    """Returns the units of outputs that hold the rows of the parts, for each module."""
+    found: dict[str, slice] = {}
+    for part in parts:
+        taken = torch.arange(part.num_rows)
+        if part.rows is not None:
+            taken = taken[part.rows]
+        first, end = (int(taken.min()), int(taken.max()) + 1) if len(taken) else (0, 1)
+        known = found.get(part.module)
+        if known is not None:
+            first, end = min(first, known.start), max(end, known.stop)
+        found[part.module] = slice(first // unit * unit, min(part.num_rows, -(-end // unit) * unit))
+    return found
+
+
+def _rows_of(parts: Sequence[Part], read: Mapping[str, slice]) -> Tensor:
+    """Returns the rows of the parts as indexes into what was read of their modules, which is
+    concatenated."""
     starts: dict[str, int] = {}
     end = 0
-    for part in parts:
-        if part.module not in starts:
-            starts[part.module] = end
-            end += part.num_rows
+    for module, outputs in read.items():
+        starts[module] = end - outputs.start
+        end += outputs.stop - outputs.start
     taken = []
     for part in parts:
         rows = torch.arange(part.num_rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serve.models.checkpoint import Checkpoint, TensorEntry
+from serve.models.checkpoint import Checkpoint, Cut, TensorEntry
 
 
 class RandomCheckpoint(Checkpoint):
@@ -32,19 +32,19 @@ class RandomCheckpoint(Checkpoint):
         for name, shape in shapes.items():
             self.entries[name] = TensorEntry(self.path, shape, "BF16")
 
-    def fetch(self, name: str, index: int | None = None, rows: slice | None = None) -> Tensor:
+    def fetch(self, name: str, index: int | None = None, cut: Cut | None = None) -> Tensor:
         shape, kind = self.entries[name].shape, torch.bfloat16
         if index is not None:
             shape = shape[1:]
         if len(shape) == 1:
             make = torch.zeros if name.endswith(".bias") else torch.ones
             made = make(shape, dtype=kind, device=self._device)
-            return made if rows is None else made[rows]
+            return made if cut is None else cut(made)
         # a tensor's values depend on its name alone, because ranks draw different tensors
         self._generator.manual_seed(zlib.crc32(f"{name} {index}".encode()))
         made = torch.empty(shape, dtype=kind, device=self._device)
         made.normal_(0, shape[-1] ** -0.5, generator=self._generator)
-        return made if rows is None else made[rows]
+        return made if cut is None else cut(made)
 
     def is_zero(self, name: str) -> bool:
         return False

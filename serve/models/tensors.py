@@ -83,9 +83,16 @@ class TensorSource(Protocol):
     ) -> Tensor:
         """Returns a copy on the device in the compute type or `dtype`, plus offset."""
 
-    def table(self, name: str, shape: tuple[int, ...], *, is_looked_up: bool = True) -> Tensor:
+    def table(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        is_looked_up: bool = True,
+        columns: slice | None = None,
+    ) -> Tensor:
         """Returns a copy on the device in the file's type. is_looked_up: rows of it are read, and
-        it takes part in no product."""
+        it takes part in no product. columns: those of the copy; None: all."""
 
     def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
         """Returns the plain weight of a product, [out, in], for `pack` unless it stays plain."""
@@ -178,7 +185,14 @@ class ExpectedTensors:
         self._expect(name, shape)
         return _nothing()
 
-    def table(self, name: str, shape: tuple[int, ...], *, is_looked_up: bool = True) -> Any:
+    def table(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        is_looked_up: bool = True,
+        columns: slice | None = None,
+    ) -> Any:
         self._expect(name, shape, "tables" if is_looked_up else "others")
         return _nothing()
 

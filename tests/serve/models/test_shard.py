@@ -11,6 +11,7 @@ import torch
 from ops import get_backend
 from serve.errors import ConfigError
 from serve.models import Decoder, load_model, read_spec
+from serve.models.checkpoint import Checkpoint
 from serve.models.shard import WHOLE, Shard
 from tests.support.engine.checkpoints import VARIANTS, checkpoint, edit_json
 from tests.support.engine.decoders import ListAttention, token_ids
@@ -91,6 +92,37 @@ def test_quantized_checkpoints(form, tmp_path):
     """Formats are cut by outputs too, so no group of inputs is divided."""
     path, _ = write(tmp_path, *ALL_CASES[form])
     check_ranks(path, "int8", 2)
+
+
+READ_WHOLE = ("bnb-nf4", "bnb-nf4-nested", "bnb-fp4", "hqq4", "hqq8")
+"""Formats whose tensors do not have the outputs as a dimension."""
+LARGE_BLOCKS = ("fp8-blocks", "fp8-small-blocks", "fp8-powers", "float-block", "modelopt-blocks")
+"""Blocks that are as large as the products of these models."""
+CUT = [form for form in FORMATS if form not in READ_WHOLE + LARGE_BLOCKS]
+
+
+@pytest.mark.parametrize("form", every_day([CUT.index("awq"), CUT.index("gptq")], CUT))
+def test_a_rank_reads_its_own_codes(form, tmp_path, monkeypatch):
+    """Of each product of two ranks, both together read hardly more than one process reads."""
+    path, _ = write(tmp_path, *ALL_CASES[form])
+    read: dict[str, int] = {}
+    original = Checkpoint.fetch
+
+    def fetch(self, name, index=None, cut=None):
+        found = original(self, name, index, cut)
+        if self.entries[name].dtype in ("I8", "U8", "I32", "F8_E4M3"):
+            read[name] = read.get(name, 0) + found.nbytes
+        return found
+
+    def work(exchange):
+        return load(path, "int8", Shard(exchange.rank, 2, None, exchange)).weights.embed.table
+
+    monkeypatch.setattr(Checkpoint, "fetch", fetch)
+    load(path, "int8", WHOLE)
+    whole, read = sum(read.values()), {}
+    tables = on_ranks(2, work)
+    assert whole and sum(read.values()) < 1.2 * whole
+    assert sum(table.shape[1] for table in tables) == read_spec(path).embed_size
 
 
 @pytest.mark.parametrize("size", [3, 4])
