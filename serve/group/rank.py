@@ -18,9 +18,9 @@ from serve.group.exchange.arena import ArenaExchange
 from serve.group.exchange.windows import WindowExchange
 from serve.group.grid import Grid
 from serve.group.messages import PlannedStep
-from serve.loading.model_source import ModelSource, load_shard
+from serve.loading.model_source import ModelSource, load_part
 from serve.loading.rank_memory import RankGeometry, RankMemory
-from serve.models import Decoder
+from serve.models import StageModel
 from serve.models.progress import LoadProgress
 from serve.models.shard import Shard
 
@@ -54,9 +54,9 @@ class Rank:
         self.has_next = self.place.stage + 1 < grid.num_stages
         self.shard = shard_of(grid, number)
         self.source = source
-        self.model: Decoder = load_shard(source, progress, self.shard)
+        self.model: StageModel = load_part(source, progress, self.shard)
         self.memory: RankMemory | None = None
-        self._head = self.model.weights.head
+        self._head = self.model.head
 
     def open(self, geometry: RankGeometry, exchange: RankExchange | None) -> None:
         """Takes memory for K/V, in place of what there was. exchange: None for one tensor rank."""
@@ -109,7 +109,7 @@ class Rank:
 
     def lead_head(self, head: LinearOp) -> None:
         """Makes the model compute logits with `head`, which has the other ranks compute theirs."""
-        self.model.weights.head = head
+        self.model.head = head
 
     def head(self, num_rows: int, rows: Tensor | None = None) -> Tensor:
         """Computes logits, [num_rows, vocab], with the other tensor ranks. rows: [num_rows,
