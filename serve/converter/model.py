@@ -138,8 +138,11 @@ class ConvertedModel:
         attention: Attention,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Returns [T, hidden], the input of the last product, for input_ids, positions: [T], or what
-        the next stage needs. hidden: that of the stage before, for one that is not the first."""
+        """Returns [T, hidden], the input of the last product, for input_ids, positions: [T].
+
+        A stage before the last one returns the rows that the next one needs. hidden: those of the
+        stage before.
+        """
         slices = self.slices(input_ids, positions, attention, hidden)
         while True:
             try:
