@@ -134,10 +134,10 @@ class Stage:
         _run(self._prologue, slots)
         for part in self._slices:
             _run(part.up_to_q, slots)
-            q = _by_row(slots[part.q], part.heads and part.heads.q)
+            q = _by_row(slots[part.q], None if part.heads is None else part.heads.q)
             ticket = attention.begin(part.layer, q)
             _run(part.up_to_kv, slots)
-            own = part.heads and part.heads.kv
+            own = None if part.heads is None else part.heads.kv
             k, v = _by_row(slots[part.k], own), _by_row(slots[part.v], own)
             if part.copies_k:
                 k = k.clone()  # attention may overwrite it

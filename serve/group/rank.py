@@ -18,6 +18,7 @@ from serve.group.exchange.arena import ArenaExchange
 from serve.group.exchange.windows import WindowExchange
 from serve.group.grid import Grid
 from serve.group.messages import PlannedStep
+from serve.group.rank_tier import RankTier, open_rank_tier
 from serve.loading.model_source import ModelSource, load_part
 from serve.loading.rank_memory import RankGeometry, RankMemory
 from serve.models import StageModel
@@ -25,6 +26,7 @@ from serve.models.progress import LoadProgress
 from serve.models.shard import Shard
 
 RankExchange = ArenaExchange | WindowExchange
+_QUIET_S = 5.0  # for a disk that reads or writes memory which is to be freed
 
 
 class LateExchange:
@@ -56,6 +58,8 @@ class Rank:
         self.source = source
         self.model: StageModel = load_part(source, progress, self.shard)
         self.memory: RankMemory | None = None
+        self.tier: RankTier | None = None
+        self._grid = grid
         self._head = self.model.head
 
     def open(self, geometry: RankGeometry, exchange: RankExchange | None) -> None:
@@ -67,11 +71,15 @@ class Rank:
             self.shard.exchange.inner = exchange
         layers = self.model.attention_layers()
         self.memory = RankMemory(config, spec, precision, layers, geometry, backend)
+        if self.tier is None:
+            self.tier = open_rank_tier(self.source, self._grid, self.number, geometry)
 
     def edit(self, edits: npt.NDArray[int64]) -> None:
         """Applies edits of the address space. OSError leaves the memory unusable."""
         assert self.memory is not None, "opened"
-        if len(edits):
+        if self.tier is not None:
+            self.tier.apply(self.memory.memory, edits.tolist())
+        elif len(edits):
             apply_edits(self.memory.memory, edits.tolist())
 
     @torch.inference_mode()
@@ -127,12 +135,21 @@ class Rank:
     def close(self) -> None:
         """Frees the K/V and leaves the exchange; the weights stay."""
         if self.memory is not None:
+            if self.tier is not None and not self.tier.is_quiet(_QUIET_S):
+                self.memory.memory.keep_pages()
             self.memory.close()
             self.memory = None
         exchange = self.shard.exchange
         if isinstance(exchange, LateExchange) and exchange.inner is not None:
             exchange.inner.close()
             exchange.inner = None
+
+    def end(self) -> None:
+        """Closes all that the rank has opened; it is of no use afterwards."""
+        self.close()
+        if self.tier is not None:
+            self.tier.close()
+            self.tier = None
 
 
 def shard_of(grid: Grid, number: int) -> Shard:

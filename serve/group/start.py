@@ -14,6 +14,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
 from serve.group.grid import Grid
 from serve.group.group import Group, GroupLostError
+from serve.group.group_store import GroupStore
 from serve.group.launch import LocalWorkers, cpus_of_ranks, threads_of_a_rank
 from serve.group.membership import Membership, read_group_key, read_membership
 from serve.group.messages import Kind
@@ -99,6 +100,10 @@ def _form(
     shards = [replace(shard_of(grid, rank), exchange=None) for rank in range(grid.size)]
     kv, recorder, geometry = make_accounting(config, spec, precision, shards, free)
     group.form(geometry)
+    secret = None
+    if group.own.tier is not None:
+        secret, store = group.own.tier.secret, GroupStore(group, recorder)
+        kv.prefixes.use_store(store, lambda page: page, object, wait_for=store.wait_for)
     kind = PipelineRunner if grid.num_stages > 1 else TensorRunner
     runner = kind(group, kv, recorder, workers)
     log_sizes(config, precision, kv)
@@ -111,6 +116,7 @@ def _form(
         group.own.memory.attention,
         kv,
         group.own.memory,
+        secret,
         runner=runner,
     )
     make = functools.partial(
@@ -200,7 +206,7 @@ def make_grid(source: ModelSource) -> Grid:
 
 def _check(config: EngineConfig) -> None:
     """Refuses settings that a group does not have."""
-    for name in ("memory_nodes", "kvp", "kv_cache_dir"):
+    for name in ("memory_nodes", "kvp"):
         if getattr(config, name):
             raise ConfigError(f"{name} needs a model on one rank, not {config.num_ranks}")
     if config.backend == "cuda":
