@@ -51,7 +51,8 @@ class PrefixCache:
         self._store: PageStore | None = None
         self._address_of: Callable[[int], int] = lambda page: 0
         self._keep_memory: Callable[[], None] = lambda: None
-        self._clock, self._wait_for = time.monotonic, wait_for_any
+        self._clock: Callable[[], float] = time.monotonic
+        self._wait_for: WaitFor = wait_for_any
         self._unwritten: OrderedDict[int, bytes] = OrderedDict()  # oldest first
         self._writes: deque[Write] = deque()
         self._loads: deque[Load] = deque()
@@ -61,8 +62,7 @@ class PrefixCache:
         # longest sequence fits beside the loads, unless too few pages would be left for them.
         num_pages = allocator.num_pages
         self._max_writes = max(1, min(_MAX_WRITES, num_pages // 8))
-        beside = max(num_pages - num_reserved, num_pages // 8)
-        self._max_loads = max(1, min(num_pages // 4, beside))
+        self._max_loads = max(1, min(num_pages // 4, max(num_pages - num_reserved, num_pages // 8)))
         self._backoff = Backoff()
 
     def use_store(

@@ -103,7 +103,7 @@ def _form(
     secret = None
     if group.own.tier is not None:
         secret, store = group.own.tier.secret, GroupStore(group, recorder)
-        kv.prefixes.use_store(store, lambda page: page, object, wait_for=store.wait_for)
+        kv.prefixes.use_store(store, int, lambda: None, wait_for=store.wait_for)
     kind = PipelineRunner if grid.num_stages > 1 else TensorRunner
     runner = kind(group, kv, recorder, workers)
     log_sizes(config, precision, kv)

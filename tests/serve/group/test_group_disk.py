@@ -164,7 +164,8 @@ def test_a_loss_under_load(thread_workers, tmp_path, expected):  # noqa: F811
             worker._rank.edit = edit_or_end
             assert tokens(llm) == expected
         quiet_stats(llm)
-    assert thread_workers[0].num_started == 5
+    # more where a new thread comes before the old one has closed its folder
+    assert thread_workers[0].num_started >= 5
 
 
 def test_a_folder_that_a_rank_cannot_use_is_named(thread_workers, tmp_path):  # noqa: F811
