@@ -7,7 +7,8 @@ memory of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -19,16 +20,54 @@ class EditKind(IntEnum):
     UNMAP = 1
     COPY = 2
     RELEASE = 3
+    # of a rank's page store
+    STORE = 4
+    LOAD = 5
+    USE = 6
+    DISCARD = 7
+    FLUSH = 8
 
 
 class MemoryEdit(NamedTuple):
     """An edit: MAP (offset, first page, pages), UNMAP (offset, 0, pages), COPY (source page, target
-    page, 1) or RELEASE (0, first page, pages)."""
+    page, 1) or RELEASE (0, first page, pages).
+
+    Those of a page store, from STORE on, have a ticket above the lowest TICKET_BITS of `kind`, then
+    a page and the halves of a key of 16 bytes.
+    """
 
     kind: int
     first: int
     second: int
     num_pages: int
+
+
+TICKET_BITS = 8
+_KEY = struct.Struct("<qq")
+
+
+def store_edit(kind: EditKind, ticket: int, page: int, key: bytes) -> MemoryEdit:
+    """Returns an edit of a page store. key: 16 bytes."""
+    return MemoryEdit(kind | ticket << TICKET_BITS, page, *_KEY.unpack(key))
+
+
+class StoreEdit(NamedTuple):
+    """An edit of a page store, unpacked."""
+
+    kind: int
+    ticket: int
+    page: int
+    key: bytes
+
+    @classmethod
+    def of(cls, edit: Sequence[int]) -> StoreEdit:
+        kind, page, *key = edit
+        ticket, kind = divmod(kind, 1 << TICKET_BITS)
+        return cls(kind, ticket, page, _KEY.pack(*key))
+
+
+def is_of_store(edit: Sequence[int]) -> bool:
+    return edit[0] % (1 << TICKET_BITS) >= EditKind.STORE
 
 
 class EditRecorder:
@@ -40,12 +79,19 @@ class EditRecorder:
         self.page_bytes = page_bytes
         self.on_release: Callable[[], None] = lambda: None
         """Called after `release`, because no step may follow soon that would carry the edits."""
+        self.has_transfers = False  # of a page store, among the recorded edits
         self._edits: list[MemoryEdit] = []
 
     def take(self) -> list[MemoryEdit]:
         """Returns the recorded edits and forgets them."""
         edits, self._edits = self._edits, []
+        self.has_transfers = False
         return edits
+
+    def add(self, edits: Iterable[MemoryEdit]) -> None:
+        """Records edits of a page store, which come after those recorded before."""
+        self._edits += edits
+        self.has_transfers = True
 
     def reserve(self, size_bytes: int) -> int:
         return 0  # ranks reserve addresses of their own

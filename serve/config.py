@@ -130,7 +130,7 @@ class EngineConfig:
     prefix_cache: whether computed K/V is kept and shared between requests with a common prefix.
     kv_cache_dir: the directory of the disk tier, which holds prefixes and preempted sequences that
         do not fit into memory; prefixes survive a restart.
-    kv_disk_bytes: the most that the disk tier holds for one model; None takes 16 GiB.
+    kv_disk_bytes: the most that the disk tier holds for one model, in all ranks; None: 16 GiB.
     memory_policy: which sequences K/V memory admits. "predicted" requires that the predicted peak
         fits; "worst_case" requires room for max_tokens of every sequence, so that none is
         preempted and few run; "prompt_only" requires room for the sequence's present tokens and

@@ -19,14 +19,14 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
 
 from memory.pages.allocator import PageAllocator
 from memory.prefix.backoff import FAILURES_IN_A_ROW, Backoff
 from memory.prefix.index import PrefixIndex
 from memory.prefix.load_times import LoadTimes
-from memory.prefix.page_store import Chain, Load, PageStore, PrefixStats, Write, is_success
+from memory.prefix.page_store import Chain, Load, PageStore, PrefixStats, Write
 from memory.prefix.store_stats import StoreStats
+from memory.prefix.waiting import WaitFor, is_success, wait_for_any
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class PrefixCache:
         self._address_of: Callable[[int], int] = lambda page: 0
         self._keep_memory: Callable[[], None] = lambda: None
         self._clock: Callable[[], float] = time.monotonic
+        self._wait_for: WaitFor = wait_for_any
         self._unwritten: OrderedDict[int, bytes] = OrderedDict()  # oldest first
         self._writes: deque[Write] = deque()
         self._loads: deque[Load] = deque()
@@ -61,8 +62,7 @@ class PrefixCache:
         # longest sequence fits beside the loads, unless too few pages would be left for them.
         num_pages = allocator.num_pages
         self._max_writes = max(1, min(_MAX_WRITES, num_pages // 8))
-        beside = max(num_pages - num_reserved, num_pages // 8)
-        self._max_loads = max(1, min(num_pages // 4, beside))
+        self._max_loads = max(1, min(num_pages // 4, max(num_pages - num_reserved, num_pages // 8)))
         self._backoff = Backoff()
 
     def use_store(
@@ -71,20 +71,20 @@ class PrefixCache:
         address_of: Callable[[int], int],
         keep_memory: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        wait_for: WaitFor = wait_for_any,
     ) -> None:
         """address_of: returns the address of a page's bytes, whatever range maps it.
         keep_memory: called if these addresses must stay mapped for ever, because the store may
-        still use them after it was closed."""
+        still use them after it was closed. wait_for: ends transfers, unless threads do."""
         self._store, self._address_of = store, address_of
-        self._keep_memory, self._clock = keep_memory, clock
+        self._keep_memory, self._clock, self._wait_for = keep_memory, clock, wait_for
 
     @property
     def has_store(self) -> bool:
         return self._store is not None
 
     def store_stats(self) -> StoreStats:
-        store = self._store
-        return StoreStats() if store is None else store.stats()
+        return StoreStats() if self._store is None else self._store.stats()
 
     def is_cached(self, key: bytes) -> bool:
         return self.index.has_key(key)
@@ -203,6 +203,7 @@ class PrefixCache:
     def _complete_transfers(self) -> None:
         """Completes the transfers that have ended, and abandons writes that hang."""
         assert self._store is not None
+        self._wait_for((), 0.0)
         now_s = self._clock()
         last: Write | Load | None = None
         for _ in range(len(self._writes)):
@@ -348,8 +349,7 @@ class PrefixCache:
         futures = [write.future for write in self._writes]
         if self._loads:  # loads are completed in order
             futures.append(self._loads[0].future)
-        if futures:
-            wait(futures, timeout_s, return_when=FIRST_COMPLETED)
+        self._wait_for(futures, timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Writes what is not yet in the store, as far as the time allows, closes the store and

@@ -82,8 +82,3 @@ class Load:
     parent: bytes | None
     page: int
     future: Future[bool]
-
-
-def is_success(future: Future[bool]) -> bool:
-    """Returns whether a future that has ended is a success. An exception is a failure."""
-    return not future.cancelled() and future.exception() is None and future.result()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TypeVar
 
 from serve.converter.graph import ROWS, Graph, Value
@@ -26,6 +27,22 @@ class Cut:
 
     before: frozenset[Value]
     carried: tuple[Value, ...]
+
+    def row_size(self, ids: Value) -> int | None:
+        """Returns the numbers of a row, without its token id, that one matrix of floats can carry.
+        None if what is carried has another form."""
+        sent = [value for value in self.carried if value is not ids]
+        if not sent or len({value.dtype for value in sent}) > 1:
+            return None
+        total = 0
+        for value in sent:
+            shape, dtype = value.shape, value.dtype
+            if dtype is None or not dtype.is_floating_point or shape is None:
+                return None
+            if shape[:2] != (1, -1) or min(shape[2:], default=0) < 1:
+                return None
+            total += prod(shape[2:])
+        return total
 
 
 def find_cuts(graph: Graph) -> list[Cut]:

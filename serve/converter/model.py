@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from memory.attention.seam import Attention, AttentionLayer, Finished, Rotation, Ticket
-from ops.backend import Backend
+from ops.backend import Backend, LinearOp
+from ops.sharded import Exchange
 from serve.converter.capture import Captured, capture
 from serve.converter.cut import Cut, find_cuts
-from serve.converter.graph import Graph, read_graph
+from serve.converter.graph import Graph, Value, read_graph
 from serve.converter.interface import unsupported
 from serve.converter.program import Product
 from serve.converter.spec import attention_layers, make_spec
-from serve.converter.stage import Stage, Weights, hidden_to_logits
+from serve.converter.stage import Stage, Weights, head_values, hidden_to_logits, stage_values
 from serve.converter.weights import Packing, WeightReader
 from serve.models import ModelSpec
 from serve.models.checkpoint import Checkpoint
 from serve.models.decoder import Slices
 from serve.models.progress import LoadProgress
 from serve.models.random_checkpoint import RandomCheckpoint
+from serve.models.shard import WHOLE, Shard
 from serve.models.tensors import MakeLinear
 from serve.models.weights import joining
 
@@ -32,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float32: 0.01}  # of the largest value; a dependence is of its size
 _COARSE_TOLERANCE = 0.2
+_exporting = threading.Lock()  # torch.export is not for several threads
 
 
 @dataclass(slots=True)
@@ -45,11 +52,20 @@ class Exported:
     cuts: list[Cut]
     spec: ModelSpec
 
+    @property
+    def stage_starts(self) -> list[int]:
+        """The attentions with which a stage of a pipeline can begin: all but those to which more
+        than a hidden state, or something else, is carried."""
+        sizes = [cut.row_size(self.graph.ids) for cut in self.cuts[:-1]]
+        most = self.spec.hidden_size
+        return [0] + [i for i, size in enumerate(sizes) if i and size is not None and size <= most]
+
 
 def export(path: Path, dtype: torch.dtype) -> Exported:
     """Exports the model of a Hugging Face directory. ModelLoadError says what is not supported."""
     started_s = time.perf_counter()
-    captured = capture(path, dtype)
+    with _exporting:
+        captured = capture(path, dtype)
     graph = read_graph(captured)
     cuts = find_cuts(graph)
     logger.info(
@@ -73,15 +89,21 @@ def _largest(cuts: list[Cut]) -> str:
 
 
 class ConvertedModel:
-    """An exported model with its weights. The attention object it is given holds the K/V."""
+    """An exported model with its weights, or a shard of it. The attention object it is given holds
+    the K/V."""
 
     def __init__(self, exported: Exported, weights: Weights, device: torch.device) -> None:
-        self.spec = exported.spec
+        shard, whole = weights.shard, exported.spec
+        self.spec = shard.spec(whole)
         self.dtype = exported.dtype
         self.device = device
         self._graph, self._cuts, self._weights = exported.graph, exported.cuts, weights
-        self._whole = self.stage(0, self.spec.num_layers)
-        self._head = hidden_to_logits(exported.graph, weights)
+        self._first = shard.numbers(whole.num_layers).start
+        self._own = self.stage(self._first, self.spec.num_layers)
+        self._logits, self._last_product = None, None
+        if shard.is_last(whole.num_layers):
+            self._logits = hidden_to_logits(exported.graph, weights)
+            self._last_product = self.products[exported.captured.head]
 
     @property
     def products(self) -> dict[str, Product]:
@@ -89,32 +111,86 @@ class ConvertedModel:
         found = self._weights.functions.items()
         return {v.inputs[1].tensor: x for v, x in found if isinstance(x, Product)}
 
+    @property
+    def head(self) -> LinearOp | None:
+        """The last product; None in a stage before the last one."""
+        return None if self._last_product is None else self._last_product.op
+
+    @head.setter
+    def head(self, op: LinearOp) -> None:
+        assert self._last_product is not None, "the last stage computes logits"
+        self._last_product.op = op
+
     def attention_layers(self) -> list[AttentionLayer]:
-        return attention_layers(self._graph, self._weights.constants)
+        return attention_layers(self._graph, self._weights.constants, self._weights.shard)
 
     def stage(self, first: int, count: int) -> Stage:
-        """Returns `count` attentions, from number `first` on, with what comes before and after."""
-        return Stage(self._graph, self._cuts, self._weights, first, count)
+        """Returns `count` attentions, from number `first` on, with what comes before and after.
+        Attention is called with the numbers of this shard's layers."""
+        return Stage(
+            self._graph, self._cuts, self._weights, first, count, numbered_from=self._first
+        )
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Returns [T, hidden], the input of the last product, for input_ids, positions: [T]."""
-        slices = self.slices(input_ids, positions, attention)
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Returns [T, hidden], the input of the last product, for input_ids, positions: [T].
+
+        A stage before the last one returns the rows that the next one needs. hidden: those of the
+        stage before.
+        """
+        slices = self.slices(input_ids, positions, attention, hidden)
         while True:
             try:
                 next(slices)
             except StopIteration as end:
-                hidden: Tensor = end.value
-                return hidden
+                found: Tensor = end.value
+                return found
 
-    def slices(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Slices:
+    def slices(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        hidden: Tensor | None = None,
+    ) -> Slices:
         """Yields before each wait for attention, then returns `forward`'s result."""
-        ids = input_ids.unsqueeze(0)
-        hidden: Tensor = (yield from self._whole.slices([ids], positions, attention))[0][0]
-        return hidden
+        carried = self._received(input_ids, hidden)
+        out: list[Tensor] = yield from self._own.slices(carried, positions, attention)
+        rows = [x.reshape(len(positions), -1) for x in self._without_ids(out)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+
+    def _received(self, input_ids: Tensor, hidden: Tensor | None) -> list[Tensor]:
+        """Returns what the stage begins with. ValueError for rows of another model."""
+        cut, ids = self._cuts[self._first], self._graph.ids
+        expected = cut.row_size(ids) or 0
+        num_sent = 0 if hidden is None else hidden.shape[1]
+        if num_sent != expected:
+            raise ValueError(f"rows of {num_sent} numbers from the stage before, not {expected}")
+        found, at = [], 0
+        for value in cut.carried:
+            if value is ids:
+                found.append(input_ids.unsqueeze(0))
+                continue
+            assert hidden is not None and value.shape is not None, "checked by row_size"
+            size = prod(value.shape[2:])
+            part = hidden[:, at : at + size]
+            found.append(part.reshape(1, len(hidden), *value.shape[2:]))
+            at += size
+        return found
+
+    def _without_ids(self, out: Sequence[Tensor]) -> list[Tensor]:
+        carried = self._cuts[self._first + self.spec.num_layers].carried
+        return [x for x, value in zip(out, carried, strict=True) if value is not self._graph.ids]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns [R, vocab] fp32 for hidden: [R, hidden] of `forward`."""
-        return self._head(hidden.unsqueeze(0))[0].float()
+        assert self._logits is not None, "the last stage computes logits"
+        return self._logits(hidden.unsqueeze(0))[0].float()
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Returns the head's input, which is the hidden state of `forward`."""
@@ -130,8 +206,10 @@ def load_converted(
     keep_weight_dtype: bool = False,
     is_random: bool = False,
     progress: LoadProgress | None = None,
+    shard: Shard = WHOLE,
 ) -> ConvertedModel:
-    """Reads the weights of an exported model; the arguments are those of `load_model`.
+    """Reads the weights of an exported model, or of a shard; the arguments are those of
+    `load_model`.
 
     ModelLoadError says what is wrong with the checkpoint, or that rows depend on one another
     other than by attention, as in models with a state.
@@ -142,13 +220,55 @@ def load_converted(
     packing = Packing(
         dtype, None if keep_weight_dtype else dtype, make_linear, make_head or make_linear
     )
-    reader = WeightReader(exported.captured, exported.graph, checkpoint, packing)
+    late = _LateExchange(shard.exchange)
+    if shard.exchange is not None:
+        shard = replace(shard, exchange=late)
+    reader = WeightReader(exported.captured, exported.graph, checkpoint, packing, shard)
     reader.check(spec.num_layers)
     with torch.inference_mode():
-        weights = reader.read(spec, progress or LoadProgress())
+        weights = reader.read(spec, _used(exported, shard), progress or LoadProgress())
         model = ConvertedModel(exported, weights, backend.device)
-        _check_rows(model, exported.captured.class_name)
+        with late.alone():
+            _check_rows(model, exported, shard)
     return model
+
+
+def _used(exported: Exported, shard: Shard) -> set[Value]:
+    """Returns the values that a shard computes."""
+    graph, numbers = exported.graph, shard.numbers(exported.spec.num_layers)
+    parts = [*stage_values(graph, exported.cuts, numbers.start, len(numbers))]
+    if shard.is_last(exported.spec.num_layers):
+        parts += head_values(graph)
+    return {value for part in parts for value in part}
+
+
+class _LateExchange:
+    """The exchange of a shard, which can be left out while the loaded model is tried."""
+
+    def __init__(self, inner: Exchange | None) -> None:
+        self._inner = inner
+        self._is_alone = False
+        self.rank, self.size = (0, 1) if inner is None else (inner.rank, inner.size)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Meanwhile, the other ranks' columns are zero."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
+    def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        if self._is_alone:
+            return torch.zeros(rows, columns, dtype=dtype)
+        assert self._inner is not None, "several ranks"
+        return self._inner.begin(rows, columns, dtype)
+
+    def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
+        if not self._is_alone:
+            assert self._inner is not None, "several ranks"
+            self._inner.complete(buffer, bounds)
 
 
 class _OwnKeys:
@@ -164,18 +284,30 @@ class _OwnKeys:
         return Finished(v.repeat_interleave(ticket.q.shape[1] // v.shape[1], 1))
 
 
-def _check_rows(model: ConvertedModel, class_name: str) -> None:
+def _check_rows(model: ConvertedModel, exported: Exported, shard: Shard) -> None:
     """Raises ModelLoadError if a row's result depends on the rows beside it."""
+    begin = exported.cuts[shard.numbers(exported.spec.num_layers).start]
     last = model.spec.max_model_len - 1  # where rotations that follow the longest row would differ
     positions = torch.tensor([0, last, last // 2])
     ids = torch.arange(len(positions)) % model.spec.vocab_size
-    together = model.forward(ids, positions, _OwnKeys())
+    size, dtype = begin.row_size(exported.graph.ids), begin.carried[-1].dtype
+    hidden = None
+    if size is not None:  # of a stage before this one
+        made = torch.Generator().manual_seed(0)
+        hidden = torch.randn(len(ids), size, generator=made).to(dtype)
+    together = model.forward(ids, positions, _OwnKeys(), hidden)
     apart = torch.cat(
         [
-            model.forward(ids[i : i + 1], positions[i : i + 1], _OwnKeys())
+            model.forward(
+                ids[i : i + 1],
+                positions[i : i + 1],
+                _OwnKeys(),
+                None if hidden is None else hidden[i : i + 1],
+            )
             for i in range(len(positions))
         ]
     )
     allowed = _TOLERANCE.get(model.dtype, _COARSE_TOLERANCE) * float(together.abs().max())
     if not float((together - apart).abs().max()) <= allowed:
-        raise unsupported(f"rows that depend on others outside of attention ({class_name})")
+        name = exported.captured.class_name
+        raise unsupported(f"rows that depend on others outside of attention ({name})")

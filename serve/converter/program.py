@@ -39,12 +39,18 @@ _FASTER: dict[Any, Callable[..., Any]] = {
 class Product:
     """A linear layer over [.., in], computed by a packed product."""
 
-    def __init__(self, op: LinearOp) -> None:
+    def __init__(self, op: LinearOp, *, is_shared: bool = False) -> None:
+        """is_shared: its result may be a buffer that is written again before a graph is done with
+        it (ops/sharded.py), and is copied."""
         self.op = op
+        self._is_shared = is_shared
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self.op(rows).reshape(*x.shape[:-1], -1)
+        out = self.op(rows)
+        if self._is_shared:
+            out = out.clone()
+        return out.reshape(*x.shape[:-1], -1)
 
 
 class Lookup:

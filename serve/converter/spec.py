@@ -9,23 +9,27 @@ from typing import Any
 
 from memory.attention.seam import AttentionLayer
 from serve.converter.capture import Captured
-from serve.converter.graph import CONSTANT, Graph, Value
+from serve.converter.graph import CONSTANT, Graph, Value, ancestors
 from serve.converter.interface import unsupported
 from serve.errors import ModelLoadError
 from serve.models import ModelSpec, ParameterCounts, read_generation_defaults
 from serve.models.families.layer_spec import AttentionSpec, LayerSpec, MlpSpec
+from serve.models.shard import WHOLE, Shard
 from serve.models.spec import DTYPES
 
 
 def attention_layers(
-    graph: Graph, constants: Mapping[Value, Any] | None = None
+    graph: Graph, constants: Mapping[Value, Any] | None = None, shard: Shard = WHOLE
 ) -> list[AttentionLayer]:
-    """Returns the attentions of a graph as the seam sees them. ModelLoadError for shapes that it
-    does not have. constants: known when weights are, and so are sinks."""
-    return [_layer(value, constants or {}) for value in graph.attentions]
+    """Returns the attentions of a graph as the seam sees them, or those of a shard with its heads.
+    ModelLoadError for shapes that it does not have. constants: known when weights are, and so are
+    sinks."""
+    attentions = graph.attentions
+    numbers = shard.numbers(len(attentions))
+    return [_layer(attentions[number], constants or {}, shard) for number in numbers]
 
 
-def _layer(value: Value, constants: Mapping[Value, Any]) -> AttentionLayer:
+def _layer(value: Value, constants: Mapping[Value, Any], shard: Shard) -> AttentionLayer:
     q, k, v = (x.shape for x in value.args[:3])
     sinks, scale, window, cap = value.args[3:]
     if sinks is not None and sinks.kind != CONSTANT:
@@ -33,14 +37,15 @@ def _layer(value: Value, constants: Mapping[Value, Any]) -> AttentionLayer:
     assert q is not None and k is not None and v is not None
     if k[1] != v[1] or q[1] % k[1] or q[3] != k[3] or v[3] > k[3]:
         raise unsupported(f"queries, keys and values of shapes {list(q)}, {list(k)} and {list(v)}")
+    own_sinks = shard.own_rows(constants[sinks]) if sinks in constants else None
     return AttentionLayer(
-        num_heads=q[1],
-        num_kv_heads=k[1],
+        num_heads=q[1] // shard.size,
+        num_kv_heads=k[1] // shard.size,
         head_dim=k[3],
         scale=scale,
         window=window or None,
         soft_cap=cap,
-        sinks=tuple(constants[sinks].float().tolist()) if sinks in constants else None,
+        sinks=None if own_sinks is None else tuple(own_sinks.float().tolist()),
     )
 
 
@@ -49,6 +54,7 @@ def make_spec(path: Path, captured: Captured, graph: Graph) -> ModelSpec:
     the norm's epsilon is not known."""
     config, hidden, logits = captured.config, graph.hidden.shape, graph.logits.shape
     assert hidden is not None and logits is not None
+    mlp = MlpSpec(size=max(_count(config, "intermediate_size", 4 * hidden[-1]), _widest(graph)))
     layers = tuple(
         LayerSpec(
             attention=AttentionSpec(
@@ -59,7 +65,7 @@ def make_spec(path: Path, captured: Captured, graph: Graph) -> ModelSpec:
                 window=layer.window,
                 soft_cap=layer.soft_cap,
             ),
-            mlp=MlpSpec(size=_count(config, "intermediate_size", 4 * hidden[-1])),
+            mlp=mlp,
         )
         for layer in attention_layers(graph)
     )
@@ -80,6 +86,13 @@ def make_spec(path: Path, captured: Captured, graph: Graph) -> ModelSpec:
         bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
         counts=count(captured, graph),
     )
+
+
+def _widest(graph: Graph) -> int:
+    """Returns the most columns of a product before the hidden state, for which tensor ranks need
+    room (serve/group/sizes.py)."""
+    widths = [v.shape[-1] for v in ancestors([graph.hidden]) if v.is_product and v.shape]
+    return max(widths, default=0)
 
 
 def _count(config: Any, key: str, default: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from serve.converter.stage import Weights
 from serve.errors import ModelLoadError
 from serve.models.checkpoint import FLOATS, Checkpoint
 from serve.models.progress import LoadProgress
+from serve.models.shard import WHOLE, Shard
 from serve.models.spec import ModelSpec
 from serve.models.tensors import MakeLinear
 from serve.models.weights import log_unused
@@ -37,10 +38,15 @@ class WeightReader:
     """Reads what one graph needs of a checkpoint."""
 
     def __init__(
-        self, captured: Captured, graph: Graph, checkpoint: Checkpoint, packing: Packing
+        self,
+        captured: Captured,
+        graph: Graph,
+        checkpoint: Checkpoint,
+        packing: Packing,
+        shard: Shard = WHOLE,
     ) -> None:
         self._captured, self._graph = captured, graph
-        self._checkpoint, self._packing = checkpoint, packing
+        self._checkpoint, self._packing, self._shard = checkpoint, packing, shard
         self._ops: dict[tuple[str, ...], LinearOp] = {}
         self._stored = {captured.renamed(name): name for name in checkpoint.entries}
         self._names = self._find_names()
@@ -79,31 +85,23 @@ class WeightReader:
                 )
         log_unused(unused, num_layers)
 
-    def read(self, spec: ModelSpec, progress: LoadProgress) -> Weights:
-        """Reads and packs everything, layer by layer."""
+    def read(self, spec: ModelSpec, used: Set[Value], progress: LoadProgress) -> Weights:
+        """Reads and packs what the values `used` need, layer by layer. spec: the whole model's."""
         functions: dict[Value, Callable[..., Any]] = {}
-        parts = self._by_layer()
-        for index in progress.layers(spec, range(spec.num_layers)):
-            for value in parts[index]:
+        values = [value for value in self._graph.values if value in used]
+        parts = iter(_by_layer(values))
+        for _ in progress.layers(spec, self._shard.numbers(spec.num_layers)):
+            for value in next(parts):
                 functions[value] = self._function(value)
             self._checkpoint.release()
-        needed = _plain(self._graph)
+        needed = _plain(values)
         constants = compute_constants(
             ancestors(needed),
             {x.tensor: self._tensor(x.tensor) for x in ancestors(needed) if x.tensor},
         )
         self._checkpoint.release()
-        return Weights({value: constants[value] for value in needed}, functions)
-
-    def _by_layer(self) -> list[list[Value]]:
-        """Returns products and lookups in parts, one for each attention."""
-        parts: list[list[Value]] = [[] for _ in self._graph.attentions]
-        done = 0
-        for value in self._graph.values:
-            done += value.is_attention
-            if value.is_product or value.is_lookup:
-                parts[min(done, len(parts) - 1)].append(value)
-        return parts
+        plain = {value: constants[value] for value in needed}
+        return Weights(plain, functions, self._shard)
 
     def _function(self, value: Value) -> Callable[..., Any]:
         names = tuple(each.tensor for each in value.inputs if each.tensor)
@@ -113,9 +111,14 @@ class WeightReader:
             make = self._packing.make_linear
             if names[0] == self._captured.head:
                 make = self._packing.make_head
-            weight, *bias = (self._cast(self._fetch(name)) for name in names)
-            self._ops[names] = make([weight], bias[0] if bias else None, NO_FUSION)
-        return Product(self._ops[names])
+            whole = [self._fetch(name) for name in names]
+            total, shard = len(whole[0]), self._shard
+            is_divided = 1 < shard.size <= total
+            rows = shard.bounds(total)[shard.rank :][:2] if is_divided else (0, total)
+            weight, *bias = (self._cast(each[slice(*rows)]) for each in whole)
+            op = make([weight], bias[0] if bias else None, NO_FUSION)
+            self._ops[names] = shard.linear(op, total) if is_divided else op
+        return Product(self._ops[names], is_shared=self._shard.size > 1)
 
     def _tensor(self, name: str) -> Tensor:
         if name in self._captured.buffers:
@@ -147,10 +150,21 @@ class WeightReader:
         return source or name  # a random checkpoint has it when it is asked for it
 
 
-def _plain(graph: Graph) -> list[Value]:
-    """Returns the constants that other values need, but for packed weights and tables."""
+def _by_layer(values: Sequence[Value]) -> list[list[Value]]:
+    """Returns products and lookups in parts, one for each attention."""
+    parts: list[list[Value]] = [[] for value in values if value.is_attention]
+    done = 0
+    for value in values:
+        done += value.is_attention
+        if value.is_product or value.is_lookup:
+            parts[min(done, len(parts) - 1)].append(value)
+    return parts
+
+
+def _plain(values: Iterable[Value]) -> list[Value]:
+    """Returns the constants that values need, but for packed weights and tables."""
     found: dict[Value, None] = {}
-    for value in graph.values:
+    for value in values:
         if value.kind == CONSTANT:
             continue
         inputs = value.inputs

@@ -73,6 +73,7 @@ class Group:
         self.epoch = 0
         self.geometry: RankGeometry | None = None
         self.num_steps = 0
+        self._num_begun = 0  # the number of the last step that this rank has begun
         self.num_formed = 0
         self._beside = grid.stage_ranks(grid.num_stages - 1)[1:]
         self._before = [rank for rank in self.links if rank not in self._beside]
@@ -133,6 +134,7 @@ class Group:
             raise self._loss(error) from error
         self._is_broken = False
         self._is_formed = True
+        self._num_begun = self.num_steps
         self.num_formed += 1
 
     def _open_exchange(self) -> RankExchange | None:
@@ -198,6 +200,11 @@ class Group:
         except GroupLostError as error:  # noticed again at the next step, or while idle
             logger.warning("%s", error)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no step is in flight, so that edits may be posted alone. Only between steps."""
+        return self._num_begun == self.num_steps
+
     def _edit(self, edits: npt.NDArray[np.int64]) -> None:
         """Applies edits to this rank's memory. Raises GroupLostError if that failed, after which
         the memory is of no use."""
@@ -212,6 +219,7 @@ class Group:
     def begin(self, posted: PostedStep) -> None:
         """Applies a step's edits on this rank, and sends the step to the other ranks of the last
         stage. It must be called for every step, in order. Raises GroupLostError."""
+        self._num_begun = posted.number
         # The other ranks of this stage get it now and not with the other stages: they compute the
         # logits of earlier steps before it.
         self._post_to(self._beside, posted.message)
@@ -364,7 +372,7 @@ class Group:
         self._abort()
         self._close_epoch()
         end_workers(list(self.links.values()))
-        self.own.close()
+        self.own.end()
         logger.debug("the group ended in %.2f s", time.monotonic() - began_s)
 
 

@@ -42,6 +42,7 @@ class Kind(IntEnum):
     HIDDEN = 10  # rank to the same tensor rank of the next stage: hidden states
     FAILED = 11  # worker: a step failed, or the worker cannot go on
     END = 12  # engine: the group ends; without it, a lost connection is made again
+    MOVED = 13  # worker: transfers of its page store that have ended
 
 
 class MessageError(Exception):

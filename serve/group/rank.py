@@ -18,13 +18,15 @@ from serve.group.exchange.arena import ArenaExchange
 from serve.group.exchange.windows import WindowExchange
 from serve.group.grid import Grid
 from serve.group.messages import PlannedStep
-from serve.loading.model_source import ModelSource, load_shard
+from serve.group.rank_tier import RankTier, open_rank_tier
+from serve.loading.model_source import ModelSource, load_part
 from serve.loading.rank_memory import RankGeometry, RankMemory
-from serve.models import Decoder
+from serve.models import StageModel
 from serve.models.progress import LoadProgress
 from serve.models.shard import Shard
 
 RankExchange = ArenaExchange | WindowExchange
+_QUIET_S = 5.0  # for a disk that reads or writes memory which is to be freed
 
 
 class LateExchange:
@@ -54,9 +56,11 @@ class Rank:
         self.has_next = self.place.stage + 1 < grid.num_stages
         self.shard = shard_of(grid, number)
         self.source = source
-        self.model: Decoder = load_shard(source, progress, self.shard)
+        self.model: StageModel = load_part(source, progress, self.shard)
         self.memory: RankMemory | None = None
-        self._head = self.model.weights.head
+        self.tier: RankTier | None = None
+        self._grid = grid
+        self._head = self.model.head
 
     def open(self, geometry: RankGeometry, exchange: RankExchange | None) -> None:
         """Takes memory for K/V, in place of what there was. exchange: None for one tensor rank."""
@@ -67,11 +71,15 @@ class Rank:
             self.shard.exchange.inner = exchange
         layers = self.model.attention_layers()
         self.memory = RankMemory(config, spec, precision, layers, geometry, backend)
+        if self.tier is None:
+            self.tier = open_rank_tier(self.source, self._grid, self.number, geometry)
 
     def edit(self, edits: npt.NDArray[int64]) -> None:
         """Applies edits of the address space. OSError leaves the memory unusable."""
         assert self.memory is not None, "opened"
-        if len(edits):
+        if self.tier is not None:
+            self.tier.apply(self.memory.memory, edits.tolist())
+        elif len(edits):
             apply_edits(self.memory.memory, edits.tolist())
 
     @torch.inference_mode()
@@ -109,7 +117,7 @@ class Rank:
 
     def lead_head(self, head: LinearOp) -> None:
         """Makes the model compute logits with `head`, which has the other ranks compute theirs."""
-        self.model.weights.head = head
+        self.model.head = head
 
     def head(self, num_rows: int, rows: Tensor | None = None) -> Tensor:
         """Computes logits, [num_rows, vocab], with the other tensor ranks. rows: [num_rows,
@@ -127,12 +135,21 @@ class Rank:
     def close(self) -> None:
         """Frees the K/V and leaves the exchange; the weights stay."""
         if self.memory is not None:
+            if self.tier is not None and not self.tier.is_quiet(_QUIET_S):
+                self.memory.memory.keep_pages()
             self.memory.close()
             self.memory = None
         exchange = self.shard.exchange
         if isinstance(exchange, LateExchange) and exchange.inner is not None:
             exchange.inner.close()
             exchange.inner = None
+
+    def end(self) -> None:
+        """Closes all that the rank has opened; it is of no use afterwards."""
+        self.close()
+        if self.tier is not None:
+            self.tier.close()
+            self.tier = None
 
 
 def shard_of(grid: Grid, number: int) -> Shard:

@@ -59,6 +59,7 @@ class GroupRecovery:
         logger.warning("%s", error)
         num_lost = self._scheduler.preempt_lost(lambda target: True)
         self.num_recomputed += num_lost
+        self._kv.prefixes.poll()  # ends transfers of pages
         self._kv.reset(0)
         self._recorder.take()
         if num_lost:

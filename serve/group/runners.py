@@ -91,6 +91,11 @@ class TensorRunner:
         """Sends edits of an idle engine."""
         self._group.post_edits(self._recorder)
 
+    def flush_transfers(self) -> None:
+        """Sends transfers of pages after the last step in flight: sequences may wait for them."""
+        if self._recorder.has_transfers and self._group.is_quiet:
+            self._flush()
+
     def close(self) -> None:
         self._masks.close()
         self._group.close()
@@ -131,4 +136,7 @@ class LaunchedStep:
     late: frozenset[Sequence] = NO_SEQUENCES
 
     def wait(self) -> StepResult:
-        return self.runner.finish(self)
+        try:
+            return self.runner.finish(self)
+        finally:
+            self.runner.flush_transfers()

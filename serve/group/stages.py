@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from serve.errors import ConfigError
@@ -10,19 +11,26 @@ from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpe
 from serve.scheduler.stage_cut import cut_stages
 
 
-def layer_stages(spec: ModelSpec, num_stages: int) -> tuple[tuple[int, int], ...]:
+def layer_stages(
+    spec: ModelSpec, num_stages: int, starts: Sequence[int] | None = None
+) -> tuple[tuple[int, int], ...]:
     """Returns the first layer of each stage and their number.
 
     A layer's time is predicted by the weights that a row uses, which holds for decoding, that reads
     them, and for prompts, that multiply by them. The head does not count: prompts, for whose sake
-    one takes a pipeline, do not use it. Layers that share K/V stay together. ConfigError if there
-    are too few layers.
+    one takes a pipeline, do not use it. Layers that share K/V stay together. starts: where a stage
+    of a converted model can begin, by the number of an attention. ConfigError if there are too few
+    layers.
     """
-    blocks = _inseparable(spec)
+    if starts is None:
+        blocks = _inseparable(spec)
+    else:
+        blocks = [range(*each) for each in pairwise([*starts, spec.num_layers])]
     if num_stages > len(blocks):
+        what = "runs of layers that share K/V" if starts is None else "parts between its attentions"
         raise ConfigError(
-            f"pipeline_parallel_size {num_stages}: the model has {len(blocks)} layers, or runs of "
-            "layers that share K/V, to divide"
+            f"pipeline_parallel_size {num_stages}: the model has {len(blocks)} layers, or {what}, "
+            "to divide"
         )
     seconds = [float(sum(_weights(spec, spec.layers[i]) for i in block)) for block in blocks]
     cut = cut_stages(seconds, 0.0, 0.0, num_stages)

@@ -14,6 +14,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
 from serve.group.grid import Grid
 from serve.group.group import Group, GroupLostError
+from serve.group.group_store import GroupStore
 from serve.group.launch import LocalWorkers, cpus_of_ranks, threads_of_a_rank
 from serve.group.membership import Membership, read_group_key, read_membership
 from serve.group.messages import Kind
@@ -29,7 +30,6 @@ from serve.loading.model_source import ModelSource, read_source
 from serve.loading.rank_memory import make_accounting
 from serve.loading.runtime import Runtime, log_sizes
 from serve.machine import KV_SHARE_OF_FREE_MEMORY, available_memory, local_kv_bytes
-from serve.models import ModelSpec
 from serve.models.progress import LoadProgress
 from serve.models.shard import check_heads
 from transport.base import TransportError
@@ -59,7 +59,7 @@ def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
     size_here = size if member is None else member.local_size
     config = replace(config, compute_threads=threads_of_a_rank(config, size_here))
     source = read_source(config)
-    grid = make_grid(source.config, source.spec)
+    grid = make_grid(source)
     if member is None:  # all ranks share this machine's memory
         check_weights_fit(source.config, source.spec, source.precision)
     workers = LocalWorkers() if member is None else _remote_workers(config, member)
@@ -100,6 +100,10 @@ def _form(
     shards = [replace(shard_of(grid, rank), exchange=None) for rank in range(grid.size)]
     kv, recorder, geometry = make_accounting(config, spec, precision, shards, free)
     group.form(geometry)
+    secret = None
+    if group.own.tier is not None:
+        secret, store = group.own.tier.secret, GroupStore(group, recorder)
+        kv.prefixes.use_store(store, int, lambda: None, wait_for=store.wait_for)
     kind = PipelineRunner if grid.num_stages > 1 else TensorRunner
     runner = kind(group, kv, recorder, workers)
     log_sizes(config, precision, kv)
@@ -112,6 +116,7 @@ def _form(
         group.own.memory.attention,
         kv,
         group.own.memory,
+        secret,
         runner=runner,
     )
     make = functools.partial(
@@ -189,17 +194,19 @@ class WorkerLoader:
             link.free_bytes = int(ready.get("free_bytes", 0))
 
 
-def make_grid(config: EngineConfig, spec: ModelSpec) -> Grid:
+def make_grid(source: ModelSource) -> Grid:
     """Returns the ranks of a model. ConfigError names the setting that does not fit."""
+    config, spec, *_, converter = source
     tensor, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     for layer in set(spec.layers):
         check_heads(layer.attention, tensor)
-    return Grid(tensor, layer_stages(spec, num_stages))
+    starts = None if converter is None else converter.stage_starts
+    return Grid(tensor, layer_stages(spec, num_stages, starts))
 
 
 def _check(config: EngineConfig) -> None:
     """Refuses settings that a group does not have."""
-    for name in ("memory_nodes", "kvp", "kv_cache_dir", "converter"):
+    for name in ("memory_nodes", "kvp"):
         if getattr(config, name):
             raise ConfigError(f"{name} needs a model on one rank, not {config.num_ranks}")
     if config.backend == "cuda":

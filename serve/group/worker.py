@@ -36,6 +36,7 @@ from transport.messages import view_of
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
+_MOVING_POLL_S = 0.002  # while the disk moves pages, whose ends the engine waits for
 
 
 class Worker:
@@ -70,7 +71,7 @@ class Worker:
         try:
             while not self.has_ended:
                 frame, self._next_frame = self._next_frame, None
-                frame = frame or self._engine.poll(_POLL_S)
+                frame = frame or self._engine.poll(self._report_moved())
                 if frame is None:
                     continue
                 message = None
@@ -96,7 +97,7 @@ class Worker:
             if listener is not None:
                 listener.close()
         if self._rank is not None:
-            self._rank.close()
+            self._rank.end()
         self._engine.close()
 
     def _close_links(self) -> None:
@@ -230,6 +231,15 @@ class Worker:
 
     def _report(self, kind: Kind, content: Mapping[str, object]) -> None:
         messages.post(self._engine, messages.pack_json(kind, self._epoch, content))
+
+    def _report_moved(self) -> float:
+        """Reports transfers of pages that have ended; returns how long to wait for a message."""
+        tier = None if self._rank is None else self._rank.tier
+        if tier is None or not tier.is_moving:
+            return _POLL_S
+        if moved := tier.take_moved():
+            self._report(Kind.MOVED, {"moved": moved})
+        return _MOVING_POLL_S
 
     # ---- steps
 

@@ -48,6 +48,7 @@ class WorkerLink:
         self.num_layers = 0  # loaded so far
         self.failure = ""  # what it reported of a step
         self.has_lost_link = False  # it has lost a connection to another rank
+        self.moved: list[tuple[int, bool]] = []  # transfers of pages that have ended
         self._was_lost: bool | None = None  # before this end closed the connection
 
     @property
@@ -123,6 +124,10 @@ class WorkerLink:
             self.has_lost_link |= content.get("is_loss") is True
             if kind in (Kind.READY, Kind.STARTED):
                 raise WorkerFailed(self.rank, self.failure)
+        elif message.kind is Kind.MOVED:
+            self.moved += [
+                (int(ticket), works is True) for ticket, works in content.get("moved", ())
+            ]
         if kind is None:
             return content
         is_due = message.kind is kind and (epoch is None or message.epoch == epoch)

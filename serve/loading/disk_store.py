@@ -26,7 +26,7 @@ from serve.loading.precision import Precision
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_BYTES = 16 << 30
+DEFAULT_BYTES = 16 << 30
 _SECRET_BYTES = 32
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 _HASH_DIGITS = 16
@@ -40,13 +40,14 @@ def open_kv_store(
     precision: Precision,
     *,
     backend: str,
-    groups: Sequence[LayerGroup],
+    groups: Sequence[LayerGroup] | Sequence[tuple[int | None, int]],
     page_bytes: int,
+    subfolder: str = "",
 ) -> tuple[DiskTier, bytes]:
     """Opens the disk tier; returns it and the secret for PrefixHasher. The caller closes it.
 
-    backend is part of the identity, because back ends compute different bytes. ConfigError names
-    kv_cache_dir.
+    backend is part of the identity, because back ends compute different bytes. subfolder: of
+    kv_cache_dir, of one rank of several. ConfigError names kv_cache_dir.
     """
     assert config.kv_cache_dir is not None, "only with a directory"
     isa = native_library.instruction_set() if native_library.is_available() else "torch"
@@ -61,6 +62,10 @@ def open_kv_store(
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_parent(root)
+        if subfolder:
+            root = root / subfolder
+            root.mkdir(mode=0o700, exist_ok=True)
+            check_parent(root)
         folder = (
             root
             / f"{config.model_name[:64].replace('/', '-')}-{identity.hexdigest()[:_HASH_DIGITS]}"
@@ -68,7 +73,7 @@ def open_kv_store(
         store = DiskTier(
             folder,
             page_bytes,
-            max(config.kv_disk_bytes or _DEFAULT_BYTES, page_bytes),
+            max(config.kv_disk_bytes or DEFAULT_BYTES, page_bytes),
             identity.digest(),
             persistent=True,
         )

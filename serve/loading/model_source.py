@@ -22,7 +22,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.precision import Precision, choose_backend, resolve_precision
 from serve.machine import usable_processors
-from serve.models import Decoder, ModelSpec, StepModel, load_model, read_spec
+from serve.models import Decoder, ModelSpec, StageModel, StepModel, load_model, read_spec
 from serve.models.checkpoint import weight_files
 from serve.models.checksums import check_manifest
 from serve.models.progress import LoadProgress
@@ -71,17 +71,22 @@ def read_source(config: EngineConfig) -> ModelSource:
 
 def load_weights(source: ModelSource, progress: LoadProgress) -> StepModel:
     """Loads the weights."""
+    return load_part(source, progress, WHOLE)
+
+
+def load_part(source: ModelSource, progress: LoadProgress, shard: Shard) -> StageModel:
+    """Loads the weights of a shard, by the converter if it serves the model."""
     _, _, precision, backend, converter = source
     if converter is None:
-        return load_shard(source, progress, WHOLE)
+        return load_shard(source, progress, shard)
     with _packing(precision):
-        model = converter.load(precision, backend, progress)
+        model = converter.load(precision, backend, progress, shard)
     _leave_cores_to_native(precision, model.attention_layers())
     return model
 
 
 def load_shard(source: ModelSource, progress: LoadProgress, shard: Shard) -> Decoder:
-    """Loads the weights of a shard."""
+    """Loads the weights of a shard of a decoder."""
     config, _, precision, backend, _ = source
     with _packing(precision):
         model = _load_model(config, precision, backend, progress, shard)
@@ -157,7 +162,13 @@ class Converter:
     def spec(self) -> ModelSpec:
         return self._exported.spec
 
-    def load(self, precision: Precision, backend: Backend, progress: LoadProgress) -> StepModel:
+    @property
+    def stage_starts(self) -> list[int]:
+        return self._exported.stage_starts
+
+    def load(
+        self, precision: Precision, backend: Backend, progress: LoadProgress, shard: Shard
+    ) -> StageModel:
         if precision.compute != self._exported.dtype:
             self._exported = self._module.export(self._config.model_path, precision.compute)
         make_linear, make_head = _packers(self._config, precision, backend) or (None, None)
@@ -169,6 +180,7 @@ class Converter:
             keep_weight_dtype=precision.is_int8,
             is_random=self._config.load_format == "random",
             progress=progress,
+            shard=shard,
         )
 
 

@@ -5,7 +5,7 @@ of them share. It does not know requests, steps or where K/V lies. Begin with sp
 decoder.py.
 """
 
-from serve.models.decoder import Decoder, StepModel, run_interleaved
+from serve.models.decoder import Decoder, StageModel, StepModel, run_interleaved
 from serve.models.families import FAMILIES
 from serve.models.spec import ModelSpec, read_generation_defaults, read_spec
 from serve.models.tensors import ParameterCounts
@@ -16,6 +16,7 @@ __all__ = [
     "Decoder",
     "ModelSpec",
     "ParameterCounts",
+    "StageModel",
     "StepModel",
     "count_parameters",
     "expect_tensors",

@@ -115,6 +115,27 @@ class StepModel(Protocol):
     def normed(self, hidden: Tensor) -> Tensor: ...
 
 
+class StageModel(StepModel, Protocol):
+    """A model, or a shard of it, as the ranks of a group see it."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def head(self) -> LinearOp | None: ...
+
+    @head.setter
+    def head(self, op: LinearOp) -> None: ...
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        hidden: Tensor | None = None,
+    ) -> Tensor: ...
+
+
 class Decoder:
     """A decoder from token ids to logits. The attention object it is given holds the K/V."""
 
@@ -142,6 +163,15 @@ class Decoder:
         self._backend = backend
         max_len = max_model_len or spec.max_model_len
         self._rotary = [RotaryTable(rope, max_len, device) for rope in spec.ropes]
+
+    @property
+    def head(self) -> LinearOp | None:
+        """The last product; None in a stage before the last one."""
+        return self.weights.head
+
+    @head.setter
+    def head(self, op: LinearOp) -> None:
+        self.weights.head = op
 
     def attention_layers(self) -> list[AttentionLayer]:
         return [

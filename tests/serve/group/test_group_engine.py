@@ -141,7 +141,7 @@ def test_settings_that_a_group_does_not_have_are_named(tmp_path):
         LLM(path, tensor_parallel_size=3, **SETTINGS)
     with pytest.raises(ConfigError, match="pipeline_parallel_size 9: the model has 2 layers"):
         LLM(path, pipeline_parallel_size=9, **SETTINGS)
-    with pytest.raises(ConfigError, match="kv_cache_dir"):
-        LLM(path, tensor_parallel_size=2, kv_cache_dir=str(tmp_path), **SETTINGS)
+    with pytest.raises(ConfigError, match="memory_nodes"):
+        LLM(path, tensor_parallel_size=2, memory_nodes=[f"shm://{tmp_path}/node"], **SETTINGS)
     with pytest.raises(ConfigError, match="tensor_parallel_size must be a positive integer"):
         LLM(path, tensor_parallel_size=0, **SETTINGS)

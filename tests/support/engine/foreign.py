@@ -39,13 +39,13 @@ FOREIGN: dict[str, Json] = {
 }
 
 
-def make_foreign(directory: Path, family: str, seed: int = 0) -> Path:
+def make_foreign(directory: Path, family: str, seed: int = 0, **settings: object) -> Path:
     """Writes the checkpoint into directory / family and returns that path."""
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    config = transformers.AutoConfig.for_model(family, **(LLAMA | FOREIGN[family]))
+    config = transformers.AutoConfig.for_model(family, **(LLAMA | FOREIGN[family] | settings))
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     randomize(model, seed)
     path = directory / family
