@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from serve.cli import examples, options
+from serve.cli.cluster import CLUSTER_HELP, cluster_command
 from serve.cli.client_key import read_client_key
 from serve.cli.model_files import find_model
 from serve.cli.reporting import reported, set_up_logging
@@ -55,6 +56,7 @@ def top(
 
 
 app.command("run", help=RUN_HELP, epilog=examples.RUN)(run_command)
+app.command("cluster", help=CLUSTER_HELP, epilog=examples.CLUSTER)(cluster_command)
 
 
 @app.command(epilog=examples.NODE)
