@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 CLUSTER_HELP = (
     "Serve MODEL on the machines of a Ray cluster.\n\n"
-    "Ray places the ranks (--tensor-parallel-size, --pipeline-parallel-size) and replaces lost ones;"
-    " each is a `serve run`, whose options this command has too. MODEL must be on every machine."
+    "Ray places the ranks (--tensor-parallel-size, --pipeline-parallel-size) and replaces lost"
+    " ones; each is a `serve run`, whose options this command has too. MODEL must be on every"
+    " machine."
 )
 _PANEL = "Cluster"
 _KEY_BYTES = 32
@@ -102,7 +103,7 @@ def _option(kind: Any, *names: str, **more: Any) -> Any:
     return Annotated[kind, typer.Option(*names, rich_help_panel=_PANEL, **more)]
 
 
-_ADDRESS = "auto (the cluster that this machine is part of), local (one for this command), or HOST:PORT."
+_ADDRESS = "HOST:PORT, auto (this machine's cluster) or local (one for this command alone)."
 _OWN = [
     keyword("ray_address", _option(str, metavar="ADDRESS", help=_ADDRESS), "auto"),
     keyword(

@@ -13,8 +13,8 @@ import typer
 from typer.core import TyperCommand
 
 from serve.cli import examples, options
-from serve.cli.cluster import CLUSTER_HELP, cluster_command
 from serve.cli.client_key import read_client_key
+from serve.cli.cluster import CLUSTER_HELP, cluster_command
 from serve.cli.model_files import find_model
 from serve.cli.reporting import reported, set_up_logging
 from serve.cli.run import RUN_HELP, run_command

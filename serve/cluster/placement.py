@@ -81,9 +81,9 @@ def too_few(nodes: Sequence[Node], shape: Shape) -> MergestepError:
     """Returns the error that says what is asked for and what there is."""
     there = ", ".join(f"{node.cpus:g} on {node.name}" for node in nodes) or "none"
     return ConfigError(
-        f"cpus_per_rank {shape.cpus}: the cluster has too little room: {shape.num_stages} times"
-        f" {shape.stage_cpus} CPUs are asked for ({shape.num_stages} stages of {shape.tensor} tensor"
-        f" ranks, a stage on one node); free CPUs: {there}"
+        f"cpus_per_rank {shape.cpus}: the cluster has too little room. Asked for: {shape.stage_cpus}"
+        f" CPUs on one node for each of {shape.num_stages} stages, which have {shape.tensor} tensor"
+        f" ranks; free: {there}"
     )
 
 

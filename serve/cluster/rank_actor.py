@@ -13,8 +13,8 @@ from serve.cluster.rank_process import RankProcess, RankSpec
 class RankState:
     """What an actor reports.
 
-    node: the id of its Ray node. generation: of the process; 0: it has started none. pid: 0 if there
-    is none. status: the exit status of a process that has ended. group_url: where rank 0 listens
+    node: the id of its Ray node. generation: of the process; 0: it has started none. pid: 0 if
+    there is none. status: the exit status of a process that has ended. group_url: where rank 0 listens
     for ranks. http_url: where it serves, once it is ready. lines: its log since the last report.
     """
 

@@ -109,7 +109,7 @@ class RayRoom:
 
 
 class RaySeat:
-    """A Seat on Ray. At most one call waits, so that a node that does not answer holds up nothing."""
+    """A Seat on Ray. At most one call waits: a node that does not answer holds up nothing."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray = ray

@@ -105,7 +105,7 @@ class Replica:
 
     @property
     def http_url(self) -> str:
-        """Where rank 0 serves HTTP, by its node's address if it listens on all; "" until it does."""
+        """Where rank 0 serves HTTP, by its node's address if it listens on all; "" until then."""
         state = self._members[0].state if self._members else None
         if state is None or not state.http_url:
             return ""
@@ -242,8 +242,8 @@ class Replica:
                 num_sent += 1
             time.sleep(_LOOK_S)
         end_s = self._clock() + _OTHERS_S
-        while not all([self._has_ended(member) for member in others]):
-            if self._clock() > end_s or num_signals() >= 3:
+        while self._clock() < end_s and num_signals() < 3:
+            if sum(not self._has_ended(member) for member in others) == 0:
                 break
             time.sleep(_LOOK_S)
 

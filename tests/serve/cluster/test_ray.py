@@ -67,9 +67,7 @@ class Nodes:
         assert "killed\n" in self._lines()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(PATIENCE_S)
+        self._process.communicate(timeout=PATIENCE_S)  # closes its input
 
 
 class Command:
@@ -180,6 +178,13 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
+def await_end(pids: list[int]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < end_s, alive
+        time.sleep(0.05)
+
+
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -190,6 +195,15 @@ def test_a_model_that_is_missing_is_named(undo, tmp_path, nodes):
     assert command.process.wait(PATIENCE_S) == 1
     assert f"model directory {tmp_path / 'none'} does not exist" in command.log.splitlines()[-1]
     assert "rank 1 on" in command.log and "Traceback" not in command.log
+
+
+def test_ranks_end_with_a_killed_command(undo, tmp_path, nodes):
+    command = Command(tmp_path, nodes, str(checkpoint("llama", "base")), "--tp=2", "--no-quiet")
+    undo.callback(command.close)
+    command.wait_for(lambda log: "ready at" in log)
+    assert command.starts(0)[0][0] == command.starts(1)[0][0]  # a stage has one node
+    command.close()
+    await_end([pid for rank in (0, 1) for _, pid in command.starts(rank)])
 
 
 def test_lost_ranks_actors_and_nodes_are_replaced(undo, tmp_path, nodes, alone):

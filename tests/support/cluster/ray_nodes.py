@@ -1,8 +1,8 @@
 """Ray nodes on this machine, in a process of their own.
 
 `python -m tests.support.cluster.ray_nodes CPUS CPUS ...` starts a node for each number and prints
-"address ADDRESS NODE_ID NODE_ID ...". Each line "kill N" of its standard input kills node N with all its processes, and
-is answered with "killed"; the end of the input ends the cluster.
+"address ADDRESS NODE_ID NODE_ID ...". Each line "kill N" of its standard input kills node N with
+all its processes, and is answered with "killed"; the end of the input ends the cluster.
 """
 
 from __future__ import annotations
