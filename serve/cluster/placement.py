@@ -81,9 +81,9 @@ def too_few(nodes: Sequence[Node], shape: Shape) -> MergestepError:
     """Returns the error that says what is asked for and what there is."""
     there = ", ".join(f"{node.cpus:g} on {node.name}" for node in nodes) or "none"
     return ConfigError(
-        f"cpus_per_rank {shape.cpus}: the cluster has too little room. Asked for: {shape.stage_cpus}"
-        f" CPUs on one node for each of {shape.num_stages} stages, which have {shape.tensor} tensor"
-        f" ranks; free: {there}"
+        f"cpus_per_rank {shape.cpus}: the cluster has too little room. Asked for:"
+        f" {shape.stage_cpus} CPUs on one node for each of {shape.num_stages} stages, which have"
+        f" {shape.tensor} tensor ranks; free: {there}"
     )
 
 

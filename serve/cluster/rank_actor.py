@@ -14,8 +14,9 @@ class RankState:
     """What an actor reports.
 
     node: the id of its Ray node. generation: of the process; 0: it has started none. pid: 0 if
-    there is none. status: the exit status of a process that has ended. group_url: where rank 0 listens
-    for ranks. http_url: where it serves, once it is ready. lines: its log since the last report.
+    there is none. status: the exit status of a process that has ended. group_url: where rank 0
+    listens for ranks. http_url: where it serves, once it is ready. lines: its log since the last
+    report.
     """
 
     node: str
