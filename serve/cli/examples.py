@@ -36,6 +36,13 @@ RUN = _below(
     exit_codes="[bold]Exit code[/bold] 0: stopped by a signal; 1: the server failed; 2: an"
     " option or setting is wrong; 130, 143: Ctrl-C, SIGTERM while the model loads.",
 )
+CLUSTER = _below(
+    ("serve cluster ./Qwen3-8B --pp 2 --dry-run", "where Ray would put two stages"),
+    "serve cluster ./Qwen3-8B --tp 2 --pp 2 --cpus-per-rank 8 --host 0.0.0.0 --api-key-file keys",
+    ("serve cluster --pp 2 --ray-address local", "on this machine alone"),
+    exit_codes="[bold]Exit code[/bold] 0: stopped by a signal; 1: the model could not be started;"
+    " 2: an option or setting is wrong; 130, 143: Ctrl-C, SIGTERM while the model loads.",
+)
 NODE = _below(
     "serve node tcp://10.0.0.2:7000 --kv-cache-bytes 64GiB --memory-node-key-file key",
     (

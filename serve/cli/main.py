@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 from serve.cli import examples, options
 from serve.cli.client_key import read_client_key
+from serve.cli.cluster import CLUSTER_HELP, cluster_command
 from serve.cli.model_files import find_model
 from serve.cli.reporting import reported, set_up_logging
 from serve.cli.run import RUN_HELP, run_command
@@ -55,6 +56,7 @@ def top(
 
 
 app.command("run", help=RUN_HELP, epilog=examples.RUN)(run_command)
+app.command("cluster", help=CLUSTER_HELP, epilog=examples.CLUSTER)(cluster_command)
 
 
 @app.command(epilog=examples.NODE)

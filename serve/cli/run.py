@@ -1,4 +1,5 @@
-"""The options of `serve run`, one for each setting. No heavy module is imported here."""
+"""The options of `serve run`, one for each setting, which `serve cluster` has too. No heavy module
+is imported here."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     if setting.name == "model":
         del more["rich_help_panel"]
         made = typer.Argument(metavar="MODEL", show_default="the embedded model", **more)
-        return _keyword("model", Annotated[str, made], default)
+        return keyword("model", Annotated[str, made], default)
     more["metavar"] = "LIST" if setting.kind == "list" else option.metavar
     if option.choices:
         more["autocompletion"] = completion(option.choices)
@@ -94,15 +95,17 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     if setting.kind == "list":
         default = ",".join(default) or None
     annotation = base if default is not None else base | None
-    return _keyword(setting.name, Annotated[annotation, typer.Option(*names, **more)], default)
+    return keyword(setting.name, Annotated[annotation, typer.Option(*names, **more)], default)
 
 
-def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    """Returns a parameter of which typer makes an option."""
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _signature() -> inspect.Signature:
+def signature(*more: inspect.Parameter) -> inspect.Signature:
+    """Returns the signature of a command with all settings. more: its own options."""
     context = inspect.Parameter(
         "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
     )
@@ -123,11 +126,11 @@ def _signature() -> inspect.Signature:
             rich_help_panel=setting_help.SERVER,
         ),
     ]
-    own = [_keyword("config", config, None), _keyword("print_config", print_config, False)]
+    own = [keyword("config", config, None), keyword("print_config", print_config, False)]
     order = setting_help.PANELS.index
     settings = [item for item in SETTINGS.values() if not item.option.is_secret]
     settings.sort(key=lambda setting: order(setting.option.panel))
-    return inspect.Signature([context, *own, *map(_parameter, settings)])
+    return inspect.Signature([context, *more, *own, *map(_parameter, settings)])
 
 
-run_command.__signature__ = _signature()  # type: ignore[attr-defined]
+run_command.__signature__ = signature()  # type: ignore[attr-defined]

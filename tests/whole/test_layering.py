@@ -35,7 +35,9 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/text",
         "serve/models",
         "serve/group",
+        "serve/cluster",
     ),
+    "serve/cluster": ("serve",),
     "serve/http": (
         "serve",
         "serve/engine",

@@ -188,7 +188,9 @@ def test_help_imports_no_large_library() -> None:
     assert time.perf_counter() - started_s < 10  # about 1 s on an idle machine
 
 
-@pytest.mark.parametrize("command", ["run", "node", "chat", "bench", "plan", "models", "eval"])
+@pytest.mark.parametrize(
+    "command", ["run", "cluster", "node", "chat", "bench", "plan", "models", "eval"]
+)
 def test_every_help_has_examples_and_exit_codes(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0

@@ -1,0 +1,127 @@
+"""`serve cluster`: the options of `serve run`, and where Ray is to run the ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from serve.cli.config_file import read_config_file, toml_value
+from serve.cli.reporting import reported, set_up_logging
+from serve.cli.run import keyword, signature
+from serve.cli.run_settings import SETTINGS, ProcessSettings, RunSettings, resolve
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.http.edge.settings import HttpSettings
+
+if TYPE_CHECKING:
+    from serve.cluster.replica import Content
+
+CLUSTER_HELP = (
+    "Serve MODEL on the machines of a Ray cluster.\n\n"
+    "Ray places the ranks (--tensor-parallel-size, --pipeline-parallel-size) and replaces lost"
+    " ones; each is a `serve run`, whose options this command has too. MODEL must be on every"
+    " machine."
+)
+_PANEL = "Cluster"
+_KEY_BYTES = 32
+
+
+def cluster_command(context: typer.Context, **given: Any) -> None:
+    """Runs `serve cluster`. typer makes its options from the signature."""
+    with reported():
+        path = given["config"]
+        settings = resolve(
+            given,
+            lambda name: getattr(context.get_parameter_source(name), "name", "DEFAULT"),
+            None if path is None else read_config_file(path),
+            os.environ,
+        )
+        process: ProcessSettings = settings.make(ProcessSettings)
+        set_up_logging(process.log_level)
+        config: EngineConfig = settings.make(EngineConfig)
+        http: HttpSettings = settings.make(HttpSettings)
+        if config.group_url is not None:
+            raise ConfigError("group_url: `serve cluster` finds rank 0's address itself")
+        from serve.cluster.foreground import ClusterOptions, run_cluster
+
+        key = _key(config)
+        options = ClusterOptions(
+            config.tensor_parallel_size,
+            config.pipeline_parallel_size,
+            lambda cpus: content(settings, key, cpus),
+            ray_address=given["ray_address"],
+            cpus_per_rank=given["cpus_per_rank"],
+            placement_timeout_s=given["placement_timeout"],
+            drain_s=http.drain_s,
+            is_dry_run=given["dry_run"],
+            is_quiet=process.quiet,
+        )
+        status = run_cluster(options)
+    if status:
+        raise typer.Exit(status)
+
+
+def content(settings: RunSettings, key: str, cpus: int) -> Content:
+    """Returns what each rank runs: the settings that were given, as they were resolved here."""
+    from serve.cluster.replica import Content
+
+    values: dict[str, Any] = {"compute_threads": cpus}
+    hidden: dict[str, str] = {}
+    for name, item in settings.values.items():
+        if SETTINGS[name].option.is_secret:
+            if item.value:
+                hidden[SETTINGS[name].env] = _text(item.value)
+        elif item.origin and item.value is not None:
+            values[name] = item.value
+    values.pop("group_key_file", None)  # its content travels
+    values["quiet"] = True  # the ready line alone; the summary is this command's
+    lines = [f"{name} = {toml_value(value)}" for name, value in values.items()]
+    return Content("\n".join(lines) + "\n", key, hidden, os.getcwd())
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ",".join(value)
+
+
+def _key(config: EngineConfig) -> str:
+    """Returns the secret of the group: that of group_key_file, else a new one."""
+    if config.group_key_file is None:
+        return secrets.token_hex(_KEY_BYTES)
+    from serve.loading.node_key import read_key_file
+
+    key = read_key_file(config.group_key_file, "group_key_file")
+    try:
+        return key.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError("group_key_file must be text for `serve cluster`") from error
+
+
+def _option(kind: Any, *names: str, **more: Any) -> Any:
+    return Annotated[kind, typer.Option(*names, rich_help_panel=_PANEL, **more)]
+
+
+_ADDRESS = "HOST:PORT, auto (this machine's cluster) or local (one for this command alone)."
+_OWN = [
+    keyword("ray_address", _option(str, metavar="ADDRESS", help=_ADDRESS), "auto"),
+    keyword(
+        "cpus_per_rank",
+        _option(
+            int | None, min=1, help="CPUs and threads of each rank.", show_default="all that fit"
+        ),
+        None,
+    ),
+    keyword(
+        "placement_timeout",
+        _option(float, min=0.0, metavar="SECONDS", help="How long to wait for room."),
+        60.0,
+    ),
+    keyword(
+        "dry_run",
+        _option(bool, "--dry-run", help="Print where the ranks would run, and exit."),
+        False,
+    ),
+]
+cluster_command.__signature__ = signature(*_OWN)  # type: ignore[attr-defined]

@@ -1,0 +1,124 @@
+"""`serve cluster` in the foreground: connects, places, supervises until a signal, and cleans up."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from serve.cluster.placement import Shape, choose_cpus, place_stages, placement_lines, too_few
+from serve.cluster.ray_cluster import Cluster, connect
+from serve.cluster.replica import Content, Replica
+
+_POLL_S = 0.1
+_STEADY_POLL_S = 0.25  # once it serves
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """What `serve cluster` is asked for.
+
+    cpus_per_rank: None takes all that are free. placement_timeout_s: how long to wait for room.
+    drain_s: how long a stop waits for running requests. make_content: what ranks with so many CPUs
+    run. is_quiet: one line, and no log.
+    """
+
+    tensor: int
+    num_stages: int
+    make_content: Callable[[int], Content]
+    ray_address: str = "auto"
+    cpus_per_rank: int | None = None
+    placement_timeout_s: float = 60.0
+    drain_s: float = 30.0
+    is_dry_run: bool = False
+    is_quiet: bool = False
+
+
+def run_cluster(options: ClusterOptions) -> int:
+    """Serves until a signal; returns the exit status. Raises ConfigError and MergestepError."""
+    cluster = connect(options.ray_address)
+    try:
+        shape = _shape(cluster, options)
+        if options.is_dry_run:
+            _print_plan(cluster, shape)
+            return 0
+        with counted_signals() as signals:
+            return serve_replica(cluster, shape, options, signals)
+    finally:
+        cluster.close()
+
+
+def serve_replica(
+    cluster: Cluster, shape: Shape, options: ClusterOptions, signals: list[int]
+) -> int:
+    """Runs one replica until `signals` has a signal; returns the exit status of the command."""
+
+    def say(line: str) -> None:
+        if not options.is_quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    replica = Replica(cluster, shape, options.make_content(shape.cpus), say)
+    shown = ""
+    began_s = time.monotonic()
+    try:
+        replica.place(options.placement_timeout_s, lambda: bool(signals))
+        while not signals:
+            replica.step()
+            if replica.is_ready and replica.http_url != shown:
+                shown = replica.http_url
+                _print_ready(replica, time.monotonic() - began_s, is_quiet=options.is_quiet)
+            time.sleep(_STEADY_POLL_S if shown else _POLL_S)
+        say("stopping: rank 0 ends its requests first")
+        replica.drain(options.drain_s, lambda: len(signals))
+    finally:
+        replica.close()
+    return 0 if shown else 128 + signals[0]
+
+
+@contextmanager
+def counted_signals() -> Iterator[list[int]]:
+    """Inside, SIGTERM and SIGINT are only noted in the list."""
+    signals: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [(each, signal.signal(each, lambda n, _: signals.append(n))) for each in numbers]
+    try:
+        yield signals
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _shape(cluster: Cluster, options: ClusterOptions) -> Shape:
+    tensor, num_stages = options.tensor, options.num_stages
+    cpus = options.cpus_per_rank or choose_cpus(cluster.nodes(), tensor, num_stages)
+    return Shape(tensor, num_stages, cpus)
+
+
+def _print_plan(cluster: Cluster, shape: Shape) -> None:
+    nodes = cluster.nodes()
+    places = place_stages(nodes, shape)
+    if places is None:
+        raise too_few(nodes, shape)
+    print("\n".join(placement_lines(shape, places)))
+    print("Nothing is started. Among nodes with equal room, Ray may choose another one.")
+
+
+def _print_ready(replica: Replica, load_s: float, *, is_quiet: bool) -> None:
+    url, shape, places = replica.http_url, replica.shape, replica.places()
+    print(f"ready at {url}/v1", flush=True)
+    if is_quiet:
+        return
+    is_near = any(name in url for name in ("//127.", "//localhost", "//[::1]"))
+    reach = f" (only on {places[0].name}; --host 0.0.0.0 for other machines)" if is_near else ""
+    nodes = len({place.id for place in places})
+    lines = [
+        f"API         {url}/v1{reach}",
+        f"ranks       {shape.size}, on {nodes} of the cluster's nodes",
+        f"started in  {load_s:.1f} s",
+        "",
+        *placement_lines(shape, places, replica.pids()),
+    ]
+    print("\n".join(f"  {line}".rstrip() for line in lines), flush=True)
