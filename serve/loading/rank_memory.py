@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
@@ -17,6 +17,7 @@ from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
+from memory.pages.virtual_memory import VirtualMemory
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
@@ -69,6 +70,26 @@ class RankGeometry:
         return cls(page_bytes, num_pages, max_model_len, windows, token_bytes, offsets)
 
 
+class StoredLayers(Protocol):
+    """The sizes of some layers' K/V."""
+
+    tile_tokens: int
+
+    @property
+    def token_bytes(self) -> int: ...
+
+
+def stored_layers(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
+) -> StoredLayers:
+    """Returns how a rank of the back end stores layers of one group."""
+    if precision.backend != "cuda":
+        return kv_layout(config, precision, layers)
+    from serve.loading.cuda_rank import device_layout  # only a GPU's ranks need it
+
+    return device_layout(config, precision, layers)
+
+
 def widest_groups(
     config: EngineConfig, spec: ModelSpec, precision: Precision, shards: Sequence[Shard]
 ) -> list[LayerGroup]:
@@ -79,10 +100,10 @@ def widest_groups(
         widest: LayerGroup | None = None
         for shard in shards:
             layers = shard.spec(spec).attention_layers
-            numbers = _numbers(config, spec, layers, index)
+            numbers = numbers_of_group(config, spec, layers, index)
             if not numbers:
                 continue
-            layout = kv_layout(config, precision, layers_in(layers, numbers))
+            layout = stored_layers(config, precision, layers_in(layers, numbers))
             group = LayerGroup(layout.token_bytes, layout.tile_tokens, window)
             if widest is None or group.token_bytes > widest.token_bytes:
                 widest = group
@@ -91,7 +112,7 @@ def widest_groups(
     return found
 
 
-def _numbers(
+def numbers_of_group(
     config: EngineConfig, spec: ModelSpec, layers: Sequence[AttentionLayer], index: int
 ) -> list[int]:
     """Returns the numbers of a shard's layers that belong to a layer group of the model."""
@@ -111,12 +132,15 @@ def make_accounting(
     precision: Precision,
     shards: Sequence[Shard],
     free_bytes: int,
+    *,
+    unit_bytes: int | None = None,
 ) -> tuple[KVManager, EditRecorder, RankGeometry]:
-    """Makes the one accounting of all ranks. free_bytes: what one rank may take for K/V."""
+    """Makes the one accounting of all ranks. free_bytes: what one rank may take for K/V.
+    unit_bytes: what a device maps at a time; None: this machine's pages."""
     groups = widest_groups(config, spec, precision, shards)
     # kv_cache_bytes bounds all ranks of a machine, of which free_bytes is one rank's part
     config = replace(config, kv_cache_bytes=None if config.kv_cache_bytes is None else free_bytes)
-    sizes = size_kv(config, spec, groups, free_bytes=free_bytes)
+    sizes = size_kv(config, spec, groups, free_bytes=free_bytes, unit_bytes=unit_bytes)
     recorder = EditRecorder(sizes.page_bytes)
     kv = KVManager(
         recorder,
@@ -126,6 +150,7 @@ def make_accounting(
         groups=sizes.groups,
         max_rows=config.chunk_tokens,
         in_background=False,
+        **{} if unit_bytes is None else device_mappings(sizes.num_pages, config),
     )
     geometry = RankGeometry(
         sizes.page_bytes,
@@ -136,6 +161,22 @@ def make_accounting(
         tuple(kv.group_offset(number) for number in range(len(sizes.groups) + 1)),
     )
     return kv, recorder, geometry
+
+
+def device_mappings(num_pages: int, config: EngineConfig) -> dict[str, int]:
+    """Returns the bounds of mappings on a device, where nothing but pages bounds them."""
+    most = 2 * num_pages + config.max_num_seqs
+    return {"max_mappings": most, "most_mappings": most}
+
+
+class KVOfRank(Protocol):
+    """One rank's K/V: its address space, and attention over it."""
+
+    memory: VirtualMemory
+    attention: PlannedAttention
+
+    def close(self) -> None:
+        """Frees the memory."""
 
 
 class RankMemory:
@@ -153,7 +194,7 @@ class RankMemory:
         """spec: the whole model's; layers: those of this rank, with their sinks. ConfigError names
         the setting if there is no memory."""
         with reserving(geometry.page_bytes * geometry.num_pages, "kv_cache_bytes"):
-            self.memory = LinuxMemory(geometry.page_bytes, geometry.num_pages)
+            self.memory: VirtualMemory = LinuxMemory(geometry.page_bytes, geometry.num_pages)
         try:
             with reserving(geometry.offsets[-1], "max_num_seqs and max_model_len"):
                 address = self.memory.reserve(geometry.offsets[-1])
@@ -175,7 +216,7 @@ class RankMemory:
         parts: list[PlannedAttention] = []
         ids_of: list[list[int]] = []
         for number, window in enumerate(geometry.windows):
-            numbers = _numbers(config, spec, layers, number)
+            numbers = numbers_of_group(config, spec, layers, number)
             if not numbers:
                 continue
             layout = kv_layout(config, precision, layers_in(layers, numbers))
