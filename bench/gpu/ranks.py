@@ -1,0 +1,56 @@
+"""The engine on two processes that share one GPU: are the tokens those of one process?
+
+Results pass through the host's memory, because a device cannot exchange with itself, so this shows
+bits and no speed.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from bench.gpu.record import Figures, Record
+from serve import LLM, SamplingParams
+from serve.config import DEFAULT_MODEL
+
+_PROMPTS = ("Once upon a time", "Hello", "The weather today is")
+_NUM_TOKENS = 32
+_GRIDS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+
+
+def run(record: Record) -> None:
+    num_tokens = 2 if record.is_dry else _NUM_TOKENS
+    # int8 first: its sums are exact, so every token must be equal
+    for dtype in ("int8", "bfloat16"):
+        for name, grid in _GRIDS.items():
+            record.run(f"{name} 2, {dtype}", partial(_compare, dtype, grid, num_tokens))
+        if record.is_dry:
+            return
+
+
+def _compare(dtype: str, grid: dict[str, int], num_tokens: int) -> Figures:
+    """Returns how many answers of the built-in model are equal. In int8 all must be."""
+    settings: dict[str, Any] = {"dtype": dtype, "backend": "cuda", "seed": 0, "tune": False}
+    settings |= {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64}
+    settings |= {"kv_cache_bytes": 256 << 20}
+    params = [
+        SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=1, ignore_eos=True)
+        for temperature in (0.0, 0.0, 0.8)
+    ]
+
+    def answers(**more: int) -> tuple[list[list[int]], float]:
+        with LLM(DEFAULT_MODEL, **settings, **more) as llm:
+            began_s = time.perf_counter()
+            found = llm.generate(list(_PROMPTS), params, use_tqdm=False)
+            return [x.outputs[0].token_ids for x in found], time.perf_counter() - began_s
+
+    (alone, alone_s), (together, together_s) = answers(), answers(**grid)
+    same = sum(a == b for a, b in zip(alone, together, strict=True))
+    assert dtype != "int8" or same == len(alone), f"{same} of {len(alone)} answers are equal"
+    return {
+        "answers": len(alone),
+        "equal": same,
+        "seconds": together_s,
+        "seconds of one process": alone_s,
+    }
