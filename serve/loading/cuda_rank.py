@@ -27,6 +27,7 @@ from serve.loading.cuda_runtime import (
     make_step_device,
     step_bytes,
 )
+from serve.loading.kv_layouts import device_layout
 from serve.loading.kv_sizing import reserving
 from serve.loading.model_source import ModelSource
 from serve.loading.precision import Precision
@@ -173,16 +174,6 @@ def _memory(geometry: RankGeometry, device: RankDevice) -> VirtualMemory:
         )
     except (CudaUnavailableError, ValueError) as error:
         raise ConfigError(str(error)) from error
-
-
-def device_layout(
-    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
-) -> CudaKVLayout:
-    """Returns how a device stores layers of one group. ConfigError without kernels for them."""
-    try:
-        return CudaKVLayout(layers, getattr(torch, precision.kv), config.kv_group)
-    except ValueError as error:
-        raise ConfigError(f"backend cuda: {error}; use the cpu back end") from error
 
 
 def _max_len(config: EngineConfig, spec: ModelSpec) -> int:

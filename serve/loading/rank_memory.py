@@ -21,7 +21,7 @@ from memory.pages.virtual_memory import VirtualMemory
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.kv_layouts import kv_layout
+from serve.loading.kv_layouts import kv_layout, stored_layers
 from serve.loading.kv_sizing import reserving, size_kv
 from serve.loading.precision import Precision
 from serve.loading.runtime import group_attention
@@ -68,26 +68,6 @@ class RankGeometry:
         assert isinstance(page_bytes, int) and isinstance(num_pages, int)
         assert isinstance(max_model_len, int)
         return cls(page_bytes, num_pages, max_model_len, windows, token_bytes, offsets)
-
-
-class StoredLayers(Protocol):
-    """The sizes of some layers' K/V."""
-
-    tile_tokens: int
-
-    @property
-    def token_bytes(self) -> int: ...
-
-
-def stored_layers(
-    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
-) -> StoredLayers:
-    """Returns how a rank of the back end stores layers of one group."""
-    if precision.backend != "cuda":
-        return kv_layout(config, precision, layers)
-    from serve.loading.cuda_rank import device_layout  # only a GPU's ranks need it
-
-    return device_layout(config, precision, layers)
 
 
 def widest_groups(

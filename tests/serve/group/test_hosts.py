@@ -130,6 +130,6 @@ def test_a_device_that_is_too_small_is_named(monkeypatch):
     with pytest.raises(ConfigError, match="device GPU-7 of b has 90 MiB left"):
         room.kv_bytes_of_a_rank(EngineConfig(), own, [link])  # type: ignore[list-item]
     link.free_bytes = 150 * MIB
+    config = EngineConfig(kv_cache_bytes=60 * MIB)
     with pytest.raises(ConfigError, match="kv_cache_bytes: 60 MiB for each rank"):
-        config = EngineConfig(kv_cache_bytes=60 * MIB)
         room.kv_bytes_of_a_rank(config, own, [link])  # type: ignore[list-item]

@@ -32,8 +32,9 @@ def packer(backend, dtype: str):
     if dtype in ("bfloat16", "float32"):
         kind = getattr(torch, dtype)
         return lambda weight, fusion: backend.pack_linear(weight.to(kind), None, fusion)
-    make = getattr(linears, dtype, None)
-    if make is None:
+    if dtype in ("int8", "fp8"):
+        make = getattr(linears, dtype)
+    else:
         make = functools.partial(linears.rounded4, group=32, is_nf4=dtype == "nf4")
     return lambda weight, fusion: make([weight], None, fusion)
 
