@@ -20,7 +20,7 @@ from serve.errors import MergestepError
 from serve.group import messages
 from serve.group.grid import Grid
 from serve.group.messages import Kind, Message, MessageError, PlannedStep
-from serve.group.rank import Rank, RankExchange
+from serve.group.rank import HostExchange, Rank
 from serve.group.siblings import SiblingListener, connect_exchange
 from serve.group.sizes import open_exchange, sibling_window_bytes
 from serve.group.stage_link import StageFailed, StageLink, StageListener, StageLost
@@ -210,7 +210,7 @@ class Worker:
             return
         self._report(Kind.STARTED, {})
 
-    def _exchange(self, content: dict[str, Any], rank: Rank, grid: Grid) -> RankExchange | None:
+    def _exchange(self, content: dict[str, Any], rank: Rank, grid: Grid) -> HostExchange | None:
         """Opens the exchange with the other tensor ranks: connections, or an arena."""
         urls, tensor = content.get("siblings"), rank.place.tensor
         if not isinstance(urls, list):
