@@ -39,7 +39,7 @@ def _compare(dtype: str, grid: dict[str, int], num_tokens: int) -> Figures:
         for temperature in (0.0, 0.0, 0.8)
     ]
 
-    def answers(**more: int) -> tuple[list[list[int]], float]:
+    def answers(**more: Any) -> tuple[list[list[int]], float]:
         with LLM(DEFAULT_MODEL, **settings, **more) as llm:
             began_s = time.perf_counter()
             found = llm.generate(list(_PROMPTS), params, use_tqdm=False)

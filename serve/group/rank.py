@@ -85,6 +85,8 @@ class Rank:
         if self.device is None:
             return RankRoom("", available_memory(), 0)
         with self.alone():
+            if self.device.device.type == "cuda":
+                self.device.warm_up(self.model, self.source)
             return RankRoom(*self.device.measure(self.model))
 
     @contextmanager
@@ -117,9 +119,6 @@ class Rank:
         from serve.loading.cuda_rank import DeviceKV
 
         self.memory = DeviceKV(config, spec, precision, layers, geometry, self.device)
-        if self.device.device.type == "cuda":
-            with self.alone():
-                self.device.warm_up(self.model, self.memory)
 
     def edit(self, edits: npt.NDArray[int64]) -> None:
         """Applies edits of the address space. OSError leaves the memory unusable."""

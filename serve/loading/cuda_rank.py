@@ -6,19 +6,20 @@ A rank on Triton's interpreter has the same parts in this machine's memory.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from memory.attention.cuda import CudaAttention, CudaKVLayout, step_arrays
+from memory.attention.grouped import group_layers
 from memory.attention.seam import Attention, AttentionLayer, AttentionStep, layers_in
 from memory.pages.cuda_device import CudaUnavailableError
 from memory.pages.cuda_vmm import CudaMemory
 from memory.pages.linux_vmm import LinuxMemory
 from memory.pages.virtual_memory import VirtualMemory
 from ops.cuda.attention import StepArrays
+from ops.kv_tiles import TILE_TOKENS
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.cuda_runtime import (
@@ -36,7 +37,7 @@ from serve.models import Decoder, ModelSpec
 from serve.models.shard import Shard
 from serve.runner.graph_shapes import StepShapes
 
-logger = logging.getLogger(__name__)
+_ALIGNMENT = 1024  # bytes of a tile, of 64 a token
 
 
 class RankDevice:
@@ -71,9 +72,19 @@ class RankDevice:
         return str(torch.cuda.get_device_properties(self.device).uuid), free, needed
 
     @torch.inference_mode()
-    def warm_up(self, model: Decoder, memory: DeviceKV) -> None:
-        """Computes steps of no sequence, so that no kernel is compiled while a request waits. The
-        model's exchange needs no other rank meanwhile."""
+    def warm_up(self, model: Decoder, source: ModelSource) -> None:
+        """Computes steps of no sequence, so that no kernel is compiled while a request waits, nor
+        while the other ranks wait at an exchange. The model's exchange needs none meanwhile."""
+        config, spec, precision, _, _ = source
+        layers = model.attention_layers()
+        geometry = _smallest_geometry(config, spec, precision, layers)
+        memory = DeviceKV(config, spec, precision, layers, geometry, self)
+        try:
+            self._compute_nothing(model, memory)
+        finally:
+            memory.close()
+
+    def _compute_nothing(self, model: Decoder, memory: DeviceKV) -> None:
         for shape in self.shapes.eager:
             attention = memory.view_of_nothing(shape.rows, shape.decodes)
             rows = torch.zeros(shape.rows, dtype=torch.int64, device=self.device)
@@ -174,6 +185,25 @@ def _memory(geometry: RankGeometry, device: RankDevice) -> VirtualMemory:
         )
     except (CudaUnavailableError, ValueError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _smallest_geometry(
+    config: EngineConfig,
+    spec: ModelSpec,
+    precision: Precision,
+    layers: Sequence[AttentionLayer],
+) -> RankGeometry:
+    """Returns a geometry of one page for steps that touch no K/V."""
+    max_len = _max_len(config, spec)
+    windows = tuple(window for window, _ in group_layers(spec.attention_layers, max_len))
+    token_bytes = []
+    for number in range(len(windows)):
+        ids = numbers_of_group(config, spec, layers, number)
+        layout = device_layout(config, precision, layers_in(layers, ids)) if ids else None
+        tile_bytes = 0 if layout is None else layout.tile_bytes
+        token_bytes.append(-(-tile_bytes // _ALIGNMENT) * _ALIGNMENT // TILE_TOKENS)
+    offsets = tuple(UNIT_BYTES * number for number in range(len(windows) + 1))
+    return RankGeometry(UNIT_BYTES, 1, max_len, windows, tuple(token_bytes), offsets)
 
 
 def _max_len(config: EngineConfig, spec: ModelSpec) -> int:

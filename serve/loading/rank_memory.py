@@ -152,8 +152,11 @@ def device_mappings(num_pages: int, config: EngineConfig) -> dict[str, int]:
 class KVOfRank(Protocol):
     """One rank's K/V: its address space, and attention over it."""
 
-    memory: VirtualMemory
-    attention: PlannedAttention
+    @property
+    def memory(self) -> VirtualMemory: ...
+
+    @property
+    def attention(self) -> PlannedAttention: ...
 
     def close(self) -> None:
         """Frees the memory."""

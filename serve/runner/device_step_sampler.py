@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections.abc as abc
 
+import torch
 from torch import Tensor
 
-from ops.cuda.device_sampler import DeviceSampler
+from ops.cuda.device_sampler import DeviceSampler, Kind
 from serve.runner.runner import StepResult
 from serve.runner.sampling_rows import rows_of, sampled
 from serve.runner.step_device import StepDevice
@@ -24,6 +25,21 @@ class DeviceStepSampler:
         self._sampler = DeviceSampler(vocab_size, max_sampled, max_seqs, device.device)
         if device.device.type == "cuda":
             self._sampler.allocate_counts()  # a new size recompiles kernels
+            self.warm_up()
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Launches all kernels without a sequence, so that none is compiled while a request
+        waits."""
+        sampler = self._sampler
+        logits = torch.zeros(sampler.max_rows, sampler.vocab_size, device=sampler.device)
+        sampler.warm_up_masks(logits[:1])
+        nothing = sampler.plan([])
+        for kind in Kind:
+            sampler.upload(nothing)
+            sampler.run(logits, kind)
+            sampler.fetch(kind, sampler.max_rows)
+        self._device.wait()
 
     def __call__(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +12,11 @@ import torch
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.group.exchange.staged import StagedExchange
-from serve.group.rank import Rank, shard_of
+from serve.group.rank import Rank
 from serve.group.start import make_grid
 from serve.loading.model_source import read_source
-from serve.loading.rank_memory import make_accounting
 from serve.models.progress import LoadProgress
+from serve.runner.device_step_sampler import DeviceStepSampler
 from serve.runner.step_device import HostStepDevice
 from tests.support.cuda.interpreted_ranks import one_launch_at_a_time  # noqa: F401
 from tests.support.engine.checkpoints import checkpoint
@@ -118,9 +117,7 @@ def test_a_rank_measures_and_compiles_alone(monkeypatch):
     grid = make_grid(source.config, source.spec)
     rank = Rank(source, grid, 1, LoadProgress())
     assert ran == [None] and rank.room.device and rank.exchange is None
-    shards = [replace(shard_of(grid, number), exchange=None) for number in range(2)]
-    _, _, geometry = make_accounting(*source[:3], shards, 1 << 20)
-    rank.open(geometry, None)
     with rank.alone():
-        rank.device.warm_up(rank.model, rank.memory)
+        rank.device.warm_up(rank.model, source)
+    DeviceStepSampler(source.spec.vocab_size, 2, 2, rank.device.queue).warm_up()
     rank.close()
