@@ -57,6 +57,7 @@ class Side(Protocol):
 
     num_in: int
     num_out: int
+    out_dtype: torch.dtype
     size_bytes: int
 
     def run(self, x: Tensor, pairs: SortedPairs, num_rows: int) -> Tensor:
@@ -78,6 +79,7 @@ class _PlainProducts:
         self._layers, self._fusion = layers, _one_fusion([layer.fusion for layer in layers])
         weights = [layer.weight for layer in layers]
         self._weights = plain_weights(weights, [layer.bias for layer in layers])
+        self.out_dtype = weights[0].dtype
         num_rows, self.num_in = weights[0].shape
         self.num_out = num_rows // 2 if self._fusion.is_gated else num_rows
         self.size_bytes = sum(layer.size_bytes for layer in layers)
@@ -92,6 +94,8 @@ class _PlainProducts:
 
 class _BlockProducts:
     """The products of one side in fp8 with scales for 128 inputs."""
+
+    out_dtype = torch.bfloat16
 
     def __init__(self, ops: Sequence[LinearOp]) -> None:
         layers = [op for op in ops if isinstance(op, BlockFp8Linear)]
@@ -182,28 +186,57 @@ class CudaExperts:
         assert len(ups) == len(downs) > 0
         self._ups, self._downs, self._scales_input = one_side(ups), one_side(downs), scales_input
         self._num_experts = len(ups)
-        assert self._downs.num_in == self._ups.num_out
+        # of a rank that holds some columns, downs take the columns of all ranks (ops/sharded.py)
+        assert self._downs.num_in >= self._ups.num_out
+        self.between_dtype: torch.dtype | None = self._ups.out_dtype
 
     @property
     def size_bytes(self) -> int:
         return self._ups.size_bytes + self._downs.size_bytes
 
     def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+        out = residual
+        if out is None:
+            out = torch.empty(len(x), self._downs.num_out, dtype=x.dtype, device=x.device)
+        if len(x):
+            pairs = self._sorted(routing)
+            self._sum(self._up(x, routing, pairs), routing, pairs, residual, out)
+        return out
+
+    def up(self, x: Tensor, routing: Routing, out: Tensor) -> None:
+        """Computes `PhasedExperts.up` (ops/sharded.py); pair k of row t is row t * K + k."""
+        if len(x):
+            out.copy_(self._up(x, routing, self._sorted(routing)))
+
+    def down(self, between: Tensor, routing: Routing, out: Tensor, *, add: bool) -> None:
+        """Computes `PhasedExperts.down`."""
+        if len(out):
+            self._sum(between, routing, self._sorted(routing), out if add else None, out)
+
+    def _sorted(self, routing: Routing) -> SortedPairs:
+        return sort_pairs(routing.experts.contiguous(), self._num_experts, 1)
+
+    def _up(self, x: Tensor, routing: Routing, pairs: SortedPairs) -> Tensor:
+        """Returns act(gate) * up of all pairs, [pairs, in of down]."""
         experts, weights = routing
         num_rows, top_k = experts.shape
         assert x.shape == (num_rows, self._ups.num_in), f"{x.shape} of {num_rows} rows"
-        out = residual
-        if out is None:
-            out = torch.empty(num_rows, self._downs.num_out, dtype=x.dtype, device=x.device)
-        if not num_rows:
-            return out
         rows = x
         if self._scales_input:
             rows = (x[:, None] * weights.to(x.dtype)[..., None]).flatten(0, 1)
         per_row = 1 if self._scales_input else top_k
-        pairs = sort_pairs(experts.contiguous(), self._num_experts, per_row)
-        hidden = self._ups.run(rows, pairs, num_rows)
-        each = pairs._replace(per_row=1)
-        parts = self._downs.run(hidden, each, num_rows)
+        return self._ups.run(rows, pairs._replace(per_row=per_row), num_rows)
+
+    def _sum(
+        self,
+        between: Tensor,
+        routing: Routing,
+        pairs: SortedPairs,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Writes the weighted sums of all pairs' downs, plus the residual, to out."""
+        experts, weights = routing
+        parts = self._downs.run(between, pairs, len(experts))
         weighted = None if self._scales_input else weights.contiguous()
-        return sum_parts(parts.view(num_rows, top_k, -1), weighted, residual, out)
+        sum_parts(parts.view(*experts.shape, -1), weighted, residual, out)

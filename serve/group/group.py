@@ -23,7 +23,7 @@ from memory.nodes.node_link import NodesLostError
 from serve.group import messages
 from serve.group.grid import Grid
 from serve.group.messages import Kind, PlannedStep
-from serve.group.rank import Rank, RankExchange
+from serve.group.rank import HostExchange, Rank
 from serve.group.siblings import connect_exchange
 from serve.group.sizes import arena_bytes, open_exchange, stage_window_bytes
 from serve.group.stage_link import StageFailed, StageLink, StageLost
@@ -137,7 +137,7 @@ class Group:
         self._num_begun = self.num_steps
         self.num_formed += 1
 
-    def _open_exchange(self) -> RankExchange | None:
+    def _open_exchange(self) -> HostExchange | None:
         source, tensor, urls = self.own.source, self.own.place.tensor, self._sibling_urls(0)
         if urls is None:
             return open_exchange(source, self.grid, tensor, self._arena_path(0))

@@ -5,7 +5,9 @@ The engine's own rank and the workers run the same code, in the order of the pla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy.typing as npt
 import torch
@@ -15,17 +17,23 @@ from torch import Tensor
 from memory.edit_recorder import apply_edits
 from ops.backend import LinearOp
 from serve.group.exchange.arena import ArenaExchange
+from serve.group.exchange.staged import AloneExchange, StagedExchange
 from serve.group.exchange.windows import WindowExchange
 from serve.group.grid import Grid
 from serve.group.messages import PlannedStep
 from serve.group.rank_tier import RankTier, open_rank_tier
 from serve.loading.model_source import ModelSource, load_part
-from serve.loading.rank_memory import RankGeometry, RankMemory
-from serve.models import StageModel
+from serve.loading.rank_memory import KVOfRank, RankGeometry, RankMemory
+from serve.machine import available_memory
+from serve.models import Decoder, StageModel
 from serve.models.progress import LoadProgress
 from serve.models.shard import Shard
 
-RankExchange = ArenaExchange | WindowExchange
+if TYPE_CHECKING:
+    from serve.loading.cuda_rank import RankDevice
+
+HostExchange = ArenaExchange | WindowExchange
+RankExchange = HostExchange | StagedExchange
 _QUIET_S = 5.0  # for a disk that reads or writes memory which is to be freed
 
 
@@ -34,7 +42,7 @@ class LateExchange:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.inner: RankExchange | None = None
+        self.inner: RankExchange | AloneExchange | None = None
 
     def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         assert self.inner is not None, "opened before the first step"
@@ -43,6 +51,15 @@ class LateExchange:
     def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
         assert self.inner is not None, "opened before the first step"
         self.inner.complete(buffer, bounds)
+
+
+class RankRoom(NamedTuple):
+    """The memory that a rank has beside its weights, in bytes. device: a name for those ranks that
+    share it; "" for this machine's memory. needed: what the largest step takes of it."""
+
+    device: str
+    free: int
+    needed: int
 
 
 class Rank:
@@ -56,28 +73,65 @@ class Rank:
         self.has_next = self.place.stage + 1 < grid.num_stages
         self.shard = shard_of(grid, number)
         self.source = source
+        self.device: RankDevice | None = None
+        if source.precision.backend == "cuda":
+            from serve.loading.cuda_rank import RankDevice
+
+            self.device = RankDevice(source, self.shard)
         self.model: StageModel = load_part(source, progress, self.shard)
-        self.memory: RankMemory | None = None
+        self.memory: KVOfRank | None = None
         self.tier: RankTier | None = None
         self._grid = grid
+        self.room = self._measured()
         self._head = self.model.head
 
-    def open(self, geometry: RankGeometry, exchange: RankExchange | None) -> None:
+    def _measured(self) -> RankRoom:
+        if self.device is None:
+            return RankRoom("", available_memory(), 0)
+        assert isinstance(self.model, Decoder), "the converter has no device"
+        with self.alone():
+            if self.device.device.type == "cuda":
+                self.device.warm_up(self.model, self.source)
+            return RankRoom(*self.device.measure(self.model))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets the model compute without the other ranks."""
+        late = self.shard.exchange
+        if not isinstance(late, LateExchange):
+            yield
+            return
+        assert self.device is not None
+        before, late.inner = late.inner, AloneExchange(late.rank, late.size, self.device.device)
+        try:
+            yield
+        finally:
+            late.inner = before
+
+    def open(self, geometry: RankGeometry, exchange: HostExchange | None) -> None:
         """Takes memory for K/V, in place of what there was. exchange: None for one tensor rank."""
         self.close()
         config, spec, precision, backend, _ = self.source
-        if self.shard.exchange is not None:
+        if self.shard.exchange is not None and exchange is not None:
             assert isinstance(self.shard.exchange, LateExchange)
             self.shard.exchange.inner = exchange
+            if self.device is not None:
+                self.shard.exchange.inner = StagedExchange(exchange, self.device.device)
         layers = self.model.attention_layers()
-        self.memory = RankMemory(config, spec, precision, layers, geometry, backend)
-        if self.tier is None:
-            self.tier = open_rank_tier(self.source, self._grid, self.number, geometry)
+        if self.device is None:
+            self.memory = RankMemory(config, spec, precision, layers, geometry, backend)
+            if self.tier is None:
+                self.tier = open_rank_tier(self.source, self._grid, self.number, geometry)
+            return
+        from serve.loading.cuda_rank import DeviceKV
+
+        self.memory = DeviceKV(config, spec, precision, layers, geometry, self.device)
 
     def edit(self, edits: npt.NDArray[int64]) -> None:
         """Applies edits of the address space. OSError leaves the memory unusable."""
         assert self.memory is not None, "opened"
         if self.tier is not None:
+            assert isinstance(self.memory, RankMemory), "a tier of this machine's memory"
             self.tier.apply(self.memory.memory, edits.tolist())
         elif len(edits):
             apply_edits(self.memory.memory, edits.tolist())
@@ -88,14 +142,22 @@ class Rank:
         stage before."""
         assert self.memory is not None, "opened"
         attention = self.memory.attention.plan(step.attention)
-        return self.model.forward(
-            torch.from_numpy(step.input_ids), torch.from_numpy(step.positions), attention, hidden
-        )
+        rows = torch.from_numpy(step.input_ids), torch.from_numpy(step.positions)
+        if self.device is not None:
+            rows = self.device.to_device(rows[0]), self.device.to_device(rows[1])
+            hidden = None if hidden is None else self.device.to_device(hidden)
+        return self.model.forward(*rows, attention, hidden)
+
+    def on_host(self, hidden: Tensor) -> Tensor:
+        """Returns a step's result for the next stage, in memory of this machine that is valid until
+        the next step. Raises ExchangeError."""
+        return hidden if self.device is None else self.device.to_host(hidden)
 
     @property
     def exchange(self) -> RankExchange | None:
         late = self.shard.exchange
-        return late.inner if isinstance(late, LateExchange) else None
+        inner = late.inner if isinstance(late, LateExchange) else None
+        return None if isinstance(inner, AloneExchange) else inner
 
     def join(self, epoch: int) -> None:
         """Takes part in an epoch, whose exchanges begin anew."""
@@ -104,7 +166,7 @@ class Rank:
 
     def abort(self) -> None:
         """Ends the exchanges of this epoch on all ranks of the stage."""
-        if isinstance(self.exchange, WindowExchange):
+        if isinstance(self.exchange, WindowExchange | StagedExchange):
             self.exchange.abort_group()
         elif self.exchange is not None:
             self.exchange.abort()
@@ -134,15 +196,17 @@ class Rank:
 
     def close(self) -> None:
         """Frees the K/V and leaves the exchange; the weights stay."""
+        late = self.shard.exchange
+        if isinstance(late, LateExchange):
+            exchange, late.inner = self.exchange, None
+            if exchange is not None:
+                exchange.close()
         if self.memory is not None:
-            if self.tier is not None and not self.tier.is_quiet(_QUIET_S):
+            is_read = self.tier is not None and not self.tier.is_quiet(_QUIET_S)
+            if is_read and isinstance(self.memory, RankMemory):
                 self.memory.memory.keep_pages()
             self.memory.close()
             self.memory = None
-        exchange = self.shard.exchange
-        if isinstance(exchange, LateExchange) and exchange.inner is not None:
-            exchange.inner.close()
-            exchange.inner = None
 
     def end(self) -> None:
         """Closes all that the rank has opened; it is of no use afterwards."""

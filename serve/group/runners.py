@@ -16,10 +16,12 @@ from torch import Tensor
 from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
 from serve.group.group import Group, GroupHead, PostedStep, StepLostError
+from serve.group.rank import Rank
 from serve.runner.batch import Batch, make_batch
 from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller
 from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
 from serve.runner.runner import Closable, StepResult, sampled_result
+from serve.scheduler.prompt_outputs import PromptPart
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
 
@@ -39,6 +41,7 @@ class TensorRunner:
         self._resources = resources
         self._masks = MaskFiller()
         self._model = group.own.model
+        self._sample, self._fetch = _sampling(group.own)
         if group.grid.tensor > 1:
             group.own.lead_head(GroupHead(group))
         recorder.on_release = self._flush
@@ -80,12 +83,14 @@ class TensorRunner:
         self, step: LaunchedStep, late_masks: abc.Callable[[], frozenset[Sequence]]
     ) -> StepResult:
         hidden = self._group.compute(step.posted)
-        prompts = PromptReader(self._model, hidden, step.requests).parts() if step.requests else ()
+        prompts: abc.Sequence[PromptPart] = ()
+        if step.requests:
+            prompts = PromptReader(self._model, hidden, step.requests, self._fetch).parts()
         sampled = step.batch.sampled
         if not sampled:
             return StepResult([], [], None, prompts)
         logits: Tensor = self._model.logits(hidden[step.batch.sample_rows])
-        return sampled_result(logits, sampled, prompts, late_masks())
+        return self._sample(logits, sampled, prompts, late_masks())
 
     def _flush(self) -> None:
         """Sends edits of an idle engine."""
@@ -100,6 +105,27 @@ class TensorRunner:
         self._masks.close()
         self._group.close()
         self._resources.close()
+
+
+Sample = abc.Callable[
+    [Tensor, list[Sequence], abc.Sequence[PromptPart], frozenset[Sequence]], StepResult
+]
+
+
+def _sampling(own: Rank) -> tuple[Sample, abc.Callable[[Tensor], Tensor]]:
+    """Returns what samples where the engine's rank computes, and what brings its results to the
+    host."""
+    if own.device is None:
+        return sampled_result, lambda x: x
+    from serve.runner.device_step_sampler import DeviceStepSampler
+
+    config, spec, device = own.source.config, own.source.spec, own.device
+    return (
+        DeviceStepSampler(
+            spec.vocab_size, device.shapes.max_sampled, config.max_num_seqs, device.queue
+        ),
+        Tensor.cpu,
+    )
 
 
 class PipelineRunner(TensorRunner):

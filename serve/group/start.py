@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
@@ -21,15 +22,16 @@ from serve.group.messages import Kind
 from serve.group.rank import Rank, shard_of
 from serve.group.recovery import GroupRecovery
 from serve.group.remote_workers import RemoteWorkers
+from serve.group.room import kv_bytes_of_a_rank
 from serve.group.runners import PipelineRunner, TensorRunner
 from serve.group.sizes import stage_window_bytes
 from serve.group.stages import layer_stages
 from serve.group.worker_link import WorkerFailed, WorkerLink, end_workers
 from serve.loading.footprint import check_weights_fit
 from serve.loading.model_source import ModelSource, read_source
+from serve.loading.precision import Precision
 from serve.loading.rank_memory import make_accounting
 from serve.loading.runtime import Runtime, log_sizes
-from serve.machine import KV_SHARE_OF_FREE_MEMORY, available_memory, local_kv_bytes
 from serve.models.progress import LoadProgress
 from serve.models.shard import check_heads
 from transport.base import TransportError
@@ -58,10 +60,10 @@ def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
     size, member = config.num_ranks, read_membership(config)
     size_here = size if member is None else member.local_size
     config = replace(config, compute_threads=threads_of_a_rank(config, size_here))
-    source = read_source(config)
+    source = read_source(config, 0 if member is None else member.local_rank)
     grid = make_grid(source)
-    if member is None:  # all ranks share this machine's memory
-        check_weights_fit(source.config, source.spec, source.precision)
+    if member is None:  # all ranks share this machine's memory, or its devices
+        check_weights_fit(*source[:3], num_devices=_num_devices(source.precision, size))
     workers = LocalWorkers() if member is None else _remote_workers(config, member)
     links: list[WorkerLink] = []
     try:
@@ -86,6 +88,13 @@ def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
         raise
 
 
+def _num_devices(precision: Precision, num_ranks: int) -> int:
+    """Returns how many memories of this machine the ranks use."""
+    if precision.backend != "cuda" or not torch.cuda.is_available():
+        return 1
+    return min(num_ranks, torch.cuda.device_count())
+
+
 def _remote_workers(config: EngineConfig, member: Membership) -> RemoteWorkers:
     if member.rank:
         raise ConfigError(f"this process is rank {member.rank}, which `serve run` alone runs")
@@ -96,9 +105,12 @@ def _form(
     source: ModelSource, grid: Grid, group: Group, workers: AnyWorkers, loader: WorkerLoader
 ) -> GroupRuntime:
     config, spec, precision, *_ = source
-    free = _kv_bytes_of_a_rank(config, list(group.links.values()))
+    free = kv_bytes_of_a_rank(config, group.own.room, list(group.links.values()))
     shards = [replace(shard_of(grid, rank), exchange=None) for rank in range(grid.size)]
-    kv, recorder, geometry = make_accounting(config, spec, precision, shards, free)
+    unit_bytes = None if group.own.device is None else group.own.device.unit_bytes
+    kv, recorder, geometry = make_accounting(
+        config, spec, precision, shards, free, unit_bytes=unit_bytes
+    )
     group.form(geometry)
     secret = None
     if group.own.tier is not None:
@@ -123,19 +135,6 @@ def _form(
         GroupRecovery, group, kv, recorder, loader.start, config.group_restart_s
     )
     return GroupRuntime(runtime, make)
-
-
-def _kv_bytes_of_a_rank(config: EngineConfig, links: Sequence[WorkerLink]) -> int:
-    """Returns what each rank may take for K/V: the least of all hosts, whose ranks share it."""
-    free_of: dict[str, list[int]] = {socket.gethostname(): [available_memory()]}
-    for link in links:
-        free_of.setdefault(link.host, []).append(link.free_bytes)
-    if len(free_of) == 1:
-        return (config.kv_cache_bytes or local_kv_bytes()) // (len(links) + 1)
-    return min(
-        (config.kv_cache_bytes or int(min(free) * KV_SHARE_OF_FREE_MEMORY)) // len(free)
-        for free in free_of.values()
-    )
 
 
 class WorkerLoader:
@@ -192,6 +191,8 @@ class WorkerLoader:
             link.url, link.host = str(ready.get("url", "")), str(ready.get("host", ""))
             link.sibling_url = str(ready.get("sibling_url", ""))
             link.free_bytes = int(ready.get("free_bytes", 0))
+            link.device = str(ready.get("device", ""))
+            link.needed_bytes = int(ready.get("needed_bytes", 0))
 
 
 def make_grid(source: ModelSource) -> Grid:
@@ -209,8 +210,8 @@ def _check(config: EngineConfig) -> None:
     for name in ("memory_nodes", "kvp"):
         if getattr(config, name):
             raise ConfigError(f"{name} needs a model on one rank, not {config.num_ranks}")
-    if config.backend == "cuda":
-        raise ConfigError("tensor_parallel_size and pipeline_parallel_size need the cpu back end")
+    if config.kv_cache_dir is not None and config.backend == "cuda":
+        raise ConfigError("kv_cache_dir with several ranks needs the cpu back end")
 
 
 def _both(check: Callable[[], object], links: Sequence[WorkerLink]) -> Callable[[], object]:

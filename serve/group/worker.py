@@ -20,7 +20,7 @@ from serve.errors import MergestepError
 from serve.group import messages
 from serve.group.grid import Grid
 from serve.group.messages import Kind, Message, MessageError, PlannedStep
-from serve.group.rank import Rank, RankExchange
+from serve.group.rank import HostExchange, Rank
 from serve.group.siblings import SiblingListener, connect_exchange
 from serve.group.sizes import open_exchange, sibling_window_bytes
 from serve.group.stage_link import StageFailed, StageLink, StageListener, StageLost
@@ -42,8 +42,16 @@ _MOVING_POLL_S = 0.002  # while the disk moves pages, whose ends the engine wait
 class Worker:
     """Serves one engine over its connection."""
 
-    def __init__(self, engine: Endpoint, key: bytes, settings: Mapping[str, object]) -> None:
-        """settings: fields of EngineConfig that differ on this host from the engine's."""
+    def __init__(
+        self,
+        engine: Endpoint,
+        key: bytes,
+        settings: Mapping[str, object],
+        local_rank: int | None = None,
+    ) -> None:
+        """settings: fields of EngineConfig that differ on this host from the engine's. local_rank:
+        this rank's number among those of its host; None: all ranks are on one."""
+        self._local_rank = local_rank
         self._engine = engine
         self._key = key
         self._settings = dict(settings)
@@ -120,7 +128,9 @@ class Worker:
                 raise MessageError("another place in another grid than the loaded weights'")
             has_next = grid.place(rank.number).stage + 1 < grid.num_stages
             ready = {
-                "free_bytes": available_memory(),
+                "device": rank.room.device,
+                "free_bytes": rank.room.free if rank.room.device else available_memory(),
+                "needed_bytes": rank.room.needed,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "url": self._listen(content) if has_next else "",
@@ -151,8 +161,10 @@ class Worker:
             self._report(Kind.PROGRESS, {"layers": num_loaded})
             num_loaded += 1
 
-        source = read_source(config)
-        return Rank(source, self._grid, int(content["rank"]), LoadProgress(check=check))
+        number = int(content["rank"])
+        local_rank = number if self._local_rank is None else self._local_rank
+        source = read_source(config, local_rank)
+        return Rank(source, self._grid, number, LoadProgress(check=check))
 
     def _listen(self, content: dict[str, Any]) -> str:
         """Returns where the next stage connects to."""
@@ -199,7 +211,7 @@ class Worker:
             return
         self._report(Kind.STARTED, {})
 
-    def _exchange(self, content: dict[str, Any], rank: Rank, grid: Grid) -> RankExchange | None:
+    def _exchange(self, content: dict[str, Any], rank: Rank, grid: Grid) -> HostExchange | None:
         """Opens the exchange with the other tensor ranks: connections, or an arena."""
         urls, tensor = content.get("siblings"), rank.place.tensor
         if not isinstance(urls, list):
@@ -258,7 +270,7 @@ class Worker:
         try:
             out = self._computed(rank, step, number)
             if self._next is not None:
-                self._next.send(number, out)
+                self._next.send(number, rank.on_host(out))
         except (StageLost, RankMissing, TransportError) as error:
             self._failed(number, str(error), is_loss=True)
         except (StageFailed, ExchangeError) as error:

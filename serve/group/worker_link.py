@@ -44,7 +44,9 @@ class WorkerLink:
         self.host = ""
         self.url = ""  # where the next stage connects to
         self.sibling_url = ""  # where other tensor ranks connect to
+        self.device = ""  # its name; "" where the rank computes in its host's memory
         self.free_bytes = 0
+        self.needed_bytes = 0  # of those, by the largest step
         self.num_layers = 0  # loaded so far
         self.failure = ""  # what it reported of a step
         self.has_lost_link = False  # it has lost a connection to another rank

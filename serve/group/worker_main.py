@@ -71,7 +71,7 @@ def run_rank(config: EngineConfig, member: Membership) -> None:
     settings = {"model": str(config.model_path), "compute_threads": threads}
     signals = _Signals()
     while True:
-        worker = Worker(_connected(member, key), key, settings)
+        worker = Worker(_connected(member, key), key, settings, member.local_rank)
         logger.info("rank %d of %d is connected to %s", member.rank, member.size, member.url)
         signals.has_engine = True
         worker.serve()

@@ -135,16 +135,9 @@ def _gathered_bytes(layers: Sequence[AttentionLayer], max_len: int) -> int:
 
 def kv_bytes(model: Decoder, device: StepDevice, shapes: StepShapes, gathered: int) -> int:
     """Returns the bytes left for K/V beside the largest step and its gathered K/V."""
-    rows = torch.zeros(shapes.max_rows, dtype=torch.int64, device=device.device)
-
-    @torch.inference_mode()
-    def largest_step() -> None:
-        hidden = model.forward(rows, rows, _NoAttention(model.attention_layers()))
-        model.logits(hidden[: shapes.max_sampled]).clone()  # as log-probabilities need them
-
-    peak = device.peak_bytes(largest_step) + gathered
+    peak = _peak_bytes(model, device, shapes) + gathered
     free = device.free_bytes()
-    left = free - peak - int(_STEP_RESERVE * peak) - _RESERVE_BYTES * (peak > 0)
+    left = free - _with_reserve(peak)
     logger.info(
         "device memory: %.2f GiB free beside the weights, %.2f GiB for the largest step",
         free / 2**30,
@@ -157,6 +150,33 @@ def kv_bytes(model: Decoder, device: StepDevice, shapes: StepShapes, gathered: i
             "use a smaller dtype"
         )
     return left
+
+
+def step_bytes(model: Decoder, device: StepDevice, shapes: StepShapes) -> int:
+    """Returns the bytes that the largest step takes beside the weights and K/V, with a reserve."""
+    return _with_reserve(_peak_bytes(model, device, shapes))
+
+
+def _with_reserve(peak: int) -> int:
+    return peak + int(_STEP_RESERVE * peak) + _RESERVE_BYTES * (peak > 0)
+
+
+def _peak_bytes(model: Decoder, device: StepDevice, shapes: StepShapes) -> int:
+    """Returns the bytes that the largest step takes; of a stage without embedding or head, its
+    part."""
+    rows = torch.zeros(shapes.max_rows, dtype=torch.int64, device=device.device)
+    before = None
+    if model.weights.embed is None:
+        size = model.spec.hidden_size
+        before = torch.zeros(shapes.max_rows, size, dtype=model.dtype, device=device.device)
+
+    @torch.inference_mode()
+    def largest_step() -> None:
+        hidden = model.forward(rows, rows, _NoAttention(model.attention_layers()), before)
+        if model.weights.head is not None:
+            model.logits(hidden[: shapes.max_sampled]).clone()  # as log-probabilities need them
+
+    return device.peak_bytes(largest_step)
 
 
 class _NoAttention:

@@ -137,12 +137,14 @@ def footprint(
     return Footprint(weights.total, token_bytes, tokens, sequences)
 
 
-def check_weights_fit(config: EngineConfig, spec: ModelSpec, precision: Precision) -> None:
-    """Raises ConfigError if the weights do not fit the free memory.
+def check_weights_fit(
+    config: EngineConfig, spec: ModelSpec, precision: Precision, num_devices: int = 1
+) -> None:
+    """Raises ConfigError if the weights do not fit the free memory, of so many devices as this.
 
     It names the dtypes that would fit, each with the context and the sequences that fit beside it.
     """
-    free, checkpoint = free_memory(precision), None
+    free, checkpoint = free_memory(precision) * num_devices, None
     need = weight_bytes(config, spec, precision)
     if spec.packed is not None and precision.is_int8 and config.load_format != "random":
         # its exact size is read from the headers, where they matter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +13,11 @@ from memory.attention.kv_layout import KVLayout
 from memory.attention.seam import AttentionLayer, layers_in
 from memory.pages.layer_groups import LayerGroup
 from serve.config import EngineConfig
+from serve.errors import ConfigError
 from serve.loading.precision import Precision
+
+if TYPE_CHECKING:
+    from memory.attention.cuda import CudaKVLayout
 
 Layout = KVLayout | Int8KVLayout
 
@@ -23,6 +28,26 @@ def kv_layout(
     if precision.kv == "int8":
         return Int8KVLayout(layers, config.kv_group)
     return KVLayout(layers, getattr(torch, precision.kv))
+
+
+def device_layout(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
+) -> CudaKVLayout:
+    """Returns how a GPU stores layers of one group. ConfigError without kernels for them."""
+    from memory.attention.cuda import CudaKVLayout  # needs Triton
+
+    try:
+        return CudaKVLayout(layers, getattr(torch, precision.kv), config.kv_group)
+    except ValueError as error:
+        raise ConfigError(f"backend cuda: {error}; use the cpu back end") from error
+
+
+def stored_layers(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
+) -> Layout | CudaKVLayout:
+    """Returns how the back end stores layers of one group."""
+    make = device_layout if precision.backend == "cuda" else kv_layout
+    return make(config, precision, layers)
 
 
 def layer_groups(

@@ -47,8 +47,12 @@ class ModelSource(NamedTuple):
     converter: Converter | None = None
 
 
-def read_source(config: EngineConfig) -> ModelSource:
-    """Reads the configuration, decides back end and precision, and sets the numbers of threads."""
+def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSource:
+    """Reads the configuration, decides back end and precision, and sets the numbers of threads.
+
+    local_rank: the number of this rank among those of its host, which have a GPU each, as far as
+    there are enough; None: the model has one rank, on torch's current GPU.
+    """
     keep_freed_memory()
     check_manifest(config.model_path)
     converter = Converter(config) if config.converter else None
@@ -56,6 +60,8 @@ def read_source(config: EngineConfig) -> ModelSource:
     config = replace(config, backend=choose_backend(config, spec))
     if config.backend == "cuda":
         _check_for_cuda(config)
+        if local_rank is not None and torch.cuda.is_available():
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
     _set_threads(config)
     try:
         backend = get_backend(config.backend)

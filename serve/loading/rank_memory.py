@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
@@ -17,10 +17,11 @@ from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
+from memory.pages.virtual_memory import VirtualMemory
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.kv_layouts import kv_layout
+from serve.loading.kv_layouts import kv_layout, stored_layers
 from serve.loading.kv_sizing import reserving, size_kv
 from serve.loading.precision import Precision
 from serve.loading.runtime import group_attention
@@ -79,10 +80,10 @@ def widest_groups(
         widest: LayerGroup | None = None
         for shard in shards:
             layers = shard.spec(spec).attention_layers
-            numbers = _numbers(config, spec, layers, index)
+            numbers = numbers_of_group(config, spec, layers, index)
             if not numbers:
                 continue
-            layout = kv_layout(config, precision, layers_in(layers, numbers))
+            layout = stored_layers(config, precision, layers_in(layers, numbers))
             group = LayerGroup(layout.token_bytes, layout.tile_tokens, window)
             if widest is None or group.token_bytes > widest.token_bytes:
                 widest = group
@@ -91,7 +92,7 @@ def widest_groups(
     return found
 
 
-def _numbers(
+def numbers_of_group(
     config: EngineConfig, spec: ModelSpec, layers: Sequence[AttentionLayer], index: int
 ) -> list[int]:
     """Returns the numbers of a shard's layers that belong to a layer group of the model."""
@@ -111,12 +112,15 @@ def make_accounting(
     precision: Precision,
     shards: Sequence[Shard],
     free_bytes: int,
+    *,
+    unit_bytes: int | None = None,
 ) -> tuple[KVManager, EditRecorder, RankGeometry]:
-    """Makes the one accounting of all ranks. free_bytes: what one rank may take for K/V."""
+    """Makes the one accounting of all ranks. free_bytes: what one rank may take for K/V.
+    unit_bytes: what a device maps at a time; None: this machine's pages."""
     groups = widest_groups(config, spec, precision, shards)
     # kv_cache_bytes bounds all ranks of a machine, of which free_bytes is one rank's part
     config = replace(config, kv_cache_bytes=None if config.kv_cache_bytes is None else free_bytes)
-    sizes = size_kv(config, spec, groups, free_bytes=free_bytes)
+    sizes = size_kv(config, spec, groups, free_bytes=free_bytes, unit_bytes=unit_bytes)
     recorder = EditRecorder(sizes.page_bytes)
     kv = KVManager(
         recorder,
@@ -126,6 +130,7 @@ def make_accounting(
         groups=sizes.groups,
         max_rows=config.chunk_tokens,
         in_background=False,
+        **{} if unit_bytes is None else device_mappings(sizes.num_pages, config),
     )
     geometry = RankGeometry(
         sizes.page_bytes,
@@ -136,6 +141,25 @@ def make_accounting(
         tuple(kv.group_offset(number) for number in range(len(sizes.groups) + 1)),
     )
     return kv, recorder, geometry
+
+
+def device_mappings(num_pages: int, config: EngineConfig) -> dict[str, int]:
+    """Returns the bounds of mappings on a device, where nothing but pages bounds them."""
+    most = 2 * num_pages + config.max_num_seqs
+    return {"max_mappings": most, "most_mappings": most}
+
+
+class KVOfRank(Protocol):
+    """One rank's K/V: its address space, and attention over it."""
+
+    @property
+    def memory(self) -> VirtualMemory: ...
+
+    @property
+    def attention(self) -> PlannedAttention: ...
+
+    def close(self) -> None:
+        """Frees the memory."""
 
 
 class RankMemory:
@@ -153,7 +177,7 @@ class RankMemory:
         """spec: the whole model's; layers: those of this rank, with their sinks. ConfigError names
         the setting if there is no memory."""
         with reserving(geometry.page_bytes * geometry.num_pages, "kv_cache_bytes"):
-            self.memory = LinuxMemory(geometry.page_bytes, geometry.num_pages)
+            self.memory: VirtualMemory = LinuxMemory(geometry.page_bytes, geometry.num_pages)
         try:
             with reserving(geometry.offsets[-1], "max_num_seqs and max_model_len"):
                 address = self.memory.reserve(geometry.offsets[-1])
@@ -175,7 +199,7 @@ class RankMemory:
         parts: list[PlannedAttention] = []
         ids_of: list[list[int]] = []
         for number, window in enumerate(geometry.windows):
-            numbers = _numbers(config, spec, layers, number)
+            numbers = numbers_of_group(config, spec, layers, number)
             if not numbers:
                 continue
             layout = kv_layout(config, precision, layers_in(layers, numbers))

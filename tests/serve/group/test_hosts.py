@@ -12,7 +12,7 @@ from ops.cpu import native_library
 from serve import LLM
 from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
-from serve.group import start
+from serve.group import room
 from serve.group.exchange.arena import ArenaExchange
 from serve.group.exchange.windows import WindowExchange
 from serve.group.membership import read_group_key, read_membership
@@ -95,8 +95,41 @@ def test_ranks_that_do_not_come_are_named(variables, monkeypatch):
 )
 def test_the_host_with_least_memory_decides(monkeypatch, workers, kv_cache_bytes, expected):
     monkeypatch.setattr(socket, "gethostname", lambda: "a")
-    monkeypatch.setattr(start, "available_memory", lambda: 1000 * MIB)
-    monkeypatch.setattr(start, "local_kv_bytes", lambda: 400 * MIB)
+    monkeypatch.setattr(room, "available_memory", lambda: 1000 * MIB)
+    monkeypatch.setattr(room, "local_kv_bytes", lambda: 400 * MIB)
     config = EngineConfig(kv_cache_bytes=None if kv_cache_bytes is None else kv_cache_bytes * MIB)
     links = [SimpleNamespace(host=host, free_bytes=free * MIB) for host, free in workers]
-    assert start._kv_bytes_of_a_rank(config, links) == expected * MIB  # type: ignore[arg-type]
+    own = room.RankRoom("", 0, 0)
+    assert room.kv_bytes_of_a_rank(config, own, links) == expected * MIB  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("workers", "kv_cache_bytes", "expected"),
+    [
+        ([("a", "0", 700, 100)], None, 250),  # one device: what is left beside both ranks' steps
+        ([("a", "1", 600, 200)], None, 400),  # a device each: the one with least decides
+        ([("a", "1", 600, 200)], 300, 150),  # a machine's ranks divide kv_cache_bytes
+        ([("b", "0", 600, 200)], 300, 300),
+    ],
+)
+def test_the_device_with_least_memory_decides(monkeypatch, workers, kv_cache_bytes, expected):
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    config = EngineConfig(kv_cache_bytes=None if kv_cache_bytes is None else kv_cache_bytes * MIB)
+    links = [
+        SimpleNamespace(host=host, device=device, free_bytes=free * MIB, needed_bytes=need * MIB)
+        for host, device, free, need in workers
+    ]
+    own = room.RankRoom("0", 900 * MIB, 100 * MIB)
+    assert room.kv_bytes_of_a_rank(config, own, links) == expected * MIB  # type: ignore[arg-type]
+
+
+def test_a_device_that_is_too_small_is_named(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    link = SimpleNamespace(host="b", device="GPU-7", free_bytes=90 * MIB, needed_bytes=100 * MIB)
+    own = room.RankRoom("GPU-1", 900 * MIB, 100 * MIB)
+    with pytest.raises(ConfigError, match="device GPU-7 of b has 90 MiB left"):
+        room.kv_bytes_of_a_rank(EngineConfig(), own, [link])  # type: ignore[list-item]
+    link.free_bytes = 150 * MIB
+    config = EngineConfig(kv_cache_bytes=60 * MIB)
+    with pytest.raises(ConfigError, match="kv_cache_bytes: 60 MiB for each rank"):
+        room.kv_bytes_of_a_rank(config, own, [link])  # type: ignore[list-item]
