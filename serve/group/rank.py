@@ -13,6 +13,7 @@ from numpy import int64
 from torch import Tensor
 
 from memory.edit_recorder import apply_edits
+from memory.nodes.rank_links import RankHolders
 from ops.backend import LinearOp
 from serve.group.exchange.arena import ArenaExchange
 from serve.group.exchange.windows import WindowExchange
@@ -66,11 +67,18 @@ class Rank:
             assert isinstance(self.shard.exchange, LateExchange)
             self.shard.exchange.inner = exchange
         layers = self.model.attention_layers()
-        self.memory = RankMemory(config, spec, precision, layers, geometry, backend)
+        self.memory = RankMemory(config, spec, precision, layers, geometry, backend, self.number)
+
+    @property
+    def holders(self) -> RankHolders | None:
+        """This rank's sessions on holders of segments."""
+        return None if self.memory is None else self.memory.holders
 
     def edit(self, edits: npt.NDArray[int64]) -> None:
         """Applies edits of the address space. OSError leaves the memory unusable."""
         assert self.memory is not None, "opened"
+        if self.holders is not None:
+            edits = self.holders.put(edits)
         if len(edits):
             apply_edits(self.memory.memory, edits.tolist())
 
@@ -79,6 +87,8 @@ class Rank:
         """Computes the rank's layers for a step whose edits are applied; hidden: the result of the
         stage before."""
         assert self.memory is not None, "opened"
+        if self.holders is not None:
+            self.holders.use(step.attention, step.places)
         attention = self.memory.attention.plan(step.attention)
         return self.model.forward(
             torch.from_numpy(step.input_ids), torch.from_numpy(step.positions), attention, hidden
