@@ -42,9 +42,7 @@ _LOOK_S = 1.0  # between two times that a pipeline is emptied to look for holder
 class GroupHolders(NodeSet):
     """The holders and the engine's links to them, with those of all workers behind."""
 
-    def __init__(
-        self, group: Group, sizes: SegmentSizes, bytes_per_node: int | None
-    ) -> None:
+    def __init__(self, group: Group, sizes: SegmentSizes, bytes_per_node: int | None) -> None:
         self._whole = sizes.template
         super().__init__(
             sizes.partitions(), self._whole, "request", sizes.connect, bytes_per_node=bytes_per_node

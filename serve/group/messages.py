@@ -2,7 +2,8 @@
 
 A step message has the edits of memory and the plan as flat arrays: 32 bytes an edit, 20 a sequence,
 4 a row, and 8 a segment on a holder. It has no page tables, so its size does not depend on the
-lengths of contexts, but for their segments. Numbers are little-endian. Both ends have proved that they know the group's key.
+lengths of contexts, but for their segments. Numbers are little-endian. Both ends have proved that
+they know the group's key.
 """
 
 from __future__ import annotations

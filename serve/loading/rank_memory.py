@@ -145,7 +145,9 @@ def make_accounting(
     own_tokens = sizes.max_model_len if holders is None else holders.max_model_len
     if holders is not None and len(groups) == 1:
         own_tokens = min(own_tokens, segment_tokens)
-    recorder = EditRecorder(sizes.page_bytes) if holders is None else HeldEditRecorder(sizes.page_bytes)
+    recorder = (
+        EditRecorder(sizes.page_bytes) if holders is None else HeldEditRecorder(sizes.page_bytes)
+    )
     kv = KVManager(
         recorder,
         num_pages=sizes.num_pages,
