@@ -187,6 +187,8 @@ class Group:
         """Sends a step to the stages before the last one. places: as PlannedStep has them. Raises
         GroupLostError, and NodesLostError if a rank has lost a holder."""
         self.begin_epoch()
+        if any(link.lost_holders for link in self.links.values()):
+            raise NodesLostError("a rank has lost a holder of segments")
         self.num_steps += 1
         edits, step, ids = recorder.take(), batch.attention, batch.input_ids.numpy()
         message = messages.pack_step(self.epoch, self.num_steps, edits, step, ids, places)
@@ -283,8 +285,8 @@ class Group:
             time.sleep(_LOOK_S)
 
     def begin_epoch(self) -> None:
-        """Waits until all ranks have ended a step that failed, if one has. Raises GroupLostError,
-        and NodesLostError if a worker has lost a holder."""
+        """Waits until all ranks have ended a step that failed, if one has. Raises
+        GroupLostError."""
         if self.is_lost():
             raise self._loss(None)
         if not self._is_broken:
@@ -307,8 +309,6 @@ class Group:
             edits = self._posted.popleft().step.edits
             self._post_to(self._beside, messages.pack_edits(self.epoch, edits))
             self._edit(edits)
-        if any(link.lost_holders for link in self.links.values()):
-            raise NodesLostError("a rank has lost a holder of segments")
 
     def _post_to(self, ranks: Iterable[int], message: bytes) -> None:
         """Posts to all of these ranks, also if one is lost: another may wait for what they send."""

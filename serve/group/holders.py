@@ -62,6 +62,7 @@ class GroupHolders(NodeSet):
         self._leave([number])
         try:
             self._group.begin_epoch()
+            self._note_losses()
             num_pages = self._free_pages(url, connect_s or self.connect_s)
             granted = self._attach_all(number, num_pages, connect_s or self.connect_s)
         except (TransportError, OSError, NodesLostError) as error:
@@ -151,22 +152,24 @@ class GroupHolders(NodeSet):
 
     def look(self) -> bool:
         """As NodeSet.look, for the sessions of all ranks."""
-        is_changed = super().look()
-        return is_changed or any(link.lost_holders for link in self._group.links.values())
+        self._note_losses()
+        return super().look()
 
     def lose(self) -> list[int]:
-        """As NodeSet.lose, also for holders that another rank has lost."""
-        lost: set[tuple[int, int]] = set()
-        for worker in self._group.links.values():
-            lost |= worker.lost_holders
-            worker.lost_holders = set()
-        for number, partition in enumerate(self.partitions):
-            if (number, self._epochs[number]) in lost:
-                for link in partition.links:
-                    link.close()
+        """As NodeSet.lose, for the sessions of all ranks."""
+        self._note_losses()
         numbers = super().lose()
         self._leave(numbers)
         return numbers
+
+    def _note_losses(self) -> None:
+        """Closes this rank's sessions on holders that another rank has lost since it attached."""
+        for worker in self._group.links.values():
+            for number, epoch in worker.lost_holders:
+                if epoch == self._epochs[number]:
+                    for link in self.partitions[number].links:
+                        link.close()
+            worker.lost_holders = set()
 
     def _leave(self, numbers: list[int]) -> None:
         """Ends the sessions of all ranks on these holders."""

@@ -213,12 +213,13 @@ class Worker:
         """Attaches to a holder of segments, or leaves it."""
         content = messages.read_json(message)
         holders = None if self._rank is None else self._rank.holders
-        if holders is None:
-            raise MessageError("HOLDER for a rank without holders")
         holder, num_pages, epoch = (int(content[x]) for x in ("holder", "num_pages", "epoch"))
         if not num_pages:
-            holders.detach(holder)
+            if holders is not None:
+                holders.detach(holder)
             return
+        if holders is None:
+            raise MessageError("HOLDER for a rank without holders")
         reply: dict[str, object] = {"epoch": epoch}
         try:
             connect_s = float(content["connect_s"])

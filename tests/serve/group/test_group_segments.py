@@ -146,7 +146,7 @@ def growing():
 def test_preempted_sequences_have_the_same_bits(thread_workers, grid, tmp_path):  # noqa: F811
     """The node is short."""
     settings = {"memory_policy": "prompt_only", "max_model_len": 384, "prefix_cache": False}
-    with nodes("inproc", 1, tmp_path, capacity_bytes=400 << 10) as urls:
+    with nodes("inproc", 1, tmp_path, capacity_bytes=200 << 10) as urls:
         found, stats = scores(grid, make_load=growing, kvp=urls, **settings)
     assert stats.num_preemptions > 0
     assert found == alone(make_load=growing, max_model_len=384)
