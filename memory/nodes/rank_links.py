@@ -140,7 +140,8 @@ class RankHolders:
             kind = EditKind(tag & _KIND_MASK)
             edit = Edit(kind, tag >> _PART_SHIFT, slot, page, count)
             self.partitions[holder - 1].edits.add(edit)
-        return edits[holders == 0]
+        own: npt.NDArray[np.int64] = edits[holders == 0]
+        return own
 
     def use(self, step: AttentionStep, places: npt.NDArray[np.int64]) -> None:
         """Takes the places of a step's segments on holders, as `places_of` returns them."""

@@ -110,14 +110,15 @@ def _form(
     shards = [replace(shard_of(grid, rank), exchange=None) for rank in range(grid.size)]
     own, recorder, geometry, sizes = make_accounting(config, spec, precision, shards, free)
     group.form(geometry)
-    make: Callable[..., GroupRecovery | HeldGroupRecovery] = functools.partial(
+    make_group: Callable[..., GroupRecovery] = functools.partial(
         GroupRecovery, group, own, recorder, loader.start, config.group_restart_s
     )
+    make: Callable[..., GroupRecovery | HeldGroupRecovery] = make_group
     kv: KVManager | SegmentedKV = own
     nodes: GroupHolders | None = None
     if sizes is not None:
         assert isinstance(recorder, HeldEditRecorder), "records edits of holders"
-        kv, nodes, make = _with_holders(config, group, own, recorder, sizes, make)
+        kv, nodes, make = _with_holders(config, group, own, recorder, sizes, make_group)
     kind = PipelineRunner if grid.num_stages > 1 else TensorRunner
     runner = kind(group, kv, recorder, workers)
     log_sizes(config, precision, kv)

@@ -109,7 +109,7 @@ def test_ranks_and_holders_give_the_bits_of_one_process(
 
 
 def few():
-    return load(count=3)
+    return load(count=2)
 
 
 @pytest.mark.parametrize("grid", GRIDS[:2], ids=str)
