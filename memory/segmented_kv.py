@@ -51,7 +51,7 @@ class SegmentedKV:
         self._own = own
         self.partitions = list(holders)
         self.max_model_len = max_model_len
-        self._length = segment_tokens
+        self.segment_tokens = self._length = segment_tokens
         self._long: dict[int, _Long] = {}  # by the start of the sequence's range
         self._short_of: dict[int, int] = {}  # the holder that had too few pages, by that start
         self.page_bytes, self.token_bytes, self.layout = own.page_bytes, own.token_bytes, own.layout

@@ -27,6 +27,12 @@ class EditLog:
         edits, self._edits = self._edits, []
         return edits
 
+    def add(self, edit: Edit) -> None:
+        """Adds an edit that another log has recorded."""
+        self._edits.append(edit)
+        if edit.kind is EditKind.RELEASE:
+            self.on_release()
+
     def reserve(self, size_bytes: int) -> int:
         return 0  # the engine does not use these addresses
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from memory.attention.kv_layout import rotate_keys
 from memory.attention.seam import AttentionLayer, Rotation
 from memory.attention.segments import Piece, Pieces
 from memory.nodes.node_link import NodeLink, NodesLostError, lost
-from memory.nodes.node_set import NodeSet
+from memory.nodes.node_set import NodePartition
 from memory.nodes.outgoing import segment_of
 from memory.nodes.wire import (
     HEADER_BYTES,
@@ -35,13 +35,20 @@ Locate = Callable[[int, int], tuple[int, int]]
 """Returns the holder of a segment and its range there, by the start of its sequence's range."""
 
 
+class HasPartitions(Protocol):
+    """Nodes, each of which has one partition of the K/V."""
+
+    @property
+    def partitions(self) -> Sequence[NodePartition]: ...
+
+
 class SegmentLinks:
     """Implements Holders: partition i of the nodes is holder i."""
 
     def __init__(
         self,
         layers: Sequence[AttentionLayer],
-        nodes: NodeSet,
+        nodes: HasPartitions,
         backend: Backend,
         locate: Locate,
         *,

@@ -251,8 +251,9 @@ class EngineCore:
         tokens to pool 3."""
         now_s = self._clock()
         if self._recovery is not None and not self._recovery.update_nodes():
-            self._executor.pause()
-            self._wait_for_memory()
+            if not self._executor.complete_oldest():
+                self._executor.pause()
+                self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
         self.watchdog.begin(0 if plan is None else plan.num_total_rows)

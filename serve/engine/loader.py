@@ -203,7 +203,11 @@ def _load_weights(
     from serve.group.start import start_group  # only a group needs it
 
     group = start_group(config, progress)
-    return group.runtime, group.make_recovery
+    runtime = group.runtime
+    if runtime.nodes is None:
+        return runtime, group.make_recovery
+    make_nodes = functools.partial(NodeRecovery, runtime.nodes, runtime.kv.partitions)
+    return runtime, functools.partial(group.make_recovery, make_nodes)
 
 
 def _with_device_defaults(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

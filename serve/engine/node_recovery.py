@@ -46,7 +46,9 @@ _MAX_LOCAL_S = 60.0  # with this machine's memory alone; then a node is taken at
 class Recovery(Protocol):
     """Recovers from lost K/V. Only the loop's thread calls it, except `interrupt`."""
 
-    num_recomputed: int  # sequences
+    @property
+    def num_recomputed(self) -> int:
+        """The sequences whose K/V was computed again."""
 
     @property
     def nodes(self) -> NodeSet | None:

@@ -10,12 +10,12 @@ import logging
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from memory.edit_recorder import EditRecorder
@@ -83,6 +83,7 @@ class Group:
         self._is_broken = False  # a step failed, and no new epoch has begun
         self._is_formed = True  # False: to be formed anew, though no worker may be gone
         self._lost: set[int] = set()
+        self._posted: deque[PostedStep] = deque()  # steps in flight that have not begun here
         self._lock = threading.Lock()  # guards links' places and _lost
         self._stop = threading.Event()
         self._watch = threading.Thread(
@@ -98,6 +99,7 @@ class Group:
         self.geometry = geometry
         self.epoch += 1
         self._close_epoch()
+        self._posted.clear()
         source, grid = self.own.source, self.grid
         config, spec = source.config, source.spec
         for stage in range(grid.num_stages if grid.tensor > 1 else 0):
@@ -178,16 +180,27 @@ class Group:
 
     # ---- steps
 
-    def post_step(self, recorder: EditRecorder, batch: Batch) -> PostedStep:
-        """Sends a step to the stages before the last one. Raises GroupLostError."""
-        self._begin_epoch()
+    def post_step(
+        self,
+        recorder: EditRecorder,
+        batch: Batch,
+        places: npt.NDArray[np.int64] = messages.NO_PLACES,
+    ) -> PostedStep:
+        """Sends a step to the stages before the last one. places: as PlannedStep has them. Raises
+        GroupLostError, and NodesLostError if a rank has lost a holder."""
+        self.begin_epoch()
+        if any(link.lost_holders for link in self.links.values()):
+            raise NodesLostError("a rank has lost a holder of segments")
         self.num_steps += 1
-        edits = recorder.take()
-        ids = batch.input_ids.numpy()
-        message = messages.pack_step(self.epoch, self.num_steps, edits, batch.attention, ids)
+        edits, step, ids = recorder.take(), batch.attention, batch.input_ids.numpy()
+        message = messages.pack_step(self.epoch, self.num_steps, edits, step, ids, places)
         self._post_to(self._before, message)
-        step = PlannedStep(messages.as_array(edits), batch.attention, ids, batch.positions.numpy())
-        return PostedStep(self.num_steps, step, message)
+        rows = (ids, batch.positions.numpy(), places)
+        posted = PostedStep(
+            self.num_steps, PlannedStep(messages.as_array(edits), step, *rows), message
+        )
+        self._posted.append(posted)
+        return posted
 
     def post_edits(self, recorder: EditRecorder) -> None:
         """Sends edits that no step follows, and applies them. No step is in flight."""
@@ -220,6 +233,7 @@ class Group:
         """Applies a step's edits on this rank, and sends the step to the other ranks of the last
         stage. It must be called for every step, in order. Raises GroupLostError."""
         self._num_begun = posted.number
+        self._posted.popleft()
         # The other ranks of this stage get it now and not with the other stages: they compute the
         # logits of earlier steps before it.
         self._post_to(self._beside, posted.message)
@@ -256,6 +270,8 @@ class Group:
             reason = self._await_reason(isinstance(error, StageFailed))
         except TransportError as lost:
             return self._loss(lost)
+        if any(link.lost_holders for link in self.links.values()):
+            return NodesLostError(reason or str(error))
         if isinstance(error, StageLost) or any(x.has_lost_link for x in self.links.values()):
             self._is_formed = False
             return self._loss(error)
@@ -276,8 +292,9 @@ class Group:
                 return "; ".join(texts)
             time.sleep(_LOOK_S)
 
-    def _begin_epoch(self) -> None:
-        """Waits until all ranks have ended a step that failed."""
+    def begin_epoch(self) -> None:
+        """Waits until all ranks have ended a step that failed, if one has. Raises
+        GroupLostError."""
         if self.is_lost():
             raise self._loss(None)
         if not self._is_broken:
@@ -296,6 +313,10 @@ class Group:
         if self._previous is not None:
             self._previous.epoch = self.epoch
         self._is_broken = False
+        while self._posted:  # steps that were given up; those behind them need their edits
+            edits = self._posted.popleft().step.edits
+            self._post_to(self._beside, messages.pack_edits(self.epoch, edits))
+            self._edit(edits)
 
     def _post_to(self, ranks: Iterable[int], message: bytes) -> None:
         """Posts to all of these ranks, also if one is lost: another may wait for what they send."""
@@ -374,15 +395,3 @@ class Group:
         end_workers(list(self.links.values()))
         self.own.end()
         logger.debug("the group ended in %.2f s", time.monotonic() - began_s)
-
-
-class GroupHead:
-    """The head as the engine's model calls it: the other tensor ranks compute their columns."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    @torch.inference_mode()
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        assert residual is None, "logits have none"
-        return self._group.head(x)

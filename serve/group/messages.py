@@ -1,8 +1,9 @@
 """The messages between the engine and its workers.
 
-A step message has the edits of memory and the plan as flat arrays: 32 bytes an edit, 20 a sequence
-and 4 a row. It has no page tables, so its size does not depend on the lengths of contexts. Numbers
-are little-endian. Both ends have proved that they know the group's key.
+A step message has the edits of memory and the plan as flat arrays: 32 bytes an edit, 20 a sequence,
+4 a row, and 8 a segment on a holder. It has no page tables, so its size does not depend on the
+lengths of contexts, but for their segments. Numbers are little-endian. Both ends have proved that
+they know the group's key.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from transport.messages import post_bytes
 # kind, epoch, number, rows, and three counts: edits, sequences, decodes
 _HEADER = struct.Struct("<IIQIIII")
 HEADER_BYTES = _HEADER.size
-EDIT_BYTES, SEQUENCE_BYTES, ROW_BYTES = 32, 20, 4
+EDIT_BYTES, SEQUENCE_BYTES, ROW_BYTES, PLACE_BYTES = 32, 20, 4, 8
+NO_PLACES: npt.NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)
 
 
 class Kind(IntEnum):
@@ -43,6 +45,8 @@ class Kind(IntEnum):
     FAILED = 11  # worker: a step failed, or the worker cannot go on
     END = 12  # engine: the group ends; without it, a lost connection is made again
     MOVED = 13  # worker: transfers of its page store that have ended
+    HOLDER = 14  # engine: attach to a holder of segments, or leave it
+    HELD = 15  # worker: what the holder has granted
 
 
 class MessageError(Exception):
@@ -61,12 +65,14 @@ class Message(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """A step as ranks compute it. edits: [n, 4] int64; input_ids, positions: [rows] int64."""
+    """A step as ranks compute it. edits: [n, 4] int64; input_ids, positions: [rows] int64; places:
+    of segments on holders, [n, 2] int64 (memory/nodes/rank_links.py)."""
 
     edits: npt.NDArray[np.int64]
     attention: AttentionStep
     input_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64] = NO_PLACES
 
 
 def pack(kind: Kind, epoch: int, number: int = 0, rows: int = 0, body: bytes = b"") -> bytes:
@@ -83,8 +89,9 @@ def pack_step(
     edits: Sequence[MemoryEdit],
     attention: AttentionStep,
     input_ids: npt.NDArray[np.int64],
+    places: npt.NDArray[np.int64] = NO_PLACES,
 ) -> bytes:
-    """Packs a STEP; input_ids: [rows]."""
+    """Packs a STEP; input_ids: [rows]; places: as PlannedStep has them."""
     lens, rows = attention.kv_lens, attention.num_rows
     return b"".join(
         (
@@ -102,11 +109,12 @@ def pack_step(
             np.array(lens, dtype="<i8").tobytes(),
             np.array(rows, dtype="<i4").tobytes(),
             input_ids.astype("<i4").tobytes(),
+            places.astype("<i4").tobytes(),
         )
     )
 
 
-def pack_edits(epoch: int, edits: Sequence[MemoryEdit]) -> bytes:
+def pack_edits(epoch: int, edits: Sequence[MemoryEdit] | npt.NDArray[np.int64]) -> bytes:
     """Packs an EDITS."""
     return _HEADER.pack(Kind.EDITS, epoch, 0, 0, len(edits), 0, 0) + _pack_edits(edits)
 
@@ -116,8 +124,8 @@ def as_array(edits: Sequence[MemoryEdit]) -> npt.NDArray[np.int64]:
     return np.array(edits, dtype=np.int64).reshape(len(edits), 4)
 
 
-def _pack_edits(edits: Sequence[MemoryEdit]) -> bytes:
-    return np.array(edits, dtype="<i8").tobytes() if edits else b""
+def _pack_edits(edits: Sequence[MemoryEdit] | npt.NDArray[np.int64]) -> bytes:
+    return np.array(edits, dtype="<i8").tobytes() if len(edits) else b""
 
 
 def read(view: memoryview) -> Message:
@@ -158,7 +166,8 @@ def read_step(message: Message) -> PlannedStep:
     num_edits, count, num_decodes = message.counts
     edits, at = read_edits(message), num_edits * EDIT_BYTES
     size = at + count * SEQUENCE_BYTES + message.rows * ROW_BYTES
-    if len(message.body) != size:
+    num_places, rest = divmod(len(message.body) - size, PLACE_BYTES)
+    if num_places < 0 or rest:
         raise MessageError(f"a step of {len(message.body)} bytes instead of {size}")
     starts, kv_lens = (
         np.frombuffer(message.body, dtype="<i8", count=count, offset=at + 8 * count * part)
@@ -167,6 +176,7 @@ def read_step(message: Message) -> PlannedStep:
     at += 16 * count
     rows = np.frombuffer(message.body, dtype="<i4", count=count, offset=at)
     ids = np.frombuffer(message.body, dtype="<i4", count=message.rows, offset=at + 4 * count)
+    places = np.frombuffer(message.body, dtype="<i4", count=2 * num_places, offset=size)
     is_wrong = not count or rows.min() < 1 or rows.sum() != message.rows or num_decodes > count
     if is_wrong or (kv_lens < rows).any() or starts.min() < 0 or (rows[:num_decodes] != 1).any():
         raise MessageError(f"a plan of {count} sequences and {message.rows} rows")
@@ -178,6 +188,7 @@ def read_step(message: Message) -> PlannedStep:
         AttentionStep(num_decodes, starts.tolist(), rows.tolist(), kv_lens.tolist()),
         ids.astype(np.int64),
         firsts + np.arange(message.rows),
+        places.astype(np.int64).reshape(num_places, 2),
     )
 
 

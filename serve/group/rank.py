@@ -15,6 +15,8 @@ from numpy import int64
 from torch import Tensor
 
 from memory.edit_recorder import apply_edits
+from memory.nodes.rank_links import RankHolders
+from memory.pages.linux_vmm import LinuxMemory
 from ops.backend import LinearOp
 from serve.group.exchange.arena import ArenaExchange
 from serve.group.exchange.staged import AloneExchange, StagedExchange
@@ -119,7 +121,9 @@ class Rank:
                 self.shard.exchange.inner = StagedExchange(exchange, self.device.device)
         layers = self.model.attention_layers()
         if self.device is None:
-            self.memory = RankMemory(config, spec, precision, layers, geometry, backend)
+            self.memory = RankMemory(
+                config, spec, precision, layers, geometry, backend, self.number
+            )
             if self.tier is None:
                 self.tier = open_rank_tier(self.source, self._grid, self.number, geometry)
             return
@@ -127,11 +131,18 @@ class Rank:
 
         self.memory = DeviceKV(config, spec, precision, layers, geometry, self.device)
 
+    @property
+    def holders(self) -> RankHolders | None:
+        """This rank's sessions on holders of segments."""
+        return self.memory.holders if isinstance(self.memory, RankMemory) else None
+
     def edit(self, edits: npt.NDArray[int64]) -> None:
         """Applies edits of the address space. OSError leaves the memory unusable."""
         assert self.memory is not None, "opened"
+        if self.holders is not None:
+            edits = self.holders.put(edits)
         if self.tier is not None:
-            assert isinstance(self.memory, RankMemory), "a tier of this machine's memory"
+            assert isinstance(self.memory.memory, LinuxMemory), "a tier of this machine's memory"
             self.tier.apply(self.memory.memory, edits.tolist())
         elif len(edits):
             apply_edits(self.memory.memory, edits.tolist())
@@ -141,6 +152,8 @@ class Rank:
         """Computes the rank's layers for a step whose edits are applied; hidden: the result of the
         stage before."""
         assert self.memory is not None, "opened"
+        if self.holders is not None:
+            self.holders.use(step.attention, step.places)
         attention = self.memory.attention.plan(step.attention)
         rows = torch.from_numpy(step.input_ids), torch.from_numpy(step.positions)
         if self.device is not None:
@@ -202,9 +215,10 @@ class Rank:
             if exchange is not None:
                 exchange.close()
         if self.memory is not None:
-            is_read = self.tier is not None and not self.tier.is_quiet(_QUIET_S)
-            if is_read and isinstance(self.memory, RankMemory):
-                self.memory.memory.keep_pages()
+            memory, tier = self.memory.memory, self.tier
+            is_used = tier is not None and not tier.is_quiet(_QUIET_S)
+            if is_used and isinstance(memory, LinuxMemory):
+                memory.keep_pages()
             self.memory.close()
             self.memory = None
 

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
-from serve.group.group import Group, GroupHead, PostedStep, StepLostError
+from memory.nodes.rank_links import places_of
+from memory.segmented_kv import SegmentedKV
+from serve.group.group import Group, PostedStep, StepLostError
+from serve.group.messages import NO_PLACES
 from serve.group.rank import Rank
 from serve.runner.batch import Batch, make_batch
 from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller
@@ -32,7 +35,7 @@ class TensorRunner:
     """A Runner of one stage: all ranks compute a step together."""
 
     def __init__(
-        self, group: Group, kv: KVManager, recorder: EditRecorder, resources: Closable
+        self, group: Group, kv: KVManager | SegmentedKV, recorder: EditRecorder, resources: Closable
     ) -> None:
         """resources: closed after the group."""
         self._group = group
@@ -60,7 +63,10 @@ class TensorRunner:
         batch = make_batch(plan)
         requests = prompt_row_requests(plan, None)
         launched()  # before the step has taken the recorded edits, which must reach all ranks
-        posted = self._group.post_step(self._recorder, batch)
+        places = NO_PLACES
+        if isinstance(self._kv, SegmentedKV):
+            places = places_of(batch.attention, self._kv.segment_tokens, self._kv.locate)
+        posted = self._group.post_step(self._recorder, batch, places)
         return LaunchedStep(self, plan, batch, requests, posted)
 
     def finish(self, step: LaunchedStep) -> StepResult:
@@ -166,3 +172,15 @@ class LaunchedStep:
             return self.runner.finish(self)
         finally:
             self.runner.flush_transfers()
+
+
+class GroupHead:
+    """The head as the engine's model calls it: the other tensor ranks compute their columns."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert residual is None, "logits have none"
+        return self._group.head(x)

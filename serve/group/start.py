@@ -8,9 +8,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from memory.kv_manager import KVManager
+from memory.nodes.rank_links import HeldEditRecorder
+from memory.segmented_kv import SegmentedKV
 from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
 from serve.group.grid import Grid
@@ -29,12 +33,17 @@ from serve.group.stages import layer_stages
 from serve.group.worker_link import WorkerFailed, WorkerLink, end_workers
 from serve.loading.footprint import check_weights_fit
 from serve.loading.model_source import ModelSource, read_source
+from serve.loading.node_connection import connect_all
 from serve.loading.precision import Precision
 from serve.loading.rank_memory import make_accounting
 from serve.loading.runtime import Runtime, log_sizes
 from serve.models.progress import LoadProgress
 from serve.models.shard import check_heads
 from transport.base import TransportError
+
+if TYPE_CHECKING:
+    from serve.group.holders import GroupHolders, HeldGroupRecovery
+    from serve.loading.kvp import SegmentSizes
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +53,11 @@ _LOAD_S = 3600.0  # a worker reports each layer; a dead one is seen at once
 
 @dataclass(slots=True)
 class GroupRuntime:
-    """A loaded group. make_recovery: as EngineCore takes it."""
+    """A loaded group. make_recovery: as EngineCore takes it; with holders (`runtime.nodes`) it
+    takes first what makes their recovery, as EngineCore does."""
 
     runtime: Runtime
-    make_recovery: Callable[..., GroupRecovery]
+    make_recovery: Callable[..., GroupRecovery | HeldGroupRecovery]
 
 
 def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
@@ -108,14 +118,23 @@ def _form(
     free = kv_bytes_of_a_rank(config, group.own.room, list(group.links.values()))
     shards = [replace(shard_of(grid, rank), exchange=None) for rank in range(grid.size)]
     unit_bytes = None if group.own.device is None else group.own.device.unit_bytes
-    kv, recorder, geometry = make_accounting(
+    own, recorder, geometry, sizes = make_accounting(
         config, spec, precision, shards, free, unit_bytes=unit_bytes
     )
     group.form(geometry)
     secret = None
     if group.own.tier is not None:
         secret, store = group.own.tier.secret, GroupStore(group, recorder)
-        kv.prefixes.use_store(store, int, lambda: None, wait_for=store.wait_for)
+        own.prefixes.use_store(store, int, lambda: None, wait_for=store.wait_for)
+    make_group: Callable[..., GroupRecovery] = functools.partial(
+        GroupRecovery, group, own, recorder, loader.start, config.group_restart_s
+    )
+    make: Callable[..., GroupRecovery | HeldGroupRecovery] = make_group
+    kv: KVManager | SegmentedKV = own
+    nodes: GroupHolders | None = None
+    if sizes is not None:
+        assert isinstance(recorder, HeldEditRecorder), "records edits of holders"
+        kv, nodes, make = _with_holders(config, group, own, recorder, sizes, make_group)
     kind = PipelineRunner if grid.num_stages > 1 else TensorRunner
     runner = kind(group, kv, recorder, workers)
     log_sizes(config, precision, kv)
@@ -129,12 +148,33 @@ def _form(
         kv,
         group.own.memory,
         secret,
+        nodes=nodes,
         runner=runner,
     )
-    make = functools.partial(
-        GroupRecovery, group, kv, recorder, loader.start, config.group_restart_s
-    )
     return GroupRuntime(runtime, make)
+
+
+def _with_holders(
+    config: EngineConfig,
+    group: Group,
+    own: KVManager,
+    recorder: HeldEditRecorder,
+    sizes: SegmentSizes,
+    make_group: Callable[..., GroupRecovery],
+) -> tuple[SegmentedKV, GroupHolders, Callable[..., HeldGroupRecovery]]:
+    """Attaches all ranks to the holders; returns all memory as one, the holders, and what makes the
+    recovery. ConfigError names the setting."""
+    from serve.group.holders import GroupHolders, HeldGroupRecovery
+    from serve.loading import kvp
+
+    nodes = GroupHolders(group, sizes, config.memory_node_bytes)
+    connect_all("kvp", nodes)
+    memories = kvp.account(config, sizes, nodes)
+    recorder.record([partition.edits for partition in nodes.partitions])
+    holders = kvp.HolderMemory(nodes, memories, sizes.max_model_len, sizes.per_holder)
+    kv = kvp.join(own, holders, config.kvp_segment_tokens)
+    make = functools.partial(HeldGroupRecovery, group, nodes, memories, make_group)
+    return kv, nodes, make
 
 
 class WorkerLoader:
@@ -207,11 +247,11 @@ def make_grid(source: ModelSource) -> Grid:
 
 def _check(config: EngineConfig) -> None:
     """Refuses settings that a group does not have."""
-    for name in ("memory_nodes", "kvp"):
-        if getattr(config, name):
-            raise ConfigError(f"{name} needs a model on one rank, not {config.num_ranks}")
-    if config.kv_cache_dir is not None and config.backend == "cuda":
-        raise ConfigError("kv_cache_dir with several ranks needs the cpu back end")
+    if config.memory_nodes:
+        raise ConfigError(f"memory_nodes needs a model on one rank, not {config.num_ranks}")
+    for name in ("kvp", "kv_cache_dir"):
+        if getattr(config, name) and config.backend == "cuda":
+            raise ConfigError(f"{name} with several ranks needs the cpu back end")
 
 
 def _both(check: Callable[[], object], links: Sequence[WorkerLink]) -> Callable[[], object]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memory.nodes.node_link import NodesLostError
 from serve.config import EngineConfig
 from serve.errors import MergestepError
 from serve.group import messages
@@ -74,6 +75,7 @@ class Worker:
             Kind.EDITS: self._edit,
             Kind.HEAD: self._head,
             Kind.RESET: self._reset,
+            Kind.HOLDER: self._hold,
             Kind.END: self._end,
         }
         try:
@@ -220,6 +222,25 @@ class Worker:
             rank.source, grid, tensor, urls, self._siblings, self._key, self._epoch
         )
 
+    def _hold(self, message: Message) -> None:
+        """Attaches to a holder of segments, or leaves it."""
+        content = messages.read_json(message)
+        holders = None if self._rank is None else self._rank.holders
+        holder, num_pages, epoch = (int(content[x]) for x in ("holder", "num_pages", "epoch"))
+        if not num_pages:
+            if holders is not None:
+                holders.detach(holder)
+            return
+        if holders is None:
+            raise MessageError("HOLDER for a rank without holders")
+        reply: dict[str, object] = {"epoch": epoch}
+        try:
+            connect_s = float(content["connect_s"])
+            reply |= holders.attach(holder, num_pages, epoch, connect_s)._asdict()
+        except (TransportError, OSError) as error:
+            reply["error"] = str(error) or type(error).__name__
+        self._report(Kind.HELD, reply)
+
     def _end(self, message: Message) -> None:
         self.has_ended = True
 
@@ -275,6 +296,9 @@ class Worker:
             self._failed(number, str(error), is_loss=True)
         except (StageFailed, ExchangeError) as error:
             self._failed(number, str(error))
+        except NodesLostError as error:
+            logger.warning("%s", error)
+            self._failed(number, str(error), is_own=True)
         except Exception as error:
             logger.exception("a step failed")
             self._failed(number, f"{type(error).__name__}: {error}", is_own=True)
@@ -292,7 +316,9 @@ class Worker:
         so the group has to be formed anew."""
         assert self._rank is not None
         if is_own or is_loss:  # first: an engine that waits in a barrier then looks for the reason
-            self._report(Kind.FAILED, {"text": text, "is_loss": is_loss})
+            holders = self._rank.holders
+            lost = [] if holders is None else holders.lost()
+            self._report(Kind.FAILED, {"text": text, "is_loss": is_loss, "holders": lost})
         self._rank.abort()
         if self._next is not None:
             try:

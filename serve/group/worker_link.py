@@ -51,6 +51,7 @@ class WorkerLink:
         self.failure = ""  # what it reported of a step
         self.has_lost_link = False  # it has lost a connection to another rank
         self.moved: list[tuple[int, bool]] = []  # transfers of pages that have ended
+        self.lost_holders: set[tuple[int, int]] = set()  # and their epochs, that it has lost
         self._was_lost: bool | None = None  # before this end closed the connection
 
     @property
@@ -118,6 +119,8 @@ class WorkerLink:
     def _note(
         self, message: Message, content: dict[str, Any], kind: Kind | None, epoch: int | None
     ) -> dict[str, Any] | None:
+        for holder, holder_epoch in content.get("holders", ()):  # in any epoch of the group
+            self.lost_holders.add((int(holder), int(holder_epoch)))
         if message.kind is Kind.PROGRESS:
             self.num_layers = int(content.get("layers", 0))
         elif message.kind is Kind.FAILED and (epoch is None or message.epoch == epoch):

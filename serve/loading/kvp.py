@@ -23,7 +23,8 @@ from memory.nodes.attach import MAX_ADDRESSES, AttachRequest, NodeLayout
 from memory.nodes.edit_log import EditLog
 from memory.nodes.node_set import Connect, NodePartition, NodeSet, make_kv_managers
 from memory.nodes.placement import MAX_PAGES, PageGeometry, page_geometry
-from memory.nodes.segment_links import SegmentLinks
+from memory.nodes.rank_links import HolderGeometry
+from memory.nodes.segment_links import HasPartitions, Locate, SegmentLinks
 from memory.nodes.wire import FULL_WIRE
 from memory.nodes.wire_rows import largest_message
 from memory.segmented_kv import SegmentedKV
@@ -58,16 +59,12 @@ class Segments:
     def __init__(
         self,
         config: EngineConfig,
-        precision: Precision,
-        layers: Sequence[AttentionLayer],
         own_tokens: int,
         holders: HolderMemory | None,
     ) -> None:
         """own_tokens: the tokens of a sequence for which this machine has addresses."""
         self.own_tokens = own_tokens
         self._length = config.kvp_segment_tokens
-        self._rotates_wide = precision.kv == "int8"
-        self._layers = segmented_layers(layers)
         self._holders = holders
         self._kv: SegmentedKV | None = None
 
@@ -79,16 +76,8 @@ class Segments:
         """Returns all memory as one. ConfigError if a sequence of max_model_len does not fit."""
         if self._holders is None:
             return own
-        max_len = self._holders.max_model_len
-        self._kv = kv = SegmentedKV(
-            own, self._holders.memories, self._length, max_len, self._holders.most_segments
-        )
-        if not kv.fits_alone(max_len):
-            raise ConfigError(
-                f"kvp: the nodes have no room for one sequence of max_model_len {max_len}; lower "
-                "it, or raise memory_node_bytes"
-            )
-        return kv
+        self._kv = join(own, self._holders, self._length)
+        return self._kv
 
     def over(
         self,
@@ -99,19 +88,11 @@ class Segments:
     ) -> PlannedAttention:
         """Returns attention that is the fold over segments. where: the address and the end of this
         machine's K/V of these layers, which `inner` attends over."""
-        address, end = where
-        partial = partial_attention(layout, address, end - address, backend)
-        links = None
+        held = None
         if self._holders is not None:
             assert self._kv is not None, "memory is joined first"
-            links = SegmentLinks(
-                self._layers,
-                self._holders.nodes,
-                backend,
-                self._kv.locate,
-                rotates_wide=self._rotates_wide,
-            )
-        return SegmentedAttention(inner, partial, self._layers, backend, self._length, links)
+            held = self._holders.nodes, self._kv.locate
+        return fold_segments(inner, layout, where, backend, self._length, held)
 
     def closing(self, local: Closable) -> Closable:
         """Returns what closes the holders and this machine's memory."""
@@ -133,6 +114,19 @@ class _LocalAndHolders:
         self.local.close()
 
 
+def join(own: KVManager, holders: HolderMemory, segment_tokens: int) -> SegmentedKV:
+    """Returns this machine's memory and that of holders as one. ConfigError if a sequence of
+    max_model_len does not fit."""
+    max_len = holders.max_model_len
+    kv = SegmentedKV(own, holders.memories, segment_tokens, max_len, holders.most_segments)
+    if not kv.fits_alone(max_len):
+        raise ConfigError(
+            f"kvp: the nodes have no room for one sequence of max_model_len {max_len}; lower "
+            "it, or raise memory_node_bytes"
+        )
+    return kv
+
+
 def open_segments(
     config: EngineConfig,
     precision: Precision,
@@ -143,21 +137,51 @@ def open_segments(
     """Returns the segments of sequences up to max_model_len, or None if the model's layers cannot
     be cut into segments. layers: those of the first group. windows: that of each group. ConfigError
     names the setting. The caller closes the result."""
-    is_possible = windows[0] is None and all(
-        layer.window is None or layer.window >= max_model_len for layer in layers
-    )
+    if not can_cut(config, layers, windows[0], max_model_len):
+        return None
     if not config.kvp:
-        return Segments(config, precision, layers, max_model_len, None) if is_possible else None
-    if not is_possible:
-        raise ConfigError(
-            "kvp: a layer without a window is needed, and none that shares its K/V with one that "
-            "has a window"
-        )
+        return Segments(config, max_model_len, None)
     holders = open_holders(config, precision, layers, max_model_len)
     own_tokens = holders.max_model_len
     if len(windows) == 1:
         own_tokens = min(own_tokens, config.kvp_segment_tokens)
-    return Segments(config, precision, layers, own_tokens, holders)
+    return Segments(config, own_tokens, holders)
+
+
+def can_cut(
+    config: EngineConfig, layers: Sequence[AttentionLayer], window: int | None, max_model_len: int
+) -> bool:
+    """Returns whether sequences are cut into segments. layers, window: of the first group.
+    ConfigError if they are not, and kvp is set."""
+    if window is None and all(x.window is None or x.window >= max_model_len for x in layers):
+        return True
+    if config.kvp:
+        raise ConfigError(
+            "kvp: a layer without a window is needed, and none that shares its K/V with one that "
+            "has a window"
+        )
+    return False
+
+
+def fold_segments(
+    inner: PlannedAttention,
+    layout: Int8KVLayout | KVLayout,
+    where: tuple[int, int],
+    backend: Backend,
+    segment_tokens: int,
+    held: tuple[HasPartitions, Locate] | None,
+) -> SegmentedAttention:
+    """Returns attention that is the fold over segments. where: the address and the end of this
+    machine's K/V of these layers, which `inner` attends over. held: the holders of all segments but
+    first ones, and where those are; None: this machine has all."""
+    address, end = where
+    layers = segmented_layers(layout.layers)
+    partial = partial_attention(layout, address, end - address, backend)
+    links = None
+    if held is not None:
+        wide = isinstance(layout, Int8KVLayout)
+        links = SegmentLinks(layers, held[0], backend, held[1], rotates_wide=wide)
+    return SegmentedAttention(inner, partial, layers, backend, segment_tokens, links)
 
 
 def segmented_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
@@ -166,7 +190,7 @@ def segmented_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     return [replace(layer, window=None, chunk=None) for layer in layers]
 
 
-class _Sizes:
+class SegmentSizes:
     """The pages of segments on holders, and the longest sequence."""
 
     def __init__(
@@ -176,8 +200,14 @@ class _Sizes:
         layers: Sequence[AttentionLayer],
         max_model_len: int,
         connect: Connect,
+        parts: Sequence[Sequence[AttentionLayer]] | None = None,
     ) -> None:
+        """parts: the layers of each rank, which has its own pages on each holder; None: one rank
+        has all."""
         self._config, self._layers, self._kv_dtype = config, list(layers), precision.kv
+        self._engine = secrets.token_hex(16)
+        self.connect = connect
+        parts = [layers] if parts is None else parts
         self.length, num_nodes = config.kvp_segment_tokens, len(config.kvp)
         found = node_sizes("kvp", config.kvp, connect, config.memory_node_bytes)
         bytes_, _, whole, max_message = found
@@ -188,10 +218,12 @@ class _Sizes:
             layout = KVLayout(layers, getattr(torch, precision.kv))
         whole = min(whole, MAX_PAGES // _FEWEST_PAGES * bytes_)
         self.geometry: PageGeometry = page_geometry(
-            [layout.token_bytes], [None], "request", num_nodes, whole
+            [layout.token_bytes], [None], "head", len(parts), whole
         )
         [tokens], [slots] = self.geometry.page_tokens, self.geometry.range_slots(self.length)
-        num_pages = bytes_ // NodeLayout(self._request(1, 1)).page_bytes
+        # of all ranks together
+        self.page_bytes = sum(NodeLayout(self.request(1, 1, own)).page_bytes for own in parts)
+        self.num_pages = num_pages = bytes_ // self.page_bytes
         self.max_model_len = self._fitted(max_model_len, num_pages, -(-self.length // tokens))
         self.per_holder = -(-self._num_segments // num_nodes)
         page_bytes = self.geometry.page_bytes
@@ -245,17 +277,26 @@ class _Sizes:
         return min(_MAX_MESSAGE_ROWS, self._config.batched_tokens * self.per_holder)
 
     @property
-    def template(self) -> AttachRequest:
-        return self._request(self.num_ranges, self.max_rows)
+    def of_ranks(self) -> HolderGeometry:
+        """What the requests of all ranks have alike."""
+        whole = self.template
+        [tokens], [places] = whole.page_tokens, whole.num_places
+        return HolderGeometry(whole.engine, tokens, places, whole.num_ranges, whole.max_rows)
 
-    def _request(self, num_ranges: int, max_rows: int) -> AttachRequest:
+    @property
+    def template(self) -> AttachRequest:
+        return self.request(self.num_ranges, self.max_rows, self._layers)
+
+    def request(
+        self, num_ranges: int, max_rows: int, layers: Sequence[AttentionLayer]
+    ) -> AttachRequest:
         return AttachRequest(
-            engine=secrets.token_hex(16),
+            engine=self._engine,
             epoch=1,
             kv_dtype=self._kv_dtype,
             kv_group=self._config.kv_group,
-            layers=self._layers,
-            group_layers=[list(range(len(self._layers)))],
+            layers=list(layers),
+            group_layers=[list(range(len(layers)))],
             page_tokens=self.geometry.page_tokens,
             num_places=self.geometry.range_slots(self.length),
             num_ranges=num_ranges,
@@ -264,6 +305,14 @@ class _Sizes:
             max_rows=max_rows,
             by_segment=True,
         )
+
+    def partitions(self) -> list[NodePartition]:
+        """Returns a partition for each holder, without links."""
+        slots = self.geometry.range_slots(self.length)
+        return [
+            NodePartition([url], EditLog(self.geometry.page_bytes, self.num_ranges, slots))
+            for url in self._config.kvp
+        ]
 
 
 def open_holders(
@@ -275,34 +324,44 @@ def open_holders(
     """Connects to the kvp nodes and attaches to each. layers: those of the group without windows.
     ConfigError names the setting. The caller closes the result."""
     layers = segmented_layers(layers)
-    num_segments = -(-max_model_len // config.kvp_segment_tokens)
-    most_rows = config.batched_tokens * -(-num_segments // len(config.kvp))
-    largest = largest_message(layers, min(_MAX_MESSAGE_ROWS, most_rows), FULL_WIRE)
-    connect = connect_with(config, largest)
-    sizes = _Sizes(config, precision, layers, max_model_len, connect)
+    connect = connect_for(config, layers, max_model_len)
+    sizes = SegmentSizes(config, precision, layers, max_model_len, connect)
     template = sizes.template
-    partitions = [
-        NodePartition(
-            [url],
-            EditLog(sizes.geometry.page_bytes, sizes.num_ranges, template.num_places),
-        )
-        for url in config.kvp
-    ]
     nodes = NodeSet(
-        partitions, template, "request", connect, bytes_per_node=config.memory_node_bytes
+        sizes.partitions(),
+        template,
+        "request",
+        connect,
+        bytes_per_node=config.memory_node_bytes,
     )
     try:
         connect_all("kvp", nodes)
-        memories = make_kv_managers(
-            partitions,
-            sizes.geometry,
-            num_ranges=sizes.num_ranges,
-            max_model_len=sizes.length,
-            max_rows=min(config.chunk_tokens, sizes.length),
-        )
+        memories = account(config, sizes, nodes)
     except BaseException:
         nodes.close()
         raise
+    return HolderMemory(nodes, memories, sizes.max_model_len, sizes.per_holder)
+
+
+def connect_for(
+    config: EngineConfig, layers: Sequence[AttentionLayer], max_model_len: int
+) -> Connect:
+    """Returns what connects to holders of sequences up to max_model_len."""
+    num_segments = -(-max_model_len // config.kvp_segment_tokens)
+    most_rows = config.batched_tokens * -(-num_segments // len(config.kvp))
+    largest = largest_message(layers, min(_MAX_MESSAGE_ROWS, most_rows), FULL_WIRE)
+    return connect_with(config, largest)
+
+
+def account(config: EngineConfig, sizes: SegmentSizes, nodes: NodeSet) -> list[KVManager]:
+    """Returns the accounting of each holder, whose memory is placed."""
+    memories = make_kv_managers(
+        nodes.partitions,
+        sizes.geometry,
+        num_ranges=sizes.num_ranges,
+        max_model_len=sizes.length,
+        max_rows=min(config.chunk_tokens, sizes.length),
+    )
     beyond = max(1, min(sizes.length, sizes.max_model_len - sizes.length))
     nodes.min_pages = memories[0].pages_for(beyond)
     logger.info(
@@ -313,4 +372,4 @@ def open_holders(
         min(memory.num_pages for memory in memories),
         sizes.geometry.page_tokens[0],
     )
-    return HolderMemory(nodes, memories, sizes.max_model_len, sizes.per_holder)
+    return memories

@@ -8,25 +8,30 @@ heads there. Memory that nothing is written to costs nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
 from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
+from memory.nodes.attach import AttachRequest
+from memory.nodes.rank_links import HeldEditRecorder, HolderGeometry, RankHolders
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
 from memory.pages.virtual_memory import VirtualMemory
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.kv_layouts import kv_layout, stored_layers
+from serve.loading.kv_layouts import Layout, kv_layout, stored_layers
 from serve.loading.kv_sizing import reserving, size_kv
 from serve.loading.precision import Precision
 from serve.loading.runtime import group_attention
 from serve.models import ModelSpec
 from serve.models.shard import Shard
+
+if TYPE_CHECKING:
+    from serve.loading.kvp import SegmentSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,8 @@ class RankGeometry:
     """How every rank lays out its K/V.
 
     windows, token_bytes: those of each layer group, padding included. offsets: where each group's
-    ranges begin in a rank's reservation, and its end.
+    ranges begin in a rank's reservation, and its end. segment_tokens: of the segments over which
+    attention of the first group is folded; 0: it is not. holders: what holds later segments.
     """
 
     page_bytes: int
@@ -43,9 +49,11 @@ class RankGeometry:
     windows: tuple[int | None, ...]
     token_bytes: tuple[int, ...]
     offsets: tuple[int, ...]
+    segment_tokens: int = 0
+    holders: HolderGeometry | None = None
 
     def to_json(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, content: dict[str, object]) -> RankGeometry:
@@ -67,7 +75,21 @@ class RankGeometry:
         page_bytes, num_pages, max_model_len = numbers
         assert isinstance(page_bytes, int) and isinstance(num_pages, int)
         assert isinstance(max_model_len, int)
-        return cls(page_bytes, num_pages, max_model_len, windows, token_bytes, offsets)
+        segment_tokens, holders = content.get("segment_tokens"), content.get("holders")
+        if type(segment_tokens) is not int or segment_tokens < 0:
+            raise ValueError("the geometry's segments are no number of tokens")
+        if holders is not None and not segment_tokens:
+            raise ValueError("the geometry has holders without segments")
+        return cls(
+            page_bytes,
+            num_pages,
+            max_model_len,
+            windows,
+            token_bytes,
+            offsets,
+            segment_tokens,
+            None if holders is None else HolderGeometry.from_json(holders),
+        )
 
 
 def widest_groups(
@@ -84,7 +106,8 @@ def widest_groups(
             if not numbers:
                 continue
             layout = stored_layers(config, precision, layers_in(layers, numbers))
-            group = LayerGroup(layout.token_bytes, layout.tile_tokens, window)
+            most = config.kvp_segment_tokens if config.kvp and window is None else None
+            group = LayerGroup(layout.token_bytes, layout.tile_tokens, window, max_tokens=most)
             if widest is None or group.token_bytes > widest.token_bytes:
                 widest = group
         assert widest is not None, "some shard has a layer of each group"
@@ -114,19 +137,26 @@ def make_accounting(
     free_bytes: int,
     *,
     unit_bytes: int | None = None,
-) -> tuple[KVManager, EditRecorder, RankGeometry]:
+) -> tuple[KVManager, EditRecorder, RankGeometry, SegmentSizes | None]:
     """Makes the one accounting of all ranks. free_bytes: what one rank may take for K/V.
-    unit_bytes: what a device maps at a time; None: this machine's pages."""
+    unit_bytes: what a device maps at a time; None: this machine's pages. The last result: with
+    kvp, what holders will hold beside it."""
     groups = widest_groups(config, spec, precision, shards)
     # kv_cache_bytes bounds all ranks of a machine, of which free_bytes is one rank's part
     config = replace(config, kv_cache_bytes=None if config.kv_cache_bytes is None else free_bytes)
     sizes = size_kv(config, spec, groups, free_bytes=free_bytes, unit_bytes=unit_bytes)
-    recorder = EditRecorder(sizes.page_bytes)
+    segment_tokens, holders = _segments(config, spec, precision, shards, sizes.max_model_len)
+    own_tokens = sizes.max_model_len if holders is None else holders.max_model_len
+    if holders is not None and len(groups) == 1:
+        own_tokens = min(own_tokens, segment_tokens)
+    recorder = (
+        EditRecorder(sizes.page_bytes) if holders is None else HeldEditRecorder(sizes.page_bytes)
+    )
     kv = KVManager(
         recorder,
         num_pages=sizes.num_pages,
         num_ranges=config.max_num_seqs,
-        max_model_len=sizes.max_model_len,
+        max_model_len=own_tokens,
         groups=sizes.groups,
         max_rows=config.chunk_tokens,
         in_background=False,
@@ -139,8 +169,44 @@ def make_accounting(
         tuple(group.window for group in sizes.groups),
         tuple(group.token_bytes for group in sizes.groups),
         tuple(kv.group_offset(number) for number in range(len(sizes.groups) + 1)),
+        segment_tokens,
+        None if holders is None else holders.of_ranks,
     )
-    return kv, recorder, geometry
+    return kv, recorder, geometry, holders
+
+
+def _segments(
+    config: EngineConfig,
+    spec: ModelSpec,
+    precision: Precision,
+    shards: Sequence[Shard],
+    max_model_len: int,
+) -> tuple[int, SegmentSizes | None]:
+    """Returns the tokens of a segment, or 0 if no sequence is cut into segments, and the sizes of
+    the holders, if any. ConfigError names the setting."""
+    if not config.kvp and max_model_len <= config.kvp_segment_tokens:
+        return 0, None
+    from serve.loading import kvp
+
+    window, ids = group_layers(spec.attention_layers, config.max_model_len or spec.max_model_len)[0]
+    layers = layers_in(spec.attention_layers, ids)
+    if not kvp.can_cut(config, layers, window, max_model_len):
+        return 0, None
+    if not config.kvp:
+        return config.kvp_segment_tokens, None
+    parts = []
+    for shard in shards:
+        own = shard.spec(spec).attention_layers
+        numbers = numbers_of_group(config, spec, own, 0)
+        if not numbers:
+            raise ConfigError(
+                "kvp: each stage of pipeline_parallel_size needs a layer without a window"
+            )
+        parts.append(kvp.segmented_layers(layers_in(own, numbers)))
+    layers = kvp.segmented_layers(layers)
+    connect = kvp.connect_for(config, layers, max_model_len)
+    sizes = kvp.SegmentSizes(config, precision, layers, max_model_len, connect, parts)
+    return config.kvp_segment_tokens, sizes
 
 
 def device_mappings(num_pages: int, config: EngineConfig) -> dict[str, int]:
@@ -173,9 +239,12 @@ class RankMemory:
         layers: Sequence[AttentionLayer],
         geometry: RankGeometry,
         backend: Backend,
+        number: int = 0,
     ) -> None:
-        """spec: the whole model's; layers: those of this rank, with their sinks. ConfigError names
-        the setting if there is no memory."""
+        """spec: the whole model's; layers: those of this rank, with their sinks. number: the
+        rank's. ConfigError names the setting if there is no memory."""
+        self.holders: RankHolders | None = None  # which are not attached yet
+        self._number = number
         with reserving(geometry.page_bytes * geometry.num_pages, "kv_cache_bytes"):
             self.memory: VirtualMemory = LinuxMemory(geometry.page_bytes, geometry.num_pages)
         try:
@@ -205,12 +274,65 @@ class RankMemory:
             layout = kv_layout(config, precision, layers_in(layers, numbers))
             layout.pad(geometry.token_bytes[number] * layout.tile_tokens)
             start, end = geometry.offsets[number : number + 2]
-            parts.append(group_attention(layout, address + start, end - start, window, backend))
+            part = group_attention(layout, address + start, end - start, window, backend)
+            if number == 0 and geometry.segment_tokens:
+                where = (address + start, address + end)
+                part = self._folded(config, precision, part, layout, where, geometry, backend)
+            parts.append(part)
             ids_of.append(numbers)
         if not parts:
             raise ConfigError("a rank without layers")
         return parts[0] if len(parts) == 1 else GroupedAttention(parts, ids_of)
 
+    def _folded(
+        self,
+        config: EngineConfig,
+        precision: Precision,
+        inner: PlannedAttention,
+        layout: Layout,
+        where: tuple[int, int],
+        geometry: RankGeometry,
+        backend: Backend,
+    ) -> PlannedAttention:
+        """Returns attention over segments, as one process has it."""
+        from serve.loading import kvp
+
+        held = None
+        if geometry.holders is not None:
+            layers = kvp.segmented_layers(layout.layers)
+            request = _request(config, precision, layers, geometry.holders, self._number)
+            connect = kvp.connect_for(config, layers, geometry.max_model_len)
+            self.holders = RankHolders(config.kvp, request, connect, geometry.segment_tokens)
+            held = self.holders, self.holders.locate
+        return kvp.fold_segments(inner, layout, where, backend, geometry.segment_tokens, held)
+
     def close(self) -> None:
+        if self.holders is not None:
+            self.holders.close()
         del self.attention  # views of the reservation must go before it
         self.memory.close()
+
+
+def _request(
+    config: EngineConfig,
+    precision: Precision,
+    layers: Sequence[AttentionLayer],
+    geometry: HolderGeometry,
+    number: int,
+) -> AttachRequest:
+    """Returns the request of a rank to a holder."""
+    return AttachRequest(
+        engine=f"{geometry.engine}.{number}",
+        epoch=1,
+        kv_dtype=precision.kv,
+        kv_group=config.kv_group,
+        layers=list(layers),
+        group_layers=[list(range(len(layers)))],
+        page_tokens=[geometry.page_tokens],
+        num_places=[geometry.num_places],
+        num_ranges=geometry.num_ranges,
+        num_pages=1,
+        min_pages=1,
+        max_rows=geometry.max_rows,
+        by_segment=True,
+    )

@@ -31,6 +31,7 @@ _YARN: Json = YARN | {
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 VARIANTS = [
+    Variant("llama", "long", _LONG | {"head_dim": 32}),
     Variant("qwen3_moe", "long", _EXPERTS | {"num_experts": 6, "moe_intermediate_size": 40}),
     Variant(
         "gpt_oss",
