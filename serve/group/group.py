@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,7 +66,16 @@ class PostedStep(NamedTuple):
 class Group:
     """All ranks of a model. Only the compute thread calls it, except `lost` and counters."""
 
-    def __init__(self, own: Rank, grid: Grid, links: Sequence[WorkerLink], key: bytes) -> None:
+    def __init__(
+        self,
+        own: Rank,
+        grid: Grid,
+        links: Sequence[WorkerLink],
+        key: bytes,
+        note_silence: Callable[[float], object],
+    ) -> None:
+        """note_silence: called often with the longest silence of a worker that is not lost, in
+        seconds."""
         self.own = own
         self.grid = grid
         self.links = {link.rank: link for link in links}
@@ -77,6 +86,7 @@ class Group:
         self._beside = grid.stage_ranks(grid.num_stages - 1)[1:]
         self._before = [rank for rank in self.links if rank not in self._beside]
         self._key = key
+        self._note_silence = note_silence
         self._arenas: dict[int, Arena] = {}  # by stage: of those whose ranks are all here
         self._previous: StageLink | None = None
         self._is_broken = False  # a step failed, and no new epoch has begun
@@ -349,9 +359,13 @@ class Group:
         while not self._stop.wait(_WATCH_S):
             with self._lock:
                 gone = {link.rank for link in self.links.values() if link.is_lost}
-                if gone <= self._lost:
-                    continue
+                here = [link for rank, link in self.links.items() if rank not in gone]
+                silence_s = max((link.endpoint.silence_s for link in here), default=0.0)
+                is_new = not gone <= self._lost
                 self._lost |= gone
+            self._note_silence(silence_s)
+            if not is_new:
+                continue
             for arena in list(self._arenas.values()):
                 arena.abort()
             self.own.abort_own()

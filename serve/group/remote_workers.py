@@ -79,6 +79,9 @@ class RemoteWorkers:
         found[rank] = WorkerLink(rank, endpoint, None)
         logger.info("rank %d is connected from %s", rank, endpoint.peer.address)
 
+    def note_silence(self, silence_s: float) -> None:
+        """Others start the processes."""
+
     def stage_url(self, rank: int) -> str:
         """Returns where a rank listens for other ranks, on a free port."""
         return self._urls[rank]

@@ -75,7 +75,7 @@ def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
         if isinstance(error, (TransportError, WorkerFailed)):
             raise MergestepError(f"starting the group failed: {error}") from error
         raise
-    group = Group(own, grid, links, workers.key)
+    group = Group(own, grid, links, workers.key, workers.note_silence)
     try:
         return _form(source, grid, group, workers, loader)
     except BaseException as error:

@@ -54,6 +54,9 @@ class ThreadWorkers:
         assert end is not None
         return end, engine
 
+    def note_silence(self, silence_s: float) -> None:
+        pass
+
     def stage_url(self, rank: int) -> str:
         return f"inproc://stage-{rank}-{next(_numbers)}"
 
