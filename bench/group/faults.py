@@ -1,9 +1,11 @@
-"""Kills and stops workers under load: python -m bench.group.faults [--kills 200].
+"""Kills, stops and cuts off workers under load: python -m bench.group.faults [--kills 200].
 
 An engine answers rounds of requests; at a random moment of each round a worker gets SIGKILL or
-SIGSTOP, and now and then another one while the group is formed again. The tokens of every request
-are compared with those of one process. The last line is JSON: failed requests, changed answers,
-seconds until a loss was seen and until the group was whole again, and what was left at the end.
+SIGSTOP, and now and then another one while the group is formed again. With --cuts the worker is in
+a network namespace, and its link is cut, too (bench/group/cuts.py). The tokens of every request are
+compared with those of one process, and after every fault what the processes hold with what they
+held before. The last line is JSON: failed requests, changed answers, seconds until a loss was seen
+and until the group was whole again for each kind of fault, and what was left.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
+from typing import Protocol
 
 from bench.common.checkpoints import model_directory
 from serve import LLM, SamplingParams
 from serve.config import EngineSettings
+from serve.group.launch import LocalWorkers
 from serve.group.recovery import GroupRecovery
 from serve.group.recovery import logger as recovery_logger
 from serve.group.runners import TensorRunner
@@ -41,6 +45,8 @@ SETTINGS: EngineSettings = {
 _WHOLE_S = 90.0  # to be whole again, on a busy machine
 _NUM_PROMPTS = 12
 _SLOW_S = 20.0
+_LEFT_S = 3.0  # for what a lost worker held to be closed
+_DECILES = 10
 _AGAIN = 0.2  # share of the faults that a second one follows
 
 
@@ -122,14 +128,15 @@ class Seen(logging.Handler):
 
 @dataclass
 class Result:
-    """What faults did. seen_s, whole_s: seconds from each round's first fault."""
+    """What faults did. seen_s, whole_s: seconds from each round's only fault, by its kind; rounds
+    with two faults are a kind of their own, and count from the last one. left: what grew."""
 
     faults: int = 0
     failed: int = 0
     changed: int = 0
     requests: int = 0
-    seen_s: list[float] = field(default_factory=list)
-    whole_s: list[float] = field(default_factory=list)
+    seen_s: dict[str, list[float]] = field(default_factory=dict)
+    whole_s: dict[str, list[float]] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
@@ -138,16 +145,17 @@ class Result:
             "requests": self.requests,
             "failed": self.failed,
             "changed": self.changed,
-            "seen_s": _summary(self.seen_s),
-            "whole_s": _summary(self.whole_s),
+            "seen_s": {kind: _summary(each) for kind, each in self.seen_s.items()},
+            "whole_s": {kind: _summary(each) for kind, each in self.whole_s.items()},
             "left": self.left,
         }
 
 
-def _summary(values: list[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    return {"median": round(median(values), 3), "max": round(max(values), 3)}
+def _summary(values: list[float]) -> dict[str, float]:
+    found = {"count": len(values), "median": round(median(values), 2), "max": round(max(values), 2)}
+    if len(values) >= _DECILES:
+        found["p90"] = round(quantiles(values, n=_DECILES)[-1], 2)
+    return found
 
 
 class Load:
@@ -175,10 +183,79 @@ class Load:
         return [(o.finish_reason, o.token_ids, o.cumulative_logprob) for o in outputs]
 
 
+class Faults(Protocol):
+    """Where the workers are, and what can happen to them."""
+
+    def cause(self, rng: random.Random, is_first: bool) -> str:
+        """Causes a fault, and ends it if it does not end by itself; returns its kind."""
+
+    def is_surely_seen(self, kind: str) -> bool:
+        """Returns whether the engine must notice faults of this kind."""
+
+    def held(self) -> Leftover:
+        """Returns what the engine and its workers hold."""
+
+
+class LocalFaults:
+    """Kills and stops of processes that the engine has started."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def _workers(self) -> list[int]:
+        runner = self._llm._loaded.core._runner
+        assert isinstance(runner, TensorRunner) and isinstance(runner._workers, LocalWorkers)
+        spare = runner._workers._spare
+        return [each for each in workers_of(os.getpid()) if spare is None or each != spare.pid]
+
+    def cause(self, rng: random.Random, is_first: bool) -> str:
+        # One that is stopped before it has connected is seen after a minute only.
+        kind = rng.choice([signal.SIGKILL, signal.SIGSTOP]) if is_first else signal.SIGKILL
+        end_s = time.monotonic() + 1.0
+        while not (found := self._workers()) and time.monotonic() < end_s:
+            time.sleep(0.01)
+        if not found:
+            return ""
+        os.kill(rng.choice(found), kind)
+        return kind.name
+
+    def is_surely_seen(self, kind: str) -> bool:
+        return True
+
+    def held(self) -> Leftover:
+        return replace(Leftover.now(), processes=len(self._workers()))
+
+
 def run(model: str, grid: tuple[int, int], kills: int, seed: int = 0) -> Result:
-    """Causes faults and returns what came of them."""
+    """Kills and stops workers and returns what came of it."""
+    ranks: EngineSettings = {"tensor_parallel_size": grid[0], "pipeline_parallel_size": grid[1]}
     with own_folder():
-        return _run(model, grid, kills, random.Random(seed))
+        expected, before = answers_alone(model), Leftover.now()
+        with LLM(model, **{**SETTINGS, **ranks}) as llm:
+            result = cause_faults(llm, LocalFaults(llm), expected, kills, random.Random(seed))
+        result.left |= Leftover.now().since(before)
+    return result
+
+
+def answers_alone(model: str) -> list[tuple[object, ...]]:
+    """Returns what one process answers."""
+    with LLM(model, **SETTINGS) as llm:
+        return Load(llm.tokenizer.vocab_size).answers(llm)
+
+
+def cause_faults(
+    llm: LLM, faults: Faults, expected: list[tuple[object, ...]], count: int, rng: random.Random
+) -> Result:
+    """Causes faults in rounds of requests."""
+    result, seen, load = Result(), Seen(), Load(llm.tokenizer.vocab_size)
+    with seen.watching():
+        assert load.answers(llm) == expected, "wrong before any fault"
+        began_s = time.monotonic()
+        load.answers(llm)
+        rounds = Rounds(llm, load, expected, faults, seen, time.monotonic() - began_s)
+        while result.faults < count:
+            rounds.run(rng, result)
+    return result
 
 
 @contextmanager
@@ -193,86 +270,81 @@ def own_folder() -> Iterator[None]:
             tempfile.tempdir = before
 
 
-def _run(model: str, grid: tuple[int, int], kills: int, rng: random.Random) -> Result:
-    result, seen = Result(), Seen()
-    ranks: EngineSettings = {"tensor_parallel_size": grid[0], "pipeline_parallel_size": grid[1]}
-    of_grid: EngineSettings = {**SETTINGS, **ranks}
-    with LLM(model, **SETTINGS) as llm:
-        load = Load(llm.tokenizer.vocab_size)
-        expected = load.answers(llm)
-    before = Leftover.now()
-    with (
-        seen.watching(),
-        LLM(model, **of_grid) as llm,
-    ):
-        assert load.answers(llm) == expected, "wrong before any fault"
-        began_s = time.monotonic()
-        load.answers(llm)
-        round_s = time.monotonic() - began_s
-        whole = Leftover.now()
-        while result.faults < kills:
-            _round(llm, load, expected, rng, result, seen, round_s)
-        result.left = {f"growth of {k}": n for k, n in Leftover.now().since(whole).items()}
-    result.left |= Leftover.now().since(before)
-    return result
+class Rounds:
+    """Rounds of requests, with a fault or two in each. duration_s: of a round without one."""
 
+    def __init__(
+        self,
+        llm: LLM,
+        load: Load,
+        expected: list[tuple[object, ...]],
+        faults: Faults,
+        seen: Seen,
+        duration_s: float,
+    ) -> None:
+        self._llm = llm
+        self._load = load
+        self._expected = expected
+        self._faults = faults
+        self._seen = seen
+        self._duration_s = duration_s
+        self._whole = faults.held()
 
-def _round(
-    llm: LLM,
-    load: Load,
-    expected: list[tuple[object, ...]],
-    rng: random.Random,
-    result: Result,
-    seen: Seen,
-    round_s: float,
-) -> None:
-    """Answers all requests, with a fault at a random moment, and counts."""
-    at_s: list[float] = []
-    sent: list[str] = []
-    waits_s = [rng.uniform(0, round_s)]
-    if rng.random() < _AGAIN:
-        waits_s.append(rng.uniform(0, 3.0))
-    seen.lost_s.clear()
-    seen.whole_s.clear()
+    def run(self, rng: random.Random, result: Result) -> None:
+        """Answers all requests, with a fault at a random moment, and counts."""
+        began: list[tuple[float, str]] = []
+        waits_s = [rng.uniform(0, self._duration_s)]
+        if rng.random() < _AGAIN:
+            waits_s.append(rng.uniform(0, 3.0))
+        self._seen.lost_s.clear()
+        self._seen.whole_s.clear()
 
-    def cause_faults() -> None:
-        for wait_s in waits_s:
-            time.sleep(wait_s)
-            found = workers_of(os.getpid())
-            if found:
-                at_s.append(time.monotonic())
-                # One that is stopped before it has connected is seen after a minute only.
-                kinds = [signal.SIGKILL] if len(at_s) > 1 else [signal.SIGKILL, signal.SIGSTOP]
-                sent.append(rng.choice(kinds).name)
-                os.kill(rng.choice(found), signal.Signals[sent[-1]])
+        def cause() -> None:
+            for wait_s in waits_s:
+                time.sleep(wait_s)
+                at_s = time.monotonic()
+                if kind := self._faults.cause(rng, not began):
+                    began.append((at_s, kind))
 
-    thread = threading.Thread(target=cause_faults)
-    thread.start()
-    answers = load.answers(llm)
-    thread.join()
-    result.faults += len(at_s)
-    result.requests += len(answers)
-    result.failed += sum(each[0] != "length" for each in answers)
-    result.changed += sum(
-        a != e and a[0] == "length" for a, e in zip(answers, expected, strict=True)
-    )
-    _await_whole(llm, seen, at_s)
-    if seen.whole_s and seen.whole_s[-1] - at_s[0] > _SLOW_S:
-        logger.warning("%s at %s s: whole after %s s", sent, at_s, seen.whole_s)
-    result.seen_s += [lost_s - at_s[0] for lost_s in seen.lost_s[:1]]
-    result.whole_s += [seen.whole_s[-1] - at_s[0]] if seen.whole_s else []
+        thread = threading.Thread(target=cause)
+        thread.start()
+        answers = self._load.answers(self._llm)
+        thread.join()
+        result.faults += len(began)
+        result.requests += len(answers)
+        result.failed += sum(each[0] != "length" for each in answers)
+        result.changed += sum(
+            a != e and a[0] == "length" for a, e in zip(answers, self._expected, strict=True)
+        )
+        self._await_whole(began)
+        kind = began[0][1] if len(began) == 1 else "two"
+        if self._seen.whole_s:
+            seen_s = self._seen.lost_s[0] - began[0][0]
+            result.seen_s.setdefault(kind, []).append(seen_s)
+            result.whole_s.setdefault(kind, []).append(self._seen.whole_s[-1] - began[-1][0])
+            if result.whole_s[kind][-1] > _SLOW_S:
+                logger.warning("%s: lost at %s", began, self._seen.lost_s)
+        for name, more in self._left().items():
+            result.left[f"growth of {name}"] = more
 
+    def _await_whole(self, began: list[tuple[float, str]]) -> None:
+        """Waits until the group is whole after the last fault."""
+        end_s = time.monotonic() + _WHOLE_S
+        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        must_be_seen = any(self._faults.is_surely_seen(kind) for _, kind in began)
+        time.sleep(max(0.0, began[-1][0] + 2.0 - time.monotonic()))  # it is seen by then
+        while (must_be_seen and not self._seen.whole_s) or not _is_whole(self._llm):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"{began}: the group was not whole after {_WHOLE_S:.0f} s")
+            self._llm.generate([[5, 6, 7]], params, use_tqdm=False)
+            time.sleep(0.05)
 
-def _await_whole(llm: LLM, seen: Seen, at_s: list[float]) -> None:
-    """Waits until the group is whole after the last fault."""
-    end_s = time.monotonic() + _WHOLE_S
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    time.sleep(max(0.0, at_s[-1] + 2.0 - time.monotonic()))  # a stopped worker is seen by then
-    while not seen.whole_s or not _is_whole(llm):
-        if time.monotonic() > end_s:
-            raise RuntimeError(f"the group was not whole {_WHOLE_S:.0f} s after a fault")
-        llm.generate([[5, 6, 7]], params, use_tqdm=False)
-        time.sleep(0.05)
+    def _left(self) -> dict[str, int]:
+        """Returns what has grown, once what ends by itself has had time to."""
+        end_s = time.monotonic() + _LEFT_S
+        while (found := self._faults.held().since(self._whole)) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        return found
 
 
 def _is_whole(llm: LLM) -> bool:
@@ -287,13 +359,17 @@ def main() -> None:
     parser.add_argument("--model", default="random:tiny")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grids", default="2x1,1x2,2x2", help="tensor x pipeline ranks")
+    parser.add_argument("--cuts", action="store_true", help="workers in a network namespace")
     options = parser.parse_args()
+    cause: Callable[..., Result] = run
+    if options.cuts:
+        from bench.group.cuts import run as cause
     model = model_directory(options.model)
     assert model is not None, "a model of its own"
     found = {}
     for name in options.grids.split(","):
         tensor, stages = map(int, name.split("x"))
-        result = run(model, (tensor, stages), options.kills, options.seed)
+        result = cause(model, (tensor, stages), options.kills, options.seed)
         found[name] = result.to_json()
         print(name, found[name], flush=True)
     print(json.dumps(found))

@@ -102,7 +102,9 @@ class LocalWorkers:
             now_s, spare = time.monotonic(), self._spare
             if silence_s >= _SUSPECT_S and spare is None:
                 self._spare, self._spared_s = self._spawn(), now_s
-            elif silence_s < _SUSPECT_S and spare is not None and now_s > self._spared_s + _UNUSED_S:
+            elif (
+                silence_s < _SUSPECT_S and spare is not None and now_s > self._spared_s + _UNUSED_S
+            ):
                 self._end_spare()
 
     def _take_spare(self) -> subprocess.Popen[bytes] | None:

@@ -19,6 +19,7 @@ from serve.config import EngineConfig
 from serve.errors import MergestepError
 from serve.group import messages
 from serve.group.grid import Grid
+from serve.group.kept_rank import KeptRank
 from serve.group.messages import Kind, Message, MessageError, PlannedStep
 from serve.group.rank import Rank, RankExchange
 from serve.group.siblings import SiblingListener, connect_exchange
@@ -41,11 +42,19 @@ _POLL_S = 0.25
 class Worker:
     """Serves one engine over its connection."""
 
-    def __init__(self, engine: Endpoint, key: bytes, settings: Mapping[str, object]) -> None:
-        """settings: fields of EngineConfig that differ on this host from the engine's."""
+    def __init__(
+        self,
+        engine: Endpoint,
+        key: bytes,
+        settings: Mapping[str, object],
+        kept: KeptRank | None = None,
+    ) -> None:
+        """settings: fields of EngineConfig that differ on this host from the engine's. kept: what
+        an earlier worker of this process has loaded."""
         self._engine = engine
         self._key = key
         self._settings = dict(settings)
+        self._kept = kept or KeptRank()
         self._rank: Rank | None = None
         self._epoch = 0
         self.has_ended = False  # the engine has said so
@@ -97,6 +106,7 @@ class Worker:
                 listener.close()
         if self._rank is not None:
             self._rank.close()
+            self._rank = None
         self._engine.close()
 
     def _close_links(self) -> None:
@@ -141,7 +151,8 @@ class Worker:
 
     def _loaded(self, content: dict[str, Any]) -> Rank:
         config = EngineConfig(**(content["config"] | self._settings))
-        self._grid = Grid.from_json(content["grid"])
+        self._grid = grid = Grid.from_json(content["grid"])
+        number = int(content["rank"])
         _keep_to(content.get("cpus"))
         num_loaded = 0
 
@@ -150,8 +161,10 @@ class Worker:
             self._report(Kind.PROGRESS, {"layers": num_loaded})
             num_loaded += 1
 
-        source = read_source(config)
-        return Rank(source, self._grid, int(content["rank"]), LoadProgress(check=check))
+        def load() -> Rank:
+            return Rank(read_source(config), grid, number, LoadProgress(check=check))
+
+        return self._kept.get(config, grid, number, load)
 
     def _listen(self, content: dict[str, Any]) -> str:
         """Returns where the next stage connects to."""
