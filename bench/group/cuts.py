@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.common.namespaces import Site, can_have_namespaces
-from bench.group.faults import (
+from bench.group.fault_rounds import (
     SETTINGS,
     Leftover,
     Result,
@@ -79,7 +79,7 @@ class Supervised:
 
 
 class NamespaceFaults:
-    """Implements bench.group.faults.Faults."""
+    """Implements bench.group.fault_rounds.Faults."""
 
     def __init__(self, site: Site, rank: Supervised, kinds: tuple[str, ...]) -> None:
         self._site = site

@@ -111,7 +111,10 @@ class LocalWorkers:
         """Returns the process that waits to be told its rank, if there is one."""
         with self._lock:
             spare, self._spare = self._spare, None
-        return spare if spare is not None and spare.poll() is None else None
+        if spare is None or spare.poll() is None:
+            return spare
+        spare.communicate()  # closes its standard input
+        return None
 
     def _end_spare(self) -> None:
         if self._spare is not None:
