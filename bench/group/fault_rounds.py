@@ -267,7 +267,9 @@ class Rounds:
         if self._seen.whole_s:
             seen_s = self._seen.lost_s[0] - began[0][0]
             result.seen_s.setdefault(kind, []).append(seen_s)
-            result.whole_s.setdefault(kind, []).append(self._seen.whole_s[-1] - began[-1][0])
+            whole_s = self._seen.whole_s[-1]
+            last_s = max(at_s for at_s, _ in began if at_s < whole_s)  # a short cut may follow
+            result.whole_s.setdefault(kind, []).append(whole_s - last_s)
             if result.whole_s[kind][-1] > _SLOW_S:
                 logger.warning("%s: lost at %s", began, self._seen.lost_s)
         for name, more in self._left().items():
