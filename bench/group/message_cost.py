@@ -11,7 +11,7 @@ import numpy as np
 
 from memory.attention.seam import AttentionStep
 from memory.edit_recorder import EditKind, MemoryEdit
-from serve.group import messages
+from serve.group.links import messages
 
 _CALLS = 200
 

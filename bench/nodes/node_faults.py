@@ -24,8 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.common.namespaces import Site, can_have_namespaces
 from bench.nodes.fault_engine import NUM_PROMPTS
-from bench.nodes.fault_rig import START_S, EngineProcess, Node, Proxy, Site, can_have_namespaces
+from bench.nodes.fault_rig import START_S, EngineProcess, Node, Proxy
 
 logger = logging.getLogger(__name__)
 

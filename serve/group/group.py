@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,15 +19,15 @@ import numpy.typing as npt
 from torch import Tensor
 
 from memory.edit_recorder import EditRecorder
-from memory.nodes.node_link import NodesLostError
-from serve.group import messages
+from serve.group.errors import GroupLostError, StepLostError
 from serve.group.grid import Grid
-from serve.group.messages import Kind, PlannedStep
+from serve.group.links import messages
+from serve.group.links.messages import Kind, PlannedStep
+from serve.group.links.stage_link import StageFailed, StageLink, StageLost
+from serve.group.links.worker_link import WorkerFailed, WorkerLink, end_workers
 from serve.group.rank import HostExchange, Rank
 from serve.group.siblings import connect_exchange
 from serve.group.sizes import arena_bytes, open_exchange, stage_window_bytes
-from serve.group.stage_link import StageFailed, StageLink, StageLost
-from serve.group.worker_link import WorkerFailed, WorkerLink, end_workers
 from serve.loading.rank_memory import RankGeometry
 from serve.runner.batch import Batch
 from transport.arena import NO_RANK, Arena, ExchangeError
@@ -47,14 +47,6 @@ STEP_ERRORS = (ExchangeError, StageFailed, TransportError)
 """What a step raises when another rank has no result."""
 
 
-class GroupLostError(NodesLostError):
-    """A worker is gone, and with it its part of all K/V; it has to be computed again."""
-
-
-class StepLostError(Exception):
-    """A step failed on another rank. The text is that rank's."""
-
-
 class PostedStep(NamedTuple):
     """A step in flight. message: what the other ranks of the last stage get of it later."""
 
@@ -66,18 +58,27 @@ class PostedStep(NamedTuple):
 class Group:
     """All ranks of a model. Only the compute thread calls it, except `lost` and counters."""
 
-    def __init__(self, own: Rank, grid: Grid, links: Sequence[WorkerLink], key: bytes) -> None:
+    def __init__(
+        self,
+        own: Rank,
+        grid: Grid,
+        links: Sequence[WorkerLink],
+        key: bytes,
+        note_silence: Callable[[float], object],
+    ) -> None:
+        """note_silence: called often with the longest silence of a worker that is not lost, in
+        seconds."""
         self.own = own
         self.grid = grid
         self.links = {link.rank: link for link in links}
         self.epoch = 0
         self.geometry: RankGeometry | None = None
         self.num_steps = 0
-        self._num_begun = 0  # the number of the last step that this rank has begun
         self.num_formed = 0
         self._beside = grid.stage_ranks(grid.num_stages - 1)[1:]
         self._before = [rank for rank in self.links if rank not in self._beside]
         self._key = key
+        self._note_silence = note_silence
         self._arenas: dict[int, Arena] = {}  # by stage: of those whose ranks are all here
         self._previous: StageLink | None = None
         self._is_broken = False  # a step failed, and no new epoch has begun
@@ -136,7 +137,6 @@ class Group:
             raise self._loss(error) from error
         self._is_broken = False
         self._is_formed = True
-        self._num_begun = self.num_steps
         self.num_formed += 1
 
     def _open_exchange(self) -> HostExchange | None:
@@ -216,7 +216,7 @@ class Group:
     @property
     def is_quiet(self) -> bool:
         """Whether no step is in flight, so that edits may be posted alone. Only between steps."""
-        return self._num_begun == self.num_steps
+        return not self._posted
 
     def _edit(self, edits: npt.NDArray[np.int64]) -> None:
         """Applies edits to this rank's memory. Raises GroupLostError if that failed, after which
@@ -232,7 +232,6 @@ class Group:
     def begin(self, posted: PostedStep) -> None:
         """Applies a step's edits on this rank, and sends the step to the other ranks of the last
         stage. It must be called for every step, in order. Raises GroupLostError."""
-        self._num_begun = posted.number
         self._posted.popleft()
         # The other ranks of this stage get it now and not with the other stages: they compute the
         # logits of earlier steps before it.
@@ -378,9 +377,13 @@ class Group:
         while not self._stop.wait(_WATCH_S):
             with self._lock:
                 gone = {link.rank for link in self.links.values() if link.is_lost}
-                if gone <= self._lost:
-                    continue
+                here = [link for rank, link in self.links.items() if rank not in gone]
+                silence_s = max((link.endpoint.silence_s for link in here), default=0.0)
+                is_new = not gone <= self._lost
                 self._lost |= gone
+            self._note_silence(silence_s)
+            if not is_new:
+                continue
             for arena in list(self._arenas.values()):
                 arena.abort()
             self.own.abort_own()

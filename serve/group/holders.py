@@ -21,10 +21,11 @@ from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
 from memory.nodes.placement import Shard
 from memory.nodes.rank_links import Granted
 from memory.nodes.wire import ErrorCode
-from serve.group.group import Group, GroupLostError
-from serve.group.messages import Kind
+from serve.group.errors import GroupLostError
+from serve.group.group import Group
+from serve.group.links.messages import Kind
+from serve.group.links.worker_link import WorkerLink
 from serve.group.recovery import GroupRecovery
-from serve.group.worker_link import WorkerLink
 from serve.loading.kvp import SegmentSizes
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler

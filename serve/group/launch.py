@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,13 +18,17 @@ from typing import NamedTuple
 
 from serve.config import EngineConfig
 from serve.errors import MergestepError
-from serve.group.worker_link import WorkerLink
+from serve.group.links.worker_link import WorkerLink
 from serve.machine import usable_processors
 from transport import listen
 from transport.base import Listener
 
 _CONNECT_S = 60.0  # for a process to start, import and connect
 _WINDOW_BYTES = 1 << 20  # for the small messages of a worker
+# A worker that has missed two heartbeats may be lost: a process is started for its place before
+# that is certain, since importing takes longer than the rest of a loss.
+_SUSPECT_S = 0.5
+_UNUSED_S = 30.0  # after which a process that was not needed is ended
 FOLDER_PREFIX = "mergestep-group-"
 """How the names of folders with an engine's sockets begin."""
 
@@ -46,6 +51,9 @@ class LocalWorkers:
         self.key = secrets.token_bytes(32)
         url = f"shm://{Path(self._folder.name) / 'engine'}"
         self._listener: Listener = listen(url, key=self.key, window_bytes=_WINDOW_BYTES)
+        self._lock = threading.Lock()  # guards the spare process
+        self._spare: subprocess.Popen[bytes] | None = None
+        self._spared_s = 0.0  # when it was started
 
     def start(self, ranks: Iterable[int], check: Callable[[], object] = object) -> list[WorkerLink]:
         """Starts workers and returns their connections. check: called while waiting; may raise.
@@ -55,7 +63,7 @@ class LocalWorkers:
         end_s = time.monotonic() + _CONNECT_S
         try:
             for rank in ranks:
-                processes[rank] = self._spawn()
+                processes[rank] = self._take_spare() or self._spawn()
                 self._tell(processes[rank], rank)
             while len(links) < len(processes):
                 check()
@@ -87,6 +95,33 @@ class LocalWorkers:
         self._num_urls += 1
         return f"shm://{Path(self._folder.name) / f'rank-{rank}-{self._num_urls}'}"
 
+    def note_silence(self, silence_s: float) -> None:
+        """Notes how long workers have been silent at most, and has a process ready for one that
+        may be lost. Any thread may call it."""
+        with self._lock:
+            now_s, spare = time.monotonic(), self._spare
+            if silence_s >= _SUSPECT_S and spare is None:
+                self._spare, self._spared_s = self._spawn(), now_s
+            elif (
+                silence_s < _SUSPECT_S and spare is not None and now_s > self._spared_s + _UNUSED_S
+            ):
+                self._end_spare()
+
+    def _take_spare(self) -> subprocess.Popen[bytes] | None:
+        """Returns the process that waits to be told its rank, if there is one."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is None or spare.poll() is None:
+            return spare
+        spare.communicate()  # closes its standard input
+        return None
+
+    def _end_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare.communicate()  # closes its standard input
+            self._spare = None
+
     def _spawn(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "serve.group.worker_main"],
@@ -104,6 +139,8 @@ class LocalWorkers:
             process.stdin.flush()
 
     def close(self) -> None:
+        with self._lock:
+            self._end_spare()
         self._listener.close()
         self._folder.cleanup()
 

@@ -22,7 +22,7 @@ from serve.group.exchange.arena import ArenaExchange
 from serve.group.exchange.staged import AloneExchange, StagedExchange
 from serve.group.exchange.windows import WindowExchange
 from serve.group.grid import Grid
-from serve.group.messages import PlannedStep
+from serve.group.links.messages import PlannedStep
 from serve.group.rank_tier import RankTier, open_rank_tier
 from serve.loading.model_source import ModelSource, load_part
 from serve.loading.rank_memory import KVOfRank, RankGeometry, RankMemory
@@ -223,7 +223,7 @@ class Rank:
             self.memory = None
 
     def end(self) -> None:
-        """Closes all that the rank has opened; it is of no use afterwards."""
+        """Closes all that the rank has opened. Its weights stay."""
         self.close()
         if self.tier is not None:
             self.tier.close()

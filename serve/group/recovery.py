@@ -12,8 +12,9 @@ from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
 from memory.nodes.node_link import NodesLostError
 from serve.errors import GROUP_LOST, MergestepError
-from serve.group.group import Group, GroupLostError
-from serve.group.worker_link import WorkerLink
+from serve.group.errors import GroupLostError
+from serve.group.group import Group
+from serve.group.links.worker_link import WorkerLink
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence as Running

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from serve.errors import ConfigError, MergestepError
+from serve.group.links.worker_link import WorkerLink
 from serve.group.membership import Membership
-from serve.group.worker_link import WorkerLink
 from transport import listen
 from transport.base import Endpoint, Listener, TransportError
 
@@ -78,6 +78,9 @@ class RemoteWorkers:
         self._urls[rank] = url
         found[rank] = WorkerLink(rank, endpoint, None)
         logger.info("rank %d is connected from %s", rank, endpoint.peer.address)
+
+    def note_silence(self, silence_s: float) -> None:
+        """Others start the processes."""
 
     def stage_url(self, rank: int) -> str:
         """Returns where a rank listens for other ranks, on a free port."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.group.links.worker_link import WorkerLink
 from serve.group.rank import RankRoom
-from serve.group.worker_link import WorkerLink
 from serve.machine import KV_SHARE_OF_FREE_MEMORY, available_memory, local_kv_bytes
 from serve.units import format_memory
 

@@ -17,8 +17,9 @@ from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
 from memory.nodes.rank_links import places_of
 from memory.segmented_kv import SegmentedKV
-from serve.group.group import Group, PostedStep, StepLostError
-from serve.group.messages import NO_PLACES
+from serve.group.errors import StepLostError
+from serve.group.group import Group, PostedStep
+from serve.group.links.messages import NO_PLACES
 from serve.group.rank import Rank
 from serve.runner.batch import Batch, make_batch
 from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller

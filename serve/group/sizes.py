@@ -6,7 +6,7 @@ from serve.config import EngineConfig
 from serve.group.exchange.arena import ArenaExchange
 from serve.group.exchange.slots import ring_bytes
 from serve.group.grid import Grid
-from serve.group.stage_link import largest_hidden
+from serve.group.links.stage_link import largest_hidden
 from serve.loading.model_source import ModelSource
 from serve.models import ModelSpec
 from serve.models.families.layer_spec import AttentionSpec, MixtureSpec, MlpSpec

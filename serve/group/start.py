@@ -17,12 +17,14 @@ from memory.nodes.rank_links import HeldEditRecorder
 from memory.segmented_kv import SegmentedKV
 from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
+from serve.group.errors import GroupLostError
 from serve.group.grid import Grid
-from serve.group.group import Group, GroupLostError
+from serve.group.group import Group
 from serve.group.group_store import GroupStore
 from serve.group.launch import LocalWorkers, cpus_of_ranks, threads_of_a_rank
+from serve.group.links.messages import Kind
+from serve.group.links.worker_link import WorkerFailed, WorkerLink, end_workers
 from serve.group.membership import Membership, read_group_key, read_membership
-from serve.group.messages import Kind
 from serve.group.rank import Rank, shard_of
 from serve.group.recovery import GroupRecovery
 from serve.group.remote_workers import RemoteWorkers
@@ -30,7 +32,6 @@ from serve.group.room import kv_bytes_of_a_rank
 from serve.group.runners import PipelineRunner, TensorRunner
 from serve.group.sizes import stage_window_bytes
 from serve.group.stages import layer_stages
-from serve.group.worker_link import WorkerFailed, WorkerLink, end_workers
 from serve.loading.footprint import check_weights_fit
 from serve.loading.model_source import ModelSource, read_source
 from serve.loading.node_connection import connect_all
@@ -87,7 +88,7 @@ def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
         if isinstance(error, (TransportError, WorkerFailed)):
             raise MergestepError(f"starting the group failed: {error}") from error
         raise
-    group = Group(own, grid, links, workers.key)
+    group = Group(own, grid, links, workers.key, workers.note_silence)
     try:
         return _form(source, grid, group, workers, loader)
     except BaseException as error:

@@ -18,13 +18,14 @@ from torch import Tensor
 from memory.nodes.node_link import NodesLostError
 from serve.config import EngineConfig
 from serve.errors import MergestepError
-from serve.group import messages
 from serve.group.grid import Grid
-from serve.group.messages import Kind, Message, MessageError, PlannedStep
+from serve.group.kept_rank import KeptRank
+from serve.group.links import messages
+from serve.group.links.messages import Kind, Message, MessageError, PlannedStep
+from serve.group.links.stage_link import StageFailed, StageLink, StageListener, StageLost
 from serve.group.rank import HostExchange, Rank
 from serve.group.siblings import SiblingListener, connect_exchange
 from serve.group.sizes import open_exchange, sibling_window_bytes
-from serve.group.stage_link import StageFailed, StageLink, StageListener, StageLost
 from serve.loading.model_source import read_source
 from serve.loading.rank_memory import RankGeometry
 from serve.machine import available_memory
@@ -49,13 +50,16 @@ class Worker:
         key: bytes,
         settings: Mapping[str, object],
         local_rank: int | None = None,
+        kept: KeptRank | None = None,
     ) -> None:
         """settings: fields of EngineConfig that differ on this host from the engine's. local_rank:
-        this rank's number among those of its host; None: all ranks are on one."""
+        this rank's number among those of its host; None: all ranks are on one. kept: what an
+        earlier worker of this process has loaded."""
         self._local_rank = local_rank
         self._engine = engine
         self._key = key
         self._settings = dict(settings)
+        self._kept = kept or KeptRank()
         self._rank: Rank | None = None
         self._epoch = 0
         self.has_ended = False  # the engine has said so
@@ -108,6 +112,7 @@ class Worker:
                 listener.close()
         if self._rank is not None:
             self._rank.end()
+            self._rank = None
         self._engine.close()
 
     def _close_links(self) -> None:
@@ -154,7 +159,8 @@ class Worker:
 
     def _loaded(self, content: dict[str, Any]) -> Rank:
         config = EngineConfig(**(content["config"] | self._settings))
-        self._grid = Grid.from_json(content["grid"])
+        self._grid = grid = Grid.from_json(content["grid"])
+        number = int(content["rank"])
         _keep_to(content.get("cpus"))
         num_loaded = 0
 
@@ -163,10 +169,13 @@ class Worker:
             self._report(Kind.PROGRESS, {"layers": num_loaded})
             num_loaded += 1
 
-        number = int(content["rank"])
         local_rank = number if self._local_rank is None else self._local_rank
-        source = read_source(config, local_rank)
-        return Rank(source, self._grid, number, LoadProgress(check=check))
+
+        def load() -> Rank:
+            source = read_source(config, local_rank)
+            return Rank(source, grid, number, LoadProgress(check=check))
+
+        return self._kept.get(config, grid, number, load)
 
     def _listen(self, content: dict[str, Any]) -> str:
         """Returns where the next stage connects to."""

@@ -6,6 +6,7 @@ The former reads a line of JSON from its standard input, which is open as long a
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -17,11 +18,12 @@ from pathlib import Path
 
 from serve.config import EngineConfig
 from serve.errors import MergestepError
+from serve.group.kept_rank import KeptRank
 from serve.group.launch import FOLDER_PREFIX, Asked, cpus_of_ranks, threads_of_a_rank
+from serve.group.links.worker_link import ORDERLY_END
 from serve.group.membership import Membership, read_group_key
 from serve.group.remote_workers import CONNECT_S
 from serve.group.worker import Worker
-from serve.group.worker_link import ORDERLY_END
 from transport import connect
 from transport.base import Endpoint, TransportError
 
@@ -29,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 16 << 20  # for step messages
 _RETRY_S = 0.5  # between two attempts to reach the engine
+# An attempt's time grows: TCP repeats a lost first packet after 1 and 3 s, and a new attempt, which
+# is sooner, finds a link that has just been restored.
+_ATTEMPT_S, _MORE_S, _MAX_ATTEMPT_S = 1.5, 0.1, 5.0
 _LOG_EVERY_S = 10.0
 _DRAIN_S = 60  # for the engine to end after a signal
 _ENGINE_END_S, _LOOK_S = 5.0, 0.02
@@ -60,8 +65,8 @@ def main() -> None:
 def run_rank(config: EngineConfig, member: Membership) -> None:
     """Serves the engine of a group, rank 0, as another rank of it, until the engine ends.
 
-    An engine that is lost is waited for. ConfigError names a wrong setting; MergestepError if no
-    engine is there for ten minutes.
+    An engine that is lost is waited for, with the weights. ConfigError names a wrong setting;
+    MergestepError if no engine is there for ten minutes.
     """
     key = read_group_key(config, member)
     threads = threads_of_a_rank(config, member.local_size)
@@ -69,9 +74,9 @@ def run_rank(config: EngineConfig, member: Membership) -> None:
     if member.local_size > 1 and cpus:
         os.sched_setaffinity(0, cpus)
     settings = {"model": str(config.model_path), "compute_threads": threads}
-    signals = _Signals()
+    signals, kept = _Signals(), KeptRank()
     while True:
-        worker = Worker(_connected(member, key), key, settings, member.local_rank)
+        worker = Worker(_connected(member, key), key, settings, member.local_rank, kept)
         logger.info("rank %d of %d is connected to %s", member.rank, member.size, member.url)
         signals.has_engine = True
         worker.serve()
@@ -103,10 +108,16 @@ def _connected(member: Membership, key: bytes) -> Endpoint:
     """Waits for the engine."""
     began_s = time.monotonic()
     logged_s = began_s + 1.0 - _LOG_EVERY_S
-    while True:
+    for number in itertools.count():
         try:
             info = {"rank": member.rank, "size": member.size, "listen": member.own_url}
-            return connect(member.url, key=key, info=info, window_bytes=_WINDOW_BYTES)
+            return connect(
+                member.url,
+                key=key,
+                info=info,
+                window_bytes=_WINDOW_BYTES,
+                timeout_s=min(_ATTEMPT_S + number * _MORE_S, _MAX_ATTEMPT_S),
+            )
         except (TransportError, OSError) as error:
             now_s, reason = time.monotonic(), str(error)
         if now_s > began_s + CONNECT_S:
@@ -115,6 +126,7 @@ def _connected(member: Membership, key: bytes) -> Endpoint:
             logged_s = now_s
             logger.info("rank %d waits for the engine: %s", member.rank, reason)
         time.sleep(_RETRY_S)
+    raise AssertionError("endless")
 
 
 def _end_with_engine(engine_pid: int, url: str) -> None:

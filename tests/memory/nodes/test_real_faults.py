@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.nodes.fault_rig import can_have_namespaces
+from bench.common.namespaces import can_have_namespaces
 from bench.nodes.node_faults import Run, reference
 
 pytestmark = pytest.mark.process

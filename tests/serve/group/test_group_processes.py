@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.group.faults import SETTINGS, Leftover, own_folder, run, workers_of
+from bench.group.fault_rounds import SETTINGS, Leftover, own_folder, workers_of
+from bench.group.faults import run
 from ops.cpu import native_library
 from serve import LLM
 from serve.errors import MergestepError
@@ -24,7 +25,7 @@ pytestmark = [
 END_S = 2.0
 ENGINE = """
 import os, sys
-from bench.group.faults import SETTINGS, workers_of
+from bench.group.fault_rounds import SETTINGS, workers_of
 from serve import LLM, SamplingParams
 with LLM(sys.argv[1], tensor_parallel_size=2, pipeline_parallel_size=2, **SETTINGS) as llm:
     print(*workers_of(os.getpid()), flush=True)

@@ -10,8 +10,8 @@ import pytest
 from ops.cpu import native_library
 from serve import LLM, SamplingParams
 from serve.errors import MergestepError
-from serve.group import messages
 from serve.group.group import Group
+from serve.group.links import messages
 from serve.group.worker import Worker
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.group.thread_workers import ThreadWorkers, thread_workers  # noqa: F401

@@ -8,8 +8,8 @@ import pytest
 
 import transport
 from serve.config import EngineConfig
+from serve.group.links.stage_link import largest_hidden
 from serve.group.sizes import stage_window_bytes
-from serve.group.stage_link import largest_hidden
 from serve.models import read_spec
 from tests.support.engine.checkpoints import checkpoint
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from serve.group.links.worker_link import WorkerLink
 from serve.group.worker import Worker
-from serve.group.worker_link import WorkerLink
 from transport import connect, listen
 from transport.base import Endpoint
 
@@ -53,6 +53,9 @@ class ThreadWorkers:
             end = accepted.result()
         assert end is not None
         return end, engine
+
+    def note_silence(self, silence_s: float) -> None:
+        pass
 
     def stage_url(self, rank: int) -> str:
         return f"inproc://stage-{rank}-{next(_numbers)}"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from serve.group import messages
-from serve.group.messages import HEADER_BYTES, Kind
+from serve.group.links import messages
+from serve.group.links.messages import HEADER_BYTES, Kind
 from transport import connect
 from transport.base import Endpoint, Listener, Segment, TransportError, TransportTimeoutError
 from transport.messages import view_of

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from serve.group import messages
-from serve.group.messages import Kind, Message
+from serve.group.links import messages
+from serve.group.links.messages import Kind, Message
 from transport.base import Endpoint, TransportError
 from transport.messages import view_of
 
