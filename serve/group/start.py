@@ -199,7 +199,7 @@ def make_grid(config: EngineConfig, spec: ModelSpec) -> Grid:
 
 def _check(config: EngineConfig) -> None:
     """Refuses settings that a group does not have."""
-    for name in ("memory_nodes", "kvp", "kv_cache_dir", "converter"):
+    for name in ("memory_nodes", "kvp", "borrow", "lend", "kv_cache_dir", "converter"):
         if getattr(config, name):
             raise ConfigError(f"{name} needs a model on one rank, not {config.num_ranks}")
     if config.backend == "cuda":

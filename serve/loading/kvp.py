@@ -30,7 +30,12 @@ from memory.segmented_kv import SegmentedKV
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.node_connection import connect_all, connect_with, node_sizes
+from serve.loading.node_connection import (
+    connect_all,
+    connect_present,
+    connect_with,
+    node_sizes,
+)
 from serve.loading.precision import Precision
 from serve.runner.runner import Closable
 from serve.units import format_memory
@@ -50,6 +55,7 @@ class HolderMemory:
     memories: list[KVManager]
     max_model_len: int
     most_segments: int  # of a sequence on one node
+    setting: str  # that names the nodes
 
 
 class Segments:
@@ -81,12 +87,17 @@ class Segments:
             return own
         max_len = self._holders.max_model_len
         self._kv = kv = SegmentedKV(
-            own, self._holders.memories, self._length, max_len, self._holders.most_segments
+            own,
+            self._holders.memories,
+            self._length,
+            max_len,
+            self._holders.most_segments,
+            takes_whole=self._holders.setting == "borrow",
         )
         if not kv.fits_alone(max_len):
             raise ConfigError(
-                f"kvp: the nodes have no room for one sequence of max_model_len {max_len}; lower "
-                "it, or raise memory_node_bytes"
+                f"{self._holders.setting}: the nodes have no room for one sequence of"
+                f" max_model_len {max_len}; lower it, or raise memory_node_bytes"
             )
         return kv
 
@@ -109,6 +120,7 @@ class Segments:
                 self._holders.nodes,
                 backend,
                 self._kv.locate,
+                self._kv.begun_away,
                 rotates_wide=self._rotates_wide,
             )
         return SegmentedAttention(inner, partial, self._layers, backend, self._length, links)
@@ -139,21 +151,24 @@ def open_segments(
     layers: Sequence[AttentionLayer],
     windows: Sequence[int | None],
     max_model_len: int,
+    own_bytes: int,
 ) -> Segments | None:
     """Returns the segments of sequences up to max_model_len, or None if the model's layers cannot
-    be cut into segments. layers: those of the first group. windows: that of each group. ConfigError
-    names the setting. The caller closes the result."""
+    be cut into segments. layers: those of the first group. windows: that of each group. own_bytes:
+    of this machine's K/V. ConfigError names the setting. The caller closes the result."""
     is_possible = windows[0] is None and all(
         layer.window is None or layer.window >= max_model_len for layer in layers
     )
-    if not config.kvp:
+    if not config.holders:
         return Segments(config, precision, layers, max_model_len, None) if is_possible else None
+    if config.borrow and len(windows) > 1:
+        raise ConfigError("borrow: layers with a window stay in this machine's memory; use kvp")
     if not is_possible:
         raise ConfigError(
-            "kvp: a layer without a window is needed, and none that shares its K/V with one that "
-            "has a window"
+            f"{'kvp' if config.kvp else 'borrow'}: a layer without a window is needed, and none"
+            " that shares its K/V with one that has a window"
         )
-    holders = open_holders(config, precision, layers, max_model_len)
+    holders = open_holders(config, precision, layers, max_model_len, own_bytes)
     own_tokens = holders.max_model_len
     if len(windows) == 1:
         own_tokens = min(own_tokens, config.kvp_segment_tokens)
@@ -176,11 +191,18 @@ class _Sizes:
         layers: Sequence[AttentionLayer],
         max_model_len: int,
         connect: Connect,
+        own_bytes: int,
     ) -> None:
         self._config, self._layers, self._kv_dtype = config, list(layers), precision.kv
-        self.length, num_nodes = config.kvp_segment_tokens, len(config.kvp)
-        found = node_sizes("kvp", config.kvp, connect, config.memory_node_bytes)
-        bytes_, _, whole, max_message = found
+        self.length, num_nodes = config.kvp_segment_tokens, len(config.holders)
+        self.setting = "kvp" if config.kvp else "borrow"
+        self.is_optional = not config.kvp and max_model_len <= self.length
+        """Whether sequences do without these nodes, which may be absent."""
+        if self.is_optional:  # as if each lent what this machine has
+            bytes_, whole, max_message = own_bytes, own_bytes, 1 << 62
+        else:
+            found = node_sizes(self.setting, config.holders, connect, config.memory_node_bytes)
+            bytes_, _, whole, max_message = found
         layout: Int8KVLayout | KVLayout
         if precision.kv == "int8":
             layout = Int8KVLayout(layers, config.kv_group)
@@ -190,7 +212,8 @@ class _Sizes:
         self.geometry: PageGeometry = page_geometry(
             [layout.token_bytes], [None], "request", num_nodes, whole
         )
-        [tokens], [slots] = self.geometry.page_tokens, self.geometry.range_slots(self.length)
+        self.range_tokens = min(self.length, max_model_len)
+        [tokens], [slots] = self.geometry.page_tokens, self.geometry.range_slots(self.range_tokens)
         num_pages = bytes_ // NodeLayout(self._request(1, 1)).page_bytes
         self.max_model_len = self._fitted(max_model_len, num_pages, -(-self.length // tokens))
         self.per_holder = -(-self._num_segments // num_nodes)
@@ -207,20 +230,22 @@ class _Sizes:
         largest = largest_message(self._layers, self.max_rows, FULL_WIRE)
         if largest > max_message:
             raise ConfigError(
-                f"kvp: {self.max_rows} rows, max_num_batched_tokens over {self.per_holder} segments"
-                f" on a node, take messages of {format_memory(largest)}, and a node takes"
-                f" {format_memory(max_message)}; lower max_num_batched_tokens or raise"
-                " kvp_segment_tokens"
+                f"{self.setting}: {self.max_rows} rows, max_num_batched_tokens over"
+                f" {self.per_holder} segments on a node, take messages of"
+                f" {format_memory(largest)}, and a node takes {format_memory(max_message)};"
+                " lower max_num_batched_tokens or raise kvp_segment_tokens"
             )
 
     @property
     def _num_segments(self) -> int:
         """The segments of the longest sequence on holders."""
-        return max(1, -(-self.max_model_len // self.length) - 1)
+        return max(1, -(-self.max_model_len // self.length) - (self.setting == "kvp"))
 
     def _fitted(self, max_model_len: int, num_pages: int, segment_pages: int) -> int:
         """Returns the longest context for which holders of so many pages have room."""
-        num_nodes = len(self._config.kvp)
+        if self.is_optional:
+            return max_model_len
+        num_nodes = len(self._config.holders)
         whole, rest = divmod(num_pages, segment_pages)
         fits = self.length * (1 + num_nodes * whole)
         fits += min(self.length - 1, rest * self.geometry.page_tokens[0])
@@ -228,8 +253,8 @@ class _Sizes:
             return max_model_len
         if self._config.max_model_len is not None:
             raise ConfigError(
-                f"max_model_len {max_model_len} does not fit onto {num_nodes} kvp nodes of "
-                f"{num_pages} pages; they have room for {fits} tokens"
+                f"max_model_len {max_model_len} does not fit onto {num_nodes} {self.setting} nodes"
+                f" of {num_pages} pages; they have room for {fits} tokens"
             )
         logger.warning(
             "max_model_len is lowered from %d to %d: the kvp nodes have no room for longer "
@@ -257,7 +282,7 @@ class _Sizes:
             layers=self._layers,
             group_layers=[list(range(len(self._layers)))],
             page_tokens=self.geometry.page_tokens,
-            num_places=self.geometry.range_slots(self.length),
+            num_places=self.geometry.range_slots(self.range_tokens),
             num_ranges=num_ranges,
             num_pages=MAX_PAGES,
             min_pages=1,
@@ -271,46 +296,49 @@ def open_holders(
     precision: Precision,
     layers: Sequence[AttentionLayer],
     max_model_len: int,
+    own_bytes: int,
 ) -> HolderMemory:
-    """Connects to the kvp nodes and attaches to each. layers: those of the group without windows.
+    """Connects to the nodes of kvp or borrow and attaches to each; replicas that lend may be
+    absent. layers: those of the group without windows. own_bytes: of this machine's K/V.
     ConfigError names the setting. The caller closes the result."""
     layers = segmented_layers(layers)
     num_segments = -(-max_model_len // config.kvp_segment_tokens)
-    most_rows = config.batched_tokens * -(-num_segments // len(config.kvp))
+    most_rows = config.batched_tokens * -(-num_segments // len(config.holders))
     largest = largest_message(layers, min(_MAX_MESSAGE_ROWS, most_rows), FULL_WIRE)
-    connect = connect_with(config, largest)
-    sizes = _Sizes(config, precision, layers, max_model_len, connect)
+    connect_to = connect_with(config, largest)
+    sizes = _Sizes(config, precision, layers, max_model_len, connect_to, own_bytes)
     template = sizes.template
     partitions = [
         NodePartition(
             [url],
             EditLog(sizes.geometry.page_bytes, sizes.num_ranges, template.num_places),
         )
-        for url in config.kvp
+        for url in config.holders
     ]
     nodes = NodeSet(
-        partitions, template, "request", connect, bytes_per_node=config.memory_node_bytes
+        partitions, template, "request", connect_to, bytes_per_node=config.memory_node_bytes
     )
     try:
-        connect_all("kvp", nodes)
+        connect = connect_present if sizes.is_optional else connect_all
+        connect(sizes.setting, nodes)
         memories = make_kv_managers(
             partitions,
             sizes.geometry,
             num_ranges=sizes.num_ranges,
-            max_model_len=sizes.length,
-            max_rows=min(config.chunk_tokens, sizes.length),
+            max_model_len=sizes.range_tokens,
+            max_rows=min(config.chunk_tokens, sizes.range_tokens),
         )
     except BaseException:
         nodes.close()
         raise
     beyond = max(1, min(sizes.length, sizes.max_model_len - sizes.length))
-    nodes.min_pages = memories[0].pages_for(beyond)
+    nodes.min_pages = memories[0].pages_for(sizes.range_tokens if config.borrow else beyond)
     logger.info(
         "sequences grow onto %s in segments of %d tokens: context %d, %d pages of %d tokens each",
-        ", ".join(config.kvp),
+        ", ".join(config.holders),
         sizes.length,
         sizes.max_model_len,
         min(memory.num_pages for memory in memories),
         sizes.geometry.page_tokens[0],
     )
-    return HolderMemory(nodes, memories, sizes.max_model_len, sizes.per_holder)
+    return HolderMemory(nodes, memories, sizes.max_model_len, sizes.per_holder, sizes.setting)

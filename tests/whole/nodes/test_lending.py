@@ -1,0 +1,95 @@
+"""A replica whose memory is full uses pages that another one lends, and the results are the same.
+
+The lender's own sequences have precedence: they get the pages back at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from serve import LLM, SamplingParams
+from serve.config import DEFAULT_MODEL
+from tests.support.nodes.served_nodes import MIB
+
+SETTINGS = {
+    "dtype": "int8",
+    "max_num_seqs": 12,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 96,
+    "memory_policy": "prompt_only",
+    "seed": 1,
+}
+SMALL = 1 << 20
+
+
+def prompts(count, length=200, first=0):
+    return [
+        [(n * 37 + i * (n + 3)) % 3000 + 5 for i in range(length)]
+        for n in range(first, first + count)
+    ]
+
+
+def greedy(num_tokens):
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
+
+
+def answers(outputs):
+    found = []
+    for output in outputs:
+        one = output.outputs[0]
+        assert one.finish_reason == "length"
+        found.append(
+            [(t, at[t].logprob) for t, at in zip(one.token_ids, one.logprobs, strict=True)]
+        )
+    return found
+
+
+def pages_are_back(llm, timeout_s=5.0):
+    """Waits until nothing is lent; returns whether that came true."""
+    until_s = time.monotonic() + timeout_s
+    while llm.stats().kvp_lent_bytes and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return llm.stats().kvp_lent_bytes == 0
+
+
+class MostRunning:
+    """Notes the most running sequences and borrowed bytes of an engine, in a thread."""
+
+    def __init__(self, llm):
+        self.running = self.borrowed = 0
+        self._llm, self._end = llm, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        while not self._end.wait(0.002):
+            stats = self._llm.stats()
+            self.running = max(self.running, stats.num_running)
+            self.borrowed = max(self.borrowed, stats.kvp_borrowed_bytes)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._end.set()
+        self._thread.join()
+
+
+def test_a_full_replica_runs_more_sequences_with_the_same_bits(tmp_path):
+    params, many = greedy(20), prompts(12)
+    with LLM(DEFAULT_MODEL, kv_cache_bytes=SMALL, **SETTINGS) as llm, MostRunning(llm) as alone:
+        expected = answers(llm.generate(many, params, use_tqdm=False))
+    url = f"inproc://{tmp_path.name}"
+    lends = {"lend": url, "lend_bytes": 4 * MIB, "kv_cache_bytes": 8 * MIB}
+    with (
+        LLM(DEFAULT_MODEL, **lends, **SETTINGS) as lender,
+        LLM(DEFAULT_MODEL, kv_cache_bytes=SMALL, borrow=[url], **SETTINGS) as llm,
+    ):
+        with MostRunning(llm) as most:
+            found = answers(llm.generate(many, params, use_tqdm=False))
+        assert found == expected
+        assert most.borrowed > 0
+        assert most.running >= 1.8 * alone.running
+        assert llm.stats().pages_in_use == 0
+        assert pages_are_back(lender)
+        lender._loaded.core.kv.check_integrity()
