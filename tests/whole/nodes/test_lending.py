@@ -93,3 +93,38 @@ def test_a_full_replica_runs_more_sequences_with_the_same_bits(tmp_path):
         assert llm.stats().pages_in_use == 0
         assert pages_are_back(lender)
         lender._loaded.core.kv.check_integrity()
+
+
+def test_the_lenders_own_requests_get_the_pages_back_and_no_token_changes(tmp_path):
+    """The borrower uses most of the lender's memory when the lender gets requests that need all of
+    it. None of these is preempted, and the borrower's sequences are computed again."""
+    params, many, own = greedy(120), prompts(12), prompts(6, 480, first=40)
+    with LLM(DEFAULT_MODEL, kv_cache_bytes=8 * MIB, **SETTINGS) as llm:
+        expected = answers(llm.generate(many, params, use_tqdm=False))
+        own_expected = answers(llm.generate(own, greedy(20), use_tqdm=False))
+    url = f"inproc://{tmp_path.name}"
+    lends = {"lend": url, "lend_bytes": 3 * MIB, "kv_cache_bytes": 4 * MIB}
+    with (
+        LLM(DEFAULT_MODEL, **lends, **SETTINGS) as lender,
+        LLM(DEFAULT_MODEL, kv_cache_bytes=SMALL, borrow=[url], **SETTINGS) as llm,
+    ):
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append(answers(llm.generate(many, params, use_tqdm=False)))
+        )
+        thread.start()
+        until_s = time.monotonic() + 20
+        while lender.stats().kvp_lent_bytes < 2 * MIB and time.monotonic() < until_s:
+            time.sleep(0.005)
+        assert lender.stats().kvp_lent_bytes >= 2 * MIB
+        own_found = answers(lender.generate(own, greedy(20), use_tqdm=False))
+        node = lender._loaded.lender.node
+        assert node.num_recalled > 0
+        thread.join()
+        stats = llm.stats()
+        assert stats.recomputed_sequences > 0 and stats.memory_nodes_lost == 0
+        assert lender.stats().num_preemptions == 0
+        assert pages_are_back(lender)
+        lender._loaded.core.kv.check_integrity()
+    assert found == [expected]
+    assert own_found == own_expected
