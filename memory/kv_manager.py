@@ -96,7 +96,6 @@ class KVManager:
             in_background=in_background,
         )
         self._memory = memory
-        self.lent = LentPages(self.allocator, self.prefixes, memory)
         self._most_mappings = most_mappings
         self.on_close: Callable[[Range], None] = lambda target: None
         self._idle = IdleRanges(self.ranges, layout, self.space)
@@ -106,6 +105,8 @@ class KVManager:
             self.ranges, self._idle, self.space, memory, self.allocator, self.prefixes
         )
         self.commit = self._mapper.commit
+        unmap = self._mapper.unmap_pages
+        self.lent = LentPages(self.allocator, self.prefixes, memory, unmap)
 
     # ---- the reservation: all ranges of the first layer group, then those of the next one
 

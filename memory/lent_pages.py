@@ -7,7 +7,7 @@ anything of its own would wait or be preempted for lack of a page.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from memory.pages.allocator import PageAllocator, runs_of
 from memory.pages.virtual_memory import VirtualMemory
@@ -19,12 +19,18 @@ class LentPages:
     `len`."""
 
     def __init__(
-        self, allocator: PageAllocator, prefixes: PrefixCache, memory: VirtualMemory
+        self,
+        allocator: PageAllocator,
+        prefixes: PrefixCache,
+        memory: VirtualMemory,
+        unmap: Callable[[Container[int]], None],
     ) -> None:
+        """unmap: unmaps pages from the slots of ranges that do not hold them any more."""
         self.pages: list[int] = []
         self.on_short: Callable[[int], None] = lambda count: None
         """Called with a number of pages that sequences lack; takes lent ones back."""
         self._allocator, self._prefixes, self._memory = allocator, prefixes, memory
+        self._unmap = unmap
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -38,6 +44,7 @@ class LentPages:
             if not self._allocator.num_free:
                 self._prefixes.evict()
             taken.append(self._allocator.take())
+        self._unmap(set(taken))
         try:
             for first, length in runs_of(sorted(taken)):
                 self._memory.release(first, length)

@@ -68,6 +68,7 @@ class LentBytes:
         self._wanted = 0  # that sessions wait for
         self._num_lent = 0  # pages
         self._is_asked = False
+        self._num_begun = self._last_settled = 0  # runs of `settle`
         self._ahead = max(1, self._pages(most_bytes) // _AHEAD_SHARE)
 
     def _pages(self, num_bytes: int) -> int:
@@ -91,11 +92,11 @@ class LentBytes:
         deadline = self._clock() + TAKE_S
         with self._changed:
             self._wanted += num_bytes
+            asked = self._num_begun
             try:
                 while self.used + num_bytes > self._num_lent * self._kv.page_bytes:
-                    if is_over() or self._clock() >= deadline:
-                        return False
-                    if self.used + num_bytes > self.most_bytes:
+                    is_refused = self._last_settled > asked  # the loop has no more pages
+                    if is_refused or is_over() or self._clock() >= deadline:
                         return False
                     self._ask()
                     self._changed.wait(_WATCH_S)
@@ -123,6 +124,7 @@ class LentBytes:
         """Lends or takes back pages for what is used, and some ahead. In the loop only."""
         with self._changed:
             self._is_asked = False
+            self._num_begun = number = self._num_begun + 1
             needed = self._pages(self.used + self._wanted)
             target = min(needed + self._ahead * (needed > 0), self._pages(self.most_bytes))
             count = len(self._kv.lent) - target
@@ -135,6 +137,7 @@ class LentBytes:
                 logger.warning("no page is lent: %s", error)
         with self._changed:
             self._num_lent = len(self._kv.lent)
+            self._last_settled = number
             self._changed.notify_all()
 
     def take_back_unused(self) -> int:
