@@ -15,7 +15,7 @@ from serve.errors import ConfigError
 from serve.length_predictor import LengthPredictor
 from serve.node_addresses import (
     check_beside_nodes,
-    check_lending,
+    check_lender,
     check_segments,
     checked_addresses,
 )
@@ -344,7 +344,7 @@ class EngineConfig:
             check_beside_nodes("kvp", {**store, "borrow": self.borrow})
         if self.borrow:
             check_beside_nodes("borrow", store)
-        check_lending(self.lend, self.lend_bytes)
+        check_lender(self.lend)
         check_segments(self.kvp_segment_tokens)
 
     @property

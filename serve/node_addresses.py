@@ -33,11 +33,9 @@ def check_segments(segment_tokens: int) -> None:
         )
 
 
-def check_lending(url: object, num_bytes: int | None) -> None:
+def check_lender(url: object) -> None:
     if url is not None and (not isinstance(url, str) or "://" not in url):
         raise ConfigError(f"lend must be an address such as tcp://HOST:PORT, not {url!r}")
-    if num_bytes is not None and url is None:
-        raise ConfigError("lend_bytes needs lend")
 
 
 def check_beside_nodes(setting: str, others: Mapping[str, object]) -> None:

@@ -101,6 +101,10 @@ def _first_tokens(llm: LLM) -> list[float]:
     return sorted(times)
 
 
+def _quantiles(times: list[float]) -> list[float]:
+    return [times[int(share * (len(times) - 1))] for share in (0.5, 0.99)]
+
+
 def _call_back(llm: LLM) -> tuple[float, float]:
     """Returns the seconds until nothing is lent after the lender's requests came, and the MiB."""
     num_bytes, began_s = llm.stats().kvp_lent_bytes, time.monotonic()
@@ -123,8 +127,7 @@ def _phase(llm: LLM, urls: list[str], *, calls_back: bool) -> None:
         assert child.stdin is not None
         _read(child.stdout)
         time.sleep(2)
-        times = _first_tokens(llm)
-        p50, p99 = (times[int(share * (len(times) - 1))] for share in (0.5, 0.99))
+        p50, p99 = _quantiles(_first_tokens(llm))
         lent = llm.stats().kvp_lent_bytes / _MIB
         found = _call_back(llm) if calls_back else None
         child.stdin.write("\n")
@@ -151,6 +154,8 @@ def main() -> None:
         lends = {"lend": url, "lend_bytes": 6 * _MIB, "kv_cache_bytes": 8 * _MIB}
         with LLM(DEFAULT_MODEL, **lends, **_SETTINGS) as llm:
             _first_tokens(llm)
+            p50, p99 = _quantiles(_first_tokens(llm))
+            print(f"alone on the machine: lender's first token p50 {p50:.1f} ms, p99 {p99:.1f} ms")
             for number in range(2):
                 _phase(llm, [], calls_back=False)
                 _phase(llm, [url], calls_back=number == 1)

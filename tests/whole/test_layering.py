@@ -122,7 +122,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/models": ("serve", "serve/models/families"),
     "serve/models/families": ("serve",),
     "serve/sandbox": ("serve",),
-    "memory/nodes/server": ("memory/nodes", "memory/attention", "memory/pages"),
+    "memory/nodes/server": ("memory", "memory/nodes", "memory/attention", "memory/pages"),
     "memory/nodes": ("memory", "memory/attention", "memory/pages"),
     "memory": ("memory/prefix", "memory/pages"),
     "memory/tiers": ("memory/prefix", "memory/pages"),
