@@ -7,8 +7,11 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from serve import LLM, SamplingParams
 from serve.config import DEFAULT_MODEL
+from serve.errors import ConfigError
 from tests.support.nodes.served_nodes import MIB
 
 SETTINGS = {
@@ -20,6 +23,7 @@ SETTINGS = {
     "seed": 1,
 }
 SMALL = 1 << 20
+SMALL_LENDER = {"kv_cache_bytes": SMALL, "lend_bytes": SMALL // 2}
 
 
 def prompts(count, length=200, first=0):
@@ -128,3 +132,76 @@ def test_the_lenders_own_requests_get_the_pages_back_and_no_token_changes(tmp_pa
         lender._loaded.core.kv.check_integrity()
     assert found == [expected]
     assert own_found == own_expected
+
+
+@pytest.mark.exhaustive
+def test_replicas_lend_to_each_other_and_one_that_leaves_costs_no_token(tmp_path):
+    """The first replica starts while the other is absent, and finds it later."""
+    params, many = greedy(60), prompts(10)
+    one, other = (f"inproc://{tmp_path.name}-{number}" for number in range(2))
+    sizes = {"lend_bytes": 3 * MIB, "kv_cache_bytes": 4 * MIB}
+    with LLM(DEFAULT_MODEL, kv_cache_bytes=8 * MIB, **SETTINGS) as llm:
+        expected = answers(llm.generate(many, params, use_tqdm=False))
+    with (
+        LLM(DEFAULT_MODEL, lend=one, borrow=[other], **SETTINGS, **(sizes | SMALL_LENDER)) as llm,
+        LLM(DEFAULT_MODEL, lend=other, borrow=[one], **SETTINGS, **sizes) as lender,
+    ):
+        until_s = time.monotonic() + 20
+        while not llm.stats().kvp_holders and time.monotonic() < until_s:
+            time.sleep(0.02)
+        assert (llm.stats().kvp_holders, lender.stats().kvp_holders) == (1, 1)
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append(answers(llm.generate(many, params, use_tqdm=False)))
+        )
+        thread.start()
+        while not lender.stats().kvp_lent_bytes and time.monotonic() < until_s:
+            time.sleep(0.005)
+        assert lender.stats().kvp_lent_bytes > 0
+        lender._loaded.lender.close()
+        thread.join()
+        assert llm.stats().recomputed_sequences > 0
+        assert lender.stats().kvp_lent_bytes == 0 or pages_are_back(lender)
+    assert found == [expected]
+
+
+def test_a_borrower_whose_connection_breaks_gives_everything_back(tmp_path):
+    params, many = greedy(60), prompts(10)
+    url = f"inproc://{tmp_path.name}"
+    with LLM(DEFAULT_MODEL, kv_cache_bytes=8 * MIB, **SETTINGS) as llm:
+        expected = answers(llm.generate(many, params, use_tqdm=False))
+    with (
+        LLM(
+            DEFAULT_MODEL, lend=url, lend_bytes=3 * MIB, kv_cache_bytes=4 * MIB, **SETTINGS
+        ) as lender,
+        LLM(DEFAULT_MODEL, kv_cache_bytes=SMALL, borrow=[url], **SETTINGS) as llm,
+    ):
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append(answers(llm.generate(many, params, use_tqdm=False)))
+        )
+        thread.start()
+        until_s = time.monotonic() + 20
+        while not lender.stats().kvp_lent_bytes and time.monotonic() < until_s:
+            time.sleep(0.005)
+        llm._loaded.core._recovery.nodes.interrupt()
+        thread.join()
+        assert llm.stats().memory_nodes_lost == 1
+        assert pages_are_back(lender)
+        lender._loaded.core.kv.check_integrity()
+    assert found == [expected]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"lend": "7000"}, "lend must be an address"),
+        ({"lend": "inproc://a", "lend_bytes": 1 << 40}, "lend_bytes .* must be from"),
+        ({"lend": "tcp://127.0.0.1:0"}, "memory_node_key_file"),
+        ({"borrow": ["inproc://a"], "kvp": ["inproc://b"]}, "borrow cannot be used with kvp"),
+        ({"lend": "inproc://a", "memory_nodes": ["inproc://b"]}, "lend cannot be used with"),
+    ],
+)
+def test_settings_that_are_refused(settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        LLM(DEFAULT_MODEL, kv_cache_bytes=4 * MIB, **(SETTINGS | settings))
