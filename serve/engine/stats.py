@@ -180,7 +180,7 @@ def engine_stats(
     )
 
 
-def _kvp_stats(kv: KVMemory) -> dict[str, int]:
+def _kvp_stats(kv: KVMemory) -> dict[str, Any]:
     holders = kv if isinstance(kv, SegmentedKV) else None
     return {
         "kvp_holders": sum([it.num_pages > 0 for it in holders.partitions]) if holders else 0,
