@@ -56,16 +56,20 @@ def _replica(urls: list[str]) -> None:
     """Runs the full replica until a line comes in; prints what it did."""
     _pin(1)
     most, num_tokens, is_over = 0, 0, threading.Event()
-    with LLM(DEFAULT_MODEL, kv_cache_bytes=_MIB, borrow=urls, **_SETTINGS) as llm:
+    with LLM(DEFAULT_MODEL, kv_cache_bytes=_MIB, borrow=tuple(urls), **_SETTINGS) as llm:
 
         def watch() -> None:
             nonlocal most
             while not is_over.wait(0.005):
                 most = max(most, llm.stats().num_running)
 
+        def end() -> None:
+            sys.stdin.readline()
+            is_over.set()
+
         watching = threading.Thread(target=watch)
         watching.start()
-        threading.Thread(target=lambda: (sys.stdin.readline(), is_over.set()), daemon=True).start()
+        threading.Thread(target=end, daemon=True).start()
         print(json.dumps("ready"), flush=True)
         began_s, number = time.monotonic(), 0
         while not is_over.is_set():
@@ -151,7 +155,7 @@ def main() -> None:
     _pin(0)
     with tempfile.TemporaryDirectory() as folder:
         url = f"shm://{folder}/lender"
-        lends = {"lend": url, "lend_bytes": 6 * _MIB, "kv_cache_bytes": 8 * _MIB}
+        lends: dict[str, Any] = {"lend": url, "lend_bytes": 6 * _MIB, "kv_cache_bytes": 8 * _MIB}
         with LLM(DEFAULT_MODEL, **lends, **_SETTINGS) as llm:
             _first_tokens(llm)
             p50, p99 = _quantiles(_first_tokens(llm))
