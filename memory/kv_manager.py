@@ -15,10 +15,10 @@ behind a group's sliding window are released while the sequence runs.
 
 +--------------------------------------------------------------------------------------+
 | Invariants. A page is free, or it has one reference for each range that holds it,    |
-| one if the prefix cache has it, one while it is still to be copied, and one while    |
-| the page store reads or writes it. After a commit, the slots of an open range map    |
-| its pages. A sequence writes only to pages that neither another range nor the prefix |
-| cache holds.                                                                         |
+| one if the prefix cache has it, one while it is still to be copied, one while the    |
+| page store reads or writes it, and one while it is lent. After a commit, the slots   |
+| of an open range map its pages. A sequence writes only to pages that neither another |
+| range nor the prefix cache holds.                                                    |
 +--------------------------------------------------------------------------------------+
 """
 
@@ -28,6 +28,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from memory.idle_ranges import IdleRanges
+from memory.lent_pages import LentPages
 from memory.pages.address_space import AddressSpace, check_ranges
 from memory.pages.allocator import PageAllocator, runs_of
 from memory.pages.kv_range import UNMAPPED, PrefixHit, Range, RangePart
@@ -104,6 +105,8 @@ class KVManager:
             self.ranges, self._idle, self.space, memory, self.allocator, self.prefixes
         )
         self.commit = self._mapper.commit
+        unmap = self._mapper.unmap_pages
+        self.lent = LentPages(self.allocator, self.prefixes, memory, unmap)
 
     # ---- the reservation: all ranges of the first layer group, then those of the next one
 
@@ -156,7 +159,11 @@ class KVManager:
 
     @property
     def num_in_use(self) -> int:
-        return self.num_pages - self.num_available
+        return self.num_pages - self.num_available - self.num_lent
+
+    @property
+    def num_lent(self) -> int:
+        return len(self.lent)
 
     @property
     def num_mapped(self) -> int:
@@ -197,8 +204,9 @@ class KVManager:
             need -= self.num_shared_pages(hit)
             for part in hit.parts:
                 need += sum([references(page) == 1 for page in part.copied])
-        unpromised = self.num_available - self._promised - spare_pages
-        return bool(self._idle) and need <= unpromised and self._mapper.has_room(hit)
+        need += self._promised + spare_pages
+        self.lent.ask(need - self.num_available)
+        return bool(self._idle) and need <= self.num_available and self._mapper.has_room(hit)
 
     def ranges_to_close(self, num_tokens: int, candidates: Sequence[Range]) -> list[Range] | None:
         num_pages = sum([len(target.pages) + target.promised_pages for target in candidates])
@@ -268,6 +276,7 @@ class KVManager:
             if part.group.window is not None:
                 self._release_behind(part, part.group.first_slot(num_computed))
             missing.append(max(0, part.group.slots_for(num_tokens) - len(part.pages)))
+        self.lent.ask(sum(missing) - self.num_available)
         has_room = sum(missing) <= self.num_available
         if has_room:
             self.space.collect()
@@ -309,6 +318,13 @@ class KVManager:
             part.clear()
         self._mapper.due.discard(target.index)
         self._idle.put_back(target)
+
+    def lend(self, count: int, num_kept: int) -> None:
+        """Lends up to `count` pages that are not promised, and leaves num_kept of these."""
+        count = min(count, self.num_available - self._promised - num_kept)
+        if count > 0:
+            self.space.settle()  # its thread may be giving memory to free pages
+            self.lent.lend(count)
 
     # ---- the address space
 
@@ -352,6 +368,8 @@ class KVManager:
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
         held = sum(len(item.pages) for item in self.ranges)
         assert held == self._num_held, f"{held} held, counted {self._num_held}"
+        for page in self.lent.pages:
+            owners[page] = owners.get(page, 0) + 1
         self.prefixes.check_integrity(owners)
         self.allocator.check_integrity(owners)
 

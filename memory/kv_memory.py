@@ -56,6 +56,10 @@ class KVMemory(Protocol):
         """Pages that sequences hold or that are being copied to or from a page store."""
 
     @property
+    def num_lent(self) -> int:
+        """Pages whose memory other engines use at present."""
+
+    @property
     def num_mapped(self) -> int:
         """Pages with physical memory."""
 

@@ -71,6 +71,10 @@ class PartitionedKV:
         return sum([partition.num_in_use for partition in self.partitions])
 
     @property
+    def num_lent(self) -> int:
+        return sum([partition.num_lent for partition in self.partitions])
+
+    @property
     def num_mapped(self) -> int:
         return sum([partition.num_mapped for partition in self.partitions])
 

@@ -5,7 +5,7 @@ A page that its slot still maps needs no system call, and consecutive pages need
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from memory.idle_ranges import IdleRanges
 from memory.pages.address_space import AddressSpace
@@ -143,6 +143,13 @@ class RangeMapper:
     def _unmap_released(self, part: RangePart) -> None:
         if self._space.try_unmap(part.index, part.num_unmapped, part.num_released):
             part.num_unmapped = part.num_released
+
+    def unmap_pages(self, pages: Container[int]) -> None:
+        """Unmaps pages that no sequence holds from the slots that still map them."""
+        for part in [part for item in self._ranges for part in item.parts]:
+            mapped = self._space.mapped(part.index)
+            for slot in [slot for slot, page in enumerate(mapped) if page in pages]:
+                self._space.try_unmap(part.index, slot, slot + 1)
 
     def unmap_unneeded(self) -> None:
         """Unmaps the slots of all ranges that their sequences do not need."""

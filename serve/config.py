@@ -6,7 +6,6 @@ machine, and logs its decision.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -14,8 +13,14 @@ from typing import TypedDict, Unpack
 from quant.kv import GROUPS as KV_GROUPS
 from serve.errors import ConfigError
 from serve.length_predictor import LengthPredictor
-from serve.node_addresses import check_beside_nodes, check_segments, checked_addresses
+from serve.node_addresses import (
+    check_beside_nodes,
+    check_lender,
+    check_segments,
+    checked_addresses,
+)
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
+from serve.setting_checks import check_reasoning, check_store, check_times
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -31,7 +36,6 @@ WEIGHT_GROUPS = (16, 32, 64, 128)  # as the kernels have them; their module is s
 DEFAULT_MODEL = "default"
 _DEFAULT_BATCHED_TOKENS = 256
 REASONING_BUDGET_MESSAGE = "I have to stop thinking here and answer with what I have so far."
-MAX_MESSAGE_CHARS = 1024
 MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
 
 
@@ -75,6 +79,9 @@ class EngineSettings(TypedDict, total=False):
     memory_wire: str
     kvp: tuple[str, ...]
     kvp_segment_tokens: int
+    borrow: tuple[str, ...]
+    lend: str | None
+    lend_bytes: int | None
     tokenize_threads: int
     compute_threads: int | None
     tune: bool
@@ -159,6 +166,10 @@ class EngineConfig:
         the same bits with any number of nodes, also with none.
     kvp_segment_tokens: the tokens of a segment, a multiple of 128. Attention over longer sequences
         is the fold of its parts over segments, with kvp and without.
+    borrow: the addresses of replicas that lend K/V memory: a sequence for which this machine has
+        none is there, with the same results. They may be absent.
+    lend: where this replica lends K/V memory that its own sequences do not need; they get it back.
+    lend_bytes: the most that is lent; None takes half of the K/V memory.
     tokenize_threads: the number of threads that tokenize.
     compute_threads: the number of cores that compute; None takes all that the affinity mask and
         the cgroup's quota allow.
@@ -219,6 +230,9 @@ class EngineConfig:
     memory_wire: str = "auto"
     kvp: tuple[str, ...] = ()
     kvp_segment_tokens: int = 1 << 20
+    borrow: tuple[str, ...] = ()
+    lend: str | None = None
+    lend_bytes: int | None = None
     tokenize_threads: int = 2
     compute_threads: int | None = None
     tune: bool = True
@@ -242,22 +256,11 @@ class EngineConfig:
         for name in ("converter", "prefix_cache", "tune", "bounded_json"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        slo = self.inter_token_slo_ms
-        if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
-            raise ConfigError(f"inter_token_slo_ms must be a positive number, not {slo!r}")
-        factor = self.inter_token_factor
-        if type(factor) not in (int, float) or not factor > 1:
-            raise ConfigError(f"inter_token_factor must be a number above 1, not {factor!r}")
+        check_times(
+            self.inter_token_slo_ms, self.inter_token_factor, self.group_restart_s, self.ttft_slo
+        )
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
-        wait = self.group_restart_s
-        if type(wait) not in (int, float) or not 0 <= wait < math.inf:
-            raise ConfigError(
-                f"group_restart_s must be a number of seconds from 0 on, not {wait!r}"
-            )
-        slo = self.ttft_slo
-        if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
-            raise ConfigError(f"ttft_slo must be a positive number of seconds, not {slo!r}")
         predictor = self.length_predictor
         if predictor is not None:
             for method in ("quantile", "observe", "observe_cut"):
@@ -265,8 +268,8 @@ class EngineConfig:
                     raise ConfigError(f"length_predictor has no method {method}")
             if self.memory_policy != "predicted":
                 raise ConfigError("length_predictor needs memory_policy predicted")
-        self._check_reasoning()
-        self._check_store()
+        check_reasoning(self.reasoning_budget, self.reasoning_budget_message)
+        check_store(self.kv_cache_dir, has_prefixes=self.prefix_cache)
         self._check_nodes()
         page = self.kv_page_bytes
         if page is not None and page % 4096:
@@ -314,6 +317,7 @@ class EngineConfig:
             "kv_disk_bytes",
             "memory_node_bytes",
             "kvp_segment_tokens",
+            "lend_bytes",
             "tokenize_threads",
             "compute_threads",
             "tensor_parallel_size",
@@ -327,35 +331,26 @@ class EngineConfig:
                 f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {self.max_num_seqs}"
             )
 
-    def _check_reasoning(self) -> None:
-        budget, message = self.reasoning_budget, self.reasoning_budget_message
-        if budget is not None and (type(budget) is not int or budget < -1):
-            raise ConfigError(f"reasoning_budget must be an integer from -1 on, not {budget!r}")
-        if not isinstance(message, str) or len(message) > MAX_MESSAGE_CHARS:
-            raise ConfigError(
-                f"reasoning_budget_message must be a string of at most {MAX_MESSAGE_CHARS}"
-                " characters"
-            )
-
-    def _check_store(self) -> None:
-        if self.kv_cache_dir is not None and (
-            not isinstance(self.kv_cache_dir, str | Path) or not str(self.kv_cache_dir)
-        ):
-            raise ConfigError(f"kv_cache_dir must be a path, not {self.kv_cache_dir!r}")
-        if self.kv_cache_dir is not None and not self.prefix_cache:
-            raise ConfigError("kv_cache_dir needs prefix_cache")
-
     def _check_nodes(self) -> None:
-        for setting in ("memory_nodes", "kvp"):
+        for setting in ("memory_nodes", "kvp", "borrow"):
             value, is_encrypted = getattr(self, setting), self.memory_node_encryption == "on"
             object.__setattr__(self, setting, checked_addresses(setting, value, is_encrypted))
         store = {"kv_cache_dir": self.kv_cache_dir}
         if self.memory_nodes:
-            others = {**store, "kv_page_bytes": self.kv_page_bytes, "kvp": self.kvp}
+            names = ("kv_page_bytes", "kvp", "borrow", "lend")
+            others = {**store, **{name: getattr(self, name) for name in names}}
             check_beside_nodes("memory_nodes", others)
         if self.kvp:
-            check_beside_nodes("kvp", store)
+            check_beside_nodes("kvp", {**store, "borrow": self.borrow})
+        if self.borrow:
+            check_beside_nodes("borrow", store)
+        check_lender(self.lend)
         check_segments(self.kvp_segment_tokens)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """The addresses of memory on which parts of sequences may be."""
+        return self.kvp or self.borrow
 
     @property
     def batched_tokens(self) -> int:

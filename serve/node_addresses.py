@@ -33,6 +33,11 @@ def check_segments(segment_tokens: int) -> None:
         )
 
 
+def check_lender(url: object) -> None:
+    if url is not None and (not isinstance(url, str) or "://" not in url):
+        raise ConfigError(f"lend must be an address such as tcp://HOST:PORT, not {url!r}")
+
+
 def check_beside_nodes(setting: str, others: Mapping[str, object]) -> None:
     """Raises ConfigError if one of these settings is set, which cannot be used with nodes that
     `setting` names."""

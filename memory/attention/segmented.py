@@ -6,8 +6,8 @@ segment, the step is planned as if there were none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -45,6 +45,10 @@ class HeldParts(Protocol):
 class Holders(Protocol):
     """Other memory that holds segments and attends over them."""
 
+    def has_first(self, start: int) -> bool:
+        """Returns whether even the first segment of the sequence whose range begins there is not in
+        this machine's memory."""
+
     def plan(self, pieces: Mapping[int, Pieces]) -> HeldParts:
         """Prepares the pieces of a step, by number, that are not in this machine's memory."""
 
@@ -64,7 +68,7 @@ class SegmentedAttention:
         holders: Holders | None = None,
     ) -> None:
         """inner, partial: attention over this machine's memory. holders: they hold all segments but
-        the first of each sequence; without them this machine has all."""
+        the first of each sequence, and some of these; without them this machine has all."""
         self._inner, self._partial = inner, partial
         self.layers = list(layers)
         self.backend = backend
@@ -72,18 +76,33 @@ class SegmentedAttention:
         self._holders = holders
 
     def plan(self, step: AttentionStep) -> Attention:
-        if max(step.kv_lens) <= self._segment_tokens:
+        holders = self._holders
+        away = {start for start in step.starts if holders is not None and holders.has_first(start)}
+        if not away and max(step.kv_lens) <= self._segment_tokens:
             return self._inner.plan(step)
         local: dict[int, _LocalPieces] = {}
         held: dict[int, Pieces] = {}
-        groups = in_order(cut(step, self._segment_tokens))
-        for number, pieces in enumerate(groups):
-            if pieces.segment and self._holders is not None:
-                held[number] = pieces
-            else:
-                local[number] = self._plan_here(pieces)
-        remote = None if self._holders is None else self._holders.plan(held)
+        groups: list[Pieces] = []
+        for both in in_order(cut(step, self._segment_tokens)):
+            for is_held, pieces in self._divided(both, away):
+                if is_held:
+                    held[len(groups)] = pieces
+                else:
+                    local[len(groups)] = self._plan_here(pieces)
+                groups.append(pieces)
+        remote = None if holders is None else holders.plan(held)
         return SegmentedPlan(self, groups, local, remote)
+
+    def _divided(self, pieces: Pieces, away: Container[int]) -> Iterator[tuple[bool, Pieces]]:
+        """Yields the pieces on holders (True) and those here. away: the starts of sequences whose
+        first segment is on a holder."""
+        if pieces.segment:
+            yield self._holders is not None, pieces
+            return
+        for is_held in (False, True):
+            items = [item for item in pieces.items if (item.start in away) is is_held]
+            if items:
+                yield is_held, replace(pieces, items=items)
 
     def _plan_here(self, pieces: Pieces) -> _LocalPieces:
         offset = pieces.segment * self._segment_tokens

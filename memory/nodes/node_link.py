@@ -3,6 +3,7 @@ receives partial results."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ DEFAULT_ANSWER_S = 30.0
 _POLL_S = 0.25
 _LATE_S = 1.0  # an answer that takes longer is late
 _STALL_S = 2 * HEARTBEAT_S  # silence after which a node that has to answer has stalled
+_LAST_MESSAGES = 4  # that are looked for when a connection ends
 _ANSWERS = (Kind.RESULT, Kind.PARTIAL)
 
 
@@ -221,5 +223,8 @@ class NodeLink:
 
 def lost(link: NodeLink, error: Exception) -> NodesLostError:
     """Closes a link after any error on it; returns the error to raise."""
+    with contextlib.suppress(TransportError):
+        for _ in range(_LAST_MESSAGES):  # a lender says why it ends a session
+            link.look()
     link.close()
     return NodesLostError(f"memory node {link.url}: {error}")

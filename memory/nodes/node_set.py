@@ -162,7 +162,7 @@ class NodeSet:
         numbers = []
         for number, partition in enumerate(self.partitions):
             if partition.is_lost or any(link.is_leaving for link in partition.links):
-                self.num_lost += any(link.is_lost for link in partition.links)
+                self.num_lost += any(it.is_lost and not it.is_leaving for it in partition.links)
                 self.states.end(partition.links)
                 partition.close()
                 numbers.append(number)

@@ -3,7 +3,7 @@ back. Every number is sent in fp32, which keeps all of its bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -51,16 +51,19 @@ class SegmentLinks:
         nodes: HasPartitions,
         backend: Backend,
         locate: Locate,
+        begun_away: Container[int] = (),
         *,
         rotates_wide: bool,
     ) -> None:
-        """rotates_wide: keys are rotated in fp32, as int8 K/V does; else in their own type."""
+        """begun_away: the starts of ranges of sequences whose first segment is on a holder, at any
+        time. rotates_wide: keys are rotated in fp32, as int8 K/V does; else in their own type."""
         self.layers = list(layers)
         self.rows = [WireRows.of(layer) for layer in layers]
         self.backend = backend
         self.rotates_wide = rotates_wide
         self._nodes = nodes
         self._locate = locate
+        self.has_first = begun_away.__contains__
         self._numbers = count(1)
         for partition in nodes.partitions:
             partition.edits.on_release = self._send_edits

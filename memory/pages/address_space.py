@@ -301,7 +301,8 @@ def check_ranges(
         assert item.is_open or not (item.pages or item.promised_pages), f"range {item.index}"
         most = min(p.group.capacity(len(p.pages)) for p in item.parts)
         has_more = any(p.group.layers.max_tokens is not None for p in item.parts)  # in other memory
-        assert item.capacity == most or (has_more and item.capacity < most), f"range {item.index}"
+        is_elsewhere = has_more and (item.capacity < most or not item.pages)
+        assert item.capacity == most or is_elsewhere, f"range {item.index}"
         for part in item.parts:
             _check_part(part, space, owners)
         is_dirty = not all(part.is_committed for part in item.parts)

@@ -119,6 +119,7 @@ NB_MODULE(_native, m) {
   m.def("choose_instruction_set", [](const std::string& name) { return choose(name.c_str()); });
   m.def("num_threads", [] { return Team::get().size(); });
   m.def("set_num_threads", [](int n) { Team::get().resize(n); }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("leave_team", [] { Team::leave(); });
   m.def("rotate", &rotate);
   m.def("decode_plain", &decode_plain, "sequences"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "type"_a,
         "q"_a, "q_stride"_a, "q_type"_a, "out"_a, "lse"_a,

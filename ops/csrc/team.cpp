@@ -35,6 +35,7 @@ int usable_processors() {
 namespace {
 std::atomic<Team*> instance{nullptr};
 std::mutex creating;
+thread_local bool is_alone = false;
 }  // namespace
 
 Team& Team::get() {
@@ -54,6 +55,8 @@ Team& Team::get() {
 // A forked child has none of the threads and may have the locks in any state. It leaves the old
 // team untouched and starts with a team of one thread, which resize() can enlarge.
 void Team::replace_in_child() { instance.store(new Team(1)); }
+
+void Team::leave() { is_alone = true; }
 
 Team::Team(int size) { start(size); }
 
@@ -117,7 +120,7 @@ void Team::help(unsigned seen) {
 
 void Team::run(int tasks, void (*body)(void*, int), void* context) {
   std::unique_lock<std::mutex> mine(busy_, std::defer_lock);
-  if (tasks <= 1 || !mine.try_lock() || helpers_.empty()) {
+  if (tasks <= 1 || is_alone || !mine.try_lock() || helpers_.empty()) {
     for (int task = 0; task < tasks; task++) body(context, task);
     return;
   }

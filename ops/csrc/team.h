@@ -23,6 +23,10 @@ class Team {
   int size() const { return size_.load(std::memory_order_relaxed); }
   void resize(int size);
 
+  // From now on the calling thread runs its loops alone. It does not occupy the team then, so another
+  // thread's loops never find it busy.
+  static void leave();
+
   // Calls body(context, task) for every task in 0..tasks-1, in any order, on any thread. A body
   // must not throw: a half-finished loop cannot be undone, so parallel() ends the process instead.
   void run(int tasks, void (*body)(void*, int), void* context);

@@ -198,7 +198,7 @@ def _parsed(setting: Setting, value: Any) -> Any:
         return value
     items = split_list(value)
     # an empty list of nodes must be refused, not served without nodes
-    return items if items or setting.name not in ("memory_nodes", "kvp") else value
+    return items if items or setting.name not in ("memory_nodes", "kvp", "borrow") else value
 
 
 def _from_file(file: ConfigFile) -> dict[str, Any]:

@@ -235,6 +235,18 @@ ENGINE_OPTIONS: dict[str, Option] = {
         metavar="URL,URL",
     ),
     "kvp_segment_tokens": Option(NODES, "Tokens of a segment, a multiple of 128."),
+    "borrow": Option(
+        NODES,
+        "Comma-separated addresses of replicas that lend K/V memory: sequences for which there is"
+        " none here are there.",
+        metavar="URL,URL",
+    ),
+    "lend": Option(
+        NODES,
+        "Address where other replicas borrow K/V memory that this one does not need at present.",
+        metavar="URL",
+    ),
+    "lend_bytes": Option(NODES, "The most that is lent; default: half of the K/V memory."),
 }
 
 HTTP_OPTIONS: dict[str, Option] = {

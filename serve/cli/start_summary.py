@@ -98,7 +98,9 @@ def _memory(engine: Engine, kv: KVMemory) -> str:
     nodes, kvp = len(engine.config.memory_nodes), len(engine.config.kvp)
     where = f" on memory nodes ({nodes})" if nodes else ""
     wanted = engine.config.kv_cache_bytes or 0
-    if kvp:
+    if engine.config.borrow:
+        where = f" here and borrowed ({len(engine.config.borrow)})"
+    elif kvp:
         where = f" here, and more on {kvp} nodes for sequences beyond a segment"
     elif not nodes and wanted >= total + stats.kv_page_bytes:
         where = f" (of {format_memory(wanted)} asked for; the settings never use more)"

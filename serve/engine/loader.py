@@ -32,7 +32,7 @@ from serve.loading.precision import Precision, choose_backend
 from serve.loading.runtime import Runtime, load_runtime
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.models.progress import LoadProgress
-from serve.runner.runner import ModelRunner
+from serve.runner.runner import Closable, ModelRunner
 from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
@@ -64,6 +64,7 @@ class LoadedEngine:
     chat_problem: Future[str | None] | None = None
     precision: Precision | None = None
     kv: KVMemory | None = None
+    lender: Closable | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -72,6 +73,8 @@ class LoadedEngine:
     def close(self) -> None:
         """Stops the core and frees all memory. It blocks until that is done. Idempotent."""
         self.tokenizer.close()
+        if self.lender is not None:
+            self.lender.close()
         self.core.shutdown()
         if self.template is not None:
             self.template.close()
@@ -93,9 +96,12 @@ def load_engine(
     compute = ComputeThread()
     made_of, is_stopped = parts or Parts(), threading.Event()
     try:
-        return compute.submit(
+        loaded = compute.submit(
             lambda: _load(config, compute, made_of, progress, is_stopped)
         ).result()
+        if config.lend is not None:
+            _open_lender(config, loaded)
+        return loaded
     except BaseException:
         is_stopped.set()
         compute.stop()
@@ -164,6 +170,16 @@ def _load(
         runtime.precision,
         runtime.kv,
     )
+
+
+def _open_lender(config: EngineConfig, loaded: LoadedEngine) -> None:
+    from serve.loading.lending import open_lender  # only lenders need it
+
+    try:
+        loaded.lender = open_lender(config, loaded.core.kv, loaded.core.run_in_loop)
+    except BaseException:
+        loaded.close()
+        raise
 
 
 def _load_parts(

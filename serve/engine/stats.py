@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from memory.kv_memory import KVMemory
 from memory.nodes.node_set import NodeSet
+from memory.segmented_kv import SegmentedKV
 from serve.engine.counters import STEP_SECONDS, TOKENS
 from serve.engine.early_rejection import EarlyRejection
 from serve.engine.node_recovery import Recovery
@@ -35,6 +37,8 @@ class EngineStats:
     is on the disk now. disk_corrupt_pages, disk_read_errors: damaged pages and failed reads.
     disk_write_errors: failed writes. disk_refused_requests: write requests refused because there
     were too many, there was no room, or writing is paused after errors (disk_is_paused).
+    kvp_holders: replicas and nodes that hold parts of sequences at present, with
+    kvp_borrowed_bytes in all. kvp_lent_bytes: K/V memory that other replicas use.
     """
 
     num_unfinished: int
@@ -79,6 +83,9 @@ class EngineStats:
     memory_nodes: int
     memory_nodes_missing: int
     memory_nodes_lost: int
+    kvp_holders: int
+    kvp_lent_bytes: int
+    kvp_borrowed_bytes: int
     memory_node_states: dict[str, str]  # by URL; healthy, late, lost or probation
     recomputed_sequences: int
     last_step_age_s: float | None
@@ -167,9 +174,19 @@ def engine_stats(
         kv_bytes_per_token=kv.token_bytes,
         kv_page_bytes=kv.page_bytes,
         **_node_stats(recovery.nodes if recovery else None),
+        **_kvp_stats(kv),
         recomputed_sequences=recovery.num_recomputed if recovery else 0,
         last_step_age_s=steps.last_age_s(clock),
     )
+
+
+def _kvp_stats(kv: KVMemory) -> dict[str, Any]:
+    holders = kv if isinstance(kv, SegmentedKV) else None
+    return {
+        "kvp_holders": sum([it.num_pages > 0 for it in holders.partitions]) if holders else 0,
+        "kvp_lent_bytes": kv.num_lent * kv.page_bytes,
+        "kvp_borrowed_bytes": holders.num_borrowed_bytes if holders else 0,
+    }
 
 
 def _node_stats(nodes: NodeSet | None) -> dict[str, Any]:

@@ -172,7 +172,9 @@ def _with_holders(
     connect_all("kvp", nodes)
     memories = kvp.account(config, sizes, nodes)
     recorder.record([partition.edits for partition in nodes.partitions])
-    holders = kvp.HolderMemory(nodes, memories, sizes.max_model_len, sizes.per_holder)
+    holders = kvp.HolderMemory(
+        nodes, memories, sizes.max_model_len, sizes.per_holder, sizes.setting
+    )
     kv = kvp.join(own, holders, config.kvp_segment_tokens)
     make = functools.partial(HeldGroupRecovery, group, nodes, memories, make_group)
     return kv, nodes, make
@@ -248,8 +250,9 @@ def make_grid(source: ModelSource) -> Grid:
 
 def _check(config: EngineConfig) -> None:
     """Refuses settings that a group does not have."""
-    if config.memory_nodes:
-        raise ConfigError(f"memory_nodes needs a model on one rank, not {config.num_ranks}")
+    for name in ("memory_nodes", "borrow", "lend"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} needs a model on one rank, not {config.num_ranks}")
     for name in ("kvp", "kv_cache_dir"):
         if getattr(config, name) and config.backend == "cuda":
             raise ConfigError(f"{name} with several ranks needs the cpu back end")

@@ -72,5 +72,5 @@ def expected_groups(
     """Returns the layer groups of a model that is not loaded. max_len: its longest context."""
     groups = group_layers(layers, config.max_model_len or max_len)
     layouts = [kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
-    most = config.kvp_segment_tokens if config.kvp else None
+    most = config.kvp_segment_tokens if config.holders else None
     return layer_groups(layouts, [window for window, _ in groups], most)

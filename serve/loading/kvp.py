@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +31,12 @@ from memory.segmented_kv import SegmentedKV
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.node_connection import connect_all, connect_with, node_sizes
+from serve.loading.node_connection import (
+    connect_all,
+    connect_present,
+    connect_with,
+    node_sizes,
+)
 from serve.loading.precision import Precision
 from serve.runner.runner import Closable
 from serve.units import format_memory
@@ -51,6 +56,7 @@ class HolderMemory:
     memories: list[KVManager]
     max_model_len: int
     most_segments: int  # of a sequence on one node
+    setting: str  # that names the nodes
 
 
 class Segments:
@@ -91,7 +97,7 @@ class Segments:
         held = None
         if self._holders is not None:
             assert self._kv is not None, "memory is joined first"
-            held = self._holders.nodes, self._kv.locate
+            held = self._holders.nodes, self._kv.locate, self._kv.begun_away
         return fold_segments(inner, layout, where, backend, self._length, held)
 
     def closing(self, local: Closable) -> Closable:
@@ -118,11 +124,18 @@ def join(own: KVManager, holders: HolderMemory, segment_tokens: int) -> Segmente
     """Returns this machine's memory and that of holders as one. ConfigError if a sequence of
     max_model_len does not fit."""
     max_len = holders.max_model_len
-    kv = SegmentedKV(own, holders.memories, segment_tokens, max_len, holders.most_segments)
+    kv = SegmentedKV(
+        own,
+        holders.memories,
+        segment_tokens,
+        max_len,
+        holders.most_segments,
+        takes_whole=holders.setting == "borrow",
+    )
     if not kv.fits_alone(max_len):
         raise ConfigError(
-            f"kvp: the nodes have no room for one sequence of max_model_len {max_len}; lower "
-            "it, or raise memory_node_bytes"
+            f"{holders.setting}: the nodes have no room for one sequence of max_model_len"
+            f" {max_len}; lower it, or raise memory_node_bytes"
         )
     return kv
 
@@ -133,15 +146,18 @@ def open_segments(
     layers: Sequence[AttentionLayer],
     windows: Sequence[int | None],
     max_model_len: int,
+    own_bytes: int,
 ) -> Segments | None:
     """Returns the segments of sequences up to max_model_len, or None if the model's layers cannot
-    be cut into segments. layers: those of the first group. windows: that of each group. ConfigError
-    names the setting. The caller closes the result."""
+    be cut into segments. layers: those of the first group. windows: that of each group. own_bytes:
+    of this machine's K/V. ConfigError names the setting. The caller closes the result."""
+    if config.borrow and len(windows) > 1:
+        raise ConfigError("borrow: layers with a window stay in this machine's memory; use kvp")
     if not can_cut(config, layers, windows[0], max_model_len):
         return None
-    if not config.kvp:
+    if not config.holders:
         return Segments(config, max_model_len, None)
-    holders = open_holders(config, precision, layers, max_model_len)
+    holders = open_holders(config, precision, layers, max_model_len, own_bytes)
     own_tokens = holders.max_model_len
     if len(windows) == 1:
         own_tokens = min(own_tokens, config.kvp_segment_tokens)
@@ -152,13 +168,13 @@ def can_cut(
     config: EngineConfig, layers: Sequence[AttentionLayer], window: int | None, max_model_len: int
 ) -> bool:
     """Returns whether sequences are cut into segments. layers, window: of the first group.
-    ConfigError if they are not, and kvp is set."""
+    ConfigError if they are not, and kvp or borrow is set."""
     if window is None and all(x.window is None or x.window >= max_model_len for x in layers):
         return True
-    if config.kvp:
+    if config.holders:
         raise ConfigError(
-            "kvp: a layer without a window is needed, and none that shares its K/V with one that "
-            "has a window"
+            f"{'kvp' if config.kvp else 'borrow'}: a layer without a window is needed, and none"
+            " that shares its K/V with one that has a window"
         )
     return False
 
@@ -169,18 +185,19 @@ def fold_segments(
     where: tuple[int, int],
     backend: Backend,
     segment_tokens: int,
-    held: tuple[HasPartitions, Locate] | None,
+    held: tuple[HasPartitions, Locate, Container[int]] | None,
 ) -> SegmentedAttention:
     """Returns attention that is the fold over segments. where: the address and the end of this
-    machine's K/V of these layers, which `inner` attends over. held: the holders of all segments but
-    first ones, and where those are; None: this machine has all."""
+    machine's K/V of these layers, which `inner` attends over. held: the holders, where segments are
+    on them, and the starts of sequences that began there; None: this machine has all."""
     address, end = where
     layers = segmented_layers(layout.layers)
     partial = partial_attention(layout, address, end - address, backend)
     links = None
     if held is not None:
         wide = isinstance(layout, Int8KVLayout)
-        links = SegmentLinks(layers, held[0], backend, held[1], rotates_wide=wide)
+        nodes, locate, begun_away = held
+        links = SegmentLinks(layers, nodes, backend, locate, begun_away, rotates_wide=wide)
     return SegmentedAttention(inner, partial, layers, backend, segment_tokens, links)
 
 
@@ -200,6 +217,7 @@ class SegmentSizes:
         layers: Sequence[AttentionLayer],
         max_model_len: int,
         connect: Connect,
+        own_bytes: int,
         parts: Sequence[Sequence[AttentionLayer]] | None = None,
     ) -> None:
         """parts: the layers of each rank, which has its own pages on each holder; None: one rank
@@ -208,9 +226,15 @@ class SegmentSizes:
         self._engine = secrets.token_hex(16)
         self.connect = connect
         parts = [layers] if parts is None else parts
-        self.length, num_nodes = config.kvp_segment_tokens, len(config.kvp)
-        found = node_sizes("kvp", config.kvp, connect, config.memory_node_bytes)
-        bytes_, _, whole, max_message = found
+        self.length, num_nodes = config.kvp_segment_tokens, len(config.holders)
+        self.setting = "kvp" if config.kvp else "borrow"
+        self.is_optional = not config.kvp and max_model_len <= self.length
+        """Whether sequences do without these nodes, which may be absent."""
+        if self.is_optional:  # as if each lent what this machine has
+            bytes_, whole, max_message = own_bytes, own_bytes, 1 << 62
+        else:
+            found = node_sizes(self.setting, config.holders, connect, config.memory_node_bytes)
+            bytes_, _, whole, max_message = found
         layout: Int8KVLayout | KVLayout
         if precision.kv == "int8":
             layout = Int8KVLayout(layers, config.kv_group)
@@ -220,7 +244,8 @@ class SegmentSizes:
         self.geometry: PageGeometry = page_geometry(
             [layout.token_bytes], [None], "head", len(parts), whole
         )
-        [tokens], [slots] = self.geometry.page_tokens, self.geometry.range_slots(self.length)
+        self.range_tokens = min(self.length, max_model_len)
+        [tokens], [slots] = self.geometry.page_tokens, self.geometry.range_slots(self.range_tokens)
         # of all ranks together
         self.page_bytes = sum(NodeLayout(self.request(1, 1, own)).page_bytes for own in parts)
         self.num_pages = num_pages = bytes_ // self.page_bytes
@@ -239,20 +264,22 @@ class SegmentSizes:
         largest = largest_message(self._layers, self.max_rows, FULL_WIRE)
         if largest > max_message:
             raise ConfigError(
-                f"kvp: {self.max_rows} rows, max_num_batched_tokens over {self.per_holder} segments"
-                f" on a node, take messages of {format_memory(largest)}, and a node takes"
-                f" {format_memory(max_message)}; lower max_num_batched_tokens or raise"
-                " kvp_segment_tokens"
+                f"{self.setting}: {self.max_rows} rows, max_num_batched_tokens over"
+                f" {self.per_holder} segments on a node, take messages of"
+                f" {format_memory(largest)}, and a node takes {format_memory(max_message)};"
+                " lower max_num_batched_tokens or raise kvp_segment_tokens"
             )
 
     @property
     def _num_segments(self) -> int:
         """The segments of the longest sequence on holders."""
-        return max(1, -(-self.max_model_len // self.length) - 1)
+        return max(1, -(-self.max_model_len // self.length) - (self.setting == "kvp"))
 
     def _fitted(self, max_model_len: int, num_pages: int, segment_pages: int) -> int:
         """Returns the longest context for which holders of so many pages have room."""
-        num_nodes = len(self._config.kvp)
+        if self.is_optional:
+            return max_model_len
+        num_nodes = len(self._config.holders)
         whole, rest = divmod(num_pages, segment_pages)
         fits = self.length * (1 + num_nodes * whole)
         fits += min(self.length - 1, rest * self.geometry.page_tokens[0])
@@ -260,8 +287,8 @@ class SegmentSizes:
             return max_model_len
         if self._config.max_model_len is not None:
             raise ConfigError(
-                f"max_model_len {max_model_len} does not fit onto {num_nodes} kvp nodes of "
-                f"{num_pages} pages; they have room for {fits} tokens"
+                f"max_model_len {max_model_len} does not fit onto {num_nodes} {self.setting} nodes"
+                f" of {num_pages} pages; they have room for {fits} tokens"
             )
         logger.warning(
             "max_model_len is lowered from %d to %d: the kvp nodes have no room for longer "
@@ -298,7 +325,7 @@ class SegmentSizes:
             layers=list(layers),
             group_layers=[list(range(len(layers)))],
             page_tokens=self.geometry.page_tokens,
-            num_places=self.geometry.range_slots(self.length),
+            num_places=self.geometry.range_slots(self.range_tokens),
             num_ranges=num_ranges,
             num_pages=MAX_PAGES,
             min_pages=1,
@@ -308,10 +335,10 @@ class SegmentSizes:
 
     def partitions(self) -> list[NodePartition]:
         """Returns a partition for each holder, without links."""
-        slots = self.geometry.range_slots(self.length)
+        slots = self.template.num_places
         return [
             NodePartition([url], EditLog(self.geometry.page_bytes, self.num_ranges, slots))
-            for url in self._config.kvp
+            for url in self._config.holders
         ]
 
 
@@ -320,12 +347,14 @@ def open_holders(
     precision: Precision,
     layers: Sequence[AttentionLayer],
     max_model_len: int,
+    own_bytes: int,
 ) -> HolderMemory:
-    """Connects to the kvp nodes and attaches to each. layers: those of the group without windows.
+    """Connects to the nodes of kvp or borrow and attaches to each; replicas that lend may be
+    absent. layers: those of the group without windows. own_bytes: of this machine's K/V.
     ConfigError names the setting. The caller closes the result."""
     layers = segmented_layers(layers)
     connect = connect_for(config, layers, max_model_len)
-    sizes = SegmentSizes(config, precision, layers, max_model_len, connect)
+    sizes = SegmentSizes(config, precision, layers, max_model_len, connect, own_bytes)
     template = sizes.template
     nodes = NodeSet(
         sizes.partitions(),
@@ -335,12 +364,13 @@ def open_holders(
         bytes_per_node=config.memory_node_bytes,
     )
     try:
-        connect_all("kvp", nodes)
+        connect_nodes = connect_present if sizes.is_optional else connect_all
+        connect_nodes(sizes.setting, nodes)
         memories = account(config, sizes, nodes)
     except BaseException:
         nodes.close()
         raise
-    return HolderMemory(nodes, memories, sizes.max_model_len, sizes.per_holder)
+    return HolderMemory(nodes, memories, sizes.max_model_len, sizes.per_holder, sizes.setting)
 
 
 def connect_for(
@@ -348,7 +378,7 @@ def connect_for(
 ) -> Connect:
     """Returns what connects to holders of sequences up to max_model_len."""
     num_segments = -(-max_model_len // config.kvp_segment_tokens)
-    most_rows = config.batched_tokens * -(-num_segments // len(config.kvp))
+    most_rows = config.batched_tokens * -(-num_segments // len(config.holders))
     largest = largest_message(layers, min(_MAX_MESSAGE_ROWS, most_rows), FULL_WIRE)
     return connect_with(config, largest)
 
@@ -359,14 +389,14 @@ def account(config: EngineConfig, sizes: SegmentSizes, nodes: NodeSet) -> list[K
         nodes.partitions,
         sizes.geometry,
         num_ranges=sizes.num_ranges,
-        max_model_len=sizes.length,
-        max_rows=min(config.chunk_tokens, sizes.length),
+        max_model_len=sizes.range_tokens,
+        max_rows=min(config.chunk_tokens, sizes.range_tokens),
     )
     beyond = max(1, min(sizes.length, sizes.max_model_len - sizes.length))
-    nodes.min_pages = memories[0].pages_for(beyond)
+    nodes.min_pages = memories[0].pages_for(sizes.range_tokens if config.borrow else beyond)
     logger.info(
         "sequences grow onto %s in segments of %d tokens: context %d, %d pages of %d tokens each",
-        ", ".join(config.kvp),
+        ", ".join(config.holders),
         sizes.length,
         sizes.max_model_len,
         min(memory.num_pages for memory in memories),

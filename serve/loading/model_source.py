@@ -113,8 +113,9 @@ def _packing(precision: Precision) -> Iterator[None]:
 
 
 def _check_for_cuda(config: EngineConfig) -> None:
-    if config.kvp:
-        raise ConfigError("kvp needs the cpu back end, not cuda")
+    for setting in ("kvp", "borrow", "lend"):
+        if getattr(config, setting):
+            raise ConfigError(f"{setting} needs the cpu back end, not cuda")
     page = config.kv_page_bytes
     if page is not None and torch.cuda.is_available() and page % CUDA_PAGE_BYTES:
         raise ConfigError(f"kv_page_bytes {page}: a GPU maps multiples of {CUDA_PAGE_BYTES}")

@@ -19,6 +19,7 @@ _MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES = 4 << 20, 256 << 20
 _MESSAGES_IN_WINDOW = 12
 _LEAST_IN_WINDOW = 4  # a message is at most a quarter of a window
 _SYSTEM_PAGE_BYTES = 4096
+PRESENT_S = 1.0  # the wait for a node that may be absent
 
 
 def connect_with(config: EngineConfig, largest_message: int) -> Connect:
@@ -89,6 +90,16 @@ def connect_all(setting: str, nodes: NodeSet) -> None:
             nodes.place(partition, FIRST_CONNECT_S, needs_all=True)
         except NoNodeError as error:
             raise ConfigError(f"{setting}: {error}") from error
+
+
+def connect_present(setting: str, nodes: NodeSet) -> None:
+    """Connects to the nodes that can be reached and have room; the engine looks for the others
+    while it runs."""
+    for partition in nodes.partitions:
+        try:
+            nodes.place(partition, PRESENT_S, needs_all=True)
+        except NoNodeError as error:
+            logger.info("%s: not yet: %s", setting, error)
 
 
 def _window_bytes(largest: int) -> int:

@@ -21,7 +21,7 @@ def read_key(config: EngineConfig) -> bytes:
     """Returns the shared secret. ConfigError if a node needs one and none is set."""
     path = config.memory_node_key_file
     if path is None:
-        for url in (*config.memory_nodes, *config.kvp):
+        for url in (*config.memory_nodes, *config.holders, *filter(None, [config.lend])):
             if url.partition("://")[0] not in _OPEN_KEY_SCHEMES:
                 raise ConfigError(
                     f"{url} needs a memory_node_key_file, a secret that engines and nodes share"

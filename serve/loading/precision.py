@@ -122,7 +122,7 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:
     if config.backend != "auto":
         return config.backend
     best = best_backend()
-    has_nodes = config.memory_nodes or config.kvp
+    has_nodes = config.memory_nodes or config.holders or config.lend
     reason = "memory nodes are used" if has_nodes else _without_kernels(config, spec)
     if best == "cuda" and reason is not None:
         logger.warning("backend auto: cpu, not cuda (%s)", reason)

@@ -205,7 +205,7 @@ def _segments(
         parts.append(kvp.segmented_layers(layers_in(own, numbers)))
     layers = kvp.segmented_layers(layers)
     connect = kvp.connect_for(config, layers, max_model_len)
-    sizes = kvp.SegmentSizes(config, precision, layers, max_model_len, connect, parts)
+    sizes = kvp.SegmentSizes(config, precision, layers, max_model_len, connect, 0, parts)
     return config.kvp_segment_tokens, sizes
 
 
@@ -303,7 +303,7 @@ class RankMemory:
             request = _request(config, precision, layers, geometry.holders, self._number)
             connect = kvp.connect_for(config, layers, geometry.max_model_len)
             self.holders = RankHolders(config.kvp, request, connect, geometry.segment_tokens)
-            held = self.holders, self.holders.locate
+            held = self.holders, self.holders.locate, ()
         return kvp.fold_segments(inner, layout, where, backend, geometry.segment_tokens, held)
 
     def close(self) -> None:

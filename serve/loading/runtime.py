@@ -27,7 +27,7 @@ from serve.loading.disk_store import open_kv_store
 from serve.loading.engine_share import HostShare
 from serve.loading.footprint import check_weights_fit
 from serve.loading.kv_layouts import kv_layout, layer_groups
-from serve.loading.kv_sizing import reserving, size_kv
+from serve.loading.kv_sizing import KVSizes, reserving, size_kv
 from serve.loading.model_source import ModelSource, load_shard, load_weights, read_source
 from serve.loading.precision import Precision
 from serve.loading.remote_memory import open_remote_memory
@@ -128,7 +128,7 @@ def _load_local(
     sizes = size_kv(
         config,
         spec,
-        layer_groups(layouts, windows, config.kvp_segment_tokens if config.kvp else None),
+        layer_groups(layouts, windows, config.kvp_segment_tokens if config.holders else None),
     )
     for layout, padded in zip(layouts, sizes.groups, strict=True):
         layout.pad(padded.token_bytes * padded.tile_tokens)
@@ -136,7 +136,7 @@ def _load_local(
         memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
     segments = None
     try:
-        segments = _segments(config, precision, layouts, groups, sizes.max_model_len)
+        segments = _segments(config, precision, layouts, groups, sizes)
         kv = KVManager(
             memory,
             num_pages=sizes.num_pages,
@@ -180,16 +180,19 @@ def _segments(
     precision: Precision,
     layouts: list[KVLayout | Int8KVLayout],
     groups: list[tuple[int | None, list[int]]],
-    max_model_len: int,
+    sizes: KVSizes,
 ) -> Segments | None:
     """Returns the segments of sequences that may be longer than one, with their holders; imported
     only here."""
-    if not config.kvp and max_model_len <= config.kvp_segment_tokens:
+    if not config.holders and sizes.max_model_len <= config.kvp_segment_tokens:
         return None
     from serve.loading import kvp
 
     windows = [window for window, _ in groups]
-    return kvp.open_segments(config, precision, layouts[0].layers, windows, max_model_len)
+    own_bytes = sizes.num_pages * sizes.page_bytes
+    return kvp.open_segments(
+        config, precision, layouts[0].layers, windows, sizes.max_model_len, own_bytes
+    )
 
 
 def log_sizes(config: EngineConfig, precision: Precision, kv: KVMemory) -> None:

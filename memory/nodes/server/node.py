@@ -13,9 +13,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import replace
 
 from memory.nodes.attach import (
     MAX_ADDRESSES,
@@ -26,10 +25,12 @@ from memory.nodes.attach import (
     least_mappings,
     most_pages,
 )
+from memory.nodes.server.connection import ArrivingEndpoint, Connection, NodeStats
 from memory.nodes.server.node_loop import NodeLoop, post_error
 from memory.nodes.server.node_session import NodeSession
 from memory.nodes.wire import ErrorCode, Kind, WireError, pack_json, read_header, read_json
 from memory.pages.linux_vmm import LinuxMemory
+from memory.pages.virtual_memory import VirtualMemory
 from ops.backend import Backend
 from transport.base import Endpoint, Listener, TransportError
 from transport.messages import post_bytes, view_of
@@ -42,43 +43,6 @@ _DISCONNECT_S = 2.0
 _MAX_ENGINES = 1024  # whose epochs are remembered
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStats:
-    """A node's counters. bytes_leased of capacity_bytes are granted to num_engines engines. The
-    others count since the start: engines attached, engines refused (by the node, not by the
-    transport), sessions ended by an engine's protocol error, and queries."""
-
-    capacity_bytes: int
-    bytes_leased: int
-    num_engines: int
-    num_attached: int
-    num_refused: int
-    num_offences: int
-    num_queries: int
-
-
-@dataclass(slots=True, eq=False)
-class _Connection:
-    endpoint: Endpoint
-    thread: threading.Thread | None = None
-    engine: str = ""
-    epoch: int = 0
-    bytes_leased: int = 0
-    bytes_accounting: int = 0
-    num_mappings: int = 0  # promised to the engine
-    bytes_reserved: int = 0
-    session: NodeSession | None = None
-    loop: NodeLoop | None = None
-    has_sent_drain: bool = False
-    has_ended: bool = False
-
-
-class ArrivingEndpoint(Endpoint, Protocol):
-    """An Endpoint that calls on_arrival for each message and when the peer closes."""
-
-    on_arrival: Callable[[], object]
-
-
 class MemoryNode:
     """Serves the engines that a listener accepts. Any thread may call its methods."""
 
@@ -89,7 +53,7 @@ class MemoryNode:
         self._lock = threading.Lock()
         self._serving = threading.Lock()
         self._computing = threading.Lock()
-        self._connections: set[_Connection] = set()
+        self._connections: set[Connection] = set()
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._is_closing = False
         self._is_draining = False
@@ -122,7 +86,7 @@ class MemoryNode:
             atexit.unregister(self.close)
 
     def _begin(self, endpoint: Endpoint) -> None:
-        connection = _Connection(endpoint)
+        connection = Connection(endpoint)
         thread = threading.Thread(
             target=self._run, args=(connection,), name="mergestep-node-engine", daemon=True
         )
@@ -143,7 +107,7 @@ class MemoryNode:
 
     def adopt(self, endpoint: ArrivingEndpoint) -> None:
         """Serves an engine in the thread that calls the endpoint's on_arrival."""
-        connection = _Connection(endpoint)
+        connection = Connection(endpoint)
         with self._lock:
             self._connections.add(connection)
         endpoint.on_arrival = lambda: self._run_once(connection, 0.0)
@@ -163,7 +127,7 @@ class MemoryNode:
         if self._serving.acquire(timeout=_DISCONNECT_S):
             self._serving.release()
 
-    def _disconnect(self, connections: Sequence[_Connection]) -> None:
+    def _disconnect(self, connections: Sequence[Connection]) -> None:
         """Closes connections. Those with a thread end in it, the others at once."""
         for connection in connections:
             connection.endpoint.close()
@@ -178,11 +142,11 @@ class MemoryNode:
 
     # ---- one connection
 
-    def _run(self, connection: _Connection) -> None:
+    def _run(self, connection: Connection) -> None:
         while self._run_once(connection, _POLL_S):
             pass
 
-    def _run_once(self, connection: _Connection, wait_s: float) -> bool:
+    def _run_once(self, connection: Connection, wait_s: float) -> bool:
         """Handles a message or a deferred write; returns False when the connection has ended."""
         if connection.has_ended:
             return False
@@ -197,7 +161,7 @@ class MemoryNode:
         self._end(connection)
         return False
 
-    def _end(self, connection: _Connection) -> None:
+    def _end(self, connection: Connection) -> None:
         connection.has_ended = True
         connection.endpoint.close()
         session = connection.session
@@ -210,7 +174,7 @@ class MemoryNode:
                 connection.session = None
             self._connections.discard(connection)
 
-    def _failed(self, connection: _Connection, error: Exception) -> None:
+    def _failed(self, connection: Connection, error: Exception) -> None:
         """Logs and reports the error that ends a connection."""
         address = connection.endpoint.peer.address
         if isinstance(error, TransportError):
@@ -233,26 +197,26 @@ class MemoryNode:
         logger.error("engine at %s: internal error", address, exc_info=error)
         self._report_error(connection, WireError(ErrorCode.FAULT, type(error).__name__))
 
-    def _report_error(self, connection: _Connection, error: WireError) -> None:
+    def _report_error(self, connection: Connection, error: WireError) -> None:
         try:
             post_error(connection.endpoint, connection.epoch, error)
         except TransportError as failed:
             logger.info("the error could not be reported to the engine: %s", failed)
 
-    def _work(self, connection: _Connection, loop: NodeLoop, wait_s: float) -> None:
+    def _work(self, connection: Connection, loop: NodeLoop, wait_s: float) -> None:
         endpoint = connection.endpoint
         frame = endpoint.poll(0.0 if loop.has_deferred else wait_s)
         if frame is not None:
             loop.take(frame)
         elif loop.has_deferred:
             loop.run_deferred()
-        if self._is_draining and not connection.has_sent_drain:
+        if (self._is_draining or connection.is_leaving) and not connection.has_sent_drain:
             post_bytes(endpoint, pack_json(Kind.DRAIN, connection.epoch, {}))
             connection.has_sent_drain = True
 
     # ---- attaching
 
-    def _attach(self, connection: _Connection) -> bool:
+    def _attach(self, connection: Connection) -> bool:
         endpoint = connection.endpoint
         if (frame := endpoint.poll(_ATTACH_S)) is None:
             logger.info("engine at %s: did not attach", endpoint.peer.address)
@@ -272,7 +236,8 @@ class MemoryNode:
         if granted.is_question:
             self._post_attached(connection, granted)
             return False
-        memory = LinuxMemory(connection.bytes_leased // granted.num_pages, granted.num_pages)
+        page_bytes = connection.bytes_leased // granted.num_pages
+        memory = self._memory(connection, page_bytes, granted.num_pages)
         try:
             connection.session = NodeSession(
                 granted,
@@ -299,15 +264,23 @@ class MemoryNode:
         )
         return True
 
+    def _room(self) -> int:
+        """Returns the bytes of all engines together."""
+        return self._capacity
+
+    def _memory(self, connection: Connection, page_bytes: int, num_pages: int) -> VirtualMemory:
+        """Returns the memory of an engine that attaches."""
+        return LinuxMemory(page_bytes, num_pages)
+
     @staticmethod
-    def _post_attached(connection: _Connection, granted: AttachRequest) -> None:
+    def _post_attached(connection: Connection, granted: AttachRequest) -> None:
         content: dict[str, object] = {
             "num_pages": granted.num_pages,
             "num_mappings": connection.num_mappings,
         }
         post_bytes(connection.endpoint, pack_json(Kind.ATTACHED, granted.epoch, content))
 
-    def _grant(self, connection: _Connection, request: AttachRequest) -> AttachRequest | None:
+    def _grant(self, connection: Connection, request: AttachRequest) -> AttachRequest | None:
         """Returns the request with the granted pages; reports a refusal and returns None."""
         try:
             if self._is_draining:
@@ -321,7 +294,7 @@ class MemoryNode:
                 self._fence(connection, request)
             with self._lock:
                 accounting = accounting_bytes(request.num_ranges, request.num_places)
-                free = self._capacity - accounting
+                free = self._room() - accounting
                 free -= sum(c.bytes_leased + c.bytes_accounting for c in self._connections)
                 free = max(0, free)
                 mappings = self._mappings_beside(connection)
@@ -359,7 +332,7 @@ class MemoryNode:
         share = NODE_MAPPINGS * num_pages * layout.page_bytes // self._capacity
         return max(share, least_mappings(request, num_pages))
 
-    def _mappings_beside(self, connection: _Connection) -> int:
+    def _mappings_beside(self, connection: Connection) -> int:
         """Returns how many mappings other engines leave free. The caller holds the lock."""
         left = NODE_MAPPINGS
         for other in self._connections:
@@ -368,11 +341,11 @@ class MemoryNode:
                 left -= max(other.num_mappings, 0 if session is None else session.num_mappings)
         return left
 
-    def _most_mappings(self, connection: _Connection) -> int:
+    def _most_mappings(self, connection: Connection) -> int:
         with self._lock:
             return self._mappings_beside(connection)
 
-    def _fence(self, connection: _Connection, request: AttachRequest) -> None:
+    def _fence(self, connection: Connection, request: AttachRequest) -> None:
         """Refuses an epoch that is not the engine's latest; ends its earlier sessions."""
         with self._lock:
             latest = self._epochs.get(request.engine, 0)

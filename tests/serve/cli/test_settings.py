@@ -31,12 +31,14 @@ from tests.support.profile import examples
 ROOT = Path(__file__).parents[3]
 # Valid values beside the default, for settings whose kind alone does not give one.
 VALUES: dict[str, Any] = {
+    "borrow": ["tcp://a:1", "tcp://b:2"],
     "cors_origins": ["https://a.example", "http://localhost:3000"],
     "host": "localhost",
     "kv_group": 32,
     "kv_page_bytes": 65536,
     "kvp": ["tcp://a:1", "tcp://b:2"],
     "kvp_segment_tokens": 4096,
+    "lend": "tcp://a:1",
     "log_level": "debug",
     "memory_nodes": ["tcp://a:1", "tcp://b:2"],
     "weight_group": 32,
@@ -312,7 +314,7 @@ def test_formatted_sizes_can_be_parsed(size: int) -> None:
 def test_defaults_are_those_of_the_dataclasses() -> None:
     values = printed()
     for item in fields(EngineConfig):
-        if item.name in values and item.name not in ("memory_nodes", "kvp"):
+        if item.name in values and item.name not in ("memory_nodes", "kvp", "borrow"):
             assert values[item.name] == item.default
 
 

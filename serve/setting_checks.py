@@ -1,0 +1,43 @@
+"""Checks of settings of several kinds; ConfigError names the setting."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from serve.errors import ConfigError
+
+MAX_MESSAGE_CHARS = 1024
+
+
+def check_times(slo_ms: object, factor: object, restart_s: object, ttft_s: object) -> None:
+    """Checks inter_token_slo_ms, inter_token_factor, group_restart_s and ttft_slo."""
+    if slo_ms is not None and not _is_positive(slo_ms):
+        raise ConfigError(f"inter_token_slo_ms must be a positive number, not {slo_ms!r}")
+    if not (isinstance(factor, int | float) and type(factor) is not bool and factor > 1):
+        raise ConfigError(f"inter_token_factor must be a number above 1, not {factor!r}")
+    if not _is_positive(restart_s) and (type(restart_s) not in (int, float) or restart_s != 0):
+        text = f"group_restart_s must be a number of seconds from 0 on, not {restart_s!r}"
+        raise ConfigError(text)
+    if ttft_s is not None and not _is_positive(ttft_s):
+        raise ConfigError(f"ttft_slo must be a positive number of seconds, not {ttft_s!r}")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and 0 < value < math.inf
+
+
+def check_reasoning(budget: object, message: object) -> None:
+    if budget is not None and (type(budget) is not int or budget < -1):
+        raise ConfigError(f"reasoning_budget must be an integer from -1 on, not {budget!r}")
+    if not isinstance(message, str) or len(message) > MAX_MESSAGE_CHARS:
+        raise ConfigError(
+            f"reasoning_budget_message must be a string of at most {MAX_MESSAGE_CHARS} characters"
+        )
+
+
+def check_store(folder: object, *, has_prefixes: bool) -> None:
+    if folder is not None and (not isinstance(folder, str | Path) or not str(folder)):
+        raise ConfigError(f"kv_cache_dir must be a path, not {folder!r}")
+    if folder is not None and not has_prefixes:
+        raise ConfigError("kv_cache_dir needs prefix_cache")
