@@ -198,7 +198,7 @@ def test_a_model_that_is_missing_is_named(undo, tmp_path, nodes):
 
 
 def test_ranks_end_with_a_killed_command(undo, tmp_path, nodes):
-    command = Command(tmp_path, nodes, str(checkpoint("llama", "base")), "--tp=2", "--no-quiet")
+    command = Command(tmp_path, nodes, str(checkpoint("llama", "base")), "--tp=2")
     undo.callback(command.close)
     command.wait_for(lambda log: "ready at" in log)
     assert command.starts(0)[0][0] == command.starts(1)[0][0]  # a stage has one node
@@ -240,6 +240,8 @@ def test_lost_ranks_actors_and_nodes_are_replaced(undo, tmp_path, nodes, alone):
     assert command.process.wait(PATIENCE_S) == 0
     assert "Traceback" not in command.log
     assert not [pid for rank in (0, 1) for _, pid in command.starts(rank) if is_alive(pid)]
-    plan = Command(tmp_path, nodes, path, "--cpus-per-rank=2", "--dry-run")
+    folder = tmp_path / "plan"
+    folder.mkdir()
+    plan = Command(folder, nodes, path, "--cpus-per-rank=2", "--dry-run")
     assert plan.process.wait(PATIENCE_S) == 0, plan.log  # the CPUs are free again
     assert plan.starts(0) == [] and "rank  stage  tensor  CPUs  node" in plan.log
