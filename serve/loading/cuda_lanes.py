@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -29,8 +30,7 @@ def open_lanes(config: EngineConfig, device: StepDevice) -> EngineLanes | None:
         return None
     index = device.device.index or 0
     try:
-        from cuda.bindings import driver
-
+        driver = import_module("cuda.bindings.driver")
         context = CudaDevice(None, index)
         release_stream = context.call("cuStreamCreate", _NON_BLOCKING)
     except (ImportError, CudaUnavailableError, CudaError) as error:
