@@ -84,9 +84,7 @@ class QueuePair:
         """window is the address and size of the memory that the peer may write; max_posts is the
         most posts in flight. Raises TransportError.
         """
-        self.context = (
-            port.context
-        )  # this, `domain` and `pair` are pyverbs's, for transport.gpu_prototype
+        self.context = port.context  # this, `domain` and `pair` are pyverbs's, for lanes
         self._port = port
         self._e = e = constants()
         self._wr = pyverbs("wr")

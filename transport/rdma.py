@@ -29,7 +29,7 @@ from transport.endpoint import ChannelEndpoint
 from transport.listener import SocketListener
 from transport.queue_pair import QueuePair, QueuePairAddress
 from transport.tcp import address_of, connected_to, server_at, set_options
-from transport.verbs import RdmaUnavailableError, open_port
+from transport.verbs import Port, RdmaUnavailableError, open_port
 
 __all__ = ["RdmaTransport", "RdmaUnavailableError"]
 
@@ -178,7 +178,7 @@ class _End:
         )
         if len(os.sched_getaffinity(0)) == 1:  # the peer may need this CPU
             channel.spin_s = 0.0
-        return RdmaEndpoint(channel, wire, Peer(address, theirs["info"]))
+        return RdmaEndpoint(channel, wire, Peer(address, theirs["info"]), self._port)
 
 
 class _Wire:
@@ -265,9 +265,11 @@ class _Wire:
 
 
 class RdmaEndpoint(ChannelEndpoint):
-    def __init__(self, channel: MirroredChannel, wire: _Wire, peer: Peer) -> None:
+    def __init__(self, channel: MirroredChannel, wire: _Wire, peer: Peer, port: Port) -> None:
         super().__init__(channel, peer)
         self._wire = wire
+        self.port = port
+        """The port of this end, which a lane opens again (transport/rdma_lane.py)."""
 
     def close(self) -> None:
         self._wire.flush()

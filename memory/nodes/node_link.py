@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from memory.nodes.attach import AttachRequest
+from memory.nodes.engine_lanes import EngineLanes, LaneOffer, LaneStep, LinkLane
 from memory.nodes.node_health import MAX_STALLED_S, AnswerPace
 from memory.nodes.outgoing import Outgoing
 from memory.nodes.placement import Shard
@@ -72,6 +73,7 @@ class NodeLink:
         clock: Callable[[], float] = time.monotonic,
         answer_s: float = DEFAULT_ANSWER_S,
         pace: AnswerPace | None = None,
+        lanes: EngineLanes | None = None,
     ) -> None:
         """A node that is alive but does not answer for answer_s counts as lost, and so does one
         whose answers stall for MAX_STALLED_S between two resets of stalled_s. pace: that of the
@@ -85,8 +87,10 @@ class NodeLink:
         # waited for answers while heartbeats were missing, or beyond the usual time; likewise
         self.stalled_s = 0.0
         self.unanswered_s = 0.0  # how long it has not answered a query
+        self.answer_s = answer_s
+        self.lane: LinkLane | None = None
+        self._lanes = lanes
         self._clock = clock
-        self._answer_s = answer_s
         self._pace = AnswerPace() if pace is None else pace
         self._asked_s = clock()  # when the last query was sent
         self._epoch = 0
@@ -105,8 +109,22 @@ class NodeLink:
         if (largest := largest_message(request.layers, request.max_rows, wire)) > most:
             text = f"steps of {request.max_rows} rows take messages of {largest} bytes"
             raise NodeError(ErrorCode.SHAPE, f"{text}, its window has room for {most}")
-        message = pack_json(Kind.ATTACH, request.epoch, request.to_json())
-        post_bytes(self.endpoint, message)
+        content, offer = request.to_json(), self._offer(request, wire)
+        if offer is not None:
+            content["lane"] = offer.to_json()
+        post_bytes(self.endpoint, pack_json(Kind.ATTACH, request.epoch, content))
+        try:
+            content = self._attached(request, timeout_s)
+        except BaseException:
+            if offer is not None:
+                offer.offer.close()
+            raise
+        if offer is not None:
+            self._accept(offer, content.get("lane"))
+        return int(str(content["num_pages"]))
+
+    def _attached(self, request: AttachRequest, timeout_s: float) -> dict[str, object]:
+        """Returns the content of the node's answer."""
         frame = self.endpoint.poll(timeout_s)
         if frame is None:
             raise TransportTimeoutError(f"{self.url} did not answer within {timeout_s:.3g} s")
@@ -127,12 +145,45 @@ class NodeLink:
             raise NodeError(error.code, str(error)) from error
         finally:
             self.endpoint.release(frame)
-        return num_pages
+        return content
+
+    def _offer(self, request: AttachRequest, wire: WireFormat) -> LaneOffer | None:
+        if self._lanes is None or request.is_question:
+            return None
+        try:
+            return self._lanes.offer(self.endpoint, request, wire)
+        except TransportError as error:
+            logger.info("memory node %s: the host posts rows: %s", self.url, error)
+            return None
+
+    def _accept(self, offer: LaneOffer, answer: object) -> None:
+        assert self._lanes is not None
+        try:
+            self.lane = self._lanes.accept(offer, answer, self)
+        except TransportError as error:
+            logger.info("memory node %s: the host posts rows: %s", self.url, error)
+            return
+        rows = offer.layout.terms.num_rows
+        logger.info("memory node %s: the stream sends up to %d rows of a step", self.url, rows)
+
+    def begin_lane(self, number: int, num_queries: int, num_appends: int) -> LaneStep | None:
+        """Returns a slot for the rows of plan `number`, which is posted next; None if the host
+        posts them. Raises TransportError."""
+        if self.lane is None:
+            return None
+        return self.lane.begin(number, num_queries, num_appends)
+
+    def check_lane(self) -> None:
+        """Raises TransportError if a step's results are not those of the node."""
+        if self.lane is not None and self.lane.failure:
+            self.look()  # the node may have said why
+            self.lane.check()
 
     def post_plan(self, number: int, plan: NodePlan) -> None:
         for key in [key for key in self._arrived if key[0] + _OLD_PLANS < number]:
             self.endpoint.release(self._arrived.pop(key)[1])
-        post_bytes(self.endpoint, pack_plan(self._epoch, number, plan))
+        fields = (0, 0) if self.lane is None else self.lane.plan_fields(number)
+        post_bytes(self.endpoint, pack_plan(self._epoch, number, plan, fields))
 
     def post_rows(
         self,
@@ -171,8 +222,8 @@ class NodeLink:
                 raise TransportTimeoutError(f"{self.url}: it stalls for {self.stalled_s:.3g} s")
             self.unanswered_s = now_s - began_s
             self.was_late |= self.unanswered_s >= _LATE_S
-            if self.unanswered_s >= self._answer_s:
-                raise TransportTimeoutError(f"{self.url}: no answer for {self._answer_s:.3g} s")
+            if self.unanswered_s >= self.answer_s:
+                raise TransportTimeoutError(f"{self.url}: no answer for {self.answer_s:.3g} s")
         self.unanswered_s = 0.0
         self._pace.learn(work, self._clock() - self._asked_s)
         return self._arrived.pop(key)
@@ -218,6 +269,8 @@ class NodeLink:
 
     def close(self) -> None:
         self._arrived.clear()
+        if self.lane is not None:
+            self.lane.is_retired = True
         self.endpoint.close()
 
 

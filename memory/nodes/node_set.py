@@ -18,6 +18,7 @@ from typing import NoReturn
 from memory.kv_manager import KVManager
 from memory.nodes.attach import AttachRequest, NodeLayout, growth_of
 from memory.nodes.edit_log import EditLog
+from memory.nodes.engine_lanes import EngineLanes
 from memory.nodes.node_link import NodeError, NodeLink
 from memory.nodes.node_states import NodeStates
 from memory.nodes.placement import PageGeometry, Shard
@@ -131,6 +132,7 @@ class NodeSet:
         self.connect_s = _CONNECT_S
         """The time to connect to a node that was connected before."""
         self.num_lost = 0
+        self.lanes: EngineLanes | None = None
         self._last_refusals: dict[str, str] = {}  # by url, so that a repeated reason is logged once
         urls = [url for partition in partitions for url in partition.urls]
         self.states = NodeStates(urls, template.engine, clock)
@@ -269,12 +271,9 @@ class NodeSet:
         [most] = [len(partition.urls) for partition in self.partitions if url in partition.urls]
         shard = Shard(self._partition_mode, 0, count or most)
         link = NodeLink(url, endpoint, shard, self._clock)
+        request = replace(self._request(link.shard, self.min_pages), is_question=True)
         try:
-            link.attach(
-                replace(self._request(link.shard, self.min_pages), is_question=True),
-                self.connect_s,
-                self._wire,
-            )
+            link.attach(request, self.connect_s, self._wire)
         except TransportError:
             return False
         finally:
@@ -333,8 +332,9 @@ class NodeSet:
         """Attaches the partition to these nodes; returns the url of one that refuses, else None."""
         self._epoch += 1
         shards = [Shard(self._partition_mode, i, len(endpoints)) for i in range(len(endpoints))]
+        pace, lanes = self.states.pace, self.lanes
         links = [
-            NodeLink(url, endpoint, shard, self._clock, pace=self.states.pace(url))
+            NodeLink(url, endpoint, shard, self._clock, pace=pace(url), lanes=lanes)
             for (url, endpoint), shard in zip(endpoints.items(), shards, strict=True)
         ]
         requests = [self._request(link.shard, least) for link in links]

@@ -91,6 +91,7 @@ class RemoteAttention:
                     continue
                 try:
                     link.look()
+                    node.lane = link.begin_lane(number, node.num_queries, node.num_appends)
                     link.post_plan(number, plan._replace(edits=edits))
                 except TransportError as error:
                     raise lost(link, error) from error
@@ -107,6 +108,16 @@ class RemoteAttention:
         return RemotePlan(
             number, planned, self.wire, self.backend, self.layers, self.staging, tails
         )
+
+    def check_lanes(self) -> None:
+        """Raises NodesLostError if a stream was released since the last step was planned, so that
+        the step's results are void."""
+        for partition in self._nodes.partitions:
+            for link in partition.links:
+                try:
+                    link.check_lane()
+                except TransportError as error:
+                    raise lost(link, error) from error
 
     def _plan_tails(self, step: AttentionStep, spans: Sequence[TailSpan | None]) -> PlannedRows:
         """Returns the rows whose prompts are in the prompt tail cache."""

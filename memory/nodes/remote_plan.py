@@ -3,7 +3,8 @@ nodes' results together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from memory.attention.kv_layout import rotate_keys
 from memory.attention.seam import AttentionLayer, Pending, Rotation, Ticket
+from memory.nodes.engine_lanes import LaneStep
 from memory.nodes.new_token_attention import NewTokenAttention
 from memory.nodes.node_link import NodeLink, lost
 from memory.nodes.placement import Shard
@@ -44,6 +46,9 @@ class LayerShard(NamedTuple):
     own: slice | None
 
 
+ReadAnswer = Callable[[WireRows, memoryview, Header], Iterable[Tensor]]
+
+
 @dataclass(slots=True)
 class NodeRows:
     """The step's rows for one node. parts is indexed by layer. query_runs and append_runs are runs
@@ -59,10 +64,15 @@ class NodeRows:
     num_appends: int
     rows: Tensor | None
     num_keys: int
+    lane: LaneStep | None = None
+    """Set if the stream sends the rows and receives the results."""
 
     def kv_runs(self, kind: Kind) -> list[tuple[int, int]]:
         """Returns the runs of rows whose k and v are sent with OWN or UPDATE."""
         return self.query_runs if kind is Kind.OWN else self.append_runs
+
+
+TakeAnswer = Callable[[NodeRows, Sequence[Tensor]], None]
 
 
 @dataclass(slots=True)
@@ -99,19 +109,29 @@ class _NodesPlan:
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._number = number
         self._nodes = nodes
-        self._queried = [node for node in nodes if node.num_queries]
+        staged = [node for node in nodes if node.lane is None]
+        self._posted = staged
+        self._queried = [node for node in staged if node.num_queries]
         self._query_span = _span([node.query_runs for node in self._queried])
-        self._kv_span = _span([node.kv_runs(kind) for node in nodes for kind in self._kv_kinds])
+        self._kv_span = _span([node.kv_runs(kind) for node in staged for kind in self._kv_kinds])
         self._wire = wire
         self._backend = backend
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
+        for node, lane in self._by_lane():
+            part = node.parts[layer]
+            rows = _heads_of(q, node.query_runs, part.first_head, part.num_heads)
+            with _losing(node.link):
+                lane.send_queries(layer, rows)
         if self._query_span is not None:
             # int8 is made by this machine's kernels; other types where q is
             is_float = self._wire.rows is not WireType.INT8
             tensors = encode(_dense(q), self._wire.rows) if is_float else [_dense(q)]
             self.staging.send(tensors, self._query_span, partial(self._post_queries, layer))
         return Ticket(layer, q)
+
+    def _by_lane(self) -> list[tuple[NodeRows, LaneStep]]:
+        return [(node, node.lane) for node in self._nodes if node.lane is not None]
 
     def _post_queries(self, layer: int, tensors: Sequence[Tensor]) -> None:
         if self._wire.rows is WireType.INT8:
@@ -150,13 +170,19 @@ class _NodesPlan:
     def _send_kv(self, layer: int, k: Tensor, v: Tensor | None) -> None:
         """Sends k and v, or k alone: with OWN of the query rows, with UPDATE of the appended
         ones."""
+        tensors = [k] if v is None else [k, v]
+        for node, lane in self._by_lane():
+            if lane.has_kv:  # by a lane it is either OWN or UPDATE
+                part, runs = node.parts[layer], node.kv_runs(self._kv_kinds[0])
+                first, count = part.first_kv_head, part.num_kv_heads
+                with _losing(node.link):
+                    lane.send_kv(layer, [_heads_of(x, runs, first, count) for x in tensors])
         if self._kv_span is not None:
-            tensors = [k] if v is None else [k, v]
             self.staging.send(tensors, self._kv_span, partial(self._post_kv, layer))
 
     def _post_kv(self, layer: int, tensors: Sequence[Tensor]) -> None:
         for kind in self._kv_kinds:
-            for node in self._nodes:
+            for node in self._posted:
                 runs = node.kv_runs(kind)
                 num_rows = node.num_queries if kind is Kind.OWN else node.num_appends
                 if num_rows:
@@ -175,21 +201,26 @@ class _NodesPlan:
         except TransportError as error:
             raise lost(node.link, error) from error
 
-    def receive(
-        self, kind: Kind, layer: int, take: Callable[[NodeRows, Header, memoryview], None]
-    ) -> None:
-        """Waits for the nodes' answers, in order; take(node, header, body) reads each of them."""
+    def receive(self, kind: Kind, layer: int, read: ReadAnswer, take: TakeAnswer) -> None:
+        """Waits for the nodes' answers, in order. read returns the tensors of a body, which are
+        passed to take where the model computes."""
         self.staging.flush()
         for node in self._nodes:
             if not node.num_queries:
                 continue
             link = node.link
+            if node.lane is not None:
+                with _losing(link):
+                    found = node.lane.receive(layer)
+                take(node, found)
+                continue
             try:
                 header, frame = link.answer(self._number, layer, node.num_keys)
                 if (header.kind, header.rows) != (kind, node.num_queries):
                     text = f"{header.kind.name} of {header.rows} rows, not {node.num_queries}"
                     raise WireError(ErrorCode.SHAPE, text)
-                take(node, header, view_of(frame)[HEADER_BYTES:])
+                found = list(read(node.parts[layer].rows, view_of(frame)[HEADER_BYTES:], header))
+                take(node, [self.staging.receive(x) for x in found])
             except (TransportError, WireError) as error:
                 raise lost(link, error) from error
             link.endpoint.release(frame)
@@ -239,12 +270,11 @@ class RemotePending:
     out: Tensor
 
     def wait(self) -> Tensor:
-        self.plan.receive(Kind.RESULT, self.layer, self._take)
+        self.plan.receive(Kind.RESULT, self.layer, _read_result, self._take)
         return self.out
 
-    def _take(self, node: NodeRows, header: Header, body: memoryview) -> None:
-        part = node.parts[self.layer]
-        out = self.plan.staging.receive(part.rows.read_result(body, header))
+    def _take(self, node: NodeRows, found: Sequence[Tensor]) -> None:
+        part, [out] = node.parts[self.layer], found
         _copy(out, self.out if part.own is None else self.out[:, part.own], node.query_runs)
 
 
@@ -290,16 +320,27 @@ class PrefixPending:
     backend: Backend
 
     def wait(self) -> Tensor:
-        self.plan.receive(Kind.PARTIAL, self.layer, self._merge)
+        self.plan.receive(Kind.PARTIAL, self.layer, WireRows.read_partial, self._merge)
         return self.total.out.to(self.dtype)
 
-    def _merge(self, node: NodeRows, header: Header, body: memoryview) -> None:
-        part, total = node.parts[self.layer], self.total
-        own = part.own
+    def _merge(self, node: NodeRows, found: Sequence[Tensor]) -> None:
+        own, total = node.parts[self.layer].own, self.total
+        out, lse = found
         mine = total if own is None else Partial(total.out[:, own], total.lse[:, own])
-        receive = self.plan.staging.receive
-        out, lse = part.rows.read_partial(body, header)
-        self.backend.merge_into(mine, Partial(receive(out), receive(lse)), node.rows)
+        self.backend.merge_into(mine, Partial(out, lse), node.rows)
+
+
+def _read_result(rows: WireRows, body: memoryview, header: Header) -> list[Tensor]:
+    return [rows.read_result(body, header)]
+
+
+@contextmanager
+def _losing(link: NodeLink) -> Iterator[None]:
+    """Makes an error of a transport the loss of the node."""
+    try:
+        yield
+    except TransportError as error:
+        raise lost(link, error) from error
 
 
 def layer_shard(shard: Shard, layer: AttentionLayer) -> LayerShard:
@@ -328,6 +369,14 @@ def _copy(rows: Tensor, to: Tensor, runs: Sequence[tuple[int, int]]) -> None:
     for first, length in runs:
         to[first : first + length] = rows[at : at + length]
         at += length
+
+
+def _heads_of(
+    x: Tensor, runs: Sequence[tuple[int, int]], first_head: int, num_heads: int
+) -> list[Tensor]:
+    """Returns views of these rows and heads of x [T, H, D], by run."""
+    heads = x[:, first_head : first_head + num_heads]
+    return [heads[first : first + length] for first, length in runs]
 
 
 def _dense(x: Tensor) -> Tensor:

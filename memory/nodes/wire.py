@@ -196,9 +196,15 @@ class NodePlan(NamedTuple):
     appends: Sequence[Append]
 
 
-def pack_plan(epoch: int, number: int, plan: NodePlan) -> bytes:
+def pack_plan(
+    epoch: int, number: int, plan: NodePlan, lane_fields: tuple[int, int] = (0, 0)
+) -> bytes:
+    """lane_fields: of a session with a lane (engine_lanes.py). The header has them in place of a
+    layer and rows, which plans have none of."""
+    slot, finished = lane_fields
+    header = Header(Kind.PLAN, epoch, number, slot, rows=finished)
     counts = _COUNTS.pack(len(plan.edits), len(plan.queries), len(plan.appends))
-    parts = [Header(Kind.PLAN, epoch, number).packed(), counts]
+    parts = [header.packed(), counts]
     parts += [_EDIT.pack(*edit) for edit in plan.edits]
     numbers = [number for item in (*plan.queries, *plan.appends) for number in item]
     parts.append(struct.pack(f"<{len(numbers)}I", *numbers))

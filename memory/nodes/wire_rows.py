@@ -65,6 +65,10 @@ class WireRows:
     def of(cls, layer: AttentionLayer) -> WireRows:
         return cls(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim)
 
+    @property
+    def num_heads(self) -> int:
+        return self._heads
+
     def q_bytes(self, rows: int, dtype: WireType) -> int:
         """Returns the bytes of q, [rows, H, D]."""
         return self._row_bytes(rows, self._dim, dtype)

@@ -29,6 +29,7 @@ from ops.backend import Backend, Partial
 from ops.cuda.device_sampler import DeviceSampler
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.loading.cuda_lanes import open_lanes, reserved_bytes
 from serve.loading.cuda_runtime import UNIT_BYTES, kv_bytes
 from serve.loading.cuda_tuning import tune_products
 from serve.loading.precision import Precision
@@ -73,7 +74,7 @@ def load_cuda_over_nodes(
         sampler.allocate_counts()  # before warm-up, because a new size recompiles kernels
         if config.tune:
             tune_products(model, shapes, device.device)
-    free_bytes = kv_bytes(model, device, shapes, 0)
+    free_bytes = kv_bytes(model, device, shapes, 0) - reserved_bytes(config, device)
     tail_bytes = min(config.kv_cache_bytes or free_bytes, free_bytes)
     share = CudaShare(config, precision, backend, device, tail_bytes)
     node_bytes = config.kv_cache_bytes or local_kv_bytes()
@@ -93,7 +94,7 @@ def load_cuda_over_nodes(
     except BaseException:
         remote.close()
         raise
-    return FarParts(remote, CudaRemoteRunner(runner))
+    return FarParts(remote, CudaRemoteRunner(runner, remote.attention.check_lanes))
 
 
 class CudaShare:
@@ -126,6 +127,7 @@ class CudaShare:
             except CudaUnavailableError as error:
                 raise ConfigError(str(error)) from error
         self.staging = DeviceStaging(copier)
+        self.lanes = open_lanes(config, device)
 
     def tail_cache(self, template: AttachRequest, max_len: int) -> PromptTailCache:
         self._layout = layout = CudaKVLayout(template.layers, self._dtype, self._config.kv_group)

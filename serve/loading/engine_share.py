@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from memory.nodes.attach import AttachRequest
+from memory.nodes.engine_lanes import EngineLanes
 from memory.nodes.new_token_attention import (
     Int8NewTokenAttention,
     NewTokenAttention,
@@ -29,6 +30,10 @@ class EngineShare(Protocol):
     @property
     def staging(self) -> Staging: ...
 
+    @property
+    def lanes(self) -> EngineLanes | None:
+        """The lanes of the stream that computes; None: the host posts all rows."""
+
     def tail_cache(self, template: AttachRequest, max_len: int) -> PromptTailCache:
         """Returns the cache of prompts that are being prefilled."""
 
@@ -42,6 +47,7 @@ class HostShare:
     """The share of an engine that computes in this machine's memory."""
 
     staging = HOST_STAGING
+    lanes = None
 
     def __init__(
         self, config: EngineConfig, precision: Precision, backend: Backend, local_bytes: int

@@ -60,6 +60,8 @@ class RemoteMemory:
 
     def close(self) -> None:
         self.nodes.close()
+        if self.nodes.lanes is not None:
+            self.nodes.lanes.close()
         try:
             self.attention.staging.close()
         finally:  # the device may be lost
@@ -83,6 +85,7 @@ def open_remote_memory(
     """
     setup = _RemoteSetup(config, precision, spec, layers, backend, local_bytes)
     nodes = setup.nodes()
+    nodes.lanes = share.lanes
     try:
         connect_all("memory_nodes", nodes)
         kv = setup.kv_memory(nodes)

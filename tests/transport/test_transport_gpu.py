@@ -1,4 +1,4 @@
-"""transport/gpu_prototype.py on a fake GPU and a fake mlx5 device
+"""transport/gpu.py on a fake GPU and a fake mlx5 device
 (tests/support/cuda/fakes_gpu_rdma.py)."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tests.support.cuda.fakes_gpu_rdma import (
     FakeNic,
     context,
 )
-from transport import gpu_prototype as module
+from transport import gpu as module
 from transport.base import TransportError
-from transport.gpu_prototype import (
+from transport.gpu import (
     DeviceRegion,
     Gpu,
     GpuUnavailableError,

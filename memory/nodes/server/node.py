@@ -26,6 +26,7 @@ from memory.nodes.attach import (
     most_pages,
 )
 from memory.nodes.server.connection import ArrivingEndpoint, Connection, NodeStats
+from memory.nodes.server.node_lane import open_loop
 from memory.nodes.server.node_loop import NodeLoop, post_error
 from memory.nodes.server.node_session import NodeSession
 from memory.nodes.wire import ErrorCode, Kind, WireError, pack_json, read_header, read_json
@@ -165,6 +166,8 @@ class MemoryNode:
         connection.has_ended = True
         connection.endpoint.close()
         session = connection.session
+        if connection.loop is not None:
+            connection.loop.close()
         if session is not None:
             with self._computing:
                 session.close()
@@ -226,7 +229,8 @@ class MemoryNode:
             header = read_header(message)
             if header.kind is not Kind.ATTACH:
                 raise WireError(ErrorCode.FORM, f"{header.kind.name} before ATTACH")
-            request = AttachRequest.from_json(read_json(message))
+            content = read_json(message)
+            request = AttachRequest.from_json(content)
         finally:
             endpoint.release(frame)
         connection.epoch = request.epoch
@@ -251,16 +255,15 @@ class MemoryNode:
             raise
         with self._lock:
             self._num_attached += 1
-        self._post_attached(connection, granted)
+        offer = content.get("lane")
+        connection.loop, lane = open_loop(connection.session, endpoint, self._computing, offer)
+        self._post_attached(connection, granted, lane)
         logger.info(
             "engine %s at %s: %d pages of %d KiB",
             request.engine[:16],
             endpoint.peer.address,
             granted.num_pages,
             memory.page_bytes >> 10,
-        )
-        connection.loop = NodeLoop(
-            connection.session, endpoint, endpoint.max_message_bytes, self._computing
         )
         return True
 
@@ -273,11 +276,13 @@ class MemoryNode:
         return LinuxMemory(page_bytes, num_pages)
 
     @staticmethod
-    def _post_attached(connection: Connection, granted: AttachRequest) -> None:
+    def _post_attached(
+        connection: Connection, granted: AttachRequest, lane: dict[str, object] | None = None
+    ) -> None:
         content: dict[str, object] = {
             "num_pages": granted.num_pages,
             "num_mappings": connection.num_mappings,
-        }
+        } | ({} if lane is None else {"lane": lane})
         post_bytes(connection.endpoint, pack_json(Kind.ATTACHED, granted.epoch, content))
 
     def _grant(self, connection: Connection, request: AttachRequest) -> AttachRequest | None:

@@ -94,6 +94,9 @@ class NodeLoop:
         finally:
             self._endpoint.release(frame)
 
+    def close(self) -> None:
+        """Frees what is beside the endpoint."""
+
     def _post(self, answer: Answer) -> None:
         segments = [segment_of(part) for part in answer.parts]
         self._outgoing.post(self._endpoint, answer.header, segments)

@@ -259,6 +259,15 @@ class NodeSession:
 
     # ---- rows
 
+    def has_plan(self, number: int) -> bool:
+        """Returns whether rows of this plan may still come."""
+        return number in self._plans
+
+    def rows_of(self, number: int) -> tuple[int, int]:
+        """Returns the numbers of querying and of appending rows of a plan that is in use."""
+        plan = self._plans[number]
+        return plan.num_query_rows, plan.num_append_rows
+
     def _planned(self, header: Header) -> _Plan:
         plan = self._plans.get(header.plan)
         if plan is None:

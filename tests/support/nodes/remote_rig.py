@@ -66,12 +66,15 @@ class RemoteRig:
         num_pages=400,
         tail_bytes=0,
         capacity_bytes=16 * MIB,
+        nodes=None,
+        lanes=None,
     ):
-        """Each node has capacity_bytes, the prompt tail cache tail_bytes."""
+        """Each node has capacity_bytes, the prompt tail cache tail_bytes. nodes: other ones, which
+        are connected by `names`."""
         backend = get_backend("cpu")
         self.layers = layers
         self.max_len = max_len
-        self.nodes = Nodes(names, capacity_bytes)
+        self.nodes = Nodes(names, capacity_bytes) if nodes is None else nodes
         groups = group_layers(layers, max_len)
         token_bytes = []
         for _, ids in groups:
@@ -96,7 +99,8 @@ class RemoteRig:
             prefix_only=partition == "sequence",
         )
         partitions = make_partitions(names, partition, geometry, template)
-        self.set = NodeSet(partitions, template, partition, self.nodes.connect)
+        self.set = NodeSet(partitions, template, partition, self.nodes.connect, wire=wire)
+        self.set.lanes = lanes
         for one in partitions:
             self.set.place(one)
         self.kvs = make_kv_managers(

@@ -1,10 +1,9 @@
 """Device memory that a peer writes over RDMA, and CUDA streams that wait for its writes.
 
-This is a prototype: nothing in the engine drives it yet, and none of it has run on hardware
-(docs/rdma.md). A stream can neither compute nor check a checksum, and its waits must be enqueued
-before the messages are known. So this is no Endpoint: both sides agree beforehand where each
-message lies and which number is written behind it, and the control connection and its endpoint
-stay beside it.
+None of it has run on hardware (docs/rdma.md). A stream can neither compute nor check a checksum,
+and its waits must be enqueued before the messages are known. So this is no Endpoint: both sides
+agree beforehand where each message lies and which number is written behind it (transport/lane.py),
+and the control connection and its endpoint stay beside it.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ _RDMA_WRITE = 0x08  # the opcode of mlx5's requests
 _REPORT = 0x08  # ask for a completion
 _INLINE = 1 << 31
 _INIT_QUEUE_PAIR = 1  # mlx5dv_init_obj
+RELEASED = 1 << 30
+"""A released wait sees a number that is later by so much."""
 
 
 class GpuUnavailableError(RdmaUnavailableError):
@@ -105,6 +106,11 @@ class DeviceRegion:
             raise ValueError(f"{address:#x} is not in the region")
         return address - self._address + self._first
 
+    @property
+    def registration(self) -> Any:
+        """The registered memory of pyverbs."""
+        return self._region
+
     def close(self) -> None:
         self._region.close()
 
@@ -132,6 +138,46 @@ class StreamReceiver:
         else:  # the low half suffices, because the comparison is cyclic
             low = number & 0xFFFFFFFF
             self._gpu.call("cuStreamWaitValue32", stream, address, low, self._flags)
+
+    def release(self, stream: Any, address: int, number: int) -> None:
+        """Ends the waits of other streams for this number, or for one before it, at this device
+        address, as if the peer had written a later one. stream: one that waits for nothing."""
+        late = number + RELEASED  # the waits' low halves end, too
+        flags = self._gpu.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+        if self._is_64_bit:
+            self._gpu.call("cuStreamWriteValue64", stream, address, late, int(flags))
+        else:
+            low = late & 0xFFFFFFFF
+            self._gpu.call("cuStreamWriteValue32", stream, address, low, int(flags))
+
+
+class HostWord:
+    """A number in this machine's memory that a stream writes when it gets there."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        """Raises TransportError if the driver does not map the memory, and GpuUnavailableError."""
+        gpu.require("CAN_USE_64_BIT_STREAM_MEM_OPS")
+        self._gpu = gpu
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._word = ctypes.c_uint64.from_buffer(self._memory)
+        self._address = ctypes.addressof(self._word)
+        flags = gpu.driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        gpu.call("cuMemHostRegister", self._address, mmap.PAGESIZE, flags)
+        self._on_device = int(gpu.call("cuMemHostGetDevicePointer", self._address, 0))
+
+    def write(self, stream: Any, number: int) -> None:
+        """Makes the stream write the number after all of its earlier work."""
+        flags = self._gpu.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+        self._gpu.call("cuStreamWriteValue64", stream, self._on_device, number, int(flags))
+
+    @property
+    def value(self) -> int:
+        """The number that was written last. Any thread may read it."""
+        return int(self._word.value)
+
+    def close(self) -> None:
+        """Unmaps the memory. No stream writes it any more."""
+        self._gpu.call("cuMemHostUnregister", self._address)
 
 
 @dataclass(frozen=True, slots=True)
