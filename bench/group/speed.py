@@ -55,7 +55,7 @@ from bench.offline.peers import parse_peers
 SHORT, LONG, BESIDE = PARTS = ("short", "long", "beside")
 _CONTEXTS = (1024, 1 << 20)
 _SEQUENCES = 256
-_WARM_LONG, _WARM_STEPS = 600, 8
+_WARM_LONG, _WARM_STEPS = 600, 32  # the first sequence must not end before the last begins
 _BATCH = 16
 _STREAMS = 1600  # tokens that a stream beside a prompt may have
 
@@ -212,8 +212,9 @@ def main() -> None:
     rounds = options.rounds or (1 if options.smoke else 3)
     peers = parse_peers(options.peer)
     tables.check_file(options.json_file)
-    model = model_directory(sizes.model)
-    assert model is not None, "a model of its own"
+    found = model_directory(sizes.model)
+    assert found is not None, "a model of its own"
+    model = Path(found)
     what = asdict(sizes) | {"parts": parts}
     readings = kept.load(options.readings, what)
     measure(sizes, model, parts, variants, peers, rounds, readings)
