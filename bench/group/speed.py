@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ from bench.offline.peers import parse_peers
 SHORT, LONG, BESIDE = PARTS = ("short", "long", "beside")
 _CONTEXTS = (1024, 1 << 20)
 _SEQUENCES = 256
-_WARM_LONG, _WARM_STEPS = 600, 32  # the first sequence must not end before the last begins
+_WARM_LONG, _WARM_STEPS = 600, 12
 _BATCH = 16
 _STREAMS = 1600  # tokens that a stream beside a prompt may have
 
@@ -68,20 +68,22 @@ class Sizes:
     model: str = "random:llama-1b"
     prefill: int = 512
     long: int = 8000
-    context: int = 128
-    steps: int = 64
+    context: int = 32
+    steps: int = 48
     slo_ms: float = 250.0
 
     def tasks(self, parts: list[str], number: int) -> list[Task]:
         """Returns the tasks of a round; that of number -1 warms up with shorter ones."""
-        steps, length = (_WARM_STEPS, _WARM_LONG) if number < 0 else (self.steps, self.long)
-        length = min(length, self.long)
+        is_warm_up = number < 0
+        length = min(_WARM_LONG, self.long) if is_warm_up else self.long
         long, found = f"first of {self.long}", []
-        if SHORT in parts:
+        if SHORT in parts and is_warm_up:  # its prompts make chunks as large as any
+            found.append(Task(f"decode {_BATCH}", _BATCH, self.context, _WARM_STEPS, number))
+        elif SHORT in parts:
             found += [
                 Task(f"prefill {self.prefill}", 1, self.prefill, 1, number),
-                Task("decode 1", 1, self.context, steps, number),
-                Task(f"decode {_BATCH}", _BATCH, self.context, steps, number),
+                Task("decode 1", 1, self.context, self.steps, number),
+                Task(f"decode {_BATCH}", _BATCH, self.context, self.steps, number),
             ]
         if LONG in parts:
             found.append(Task(long, 1, length, 1, number))
@@ -115,8 +117,10 @@ def measure(
     peers: Mapping[str, str],
     rounds: int,
     readings: Readings,
+    keep: Callable[[], object],
 ) -> None:
-    """Adds the readings of some rounds; all engines are loaded at once, and take turns."""
+    """Adds the readings of some rounds, and calls keep after each; all engines are loaded at once,
+    and take turns."""
     settings = sizes.settings(model, parts)
     with ExitStack() as undo:
         engines: dict[str, Measured] = {}
@@ -134,6 +138,8 @@ def measure(
                     timed = engine.measure(task)
                     if timed is not None and number >= 0:
                         readings[name, task.column].append(timed)
+            if number >= 0:
+                keep()
 
 
 def table(readings: Readings, variants: list[str]) -> Table:
@@ -217,9 +223,12 @@ def main() -> None:
     model = Path(found)
     what = asdict(sizes) | {"parts": parts}
     readings = kept.load(options.readings, what)
-    measure(sizes, model, parts, variants, peers, rounds, readings)
-    if options.readings is not None:
-        kept.save(options.readings, what, readings)
+
+    def keep() -> None:
+        if options.readings is not None:
+            kept.save(options.readings, what, readings)
+
+    measure(sizes, model, parts, variants, peers, rounds, readings, keep)
     names = list(dict.fromkeys(name for name, _ in readings))
     num_rounds = max(len(each) for each in readings.values())
     head = tables.Head.now(f"groups, {sizes.model}, int8, {num_rounds} rounds")

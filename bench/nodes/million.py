@@ -180,8 +180,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=Sizes.tokens)
-    parser.add_argument("--computed", type=int, default=32768, help="of these, the last ones")
+    parser.add_argument("--tokens", type=int, default=Sizes().tokens)
+    parser.add_argument(
+        "--computed", type=int, default=Sizes().computed, help="of these, the last ones"
+    )
     parser.add_argument("--holders", default="3", help="with commas, one measurement each")
     options = parser.parse_args()
     for holders in map(int, options.holders.split(",")):

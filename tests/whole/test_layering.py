@@ -159,7 +159,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "bench/mnemosyne": ("bench/common", "bench/load", "bench/plan", "bench/simulate"),
     "bench/nodes": ("bench/common", "bench/load", "bench/plan"),
     "bench/soak": ("bench/common",),
-    "bench/group": ("bench/common", "bench/load", "bench/offline"),
+    "bench/group": ("bench/common", "bench/offline"),
     "bench/peers": (),
     "bench": (),
 }

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 SETTINGS = {"max_model_len": 140, "max_num_seqs": 8, "kv_page_bytes": 4096}
 GRIDS = [(2, 1), (1, 2), (2, 2), (1, 3)]
-NUM_PAGES = {(4, 1): 10, (1, 4): 10, (2, 2): 10}
+TIGHT_BYTES = 128 << 10  # for about 200 tokens of int8 K/V
 
 
 def requests(
@@ -120,20 +120,22 @@ FOUR_RANKS = [(4, 1), (1, 4), (2, 2)]
 def test_a_thousand_answers_of_four_ranks(thread_workers, grid, dtype):  # noqa: F811
     """Four ranks, mostly on fewer cores. Each case gives 56 greedy and 56 sampled answers, and in
     all cases together prompts and decodes share steps, prefixes are found and sequences preempted.
+    fp32 K/V that is computed again may differ in the last bit, on one rank as well.
     """
+    is_tight = dtype != "float32"
     few = {"memory_policy": "prompt_only", "prefix_cache": dtype == "int8"}
     settings = few | {"dtype": dtype, "max_chunk_tokens": 16, "max_num_seqs": 16}
-    sizes = {"count": 28, "most": 60, "halves": True}
+    sizes = {"count": 28, "most": 40, "halves": True}
     room = {"kv_cache_bytes": 4 << 20, "kv_page_bytes": 4 * 4096}  # pages of as many tokens
-    alone, _ = on_grid("llama", "four", (1, 1), 6, **sizes, **settings | room)
     is_preempted = False
-    for _ in range(2):
-        tight = settings | {"kv_cache_bytes": 4 * NUM_PAGES[grid] * 4096}
-        found, stats = on_grid("llama", "four", grid, 6, **sizes, **tight)
+    for seed in (6, 7):
+        alone, _ = on_grid("llama", "four", (1, 1), seed, **sizes, **settings | room)
+        tight = {"kv_cache_bytes": TIGHT_BYTES if is_tight else 4 << 20}
+        found, stats = on_grid("llama", "four", grid, seed, **sizes, **settings | tight)
         assert found == alone
         assert not few["prefix_cache"] or stats.prefix_hit_tokens > 0
         is_preempted |= stats.num_preemptions > 0
-    assert is_preempted
+    assert is_preempted == is_tight
 
 
 @pytest.mark.small_pages
