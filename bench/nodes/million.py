@@ -168,9 +168,8 @@ def _pauses(steps: Sequence[tuple[int, float]], segment_tokens: int) -> list[flo
     for number in range(1, len(steps)):
         before, after = steps[number - 1][0], steps[number][0]
         if (before - 1) // segment_tokens < (after - 1) // segment_tokens:
-            around = steps[max(0, number - _AROUND) : number] + list(
-                steps[number + 1 : number + 1 + _AROUND]
-            )
+            before_it = steps[max(0, number - _AROUND) : number]
+            around = [*before_it, *steps[number + 1 : number + 1 + _AROUND]]
             usual_s = statistics.median(seconds for _, seconds in around)
             found.append(steps[number][1] / usual_s)
     return found
