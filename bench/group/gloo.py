@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -75,11 +76,11 @@ def use_gloo(store: str) -> None:
         command = [sys.executable, "-m", "bench.group.gloo"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
-    LocalWorkers._spawn = spawn  # type: ignore[method-assign]
+    patch.object(LocalWorkers, "_spawn", spawn).start()
 
 
 def _replace() -> None:
-    sizes.ArenaExchange = GlooExchange  # type: ignore[assignment,misc]
+    patch.object(sizes, "ArenaExchange", GlooExchange).start()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -138,9 +138,12 @@ class Streams:
 
     async def _decode(self, times: list[float]) -> None:
         params = SamplingParams(max_tokens=_STREAM_MOST, temperature=0.0, ignore_eos=True)
-        async with aclosing(self._engine.stream(_STREAM_PROMPT, params)) as deltas:
-            async for delta in deltas:
+        stream = self._engine.submit(_STREAM_PROMPT, params)
+        try:
+            async for delta in stream:
                 times += [time.perf_counter()] * len(delta.token_ids)
+        finally:
+            stream.abort()
 
     async def __aexit__(self, *exception: object) -> None:
         for task in self._tasks:
