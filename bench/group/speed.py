@@ -186,7 +186,7 @@ def print_gaps(console: Console, readings: Readings, slo_ms: float) -> None:
             )
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -201,6 +201,11 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--readings", type=Path, help="a file of rounds to which these are added")
     parser.add_argument("--json", type=Path, dest="json_file")
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
     options = parser.parse_args()
     base = SMOKE if options.smoke else Sizes()
     sizes = Sizes(
