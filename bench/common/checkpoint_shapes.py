@@ -103,6 +103,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 2048,
     },
+    # Contexts of millions of tokens: 160 bytes of int8 K/V each.
+    "thin-16m": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "vocab_size": 1024,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 16777216,
+    },
     # Qwen3-30B-A3B, stored as Qwen3-30B-A3B-GPTQ-Int4: 16 GB.
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"],

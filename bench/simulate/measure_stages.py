@@ -2,9 +2,11 @@
 
 Steps of one process with one thread give the time of each stage: its share of the layers, and on
 the last stage the last product, whose share of a decode step is that of its weights. The layers are
-cut as the engine cuts them (serve/scheduler/stage_cut.py). Then an engine with as many processes as
-stages, a thread in each, serves the same requests, and the times of first and last tokens are
-noted. Chunks have the size of the row budget, so no learned time decides.
+cut by the engine's own code (serve/group/stages.py). Then an engine with as many processes as
+stages, a thread in each, serves the runs, and the times of first and last tokens are noted. Chunks
+have the size of the row budget, so no learned time decides. Requests of a run are sent one after
+the other: of those sent at once, it would be chance which ones the first step finds, and in which
+order.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from typing import Any, NamedTuple
 from bench.plan.shapes import load_shape
 from serve import Engine, SamplingParams
 from serve.engine.step_trace import TracedStep
-from serve.scheduler.stage_cut import cut_stages
+from serve.group.stages import layer_stages
+from serve.models import read_spec
 
 HOP_S = 0.3e-3  # assumed: shared memory and the other process's wake-up
+APART_S = 0.02  # between two requests; shorter than a step, so that they share the next one
 _IDS = range(3, 300)
 
 
@@ -52,8 +56,11 @@ FULL = Plan(
     ),
     {
         "a prompt of 2 k alone": (Sent(0.0, 2048, 8),),
-        "4 streams and a prompt": (*[Sent(0.0, 64, 48)] * 4, Sent(1.0, 1024, 8)),
-        "8 streams": tuple([Sent(0.0, 64, 64)] * 8),
+        "4 streams and a prompt": (
+            *(Sent(APART_S * i, 64, 48) for i in range(4)),
+            Sent(1.0, 1024, 8),
+        ),
+        "8 streams": tuple(Sent(APART_S * i, 64, 64) for i in range(8)),
     },
 )
 QUICK = Plan(
@@ -85,8 +92,8 @@ def measure(model: Path, num_stages: int, plan: Plan = FULL) -> dict[str, Any]:
 def _cut(model: Path, num_stages: int) -> tuple[list[int], float]:
     """Returns the layers of each stage, and the share of the last product in all weights."""
     shape = load_shape(str(model))
-    layer, head = shape.block_parameters / shape.num_layers, float(shape.head_parameters)
-    cut = cut_stages([layer] * shape.num_layers, 0.0, head, num_stages)
+    head = float(shape.head_parameters)
+    cut = layer_stages(read_spec(model), num_stages)
     return [count for _, count in cut], head / (shape.block_parameters + head)
 
 

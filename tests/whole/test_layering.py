@@ -163,7 +163,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "bench/mnemosyne": ("bench/common", "bench/load", "bench/plan", "bench/simulate"),
     "bench/nodes": ("bench/common", "bench/load", "bench/plan"),
     "bench/soak": ("bench/common",),
-    "bench/group": ("bench/common",),
+    "bench/group": ("bench/common", "bench/offline"),
     "bench/peers": (),
     "bench": (),
 }

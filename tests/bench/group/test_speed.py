@@ -6,7 +6,10 @@ import pytest
 
 from bench.group.measured_engine import Timed
 from bench.group.message_cost import message_cost
-from bench.group.speed import ONE, STAGES, TENSOR, medians, ratios, waits
+from bench.group.readings import gaps, load, medians, ratios, save, waits
+from bench.group.speed import SMOKE
+from bench.group.variants import ONE, STAGES, TENSOR
+from serve.errors import ConfigError
 
 
 def timed(first_s: float, rate: float, waited_s: float = 0.0, results: int = 0) -> Timed:
@@ -46,3 +49,26 @@ def test_a_message_has_the_same_size_for_all_contexts():
     costs = [message_cost(256, context) for context in (1024, 1 << 20)]
     assert costs[0].num_bytes == costs[1].num_bytes < 8192
     assert all(cost.pack_us > 0 and cost.read_us > 0 for cost in costs)
+
+
+def test_gaps_are_those_of_all_rounds():
+    column = "first of 300, beside 3"
+    each = [Timed(1.0, 0.0, 1.0, 0.0, 0.0, 0, 1, times) for times in ([0.3, 0.1], [0.2, 0.9])]
+    assert gaps({(STAGES, column): each}) == {column: {STAGES: [0.3, 0.9, 0.9, 0.9]}}
+
+
+def test_rounds_are_added_to_those_of_earlier_calls(tmp_path):
+    file, what = tmp_path / "rounds.json", {"model": "random:tiny"}
+    assert load(file, what) == {}
+    save(file, what, READINGS)
+    assert load(file, what) == READINGS
+    with pytest.raises(ConfigError, match="random:tiny"):
+        load(file, {"model": "random:llama-1b"})
+
+
+def test_a_round_that_warms_up_is_shorter():
+    warm, full = (SMOKE.tasks(["short", "long"], number) for number in (-1, 0))
+    columns = [task.column for task in full]
+    assert [task.column for task in warm] == columns[2:]
+    for one, other in zip(warm, full[2:], strict=True):
+        assert (one.length, one.answer) <= (other.length, other.answer)

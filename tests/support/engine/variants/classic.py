@@ -57,6 +57,7 @@ VARIANTS: list[Variant] = [
     Variant("llama", "yarn", {"rope_parameters": YARN}),
     Variant("llama", "dynamic", {"rope_parameters": _DYNAMIC}),
     Variant("llama", "old-config", {"rope_parameters": LLAMA3}, finish=_old_config),
+    Variant("llama", "four", {"num_key_value_heads": 4, "num_hidden_layers": 4}),  # four ranks
     Variant("llama", "sharded", {"num_hidden_layers": 3}, max_shard_size="60KB"),
     Variant("qwen2", "base"),
     Variant("qwen2", "mha-tied", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
