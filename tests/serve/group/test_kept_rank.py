@@ -108,7 +108,7 @@ def test_a_new_engine_finds_the_weights_loaded(variables, tmp_path, monkeypatch,
     assert member is not None
     key, loaded, load = read_group_key(config, member), [], worker_module.read_source
 
-    def counted(config, local_rank, local_rank):
+    def counted(config, local_rank):
         loaded.append(config.max_num_seqs)
         return load(config, local_rank)
 
