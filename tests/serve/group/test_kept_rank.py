@@ -118,7 +118,7 @@ def test_a_new_engine_finds_the_weights_loaded(variables, tmp_path, monkeypatch,
     def serve() -> None:
         num_ends = 0
         while num_ends < 3:  # a listener that is about to close may still answer
-            worker = Worker(_connected(member, key), key, {}, kept)
+            worker = Worker(_connected(member, key), key, {}, kept=kept)
             worker.serve()
             num_ends += worker.has_ended
 
