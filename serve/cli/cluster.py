@@ -45,6 +45,8 @@ def cluster_command(context: typer.Context, **given: Any) -> None:
         http: HttpSettings = settings.make(HttpSettings)
         if config.group_url is not None:
             raise ConfigError("group_url: `serve cluster` finds rank 0's address itself")
+        if config.backend == "cuda":
+            raise ConfigError("backend cuda: `serve cluster` reserves no GPUs")
         from serve.cluster.foreground import ClusterOptions, run_cluster
 
         key = _key(config)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from serve.cluster.placement import Shape, choose_cpus, place_stages, placement_lines, too_few
 from serve.cluster.ray_cluster import Cluster, connect
 from serve.cluster.replica import Content, Replica
+from serve.errors import ConfigError
 
 _POLL_S = 0.1
 _STEADY_POLL_S = 0.25  # once it serves
@@ -41,11 +42,11 @@ def run_cluster(options: ClusterOptions) -> int:
     """Serves until a signal; returns the exit status. Raises ConfigError and MergestepError."""
     cluster = connect(options.ray_address)
     try:
-        shape = _shape(cluster, options)
         if options.is_dry_run:
-            _print_plan(cluster, shape)
+            _print_plan(cluster, _shape(cluster, options))
             return 0
         with counted_signals() as signals:
+            shape = _await_shape(cluster, options, signals)
             return serve_replica(cluster, shape, options, signals)
     finally:
         cluster.close()
@@ -95,6 +96,18 @@ def _shape(cluster: Cluster, options: ClusterOptions) -> Shape:
     tensor, num_stages = options.tensor, options.num_stages
     cpus = options.cpus_per_rank or choose_cpus(cluster.nodes(), tensor, num_stages)
     return Shape(tensor, num_stages, cpus)
+
+
+def _await_shape(cluster: Cluster, options: ClusterOptions, signals: Sequence[int]) -> Shape:
+    """Returns the shape once the cluster has room for it. ConfigError if it has none in time."""
+    end_s = time.monotonic() + options.placement_timeout_s
+    while True:
+        try:
+            return _shape(cluster, options)
+        except ConfigError:
+            if signals or time.monotonic() > end_s:
+                raise
+        time.sleep(_STEADY_POLL_S)
 
 
 def _print_plan(cluster: Cluster, shape: Shape) -> None:

@@ -234,8 +234,7 @@ class Group:
         """Applies a step's edits on this rank, and sends the step to the other ranks of the last
         stage. It must be called for every step, in order. Raises GroupLostError."""
         self._posted.popleft()
-        # The other ranks of this stage get it now and not with the other stages: they compute the
-        # logits of earlier steps before it.
+        # Only now, because the other ranks of this stage compute the logits of earlier steps first.
         self._post_to(self._beside, posted.message)
         self._edit(posted.step.edits)
 

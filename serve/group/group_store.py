@@ -150,7 +150,7 @@ class GroupStore:
     def close(self, timeout_s: float) -> bool:
         """Has the ranks write their indices. Their tiers close when they end, which keeps memory
         that a disk may still use."""
-        if not self._group.is_lost():
+        if not self._group.is_lost() and self._group.is_quiet:
             futures = self._begin(EditKind.FLUSH, [(b"", 0)])
             self.wait_for(futures, _FLUSH_SHARE * timeout_s)
         self._abandon()

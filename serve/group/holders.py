@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from memory.kv_manager import KVManager
 from memory.nodes.attach import NODE_MAPPINGS, NodeLayout, accounting_bytes, growth_of, most_pages
@@ -68,7 +68,8 @@ class GroupHolders(NodeSet):
             granted = self._attach_all(number, num_pages, connect_s or self.connect_s)
         except (TransportError, OSError, NodesLostError) as error:
             self._leave([number])
-            self.states.probe([url], ())
+            if not isinstance(error, GroupLostError):  # which is not the holder's fault
+                self.states.probe([url], ())
             text = str(error) or type(error).__name__
             raise NoNodeError(text if url in text else f"{url}: {text}") from error
         partition.links = self._own_links(number)
@@ -132,15 +133,17 @@ class GroupHolders(NodeSet):
             failed = error
         for link in group.links.values():  # every rank answers
             try:
-                granted.append(self._answer(link, connect_s))
+                granted.append(self._answer(link, connect_s, epoch))
             except (TransportError, OSError) as error:
                 failed = failed or error
         if failed is not None:
             raise failed
         return Granted(min(x.num_pages for x in granted), min(x.num_mappings for x in granted))
 
-    def _answer(self, link: WorkerLink, connect_s: float) -> Granted:
-        reply = link.await_json(Kind.HELD, connect_s + _ANSWER_S, epoch=self._group.epoch)
+    def _answer(self, link: WorkerLink, connect_s: float, epoch: int) -> Granted:
+        reply: dict[str, Any] = {}
+        while reply.get("epoch") != epoch:  # an answer may have come too late for an earlier one
+            reply = link.await_json(Kind.HELD, connect_s + _ANSWER_S, epoch=self._group.epoch)
         if "error" in reply:
             raise TransportError(f"rank {link.rank}: {reply['error']}")
         return Granted(int(reply["num_pages"]), int(reply["num_mappings"]))

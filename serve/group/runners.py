@@ -44,6 +44,7 @@ class TensorRunner:
         self._recorder = recorder
         self._resources = resources
         self._masks = MaskFiller()
+        self._is_due = False  # edits wait for the end of a step
         self._model = group.own.model
         self._sample, self._fetch = _sampling(group.own)
         if group.grid.tensor > 1:
@@ -100,12 +101,15 @@ class TensorRunner:
         return self._sample(logits, sampled, prompts, late_masks())
 
     def _flush(self) -> None:
-        """Sends edits of an idle engine."""
-        self._group.post_edits(self._recorder)
+        """Sends the recorded edits, unless they have to come after those of a step in flight."""
+        self._is_due = not self._group.is_quiet
+        if not self._is_due:
+            self._group.post_edits(self._recorder)
 
-    def flush_transfers(self) -> None:
-        """Sends transfers of pages after the last step in flight: sequences may wait for them."""
-        if self._recorder.has_transfers and self._group.is_quiet:
+    def flush_due(self) -> None:
+        """After a step, sends edits that have waited for its end, because no other step may follow:
+        releases of memory, and transfers of pages, for which sequences may wait."""
+        if self._is_due or self._recorder.has_transfers:
             self._flush()
 
     def close(self) -> None:
@@ -172,7 +176,7 @@ class LaunchedStep:
         try:
             return self.runner.finish(self)
         finally:
-            self.runner.flush_transfers()
+            self.runner.flush_due()
 
 
 class GroupHead:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
-from memory.attention.partial import partial_attention
 from memory.attention.seam import AttentionLayer, PlannedAttention
-from memory.attention.segmented import SegmentedAttention
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.nodes.attach import MAX_ADDRESSES, AttachRequest, NodeLayout
@@ -24,7 +22,6 @@ from memory.nodes.edit_log import EditLog
 from memory.nodes.node_set import Connect, NodePartition, NodeSet, make_kv_managers
 from memory.nodes.placement import MAX_PAGES, PageGeometry, page_geometry
 from memory.nodes.rank_links import HolderGeometry
-from memory.nodes.segment_links import HasPartitions, Locate, SegmentLinks
 from memory.nodes.wire import FULL_WIRE
 from memory.nodes.wire_rows import largest_message
 from memory.segmented_kv import SegmentedKV
@@ -38,6 +35,7 @@ from serve.loading.node_connection import (
     node_sizes,
 )
 from serve.loading.precision import Precision
+from serve.loading.segment_folding import fold_segments, segmented_layers
 from serve.runner.runner import Closable
 from serve.units import format_memory
 
@@ -177,34 +175,6 @@ def can_cut(
             " that shares its K/V with one that has a window"
         )
     return False
-
-
-def fold_segments(
-    inner: PlannedAttention,
-    layout: Int8KVLayout | KVLayout,
-    where: tuple[int, int],
-    backend: Backend,
-    segment_tokens: int,
-    held: tuple[HasPartitions, Locate, Container[int]] | None,
-) -> SegmentedAttention:
-    """Returns attention that is the fold over segments. where: the address and the end of this
-    machine's K/V of these layers, which `inner` attends over. held: the holders, where segments are
-    on them, and the starts of sequences that began there; None: this machine has all."""
-    address, end = where
-    layers = segmented_layers(layout.layers)
-    partial = partial_attention(layout, address, end - address, backend)
-    links = None
-    if held is not None:
-        wide = isinstance(layout, Int8KVLayout)
-        nodes, locate, begun_away = held
-        links = SegmentLinks(layers, nodes, backend, locate, begun_away, rotates_wide=wide)
-    return SegmentedAttention(inner, partial, layers, backend, segment_tokens, links)
-
-
-def segmented_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
-    """Returns the layers of the group without windows as holders see them: a window that is longer
-    than any sequence is none."""
-    return [replace(layer, window=None, chunk=None) for layer in layers]
 
 
 class SegmentSizes:

@@ -27,6 +27,7 @@ from serve.loading.kv_layouts import Layout, kv_layout, stored_layers
 from serve.loading.kv_sizing import reserving, size_kv
 from serve.loading.precision import Precision
 from serve.loading.runtime import group_attention
+from serve.loading.segment_folding import fold_segments, segmented_layers
 from serve.models import ModelSpec
 from serve.models.shard import Shard
 
@@ -202,8 +203,8 @@ def _segments(
             raise ConfigError(
                 "kvp: each stage of pipeline_parallel_size needs a layer without a window"
             )
-        parts.append(kvp.segmented_layers(layers_in(own, numbers)))
-    layers = kvp.segmented_layers(layers)
+        parts.append(segmented_layers(layers_in(own, numbers)))
+    layers = segmented_layers(layers)
     connect = kvp.connect_for(config, layers, max_model_len)
     sizes = kvp.SegmentSizes(config, precision, layers, max_model_len, connect, 0, parts)
     return config.kvp_segment_tokens, sizes
@@ -299,12 +300,12 @@ class RankMemory:
 
         held = None
         if geometry.holders is not None:
-            layers = kvp.segmented_layers(layout.layers)
+            layers = segmented_layers(layout.layers)
             request = _request(config, precision, layers, geometry.holders, self._number)
             connect = kvp.connect_for(config, layers, geometry.max_model_len)
             self.holders = RankHolders(config.kvp, request, connect, geometry.segment_tokens)
             held = self.holders, self.holders.locate, ()
-        return kvp.fold_segments(inner, layout, where, backend, geometry.segment_tokens, held)
+        return fold_segments(inner, layout, where, backend, geometry.segment_tokens, held)
 
     def close(self) -> None:
         if self.holders is not None:

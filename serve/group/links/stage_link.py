@@ -16,7 +16,9 @@ from transport.base import Endpoint, Listener, Segment, TransportError, Transpor
 from transport.messages import view_of
 
 _SLICE_S = 0.25
-_DEADLINE_S = 60.0  # a stage may be busy with a long chunk; a lost peer is seen much earlier
+# Lost peers are seen much earlier. A chunk behind a million tokens may take a stage minutes.
+_RECEIVE_S = 1800.0
+_SEND_S = 60.0  # the next stage takes messages between two steps, and there is room for several
 _ACCEPT_S = 20.0
 _ACCEPT_SLICE_S = 0.05
 IsOver = Callable[[], bool]
@@ -62,16 +64,16 @@ class StageLink:
     def _post(self, head: bytes, segments: list[Segment]) -> None:
         kept = ctypes.create_string_buffer(head, len(head))
         first = Segment(ctypes.addressof(kept), 1, len(head), len(head))
-        self.endpoint.post([first, *segments], _DEADLINE_S)
+        self.endpoint.post([first, *segments], _SEND_S)
 
     def receive(self, number: int, rows: int, is_over: IsOver = lambda: False) -> Tensor:
         """Returns the result of a step, [rows, hidden]. is_over: whether to give up waiting.
 
-        Raises StageFailed, TransportError, and TransportTimeoutError after a minute.
+        Raises StageFailed, TransportError, and TransportTimeoutError after half an hour.
         """
         began_s = time.monotonic()
         try:
-            while time.monotonic() < began_s + _DEADLINE_S:
+            while time.monotonic() < began_s + _RECEIVE_S:
                 frame = self.endpoint.poll(_SLICE_S)
                 if frame is None:
                     if is_over():
@@ -90,7 +92,7 @@ class StageLink:
                     self.endpoint.release(frame)
         finally:
             self.waited_s += time.monotonic() - began_s
-        raise TransportTimeoutError(f"no hidden states of step {number} for {_DEADLINE_S:.0f} s")
+        raise TransportTimeoutError(f"no hidden states of step {number} for {_RECEIVE_S:.0f} s")
 
     def close(self) -> None:
         self.endpoint.close()

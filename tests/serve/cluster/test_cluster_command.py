@@ -109,3 +109,4 @@ def test_settings_are_checked_before_a_cluster_is_asked():
     assert shown("--max-num-seqs=-1")[0] == 2
     assert shown("--group-url=tcp://10.0.0.1:7000")[0] == 2
     assert shown("--cpus-per-rank=0")[0] == 2
+    assert shown("--backend=cuda")[0] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import random
@@ -11,7 +12,7 @@ import pytest
 
 from memory.nodes.segment_links import HeldSegments
 from ops.cpu import native_library
-from serve import LLM, SamplingParams
+from serve import LLM, Engine, SamplingParams
 from serve.errors import ConfigError
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.group.thread_workers import thread_workers  # noqa: F401
@@ -150,6 +151,42 @@ def test_preempted_sequences_have_the_same_bits(thread_workers, grid, tmp_path):
         found, stats = scores(grid, make_load=growing, kvp=urls, **settings)
     assert stats.num_preemptions > 0
     assert found == alone(make_load=growing, max_model_len=384)
+
+
+def ended():
+    """Long sequences, one after the other, each ended from outside while a step of it is in flight,
+    beside a short one that goes on."""
+    rng = random.Random(9)
+    return [[rng.randrange(5, 320) for _ in range(length)] for length in (200, 9)]
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 2)], ids=str)
+def test_sequences_that_are_aborted_cost_no_holder(thread_workers, grid, tmp_path):  # noqa: F811
+    """The last long sequence's memory is released while later steps are in flight: no rank may hear
+    of that before those steps' own edits."""
+    long, short = ended()
+    endless = SamplingParams(max_tokens=280, ignore_eos=True, temperature=0.0)
+
+    async def run(urls):
+        ranks = {"tensor_parallel_size": grid[0], "pipeline_parallel_size": grid[1]}
+        async with Engine(
+            str(checkpoint("llama", "long")), kvp=urls, **ranks, **SETTINGS
+        ) as engine:
+            beside = asyncio.ensure_future(engine.generate(short, endless))
+            for number in range(6):
+                stream, count = engine.submit(long, endless), 0
+                async for delta in stream:
+                    count += len(delta.token_ids)
+                    if count >= 3 + number:
+                        break
+                stream.abort()
+            output = await beside
+            return output.outputs[0].token_ids, engine.stats()
+
+    with nodes("inproc", 1, tmp_path) as urls:
+        tokens, stats = asyncio.run(run(urls))
+    assert stats.memory_nodes_lost == 0
+    assert len(tokens) == 280
 
 
 @pytest.mark.parametrize(

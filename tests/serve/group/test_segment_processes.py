@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -64,13 +65,22 @@ def answers(llm):
 
 
 def during(llm, fault):
-    """Returns answers during which a fault comes."""
-    thread = threading.Timer(0.3, fault)
-    thread.start()
-    try:
-        return answers(llm)
-    finally:
-        thread.join()
+    """Returns answers during which a fault comes: once some sequences run."""
+    is_over = threading.Event()
+
+    def strike():
+        while not llm.stats().pages_in_use and not is_over.wait(0.005):
+            pass
+        assert not is_over.is_set(), "the answers came before the fault"
+        fault()
+
+    with ThreadPoolExecutor(1) as pool:
+        striking = pool.submit(strike)
+        try:
+            return answers(llm)
+        finally:
+            is_over.set()
+            striking.result(START_S)
 
 
 @pytest.mark.parametrize("grid", [(1, 2), (2, 1)], ids=str)
