@@ -189,6 +189,7 @@ class LaneHub:
         self.gpu = Gpu(self.driver, DEVICE)
         self.refuses = refuses
         self.num_open = 0
+        self.is_closed = False
         self.offers: dict[int, FakeOffer] = {}
         self.entered: list[threading.Thread] = []
         self.on_write = lambda lane, number: None
@@ -200,6 +201,9 @@ class LaneHub:
 
     def enter(self) -> None:
         self.entered.append(threading.current_thread())
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def offer(self, endpoint, window, source, num_messages: int) -> FakeOffer:
         if self.refuses:
