@@ -90,6 +90,10 @@ class FakeDriver:
         """Queues a kernel."""
         self.queue.append(lambda: work() is None)
 
+    def owns(self, address: int, num_bytes: int) -> bool:
+        """Returns whether it is device memory."""
+        return DEVICE_BASE <= address <= DEVICE_BASE + len(self.device) - num_bytes
+
     def load(self, address: int, num_bytes: int) -> bytes:
         """Reads device memory, or mapped memory of the host."""
         host = address - _MAPPED
@@ -125,7 +129,7 @@ class FakeDriver:
         assert "DMA_BUF_SUPPORTED" not in self.lacks and flags == 0
         assert kind is CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
         assert address % PAGE == 0 and size % PAGE == 0 and address in self._synchronous
-        if address < DEVICE_BASE or address + size > DEVICE_BASE + len(self.device):
+        if not self.owns(address, size):
             return CUresult.CUDA_ERROR_INVALID_VALUE, 0
         self.fds.append(os.memfd_create("dma-buf"))
         return CUresult.CUDA_SUCCESS, self.fds[-1]
@@ -204,6 +208,7 @@ class FakeNic:
     written."""
 
     NUMBER = 0x4321
+    PAIR = 0xC0FFEE  # the queue pair's address
     BUFFER_BYTES = 0x100
     AT = 0x800  # the register's offset in its page
 
@@ -222,7 +227,7 @@ class FakeNic:
         """Stands in for mlx5dv_init_obj."""
         assert kind.value == 1
         pair, out = objects._obj[0], objects._obj[1]
-        if pair != 0xC0FFEE:
+        if pair != self.PAIR:
             return 22
         head = struct.pack(
             "=QQIIQIIQI",
