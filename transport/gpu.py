@@ -60,6 +60,23 @@ class Gpu:
             raise GpuUnavailableError(f"the GPU lacks {what}")
 
 
+def dma_buf_of(gpu: Gpu, address: int, num_bytes: int) -> int:
+    """Returns a file descriptor by which other devices reach device memory; the caller closes it.
+
+    Raises ValueError unless the range consists of whole host pages, GpuUnavailableError and
+    TransportError.
+    """
+    if address % mmap.PAGESIZE or num_bytes % mmap.PAGESIZE or num_bytes <= 0:
+        raise ValueError(f"{num_bytes} bytes at {address:#x} are not whole pages")
+    gpu.require("DMA_BUF_SUPPORTED")
+    driver = gpu.driver
+    # Otherwise a synchronous copy may return before the device's reads see its result.
+    sync = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+    gpu.call("cuPointerSetAttribute", 1, sync, address)
+    kind = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    return int(gpu.call("cuMemGetHandleForAddressRange", address, num_bytes, kind, 0))
+
+
 class DeviceRegion:
     """Device memory that a queue pair's device reads, until it is closed.
 
@@ -70,19 +87,9 @@ class DeviceRegion:
         self, gpu: Gpu, domain: Any, address: int, num_bytes: int, *, for_peer: bool = True
     ) -> None:
         """domain: the queue pair's protection domain. for_peer: the peer may write it. The range
-        must stay mapped until `close`.
-
-        Raises ValueError unless the range consists of whole host pages, and GpuUnavailableError.
+        must stay mapped until `close`. Raises what `dma_buf_of` does.
         """
-        if address % mmap.PAGESIZE or num_bytes % mmap.PAGESIZE or num_bytes <= 0:
-            raise ValueError(f"{num_bytes} bytes at {address:#x} are not whole pages")
-        gpu.require("DMA_BUF_SUPPORTED")
-        driver = gpu.driver
-        # Otherwise a synchronous copy may return before the device's reads see its result.
-        sync = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
-        gpu.call("cuPointerSetAttribute", 1, sync, address)
-        kind = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-        fd = int(gpu.call("cuMemGetHandleForAddressRange", address, num_bytes, kind, 0))
+        fd = dma_buf_of(gpu, address, num_bytes)
         api, e = pyverbs("mr"), constants()
         access = e.IBV_ACCESS_LOCAL_WRITE | (e.IBV_ACCESS_REMOTE_WRITE if for_peer else 0)
         try:

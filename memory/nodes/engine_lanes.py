@@ -277,6 +277,7 @@ class EngineLanes:
         self._opener, self._allocate = opener, allocate
         self._max_rows, self._clock = max_rows, clock
         self._lanes: list[LinkLane] = []
+        self._watched: list[LinkLane] = []  # that waited when they were looked at
         self._unfreed: list[LinkLane] = []  # whose memory a node may still write
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -328,15 +329,14 @@ class EngineLanes:
             self._news.notify()
 
     def _watch(self) -> None:
-        lanes: list[LinkLane] = []
         while True:
             with self._news:
-                # lanes that waited before are looked at once more
-                self._news.wait_for(lambda: self._is_closed or lanes or self._waiting())
-                last, lanes = lanes, self._waiting()
-                if self._is_closed and not lanes:
+                self._news.wait_for(lambda: self._is_closed or self._watched or self._waiting())
+                # that a lane waits no more is seen, too
+                last, self._watched = self._watched, self._waiting()
+                if self._is_closed and not self._watched:
                     return
-            for lane in dict.fromkeys((*lanes, *last)):
+            for lane in dict.fromkeys((*self._watched, *last)):
                 try:
                     self._opener.enter()
                     lane.look()

@@ -11,7 +11,8 @@ import pytest
 from tests.support.cuda.fakes_gpu_rdma import DEVICE, PAGE
 from tests.support.cuda.fakes_lane import RELEASE_STREAM, STREAM, HostDriver
 from tests.support.cuda.fakes_verbs import CONSTANTS, FakeVerbs
-from transport import rdma_lane, verbs as verbs_module
+from transport import rdma_lane
+from transport import verbs as verbs_module
 from transport.base import PeerLostError, RefusedError, TransportError
 from transport.gpu import Gpu, GpuUnavailableError, send_queue_of
 from transport.lane import DeviceMemory

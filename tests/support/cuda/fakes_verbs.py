@@ -14,9 +14,17 @@ from tests.support.cuda.fakes_gpu_rdma import FakeNic
 CONSTANTS = {
     name: number
     for number, name in enumerate(
-        """IBV_PORT_ACTIVE IBV_LINK_LAYER_ETHERNET IBV_GID_TYPE_ROCE_V2 IBV_QPT_RC
-        IBV_WR_RDMA_WRITE IBV_WR_RDMA_WRITE_WITH_IMM IBV_WC_RETRY_EXC_ERR IBV_WC_WR_FLUSH_ERR
-        IBV_WC_REM_ACCESS_ERR""".split(),
+        (
+            "IBV_PORT_ACTIVE",
+            "IBV_LINK_LAYER_ETHERNET",
+            "IBV_GID_TYPE_ROCE_V2",
+            "IBV_QPT_RC",
+            "IBV_WR_RDMA_WRITE",
+            "IBV_WR_RDMA_WRITE_WITH_IMM",
+            "IBV_WC_RETRY_EXC_ERR",
+            "IBV_WC_WR_FLUSH_ERR",
+            "IBV_WC_REM_ACCESS_ERR",
+        ),
         start=1,
     )
 } | {
@@ -104,7 +112,7 @@ class FakeVerbs:
         pair.nic = nic = FakeNic(self.num_blocks)
         nic.NUMBER, nic.PAIR = pair.qp_num, pair.qp
         nic.peer = {key: _Reach(self, pair, key) for key in self.regions}
-        nic.read_local = {key: self.read_device for key in self.regions}
+        nic.read_local = dict.fromkeys(self.regions, self.read_device)
         self.nics.append(nic)
         return nic.direct(objects, kind)
 
