@@ -32,7 +32,7 @@ def run(record: Record) -> None:
     memory = torch.zeros(2 * page, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     gpu = Gpu(import_module("cuda.bindings.driver"), torch.cuda.current_device())
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
     handles = [stream.cuda_stream for stream in streams]
     measure(record, gpu, handles[0], handles[1], memory.data_ptr() + -memory.data_ptr() % page)
 
