@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from memory.attention.seam import AttentionStep
 from memory.nodes.lane_layout import MAX_BYTES, LaneLayout, LaneTerms, fitting_rows
 from memory.nodes.node_link import NodesLostError
 from memory.nodes.server import node_lane
+from memory.nodes.server.node_loop import NodeLoop
 from memory.nodes.wire import FULL_WIRE, WireError, WireFormat, WireType
 from serve.loading.node_key import LOCAL_KEY
 from tests.support.cuda.fakes_lane import FakeOffer, LaneHub
@@ -321,6 +324,35 @@ def test_terms_that_are_refused():
         LaneTerms.from_json({"version": 1})
     with pytest.raises(WireError, match="at most"):
         LaneLayout(layers_of(200, heads=64, dim=128), terms(num_rows=256), is_partial=False)
+
+
+TERMS = {"version": 1, "num_slots": 2, "num_rows": 4, "rows": 1, "kv": 0}
+OFFERS = (
+    (0, "numbers"),
+    ("lane", "numbers"),
+    ([TERMS], "numbers"),
+    ({}, "numbers"),
+    (TERMS | {"num_rows": "4"}, "numbers"),
+    (TERMS | {"num_rows": True}, "numbers"),
+    (TERMS | {"version": 9}, "version 9"),
+    (TERMS | {"num_slots": 17}, "17 slots"),
+    (TERMS | {"num_rows": -1}, "-1 rows"),
+    (TERMS | {"kv": 2}, "8 bits"),
+    (TERMS | {"num_slots": 16, "num_rows": 4096}, "at most"),
+    (TERMS, "not connected by rdma://"),
+    (TERMS | {"peer": {"queue_pair": 7}}, "not connected by rdma://"),
+)
+
+
+@pytest.mark.parametrize(("offer", "reason"), OFFERS)
+def test_a_node_refuses_an_impossible_offer_and_serves_by_the_endpoint(offer, reason):
+    layers = layers_of(8, heads=32, kv_heads=8, dim=128)
+    request = SimpleNamespace(layers=layers, by_segment=False, prefix_only=False)
+    endpoint = SimpleNamespace(max_message_bytes=1 << 20)
+    session = SimpleNamespace(request=request)
+    loop, answer = node_lane.open_loop(session, endpoint, contextlib.nullcontext(), offer)
+    assert type(loop) is NodeLoop
+    assert answer.keys() == {"refused"} and reason in answer["refused"]
 
 
 def test_as_many_rows_as_fit():
