@@ -24,6 +24,7 @@ _RDMA_WRITE = 0x08  # the opcode of mlx5's requests
 _REPORT = 0x08  # ask for a completion
 _INLINE = 1 << 31
 _INIT_QUEUE_PAIR = 1  # mlx5dv_init_obj
+_OWNER = 100  # CUGPUDirectRDMAWritesOrdering: the GPU's own work sees peers' writes in order
 RELEASED = 1 << 30
 """A released wait sees a number that is later by so much."""
 
@@ -46,37 +47,51 @@ class Gpu:
             raise TransportError(f"{name}: {error.name}")
         return values[0] if values else None
 
+    def attribute(self, what: str) -> int:
+        """Returns an attribute of the device, 0 if the bindings do not know it."""
+        found = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{what}", None)
+        return 0 if found is None else int(self.call("cuDeviceGetAttribute", found, self._device))
+
     def can(self, what: str) -> bool:
-        attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{what}")
-        return bool(self.call("cuDeviceGetAttribute", attribute, self._device))
+        return bool(self.attribute(what))
 
     def require(self, what: str) -> None:
         if not self.can(what):
             raise GpuUnavailableError(f"the GPU lacks {what}")
 
 
+def dma_buf_of(gpu: Gpu, address: int, num_bytes: int) -> int:
+    """Returns a file descriptor by which other devices reach device memory; the caller closes it.
+
+    Raises ValueError unless the range consists of whole host pages, GpuUnavailableError and
+    TransportError.
+    """
+    if address % mmap.PAGESIZE or num_bytes % mmap.PAGESIZE or num_bytes <= 0:
+        raise ValueError(f"{num_bytes} bytes at {address:#x} are not whole pages")
+    gpu.require("DMA_BUF_SUPPORTED")
+    driver = gpu.driver
+    # Otherwise a synchronous copy may return before the device's reads see its result.
+    sync = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+    gpu.call("cuPointerSetAttribute", 1, sync, address)
+    kind = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    return int(gpu.call("cuMemGetHandleForAddressRange", address, num_bytes, kind, 0))
+
+
 class DeviceRegion:
-    """Device memory that a queue pair's device reads and its peer may write, until it is closed.
+    """Device memory that a queue pair's device reads, until it is closed.
 
     A writer addresses it by `address_of` and `key`.
     """
 
-    def __init__(self, gpu: Gpu, domain: Any, address: int, num_bytes: int) -> None:
-        """domain: the queue pair's protection domain. The range must stay mapped until `close`.
-
-        Raises ValueError unless the range consists of whole host pages, and GpuUnavailableError.
+    def __init__(
+        self, gpu: Gpu, domain: Any, address: int, num_bytes: int, *, for_peer: bool = True
+    ) -> None:
+        """domain: the queue pair's protection domain. for_peer: the peer may write it. The range
+        must stay mapped until `close`. Raises what `dma_buf_of` does.
         """
-        if address % mmap.PAGESIZE or num_bytes % mmap.PAGESIZE or num_bytes <= 0:
-            raise ValueError(f"{num_bytes} bytes at {address:#x} are not whole pages")
-        gpu.require("DMA_BUF_SUPPORTED")
-        driver = gpu.driver
-        # Otherwise a synchronous copy may return before the device's reads see its result.
-        sync = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
-        gpu.call("cuPointerSetAttribute", 1, sync, address)
-        kind = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-        fd = int(gpu.call("cuMemGetHandleForAddressRange", address, num_bytes, kind, 0))
+        fd = dma_buf_of(gpu, address, num_bytes)
         api, e = pyverbs("mr"), constants()
-        access = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
+        access = e.IBV_ACCESS_LOCAL_WRITE | (e.IBV_ACCESS_REMOTE_WRITE if for_peer else 0)
         try:
             if hasattr(api, "MREx"):
                 self._region = api.MREx(domain, num_bytes, access, fd=fd, iova=address)
@@ -125,9 +140,13 @@ class StreamReceiver:
         flags = gpu.driver.CUstreamWaitValue_flags
         self._flags = int(flags.CU_STREAM_WAIT_VALUE_GEQ)
         if is_device_memory:
-            # A visible number does not imply that the writes before it are visible.
-            gpu.require("CAN_FLUSH_REMOTE_WRITES")
-            self._flags |= int(flags.CU_STREAM_WAIT_VALUE_FLUSH)
+            # A visible number may not imply that the writes before it are visible.
+            if gpu.can("CAN_FLUSH_REMOTE_WRITES"):
+                self._flags |= int(flags.CU_STREAM_WAIT_VALUE_FLUSH)
+            elif gpu.attribute("GPU_DIRECT_RDMA_WRITES_ORDERING") < _OWNER:
+                raise GpuUnavailableError(
+                    "the GPU lacks CAN_FLUSH_REMOTE_WRITES and does not order peers' writes"
+                )
         self._is_64_bit = gpu.can("CAN_USE_64_BIT_STREAM_MEM_OPS")
 
     def wait(self, stream: Any, address: int, number: int) -> None:
@@ -152,7 +171,7 @@ class StreamReceiver:
 
 
 class HostWord:
-    """A number in this machine's memory that a stream writes when it gets there."""
+    """A number in this machine's memory that a stream writes when it gets there, or waits for."""
 
     def __init__(self, gpu: Gpu) -> None:
         """Raises TransportError if the driver does not map the memory, and GpuUnavailableError."""
@@ -163,17 +182,26 @@ class HostWord:
         self._address = ctypes.addressof(self._word)
         flags = gpu.driver.CU_MEMHOSTREGISTER_DEVICEMAP
         gpu.call("cuMemHostRegister", self._address, mmap.PAGESIZE, flags)
-        self._on_device = int(gpu.call("cuMemHostGetDevicePointer", self._address, 0))
+        try:
+            self.device_address = int(gpu.call("cuMemHostGetDevicePointer", self._address, 0))
+        except TransportError:
+            self.close()
+            raise
 
     def write(self, stream: Any, number: int) -> None:
         """Makes the stream write the number after all of its earlier work."""
         flags = self._gpu.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
-        self._gpu.call("cuStreamWriteValue64", stream, self._on_device, number, int(flags))
+        self._gpu.call("cuStreamWriteValue64", stream, self.device_address, number, int(flags))
 
     @property
     def value(self) -> int:
-        """The number that was written last. Any thread may read it."""
+        """The number that was written last. Any thread may read it; the host sets it for a stream
+        that waits at `device_address`."""
         return int(self._word.value)
+
+    @value.setter
+    def value(self, number: int) -> None:
+        self._word.value = number
 
     def close(self) -> None:
         """Unmaps the memory. No stream writes it any more."""

@@ -9,6 +9,7 @@ Each end's outgoing memory mirrors the other's window, so one offset names a pla
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -67,7 +68,10 @@ class LaneOpener(Protocol):
         the reason if there can be no lane beside this endpoint, and TransportError."""
 
     def enter(self) -> None:
-        """Lets the calling thread use the device."""
+        """Lets the calling thread use the device. Raises TransportError."""
+
+    def close(self) -> None:
+        """Frees what all lanes use; they are closed. Raises TransportError."""
 
 
 class StreamEnd(NamedTuple):
@@ -135,7 +139,11 @@ class StreamLane:
         return self._end.progress.value
 
     def close(self) -> None:
-        """The stream must have passed all sends and waits."""
-        self._end.sender.close()
-        self._end.progress.close()
-        self._end.free()
+        """The stream must have passed all sends and waits. Raises TransportError, after which the
+        peer may still write the window."""
+        with contextlib.ExitStack() as undo:  # in reverse: no step depends on the one before it
+            undo.callback(self._end.free)
+            undo.callback(self._end.progress.close)
+            undo.callback(self._end.sender.close)
+            # A release is a write of another stream, and the memory is used for other things next.
+            self._gpu.call("cuStreamSynchronize", self._release_stream)

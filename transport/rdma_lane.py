@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from transport._windows import Memory
@@ -26,7 +27,9 @@ from transport.gpu import (
 )
 from transport.lane import DeviceMemory, StreamEnd, StreamLane
 from transport.queue_pair import QueuePair, QueuePairAddress
-from transport.verbs import Port, RdmaUnavailableError, open_port
+from transport.verbs import Port, RdmaUnavailableError, open_port, verbs_errors
+
+logger = logging.getLogger(__name__)
 
 _HOST_POSTS = 64  # in flight
 _ORDER = "does not promise that memory fills in order"
@@ -40,7 +43,8 @@ class _DevicePair(QueuePair):
         super().__init__(port, window, 2 * num_messages)
 
     def _register(self, address: int, num_bytes: int, access: int) -> Any:
-        region = DeviceRegion(self._gpu, self.domain, address, num_bytes)
+        for_peer = bool(access & self._e.IBV_ACCESS_REMOTE_WRITE)
+        region = DeviceRegion(self._gpu, self.domain, address, num_bytes, for_peer=for_peer)
         if region.address_of(address) != address:
             region.close()
             raise GpuUnavailableError("this release of pyverbs lacks MREx")
@@ -59,18 +63,34 @@ class _DevicePair(QueuePair):
             self._check(completion)
         return int(count)
 
+    def close(self) -> None:
+        """Raises TransportError, after which the memory may still be registered."""
+        with verbs_errors("closing a lane"):
+            super().close()
+
 
 class RdmaLaneOpener:
     """Opens lanes of a stream beside endpoints of rdma://."""
 
     def __init__(
-        self, gpu: Gpu, stream: Any, release_stream: Any, enter: Callable[[], None]
+        self,
+        gpu: Gpu,
+        stream: Any,
+        release_stream: Any,
+        enter: Callable[[], None],
+        free: Callable[[], None],
     ) -> None:
+        """enter and free: see LaneOpener; they may raise OSError."""
         self.gpu, self.stream, self.release_stream = gpu, stream, release_stream
-        self._enter = enter
+        self._enter, self._free = enter, free
 
     def enter(self) -> None:
-        self._enter()
+        with _device_errors():
+            self._enter()
+
+    def close(self) -> None:
+        with _device_errors():
+            self._free()
 
     def offer(
         self, endpoint: Endpoint, window: DeviceMemory, source: DeviceMemory, num_messages: int
@@ -108,12 +128,11 @@ class RdmaOffer:
 
     def connect(self, theirs: object) -> StreamLane:
         peer = QueuePairAddress.from_wire(theirs)
-        opener, pair = self._opener, self._pair
+        opener, pair, gpu = self._opener, self._pair, self._opener.gpu
         pair.connect(peer, self._source)
-        if not pair.is_ordered():
-            raise GpuUnavailableError(f"the RDMA device {_ORDER}")
-        gpu = opener.gpu
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo, verbs_errors("opening a lane"):
+            if not pair.is_ordered():
+                raise GpuUnavailableError(f"the RDMA device {_ORDER}")
             sender = StreamSender(gpu, send_queue_of(pair.context, pair.pair))
             undo.callback(sender.close)
             progress = HostWord(gpu)
@@ -168,7 +187,19 @@ class RdmaHostLane:
         self._pair.write([(at, num_bytes), (number_at, 8)], None)
 
     def close(self) -> None:
-        self._pair.close()
+        try:
+            with verbs_errors("closing a lane"):
+                self._pair.close()
+        except TransportError as error:  # registered pages outlive their mapping
+            logger.warning("%s", error)
+
+
+@contextlib.contextmanager
+def _device_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TransportError(str(error)) from error
 
 
 def _view(memory: Memory) -> memoryview:

@@ -33,6 +33,7 @@ from memory.nodes.node_health import MAX_STALLED_S
 from memory.nodes.wire import WireError, WireFormat, WireType
 from memory.nodes.wire_rows import float_type
 from transport.base import HEARTBEAT_S, Endpoint, PeerLostError, TransportError
+from transport.control import printable
 from transport.gpu import GpuUnavailableError
 from transport.lane import DeviceMemory, LaneOpener, StreamLane, StreamOffer
 
@@ -137,6 +138,8 @@ class LinkLane:
         self._link, self._lane, self._clock = link, lane, clock
         self._steps: list[LaneStep | None] = [None] * layout.terms.num_slots
         self._enqueued = 0  # waits
+        self._is_closed = False
+        self._looking = threading.Lock()
         self._seen, self._since_s = 0, clock()
 
     # ---- the compute thread
@@ -199,12 +202,22 @@ class LinkLane:
         self._lane.mark(self._enqueued)
 
     def close(self) -> None:
-        self._lane.close()
+        """The stream has passed everything. Raises TransportError, after which the node may still
+        write the window."""
+        with self._looking:  # a release writes the window
+            self._is_closed = True
+            self._lane.close()
 
     # ---- the watching thread
 
     def look(self) -> None:
-        """Notes how long the node has not answered; releases the stream if the node is lost."""
+        """Notes how long the node has not answered; releases the stream if the node is lost.
+        Raises TransportError."""
+        with self._looking:
+            if not self._is_closed:
+                self._look()
+
+    def _look(self) -> None:
         progress, now_s, link = self._lane.progress, self._clock(), self._link
         if progress != self._seen:
             self._seen, self._since_s = progress, now_s
@@ -264,6 +277,8 @@ class EngineLanes:
         self._opener, self._allocate = opener, allocate
         self._max_rows, self._clock = max_rows, clock
         self._lanes: list[LinkLane] = []
+        self._watched: list[LinkLane] = []  # that waited when they were looked at
+        self._unfreed: list[LinkLane] = []  # whose memory a node may still write
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -295,7 +310,7 @@ class EngineLanes:
         answer = answer if isinstance(answer, dict) else {"refused": "the node knows no lanes"}
         try:
             if "peer" not in answer:
-                raise GpuUnavailableError(str(answer.get("refused"))[:200])
+                raise GpuUnavailableError(printable(answer.get("refused"), 200))
             lane = offer.offer.connect(answer["peer"])
         except BaseException:
             offer.offer.close()
@@ -314,17 +329,18 @@ class EngineLanes:
             self._news.notify()
 
     def _watch(self) -> None:
-        self._opener.enter()
         while True:
             with self._news:
-                self._news.wait_for(lambda: self._is_closed or self._waiting())
-                lanes = self._waiting()
-                if self._is_closed and not lanes:
+                self._news.wait_for(lambda: self._is_closed or self._watched or self._waiting())
+                # that a lane waits no more is seen, too
+                last, self._watched = self._watched, self._waiting()
+                if self._is_closed and not self._watched:
                     return
-            for lane in lanes:
+            for lane in dict.fromkeys((*self._watched, *last)):
                 try:
+                    self._opener.enter()
                     lane.look()
-                except TransportError:  # the device is lost, and nothing waits any more
+                except Exception:  # if the device is lost, nothing waits any more
                     logger.warning("a stream cannot be released", exc_info=True)
             time.sleep(_TICK_S)
 
@@ -346,7 +362,8 @@ class EngineLanes:
                     continue
                 lane.close()
             except TransportError as error:
-                logger.warning("a lane could not be closed: %s", error)
+                logger.warning("a lane could not be closed; its memory stays in use: %s", error)
+                self._unfreed.append(lane)
             with self._news:
                 self._lanes.remove(lane)
 
@@ -360,3 +377,8 @@ class EngineLanes:
             self._news.notify()
         if self._thread is not None:
             self._thread.join(_DRAIN_S)
+        if not self._lanes:
+            try:
+                self._opener.close()
+            except TransportError as error:
+                logger.warning("a stream could not be closed: %s", error)

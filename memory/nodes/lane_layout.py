@@ -22,7 +22,7 @@ VERSION = 1
 NUM_SLOTS = 2
 """Steps whose rows may be under way at once."""
 MAX_BYTES = 128 << 20
-"""The most memory of one end."""
+"""The most memory of one direction, which each end has: a window, and where it sends from."""
 _MAX_SLOTS, _MAX_ROWS = 16, 4096
 _LINE = 64
 _FLOATS = (WireType.FLOAT32, WireType.BFLOAT16)

@@ -89,6 +89,7 @@ class NodeLink:
         self.unanswered_s = 0.0  # how long it has not answered a query
         self.answer_s = answer_s
         self.lane: LinkLane | None = None
+        self._why_no_lane = "only GPUs over rdma:// have lanes"
         self._lanes = lanes
         self._clock = clock
         self._pace = AnswerPace() if pace is None else pace
@@ -96,6 +97,11 @@ class NodeLink:
         self._epoch = 0
         self._outgoing = Outgoing()
         self._arrived: dict[tuple[int, int], tuple[Header, Frame]] = {}
+
+    @property
+    def rows_by(self) -> str:
+        """How rows travel: "lane", or "endpoint: " and the reason. Any thread may read it."""
+        return "lane" if self.lane is not None else f"endpoint: {self._why_no_lane}"
 
     @property
     def is_lost(self) -> bool:
@@ -153,7 +159,7 @@ class NodeLink:
         try:
             return self._lanes.offer(self.endpoint, request, wire)
         except TransportError as error:
-            logger.info("memory node %s: the host posts rows: %s", self.url, error)
+            self._host_posts(error)
             return None
 
     def _accept(self, offer: LaneOffer, answer: object) -> None:
@@ -161,10 +167,14 @@ class NodeLink:
         try:
             self.lane = self._lanes.accept(offer, answer, self)
         except TransportError as error:
-            logger.info("memory node %s: the host posts rows: %s", self.url, error)
+            self._host_posts(error)
             return
         rows = offer.layout.terms.num_rows
         logger.info("memory node %s: the stream sends up to %d rows of a step", self.url, rows)
+
+    def _host_posts(self, reason: TransportError) -> None:
+        self._why_no_lane = str(reason)
+        logger.info("memory node %s: the host posts rows: %s", self.url, reason)
 
     def begin_lane(self, number: int, num_queries: int, num_appends: int) -> LaneStep | None:
         """Returns a slot for the rows of plan `number`, which is posted next; None if the host

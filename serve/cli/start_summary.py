@@ -46,6 +46,7 @@ def engine_lines(engine: Engine, load_s: float) -> list[tuple[str, str]]:
         ("K/V", f"{precision.kv} ({precision.kv_reason})"),
         ("computes", _device(precision, config.num_ranks)),
         ("memory", _memory(engine, kv)),
+        *_rows(engine.stats().memory_node_rows),
         ("prefixes", _prefixes(engine)),
         ("scheduling", f"{scheduling}, admission {config.memory_policy}"),
         ("started in", f"{load_s:.2f} s; the process has {format_memory(process_bytes())}"),
@@ -108,6 +109,20 @@ def _memory(engine: Engine, kv: KVMemory) -> str:
         f"K/V {format_memory(total)}{where}: {of_a_rank // stats.kv_bytes_per_token:,} tokens,"
         f" {stats.pages_total // kv.pages_for(length):,} users with {length:,} each"
     )
+
+
+def _rows(by_node: dict[str, str]) -> list[tuple[str, str]]:
+    """Says how rows travel to memory nodes, one line for each way."""
+    nodes_of: dict[str, int] = {}
+    for by in by_node.values():
+        nodes_of[by] = nodes_of.get(by, 0) + 1
+    texts = []
+    for by, count in nodes_of.items():
+        name, _, reason = by.partition(": ")
+        nodes = "a memory node" if count == 1 else f"{count} memory nodes"
+        how = f"by the host, as {reason}" if reason else "by the GPU's stream in decode steps"
+        texts.append(f"to {nodes} {how} ({name})")
+    return [("rows" if i == 0 else "", text) for i, text in enumerate(texts)]
 
 
 def _prefixes(engine: Engine) -> str:

@@ -87,6 +87,7 @@ class EngineStats:
     kvp_lent_bytes: int
     kvp_borrowed_bytes: int
     memory_node_states: dict[str, str]  # by URL; healthy, late, lost or probation
+    memory_node_rows: dict[str, str]  # by URL; "lane", or "endpoint: " and why there is none
     recomputed_sequences: int
     last_step_age_s: float | None
 
@@ -191,9 +192,11 @@ def _kvp_stats(kv: KVMemory) -> dict[str, Any]:
 
 def _node_stats(nodes: NodeSet | None) -> dict[str, Any]:
     states = nodes.states.by_url() if nodes else {}
+    far = [it for it in nodes.partitions if not it.is_local] if nodes else []
     return {
         "memory_nodes": nodes.num_nodes if nodes else 0,
         "memory_nodes_missing": len(nodes.missing) if nodes else 0,
         "memory_nodes_lost": nodes.num_lost if nodes else 0,
         "memory_node_states": {url: state.value for url, state in states.items()},
+        "memory_node_rows": {link.url: link.rows_by for it in far for link in [*it.links]},
     }

@@ -3,6 +3,7 @@ where the device, its driver and the network card can do it."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 from importlib import import_module
@@ -29,15 +30,20 @@ def open_lanes(config: EngineConfig, device: StepDevice) -> EngineLanes | None:
     if device.device.type != "cuda" or not any(x.startswith("rdma:") for x in config.memory_nodes):
         return None
     index = device.device.index or 0
-    try:
-        driver = import_module("cuda.bindings.driver")
-        context = CudaDevice(None, index)
-        release_stream = context.call("cuStreamCreate", _NON_BLOCKING)
-    except (ImportError, CudaUnavailableError, CudaError) as error:
-        logger.info("memory nodes: the host posts rows: %s", error)
-        return None
+    with contextlib.ExitStack() as undo:
+        try:
+            driver = import_module("cuda.bindings.driver")
+            context = CudaDevice(None, index)
+            undo.callback(context.close)
+            release_stream = context.call("cuStreamCreate", _NON_BLOCKING)
+        except (ImportError, CudaUnavailableError, CudaError) as error:
+            logger.info("memory nodes: the host posts rows: %s", error)
+            return None
+        undo.callback(context.call, "cuStreamDestroy", release_stream)
+        undo.callback(context.enter)
+        free = undo.pop_all().close
     gpu = Gpu(driver, index)
-    opener = RdmaLaneOpener(gpu, device.stream, release_stream, context.enter)
+    opener = RdmaLaneOpener(gpu, device.stream, release_stream, context.enter, free)
     return EngineLanes(opener, lambda n: _pages(n, device.device), config.max_num_seqs)
 
 

@@ -12,6 +12,7 @@ from tests.support.cuda.fakes_gpu_rdma import (
     DEVICE,
     DEVICE_BASE,
     PAGE,
+    CUresult,
     FakeDriver,
     FakeNic,
     context,
@@ -22,6 +23,7 @@ from transport.gpu import (
     DeviceRegion,
     Gpu,
     GpuUnavailableError,
+    HostWord,
     SendQueue,
     Source,
     StreamReceiver,
@@ -93,6 +95,7 @@ def test_device_memory_is_registered_under_its_own_addresses(gpu, driver, verbs)
     assert not is_open(driver.fds[0])
     region.close()
     assert made.is_closed
+    assert DeviceRegion(gpu, "domain", DEVICE_BASE, PAGE, for_peer=False)._region.access == 1
 
 
 def test_device_memory_is_registered_under_offsets_otherwise(gpu, driver, verbs):
@@ -153,10 +156,35 @@ def test_device_memory_needs_a_flush_and_host_memory_does_not(gpu, driver):
     driver.lacks.add("CAN_FLUSH_REMOTE_WRITES")
     with pytest.raises(GpuUnavailableError, match="CAN_FLUSH_REMOTE_WRITES"):
         StreamReceiver(gpu, is_device_memory=True)
+    driver.writes_ordering = 100  # the GPU itself sees writes in order
+    for receiver in [StreamReceiver(gpu, is_device_memory=x) for x in (False, True)]:
+        receiver.wait(STREAM, DEVICE_BASE, 0)
+        driver.run()
+        assert not driver.queue and driver.num_flushes == 0
+
+
+def test_a_stream_and_the_host_exchange_numbers(gpu, driver):
+    to_host, to_stream = HostWord(gpu), HostWord(gpu)
     receiver = StreamReceiver(gpu, is_device_memory=False)
-    receiver.wait(STREAM, DEVICE_BASE, 0)
-    driver.run()
-    assert not driver.queue and driver.num_flushes == 0
+    for number in (1, 2):
+        receiver.wait(STREAM, to_stream.device_address, number)
+        to_host.write(STREAM, number)
+        driver.run()
+        assert to_host.value == number - 1
+        to_stream.value = number
+        driver.run()
+        assert to_host.value == number
+    for word in (to_host, to_stream):
+        word.close()
+    assert driver.registered == {}
+
+
+def test_a_word_that_is_not_mapped_is_unregistered(gpu, driver, monkeypatch):
+    refused = (CUresult.CUDA_ERROR_INVALID_VALUE, 0)
+    monkeypatch.setattr(driver, "cuMemHostGetDevicePointer", lambda *_: refused)
+    with pytest.raises(TransportError, match="cuMemHostGetDevicePointer"):
+        HostWord(gpu)
+    assert driver.registered == {}
 
 
 # ---- sending

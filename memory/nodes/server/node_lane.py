@@ -21,7 +21,7 @@ from memory.nodes.lane_layout import LaneLayout, LanePlace, LaneTerms
 from memory.nodes.server.node_loop import NodeLoop
 from memory.nodes.server.node_session import Answer, NodeSession
 from memory.nodes.wire import HEADER_BYTES, ErrorCode, Header, Kind, WireError, WireType
-from transport.base import Endpoint, Frame, TransportError
+from transport.base import Endpoint, Frame, PeerLostError, TransportError
 from transport.lane import HostLane
 from transport.messages import view_of
 from transport.rdma_lane import accept
@@ -29,6 +29,8 @@ from transport.rdma_lane import accept
 _FINISH_S = 10.0  # for the rest of a step whose rows have been sent
 _SPIN_S = 2e-3  # without a message; then a look at the numbers sleeps
 _SLEEP_S = 50e-6
+_IDLE_S = 1.0  # without a message; then the rest of a step has probably been given up
+_IDLE_SLEEP_S = 1e-3
 
 
 class NodeLane(NamedTuple):
@@ -114,8 +116,8 @@ class LaneLoop(NodeLoop):
             self._last_s = time.monotonic()
         elif self._deferred:
             super().run_deferred()
-        elif time.monotonic() - self._last_s > _SPIN_S:
-            time.sleep(_SLEEP_S)
+        elif (rest_s := time.monotonic() - self._last_s) > _SPIN_S:
+            time.sleep(_SLEEP_S if rest_s < _IDLE_S else _IDLE_SLEEP_S)
 
     def close(self) -> None:
         self._steps.clear()
@@ -133,7 +135,9 @@ class LaneLoop(NodeLoop):
         while any(finished >> slot & 1 for slot in self._steps):
             if self._look():
                 continue
-            if self._endpoint.is_lost or time.monotonic() > deadline:
+            if self._endpoint.is_lost:
+                raise PeerLostError("the connection has ended")
+            if time.monotonic() > deadline:
                 raise WireError(ErrorCode.STALE, "rows of an earlier plan have not arrived")
             time.sleep(_SLEEP_S)
 
@@ -172,6 +176,7 @@ class LaneLoop(NodeLoop):
     def _handle(self, step: _Step, place: LanePlace) -> None:
         layout, layer = self._layout, step.layer
         rows, wire = layout.rows[layer], layout.terms.wire
+        # Taking the lock orders the reads of the body after that of its number.
         with self._computing:
             if not step.has_q:
                 size = rows.q_bytes(step.num_queries, wire.rows)

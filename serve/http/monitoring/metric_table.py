@@ -189,6 +189,11 @@ ELSEWHERE = (
     MetricSpec("gauge", "memory_node_state", "1 for the state of each memory node.",
                lambda r: [((url, state), 1) for url, state in r.stats.memory_node_states.items()],
                ("node", "state")),
+    MetricSpec("gauge", "memory_node_rows",
+               "1 for how rows travel to each memory node: by a lane or by its endpoint.",
+               lambda r: [((url, by.partition(":")[0]), 1)
+                          for url, by in r.stats.memory_node_rows.items()],
+               ("node", "by")),
     MetricSpec("counter", "memory_nodes_lost", "Losses of memory nodes.",
                lambda r: r.stats.memory_nodes_lost),
     MetricSpec("counter", "sequences_recomputed",

@@ -341,7 +341,7 @@ DRY = ("ceilings", "smoke-linear", "smoke-formats", "smoke-attention", "smoke-sa
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs for real where there is a GPU")
-@pytest.mark.parametrize("name", [*DRY, "linear", "attention", "rows", "transformers"])
+@pytest.mark.parametrize("name", [*DRY, "linear", "attention", "rows", "transformers", "lanes"])
 def test_dry_run(name, tmp_path):
     (found,) = [each for each in SECTIONS if each.name == name]
     record = Record(tmp_path / "record.json", is_dry=True)

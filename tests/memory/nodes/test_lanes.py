@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +17,13 @@ from memory.attention.seam import AttentionStep
 from memory.nodes.lane_layout import MAX_BYTES, LaneLayout, LaneTerms, fitting_rows
 from memory.nodes.node_link import NodesLostError
 from memory.nodes.server import node_lane
+from memory.nodes.server.node_loop import NodeLoop
 from memory.nodes.wire import FULL_WIRE, WireError, WireFormat, WireType
 from serve.loading.node_key import LOCAL_KEY
-from tests.support.cuda.fakes_lane import LaneHub
+from tests.support.cuda.fakes_lane import FakeOffer, LaneHub
 from tests.support.nodes.remote_rig import RemoteRig, layers_of, reference
 from tests.support.nodes.served_nodes import nodes
-from transport.base import PeerLostError
+from transport.base import PeerLostError, TransportError
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -208,6 +211,52 @@ def test_a_node_without_an_answer_is_lost(hub, tmp_path):
         hub.on_write = lambda *_: None
 
 
+def test_a_late_answer_is_not_silence_ever_after(hub, tmp_path):
+    with Laned(hub, tmp_path) as rig:
+        target = rig.kv.open(8)
+        rig.step([(target, 6, 6)], inputs_of(rig.layers, 6))
+        [link] = rig.set.partitions[0].links
+        assert link.rows_by == "lane"
+        seen = []
+
+        def be_late(lane, number) -> None:
+            time.sleep(0.1)
+            seen.append(link.unanswered_s)
+
+        hub.on_write = be_late
+        rig.step([(target, 1, 7)], inputs_of(rig.layers, 1))
+        assert max(seen) > 0.02
+        deadline = time.monotonic() + 5
+        while link.unanswered_s and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert link.unanswered_s == 0
+
+
+def test_memory_that_a_node_may_still_write_is_kept(hub, tmp_path, monkeypatch, caplog):
+    """A lane whose queue pair cannot be closed keeps its memory; the engine goes on."""
+    close, is_busy = FakeOffer.close, [True]
+
+    def refuse_once(offer) -> None:
+        close(offer)
+        if is_busy:
+            is_busy.clear()
+            raise TransportError("closing a lane: busy")
+
+    monkeypatch.setattr(FakeOffer, "close", refuse_once)
+    served = Laned(hub, tmp_path)
+    with served as rig:
+        lanes, [lane] = served.lanes, lanes_of(rig)
+        rig.set.place(rig.set.partitions[0])
+        assert "its memory stays in use: closing a lane: busy" in caplog.text
+        assert lanes._unfreed == [lane] and lane not in lanes._lanes
+        target = rig.kv.open(8)
+        rig.step([(target, 6, 6)], inputs_of(rig.layers, 6))
+        rig.step([(target, 1, 7)], inputs_of(rig.layers, 1))
+        assert lanes_of(rig)[0].num_steps == 1
+        lane.look()  # a watcher that comes late writes nothing
+    assert hub.is_closed
+
+
 def test_a_step_that_is_given_up_does_not_hold_the_next_ones(hub, tmp_path):
     """A plan whose rows never come occupies its slot until another takes it."""
     with Laned(hub, tmp_path) as rig:
@@ -225,6 +274,8 @@ def test_reasons_why_the_host_posts_rows(hub, tmp_path, caplog, monkeypatch):
     with Laned(hub, tmp_path) as rig:
         run(rig, STEPS[:3])
         assert lanes_of(rig) == [None]
+        [link] = rig.set.partitions[0].links
+        assert link.rows_by == "endpoint: the GPU lacks DMA_BUF_SUPPORTED"
     assert "the host posts rows: the GPU lacks DMA_BUF_SUPPORTED" in caplog.text
     hub.refuses = ""
     with Laned(hub, tmp_path, wire=WireFormat(WireType.INT8, WireType.BFLOAT16)) as rig:
@@ -273,6 +324,35 @@ def test_terms_that_are_refused():
         LaneTerms.from_json({"version": 1})
     with pytest.raises(WireError, match="at most"):
         LaneLayout(layers_of(200, heads=64, dim=128), terms(num_rows=256), is_partial=False)
+
+
+TERMS = {"version": 1, "num_slots": 2, "num_rows": 4, "rows": 1, "kv": 0}
+OFFERS = (
+    (0, "numbers"),
+    ("lane", "numbers"),
+    ([TERMS], "numbers"),
+    ({}, "numbers"),
+    (TERMS | {"num_rows": "4"}, "numbers"),
+    (TERMS | {"num_rows": True}, "numbers"),
+    (TERMS | {"version": 9}, "version 9"),
+    (TERMS | {"num_slots": 17}, "17 slots"),
+    (TERMS | {"num_rows": -1}, "-1 rows"),
+    (TERMS | {"kv": 2}, "8 bits"),
+    (TERMS | {"num_slots": 16, "num_rows": 4096}, "at most"),
+    (TERMS, "not connected by rdma://"),
+    (TERMS | {"peer": {"queue_pair": 7}}, "not connected by rdma://"),
+)
+
+
+@pytest.mark.parametrize(("offer", "reason"), OFFERS)
+def test_a_node_refuses_an_impossible_offer_and_serves_by_the_endpoint(offer, reason):
+    layers = layers_of(8, heads=32, kv_heads=8, dim=128)
+    request = SimpleNamespace(layers=layers, by_segment=False, prefix_only=False)
+    endpoint = SimpleNamespace(max_message_bytes=1 << 20)
+    session = SimpleNamespace(request=request)
+    loop, answer = node_lane.open_loop(session, endpoint, contextlib.nullcontext(), offer)
+    assert type(loop) is NodeLoop
+    assert answer.keys() == {"refused"} and reason in answer["refused"]
 
 
 def test_as_many_rows_as_fit():

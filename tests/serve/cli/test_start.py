@@ -84,6 +84,16 @@ def test_the_summary_follows_the_settings(tmp_path: Path) -> None:
     assert lines["metrics"] != f"{url}/metrics"
 
 
+def test_the_summary_says_how_rows_travel_to_memory_nodes() -> None:
+    reason = "endpoint: the node knows no lanes"
+    ways = {"rdma://a:1": "lane", "rdma://b:1": reason, "rdma://c:1": "lane"}
+    assert start_summary._rows({}) == []
+    assert start_summary._rows(ways) == [
+        ("rows", "to 2 memory nodes by the GPU's stream in decode steps (lane)"),
+        ("", "to a memory node by the host, as the node knows no lanes (endpoint)"),
+    ]
+
+
 @pytest.mark.parametrize("is_quiet", [False, True])
 def test_the_printed_summary(is_quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
     async def live() -> str:

@@ -25,6 +25,7 @@ class CUresult(enum.IntEnum):
 
 class CUdevice_attribute(enum.IntEnum):
     CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES = 98
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING = 118
     CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122
     CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED = 124
 
@@ -73,6 +74,8 @@ class FakeDriver:
         self.is_peer_mapping_allowed = True
         self.queue: list[Callable[[], bool]] = []
         self.num_flushes = 0
+        self.writes_ordering = 0
+        self.num_synchronized = 0
         self._synchronous: set[int] = set()
         self.fds: list[int] = []
 
@@ -86,6 +89,17 @@ class FakeDriver:
     def enqueue(self, work: Callable[[], None]) -> None:
         """Queues a kernel."""
         self.queue.append(lambda: work() is None)
+
+    def owns(self, address: int, num_bytes: int) -> bool:
+        """Returns whether it is device memory."""
+        return DEVICE_BASE <= address <= DEVICE_BASE + len(self.device) - num_bytes
+
+    def load(self, address: int, num_bytes: int) -> bytes:
+        """Reads device memory, or mapped memory of the host."""
+        host = address - _MAPPED
+        if host - host % PAGE in self.registered:
+            return ctypes.string_at(host, num_bytes)
+        return self.read(address, num_bytes)
 
     def read(self, address: int, num_bytes: int) -> bytes:
         at = address - DEVICE_BASE
@@ -102,6 +116,8 @@ class FakeDriver:
     def cuDeviceGetAttribute(self, attribute: CUdevice_attribute, device: int):
         assert device == DEVICE
         name = attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")
+        if name == "GPU_DIRECT_RDMA_WRITES_ORDERING":
+            return CUresult.CUDA_SUCCESS, self.writes_ordering
         return CUresult.CUDA_SUCCESS, int(name not in self.lacks)
 
     def cuPointerSetAttribute(self, value: int, attribute: CUpointer_attribute, address: int):
@@ -113,7 +129,7 @@ class FakeDriver:
         assert "DMA_BUF_SUPPORTED" not in self.lacks and flags == 0
         assert kind is CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
         assert address % PAGE == 0 and size % PAGE == 0 and address in self._synchronous
-        if address < DEVICE_BASE or address + size > DEVICE_BASE + len(self.device):
+        if not self.owns(address, size):
             return CUresult.CUDA_ERROR_INVALID_VALUE, 0
         self.fds.append(os.memfd_create("dma-buf"))
         return CUresult.CUDA_SUCCESS, self.fds[-1]
@@ -136,6 +152,10 @@ class FakeDriver:
         assert address in self.registered and flags == 0
         return CUresult.CUDA_SUCCESS, address + _MAPPED
 
+    def cuStreamSynchronize(self, stream):
+        self.num_synchronized += 1
+        return (CUresult.CUDA_SUCCESS,)
+
     def cuStreamWaitValue64(self, stream, address: int, value: int, flags: int):
         assert "CAN_USE_64_BIT_STREAM_MEM_OPS" not in self.lacks
         return self._wait(address, value, flags, 8)
@@ -150,7 +170,7 @@ class FakeDriver:
         assert flags in (0, flush)
 
         def is_over() -> bool:
-            seen = int.from_bytes(self.read(address, num_bytes), "little")
+            seen = int.from_bytes(self.load(address, num_bytes), "little")
             span = 1 << (8 * num_bytes)
             if (seen - value) % span >= span // 2:
                 return False
@@ -188,6 +208,7 @@ class FakeNic:
     written."""
 
     NUMBER = 0x4321
+    PAIR = 0xC0FFEE  # the queue pair's address
     BUFFER_BYTES = 0x100
     AT = 0x800  # the register's offset in its page
 
@@ -206,7 +227,7 @@ class FakeNic:
         """Stands in for mlx5dv_init_obj."""
         assert kind.value == 1
         pair, out = objects._obj[0], objects._obj[1]
-        if pair != 0xC0FFEE:
+        if pair != self.PAIR:
             return 22
         head = struct.pack(
             "=QQIIQIIQI",

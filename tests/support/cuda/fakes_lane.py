@@ -65,15 +65,15 @@ class HostDriver(FakeDriver):
         self.blocks[memory.data_ptr() + first] = memory[first : first + num_bytes]
         return memory[first : first + num_bytes]
 
-    def _is_device(self, address: int, num_bytes: int) -> bool:
+    def owns(self, address: int, num_bytes: int) -> bool:
         return any(a <= address <= a + len(x) - num_bytes for a, x in self.blocks.items())
 
     def read(self, address: int, num_bytes: int) -> bytes:
-        assert self._is_device(address, num_bytes)
+        assert self.owns(address, num_bytes)
         return ctypes.string_at(address, num_bytes)
 
     def write(self, address: int, data: bytes) -> None:
-        assert self._is_device(address, len(data))
+        assert self.owns(address, len(data))
         ctypes.memmove(address, data, len(data))
 
     def on_register_write(self, host: int) -> None:
@@ -93,7 +93,7 @@ class HostDriver(FakeDriver):
         return super().cuStreamWaitValue64(stream, address, value, flags)
 
     def cuStreamWriteValue64(self, stream, address: int, value: int, flags: int):
-        if not self._is_device(address, 8):
+        if not self.owns(address, 8):
             assert stream is STREAM
             return super().cuStreamWriteValue64(stream, address, value, flags)
         assert stream is RELEASE_STREAM, "the stream that waits cannot release itself"
@@ -189,6 +189,7 @@ class LaneHub:
         self.gpu = Gpu(self.driver, DEVICE)
         self.refuses = refuses
         self.num_open = 0
+        self.is_closed = False
         self.offers: dict[int, FakeOffer] = {}
         self.entered: list[threading.Thread] = []
         self.on_write = lambda lane, number: None
@@ -200,6 +201,9 @@ class LaneHub:
 
     def enter(self) -> None:
         self.entered.append(threading.current_thread())
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def offer(self, endpoint, window, source, num_messages: int) -> FakeOffer:
         if self.refuses:

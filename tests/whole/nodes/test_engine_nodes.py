@@ -86,6 +86,8 @@ def remote_tokens(model, vocab_size, urls, folder, partition="auto", make_load=m
         assert (stats.memory_nodes_lost, stats.recomputed_sequences) == (0, 0)
         assert stats.memory_node_states.keys() == {*urls}
         assert {*stats.memory_node_states.values()} <= {"healthy", "late"}
+        why = "endpoint: only GPUs over rdma:// have lanes"
+        assert stats.memory_node_rows == dict.fromkeys(urls, why)
         return tokens, stats
 
 

@@ -14,3 +14,11 @@ def test_each_node_has_one_state():
     values = dict(spec.value(sources))
     assert values == {("tcp://a:1", "healthy"): 1, ("tcp://b:1", "probation"): 1}
     assert spec.labels == ("node", "state")
+
+
+def test_each_node_has_one_way_for_rows():
+    [spec] = [spec for spec in ELSEWHERE if spec.name == "memory_node_rows"]
+    ways = {"rdma://a:1": "lane", "tcp://b:1": "endpoint: the node is not connected by rdma://"}
+    sources = SimpleNamespace(stats=SimpleNamespace(memory_node_rows=ways))
+    assert dict(spec.value(sources)) == {("rdma://a:1", "lane"): 1, ("tcp://b:1", "endpoint"): 1}
+    assert spec.labels == ("node", "by")
