@@ -173,9 +173,8 @@ def test_a_lease_that_waits_for_its_turn_or_for_pages_ends():
             raise AssertionError("another one computes")
 
     endpoint = Borrowers()
-    with lender() as (kv, node):
-        with node._computing, leased(node, waits, endpoint) as (_, session):
-            assert need_all(kv, node, session) < END_S
+    with lender() as (kv, node), node._computing, leased(node, waits, endpoint) as (_, session):
+        assert need_all(kv, node, session) < END_S
 
 
 def test_a_borrower_that_takes_no_answer_is_cut_off():
