@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"
 )
 PAGE, LENGTH = 64, 4000
+PATIENCE_S = 5.0  # on a busy machine, and less than what the leases do would take
 
 
 class Borrowers:
@@ -147,7 +148,8 @@ def need_all(kv, node, session):
     began_s = time.monotonic()
     assert kv.can_fit(64) and kv.num_lent and not session.is_closed
     first, second = kv.open(64), kv.open(64)
-    assert kv.can_fit(32)
+    while not kv.can_fit(32) and time.monotonic() < began_s + PATIENCE_S:
+        pass
     took_s = time.monotonic() - began_s
     assert session.is_closed
     assert node.lent.used == 0
@@ -161,7 +163,7 @@ def test_pages_come_back_in_the_middle_of_a_kernel():
     endpoint = Borrowers()
     with lender() as (kv, node), leased(node, long_attention(), endpoint) as (lease, session):
         node.note_step(True)  # the lease rests in its kernel
-        assert need_all(kv, node, session) < END_S
+        assert need_all(kv, node, session) < PATIENCE_S
         assert endpoint.num_posted == 1 and endpoint.is_closed.is_set()
         node.note_step(False)
     assert isinstance(lease.loop.error, LeaseEndedError)
@@ -174,7 +176,7 @@ def test_a_lease_that_waits_for_its_turn_or_for_pages_ends():
 
     endpoint = Borrowers()
     with lender() as (kv, node), node._computing, leased(node, waits, endpoint) as (_, session):
-        assert need_all(kv, node, session) < END_S
+        assert need_all(kv, node, session) < PATIENCE_S
 
 
 def test_a_borrower_that_takes_no_answer_is_cut_off():
@@ -183,7 +185,7 @@ def test_a_borrower_that_takes_no_answer_is_cut_off():
         lender() as (kv, node),
         leased(node, lambda turn: endpoint.post([]), endpoint) as (_, session),
     ):
-        assert need_all(kv, node, session) < END_S
+        assert need_all(kv, node, session) < PATIENCE_S
 
 
 def test_an_answer_of_a_lease_that_has_ended_is_not_sent():
