@@ -56,6 +56,7 @@ def _replica(urls: list[str]) -> None:
     """Runs the full replica until a line comes in; prints what it did."""
     _pin(1)
     most, num_tokens, is_over = 0, 0, threading.Event()
+    waits: list[float] = []
     with LLM(DEFAULT_MODEL, kv_cache_bytes=_MIB, borrow=tuple(urls), **_SETTINGS) as llm:
 
         def watch() -> None:
@@ -77,13 +78,16 @@ def _replica(urls: list[str]) -> None:
             number += len(prompts)
             outputs = llm.generate(prompts, _params(_OUTPUT_TOKENS), use_tqdm=False)
             num_tokens += sum(len(o.outputs[0].token_ids) for o in outputs)
+            metrics = [o.metrics for o in outputs if o.metrics is not None]
+            waits += [(m.first_token_s or m.arrival_s) - m.arrival_s for m in metrics]
             if any(o.outputs[0].finish_reason != "length" for o in outputs):
                 raise RuntimeError("a request has failed")
         seconds = time.monotonic() - began_s
         watching.join()
         stats = llm.stats()
     rate = num_tokens / seconds
-    print(json.dumps([most, rate, stats.num_preemptions, stats.recomputed_sequences]), flush=True)
+    counts = [stats.num_preemptions, stats.recomputed_sequences]
+    print(json.dumps([most, rate, *counts, *_quantiles(sorted(waits))]), flush=True)
 
 
 def _read(stream: IO[str] | None) -> Any:
@@ -136,10 +140,11 @@ def _phase(llm: LLM, urls: list[str], *, calls_back: bool) -> None:
         found = _call_back(llm) if calls_back else None
         child.stdin.write("\n")
         child.stdin.flush()
-        most, rate, num_preempted, num_again = _read(child.stdout)
+        most, rate, num_preempted, num_again, wait_s, longest_s = _read(child.stdout)
     print(
         f"{'with' if urls else 'without'} borrowed memory ({lent:.3g} MiB): {most} sequences at "
-        f"once, {rate:.0f} tokens/s, {num_preempted} preemptions, {num_again} computed again; "
+        f"once, {rate:.0f} tokens/s, first token of its 48 requests p50 {wait_s:.2f} s, p99 "
+        f"{longest_s:.2f} s, {num_preempted} preemptions, {num_again} computed again; "
         f"lender's first token p50 {p50:.1f} ms, p99 {p99:.1f} ms"
     )
     if found is not None:

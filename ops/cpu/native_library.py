@@ -53,11 +53,5 @@ def set_num_threads(n: int) -> None:
     library().set_num_threads(n)
 
 
-def leave_team() -> None:
-    """Makes the calling thread compute alone from now on. It does not occupy the team then, which
-    other threads' loops would find busy."""
-    library().leave_team()
-
-
 def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()

@@ -154,13 +154,23 @@ class AttendPlan {
   int shares_ = 1;
 };
 
+// Those of the blocks of rows, at most; single rows have short tasks anyway.
+int64_t multiplications(const AttendCall& call) {
+  int64_t sum = 0;
+  for (int s = 0; s < call.step.num_sequences; s++) {
+    const SequenceRows& seq = call.step.sequences[s];
+    if (seq.num_rows > 1) sum += static_cast<int64_t>(seq.num_rows) * seq.kv_len;
+  }
+  return 2 * sum * call.layer.num_heads * call.shape.dim;
+}
+
 void attend(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, float* out,
             size_t out_stride, float* lse, const Phased& phased) {
   ms::Team& team = ms::Team::get();
   const AttendCall call{step, layer, q, q_stride, out, out_stride, lse, HeadShape(layer.cache),
                         layer.num_heads / layer.cache.num_kv_heads};
   static thread_local AttendMemory memory;
-  AttendPlan plan(call, memory, team.size(), phased);
+  AttendPlan plan(call, memory, team.parts_for(multiplications(call)), phased);
   team.parallel(plan.size(), [&](int task) { plan.run(task); });
 }
 

@@ -125,7 +125,10 @@ void attend_latent(const Step& step, const LatentLayer& layer, const float* q, s
                    bool with_matrix) {
   ms::Team& team = ms::Team::get();
   const LatentCall call{step, layer, q, q_stride, out, lse, LatentShape(layer), HAS_MATRIX && with_matrix};
-  const LatentPlan plan(call, team.size());
+  int64_t pairs = 0;
+  for (int s = 0; s < step.num_sequences; s++)
+    if (step.sequences[s].num_rows > 1) pairs += static_cast<int64_t>(step.sequences[s].num_rows) * step.sequences[s].kv_len;
+  const LatentPlan plan(call, team.parts_for(2 * pairs * layer.num_heads * layer.value_dim));
   team.parallel(plan.size(), [&](int task) {
     plan.run(task);
     if (call.has_matrix) release_matrix();

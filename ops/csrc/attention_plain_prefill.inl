@@ -351,7 +351,9 @@ bool multiplies_bf16() {
 void prefill_plain(const PlainSequence& seq, const PlainLayer& layer, const PrefillRows& rows) {
   ms::Team& team = ms::Team::get();
   const PrefillCall call{seq, layer, rows, layer.num_heads / layer.num_kv_heads};
-  const int all = rows.count * call.per_kv, share = rows_of_a_task(all, layer.num_kv_heads, layer.head_dim, team.size());
+  const int all = rows.count * call.per_kv;
+  const int64_t multiplications = int64_t{2} * rows.count * seq.length * layer.num_heads * layer.head_dim;
+  const int share = rows_of_a_task(all, layer.num_kv_heads, layer.head_dim, team.parts_for(multiplications));
   const bool pairs = layer.type == DType::bf16 && rows.type == DType::bf16 && multiplies_bf16();
   team.parallel((all + share - 1) / share * layer.num_kv_heads, [&](int task) {
     // The last rows have the most keys, so they start first.

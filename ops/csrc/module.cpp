@@ -119,7 +119,14 @@ NB_MODULE(_native, m) {
   m.def("choose_instruction_set", [](const std::string& name) { return choose(name.c_str()); });
   m.def("num_threads", [] { return Team::get().size(); });
   m.def("set_num_threads", [](int n) { Team::get().resize(n); }, nb::call_guard<nb::gil_scoped_release>());
-  m.def("leave_team", [] { Team::leave(); });
+  nb::class_<Host>(m, "Host").def(nb::init<>()).def("begin", &Host::begin).def("end", &Host::end);
+  nb::class_<Guest>(m, "Guest")
+      .def(nb::init<Host&>(), nb::keep_alive<1, 2>())
+      .def("enter", &Guest::enter)
+      .def_static("leave", &Guest::leave)
+      .def("admit", &Guest::admit, nb::call_guard<nb::gil_scoped_release>())
+      .def("end", &Guest::end)
+      .def_prop_ro("has_ended", &Guest::has_ended);
   m.def("rotate", &rotate);
   m.def("decode_plain", &decode_plain, "sequences"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "type"_a,
         "q"_a, "q_stride"_a, "q_type"_a, "out"_a, "lse"_a,

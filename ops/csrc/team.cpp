@@ -13,6 +13,17 @@ namespace {
 // Covers the Python code between two loops of a step, and usually that between two steps.
 constexpr auto SPIN = std::chrono::microseconds(150);
 
+constexpr int64_t MILLISECOND = 1'000'000;  // in ns, as all times of a host
+constexpr int64_t SLICE = 2 * MILLISECOND, PAUSE = 38 * MILLISECOND;
+// Between two steps of a prompt no guest begins, and the pause goes on.
+constexpr int64_t GAP = MILLISECOND;
+constexpr int64_t GUEST_TASK = 32'000'000;  // multiplications that take about 1 ms
+
+int64_t now_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -35,8 +46,58 @@ int usable_processors() {
 namespace {
 std::atomic<Team*> instance{nullptr};
 std::mutex creating;
-thread_local bool is_alone = false;
+thread_local Guest* guest = nullptr;
 }  // namespace
+
+void Host::begin() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t now = now_ns();
+  if (!is_busy_.load() && now - ended_ns_ > GAP) began_ns_ = now;
+  is_busy_.store(true);
+}
+
+void Host::end() {
+  if (!is_busy_.load()) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  ended_ns_ = now_ns();
+  is_busy_.store(false);
+  changed_.notify_all();
+}
+
+void Host::wake() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  changed_.notify_all();
+}
+
+bool Host::admit(const std::atomic<bool>& has_ended) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!has_ended.load()) {
+    const int64_t now = now_ns();
+    const bool is_busy = is_busy_.load();
+    if (!is_busy && now >= ended_ns_ + GAP) {
+      last_ns_ = now;
+      return true;
+    }
+    if (now < slice_end_ns_) return true;
+    int64_t until = (last_ns_ > began_ns_ ? last_ns_ : began_ns_) + PAUSE;
+    if (now >= until) {
+      slice_end_ns_ = last_ns_ = now + SLICE;
+      return true;
+    }
+    if (!is_busy && ended_ns_ + GAP < until) until = ended_ns_ + GAP;
+    changed_.wait_for(lock, std::chrono::nanoseconds(until - now));
+  }
+  return false;
+}
+
+void Guest::enter() { guest = this; }
+
+void Guest::leave() { guest = nullptr; }
+
+void Guest::end() {
+  has_ended_.store(true);
+  host_.wake();
+}
 
 Team& Team::get() {
   Team* team = instance.load(std::memory_order_acquire);
@@ -56,7 +117,10 @@ Team& Team::get() {
 // team untouched and starts with a team of one thread, which resize() can enlarge.
 void Team::replace_in_child() { instance.store(new Team(1)); }
 
-void Team::leave() { is_alone = true; }
+int Team::parts_for(int64_t multiplications) const {
+  const int64_t tasks = multiplications / GUEST_TASK;
+  return guest && tasks > 4 * size() ? static_cast<int>(tasks / 4 < 1 << 20 ? tasks / 4 : 1 << 20) : size();
+}
 
 Team::Team(int size) { start(size); }
 
@@ -120,8 +184,8 @@ void Team::help(unsigned seen) {
 
 void Team::run(int tasks, void (*body)(void*, int), void* context) {
   std::unique_lock<std::mutex> mine(busy_, std::defer_lock);
-  if (tasks <= 1 || is_alone || !mine.try_lock() || helpers_.empty()) {
-    for (int task = 0; task < tasks; task++) body(context, task);
+  if (tasks <= 1 || guest || !mine.try_lock() || helpers_.empty()) {
+    for (int task = 0; task < tasks && (!guest || guest->admit()); task++) body(context, task);
     return;
   }
   body_ = body;

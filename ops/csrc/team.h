@@ -8,11 +8,54 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 namespace ms {
+
+// A process that computes for others, its guests, beside its own work. While it computes a prompt of
+// its own, guests get 2 ms in 40.
+class Host {
+ public:
+  // The process begins or ends a step with a prompt. One thread calls both.
+  void begin();
+  void end();
+
+  // Waits until a guest may run a task; returns false if it has ended. Guests share the time.
+  bool admit(const std::atomic<bool>& has_ended);
+  void wake();
+
+ private:
+  std::atomic<bool> is_busy_{false};
+  std::mutex mutex_;  // of what follows
+  int64_t last_ns_ = 0;  // when a guest computed last
+  int64_t began_ns_ = 0, ended_ns_ = 0, slice_end_ns_ = 0;
+  std::condition_variable changed_;
+};
+
+// One guest, whose loops run in one thread alone. It can be ended between two tasks of a loop.
+class Guest {
+ public:
+  explicit Guest(Host& host) : host_(host) {}
+  // The calling thread's loops are this guest's from now on, or those of none. A guest's loops never
+  // occupy the team, so those of the process do not find it busy.
+  void enter();
+  static void leave();
+
+  bool admit() { return !has_ended() && host_.admit(has_ended_); }
+  // Any thread. A loop that is running leaves out its remaining tasks, so what it computes is void.
+  void end();
+  bool has_ended() const { return has_ended_.load(std::memory_order_relaxed); }
+
+  Guest(const Guest&) = delete;
+  Guest& operator=(const Guest&) = delete;
+
+ private:
+  Host& host_;
+  std::atomic<bool> has_ended_{false};
+};
 
 class Team {
  public:
@@ -23,9 +66,8 @@ class Team {
   int size() const { return size_.load(std::memory_order_relaxed); }
   void resize(int size);
 
-  // From now on the calling thread runs its loops alone. It does not occupy the team then, so another
-  // thread's loops never find it busy.
-  static void leave();
+  // For how many threads to divide so many multiplications: a guest's tasks should take about 1 ms.
+  int parts_for(int64_t multiplications) const;
 
   // Calls body(context, task) for every task in 0..tasks-1, in any order, on any thread. A body
   // must not throw: a half-finished loop cannot be undone, so parallel() ends the process instead.

@@ -256,10 +256,12 @@ class EngineCore:
                 self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
-        self.watchdog.begin(0 if plan is None else plan.num_total_rows)
         if plan is not None:
+            self.watchdog.begin(plan.num_total_rows, plan.num_decodes)
             self._executor.run(plan, now_s)
-        elif not self._executor.complete_oldest():  # it may free memory, or bring awaited tokens
+            return
+        self.watchdog.begin()
+        if not self._executor.complete_oldest():  # it may free memory, or bring awaited tokens
             self._wait_for_room()
 
     def _wait_for_room(self) -> None:

@@ -176,7 +176,9 @@ def _open_lender(config: EngineConfig, loaded: LoadedEngine) -> None:
     from serve.loading.lending import open_lender  # only lenders need it
 
     try:
-        loaded.lender = open_lender(config, loaded.core.kv, loaded.core.run_in_loop)
+        core = loaded.core
+        loaded.lender = lender = open_lender(config, core.kv, core.run_in_loop)
+        core.watchdog.on_round = lender.node.note_step
     except BaseException:
         loaded.close()
         raise

@@ -26,17 +26,25 @@ class Watchdog:
         """is_output_alive: whether the thread of pool 3 runs."""
         self._clock = clock
         self._is_output_alive = is_output_alive
+        self.on_round: Callable[[bool], None] | None = None
+        """Called in the loop when a round begins or the loop rests, with whether the round has
+        rows of a prompt."""
         self._round: tuple[float, int] | None = None  # when it began, and its rows; None: idle
         self._longest_s, self._most_rows = 0.0, 0
 
-    def begin(self, num_rows: int = 0) -> None:
-        """Starts a round and ends the one before it, if there is one."""
+    def begin(self, num_rows: int = 0, num_decodes: int = 0) -> None:
+        """Starts a round and ends the one before it, if there is one. num_decodes: those of the
+        rows that are not a prompt's."""
+        if self.on_round is not None:
+            self.on_round(num_rows > num_decodes)
         now_s = self._clock()
         self._learn(now_s)
         self._round = now_s, num_rows
 
     def rest(self) -> None:
         """Ends the round: the loop waits for work."""
+        if self.on_round is not None:
+            self.on_round(False)
         self._learn(self._clock())
         self._round = None
 

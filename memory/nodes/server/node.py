@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from memory.nodes.attach import (
@@ -33,7 +34,7 @@ from memory.nodes.wire import ErrorCode, Kind, WireError, pack_json, read_header
 from memory.pages.linux_vmm import LinuxMemory
 from memory.pages.virtual_memory import VirtualMemory
 from ops.backend import Backend
-from transport.base import Endpoint, Listener, TransportError
+from transport.base import Endpoint, Frame, Listener, TransportError
 from transport.messages import post_bytes, view_of
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,15 @@ class MemoryNode:
             self._serving.release()
             atexit.unregister(self.close)
 
+    def _connection(self, endpoint: Endpoint) -> Connection:
+        return Connection(endpoint)
+
+    def _turn(self, connection: Connection) -> AbstractContextManager[object]:
+        """Returns what is held while the node computes for an engine."""
+        return self._computing
+
     def _begin(self, endpoint: Endpoint) -> None:
-        connection = Connection(endpoint)
+        connection = self._connection(endpoint)
         thread = threading.Thread(
             target=self._run, args=(connection,), name="mergestep-node-engine", daemon=True
         )
@@ -168,14 +176,17 @@ class MemoryNode:
         session = connection.session
         if connection.loop is not None:
             connection.loop.close()
-        if session is not None:
-            with self._computing:
-                session.close()
+        self._close_session(connection)
         with self._lock:
             if session is not None:
                 self._num_queries += session.num_queries
                 connection.session = None
             self._connections.discard(connection)
+
+    def _close_session(self, connection: Connection) -> None:
+        if connection.session is not None:
+            with self._computing:
+                connection.session.close()
 
     def _failed(self, connection: Connection, error: Exception) -> None:
         """Logs and reports the error that ends a connection."""
@@ -207,14 +218,16 @@ class MemoryNode:
             logger.info("the error could not be reported to the engine: %s", failed)
 
     def _work(self, connection: Connection, loop: NodeLoop, wait_s: float) -> None:
-        endpoint = connection.endpoint
-        frame = endpoint.poll(0.0 if loop.has_deferred else wait_s)
+        frame = connection.endpoint.poll(0.0 if loop.has_deferred else wait_s)
+        self._handle(connection, loop, frame)
+
+    def _handle(self, connection: Connection, loop: NodeLoop, frame: Frame | None) -> None:
         if frame is not None:
             loop.take(frame)
         elif loop.has_deferred:
             loop.run_deferred()
         if (self._is_draining or connection.is_leaving) and not connection.has_sent_drain:
-            post_bytes(endpoint, pack_json(Kind.DRAIN, connection.epoch, {}))
+            post_bytes(connection.endpoint, pack_json(Kind.DRAIN, connection.epoch, {}))
             connection.has_sent_drain = True
 
     # ---- attaching
@@ -256,7 +269,8 @@ class MemoryNode:
         with self._lock:
             self._num_attached += 1
         offer = content.get("lane")
-        connection.loop, lane = open_loop(connection.session, endpoint, self._computing, offer)
+        turn = self._turn(connection)
+        connection.loop, lane = open_loop(connection.session, endpoint, turn, offer)
         self._post_attached(connection, granted, lane)
         logger.info(
             "engine %s at %s: %d pages of %d KiB",

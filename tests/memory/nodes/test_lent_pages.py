@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from memory.nodes.server.lending import LentBytes, LentMemory
+from memory.nodes.server.lent_bytes import LentBytes, LentMemory
 from memory.pages.layer_groups import LayerGroup
 from tests.support.engine.fakes import make_kv
 
