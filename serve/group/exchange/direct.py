@@ -210,7 +210,8 @@ def group_opener(
     def open_group(name: str) -> ProcessGroup:
         import torch.distributed as dist
 
-        store = dist.PrefixStore(name, dist.FileStore(path, size))
+        file = dist.FileStore(path, size)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(name, file)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=deadline_s)
         kind = dist.ProcessGroup.BackendType.GLOO
         backend: Any
