@@ -29,7 +29,7 @@ MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.sche
 QUEUE_POLICIES = ("fcfs", "priority", "mlfq", "fair")  # as in serve.scheduler
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
-GROUP_EXCHANGES = ("auto", "connections")
+GROUP_EXCHANGES = ("auto", "host", "connections")
 NODE_ENCRYPTIONS = ("auto", "on", "off")
 MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (16, 32, 64, 128)  # as the kernels have them; their module is slow to import
@@ -181,7 +181,7 @@ class EngineConfig:
     group_restart_s: how long requests wait for a lost process to be replaced, in seconds.
     group_url: where rank 0 listens if others start the processes; None: after MASTER_PORT.
     group_key_file: a file with the secret that the processes of several machines share.
-    group_exchange: "auto" (tensor ranks of a machine share memory) or "connections".
+    group_exchange: "auto" (a machine's GPUs directly, else shared memory), "host", "connections".
     tool_parser: the format in which the model writes tool calls: "hermes", "llama3_json",
         "mistral", "none" (tools are refused), or "auto" (decided by its chat template).
     reasoning_parser: the format in which the model marks its reasoning: "deepseek_r1" (<think>),

@@ -132,6 +132,11 @@ class Arena:
     def is_aborted(self) -> bool:
         return self._native.is_aborted
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the generation that this process knows is aborted or followed by another."""
+        return self._native.is_aborted or self._native.generation != self.generation
+
     def barrier(self, deadline_s: float) -> None:
         """Returns when all ranks have arrived; what they wrote before is then visible.
 

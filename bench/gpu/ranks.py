@@ -1,14 +1,18 @@
-"""The engine on two processes that share one GPU: are the tokens those of one process?
+"""The engine on two processes: are the tokens those of one process?
 
-Results pass through the host's memory, because a device cannot exchange with itself, so this shows
-bits and no speed.
+With two GPUs each has its own, and tensor ranks exchange by NCCL and, beside it, through the host's
+memory. With one they share it, and results pass through the host's memory, because a device cannot
+exchange with itself: that shows bits and no speed.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
+
+import torch
 
 from bench.gpu.record import Figures, Record
 from serve import LLM, SamplingParams
@@ -16,17 +20,20 @@ from serve.config import DEFAULT_MODEL
 
 _PROMPTS = ("Once upon a time", "Hello", "The weather today is")
 _NUM_TOKENS = 32
-_GRIDS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+_TENSOR = {"tensor_parallel_size": 2}
+_GRIDS = {"tensor": _TENSOR, "pipeline": {"pipeline_parallel_size": 2}}
+_STAGED = {"tensor through the host": _TENSOR | {"group_exchange": "host"}}
 
 
 def run(record: Record) -> None:
     # int8 first: its sums are exact, so every token must be equal
     for dtype in ("int8",) if record.is_dry else ("int8", "bfloat16"):
-        for name, grid in _GRIDS.items():
+        has_several = torch.cuda.is_available() and torch.cuda.device_count() > 1
+        for name, grid in (_GRIDS | (_STAGED if has_several else {})).items():
             record.run(f"{name} 2, {dtype}", partial(_compare, dtype, grid, record.is_dry))
 
 
-def _compare(dtype: str, grid: dict[str, int], is_dry: bool) -> Figures:
+def _compare(dtype: str, grid: Mapping[str, Any], is_dry: bool) -> Figures:
     """Returns how many answers of the built-in model are equal. In int8 all must be."""
     alone, alone_s = _of_one_process(dtype, is_dry)
     together, together_s = _answers(dtype, is_dry, **grid)

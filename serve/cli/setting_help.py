@@ -111,7 +111,8 @@ ENGINE_OPTIONS: dict[str, Option] = {
     ),
     "group_exchange": Option(
         MODEL,
-        "How --tp processes exchange results: auto (memory on one machine) or connections.",
+        "How --tp processes of a machine exchange results: auto (GPUs directly, others in shared"
+        " memory), host (all in shared memory), or connections.",
         choices=GROUP_EXCHANGES,
     ),
     "tune": Option(

@@ -7,7 +7,6 @@ hidden states of an earlier epoch are dropped.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import deque
@@ -26,12 +25,12 @@ from serve.group.links import messages
 from serve.group.links.messages import Kind, PlannedStep
 from serve.group.links.stage_link import StageFailed, StageLink, StageLost
 from serve.group.links.worker_link import WorkerFailed, WorkerLink, end_workers
-from serve.group.rank import HostExchange, Rank
-from serve.group.siblings import connect_exchange
-from serve.group.sizes import arena_bytes, open_exchange, stage_window_bytes
+from serve.group.rank import Rank
+from serve.group.sizes import stage_window_bytes
+from serve.group.stage_memory import StageMemory
 from serve.loading.rank_memory import RankGeometry
 from serve.runner.batch import Batch
-from transport.arena import NO_RANK, Arena, ExchangeError
+from transport.arena import ExchangeError
 from transport.base import LOST_AFTER_S, TransportError
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class Group:
         self._before = [rank for rank in self.links if rank not in self._beside]
         self._key = key
         self._note_silence = note_silence
-        self._arenas: dict[int, Arena] = {}  # by stage: of those whose ranks are all here
+        self._memory = StageMemory(own, grid)
         self._previous: StageLink | None = None
         self._is_broken = False  # a step failed, and no new epoch has begun
         self._is_formed = True  # False: to be formed anew, though no worker may be gone
@@ -104,13 +103,7 @@ class Group:
         self._posted.clear()
         source, grid = self.own.source, self.grid
         config, spec = source.config, source.spec
-        for stage in range(grid.num_stages if grid.tensor > 1 else 0):
-            if not self._is_here(stage):
-                logger.info("stage %d: its tensor ranks exchange over connections", stage)
-                continue
-            arena = Arena.create(arena_bytes(config, spec), grid.tensor, NO_RANK)
-            arena.reset(self.epoch)
-            self._arenas[stage] = arena
+        self._memory.make(self.links, self.epoch)
         window = stage_window_bytes(config, spec, grid.num_stages)
         try:
             for rank, link in self.links.items():
@@ -121,60 +114,37 @@ class Group:
                     self.epoch,
                     {
                         "geometry": geometry.to_json(),
-                        "arena": self._arena_path(rank),
-                        "siblings": self._sibling_urls(rank),
+                        **self._memory.content(rank, self.links),
                         "previous": None if previous is None else self.links[previous].url,
                         "window_bytes": window,
                     },
                 )
-            self.own.open(geometry, self._open_exchange())
+            self.own.open(geometry, *self._memory.open_own(self.links, self._key, self.epoch))
             self.own.join(self.epoch)
             before = grid.previous(0)
             if before is not None:
                 url = self.links[before].url
                 self._previous = StageLink.connect(url, self._key, self.epoch, window)
-            self._await_started(_START_S)
+            failure: ExchangeError | None = None
+            try:
+                self.own.prepare()
+            except ExchangeError as error:
+                failure = error
+            self._await_started(_START_S)  # a rank that knows why says so
+            if failure is not None:
+                raise failure
         except (TransportError, WorkerFailed, ExchangeError) as error:
             raise self._loss(error) from error
         self._is_broken = False
         self._is_formed = True
         self.num_formed += 1
 
-    def _open_exchange(self) -> HostExchange | None:
-        source, tensor, urls = self.own.source, self.own.place.tensor, self._sibling_urls(0)
-        if urls is None:
-            return open_exchange(source, self.grid, tensor, self._arena_path(0))
-        return connect_exchange(source, self.grid, tensor, urls, None, self._key, self.epoch)
-
-    def _is_here(self, stage: int) -> bool:
-        """Returns whether all ranks of a stage can share this host's memory."""
-        if self.own.source.config.group_exchange != "auto":
-            return False
-        here = socket.gethostname()
-        links = [self.links[rank] for rank in self.grid.stage_ranks(stage) if rank]
-        return all(link.host == here for link in links)
-
-    def _arena_path(self, rank: int) -> str | None:
-        arena = self._arenas.get(self.grid.place(rank).stage)
-        return None if arena is None else arena.path
-
-    def _sibling_urls(self, rank: int) -> list[str] | None:
-        """Returns where the tensor ranks of a rank's stage listen; None if they share memory."""
-        stage = self.grid.place(rank).stage
-        if self.grid.tensor == 1 or stage in self._arenas:
-            return None
-        ranks = self.grid.stage_ranks(stage)
-        return [self.links[each].sibling_url if each else "" for each in ranks]
-
     def _await_started(self, timeout_s: float) -> None:
         for link in self.links.values():
             link.await_json(Kind.STARTED, timeout_s, epoch=self.epoch)
 
     def _close_epoch(self) -> None:
-        for arena in self._arenas.values():
-            arena.abort()
-            arena.close()
-        self._arenas = {}
+        self._memory.close()
         if self._previous is not None:
             self._previous.close()
             self._previous = None
@@ -299,8 +269,7 @@ class Group:
         if not self._is_broken:
             return
         self.epoch += 1
-        for arena in self._arenas.values():
-            arena.reset(self.epoch)
+        self._memory.reset(self.epoch)
         for link in self.links.values():
             link.failure, link.has_lost_link = "", False
         self._post_to(self.links, messages.pack(Kind.RESET, self.epoch))
@@ -368,8 +337,7 @@ class Group:
         return GroupLostError(names if error is None else f"{names} ({error})")
 
     def _abort(self) -> None:
-        for arena in self._arenas.values():
-            arena.abort()
+        self._memory.abort()
         self.own.abort()
 
     def _watch_workers(self) -> None:
@@ -384,8 +352,7 @@ class Group:
             self._note_silence(silence_s)
             if not is_new:
                 continue
-            for arena in list(self._arenas.values()):
-                arena.abort()
+            self._memory.abort()
             self.own.abort_own()
 
     def close(self) -> None:

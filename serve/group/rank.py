@@ -19,11 +19,13 @@ from memory.nodes.rank_links import RankHolders
 from memory.pages.linux_vmm import LinuxMemory
 from ops.backend import LinearOp
 from serve.group.exchange.arena import ArenaExchange
+from serve.group.exchange.base import RankExchange
 from serve.group.exchange.staged import AloneExchange, StagedExchange
 from serve.group.exchange.windows import WindowExchange
 from serve.group.grid import Grid
 from serve.group.links.messages import PlannedStep
 from serve.group.rank_tier import RankTier, open_rank_tier
+from serve.group.sizes import BARRIER_DEADLINE_S, largest_result
 from serve.loading.model_source import ModelSource, load_part
 from serve.loading.rank_memory import KVOfRank, RankGeometry, RankMemory
 from serve.machine import available_memory
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from serve.loading.cuda_rank import RankDevice
 
 HostExchange = ArenaExchange | WindowExchange
-RankExchange = HostExchange | StagedExchange
+_NCCL_BYTES = 512 << 20  # for the buffers of its channels
 _QUIET_S = 5.0  # for a disk that reads or writes memory which is to be freed
 
 
@@ -94,7 +96,16 @@ class Rank:
         with self.alone():
             if self.device.device.type == "cuda":
                 self.device.warm_up(self.model, self.source)
-            return RankRoom(*self.device.measure(self.model))
+            name, free, needed = self.device.measure(self.model)
+            return RankRoom(name, free, needed + self._group_bytes())
+
+    def _group_bytes(self) -> int:
+        """Returns what a process group of devices may take beside the steps."""
+        config, device = self.source.config, self.device
+        if device is None or device.device.type != "cuda" or self.shard.exchange is None:
+            return 0
+        is_direct = config.group_exchange == "auto"
+        return _NCCL_BYTES + 2 * largest_result(config, self.source.spec) if is_direct else 0
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -110,15 +121,17 @@ class Rank:
         finally:
             late.inner = before
 
-    def open(self, geometry: RankGeometry, exchange: HostExchange | None) -> None:
-        """Takes memory for K/V, in place of what there was. exchange: None for one tensor rank."""
+    def open(
+        self, geometry: RankGeometry, exchange: HostExchange | None, meeting: str | None = None
+    ) -> None:
+        """Takes memory for K/V, in place of what there was. exchange: None for one tensor rank.
+        meeting: a file through which the devices of the stage find one another, if they are to
+        exchange directly."""
         self.close()
         config, spec, precision, backend, _ = self.source
         if self.shard.exchange is not None and exchange is not None:
             assert isinstance(self.shard.exchange, LateExchange)
-            self.shard.exchange.inner = exchange
-            if self.device is not None:
-                self.shard.exchange.inner = StagedExchange(exchange, self.device.device)
+            self.shard.exchange.inner = self._on_device(exchange, meeting)
         layers = self.model.attention_layers()
         if self.device is None:
             self.memory = RankMemory(
@@ -130,6 +143,34 @@ class Rank:
         from serve.loading.cuda_rank import DeviceKV
 
         self.memory = DeviceKV(config, spec, precision, layers, geometry, self.device)
+
+    def _on_device(self, exchange: HostExchange, meeting: str | None) -> RankExchange:
+        """Returns the exchange of this rank's device by way of the host's."""
+        if self.device is None:
+            return exchange
+        device = self.device.device
+        if meeting is None or not isinstance(exchange, ArenaExchange):
+            return StagedExchange(exchange, device)
+        from serve.group.exchange.direct import DirectExchange, group_opener
+
+        place = device, exchange.rank, exchange.size
+        opener = group_opener(meeting, *place, BARRIER_DEADLINE_S / 2)  # it then falls back
+        largest = largest_result(self.source.config, self.source.spec)
+        return DirectExchange(
+            exchange, device, self.device.queue.wait, opener, largest, BARRIER_DEADLINE_S
+        )
+
+    def prepare(self) -> None:
+        """Connects the devices of the stage, which takes them a while. All ranks call it after
+        `open` and `join`. Raises ExchangeError."""
+        if self.exchange is not None:
+            self.exchange.prepare()
+
+    def settle(self) -> None:
+        """Returns when the device has computed a step or logits. Raises ExchangeError if they are
+        of no use."""
+        if self.device is not None and self.exchange is not None:
+            self.exchange.settle()
 
     @property
     def holders(self) -> RankHolders | None:
@@ -179,10 +220,8 @@ class Rank:
 
     def abort(self) -> None:
         """Ends the exchanges of this epoch on all ranks of the stage."""
-        if isinstance(self.exchange, WindowExchange | StagedExchange):
+        if self.exchange is not None:
             self.exchange.abort_group()
-        elif self.exchange is not None:
-            self.exchange.abort()
 
     def abort_own(self) -> None:
         """Ends a wait for the other ranks of the stage. Any thread may call it."""

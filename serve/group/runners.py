@@ -94,10 +94,12 @@ class TensorRunner:
         prompts: abc.Sequence[PromptPart] = ()
         if step.requests:
             prompts = PromptReader(self._model, hidden, step.requests, self._fetch).parts()
-        sampled = step.batch.sampled
-        if not sampled:
+        sampled, logits = step.batch.sampled, None
+        if sampled:
+            logits = self._model.logits(hidden[step.batch.sample_rows])
+        self._group.own.settle()
+        if logits is None:
             return StepResult([], [], None, prompts)
-        logits: Tensor = self._model.logits(hidden[step.batch.sample_rows])
         return self._sample(logits, sampled, prompts, late_masks())
 
     def _flush(self) -> None:

@@ -204,7 +204,7 @@ class Worker:
         self._epoch = message.epoch
         try:
             geometry = RankGeometry.from_json(content["geometry"])
-            rank.open(geometry, self._exchange(content, rank, grid))
+            rank.open(geometry, self._exchange(content, rank, grid), content.get("meeting"))
             rank.join(self._epoch)
             if content.get("previous"):
                 self._previous = StageLink.connect(
@@ -215,10 +215,12 @@ class Worker:
                 )
             if self._listener is not None:
                 self._next = self._listener.accept(self._epoch, self._is_epoch_over)
+            rank.prepare()
         except (MergestepError, OSError, ValueError, KeyError, TransportError) as error:
             is_other = isinstance(error, (ExchangeError, TransportError))  # another rank is lost
             logger.error("starting failed: %s", error, exc_info=None if is_other else error)
             self._report(Kind.FAILED, {"text": f"{type(error).__name__}: {error}"})
+            rank.abort()  # others may wait for this one
             return
         self._report(Kind.STARTED, {})
 
@@ -299,6 +301,7 @@ class Worker:
         rank.edit(step.edits)
         try:
             out = self._computed(rank, step, number)
+            rank.settle()
             if self._next is not None:
                 self._next.send(number, rank.on_host(out))
         except (StageLost, RankMissing, TransportError) as error:
@@ -341,8 +344,10 @@ class Worker:
         assert self._rank is not None
         try:
             self._rank.head(message.rows)
+            self._rank.settle()
         except ExchangeError as error:
             logger.info("logits were dropped: %s", error)
+            self._rank.abort()  # others may wait for this one
         except Exception as error:
             logger.exception("logits failed")
             self._failed(message.number, f"{type(error).__name__}: {error}", is_own=True)

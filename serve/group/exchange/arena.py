@@ -33,6 +33,21 @@ class ArenaExchange:
         check_bounds(bounds, self.size, buffer.shape[1])
         self._arena.barrier(self._deadline_s)
 
+    def meet(self) -> None:
+        """Waits for all ranks. Raises ExchangeError."""
+        self._arena.barrier(self._deadline_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the generation that this rank has joined is aborted or followed by another."""
+        return self._arena.is_over
+
+    def prepare(self) -> None:
+        """It is ready."""
+
+    def settle(self) -> None:
+        """The host waits in `complete`."""
+
     @property
     def waited_s(self) -> float:
         return self._arena.waited_s
@@ -43,6 +58,10 @@ class ArenaExchange:
 
     def abort(self) -> None:
         """Makes `complete` raise Aborted on every rank. Any thread may call it."""
+        self._arena.abort()
+
+    def abort_group(self) -> None:
+        """The same."""
         self._arena.abort()
 
     def join(self, generation: int) -> None:

@@ -28,3 +28,22 @@ class Exchange(sharded.Exchange, Protocol):
 
     def close(self) -> None:
         """Gives back what the exchange holds. Buffers that are still referred to stay."""
+
+
+class RankExchange(Exchange, Protocol):
+    """An exchange as a rank of a group uses it. All but `abort` are called by one thread."""
+
+    def prepare(self) -> None:
+        """Makes ready what the first result would wait for. Raises ExchangeError."""
+
+    def settle(self) -> None:
+        """Returns when this rank has all columns of what is complete. Raises ExchangeError."""
+
+    def abort(self) -> None:
+        """Makes `complete` raise Aborted on this rank. Any thread may call it."""
+
+    def abort_group(self) -> None:
+        """Makes `complete` raise Aborted on all ranks."""
+
+    def join(self, generation: int) -> None:
+        """Takes part in a generation of a number that is larger than all before. Raises Aborted."""

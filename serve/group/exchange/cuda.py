@@ -43,7 +43,8 @@ class CudaExchange:
         self.rank, self.size = group.rank(), group.size()
         self.waited_s = 0.0  # of the host; devices wait on their own
         self.num_completed = 0
-        self._group, self._device = group, device
+        self._group: ProcessGroup | None = group
+        self._device = device
         self._max_rows, self._max_row_bytes = max_rows, max_row_bytes
         self._staging: SymmetricStaging | None = None
         if symmetric is not False:
@@ -70,8 +71,8 @@ class CudaExchange:
         self.num_completed += 1
 
     def close(self) -> None:
-        """Gives back the symmetric memory. The process group stays as it is."""
-        self._staging = None
+        """Gives back the symmetric memory, and its hold of the process group."""
+        self._staging = self._group = None
 
     def _gather(self, buffer: Tensor, bounds: Sequence[int]) -> None:
         """Gathers the columns as contiguous blocks of the widest rank's size, and copies each to

@@ -41,6 +41,9 @@ class StagedExchange:
                 # memory that is not page-locked is read before the call returns
                 buffer[:, others].copy_(staged[:, others])
 
+    def prepare(self) -> None:
+        """It is ready."""
+
     def settle(self) -> None:
         """The host waits in `complete`."""
 
@@ -57,10 +60,7 @@ class StagedExchange:
 
     def abort_group(self) -> None:
         """Makes `complete` raise Aborted on all ranks."""
-        if isinstance(self._inner, WindowExchange):
-            self._inner.abort_group()
-        else:
-            self._inner.abort()
+        self._inner.abort_group()
 
     def join(self, generation: int) -> None:
         self._inner.join(generation)

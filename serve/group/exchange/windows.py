@@ -92,6 +92,12 @@ class WindowExchange:
             except TransportError:  # it is gone
                 continue
 
+    def prepare(self) -> None:
+        """It is ready."""
+
+    def settle(self) -> None:
+        """The host waits in `complete`."""
+
     def join(self, generation: int) -> None:
         """Begins anew after an abort; the number is larger than that of every earlier one."""
         if generation <= self._generation:
