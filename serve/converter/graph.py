@@ -30,7 +30,7 @@ _ALIASES = frozenset(
 _LINEAR, _EMBEDDING = torch.ops.aten.linear.default, torch.ops.aten.embedding.default
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)  # text with the inputs of inputs would have no end
 class Value:
     """An input, a tensor of the checkpoint or the result of an operator.
 

@@ -1,4 +1,4 @@
-"""Starts workers as processes of this machine, and accepts workers that others have started."""
+"""Starts workers as processes of this machine."""
 
 from __future__ import annotations
 

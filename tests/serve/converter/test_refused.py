@@ -79,8 +79,8 @@ def test_rows_that_depend_on_others_are_refused(monkeypatch):
     exported = converter.export(foreign("helium"), torch.float32)
     forward = converter.ConvertedModel.forward
 
-    def mixing(self, ids, positions, attention):
-        hidden = forward(self, ids, positions, attention)
+    def mixing(self, *rows):
+        hidden = forward(self, *rows)
         return hidden + hidden.mean(0)
 
     monkeypatch.setattr(converter.ConvertedModel, "forward", mixing)
