@@ -7,7 +7,8 @@ neighbours, so the results have the bits of one rank, in every type.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -31,6 +32,45 @@ class Exchange(Protocol):
 
     def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
         """Waits until every rank r has written the columns bounds[r] to bounds[r + 1]."""
+
+
+class AloneExchange:
+    """Stands for an exchange while a rank computes without the others. Their columns are zeros."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size = rank, size
+        self._device = device
+
+    def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(rows, columns, dtype=dtype, device=self._device)
+
+    def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
+        """There is no rank to wait for."""
+
+
+class LateExchange:
+    """An exchange that is opened when the products which use it are packed."""
+
+    def __init__(self, rank: int, size: int, inner: Exchange | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.inner = inner
+
+    def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        assert self.inner is not None, "opened before the first step"
+        return self.inner.begin(rows, columns, dtype)
+
+    def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
+        assert self.inner is not None, "opened before the first step"
+        self.inner.complete(buffer, bounds)
+
+    @contextmanager
+    def alone(self, device: torch.device) -> Iterator[None]:
+        """Meanwhile, this rank computes without the others."""
+        before, self.inner = self.inner, AloneExchange(self.rank, self.size, device)
+        try:
+            yield
+        finally:
+            self.inner = before
 
 
 @runtime_checkable

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serve.cli.config_file import read_config_file, toml_value
-from serve.cli.reporting import reported, set_up_logging
-from serve.cli.run import keyword, signature
-from serve.cli.run_settings import SETTINGS, ProcessSettings, RunSettings, resolve
+from serve.cli.config_file import toml_value
+from serve.cli.reporting import reported
+from serve.cli.run import keyword, resolved, signature
+from serve.cli.run_settings import SETTINGS, ProcessSettings, RunSettings
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.http.edge.settings import HttpSettings
@@ -32,15 +32,8 @@ _KEY_BYTES = 32
 def cluster_command(context: typer.Context, **given: Any) -> None:
     """Runs `serve cluster`. typer makes its options from the signature."""
     with reported():
-        path = given["config"]
-        settings = resolve(
-            given,
-            lambda name: getattr(context.get_parameter_source(name), "name", "DEFAULT"),
-            None if path is None else read_config_file(path),
-            os.environ,
-        )
+        settings = resolved(context, given)
         process: ProcessSettings = settings.make(ProcessSettings)
-        set_up_logging(process.log_level)
         config: EngineConfig = settings.make(EngineConfig)
         http: HttpSettings = settings.make(HttpSettings)
         if config.group_url is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -33,17 +34,10 @@ RUN_HELP = (
 
 
 def run_command(context: typer.Context, **given: Any) -> None:
-    """Runs `serve run`. typer makes its options from `_signature`."""
+    """Runs `serve run`. typer makes its options from `signature`."""
     with reported():
-        path = given["config"]
-        settings = resolve(
-            given,
-            lambda name: getattr(context.get_parameter_source(name), "name", "DEFAULT"),
-            None if path is None else read_config_file(path),
-            os.environ,
-        )
+        settings = resolved(context, given)
         process: ProcessSettings = settings.make(ProcessSettings)
-        set_up_logging(process.log_level)
         for message in unknown_variables(os.environ):
             warn(message)
         if given["print_config"]:
@@ -52,6 +46,21 @@ def run_command(context: typer.Context, **given: Any) -> None:
         from serve.cli.server_process import run_server
 
         run_server(settings, is_quiet=process.quiet)
+
+
+def resolved(context: typer.Context, given: Mapping[str, Any]) -> RunSettings:
+    """Returns all settings, from the command line, the environment and the file that --config
+    names, and sets up logging as they say. Raises ConfigError."""
+    path = given["config"]
+    settings = resolve(
+        given,
+        lambda name: getattr(context.get_parameter_source(name), "name", "DEFAULT"),
+        None if path is None else read_config_file(path),
+        os.environ,
+    )
+    process: ProcessSettings = settings.make(ProcessSettings)
+    set_up_logging(process.log_level)
+    return settings
 
 
 def _print_config(settings: RunSettings) -> None:

@@ -83,7 +83,7 @@ class RankActor:
 
 
 def _free_url(address: str) -> str:
-    """Returns an address at which nobody listens, on a port that the system chooses."""
+    """Returns an address with a free port, which the system chooses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.bind((address, 0))

@@ -147,7 +147,8 @@ def connect(address: str) -> RayCluster:
     """Connects to the cluster of this machine ("auto"), to that of HOST:PORT, or starts one on this
     machine alone that ends with this process ("local").
 
-    ConfigError if Ray is not installed or the address is wrong; MergestepError if nobody answers.
+    ConfigError if Ray is not installed or the address is wrong; MergestepError if no cluster
+    answers there.
     """
     try:
         import ray

@@ -214,7 +214,7 @@ class Replica:
             self._fail(member, text)
             return
         if member.rank == 0 and status > 0:
-            self._url = ""  # another port: somebody may have taken the old one
+            self._url = ""  # a new port: another process may have taken the old one
         pause_s = 0.0
         if member.num_failures > 1:
             pause_s = min(_MAX_PAUSE_S, 0.5 * 2.0**member.num_failures)

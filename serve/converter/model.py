@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memory.attention.seam import Attention, AttentionLayer, Finished, Rotation, Ticket
 from ops.backend import Backend, LinearOp
-from ops.sharded import Exchange
+from ops.sharded import LateExchange
 from serve.converter.capture import Captured, capture
 from serve.converter.cut import Cut, find_cuts
 from serve.converter.graph import Graph, Value, read_graph
@@ -220,15 +220,16 @@ def load_converted(
     packing = Packing(
         dtype, None if keep_weight_dtype else dtype, make_linear, make_head or make_linear
     )
-    late = _LateExchange(shard.exchange)
+    late = None
     if shard.exchange is not None:
+        late = LateExchange(shard.rank, shard.size, shard.exchange)
         shard = replace(shard, exchange=late)
     reader = WeightReader(exported.captured, exported.graph, checkpoint, packing, shard)
     reader.check(spec.num_layers)
     with torch.inference_mode():
         weights = reader.read(spec, _used(exported, shard), progress or LoadProgress())
         model = ConvertedModel(exported, weights, backend.device)
-        with late.alone():
+        with nullcontext() if late is None else late.alone(backend.device):
             _check_rows(model, exported, shard)
     return model
 
@@ -240,35 +241,6 @@ def _used(exported: Exported, shard: Shard) -> set[Value]:
     if shard.is_last(exported.spec.num_layers):
         parts += head_values(graph)
     return {value for part in parts for value in part}
-
-
-class _LateExchange:
-    """The exchange of a shard, which can be left out while the loaded model is tried."""
-
-    def __init__(self, inner: Exchange | None) -> None:
-        self._inner = inner
-        self._is_alone = False
-        self.rank, self.size = (0, 1) if inner is None else (inner.rank, inner.size)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Meanwhile, the other ranks' columns are zero."""
-        self._is_alone = True
-        try:
-            yield
-        finally:
-            self._is_alone = False
-
-    def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        if self._is_alone:
-            return torch.zeros(rows, columns, dtype=dtype)
-        assert self._inner is not None, "several ranks"
-        return self._inner.begin(rows, columns, dtype)
-
-    def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
-        if not self._is_alone:
-            assert self._inner is not None, "several ranks"
-            self._inner.complete(buffer, bounds)
 
 
 class _OwnKeys:

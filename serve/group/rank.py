@@ -5,9 +5,8 @@ The engine's own rank and the workers run the same code, in the order of the pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy.typing as npt
 import torch
@@ -18,9 +17,10 @@ from memory.edit_recorder import apply_edits
 from memory.nodes.rank_links import RankHolders
 from memory.pages.linux_vmm import LinuxMemory
 from ops.backend import LinearOp
+from ops.sharded import AloneExchange, LateExchange
 from serve.group.exchange.arena import ArenaExchange
 from serve.group.exchange.base import RankExchange
-from serve.group.exchange.staged import AloneExchange, StagedExchange
+from serve.group.exchange.staged import StagedExchange
 from serve.group.exchange.windows import WindowExchange
 from serve.group.grid import Grid
 from serve.group.links.messages import PlannedStep
@@ -39,22 +39,6 @@ if TYPE_CHECKING:
 HostExchange = ArenaExchange | WindowExchange
 _NCCL_BYTES = 512 << 20  # for the buffers of its channels
 _QUIET_S = 5.0  # for a disk that reads or writes memory which is to be freed
-
-
-class LateExchange:
-    """The exchange of a shard, which is opened when the weights are loaded."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.inner: RankExchange | AloneExchange | None = None
-
-    def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        assert self.inner is not None, "opened before the first step"
-        return self.inner.begin(rows, columns, dtype)
-
-    def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
-        assert self.inner is not None, "opened before the first step"
-        self.inner.complete(buffer, bounds)
 
 
 class RankRoom(NamedTuple):
@@ -107,19 +91,13 @@ class Rank:
         is_direct = config.group_exchange == "auto"
         return _NCCL_BYTES + 2 * largest_result(config, self.source.spec) if is_direct else 0
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Lets the model compute without the other ranks."""
         late = self.shard.exchange
         if not isinstance(late, LateExchange):
-            yield
-            return
+            return nullcontext()
         assert self.device is not None
-        before, late.inner = late.inner, AloneExchange(late.rank, late.size, self.device.device)
-        try:
-            yield
-        finally:
-            late.inner = before
+        return late.alone(self.device.device)
 
     def open(
         self, geometry: RankGeometry, exchange: HostExchange | None, meeting: str | None = None
@@ -211,7 +189,7 @@ class Rank:
     def exchange(self) -> RankExchange | None:
         late = self.shard.exchange
         inner = late.inner if isinstance(late, LateExchange) else None
-        return None if isinstance(inner, AloneExchange) else inner
+        return None if isinstance(inner, AloneExchange) else cast("RankExchange | None", inner)
 
     def join(self, epoch: int) -> None:
         """Takes part in an epoch, whose exchanges begin anew."""

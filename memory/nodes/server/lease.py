@@ -51,8 +51,8 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Lease(Connection):
-    """A borrower's connection. handling: held while a message is handled, so that whoever holds it
-    may free the lease's memory."""
+    """A borrower's connection. handling: held by the lease's thread while it handles a message, and
+    by a thread that frees the lease's memory."""
 
     turn: Turn = field(kw_only=True)
     handling: threading.Lock = field(default_factory=threading.Lock, kw_only=True)

@@ -1,4 +1,4 @@
-"""Exchanges of ranks with devices through the memory of their hosts, and one without other ranks.
+"""The exchange of ranks with devices through the memory of their hosts.
 
 Each result passes through the host twice, and the host waits for the device, so this is for devices
 that cannot exchange directly: two ranks on one device, or hosts that are connected by the group's
@@ -67,18 +67,3 @@ class StagedExchange:
 
     def close(self) -> None:
         self._inner.close()
-
-
-class AloneExchange:
-    """Stands for an exchange while a rank computes without the others: to measure what a step takes
-    and to compile kernels. Other ranks' columns are zeros."""
-
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size = rank, size
-        self._device = device
-
-    def begin(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(rows, columns, dtype=dtype, device=self._device)
-
-    def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
-        check_bounds(bounds, self.size, buffer.shape[1])

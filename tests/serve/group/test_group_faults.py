@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from ops.cpu import native_library
+from ops.sharded import LateExchange
 from serve import LLM, Engine, SamplingParams
 from serve.errors import MergestepError
-from serve.group.rank import LateExchange, Rank
+from serve.group.rank import Rank
 from serve.group.worker import Worker
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.decoders import token_ids
