@@ -205,8 +205,10 @@ class KVManager:
             for part in hit.parts:
                 need += sum([references(page) == 1 for page in part.copied])
         need += self._promised + spare_pages
+        if not self._idle or not self._mapper.has_room(hit):
+            return False
         self.lent.ask(need - self.num_available)
-        return bool(self._idle) and need <= self.num_available and self._mapper.has_room(hit)
+        return need <= self.num_available
 
     def ranges_to_close(self, num_tokens: int, candidates: Sequence[Range]) -> list[Range] | None:
         num_pages = sum([len(target.pages) + target.promised_pages for target in candidates])

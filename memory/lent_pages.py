@@ -61,6 +61,6 @@ class LentPages:
             self._allocator.give_back(self.pages.pop())
 
     def ask(self, num_short: int) -> None:
-        """Asks for so many pages; does nothing if none is lent."""
-        if num_short > 0 and self.pages:
+        """Asks for so many pages, unless fewer are lent, which would not help."""
+        if 0 < num_short <= len(self.pages):
             self.on_short(num_short)

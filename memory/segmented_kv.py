@@ -250,7 +250,9 @@ class SegmentedKV:
 
     def match(self, keys: Sequence[bytes], max_tokens: int) -> PrefixHit | None:
         hit = self.own.match(keys, min(max_tokens, self._length))
-        if hit is None or self._fits_here(max_tokens + 1, self._num_open, hit):
+        if hit is None or not self._takes_whole:
+            return hit
+        if self._fits_here(max_tokens + 1, self._num_open, hit):
             return hit
         # to compute the prefix again is better than to wait
         return hit if self._away_for(max_tokens + 1) is None else None
@@ -349,7 +351,8 @@ class SegmentedKV:
         self._short_of.pop(target.start, None)
         for holder, part in self._long.pop(target.start, []):
             self.partitions[holder].close(part)
-            if self.partitions[holder].num_idle == len(self.partitions[holder].ranges):
+            memory = self.partitions[holder]
+            if self._takes_whole and memory.num_idle == len(memory.ranges):
                 self._emptied.add(holder)
         self.begun_away.discard(target.start)
         self._num_open -= 1
@@ -362,12 +365,13 @@ class SegmentedKV:
         return self.own.maps_ahead
 
     def map_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
-        limit = self.own.max_model_len
-        self.own.map_ahead([(target, count) for target, count in wanted if count <= limit])
+        limit, away = self.own.max_model_len, self.begun_away
+        here = [(it, count) for it, count in wanted if count <= limit and it.start not in away]
+        self.own.map_ahead(here)
 
     def commit(self, targets: Iterable[Range] | None = None) -> None:
         wanted = None if targets is None else list(targets)
-        while self._emptied:  # a holder gets memory back as soon as nothing is there
+        while self._emptied:  # a lender gets memory back as soon as nothing is there
             memory = self.partitions[self._emptied.pop()]
             if memory.num_idle == len(memory.ranges):
                 memory.trim()

@@ -1,9 +1,9 @@
 """What encrypts the data of a tcp connection: whether it is done, and the keys.
 
 Both ends say in their hellos whether they encrypt, and then send an X25519 key of this connection
-alone. The key that both ends share authenticates the hellos, so nobody in between can change what
-they say. The secrets of both directions follow from all three: the shared key, the exchange, and
-the messages themselves. So a shared key that is stolen later does not open recorded traffic.
+alone. The key that both ends share authenticates the hellos, so no process in between can change
+what they say. The secrets of both directions follow from all three: the shared key, the exchange,
+and the messages themselves. So a shared key that is stolen later does not open recorded traffic.
 csrc/records.h has what is done with them.
 """
 

@@ -221,7 +221,9 @@ def load_converted(
         dtype, None if keep_weight_dtype else dtype, make_linear, make_head or make_linear
     )
     late = None
-    if shard.exchange is not None:
+    if isinstance(shard.exchange, LateExchange):
+        late = shard.exchange
+    elif shard.exchange is not None:
         late = LateExchange(shard.rank, shard.size, shard.exchange)
         shard = replace(shard, exchange=late)
     reader = WeightReader(exported.captured, exported.graph, checkpoint, packing, shard)

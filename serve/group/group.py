@@ -186,7 +186,7 @@ class Group:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no step is in flight, so that edits may be posted alone. Only between steps."""
+        """Whether no posted step has still to begin here, so that edits may be posted alone."""
         return not self._posted
 
     def _edit(self, edits: npt.NDArray[np.int64]) -> None:

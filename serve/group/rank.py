@@ -42,8 +42,8 @@ _QUIET_S = 5.0  # for a disk that reads or writes memory which is to be freed
 
 
 class RankRoom(NamedTuple):
-    """The memory that a rank has beside its weights, in bytes. device: a name for those ranks that
-    share it; "" for this machine's memory. needed: what the largest step takes of it."""
+    """The memory that a rank has beside its weights, in bytes. device: its name, the same for ranks
+    that share it; "" for this machine's memory. needed: what the largest step takes of it."""
 
     device: str
     free: int

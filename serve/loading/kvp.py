@@ -261,10 +261,11 @@ class SegmentSizes:
                 f" of {num_pages} pages; they have room for {fits} tokens"
             )
         logger.warning(
-            "max_model_len is lowered from %d to %d: the kvp nodes have no room for longer "
+            "max_model_len is lowered from %d to %d: the %s nodes have no room for longer "
             "sequences",
             max_model_len,
             fits,
+            self.setting,
         )
         return fits
 

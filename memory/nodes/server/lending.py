@@ -7,8 +7,9 @@ So own and lent memory together never exceed the budget. The lender takes them b
 sequences need them: it asks the borrower to leave while it has some pages left itself (DRAIN), and
 ends the session if one of its sequences needs a page at once. The borrower computes its K/V again.
 
-The thread that ends a lease frees its memory. Before that it waits for the lease's own thread to
-end the task of a kernel that it computes, about a millisecond, or a message that it posts (lease.py).
+The thread that ends a lease frees its memory. Before that, it waits for the lease's own thread to
+end the task of a kernel that it computes, about a millisecond, or a message that it posts
+(lease.py).
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class MemoryNode:
 
     def adopt(self, endpoint: ArrivingEndpoint) -> None:
         """Serves an engine in the thread that calls the endpoint's on_arrival."""
-        connection = Connection(endpoint)
+        connection = self._connection(endpoint)
         with self._lock:
             self._connections.add(connection)
         endpoint.on_arrival = lambda: self._run_once(connection, 0.0)

@@ -180,29 +180,32 @@ class LaneLoop(NodeLoop):
         with self._computing:
             if not step.has_q:
                 size = rows.q_bytes(step.num_queries, wire.rows)
-                self._query(step, self._header(step, Kind.QUERY, wire.rows), self._at(place, size))
+                header = self._header(step, Kind.QUERY, wire.rows)
+                answer = self._query(header, self._at(place, size))
             else:
                 size = rows.kv_bytes(step.num_kv, wire.kv)
                 kind = Kind.UPDATE if layout.is_partial else Kind.OWN
-                self._kv(step, self._header(step, kind, wire.kv), self._at(place, size))
+                answer = self._kv(self._header(step, kind, wire.kv), self._at(place, size))
+        if answer is not None:  # only now, because a lease may have ended while it was computed
+            self._write(step, answer)
         step.has_q = not step.has_q and bool(step.num_kv) and layout.has_kv[layer]
         if not step.has_q:
             step.layer += 1
         if step.layer == len(layout.rows):
             del self._steps[step.slot]
 
-    def _query(self, step: _Step, header: Header, message: memoryview) -> None:
+    def _query(self, header: Header, message: memoryview) -> Answer | None:
         if self._session.answers_at_once(header):
-            self._write(step, self._session.query(header, message))
-        else:
-            self._session.begin(header, message)
+            return self._session.query(header, message)
+        self._session.begin(header, message)
+        return None
 
-    def _kv(self, step: _Step, header: Header, message: memoryview) -> None:
+    def _kv(self, header: Header, message: memoryview) -> Answer | None:
         if header.kind is Kind.OWN:
-            self._write(step, self._session.finish(header, message))
-        else:
-            self._session.check_update(header, message)
-            self._session.update(header, message)
+            return self._session.finish(header, message)
+        self._session.check_update(header, message)
+        self._session.update(header, message)
+        return None
 
     def _header(self, step: _Step, kind: Kind, dtype: WireType) -> Header:
         num_rows = step.num_queries if kind is Kind.QUERY else step.num_kv

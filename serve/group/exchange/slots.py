@@ -9,9 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ops.sharded import NUM_LIVE_BUFFERS
 from transport.arena import ExchangeError
 
-NUM_SLOTS = 8
+NUM_SLOTS = NUM_LIVE_BUFFERS + 1
 """A buffer is valid until NUM_SLOTS - 1 further ones have been taken. The slot itself is reused one
 later, when every rank is known to have taken that many."""
 _SMALLEST_SLOT = 4096
