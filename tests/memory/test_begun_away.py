@@ -113,3 +113,15 @@ def test_a_lost_holder_takes_only_what_it_had():
     kv.close(here)
     assert kv.can_fit(40)
     kv.check_integrity()
+
+
+def test_no_page_is_mapped_ahead_here_for_a_sequence_on_a_holder():
+    kv = make(num_holders=1)
+    here, away = kv.open(40), kv.open(40)
+    assert kv.grow(here, 40) and kv.grow(away, 40)
+    wanted = []
+    kv.own.map_ahead = wanted.extend
+    kv.map_ahead([(here, 44), (away, 44)])
+    assert wanted == [(here, 44)]
+    kv.close(here)
+    kv.close(away)

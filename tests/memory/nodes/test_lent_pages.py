@@ -181,3 +181,21 @@ def test_a_lease_that_ends_does_not_wait_for_the_loop():
     for job in jobs:
         job()
     assert len(kv.lent) == 0
+
+
+def test_pages_are_asked_back_only_if_they_end_the_shortage():
+    kv, _ = make_kv(
+        num_pages=16, num_ranges=2, max_model_len=64, page_bytes=PAGE, groups=(LayerGroup(16),)
+    )
+    kv.lent.lend(6)
+    asked = []
+    kv.lent.on_short = asked.append
+    assert kv.can_fit(40)
+    first = kv.open(40)
+    assert kv.grow(first, 40)  # all ten pages
+    assert not kv.can_fit(28)  # one more than are lent
+    assert asked == []
+    assert not kv.can_fit(24)
+    assert asked == [6]
+    kv.close(first)
+    kv.lent.take_back(6)
