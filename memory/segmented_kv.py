@@ -58,7 +58,7 @@ class SegmentedKV:
         self.begun_away: set[int] = set()
         """The starts of the ranges of sequences that began on a holder."""
         self._num_open = 0
-        self._emptied: set[int] = set()  # holders whose last range was closed
+        self._emptied: set[int] = set()  # lenders where a range was closed
         self._short_of: dict[int, int] = {}  # the holder that had too few pages, by that start
         self.page_bytes, self.token_bytes, self.layout = own.page_bytes, own.token_bytes, own.layout
         self.page_end = own.page_end
@@ -250,12 +250,11 @@ class SegmentedKV:
 
     def match(self, keys: Sequence[bytes], max_tokens: int) -> PrefixHit | None:
         hit = self.own.match(keys, min(max_tokens, self._length))
-        if hit is None or not self._takes_whole:
-            return hit
-        if self._fits_here(max_tokens + 1, self._num_open, hit):
+        needed = max_tokens + 1
+        if hit is None or not self._takes_whole or self._fits_here(needed, self._num_open, hit):
             return hit
         # to compute the prefix again is better than to wait
-        return hit if self._away_for(max_tokens + 1) is None else None
+        return hit if self._away_for(needed) is None else None
 
     def num_cached_tokens(self, keys: Sequence[bytes]) -> int:
         return min(self.own.num_cached_tokens(keys), self._length)
@@ -351,8 +350,7 @@ class SegmentedKV:
         self._short_of.pop(target.start, None)
         for holder, part in self._long.pop(target.start, []):
             self.partitions[holder].close(part)
-            memory = self.partitions[holder]
-            if self._takes_whole and memory.num_idle == len(memory.ranges):
+            if self._takes_whole:
                 self._emptied.add(holder)
         self.begun_away.discard(target.start)
         self._num_open -= 1
@@ -365,9 +363,8 @@ class SegmentedKV:
         return self.own.maps_ahead
 
     def map_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
-        limit, away = self.own.max_model_len, self.begun_away
-        here = [(it, count) for it, count in wanted if count <= limit and it.start not in away]
-        self.own.map_ahead(here)
+        most, away = self.own.max_model_len, self.begun_away
+        self.own.map_ahead([(x, n) for x, n in wanted if n <= most and x.start not in away])
 
     def commit(self, targets: Iterable[Range] | None = None) -> None:
         wanted = None if targets is None else list(targets)
