@@ -359,7 +359,10 @@ class _Sized(HostStepDevice):
 def test_kv_gets_the_memory_beside_the_largest_step():
     asked: list[tuple[int, ...]] = []
 
-    def forward(ids: torch.Tensor, positions: torch.Tensor, attention: object) -> torch.Tensor:
+    def forward(
+        ids: torch.Tensor, positions: torch.Tensor, attention: object, before: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert before is None, "a model with an embedding begins at token ids"
         asked.append(tuple(ids.shape))
         return torch.zeros(len(ids), 8)
 
@@ -367,7 +370,8 @@ def test_kv_gets_the_memory_beside_the_largest_step():
         asked.append(tuple(rows.shape))
         return torch.zeros(len(rows), 10)
 
-    model = SimpleNamespace(attention_layers=list, forward=forward, logits=logits)
+    whole = SimpleNamespace(embed=object(), head=object())
+    model = SimpleNamespace(attention_layers=list, forward=forward, logits=logits, weights=whole)
     shapes = StepShapes(300, 16)
     gib = 1 << 30
     left = cuda_runtime.kv_bytes(model, _Sized(4 * gib, gib // 2), shapes, gib // 2)
