@@ -61,8 +61,6 @@ class Arena:
             raise
         self.rank = rank
         self._fd: int | None = fd
-        if len(os.sched_getaffinity(0)) == 1:
-            self._native.spin_s = 0.0  # the others cannot run while this thread spins
         self.generation = self._native.generation
         self._native.join(self.generation)
 
@@ -111,7 +109,7 @@ class Arena:
 
     @property
     def spin_s(self) -> float:
-        """The time that a barrier spins before it sleeps."""
+        """The time that a barrier spins before it sleeps. It yields its core to other threads."""
         return self._native.spin_s
 
     @spin_s.setter

@@ -58,6 +58,9 @@ class GlooExchange:
     def abort(self) -> None:
         self._arena.abort()
 
+    def abort_group(self) -> None:
+        self._arena.abort()
+
     def join(self, generation: int) -> None:
         self._arena.join(generation)
 

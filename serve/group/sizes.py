@@ -14,6 +14,8 @@ from serve.runner.prompt_reader import LOGITS_BYTES
 from transport.arena import Arena
 
 BARRIER_DEADLINE_S = 60.0  # a rank may be busy; a dead one is seen by the engine's watch
+# A rank that sleeps in a barrier is late for the next one, as waking it takes as long as a product.
+SPIN_S, SHARED_SPIN_S = 1e-3, 20e-6
 _PAGE_BYTES = 4096  # windows are whole pages
 _WIDE = 4  # bytes of the widest number
 
@@ -67,13 +69,22 @@ def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // 4096) * 4096
 
 
+def spin_s(num_ranks: int, num_processors: int) -> float:
+    """Returns how long a barrier spins on a host: shortly if ranks take turns on its processors."""
+    return SPIN_S if num_ranks <= num_processors else SHARED_SPIN_S
+
+
 def open_exchange(
-    source: ModelSource, grid: Grid, tensor: int, arena: object
+    source: ModelSource, grid: Grid, tensor: int, arena: object, spins_s: object
 ) -> ArenaExchange | None:
-    """Opens the exchange of a tensor rank; arena: where it can be opened. None for one rank."""
+    """Opens the exchange of a tensor rank; arena: where it can be opened. spins_s: the time that a
+    barrier spins. None for one rank."""
     if grid.tensor == 1:
         return None
     if not isinstance(arena, str):
         raise ValueError("several tensor ranks without an arena")
     largest = largest_result(source.config, source.spec)
-    return ArenaExchange(Arena.open(arena, tensor), 1, largest, BARRIER_DEADLINE_S)
+    opened = Arena.open(arena, tensor)
+    if isinstance(spins_s, float):
+        opened.spin_s = min(max(spins_s, 0.0), SPIN_S)
+    return ArenaExchange(opened, 1, largest, BARRIER_DEADLINE_S)

@@ -12,7 +12,8 @@ from serve.group.grid import Grid
 from serve.group.links.worker_link import WorkerLink
 from serve.group.rank import HostExchange, Rank
 from serve.group.siblings import connect_exchange
-from serve.group.sizes import arena_bytes, open_exchange
+from serve.group.sizes import SHARED_SPIN_S, arena_bytes, open_exchange, spin_s
+from serve.machine import usable_processors
 from transport.arena import NO_RANK, Arena
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class StageMemory:
     def __init__(self, own: Rank, grid: Grid) -> None:
         self._own, self._grid = own, grid
         self._arenas: dict[int, Arena] = {}  # by stage
+        self._spins_s = SHARED_SPIN_S
         self._meetings: dict[
             int, int
         ] = {}  # by stage whose devices exchange: the file's descriptor
@@ -32,6 +34,8 @@ class StageMemory:
     def make(self, links: Mapping[int, WorkerLink], epoch: int) -> None:
         """Takes memory for all stages; links: by rank. OSError if there is none."""
         config, spec = self._own.source.config, self._own.source.spec
+        num_here = 1 + sum(link.host == socket.gethostname() for link in links.values())
+        self._spins_s = spin_s(num_here, usable_processors())
         for stage in range(self._grid.num_stages if self._grid.tensor > 1 else 0):
             others = [links[rank] for rank in self._grid.stage_ranks(stage) if rank]
             is_here = all(link.host == socket.gethostname() for link in others)
@@ -72,6 +76,7 @@ class StageMemory:
         arena, meeting = self._arenas.get(stage), self._meetings.get(stage)
         return {
             "arena": None if arena is None else arena.path,
+            "spins_s": self._spins_s,
             "meeting": None if meeting is None else f"/proc/{os.getpid()}/fd/{meeting}",
             "siblings": self._sibling_urls(stage, links),
         }
@@ -94,7 +99,8 @@ class StageMemory:
         if isinstance(urls, list):
             exchange = connect_exchange(source, self._grid, tensor, urls, None, key, epoch)
         else:
-            exchange = open_exchange(source, self._grid, tensor, content["arena"])
+            arena, spins_s = content["arena"], content["spins_s"]
+            exchange = open_exchange(source, self._grid, tensor, arena, spins_s)
         return exchange, meeting if isinstance(meeting, str) else None
 
     def abort(self) -> None:

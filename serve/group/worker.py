@@ -228,7 +228,8 @@ class Worker:
         """Opens the exchange with the other tensor ranks: connections, or an arena."""
         urls, tensor = content.get("siblings"), rank.place.tensor
         if not isinstance(urls, list):
-            return open_exchange(rank.source, grid, tensor, content.get("arena"))
+            arena, spins_s = content.get("arena"), content.get("spins_s")
+            return open_exchange(rank.source, grid, tensor, arena, spins_s)
         return connect_exchange(
             rank.source, grid, tensor, urls, self._siblings, self._key, self._epoch
         )
