@@ -46,6 +46,12 @@ class GlooExchange:
     def complete(self, buffer: Tensor, bounds: Sequence[int]) -> None:
         self._inner.complete(buffer, bounds)
 
+    def prepare(self) -> None:
+        """It is ready."""
+
+    def settle(self) -> None:
+        """The host waits in `complete`."""
+
     @property
     def waited_s(self) -> float:
         """With the copies, which the arena does not have."""
