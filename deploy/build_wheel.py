@@ -118,7 +118,8 @@ def _missing_sets(library: bytes, machine: str) -> list[str]:
 def summary(wheel: Path) -> str:
     """Returns the name, the sizes and the largest files of a wheel, a line each."""
     with zipfile.ZipFile(wheel) as archive:
-        files = sorted(archive.infolist(), key=lambda file: -file.file_size)
+        files = [file for file in archive.infolist() if not file.is_dir()]
+    files.sort(key=lambda file: -file.file_size)
     unpacked = sum(file.file_size for file in files)
     lines = [f"{wheel}", f"{wheel.stat().st_size:>12,} bytes; {unpacked:,} in {len(files)} files:"]
     return "\n".join(lines + [f"{file.file_size:>12,} {file.filename}" for file in files[:6]])
