@@ -82,10 +82,10 @@ def test_it_serves_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
 def installed(wheel: Path, environment: Path) -> Path:
     """Makes an environment that has the wheel, and beside it only what the wheel depends on: from
     the folders of this interpreter, whose own .pth files are not read. Returns its interpreter."""
-    venv.create(environment, with_pip=True)
+    venv.create(environment)
     python = environment / "bin" / "python"
     options = ["--no-index", "--no-deps", "--quiet", "--disable-pip-version-check"]
-    pip = [str(python), "-m", "pip", "install", *options, str(wheel)]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *options, str(wheel)]
     done = subprocess.run(pip, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (packages,) = environment.glob("lib/python3*/site-packages")
@@ -103,15 +103,13 @@ def bare_environment(scripts: Path, home: Path) -> dict[str, str]:
 def server(command: Path, env: dict[str, str], cwd: Path) -> Iterator[tuple[Any, str]]:
     """Runs `serve run` on the embedded model; yields the process and the server's address, which
     its first line ends with."""
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [command, "run", "--port", "0", "--quiet"],
-            env=env,
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
+    command_line = [command, "run", "--port", "0", "--quiet"]
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(
+            command_line, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
         try:
             assert process.stdout is not None
             ready = process.stdout.readline()
@@ -120,7 +118,6 @@ def server(command: Path, env: dict[str, str], cwd: Path) -> Iterator[tuple[Any,
             yield process, ready.split()[-1].removesuffix("/v1")
         finally:
             process.kill()
-            process.wait()
 
 
 def streamed(url: str) -> Iterator[dict[str, Any]]:
