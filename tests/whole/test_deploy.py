@@ -84,7 +84,8 @@ def test_an_image_runs_the_server_as_an_ordinary_user(image: str) -> None:
     assert re.search(rf"useradd .*--uid [1-9]\d* .*\b{user}\b", " ".join(given(last, "RUN")))
     assert not {"RUN", "COPY", "ADD"} & set(words[words.index("USER") :])
     (entry,) = given(last, "ENTRYPOINT")
-    (command,) = json.loads(entry)
+    init, _, command = json.loads(entry)
+    assert init in packages(last)
     assert command in project()["project"]["scripts"]
     (first,) = json.loads(given(last, "CMD")[0])
     assert first == "run"
