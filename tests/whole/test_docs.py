@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-PATH = re.compile(r"\b(?:serve|memory|ops|quant|transport|bench|tests|examples)/[\w/]+\.\w+\b")
+PATH = re.compile(
+    r"\b(?:serve|memory|ops|quant|transport|bench|tests|examples|deploy)/[\w/]+\.\w+\b"
+)
 # A file name in a folder's docstring; `*_writer.py` names several files.
 FILE = re.compile(r"(?<![\w/.*-])[\w/]+\.(?:py|md|h|cpp)\b")
 FOLDERS = sorted(

@@ -31,18 +31,19 @@ size_t integer(PyObject* object) {
   return value;
 }
 
-// Converts a sequence of transport.base.Segment, or of other tuples of four.
+// Converts a sequence of transport.base.Segment, or of other tuples of four. By functions of Python's
+// stable ABI only: the macros that read tuples in place are not part of it.
 Segments segments_of(nb::handle given) {
-  const auto all = nb::steal<nb::object>(PySequence_Fast(given.ptr(), "segments: not a sequence"));
+  const auto all = nb::steal<nb::object>(PySequence_Tuple(given.ptr()));
   if (!all.is_valid()) throw nb::python_error();
-  Segments segments(static_cast<size_t>(PySequence_Fast_GET_SIZE(all.ptr())));
+  Segments segments(static_cast<size_t>(PyTuple_Size(all.ptr())));
   for (size_t i = 0; i < segments.size(); i++) {
-    PyObject* item = PySequence_Fast_GET_ITEM(all.ptr(), static_cast<Py_ssize_t>(i));
-    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 4) throw nb::type_error("segments: not a Segment");
-    const Py_ssize_t stride = PyLong_AsSsize_t(PyTuple_GET_ITEM(item, 3));
+    PyObject* item = PyTuple_GetItem(all.ptr(), static_cast<Py_ssize_t>(i));
+    if (!PyTuple_Check(item) || PyTuple_Size(item) != 4) throw nb::type_error("segments: not a Segment");
+    const Py_ssize_t stride = PyLong_AsSsize_t(PyTuple_GetItem(item, 3));
     if (stride == -1 && PyErr_Occurred()) throw nb::python_error();
-    segments[i] = {reinterpret_cast<const uint8_t*>(integer(PyTuple_GET_ITEM(item, 0))),
-                   integer(PyTuple_GET_ITEM(item, 1)), integer(PyTuple_GET_ITEM(item, 2)), stride};
+    segments[i] = {reinterpret_cast<const uint8_t*>(integer(PyTuple_GetItem(item, 0))),
+                   integer(PyTuple_GetItem(item, 1)), integer(PyTuple_GetItem(item, 2)), stride};
   }
   return segments;
 }
