@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from serve.cli.model_files import cache_folder, cached_models, models_in
 from serve.cli.reporting import printable
 from serve.config import DEFAULT_MODEL, DTYPES, EngineConfig
 from serve.errors import ConfigError, ModelLoadError, reason
+from serve.hub.cache import cached_models, models_in
+from serve.hub.settings import cache_folder
 from serve.loading.footprint import check_weights_fit, footprint, weight_bytes
 from serve.loading.precision import Precision, resolve_precision
 from serve.models import count_parameters, read_spec
