@@ -21,7 +21,10 @@ _RANK_VARIABLES = {"WORLD_SIZE", "LWS_GROUP_SIZE"}
 
 
 def run_server(settings: RunSettings, *, revision: str | None, is_quiet: bool) -> None:
-    """Runs a server until a signal. A model that is named and not here is downloaded first. Raises ConfigError, ModelLoadError, or OSError for the port."""
+    """Runs a server until a signal. A model of the hub that is not here is downloaded first.
+
+    Raises ConfigError, ModelLoadError, or OSError for the port.
+    """
     settings.make(EngineConfig)  # the error names the origin of a wrong value
     http: HttpSettings = settings.make(HttpSettings)
     use_format(http.log_format)

@@ -133,7 +133,7 @@ def models_in(folder: Path) -> list[Path]:
 
 
 def _snapshot(folder: Path) -> Path | None:
-    """Returns the snapshot that refs/main names, else the latest, among those with a config.json."""
+    """Returns the snapshot of refs/main, else the latest, among those with a config.json."""
     named = _at_revision(folder, "main")
     if named is not None and (named / CONFIG).is_file():
         return named

@@ -70,7 +70,7 @@ class DownloadProgress:
 
 
 def progress_text(name: str, done: int, total: int, rate: float) -> str:
-    """Formats sizes in bytes and a rate in bytes a second: what is there, how fast, how long yet."""
+    """Formats what is there, the rate and the time left. Sizes are bytes, the rate bytes/s."""
     text = f"{name}: {format_memory(done)} of {format_memory(total)}"
     if rate < 1:
         return text
