@@ -45,4 +45,5 @@ def pull_model(model: str, *, revision: str | None, is_quiet: bool) -> str:
     settings = read_settings()
     if settings.is_offline and (found := cached(name, revision)) is not None:
         return str(found)
-    return str(pull(name, settings, revision=revision, tell=note, is_quiet=is_quiet))
+    tell = (lambda _: None) if is_quiet else note
+    return str(pull(name, settings, revision=revision, tell=tell, is_quiet=is_quiet))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from serve.regular_file import open_regular
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 PREFIX = "models--"
-_MAX_FOLDERS = 10_000
+_MAX_ENTRIES = 10_000
 _MAX_REF_BYTES = 1024
 _MAX_FILES = 100_000
 
@@ -114,7 +114,7 @@ def is_complete(snapshot: Path) -> bool:
     if not (snapshot / CONFIG).is_file():
         return False
     if not (snapshot / INDEX).is_file():
-        return any(snapshot.glob("*.safetensors"))
+        return any(path.is_file() for path in snapshot.glob("*.safetensors"))
     try:
         weight_map = read_json(snapshot / INDEX).get("weight_map")
     except ModelLoadError:
@@ -126,10 +126,20 @@ def is_complete(snapshot: Path) -> bool:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """Returns the folder itself if it holds a model, else its subfolders that do."""
+    """Returns the folder itself if it is a model, else its subfolders that are and the GGUF files
+    in it, of those in several parts the first one."""
     if (folder / CONFIG).is_file():
         return [folder]
-    return [item for item in _folders(folder) if (item / CONFIG).is_file()]
+    files = {path.name: path.stat().st_size for path in _files(folder) if path.suffix == ".gguf"}
+    gguf = [folder / model.paths[0] for model in gguf_models(files) if model.is_whole]
+    return [item for item in _folders(folder) if (item / CONFIG).is_file()] + gguf
+
+
+def gguf_model(path: Path) -> GgufModel:
+    """Returns the model whose first file this is, as far as names and sizes tell it."""
+    files = {item.name: item.stat().st_size for item in _files(path.parent)}
+    found = matching(gguf_models(files), path.name)
+    return found[0] if found else GgufModel("", (path.name,), path.stat().st_size)
 
 
 def _snapshot(folder: Path) -> Path | None:
@@ -137,7 +147,8 @@ def _snapshot(folder: Path) -> Path | None:
     named = _at_revision(folder, "main")
     if named is not None and (named / CONFIG).is_file():
         return named
-    return max(models_in(folder / "snapshots"), key=_changed_s, default=None)
+    complete = [item for item in _folders(folder / "snapshots") if (item / CONFIG).is_file()]
+    return max(complete, key=_changed_s, default=None)
 
 
 def _roots(folder: Path) -> list[Path]:
@@ -187,9 +198,17 @@ def _changed_s(path: Path) -> float:
 
 
 def _folders(parent: Path) -> list[Path]:
+    return _entries(parent, os.DirEntry.is_dir)
+
+
+def _files(parent: Path) -> list[Path]:
+    return _entries(parent, os.DirEntry.is_file)
+
+
+def _entries(parent: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[Path]:
     try:
         with os.scandir(parent) as entries:
-            found = sorted(item.name for item in entries if item.is_dir())
+            found = sorted(item.name for item in entries if is_wanted(item))
     except OSError:
         return []
-    return [parent / name for name in found[:_MAX_FOLDERS]]
+    return [parent / name for name in found[:_MAX_ENTRIES]]

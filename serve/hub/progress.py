@@ -33,7 +33,7 @@ class DownloadProgress:
         now_s = time.monotonic()
         self._points: deque[tuple[float, int]] = deque([(now_s, done)])
         self._shown_s = now_s
-        self._drawn_chars = 0
+        self._is_drawn = False
 
     def report(self, file: str, done: int) -> None:
         """Notes how many bytes of a file are there."""
@@ -47,10 +47,9 @@ class DownloadProgress:
     def close(self) -> None:
         """Removes the bar."""
         with self._lock:
-            if self._drawn_chars:
+            if self._is_drawn:
                 _write("\r\x1b[K")
-                self._drawn_chars = 0
-            self._is_shown = self._is_bar = False
+            self._is_drawn = self._is_shown = self._is_bar = False
 
     def _show(self, now_s: float) -> None:
         done = sum(self._by_file.values())
@@ -63,8 +62,10 @@ class DownloadProgress:
         if self._is_bar:
             filled = _BAR_CHARS * done // max(self._total, 1)
             bar = "#" * filled + "." * (_BAR_CHARS - filled)
-            self._drawn_chars = len(text)
-            _write(f"\r\x1b[K[{bar}] {text}"[: _width() + 4])
+            line = f"[{bar}] {text}"
+            width = _width()
+            self._is_drawn = True
+            _write("\r\x1b[K" + (line if len(line) <= width else text[:width]))
         elif self._is_shown:
             _write(f"{text}\n")
 
