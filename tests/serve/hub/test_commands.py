@@ -40,7 +40,8 @@ def test_pull(hub: FakeHub, cache: Path) -> None:
 def test_pull_of_a_quantization(hub: FakeHub, cache: Path) -> None:
     hub.add("Org/M-GGUF", dict(QUANTS))
     code, out, err = run("pull", "Org/M-GGUF:q8_0", "--quiet")
-    assert (code, err) == (0, "") and out.endswith("m-Q8_0.gguf\n") and Path(out.strip()).read_bytes()
+    assert (code, err) == (0, "") and out.endswith("m-Q8_0.gguf\n")
+    assert Path(out.strip()).read_bytes() == QUANTS["m-Q8_0.gguf"]
     code, _, err = run("pull", "Org/M-GGUF:Q2_K")
     assert code == 1 and "none matches 'Q2_K'" in err and "Org/M-GGUF:Q4_K_M  2 KiB" in err
 
