@@ -119,10 +119,10 @@ def is_complete(snapshot: Path) -> bool:
         weight_map = read_json(snapshot / INDEX).get("weight_map")
     except ModelLoadError:
         return False
-    paths = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
-    if not all(isinstance(path, str) for path in paths):
+    if not isinstance(weight_map, dict):
         return False
-    return all((snapshot / path).is_file() for path in set(paths))
+    paths = {path if isinstance(path, str) else "" for path in weight_map.values()}
+    return all((snapshot / path).is_file() for path in paths)
 
 
 def models_in(folder: Path) -> list[Path]:
