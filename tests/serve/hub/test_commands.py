@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from bench.common.checkpoints import model_directory
 from serve.cli.main import app
+from tests.support.http.serve_process import serve_run
 from tests.support.hub.models import WEIGHTS, llama_files, plain_files
 from tests.support.hub.server import TOKEN, FakeHub, Fault, Sent
 
@@ -202,6 +204,28 @@ def test_a_download_that_was_ended_goes_on(
     assert (Path(done.stdout.strip()) / "model.safetensors").read_bytes() == WEIGHTS
     assert hub.fetched()[-1].range == f"bytes={kept}-"
     assert "of it are here already" in done.stderr
+
+
+@pytest.mark.process
+def test_a_server_starts_by_name(hub: FakeHub, cache: Path) -> None:
+    hub.add("Org/Model", llama_files())
+    with serve_run("Org/Model") as (process, url):
+        end_s = time.monotonic() + 60
+        while True:
+            assert process.poll() is None and time.monotonic() < end_s
+            try:
+                with urllib.request.urlopen(f"{url}/v1/models") as answer:
+                    (model,) = json.load(answer)["data"]
+                break
+            except OSError:
+                time.sleep(0.1)
+        body = json.dumps({"model": "Org/Model", "prompt": "a", "max_tokens": 1, "stream": True})
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/completions", body.encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            assert answer.readline().startswith(b"data: {")
+    assert model["id"] == "Org/Model"
+    assert len(hub.fetched(".safetensors")) == 1
 
 
 @pytest.mark.process
