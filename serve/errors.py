@@ -3,6 +3,7 @@
 MergestepError
 ├── ConfigError            a setting does not work; the message names it
 ├── ModelLoadError         a checkpoint cannot be served; names the file, tensor or key
+│   └── DownloadError      a model cannot be fetched from the hub; says what to do
 ├── RequestError           a request is wrong; names the parameter
 │   └── ContextLengthError the prompt (plus max_tokens) does not fit the context
 ├── OverloadedError        too many requests wait; try again later
@@ -28,6 +29,18 @@ class ConfigError(MergestepError):
 
 class ModelLoadError(MergestepError):
     """A checkpoint cannot be served. The message names the file, tensor or key."""
+
+
+class DownloadError(ModelLoadError):
+    """A model cannot be fetched from the hub. The message says what to do.
+
+    `code` is one of not_found, revision, gated, token, forbidden, rate_limited, network, server,
+    damaged, disk, offline, choice and refused.
+    """
+
+    def __init__(self, message: str, *, code: str):
+        super().__init__(message)
+        self.code = code
 
 
 class RequestError(MergestepError):

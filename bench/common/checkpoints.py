@@ -25,6 +25,7 @@ from bench.common.random_weights import random_tensors
 from bench.common.safetensors_writer import INDEX, SINGLE, write_checkpoint
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
+from serve.hub.find import find
 from serve.units import format_memory
 
 RANDOM = "random:"
@@ -40,11 +41,12 @@ def cache_folder() -> Path:
 
 def model_directory(model: str | Path | None) -> str | None:
     """Returns the model's directory, or None for the embedded model. "random:SHAPE" is a random
-    checkpoint, which the first call writes. Raises ConfigError for an unknown shape."""
+    checkpoint, which the first call writes, and "ORG/NAME" a model of the hub, which the first call
+    fetches. Raises ConfigError for an unknown shape, and ModelLoadError."""
     if model is None or model == DEFAULT_MODEL:
         return None
     if not str(model).startswith(RANDOM):
-        return str(model)
+        return find(str(model), tell=_tell).model
     shape = str(model).removeprefix(RANDOM)
     if shape not in SHAPES:
         shapes = ", ".join(RANDOM + name for name in SHAPES)
@@ -54,6 +56,10 @@ def model_directory(model: str | Path | None) -> str | None:
             f"model {str(model)!r} is unknown; models with random weights are {shapes}{hint}"
         )
     return str(random_checkpoint(shape))
+
+
+def _tell(text: str) -> None:
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def random_checkpoint(shape: str, *, folder: Path | None = None, has_weights: bool = True) -> Path:

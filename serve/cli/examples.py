@@ -20,6 +20,7 @@ def _below(*examples: str | tuple[str, str], exit_codes: str = EXIT_CODES) -> st
 ALL = _below(
     ("serve run", "a server for the embedded model, at http://127.0.0.1:8000"),
     ("serve run ./Qwen3-0.6B", "a server for a Hugging Face directory"),
+    ("serve run Qwen/Qwen2.5-0.5B-Instruct", "a server for a model that is downloaded first"),
     ("serve models", "the models on this machine"),
     ("serve chat --url http://127.0.0.1:8000", "chat with it"),
     ("serve bench --url http://127.0.0.1:8000 --qps 4", "measure it"),
@@ -30,6 +31,7 @@ RUN = _below(
     ("serve run", "the embedded model, at http://127.0.0.1:8000"),
     "serve run ./Qwen3-0.6B --port 9000 --max-model-len 4096",
     "serve run Qwen/Qwen2.5-0.5B-Instruct --dtype int8 --kv-cache-bytes 2GiB",
+    ("serve run Qwen/Qwen2.5-0.5B-Instruct --revision main", "a branch, tag or commit"),
     "MERGESTEP_PORT=9000 serve run --config server.toml",
     ("serve run --print-config > server.toml", "all settings, to edit and use with --config"),
     "[bold]Settings[/bold] come from flags, else the environment, else the file, else defaults.",
@@ -72,6 +74,12 @@ PLAN = _below(
 EVAL = _below(
     ("serve eval", "the embedded model on its held-out text"),
     "serve eval DIR --precision bfloat16 --precision int8 --precision bfloat16/int8",
+)
+PULL = _below(
+    "serve pull Qwen/Qwen2.5-0.5B-Instruct",
+    ("serve pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M", "one quantization of GGUF files"),
+    ("HF_TOKEN=... serve pull meta-llama/Llama-3.2-1B-Instruct", "a gated model"),
+    ("HF_HOME=/data/huggingface serve pull Qwen/Qwen3-8B", "to another disk"),
 )
 MODELS = _below(
     ("serve models", "the embedded model and the Hugging Face cache"),

@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from serve.cli import examples, options
 from serve.cli.client_key import read_client_key
 from serve.cli.cluster import CLUSTER_HELP, cluster_command
-from serve.cli.model_files import find_model
+from serve.cli.model_files import find_model, pull_model
 from serve.cli.reporting import reported, set_up_logging
 from serve.cli.run import RUN_HELP, run_command
 from serve.cli.setting_help import SERVER
@@ -84,8 +84,8 @@ def chat(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model's directory or its name in the Hugging Face cache; with --url, its name"
-            " on the server."
+            help="A model's directory or its name on the hub, as for `serve run`; with --url, its"
+            " name on the server."
         ),
     ] = None,
     url: Annotated[
@@ -101,6 +101,7 @@ def chat(
         float | None, typer.Option(help="Temperature of sampling; 0 is greedy.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    revision: options.Revision = None,
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
     compute_threads: options.ComputeThreads = None,
@@ -125,7 +126,7 @@ def chat(
             key = read_client_key(api_key_file)
             speaker = ServerSpeaker(url, sampling, model=model, api_key=key)
         else:
-            speaker = EngineSpeaker(_engine(model, **engine), sampling)
+            speaker = EngineSpeaker(_engine(model, revision, **engine), sampling)
         run_chat(speaker, system=system, message=message)
 
 
@@ -151,6 +152,26 @@ def bench() -> None:
 @app.command(cls=BenchCommand)
 def plan() -> None:
     """Predict how fast MODEL runs on machines, and compare their costs."""
+
+
+@app.command(epilog=examples.PULL)
+def pull(
+    model: Annotated[
+        str, typer.Argument(metavar="NAME", help="ORG/NAME, ORG/NAME:QUANT or ORG/NAME:FILE.gguf.")
+    ],
+    revision: options.Revision = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print no progress, only where the model is.")
+    ] = False,
+) -> None:
+    """Download a model by its name on the Hugging Face hub, and print where it is.
+
+    Only the files that are needed are fetched, and checked. After an interruption the same command
+    goes on where it was.
+    """
+    set_up_logging("warning")
+    with reported():
+        typer.echo(pull_model(model, revision=revision, is_quiet=quiet))
 
 
 @app.command(epilog=examples.MODELS)
@@ -243,11 +264,11 @@ def _version() -> str:
         return "(not installed: a source tree)"
 
 
-def _engine(model: str | None, **settings: Unpack[EngineSettings]) -> Engine:
+def _engine(model: str | None, revision: str | None, **settings: Unpack[EngineSettings]) -> Engine:
     from serve.engine.engine import Engine
 
-    if model is None:
+    if model is None and revision is None:
         return Engine(**settings)
-    location = find_model(model)
+    location = find_model(model or DEFAULT_MODEL, revision=revision)
     settings["served_model_name"] = location.name
     return Engine(location.model, **settings)

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from serve.cli.model_files import cache_folder, cached_models, models_in
 from serve.cli.reporting import printable
 from serve.config import DEFAULT_MODEL, DTYPES, EngineConfig
 from serve.errors import ConfigError, ModelLoadError, reason
+from serve.hub.cache import cached_models, gguf_model, models_in
+from serve.hub.settings import cache_folder
 from serve.loading.footprint import check_weights_fit, footprint, weight_bytes
 from serve.loading.precision import Precision, resolve_precision
 from serve.models import count_parameters, read_spec
@@ -33,8 +34,9 @@ from serve.units import format_memory, format_parameters
 class ServableModel:
     """A model on this machine.
 
-    problem: the reason why it cannot be served, else "". active_parameters: without the experts
-    that a token does not use. size_bytes: those of the weight files. dtype: the choice of "auto".
+    format: "safetensors", or "GGUF" with the quantization if the file's name tells it. problem: the
+    reason why it cannot be served, else "". active_parameters: without the experts that a token
+    does not use. size_bytes: those of the weight files. dtype: the choice of "auto".
     dtypes: those that this machine supports; other_dtypes: those that differ from "auto".
     weight_bytes, kv_token_bytes: what weights and a token's K/V take in memory with "auto".
     max_tokens, max_sequences: the longest context that fits into the memory that is free now, and
@@ -44,6 +46,7 @@ class ServableModel:
 
     name: str
     path: str
+    format: str = "safetensors"
     family: str = ""
     parameters: int = 0
     active_parameters: int = 0
@@ -61,9 +64,8 @@ class ServableModel:
 
 
 def list_models(paths: Sequence[Path]) -> list[ServableModel]:
-    """Returns the models below the paths, or the embedded model and those of the cache.
-
-    Raises ConfigError for a path that is not a directory.
+    """Returns the models below the paths, which may be GGUF files, or the embedded model and those
+    of the cache. Raises ConfigError for a path that is neither a directory nor such a file.
     """
     if not paths:
         embedded = EngineConfig().model_path
@@ -71,6 +73,9 @@ def list_models(paths: Sequence[Path]) -> list[ServableModel]:
         return [_describe(DEFAULT_MODEL, embedded), *cached]
     models = []
     for path in paths:
+        if path.suffix == ".gguf" and path.is_file():
+            models.append(_describe(str(path), path))
+            continue
         try:
             next(path.iterdir(), None)
         except OSError as error:
@@ -81,6 +86,9 @@ def list_models(paths: Sequence[Path]) -> list[ServableModel]:
 
 def _describe(name: str, path: Path) -> ServableModel:
     model = ServableModel(name, str(path))
+    if path.suffix == ".gguf":
+        found = gguf_model(path)
+        model.format, model.size_bytes = f"GGUF {found.quant}".rstrip(), found.size_bytes
     try:
         spec = read_spec(path)
         model.family = spec.model_type
@@ -138,7 +146,7 @@ def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
         _print(json.dumps([asdict(model) for model in models], indent=2))
         return
     if not models:
-        _print("no models: the directory of a model has a config.json")
+        _print("no models: the directory of a model has a config.json or GGUF files")
         return
     console = Console()
     console.print(_table(models))
@@ -150,14 +158,18 @@ def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
 
 def _table(models: Iterable[ServableModel]) -> Table:
     names = Column("model", overflow="fold")  # whole, since a user copies them
-    table = Table(names, "family", "parameters", "size", "context", "auto", "other dtypes")
+    others = ("family", "parameters", "size", "context", "auto", "other dtypes")
+    table = Table(names, "format", *others)
     for model in models:
         name = Text(printable(model.name))
         if model.problem:
-            table.add_row(name, model.family, "", "", "", "not supported", "see below")
+            size = format_memory(model.size_bytes) if model.size_bytes else ""
+            no = ("not supported", "see below")
+            table.add_row(name, model.format, model.family, "", size, "", *no)
             continue
         table.add_row(
             name,
+            model.format,
             model.family,
             format_parameters(model.parameters, model.active_parameters),
             format_memory(model.size_bytes),

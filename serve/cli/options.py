@@ -50,6 +50,7 @@ Model = Annotated[
         help=ENGINE_OPTIONS["model"].help, metavar="MODEL", show_default="the embedded model"
     ),
 ]
+Revision = Annotated[str | None, run_option("revision")]
 LoadFormat = Annotated[str, run_option("load_format")]
 DType = Annotated[str, run_option("dtype")]
 WeightGroup = Annotated[int, run_option("weight_group")]

@@ -18,6 +18,11 @@ def warn(message: str) -> None:
     _print("[yellow]warning[/yellow]", message)
 
 
+def note(message: str) -> None:
+    """Tells on stderr what is being done."""
+    errors.print(printable(message), markup=False, highlight=False, soft_wrap=True)
+
+
 def printable(text: str) -> str:
     """Replaces control characters, since names and messages may come from files and servers."""
     return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)

@@ -45,7 +45,7 @@ def run_command(context: typer.Context, **given: Any) -> None:
             return
         from serve.cli.server_process import run_server
 
-        run_server(settings, is_quiet=process.quiet)
+        run_server(settings, revision=process.revision, is_quiet=process.quiet)
 
 
 def resolved(context: typer.Context, given: Mapping[str, Any]) -> RunSettings:

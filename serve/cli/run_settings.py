@@ -37,6 +37,7 @@ class ProcessSettings:
 
     log_level: str = "info"
     quiet: bool = False
+    revision: str | None = None
 
 
 OWNERS: tuple[tuple[type[Any], dict[str, Option]], ...] = (

@@ -11,7 +11,7 @@ from serve.cli.log_format import use_format
 from serve.cli.model_files import find_model
 from serve.cli.run_settings import RunSettings
 from serve.cli.start_summary import print_ready
-from serve.config import EngineConfig
+from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.engine.engine import Engine
 from serve.http.edge.file_limit import raise_file_limit
 from serve.http.edge.settings import HttpSettings
@@ -20,14 +20,18 @@ from serve.http.server import HttpServer, serve_until_signal
 _RANK_VARIABLES = {"WORLD_SIZE", "LWS_GROUP_SIZE"}
 
 
-def run_server(settings: RunSettings, *, is_quiet: bool) -> None:
-    """Runs a server until a signal; raises ConfigError, ModelLoadError, or OSError for the port."""
+def run_server(settings: RunSettings, *, revision: str | None, is_quiet: bool) -> None:
+    """Runs a server until a signal. A model of the hub that is not here is downloaded first.
+
+    Raises ConfigError, ModelLoadError, or OSError for the port.
+    """
     settings.make(EngineConfig)  # the error names the origin of a wrong value
     http: HttpSettings = settings.make(HttpSettings)
     use_format(http.log_format)
     values = settings.of(EngineConfig)
-    if "model" in values:
-        location = find_model(values["model"])
+    if "model" in values or revision is not None:
+        model = values.get("model", DEFAULT_MODEL)
+        location = find_model(model, revision=revision, is_quiet=is_quiet)
         values["model"] = location.model
         values.setdefault("served_model_name", location.name)
     if _RANK_VARIABLES & os.environ.keys() and _runs_rank(EngineConfig(**values)):

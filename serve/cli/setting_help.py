@@ -59,8 +59,8 @@ _LEVELS = ("debug", "info", "warning", "error")
 ENGINE_OPTIONS: dict[str, Option] = {
     "model": Option(
         MODEL,
-        "A Hugging Face directory, or the name of a model in the Hugging Face cache"
-        " (`serve models` lists them).",
+        "A Hugging Face directory, or ORG/NAME, ORG/NAME:QUANT or ORG/NAME:FILE of the hub, which"
+        " is downloaded once (`serve models` lists what is here).",
     ),
     "load_format": Option(
         MODEL,
@@ -340,4 +340,7 @@ PROCESS_OPTIONS: dict[str, Option] = {
         LOGS, "Least level that is logged: debug, info, warning or error.", choices=_LEVELS
     ),
     "quiet": Option(LOGS, "Print neither the start summary nor a progress bar.", flags=("-q",)),
+    "revision": Option(
+        MODEL, "The branch, tag or commit of a MODEL that is named ORG/NAME; by default main."
+    ),
 }

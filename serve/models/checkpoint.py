@@ -181,7 +181,8 @@ def _indexed_files(path: Path) -> list[Path]:
 def _inside(path: Path, name: str, source: str) -> Path:
     """Returns path / name. ModelLoadError unless it is a file of this directory.
 
-    Links may only point into the directory, or from a Hugging Face cache's snapshot to its blobs.
+    Links may only point into the directory, or from a Hugging Face cache's snapshot to its blobs
+    and to those that all models of the cache share.
     """
     if Path(name).name != name or "\\" in name or name in (".", ".."):
         raise ModelLoadError(f"{path}: {source} names {name!r}, which is not in the directory")
@@ -194,7 +195,10 @@ def _inside(path: Path, name: str, source: str) -> Path:
         raise ModelLoadError(f"{file} cannot be read: {reason(error)}") from error
     allowed = [path.resolve()]
     if path.parent.name == "snapshots":
-        allowed.append((path.parent.parent / "blobs").resolve())
+        repository = path.parent.parent
+        allowed.append((repository / "blobs").resolve())
+        if repository.name.startswith("models--"):
+            allowed.append((repository.parent / "blobs").resolve())
     target = file.resolve()
     if not any(target.is_relative_to(folder) for folder in allowed):
         raise ModelLoadError(f"{file} links to {target}, outside of the model directory")

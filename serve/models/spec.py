@@ -199,7 +199,8 @@ def read_config(path: Path, *, is_converted: bool = False) -> ConfigReader:
         raise ModelLoadError(f"model {path} is neither a directory nor a file")
     if not path.is_dir():
         raise ModelLoadError(
-            f"model directory {path} does not exist (nothing is downloaded by its name)"
+            f"model directory {path} does not exist; `serve pull ORG/NAME` downloads a model and"
+            " prints its directory"
         )
     source = path / "config.json"
     if not source.exists():

@@ -18,13 +18,13 @@ from bench.plan.hardware import read_toml
 from serve.cli.client_key import read_client_key
 from serve.cli.config_file import read_config_file
 from serve.cli.main import app
-from serve.cli.model_files import cached_models
 from serve.config import EngineConfig
 from serve.engine.loader import load_engine
 from serve.errors import ConfigError, ModelLoadError, reason
 from serve.http.edge.keys import load_keys
 from serve.http.edge.settings import HttpSettings
 from serve.http.edge.tls import tls_context
+from serve.hub.cache import cached_models
 from serve.loading.node_key import read_key
 from serve.regular_file import open_regular
 from tests.support.engine.checkpoints import checkpoint, edit_json

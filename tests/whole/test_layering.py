@@ -36,7 +36,9 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/models",
         "serve/group",
         "serve/cluster",
+        "serve/hub",
     ),
+    "serve/hub": ("serve",),
     "serve/cluster": ("serve",),
     "serve/http": (
         "serve",

@@ -12,9 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from serve.cli.main import app
-from serve.cli.model_files import cached_models, find_model
+from serve.cli.model_files import find_model
 from serve.config import default_model_path
 from serve.errors import ModelLoadError
+from serve.hub.cache import cached_models
 from serve.loading import footprint
 from serve.models import count_parameters, read_spec
 from serve.models.checkpoint import Checkpoint
@@ -99,10 +100,10 @@ def test_the_table_is_whole_at_80_columns(tmp_path: Path) -> None:
     (folder / "two" / "config.json").write_text('{"model_type": "mamba"}')
     result = CliRunner().invoke(app, ["models", str(folder)], env={"COLUMNS": "80"})
     rows = [line for line in result.stdout.splitlines() if "│" in line or "┃" in line]
-    assert {line.count("│") + line.count("┃") for line in rows} == {8}
+    assert {line.count("│") + line.count("┃") for line in rows} == {9}
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in rows if "│" in line]
     assert str(folder / "one") in "".join(row[0] for row in cells)
-    assert "".join(row[6] for row in cells).count("float32") == 0  # the choice of auto
+    assert "".join(row[7] for row in cells).count("float32") == 0  # the choice of auto
 
 
 def test_a_problem_names_the_path_once(tmp_path: Path) -> None:

@@ -128,6 +128,23 @@ def test_huggingface_cache_links_are_followed(tmp_path: Path) -> None:
     assert load(snapshot).spec.model_type == "llama"
 
 
+def test_links_to_blobs_that_all_models_of_the_cache_share_are_followed(tmp_path: Path) -> None:
+    """huggingface_hub 2 puts large files into CACHE/blobs, to which a model's own blobs link."""
+    repository, shared = tmp_path / "models--Org--Model", tmp_path / "blobs" / "ab"
+    snapshot = repository / "snapshots" / "abc"
+    for folder in (snapshot, repository / "blobs", shared):
+        folder.mkdir(parents=True)
+    for file in checkpoint("llama").iterdir():
+        shutil.copy(file, shared / file.name)
+        (repository / "blobs" / file.name).symlink_to(Path("../../blobs/ab") / file.name)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    assert load(snapshot).spec.model_type == "llama"
+    other = tmp_path / "Org--Model"
+    repository.rename(other)
+    with pytest.raises(ModelLoadError, match="outside of the model directory"):
+        load(other / "snapshots" / "abc")
+
+
 def test_spec_of_each_family() -> None:
     spec = read_spec(checkpoint("mistral"))
     assert (spec.model_type, spec.torch_dtype) == ("mistral", "float32")
