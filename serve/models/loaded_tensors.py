@@ -39,7 +39,7 @@ class LoadedTensors:
         self.num_ungrouped = 0
         self._checkpoint = checkpoint
         self._packed = PackedProducts(packed, checkpoint)
-        self._backend = backend
+        self.backend = backend
         self._linears = backend.quantized
         self._device = backend.device
         self._dtype = dtype
@@ -71,7 +71,7 @@ class LoadedTensors:
             own = None if bias is None else bias[start:end]
             ops.append(self._product([(form, run)], num_in, own, inner, scale, is_head))
             start = end
-        return SideBySide(self._backend, ops, fusion)
+        return SideBySide(self.backend, ops, fusion)
 
     def _product(
         self,
@@ -143,12 +143,12 @@ class LoadedTensors:
     def experts(
         self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
     ) -> ExpertsOp:
-        op = self._backend.pack_experts(ups, downs, scales_input=scales_input)
+        op = self.backend.pack_experts(ups, downs, scales_input=scales_input)
         self.num_ungrouped += isinstance(op, ExpertsOneByOne)
         return op
 
     def heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
-        return self._backend.pack_heads(ops)
+        return self.backend.pack_heads(ops)
 
     def has(self, name: str) -> bool:
         return name in self._checkpoint.entries
