@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,6 @@ DENSE = Fusion(None, "gelu")
 
 def copies(op: LinearOp) -> tuple[LayerKind, list[Tensor]]:
     """Returns a layer's kind and copies of its buffers."""
-    import ctypes
-
     found = stored(op)
     assert found is not None
     kind, buffers = found
@@ -58,7 +57,7 @@ def four_bits(fusion: Fusion, **settings: object) -> LinearOp:
         "minimums": torch.rand(shape) if settings.get("minimums") else None,
     }
     table = str(settings.get("table", "int4"))
-    scales = torch.rand(shape).half().float() + 0.5
+    scales = torch.ldexp(torch.ones(shape), torch.randint(-3, 3, shape))
     return NATIVE.int4(codes, scales, bias=None, fusion=fusion, group=GROUP, table=table, **extra)
 
 

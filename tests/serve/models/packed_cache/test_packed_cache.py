@@ -29,6 +29,7 @@ from serve.models.packed_cache import cache as module
 from serve.models.packed_cache import folder as folders
 from serve.models.packed_cache.cache import PackedCache
 from serve.models.packed_cache.layout import LINE, PAGE
+from tests.support.engine import quantized
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.decoders import run, token_ids
 
@@ -45,6 +46,9 @@ def model(tmp_path: Path) -> Path:
 
 
 def copy_of_model(family: str, variant: str, folder: Path) -> Path:
+    """variant: of the tables, or a case of tests/support/engine/quantized.py."""
+    if variant in quantized.CASES:
+        return quantized.write(folder, *quantized.CASES[variant])[0]
     return Path(shutil.copytree(checkpoint(family, variant), folder / "model"))
 
 
@@ -98,10 +102,10 @@ def forbid_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama", "base", "bfloat16"),
         ("llama", "gptq", "int8"),
         ("qwen2", "base", "int8"),
-        ("qwen3_moe", "base", "int8"),
-        ("qwen3_moe", "base", "bfloat16"),
-        ("deepseek_v3", "base", "int8"),
-        ("gpt_oss", "base", "int8"),
+        ("qwen3_moe", "head-24", "int8"),
+        ("qwen3_moe", "head-24", "bfloat16"),
+        ("deepseek_v3", "yarn", "int8"),
+        ("gpt_oss", "yarn", "int8"),
     ],
 )
 def test_the_second_start_has_the_same_bits(
@@ -116,7 +120,7 @@ def test_the_second_start_has_the_same_bits(
 
 def test_what_cannot_be_kept_is_loaded(tmp_path: Path) -> None:
     """Products with reordered inputs are read from the checkpoint at every start."""
-    path = copy_of_model("llama", "gptq-desc-act", tmp_path)
+    path = copy_of_model("llama", "gptq-order", tmp_path)
     want = logits(path)
     assert len(kept(path)) == 1
     assert torch.equal(logits(path), want)
@@ -184,7 +188,7 @@ def test_an_index_of_another_model_is_not_used(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A well-formed file with entries that do not fit, as after an error in this code."""
-    other = copy_of_model("qwen3_moe", "base", tmp_path / "other")
+    other = copy_of_model("qwen3_moe", "head-24", tmp_path / "other")
     logits(other)
     want = logits(model)
     (file,), (wrong,) = kept(model), kept(other)
