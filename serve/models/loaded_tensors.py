@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from quant.formats.base import CheckpointFormat
 from serve.models.checkpoint import Checkpoint
 from serve.models.packed import PackedProducts, Runs
 from serve.models.parts import Part
-from serve.models.tensors import MakeLinear, shape_in
+from serve.models.tensors import MakeLinear, TensorSource, shape_in
+
+T = TypeVar("T")
 
 
 class LoadedTensors:
@@ -185,3 +188,17 @@ class LoadedTensors:
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
     return tensor if scale == 1.0 else tensor.float() * scale
+
+
+class TensorCache(Protocol):
+    """Keeps what loading made for the next time."""
+
+    def build(
+        self,
+        checkpoint: Checkpoint,
+        loaded: LoadedTensors,
+        settings: str,
+        build: Callable[[TensorSource], T],
+    ) -> T:
+        """Returns what `build` makes of the tensors, kept or loaded ones; it may be called twice.
+        settings: what decides how `loaded` packs, beside the checkpoint."""

@@ -26,9 +26,8 @@ from serve.models.decoder import Decoder, DecoderWeights
 from serve.models.families import FAMILIES
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 from serve.models.families.names import WeightNames
-from serve.models.loaded_tensors import LoadedTensors
+from serve.models.loaded_tensors import LoadedTensors, TensorCache
 from serve.models.packed import PackedProducts
-from serve.models.packed_cache.cache import PackedCache
 from serve.models.progress import LoadProgress
 from serve.models.random_checkpoint import RandomCheckpoint
 from serve.models.shard import WHOLE, Shard
@@ -52,7 +51,7 @@ def load_model(
     max_model_len: int | None = None,
     progress: LoadProgress | None = None,
     shard: Shard = WHOLE,
-    packed_cache: PackedCache | None = None,
+    packed_cache: TensorCache | None = None,
 ) -> Decoder:
     """Loads a Hugging Face directory, or a shard of it, as a decoder that computes in `dtype`.
 

@@ -30,7 +30,7 @@ _MAX_DIMENSIONS = 8
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 }
 
 

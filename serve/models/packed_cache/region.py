@@ -32,8 +32,9 @@ _MIN_READERS = 4  # threads, so that a disk has several requests at once
 
 
 def open_region(fd: int, index: Index) -> tuple[Tensor, bool]:
-    """Returns the data of an open file, uint8 from offset 0 to data_end, and whether it is mapped.
-    Its memory is freed with the last tensor over it. DamagedCache if a checksum differs."""
+    """Returns the data of an open file, uint8 by offsets in the file, from PAGE on, and whether it
+    is mapped. Its memory is freed with the last tensor over it. DamagedCache if a checksum
+    differs."""
     mapped = _Mapping(fd, index.data_end)
     chunks = list(zip(chunks_of(index.data_end), index.checksums, strict=True))
     probe = [chunk for chunk in chunks if chunk[0].start < PAGE + _PROBE_BYTES]

@@ -145,10 +145,11 @@ class KeptTensors(_Around):
             return self._loaded.product(
                 parts, num_in, has_bias=has_bias, fusion=fusion, scale=scale, is_head=is_head
             )
+        num_out = sum(part.num_taken for part in parts)
         if len(kept) == 1:
-            return self._layer(kept[0], num_in, fusion)
-        inner = Fusion(fusion.norm)
-        layers = [self._layer(each, num_in, inner) for each in kept]
+            num_out = num_out // 2 if fusion.is_gated else num_out
+            return self._layers(kept, num_in, num_out, fusion)[0]
+        layers = self._layers(kept, num_in, num_out, Fusion(fusion.norm))
         return SideBySide(self._loaded.backend, layers, fusion)
 
     def vector(
@@ -162,7 +163,7 @@ class KeptTensors(_Around):
         kept = self._next(_call("vector", name))
         if not kept:
             return self._loaded.vector(name, shape, offset=offset, dtype=dtype)
-        return self._tensor(kept)
+        return self._tensor(kept, shape)
 
     def table(
         self,
@@ -175,19 +176,25 @@ class KeptTensors(_Around):
         kept = self._next(_call("table", name))
         if not kept:
             return self._loaded.table(name, shape, is_looked_up=is_looked_up, columns=columns)
-        return self._tensor(kept)
+        num_rows, width = shape
+        if columns is not None:
+            width = len(range(*columns.indices(width)))
+        return self._tensor(kept, (num_rows, width))
 
     def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
         if not stays_plain:  # its products come from the file
             return torch.empty(part.num_rows, num_in, device="meta")
         kept = self._next(_call("matrix", part.module))
-        return self._tensor(kept) if kept else self._loaded.matrix(part, num_in, stays_plain=True)
+        if not kept:
+            return self._loaded.matrix(part, num_in, stays_plain=True)
+        return self._tensor(kept, (part.num_taken, num_in))
 
     def pack(self, weight: Tensor) -> LinearOp:
         kept = self._next(_call("pack", str(tuple(weight.shape))))
         if len(kept) != 1:
             raise DamagedCache("it lacks a product")
-        return self._layer(kept[0], weight.shape[1], NO_FUSION)
+        num_out, num_in = weight.shape
+        return self._layers(kept, num_in, num_out, NO_FUSION)[0]
 
     def _next(self, call: str) -> tuple[LayerEntry | TensorEntry, ...]:
         entry = next(self._entries, None)
@@ -196,18 +203,27 @@ class KeptTensors(_Around):
             raise DamagedCache(f"it has {found} in place of {call}")
         return entry.parts
 
-    def _layer(self, entry: LayerEntry | TensorEntry, num_in: int, fusion: Fusion) -> LinearOp:
-        if not isinstance(entry, LayerEntry) or entry.kind.num_in != num_in:
-            raise DamagedCache("it has another product")
+    def _layers(
+        self, kept: Sequence[LayerEntry | TensorEntry], num_in: int, num_out: int, fusion: Fusion
+    ) -> list[LinearOp]:
+        """Returns layers with num_out outputs together, after gating."""
+        entries = [entry for entry in kept if isinstance(entry, LayerEntry)]
+        outputs = sum(entry.kind.num_out for entry in entries)
+        inputs = {entry.kind.num_in for entry in entries}
+        if len(entries) != len(kept) or inputs != {num_in} or outputs != num_out:
+            raise DamagedCache("it has a product of another shape")
         try:
-            return restore(entry.kind, [self._bytes(span) for span in entry.buffers], fusion)
+            return [
+                restore(entry.kind, [self._bytes(span) for span in entry.buffers], fusion)
+                for entry in entries
+            ]
         except ValueError as error:
             raise DamagedCache(f"it has a product that does not fit: {error}") from error
 
-    def _tensor(self, parts: Sequence[LayerEntry | TensorEntry]) -> Tensor:
-        (entry,) = parts
-        if not isinstance(entry, TensorEntry):
-            raise DamagedCache("it has a product in place of a tensor")
+    def _tensor(self, kept: Sequence[LayerEntry | TensorEntry], shape: tuple[int, ...]) -> Tensor:
+        entry = kept[0]
+        if not isinstance(entry, TensorEntry) or entry.shape != shape:
+            raise DamagedCache("it has a tensor of another shape")
         return self._bytes(entry.data).view(DTYPES[entry.dtype]).view(entry.shape)
 
     def _bytes(self, span: Span) -> Tensor:

@@ -79,7 +79,8 @@ class Contents:
         for chunk in chunks_of(self.data_end):
             end = chunk.start + chunk.num_bytes
             ctypes.memset(base, 0, chunk.num_bytes)
-            for start, (address, num_bytes) in self._pieces[first:]:
+            for number in range(first, len(self._pieces)):
+                start, (address, num_bytes) = self._pieces[number]
                 if start >= end:
                     break
                 begin, stop = max(start, chunk.start), min(start + num_bytes, end)

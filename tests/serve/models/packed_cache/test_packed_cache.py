@@ -10,88 +10,36 @@ import stat
 import subprocess
 import sys
 import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from ops import get_backend
 from ops.cpu import native_library
-from ops.cpu.native_quantized_linear import NATIVE
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.model_source import _packed_cache, read_source
-from serve.models import Decoder, load_model
-from serve.models.checkpoint import Checkpoint
-from serve.models.packed_cache import cache as module
 from serve.models.packed_cache import folder as folders
 from serve.models.packed_cache.cache import PackedCache
 from serve.models.packed_cache.layout import LINE, PAGE
-from tests.support.engine import quantized
-from tests.support.engine.checkpoints import checkpoint
-from tests.support.engine.decoders import run, token_ids
+from tests.support.models.packed_models import (
+    cache_for,
+    copy_of_model,
+    forbid_fetching,
+    kept,
+    logits,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not native_library.is_available(), reason="needs the native kernels"),
 ]
-IDS = token_ids(7)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return copy_of_model("llama", "base", tmp_path)
-
-
-def copy_of_model(family: str, variant: str, folder: Path) -> Path:
-    """variant: of the tables, or a case of tests/support/engine/quantized.py."""
-    if variant in quantized.CASES:
-        return quantized.write(folder, *quantized.CASES[variant])[0]
-    return Path(shutil.copytree(checkpoint(family, variant), folder / "model"))
-
-
-def cache_for(**settings: object) -> PackedCache:
-    return PackedCache("test", min_bytes=0, **settings)  # type: ignore[arg-type]
-
-
-def start(path: Path, cache: PackedCache, *, weights: str = "int8") -> Decoder:
-    """Loads a model as an engine does, and waits for the file."""
-    is_int8 = weights != "bfloat16"
-    make = {
-        "int8": NATIVE.int8,
-        "int4": partial(NATIVE.rounded4, group=32, is_nf4=False),
-        "bfloat16": None,
-    }[weights]
-    decoder = load_model(
-        path,
-        dtype=torch.float32 if is_int8 else torch.bfloat16,
-        backend=get_backend("cpu"),
-        make_linear=make,
-        make_head=NATIVE.int8 if is_int8 else None,
-        keep_weight_dtype=is_int8,
-        unpack=not is_int8,
-        packed_cache=cache,
-    )
-    if cache.writer is not None:
-        cache.writer.join()
-    return decoder
-
-
-def logits(path: Path, cache: PackedCache | None = None, *, weights: str = "int8") -> Tensor:
-    return run(start(path, cache or cache_for(), weights=weights), IDS)
-
-
-def kept(path: Path) -> list[Path]:
-    return sorted((path / folders.BESIDE).glob(f"*{folders.ENDING}"))
-
-
-def forbid_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("a weight was read from the checkpoint")
-
-    monkeypatch.setattr(Checkpoint, "fetch", fail)
 
 
 @pytest.mark.parametrize(
@@ -133,101 +81,6 @@ def test_files_are_private_and_the_format_is_stable(model: Path) -> None:
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     assert not list(file.parent.glob(f"*{folders.UNFINISHED}"))
     assert PAGE % LINE == 0 and file.read_bytes().startswith(b"mergestep packed")
-
-
-# -- damage
-
-DAMAGES = {
-    "empty": lambda data: b"",
-    "only a header": lambda data: data[:PAGE],
-    "cut off": lambda data: data[:-1],
-    "cut in half": lambda data: data[: len(data) // 2],
-    "longer": lambda data: data + b"\0",
-    "a bit of the header": lambda data: flipped(data, 20),
-    "a bit of the weights": lambda data: flipped(data, PAGE + 5000),
-    "the last bit": lambda data: flipped(data, len(data) - 1),
-    "zeros": lambda data: bytes(len(data)),
-    "another file": lambda data: os.urandom(len(data)),
-}
-
-
-def flipped(data: bytes, at: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_made_again(
-    damage: str, model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want = logits(model)
-    (file,) = kept(model)
-    good = file.read_bytes()
-    file.write_bytes(DAMAGES[damage](good))
-    assert torch.equal(logits(model), want)
-    assert "is not used and deleted" in caplog.text
-    assert kept(model) == [file] and file.read_bytes() == good
-    forbid_fetching(monkeypatch)
-    assert torch.equal(logits(model), want)
-
-
-def test_every_flipped_byte_is_noticed(model: Path) -> None:
-    """A sample of all places; what is between two buffers counts too."""
-    want = logits(model)
-    (file,) = kept(model)
-    good = file.read_bytes()
-    places = torch.randint(0, len(good), (60,), generator=torch.Generator().manual_seed(0)).tolist()
-    for place in places:
-        file.write_bytes(flipped(good, place))
-        before = file.stat().st_ino
-        assert torch.equal(logits(model), want)
-        is_padding = place < PAGE and file.stat().st_ino == before  # unused bytes of the header
-        assert is_padding or file.read_bytes() == good, place
-
-
-def test_an_index_of_another_model_is_not_used(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A well-formed file with entries that do not fit, as after an error in this code."""
-    other = copy_of_model("qwen3_moe", "head-24", tmp_path / "other")
-    logits(other)
-    want = logits(model)
-    (file,), (wrong,) = kept(model), kept(other)
-    shutil.copy(wrong, file)
-    monkeypatch.setattr(module, "read_header", partial(_any_identity, module.read_header))
-    assert torch.equal(logits(model), want)
-
-
-def _any_identity(read: object, page: bytes, identity: bytes, size: int) -> object:
-    return read(page, page[24:56], size)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("change", ["time", "size", "config", "settings", "code"])
-def test_another_checkpoint_or_setting_is_packed_again(
-    change: str, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logits(model)
-    (before,) = kept(model)
-    weights, config = model / "model.safetensors", model / "config.json"
-    cache = cache_for()
-    if change == "time":
-        os.utime(weights, ns=(0, 1))
-    elif change == "size":
-        with weights.open("ab") as file:
-            file.write(b"")
-        os.utime(weights, ns=(0, 2))
-    elif change == "config":
-        config.write_text(config.read_text() + "\n")
-    elif change == "settings":
-        cache.settings = "other"
-    else:
-        monkeypatch.setattr(
-            "serve.models.packed_cache.identity._code", lambda: b"other code than before"
-        )
-    logits(model, cache)
-    after = kept(model)
-    # another setting has a file of its own; a newer version of the same replaces the older one
-    assert len(after) == (2 if change == "settings" else 1)
-    assert (before in after) == (change == "settings")
 
 
 # -- whose files
@@ -295,13 +148,13 @@ import os, sys
 from pathlib import Path
 import serve.models.packed_cache.writer as writer
 sys.path.insert(0, sys.argv[2])
-from tests.serve.models.packed_cache import test_packed_cache as tests
+from tests.support.models import packed_models
 def stop(fd):
     print("writing", flush=True)
     import time
     time.sleep(60)
 writer.os = type("os", (), dict(vars(os), fsync=staticmethod(stop)))
-tests.start(Path(sys.argv[1]), tests.cache_for())
+packed_models.start(Path(sys.argv[1]), packed_models.cache_for())
 """
 
 
