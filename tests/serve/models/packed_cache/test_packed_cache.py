@@ -176,6 +176,7 @@ def test_a_start_after_kill_9_in_the_middle_of_writing_is_right(
     process.stdout.close()
     folder = model / folders.BESIDE
     assert len(list(folder.glob(f"*{folders.UNFINISHED}"))) == 1 and not kept(model)
+    (folder / f"of-other-settings{folders.UNFINISHED}").write_bytes(b"left by another writer")
     want = logits(model, cache_for(folder=model.parent / "elsewhere"))
     assert torch.equal(logits(model), want)
     assert len(kept(model)) == 1 and not list(folder.glob(f"*{folders.UNFINISHED}"))
