@@ -38,8 +38,11 @@ def folders(model: Path, chosen: Path | None) -> list[Path]:
     chosen: the only one; None: beside the model, and the user's cache."""
     if chosen is not None:
         return [chosen]
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return [model.resolve() / BESIDE, Path(cache) / "mergestep" / "packed"]
+    model = model.resolve()
+    beside = (model if model.is_dir() else model.parent) / BESIDE
+    home = os.environ.get("HOME")  # services may have none
+    cache = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
+    return [beside, Path(cache) / "mergestep" / "packed"] if cache else [beside]
 
 
 def open_trusted(file: Path) -> int | None:
