@@ -21,7 +21,7 @@ from serve.errors import ConfigError
 from serve.models import read_spec
 from serve.units import format_memory
 
-_ACCESS = "id="  # how lines of the access log begin
+_ACCESS = " id=req_"  # in lines of the access log
 _DIGITS = re.compile(r"[0-9][0-9.,]*")
 
 
@@ -136,7 +136,7 @@ def _phases(starts: list[Start]) -> list[str]:
     for start in starts:
         lines: dict[str, tuple[float, str]] = {}
         for at_s, line in start.lines:
-            if at_s <= start.at_s["/ready"] and not line.startswith(_ACCESS):
+            if at_s <= start.at_s["/ready"] and _ACCESS not in line:
                 text = line.partition(":")[2].strip() or line
                 lines.setdefault(_DIGITS.sub("#", text), (at_s, _short(text)))
         logs.append(lines)

@@ -32,8 +32,8 @@ _POLL_S = 0.002
 _PAGE = 4096
 _MARKS = ("listening", "/health", "/ready", "first token")
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ (?:INFO|WARNING|DEBUG) +")
-_PACKED, _WRITING, _KEPT = "packed weights", "writing", "kept"  # in lines of the log
-_FROM_FILE = re.compile(r"^packed weights: .* (?:mapped|read) from (.*) in [\d.]+ s$")
+_PACKED, _WRITING, _KEPT = "packed weights", ": writing", " kept"  # in lines of the log
+_FROM_FILE = re.compile(r"packed weights: .* (?:mapped|read) from (.*) in [\d.]+ s$")
 _READ_BYTES, _NUM_READERS = 8 << 20, 4
 _IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+([\w.]+)")
 
@@ -51,7 +51,7 @@ class Start:
     @property
     def is_writing(self) -> bool:
         """Whether the log has the begin of the writing of packed weights, and not its end."""
-        found = [line for _, line in self.lines if line.startswith(_PACKED)]
+        found = [line for _, line in self.lines if _PACKED in line]
         return any(_WRITING in line for line in found) and not any(_KEPT in line for line in found)
 
     @property
