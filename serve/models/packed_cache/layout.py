@@ -162,7 +162,7 @@ def _part(values: Any, data_end: int) -> LayerEntry | TensorEntry:
     _, name, *numbers = values
     if len(numbers) != 4 + 2 * NUM_BUFFERS or not all(type(n) is int for n in numbers):
         raise ValueError("a layer's numbers")
-    spans = [_span(*numbers[i : i + 2], data_end) for i in range(4, len(numbers), 2)]
+    spans = [_span(numbers[i], numbers[i + 1], data_end) for i in range(4, len(numbers), 2)]
     return LayerEntry(LayerKind(name, *numbers[:4]), tuple(spans))
 
 

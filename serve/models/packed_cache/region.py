@@ -63,7 +63,7 @@ def _check(data: Tensor, chunk: Span, checksum: int) -> None:
 
 
 def _read(fd: int, data: Tensor, chunk: Span, checksum: int) -> None:
-    part = memoryview(data.numpy())[chunk.start : chunk.start + chunk.num_bytes]
+    part = data.numpy().data[chunk.start : chunk.start + chunk.num_bytes]
     done = 0
     while done < chunk.num_bytes:
         count = os.preadv(fd, [part[done:]], chunk.start + done)
