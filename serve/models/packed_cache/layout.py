@@ -1,9 +1,10 @@
 """The format of a file of packed weights: a header, the data, and an index behind the data.
 
-The header has a page of its own: a magic number, the version, the identity of what was packed, the
-place and the checksum of the index, and a checksum of the header itself. The index, JSON, has the
-checksums of all chunks of the data and an entry for each thing that loading made. Everything that
-a file says is checked against its size before it is used.
+The first page has the header: a magic number, the version, the identity of what was packed, the
+place and the checksum of the index, and a checksum of the header itself. The data begin a huge
+page, and so does every chunk, so that the page cache can have huge pages of them. The index, JSON,
+has the checksums of all chunks and an entry for each thing that loading made. Everything that a
+file says is checked against its size before it is used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from ops.cpu.native_stored import NUM_BUFFERS, LayerKind
 
 PAGE = 4096
+DATA_START = 2 << 20
 LINE = 64  # buffers begin at multiples
 CHUNK_BYTES = 8 << 20  # with one checksum; the last chunk of a file may be shorter
 MAX_INDEX_BYTES = 256 << 20
@@ -74,8 +76,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """entries: in the order of the calls. checksums: of the chunks of all bytes from PAGE to
-    data_end, a multiple of PAGE."""
+    """entries: in the order of the calls. checksums: of the chunks of all bytes from
+    DATA_START to data_end, a multiple of PAGE."""
 
     data_end: int
     entries: list[Entry]
@@ -89,7 +91,7 @@ class Index:
 
 def chunks_of(data_end: int) -> list[Span]:
     """Returns the chunks of the data that ends at data_end."""
-    starts = range(PAGE, data_end, CHUNK_BYTES)
+    starts = range(DATA_START, data_end, CHUNK_BYTES)
     return [Span(start, min(CHUNK_BYTES, data_end - start)) for start in starts]
 
 
@@ -110,7 +112,7 @@ def read_header(page: bytes, identity: bytes, file_bytes: int) -> tuple[Span, by
         raise DamagedCache("it has another format")
     if found != identity:
         raise DamagedCache("it was made of another checkpoint, by other settings or other code")
-    if num_bytes > MAX_INDEX_BYTES or at % PAGE or at < PAGE or at + num_bytes != file_bytes:
+    if num_bytes > MAX_INDEX_BYTES or at % PAGE or at < DATA_START or at + num_bytes != file_bytes:
         raise DamagedCache("it is cut off")
     return Span(at, num_bytes), digest
 
@@ -167,6 +169,6 @@ def _part(values: Any, data_end: int) -> LayerEntry | TensorEntry:
 
 
 def _span(start: int, num_bytes: int, data_end: int) -> Span:
-    if num_bytes < 0 or start % LINE or not PAGE <= start <= data_end - num_bytes:
+    if num_bytes < 0 or start % LINE or not DATA_START <= start <= data_end - num_bytes:
         raise ValueError("a place outside of the data")
     return Span(start, num_bytes)

@@ -22,24 +22,31 @@ from torch import Tensor
 
 from ops.cpu import native_library
 from serve.machine import usable_processors
-from serve.models.packed_cache.layout import CHUNK_BYTES, PAGE, DamagedCache, Index, Span, chunks_of
+from serve.models.packed_cache.layout import (
+    CHUNK_BYTES,
+    DATA_START,
+    DamagedCache,
+    Index,
+    Span,
+    chunks_of,
+)
 
 _MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13
 _HUGE = 2 << 20
-_PROBE_BYTES = 4 * CHUNK_BYTES
+_PROBE_END = DATA_START + 4 * CHUNK_BYTES
 _LEAST_HUGE = 0.9  # of a mapping's bytes
 _MIN_READERS = 4  # threads, so that a disk has several requests at once
 
 
 def open_region(fd: int, index: Index) -> tuple[Tensor, bool]:
-    """Returns the data of an open file, uint8 by offsets in the file, from PAGE on, and whether it
-    is mapped. Its memory is freed with the last tensor over it. DamagedCache if a checksum
-    differs."""
+    """Returns the data of an open file, uint8 by offsets in the file, from DATA_START on, and
+    whether it is mapped. Its memory is freed with the last tensor over it. DamagedCache if a
+    checksum differs."""
     mapped = _Mapping(fd, index.data_end)
     chunks = list(zip(chunks_of(index.data_end), index.checksums, strict=True))
-    probe = [chunk for chunk in chunks if chunk[0].start < PAGE + _PROBE_BYTES]
+    probe = [chunk for chunk in chunks if chunk[0].start < _PROBE_END]
     _in_threads(lambda chunk: _check(mapped.data, *chunk), probe)
-    if mapped.huge_share(_PROBE_BYTES) >= _LEAST_HUGE:
+    if mapped.huge_share(_PROBE_END) >= _LEAST_HUGE:
         _in_threads(lambda chunk: _check(mapped.data, *chunk), chunks[len(probe) :])
         if mapped.huge_share(index.data_end) >= _LEAST_HUGE:
             return mapped.data, True
@@ -101,9 +108,9 @@ class _Mapping:
         _ask_for_huge_pages(memory)
         self.data = torch.frombuffer(memory, dtype=torch.uint8)
 
-    def huge_share(self, num_bytes: int) -> float:
-        """Returns which part of the first num_bytes, which were read, is on huge pages."""
-        wanted = min(num_bytes, len(self.data)) // _HUGE * _HUGE
+    def huge_share(self, end: int) -> float:
+        """Returns which part of the data up to `end`, which were read, is on huge pages."""
+        wanted = (min(end, len(self.data)) - DATA_START) // _HUGE * _HUGE
         return _huge_bytes(self.data.data_ptr()) / wanted if wanted else 0.0
 
 

@@ -21,6 +21,7 @@ from serve.models.packed_cache.folder import UNFINISHED
 from serve.models.packed_cache.identity import Identity
 from serve.models.packed_cache.layout import (
     CHUNK_BYTES,
+    DATA_START,
     DTYPES,
     LINE,
     PAGE,
@@ -49,7 +50,7 @@ class Contents:
     def __init__(self, made: Iterable[Made]) -> None:
         self._kept: list[LinearOp | Tensor] = []
         self._pieces: list[tuple[int, Buffer]] = []
-        self._end = PAGE
+        self._end = DATA_START
         self.entries = [Entry(call, tuple(map(self._part, parts))) for call, parts in made]
         self.data_end = _round_up(self._end, PAGE)
 
@@ -75,7 +76,7 @@ class Contents:
     def write(self, fd: int) -> list[int]:
         """Writes all data and returns the checksums of its chunks. OSError."""
         staging = ctypes.create_string_buffer(CHUNK_BYTES)
-        base, checksums, first, synced = ctypes.addressof(staging), [], 0, PAGE
+        base, checksums, first, synced = ctypes.addressof(staging), [], 0, DATA_START
         for chunk in chunks_of(self.data_end):
             end = chunk.start + chunk.num_bytes
             ctypes.memset(base, 0, chunk.num_bytes)

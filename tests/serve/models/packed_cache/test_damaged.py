@@ -12,7 +12,7 @@ import torch
 
 from ops.cpu import native_library
 from serve.models.packed_cache import cache as module
-from serve.models.packed_cache.layout import PAGE
+from serve.models.packed_cache.layout import DATA_START, PAGE
 from tests.support.models.packed_models import (
     cache_for,
     copy_of_model,
@@ -39,7 +39,7 @@ DAMAGES = {
     "cut in half": lambda data: data[: len(data) // 2],
     "longer": lambda data: data + b"\0",
     "a bit of the header": lambda data: flipped(data, 20),
-    "a bit of the weights": lambda data: flipped(data, PAGE + 5000),
+    "a bit of the weights": lambda data: flipped(data, DATA_START + 5000),
     "the last bit": lambda data: flipped(data, len(data) - 1),
     "zeros": lambda data: bytes(len(data)),
     "another file": lambda data: os.urandom(len(data)),
@@ -70,12 +70,16 @@ def test_every_flipped_byte_is_noticed(model: Path) -> None:
     want = logits(model)
     (file,) = kept(model)
     good = file.read_bytes()
-    places = torch.randint(0, len(good), (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    numbers = torch.randint(0, 1 << 40, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    size = len(good) - DATA_START
+    places = [n % 200 for n in numbers[:10]] + [DATA_START + n % size for n in numbers]
     for place in places:
         file.write_bytes(flipped(good, place))
         before = file.stat().st_ino
         assert torch.equal(logits(model), want)
-        is_padding = place < PAGE and file.stat().st_ino == before  # unused bytes of the header
+        is_padding = (
+            place < DATA_START and file.stat().st_ino == before
+        )  # unused bytes of the header
         assert is_padding or file.read_bytes() == good, place
 
 

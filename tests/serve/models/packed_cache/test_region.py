@@ -12,12 +12,19 @@ import torch
 from ops.cpu import native_library
 from serve import machine
 from serve.models.packed_cache import region
-from serve.models.packed_cache.layout import CHUNK_BYTES, PAGE, DamagedCache, Index, chunks_of
+from serve.models.packed_cache.layout import (
+    CHUNK_BYTES,
+    DATA_START,
+    PAGE,
+    DamagedCache,
+    Index,
+    chunks_of,
+)
 
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="needs the native kernels"
 )
-END = PAGE * 3 + CHUNK_BYTES * 5  # more than the probe, with a short chunk in the end
+END = DATA_START + PAGE * 3 + CHUNK_BYTES * 5  # more than the probe, with a short chunk in the end
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +55,7 @@ def test_the_data_are_those_of_the_file(
     monkeypatch.setattr(region._Mapping, "huge_share", lambda *_: share)
     data, is_mapped = region.open_region(file, index_of(content))
     assert is_mapped == (share == 1.0)
-    assert torch.equal(data[PAGE:], content[PAGE:END])
+    assert torch.equal(data[DATA_START:], content[DATA_START:END])
 
 
 def test_pages_that_become_small_in_the_end_are_read(
@@ -57,11 +64,11 @@ def test_pages_that_become_small_in_the_end_are_read(
     shares = [1.0, 0.5]
     monkeypatch.setattr(region._Mapping, "huge_share", lambda *_: shares.pop(0))
     data, is_mapped = region.open_region(file, index_of(content))
-    assert not is_mapped and not shares and torch.equal(data[PAGE:], content[PAGE:END])
+    assert not is_mapped and not shares and torch.equal(data[DATA_START:], content[DATA_START:END])
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-@pytest.mark.parametrize("place", [PAGE, END // 2, END - 1])
+@pytest.mark.parametrize("place", [DATA_START, END // 2, END - 1])
 def test_a_changed_byte_is_noticed(
     share: float, place: int, content: torch.Tensor, file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
