@@ -118,6 +118,7 @@ def multiply_bf16(rounds: int) -> float: ...
 class _Linear:
     bytes: int
     product: int
+    buffers: list[int]
     def set_norm(self, kind: int, weight: int, bias: int, eps: float) -> None: ...
     def run(
         self,
@@ -155,10 +156,19 @@ class Int8Linear(_Linear):
         activation: int,
         is_gated: bool,
     ) -> None: ...
+    @staticmethod
+    def restore(
+        num_in: int, num_out: int, buffers: list[int], activation: int, is_gated: bool
+    ) -> Int8Linear: ...
 
 class PlainLinear:
     bytes: int
     product: int
+    buffers: list[int]
+    @staticmethod
+    def restore(
+        num_in: int, num_out: int, dtype: int, buffers: list[int], activation: int, is_gated: bool
+    ) -> PlainLinear: ...
     def __init__(
         self,
         num_in: int,
@@ -176,6 +186,18 @@ class PlainLinear:
     ) -> None: ...
 
 class Int4Linear(_Linear):
+    group: int
+    codes: int
+    @staticmethod
+    def restore(
+        num_in: int,
+        num_out: int,
+        group: int,
+        codes: int,
+        buffers: list[int],
+        activation: int,
+        is_gated: bool,
+    ) -> Int4Linear: ...
     def __init__(
         self,
         num_in: int,

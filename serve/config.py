@@ -20,7 +20,7 @@ from serve.node_addresses import (
     checked_addresses,
 )
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
-from serve.setting_checks import check_reasoning, check_store, check_times
+from serve.setting_checks import check_folders, check_predictor, check_reasoning, check_times
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -52,6 +52,8 @@ class EngineSettings(TypedDict, total=False):
     served_model_name: str | None
     dtype: str
     weight_group: int
+    packed_cache: str | Path
+    packed_cache_bytes: int | None
     kv_dtype: str
     kv_group: int
     max_model_len: int | None
@@ -115,6 +117,9 @@ class EngineConfig:
         multiplies e4m3 numbers on GPUs that support it. "auto" takes int8 for 16-bit checkpoints
         of the families that tolerate it, and logs the reason.
     weight_group: the number of inputs that share a scale in int4 and nf4: 16, 32, 64 or 128.
+    packed_cache: where packed weights are kept between starts: "off", a directory, or "auto"
+        (".mergestep" in the model's directory if that is writable, else the user's cache).
+    packed_cache_bytes: the most that this directory holds; None: 64 GiB. The oldest files go first.
     kv_dtype: how K/V is stored. "auto" takes int8 with int8 products (bfloat16 where head_dim is
         not a multiple of 16), else the compute type.
     kv_group: the largest number of values of a head that share a scale in int8 K/V.
@@ -203,6 +208,8 @@ class EngineConfig:
     served_model_name: str | None = None
     dtype: str = "auto"
     weight_group: int = 64
+    packed_cache: str | Path = "auto"
+    packed_cache_bytes: int | None = None
     kv_dtype: str = "auto"
     kv_group: int = 64
     max_model_len: int | None = None
@@ -261,15 +268,9 @@ class EngineConfig:
         )
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
-        predictor = self.length_predictor
-        if predictor is not None:
-            for method in ("quantile", "observe", "observe_cut"):
-                if not callable(getattr(predictor, method, None)):
-                    raise ConfigError(f"length_predictor has no method {method}")
-            if self.memory_policy != "predicted":
-                raise ConfigError("length_predictor needs memory_policy predicted")
+        check_predictor(self.length_predictor, self.memory_policy)
         check_reasoning(self.reasoning_budget, self.reasoning_budget_message)
-        check_store(self.kv_cache_dir, has_prefixes=self.prefix_cache)
+        check_folders(self.kv_cache_dir, self.packed_cache, has_prefixes=self.prefix_cache)
         self._check_nodes()
         page = self.kv_page_bytes
         if page is not None and page % 4096:
@@ -315,6 +316,7 @@ class EngineConfig:
             "kv_cache_bytes",
             "kv_page_bytes",
             "kv_disk_bytes",
+            "packed_cache_bytes",
             "memory_node_bytes",
             "kvp_segment_tokens",
             "lend_bytes",

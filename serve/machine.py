@@ -13,11 +13,16 @@ KV_SHARE_OF_FREE_MEMORY = 0.4
 
 
 def available_memory() -> int:
-    """Returns the free memory of the system in bytes, capped by the cgroup's limit."""
+    """Returns the free memory of the system in bytes, capped by the cgroup's limit.
+
+    Files that this process has mapped, such as libraries and packed weights, are in use, although
+    the system could read them again and counts them as available.
+    """
+    mapped = _status_bytes(_read("/proc/self/status"), "RssFile")
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
+            available = max(0, int(line.split()[1]) * 1024 - mapped)
     for limit_file, usage_file, stat_file, idle_name in (
         (
             "/sys/fs/cgroup/memory.max",
@@ -35,7 +40,7 @@ def available_memory() -> int:
         limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
         if limit.isdigit() and usage.isdigit():
             # the usage counts the page cache (such as checkpoint files), which is reclaimable
-            idle = _counter(_read(stat_file), idle_name)
+            idle = max(0, _counter(_read(stat_file), idle_name) - mapped)
             available = min(available, max(0, int(limit) - int(usage) + idle))
     return available
 

@@ -36,8 +36,21 @@ def check_reasoning(budget: object, message: object) -> None:
         )
 
 
-def check_store(folder: object, *, has_prefixes: bool) -> None:
-    if folder is not None and (not isinstance(folder, str | Path) or not str(folder)):
-        raise ConfigError(f"kv_cache_dir must be a path, not {folder!r}")
-    if folder is not None and not has_prefixes:
+def check_predictor(predictor: object, memory_policy: str) -> None:
+    if predictor is None:
+        return
+    for method in ("quantile", "observe", "observe_cut"):
+        if not callable(getattr(predictor, method, None)):
+            raise ConfigError(f"length_predictor has no method {method}")
+    if memory_policy != "predicted":
+        raise ConfigError("length_predictor needs memory_policy predicted")
+
+
+def check_folders(kv_cache_dir: object, packed_cache: object, *, has_prefixes: bool) -> None:
+    for setting, folder in (("kv_cache_dir", kv_cache_dir), ("packed_cache", packed_cache)):
+        if setting == "kv_cache_dir" and folder is None:
+            continue
+        if not isinstance(folder, str | Path) or not str(folder):
+            raise ConfigError(f"{setting} must be a path, not {folder!r}")
+    if kv_cache_dir is not None and not has_prefixes:
         raise ConfigError("kv_cache_dir needs prefix_cache")

@@ -96,9 +96,9 @@ def _http(found: Document) -> str:
 
 
 def _startup(found: Document) -> str:
-    starts = found["starts"].values()
+    starts = [each for name, each in found["starts"].items() if name != "first"]
     return ", ".join(
-        f"{statistics.median(start['at_s']['/ready'] for start in found):.1f} s" for found in starts
+        f"{statistics.median(start['at_s']['/ready'] for start in each):.1f} s" for each in starts
     )
 
 

@@ -115,6 +115,9 @@ def startup(
     ] = True,
     dtype: options.DType = "auto",
     compute_threads: options.ComputeThreads = None,
+    packed_cache: Annotated[
+        str, typer.Option(help="Where packed weights are kept, as for `serve run`.", metavar="DIR")
+    ] = "auto",
     limit_s: Annotated[
         float, typer.Option("--limit", help="Timeout of one start in seconds.")
     ] = 600.0,

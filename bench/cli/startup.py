@@ -15,11 +15,13 @@ from rich.table import Table
 
 from bench.common import tables
 from bench.common.checkpoints import model_directory
-from bench.offline.startup import Start, import_seconds, measure
+from bench.offline.startup import Start, disk_rate, import_seconds, measure
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import read_spec
+from serve.units import format_memory
 
+_ACCESS = " id=req_"  # in lines of the access log
 _DIGITS = re.compile(r"[0-9][0-9.,]*")
 
 
@@ -30,6 +32,7 @@ def startup(
     cold: bool = True,
     dtype: str = "auto",
     compute_threads: int | None = None,
+    packed_cache: str = "auto",
     limit_s: float = 600.0,
     json_file: Path | None = None,
     quick: bool = False,
@@ -37,17 +40,20 @@ def startup(
     """Runs `serve run` in fresh processes to its first token, and prints where the time goes.
 
     model is a directory, "random:SHAPE", or None for the embedded model. cold also starts with the
-    model's files out of memory. limit_s is the most seconds for one start. Returns what is written
-    to json_file. Raises ConfigError before anything runs, MergestepError if a start fails.
+    model's files out of memory. packed_cache is the setting of `serve run`. limit_s is the most
+    seconds for one start. Returns what is written to json_file. Raises ConfigError before anything
+    runs, MergestepError if a start fails.
     """
     tables.check_file(json_file)
     num_repeats = repeats or (1 if quick else 5)
     if num_repeats < 1 or not limit_s > 0:
         raise ConfigError("repeats and limit_s must be positive")
     path = model_directory(model)
-    config = EngineConfig.from_settings(path, dtype=dtype, compute_threads=compute_threads)
+    config = EngineConfig.from_settings(
+        path, dtype=dtype, compute_threads=compute_threads, packed_cache=packed_cache
+    )
     read_spec(config.model_path)
-    options = ["--dtype", dtype]
+    options = ["--dtype", dtype, "--packed-cache", packed_cache]
     if compute_threads is not None:
         options += ["--compute-threads", str(compute_threads)]
     head = tables.Head.now(f"startup, {config.model_name}")
@@ -63,6 +69,7 @@ def startup(
             limit_s=limit_s,
             advance=lambda name: bar.update(task, description=name, advance=1),
         )
+    rate = _packed_rate(starts)
     imports = import_seconds()
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
@@ -71,13 +78,40 @@ def startup(
         console.print(
             "the model's files could not be dropped from memory: the cold starts were warm"
         )
+    if rate is not None:
+        _show_rate(starts, *rate, console)
     result = {
         "starts": {name: [asdict(start) for start in each] for name, each in starts.items()},
         "was_cold": is_cold and was_dropped,
         "import_seconds": imports,
+        "packed_bytes": None if rate is None else rate[0],
+        "disk_bytes_per_s": None if rate is None else rate[1],
     }
     tables.write(json_file, head, result)
     return result
+
+
+def _packed_rate(starts: dict[str, list[Start]]) -> tuple[int, float] | None:
+    """Returns the bytes of the packed weights' file and the disk's rate of reading it; None if no
+    cold start used one."""
+    file = starts["cold"][0].packed_file if "cold" in starts else None
+    return None if file is None else (file.stat().st_size, disk_rate(file))
+
+
+def _show_rate(
+    starts: dict[str, list[Start]], num_bytes: int, rate: float, console: Console
+) -> None:
+    """Compares cold starts with the time that the disk takes to read the packed weights."""
+    loads = {name: statistics.median(start.load_s for start in starts[name]) for name in starts}
+    best = num_bytes / rate
+    times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in loads.items())
+    console.print(f"from listening to the first token: {times}", highlight=False)
+    console.print(
+        f"the disk reads {format_memory(num_bytes)} of packed weights in {best:.2f} s "
+        f"({rate / 1e9:.2f} GB/s), {best / loads['cold']:.0%} of a cold start's time",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _show(starts: dict[str, list[Start]], imports: dict[str, float], console: Console) -> None:
@@ -102,7 +136,7 @@ def _phases(starts: list[Start]) -> list[str]:
     for start in starts:
         lines: dict[str, tuple[float, str]] = {}
         for at_s, line in start.lines:
-            if at_s <= start.at_s["/ready"]:
+            if at_s <= start.at_s["/ready"] and _ACCESS not in line:
                 text = line.partition(":")[2].strip() or line
                 lines.setdefault(_DIGITS.sub("#", text), (at_s, _short(text)))
         logs.append(lines)

@@ -1,8 +1,9 @@
 """`serve bench startup`: times `serve run` in fresh processes from the spawn to the first token.
 
-Before a warm start the model's files are in the page cache. Before a cold start the system is asked
-to drop them (posix_fadvise), and the result is checked; files of Python and torch are not touched.
-One more process measures the time of imports.
+The first start packs the weights, unless an earlier one has kept them, and is given the time to
+keep them. Before a warm start the model's files are in the page cache. Before a cold start the
+system is asked to drop them (posix_fadvise), and the result is checked; files of Python and torch
+are not touched. One more process measures the time of imports.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import errno
 import http.client
 import json
+import mmap
 import os
 import re
 import socket
@@ -19,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +32,9 @@ _POLL_S = 0.002
 _PAGE = 4096
 _MARKS = ("listening", "/health", "/ready", "first token")
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ (?:INFO|WARNING|DEBUG) +")
+_PACKED, _WRITING, _KEPT = "packed weights", ": writing", " kept"  # in lines of the log
+_FROM_FILE = re.compile(r"packed weights: .* (?:mapped|read) from (.*) in [\d.]+ s$")
+_READ_BYTES, _NUM_READERS = 8 << 20, 4
 _IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+([\w.]+)")
 
 
@@ -42,10 +48,29 @@ class Start:
     rss_bytes: int = 0
     lines: list[tuple[float, str]] = field(default_factory=list)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the log has the begin of the writing of packed weights, and not its end."""
+        found = [line for _, line in self.lines if _PACKED in line]
+        return any(_WRITING in line for line in found) and not any(_KEPT in line for line in found)
 
-def start_once(model: str | None, options: list[str], *, limit_s: float) -> Start:
+    @property
+    def packed_file(self) -> Path | None:
+        """The file of packed weights from which the server was started, as the log says."""
+        found = [_FROM_FILE.search(line) for _, line in self.lines]
+        return next((Path(match[1]) for match in found if match), None)
+
+    @property
+    def load_s(self) -> float:
+        """The seconds from the bound port, where imports are done, to the first token."""
+        return self.at_s["first token"] - self.at_s["listening"]
+
+
+def start_once(
+    model: str | None, options: list[str], *, limit_s: float, lets_write: bool = False
+) -> Start:
     """Starts a server once. Raises MergestepError with its last lines if it exits or is not ready
-    within limit_s."""
+    within limit_s. lets_write: lets it write its packed weights before it ends."""
     port = _free_port()
     command = [sys.executable, "-m", "serve", "run", *([model] if model else [])]
     command += ["--port", str(port), "--log-level", "info", *options]
@@ -72,6 +97,8 @@ def start_once(model: str | None, options: list[str], *, limit_s: float) -> Star
         start.rss_bytes = _rss_bytes(process.pid)
         _first_token(port)
         start.at_s["first token"] = time.perf_counter() - began
+        while lets_write and start.is_writing and time.perf_counter() - began < limit_s:
+            time.sleep(_POLL_S)
     finally:
         process.terminate()
         process.wait()
@@ -137,10 +164,31 @@ def _rss_bytes(pid: int) -> int:
     return 0
 
 
+def disk_rate(file: Path) -> float:
+    """Returns the bytes per second at which several threads read a file past the page cache."""
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    size = os.fstat(descriptor).st_size // _READ_BYTES * _READ_BYTES
+    buffers = [mmap.mmap(-1, _READ_BYTES) for _ in range(_NUM_READERS)]  # pages, as O_DIRECT wants
+    for buffer in buffers:
+        buffer.write(bytes(_READ_BYTES))
+
+    def read(reader: int) -> None:
+        for at in range(reader * _READ_BYTES, size, _NUM_READERS * _READ_BYTES):
+            os.preadv(descriptor, [buffers[reader]], at)
+
+    began = time.perf_counter()
+    try:
+        with ThreadPoolExecutor(_NUM_READERS) as threads:
+            list(threads.map(read, range(_NUM_READERS)))
+    finally:
+        os.close(descriptor)
+    return size / (time.perf_counter() - began)
+
+
 def drop_from_memory(folder: Path) -> bool:
-    """Asks the system to drop a model's files from the page cache. Returns False if they are still
-    there or the system cannot tell."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    """Asks the system to drop a model's files, or one file, from the page cache. Returns False if
+    they are still there or the system cannot tell."""
+    files = [path for path in folder.rglob("*") if path.is_file()] or [folder]
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -191,17 +239,21 @@ def measure(
     limit_s: float,
     advance: Callable[[str], None],
 ) -> tuple[dict[str, list[Start]], bool]:
-    """Returns warm and cold starts, which alternate, by name, and whether the model's files were
-    dropped before all cold ones."""
-    start_once(model, options, limit_s=limit_s)  # brings all files into memory
-    starts: dict[str, list[Start]] = {"warm": []}
+    """Returns the first start, and warm and cold ones, which alternate, by name, and whether the
+    model's files were dropped before all cold ones."""
+    # brings all files into memory
+    first = start_once(model, options, limit_s=limit_s, lets_write=True)
+    starts: dict[str, list[Start]] = {"first": [first], "warm": []}
     if is_cold:
         starts["cold"] = []
     was_dropped = True
     for _ in range(repeats):
-        for name, timed in starts.items():
+        for name, timed in list(starts.items())[1:]:
             advance(name)
             if name == "cold":
                 was_dropped = drop_from_memory(folder) and was_dropped
+                packed = starts["warm"][-1].packed_file
+                if packed is not None:  # it may be elsewhere
+                    was_dropped = drop_from_memory(packed) and was_dropped
             timed.append(start_once(model, options, limit_s=limit_s))
     return starts, was_dropped

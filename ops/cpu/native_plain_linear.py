@@ -7,6 +7,8 @@ activation, and the sum with the residual.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,22 +22,38 @@ class PlainLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, fusion: Fusion = NO_FUSION) -> None:
         """Copies weight: [out, in] bf16 or fp32, which is also the type of rows and results."""
-        self.num_out, self.num_in = sizes(weight.shape[0], weight.shape[1], fusion)
-        self.dtype = self.in_dtype = self.out_dtype = weight.dtype
+        num_out, num_in = sizes(weight.shape[0], weight.shape[1], fusion)
         if weight.stride(1) != 1:
             weight = weight.contiguous()
-        bias = checked_bias(bias, self.num_out, fusion)
-        self.packed = library().PlainLinear(
-            self.num_in,
-            self.num_out,
+        bias = checked_bias(bias, num_out, fusion)
+        packed = library().PlainLinear(
+            num_in,
+            num_out,
             weight.data_ptr(),
             weight.stride(0),
-            TYPES[self.dtype],
+            TYPES[weight.dtype],
             address(bias),
             ACTIVATIONS[fusion.activation],
             fusion.is_gated,
         )
-        self.norm = set_norm(self.packed, fusion.norm, self.num_in)
+        self._begin(packed, weight.dtype, num_in, num_out, fusion)
+
+    @classmethod
+    def over(
+        cls, packed: Any, dtype: torch.dtype, num_in: int, num_out: int, fusion: Fusion
+    ) -> PlainLinear:
+        """Returns a layer of the library's packed product. num_out: outputs after gating."""
+        op = cls.__new__(cls)
+        op._begin(packed, dtype, num_in, num_out, fusion)
+        return op
+
+    def _begin(
+        self, packed: Any, dtype: torch.dtype, num_in: int, num_out: int, fusion: Fusion
+    ) -> None:
+        self.packed, self.num_in, self.num_out = packed, num_in, num_out
+        self.dtype = self.in_dtype = self.out_dtype = dtype
+        self.norm = set_norm(packed, fusion.norm, num_in)
+        self.memory: tuple[Tensor, ...] = ()  # of the weights, if the library has not allocated it
 
     @property
     def size_bytes(self) -> int:

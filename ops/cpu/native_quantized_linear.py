@@ -31,6 +31,7 @@ class NativeLinear:
         self.out_dtype = torch.float32 if fusion.activation is None else torch.bfloat16
         self._is_gated = fusion.is_gated
         self.norm = set_norm(op, fusion.norm, num_in)
+        self.memory: tuple[Tensor, ...] = ()  # of the weights, if the library has not allocated it
 
     @property
     def size_bytes(self) -> int:

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <mutex>
 #include <new>
+#include <stdexcept>
 
 namespace ms {
 namespace {
@@ -48,5 +49,12 @@ std::shared_ptr<void> cut(size_t bytes) {
 
 Buffer::Buffer(size_t bytes)
     : data_(bytes >= MIN_PART && bytes <= MAX_PART ? cut(bytes) : allocate(bytes)), bytes_(bytes) {}
+
+Buffer::Buffer(size_t bytes, const Span& there)
+    : data_(std::shared_ptr<void>(), reinterpret_cast<void*>(there.address)), bytes_(bytes) {
+  if (there.bytes != bytes) throw std::invalid_argument("a stored buffer has another size than the layer's");
+  if (bytes && (!there.address || there.address % LINE))
+    throw std::invalid_argument("a stored buffer does not begin a cache line");
+}
 
 }  // namespace ms

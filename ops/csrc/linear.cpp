@@ -8,6 +8,7 @@
 #include "binding.h"
 #include "buffer.h"
 #include "isa.h"
+#include "stored.h"
 #include "team.h"
 
 namespace nb = nanobind;
@@ -45,14 +46,15 @@ Quantized scratch(int rows, int num_in_padded) {
 // The common part of the layers: the norm, the bias and the placement of channels in panels.
 class Linear {
  public:
-  Linear(int num_out, size_t panel_bytes, uintptr_t bias, bool is_gated)
+  // The weights are those of `stored`, if it is there, and are left to the derived class otherwise.
+  Linear(int num_out, size_t panel_bytes, uintptr_t bias, bool is_gated, const Stored* stored = nullptr)
       : num_out_(num_out),
         num_panels_(count_panels(num_out, is_gated)),
         is_gated_(is_gated),
-        packed_(num_panels_ * panel_bytes),
-        bias_(bias ? num_panels_ * size_t{PANEL} * 4 : 0),
-        has_bias_(bias != 0) {
-    if (bias) spread(pointer<float>(bias), bias_.as<float>());
+        has_bias_(stored ? stored->bias.bytes != 0 : bias != 0),
+        packed_(buffer(num_panels_ * panel_bytes, stored, &Stored::packed)),
+        bias_(buffer(has_bias_ ? num_panels_ * size_t{PANEL} * 4 : 0, stored, &Stored::bias)) {
+    if (bias && !stored) spread(pointer<float>(bias), bias_.as<float>());
   }
 
   void set_norm(int kind, uintptr_t weight, uintptr_t bias, float eps) {
@@ -73,22 +75,23 @@ class Linear {
   const float* bias() const { return has_bias_ ? bias_.as<float>() : nullptr; }
 
   int num_out_, num_panels_;
-  bool is_gated_;
+  bool is_gated_, has_bias_;
   Buffer packed_, bias_;
-  bool has_bias_;
   Norm norm_{NormKind::none, nullptr, nullptr, 0.0f};
 };
 
 class QuantizedLinear : public Linear {
  public:
   QuantizedLinear(int num_in, int num_out, int align, size_t panel_bytes, uintptr_t bias, int activation,
-                  bool is_gated)
-      : Linear(num_out, panel_bytes, bias, is_gated), scales_(num_panels_ * size_t{PANEL} * 4) {
+                  bool is_gated, const Stored* stored)
+      : Linear(num_out, panel_bytes, bias, is_gated, stored),
+        scales_(buffer(num_panels_ * size_t{PANEL} * 4, stored, &Stored::scales)) {
     op_ = {packed_.as<uint8_t>(), scales_.as<float>(), this->bias(), num_in, round_up(num_in, align), num_out,
            num_panels_, is_gated, static_cast<Activation>(activation)};
   }
 
   size_t bytes() const { return packed_.bytes() + scales_.bytes(); }
+  Stored stored() const { return {packed_.span(), scales_.span(), bias_.span()}; }
 
   // Normalizes and rounds the rows into memory of the calling thread.
   Quantized quantize(uintptr_t x, size_t x_stride, int x_type, int rows) const {
@@ -136,6 +139,9 @@ class Int8Linear : public QuantizedLinear {
     });
   }
 
+  Int8Linear(int num_in, int num_out, const Stored& stored, int activation, bool is_gated)
+      : Int8Linear(num_in, num_out, 0, activation, is_gated, &stored) {}
+
   // What the product of several layers takes (see experts.cpp).
   const void* product() const { return &op_; }
   void multiply(const Quantized& x, int rows, void* out, size_t out_stride, DType type, bool add) const {
@@ -152,8 +158,9 @@ class Int8Linear : public QuantizedLinear {
     std::memcpy(to, &four, 4);
   }
 
-  Int8Linear(int num_in, int num_out, uintptr_t bias, int activation, bool is_gated)
-      : QuantizedLinear(num_in, num_out, 64, size_t{PANEL} * round_up(num_in, 64), bias, activation, is_gated) {}
+  Int8Linear(int num_in, int num_out, uintptr_t bias, int activation, bool is_gated, const Stored* stored = nullptr)
+      : QuantizedLinear(num_in, num_out, 64, size_t{PANEL} * round_up(num_in, 64), bias, activation, is_gated,
+                        stored) {}
 };
 
 class Int4Linear : public QuantizedLinear {
@@ -187,15 +194,22 @@ class Int4Linear : public QuantizedLinear {
     kernels().pack_int4(source, op4_, pointer<float>(bounds), packed_.as<uint8_t>(), scales_.as<float>());
   }
 
+  // codes: the number in the enumeration Codes.
+  Int4Linear(int num_in, int num_out, int group, int codes, const Stored& stored, int activation, bool is_gated)
+      : Int4Linear(num_in, num_out, group, static_cast<Codes>(codes), 0, activation, is_gated, &stored) {}
+
+  int group() const { return op4_.group; }
+  int codes() const { return static_cast<int>(op4_.codes); }
   const void* product() const { return &op4_; }
   void multiply(const Quantized& x, int rows, void* out, size_t out_stride, DType type, bool add) const {
     kernels().linear_int4(op4_, x, rows, out, out_stride, type, add);
   }
 
  private:
-  Int4Linear(int num_in, int num_out, int group, Codes codes, uintptr_t bias, int activation, bool is_gated)
+  Int4Linear(int num_in, int num_out, int group, Codes codes, uintptr_t bias, int activation, bool is_gated,
+             const Stored* stored = nullptr)
       : QuantizedLinear(num_in, num_out, padding(group), panel_bytes(num_in, group, codes), bias, activation,
-                        is_gated),
+                        is_gated, stored),
         op4_{op_, group, codes} {}
 
   static int padding(int group) { return group < 64 ? 64 : group; }
@@ -258,14 +272,16 @@ class PlainLinear : public Linear {
   // weight: [channels][num_in] of DType `type`, rows `stride` elements apart; bias: fp32, or 0.
   PlainLinear(int num_in, int num_out, uintptr_t weight, size_t stride, int type, uintptr_t bias, int activation,
               bool is_gated)
-      : Linear(num_out, steps(num_in, type) * STEP_BYTES, bias, is_gated) {
-    op_ = {packed_.as<uint8_t>(), this->bias(), num_in, num_out, num_panels_, is_gated,
-           static_cast<Activation>(activation), static_cast<DType>(type)};
+      : PlainLinear(num_in, num_out, type, bias, activation, is_gated) {
     nb::gil_scoped_release release;
     Team::get().parallel(num_panels_, [&](int panel) { pack(panel, pointer<uint8_t>(weight), stride); });
   }
 
+  PlainLinear(int num_in, int num_out, int type, const Stored& stored, int activation, bool is_gated)
+      : PlainLinear(num_in, num_out, type, 0, activation, is_gated, &stored) {}
+
   size_t bytes() const { return packed_.bytes(); }
+  Stored stored() const { return {packed_.span(), {}, bias_.span()}; }
   const void* product() const { return &op_; }
 
   void run(uintptr_t x, size_t x_stride, int rows, uintptr_t out, size_t out_stride, bool add) const {
@@ -274,6 +290,13 @@ class PlainLinear : public Linear {
   }
 
  private:
+  PlainLinear(int num_in, int num_out, int type, uintptr_t bias, int activation, bool is_gated,
+              const Stored* stored = nullptr)
+      : Linear(num_out, steps(num_in, type) * STEP_BYTES, bias, is_gated, stored) {
+    op_ = {packed_.as<uint8_t>(), this->bias(), num_in, num_out, num_panels_, is_gated,
+           static_cast<Activation>(activation), static_cast<DType>(type)};
+  }
+
   static constexpr size_t STEP_BYTES = 4 * PANEL;  // four bytes of every output
   static size_t steps(int num_in, int type) {
     return static_cast<DType>(type) == DType::f32 ? num_in : (num_in + 1) / 2;
@@ -303,6 +326,7 @@ nb::class_<T>& with_common(nb::class_<T>& c) {
   return c.def("set_norm", [](T& self, int kind, uintptr_t weight, uintptr_t bias,
                               float eps) { self.set_norm(kind, weight, bias, eps); })
       .def_prop_ro("bytes", [](const T& self) { return self.bytes(); })
+      .def_prop_ro("buffers", [](const T& self) { return spans_of(self.stored()); })
       .def_prop_ro("product", [](const T& self) { return reinterpret_cast<uintptr_t>(self.product()); });
 }
 
@@ -349,12 +373,25 @@ void ms::bind_linear(nb::module_& m) {
   nb::class_<Int8Linear> int8(m, "Int8Linear");
   int8.def(nb::init<int, int, const std::vector<size_t>&, int, uintptr_t, int, bool>())
       .def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, int, bool>());
-  with_quantized(int8);
+  with_quantized(int8).def_static("restore", [](int num_in, int num_out, const Spans& spans, int activation,
+                                                bool is_gated) {
+    return new Int8Linear(num_in, num_out, stored_in(spans), activation, is_gated);
+  }, nb::rv_policy::take_ownership);
   nb::class_<Int4Linear> int4(m, "Int4Linear");
   int4.def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, int, uintptr_t, int, bool>())
       .def(nb::init<int, int, const std::vector<size_t>&, int, int, uintptr_t, uintptr_t, int, bool>());
-  with_quantized(int4);
+  with_quantized(int4)
+      .def_prop_ro("group", &Int4Linear::group)
+      .def_prop_ro("codes", &Int4Linear::codes)
+      .def_static("restore", [](int num_in, int num_out, int group, int codes, const Spans& spans, int activation,
+                                bool is_gated) {
+        return new Int4Linear(num_in, num_out, group, codes, stored_in(spans), activation, is_gated);
+      }, nb::rv_policy::take_ownership);
   nb::class_<PlainLinear> plain(m, "PlainLinear");
   plain.def(nb::init<int, int, uintptr_t, size_t, int, uintptr_t, int, bool>());
-  with_common(plain).def("run", &PlainLinear::run, nb::call_guard<nb::gil_scoped_release>());
+  with_common(plain).def_static("restore", [](int num_in, int num_out, int type, const Spans& spans, int activation,
+                                              bool is_gated) {
+    return new PlainLinear(num_in, num_out, type, stored_in(spans), activation, is_gated);
+  }, nb::rv_policy::take_ownership);
+  plain.def("run", &PlainLinear::run, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -78,6 +78,15 @@ ENGINE_OPTIONS: dict[str, Option] = {
         choices=DTYPES,
     ),
     "weight_group": Option(MODEL, "Inputs that share a scale in int4 and nf4: 16, 32, 64 or 128."),
+    "packed_cache": Option(
+        MODEL,
+        "Where packed weights are kept between starts: off, a directory, or auto (beside the model,"
+        " else in the user's cache).",
+        metavar="DIR",
+    ),
+    "packed_cache_bytes": Option(
+        MODEL, "Most packed weights in that directory; by default 64GiB.", is_size=True
+    ),
     "kv_dtype": Option(MODEL, "Type of K/V: auto, int8, bfloat16 or float32.", choices=KV_DTYPES),
     "kv_group": Option(MODEL, "Values that share a scale in int8 K/V."),
     "max_model_len": Option(MODEL, "Longest sequence in tokens; by default the model's."),

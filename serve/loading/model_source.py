@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from serve.machine import usable_processors
 from serve.models import Decoder, ModelSpec, StageModel, StepModel, load_model, read_spec
 from serve.models.checkpoint import weight_files
 from serve.models.checksums import check_manifest
+from serve.models.packed_cache.cache import DEFAULT_BYTES, PackedCache
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE, Shard
 from serve.models.tensors import MakeLinear
@@ -215,7 +217,18 @@ def _load_model(
         max_model_len=config.max_model_len,
         progress=progress,
         shard=shard,
+        packed_cache=_packed_cache(config, precision),
     )
+
+
+def _packed_cache(config: EngineConfig, precision: Precision) -> PackedCache | None:
+    """Returns where packed weights are kept between starts; None: nowhere."""
+    is_native = precision.backend == "cpu" and native_library.is_available()
+    if config.packed_cache == "off" or not is_native:
+        return None
+    folder = None if config.packed_cache == "auto" else Path(config.packed_cache)
+    settings = f"{precision.weights} {config.weight_group}"
+    return PackedCache(settings, folder, config.packed_cache_bytes or DEFAULT_BYTES)
 
 
 def _packers(

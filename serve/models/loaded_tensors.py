@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from quant.formats.base import CheckpointFormat
 from serve.models.checkpoint import Checkpoint
 from serve.models.packed import PackedProducts, Runs
 from serve.models.parts import Part
-from serve.models.tensors import MakeLinear, shape_in
+from serve.models.tensors import MakeLinear, TensorSource, shape_in
+
+T = TypeVar("T")
 
 
 class LoadedTensors:
@@ -39,7 +42,7 @@ class LoadedTensors:
         self.num_ungrouped = 0
         self._checkpoint = checkpoint
         self._packed = PackedProducts(packed, checkpoint)
-        self._backend = backend
+        self.backend = backend
         self._linears = backend.quantized
         self._device = backend.device
         self._dtype = dtype
@@ -71,7 +74,7 @@ class LoadedTensors:
             own = None if bias is None else bias[start:end]
             ops.append(self._product([(form, run)], num_in, own, inner, scale, is_head))
             start = end
-        return SideBySide(self._backend, ops, fusion)
+        return SideBySide(self.backend, ops, fusion)
 
     def _product(
         self,
@@ -143,12 +146,12 @@ class LoadedTensors:
     def experts(
         self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
     ) -> ExpertsOp:
-        op = self._backend.pack_experts(ups, downs, scales_input=scales_input)
+        op = self.backend.pack_experts(ups, downs, scales_input=scales_input)
         self.num_ungrouped += isinstance(op, ExpertsOneByOne)
         return op
 
     def heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
-        return self._backend.pack_heads(ops)
+        return self.backend.pack_heads(ops)
 
     def has(self, name: str) -> bool:
         return name in self._checkpoint.entries
@@ -185,3 +188,17 @@ class LoadedTensors:
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
     return tensor if scale == 1.0 else tensor.float() * scale
+
+
+class TensorCache(Protocol):
+    """Keeps what loading made for the next time."""
+
+    def build(
+        self,
+        checkpoint: Checkpoint,
+        loaded: LoadedTensors,
+        settings: str,
+        build: Callable[[TensorSource], T],
+    ) -> T:
+        """Returns what `build` makes of the tensors, kept or loaded ones; it may be called twice.
+        settings: what decides how `loaded` packs, beside the checkpoint."""

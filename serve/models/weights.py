@@ -22,17 +22,17 @@ from quant.formats.weights import ROUNDED
 from serve.errors import ModelLoadError
 from serve.models.assemble import Assembler, Stored
 from serve.models.checkpoint import FLOATS, Checkpoint, check_rule
-from serve.models.decoder import Decoder
+from serve.models.decoder import Decoder, DecoderWeights
 from serve.models.families import FAMILIES
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 from serve.models.families.names import WeightNames
-from serve.models.loaded_tensors import LoadedTensors
+from serve.models.loaded_tensors import LoadedTensors, TensorCache
 from serve.models.packed import PackedProducts
 from serve.models.progress import LoadProgress
 from serve.models.random_checkpoint import RandomCheckpoint
 from serve.models.shard import WHOLE, Shard
 from serve.models.spec import ModelSpec, read_spec
-from serve.models.tensors import ExpectedTensors, MakeLinear, ParameterCounts
+from serve.models.tensors import ExpectedTensors, MakeLinear, ParameterCounts, TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ def load_model(
     max_model_len: int | None = None,
     progress: LoadProgress | None = None,
     shard: Shard = WHOLE,
+    packed_cache: TensorCache | None = None,
 ) -> Decoder:
     """Loads a Hugging Face directory, or a shard of it, as a decoder that computes in `dtype`.
 
@@ -61,6 +62,7 @@ def load_model(
     runs before k and v, which is slower but lets memory nodes start earlier. is_random: random
     weights made on the device, for measurements; only config.json is read. max_model_len: the
     longest context that is served, which decides LongRoPE's factors; None: the model's.
+    packed_cache: keeps packed weights between starts; its settings say how make_linear packs.
     ModelLoadError says what is wrong with the checkpoint.
     """
     spec = read_spec(path)
@@ -89,9 +91,18 @@ def load_model(
         unpack=unpack,
         is_transposed=is_transposed,
     )
-    layers = (progress or LoadProgress()).layers(spec, shard.numbers(spec.num_layers))
-    assembler = Assembler(spec, names, stored, loaded, backend, q_first=q_first, shard=shard)
-    weights = assembler.decoder(layers)
+
+    def build(source: TensorSource) -> DecoderWeights:
+        layers = (progress or LoadProgress()).layers(spec, shard.numbers(spec.num_layers))
+        assembler = Assembler(spec, names, stored, source, backend, q_first=q_first, shard=shard)
+        return assembler.decoder(layers)
+
+    if packed_cache is None or is_random:
+        weights = build(loaded)
+    else:
+        part = f"{shard.rank} of {shard.size}, layers {shard.numbers(spec.num_layers)}"
+        settings = f"{dtype} {keep_weight_dtype} {unpack} {q_first} {part}"
+        weights = packed_cache.build(checkpoint, loaded, settings, build)
     checkpoint.release()
     if loaded.num_ungrouped and backend.quantized is not None:
         logger.warning(

@@ -31,7 +31,7 @@ from serve.machine import memory_parts
 from serve.models import read_spec
 from serve.models.checkpoint import Checkpoint
 config = EngineConfig(sys.argv[1], dtype=sys.argv[2], max_model_len=256,
-    kv_cache_bytes=1 << 24, compute_threads=1)
+    kv_cache_bytes=1 << 24, compute_threads=1, packed_cache="off")
 spec = read_spec(config.model_path)
 precision = resolve_precision(config, spec)
 expected = weight_bytes(config, spec, precision, Checkpoint(config.model_path)).total

@@ -1,0 +1,142 @@
+"""Loading through the files of packed weights: from one that is there, or so that one will be."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from serve.errors import reason
+from serve.models.checkpoint import Checkpoint
+from serve.models.loaded_tensors import LoadedTensors
+from serve.models.packed_cache import folder as folders
+from serve.models.packed_cache.identity import Identity, identity_of
+from serve.models.packed_cache.layout import PAGE, DamagedCache, Index, read_header, read_index
+from serve.models.packed_cache.region import open_region
+from serve.models.packed_cache.sources import KeptTensors, NotedTensors
+from serve.models.packed_cache.writer import Contents, Made, write_file
+from serve.models.tensors import TensorSource
+from serve.units import format_memory
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT_BYTES = 64 << 30
+MIN_BYTES = 64 << 20
+_WRITER_NICENESS = 10
+
+
+@dataclass(slots=True)
+class PackedCache:
+    """Where packed weights are kept, and the settings by which they are packed.
+
+    folder: the only folder; None: beside the model, else the user's cache. max_bytes: of all files
+    of a folder. min_bytes: of a file; less is packed as fast as it is mapped. writer: the thread
+    that writes the file of the model that was loaded last.
+    """
+
+    settings: str
+    folder: Path | None = None
+    max_bytes: int = DEFAULT_BYTES
+    min_bytes: int = MIN_BYTES
+    writer: threading.Thread | None = None
+
+    def build(
+        self,
+        checkpoint: Checkpoint,
+        loaded: LoadedTensors,
+        settings: str,
+        build: Callable[[TensorSource], T],
+    ) -> T:
+        """Returns what `build` makes of the tensors, which come from a file if there is one. Else
+        they are loaded, and a thread writes the file afterwards. settings: further ones by which
+        they are packed."""
+        try:
+            identity = identity_of(checkpoint, f"{self.settings} {settings}")
+        except OSError as error:
+            logger.warning("packed weights are not kept: %s", reason(error))
+            return build(loaded)
+        candidates = folders.folders(checkpoint.path, self.folder)
+        for folder in candidates:
+            file = folder / identity.file_name
+            try:
+                found = _open(file, identity)
+                if found is not None:
+                    index, data = found
+                    return build(KeptTensors(loaded, data, index.entries))
+            except (DamagedCache, OSError) as error:
+                problem = reason(error) if isinstance(error, OSError) else error
+                logger.warning("packed weights: %s is not used and deleted: %s", file, problem)
+                folders.remove(file)
+        noted = NotedTensors(loaded)
+        result = build(noted)
+        if noted.is_whole:
+            arguments = candidates, identity, noted.made
+            self.writer = threading.Thread(
+                target=self._keep, args=arguments, name="packed-weights", daemon=True
+            )
+            self.writer.start()
+        return result
+
+    def _keep(self, candidates: list[Path], identity: Identity, made: list[Made]) -> None:
+        """Writes a file; runs in a thread of its own, since a disk may be slow."""
+        # Linux has a niceness for each thread
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
+        contents = Contents(made)
+        num_bytes = contents.data_end
+        if num_bytes < self.min_bytes:
+            return
+        folder = folders.writable(candidates)
+        if folder is None:
+            logger.info("packed weights are not kept: no folder that can be written to")
+            return
+        logger.info("packed weights: writing %s for later starts", format_memory(num_bytes))
+        began = time.monotonic()
+        try:
+            with folders.locked(folder):
+                other = folders.open_trusted(folder / identity.file_name)
+                if other is not None:
+                    os.close(other)
+                    logger.info("packed weights: another process has kept them")
+                    return
+                folders.make_room(folder, identity, num_bytes, self.max_bytes)
+                path = write_file(folder, identity, contents)
+        except folders.NoRoom as error:
+            logger.warning("packed weights are not kept in %s: %s", folder, error)
+        except OSError as error:
+            logger.warning("packed weights are not kept in %s: %s", folder, reason(error))
+        else:
+            seconds = time.monotonic() - began
+            logger.info("packed weights: kept in %s, in %.1f s", path, seconds)
+
+
+def _open(file: Path, identity: Identity) -> tuple[Index, Tensor] | None:
+    """Returns the index and the data of a file, None if there is none to use. DamagedCache,
+    OSError."""
+    fd = folders.open_trusted(file)
+    if fd is None:
+        return None
+    began = time.monotonic()
+    try:
+        place, digest = read_header(os.pread(fd, PAGE, 0), identity.content, os.fstat(fd).st_size)
+        index = read_index(os.pread(fd, place.num_bytes, place.start), digest, place)
+        data, is_mapped = open_region(fd, index)
+        folders.mark_used(fd)
+    finally:
+        os.close(fd)
+    logger.info(
+        "packed weights: %s %s %s in %.2f s",
+        format_memory(index.data_end),
+        "mapped from" if is_mapped else "read from",
+        file,
+        time.monotonic() - began,
+    )
+    return index, data

@@ -1,0 +1,142 @@
+"""Writes a file of packed weights from the layers and tensors that a loaded model has.
+
+The file is complete and on the disk before it gets its name. Until then, it has another ending, and
+a process that is killed leaves a file that the next writer deletes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ops.backend import LinearOp
+from ops.cpu.native_library import library
+from ops.cpu.native_stored import Buffer, stored
+from serve.models.packed_cache.folder import UNFINISHED
+from serve.models.packed_cache.identity import Identity
+from serve.models.packed_cache.layout import (
+    CHUNK_BYTES,
+    DATA_START,
+    DTYPES,
+    LINE,
+    PAGE,
+    Entry,
+    Index,
+    LayerEntry,
+    Span,
+    TensorEntry,
+    chunks_of,
+    header,
+)
+
+_SYNCED_BYTES = 64 << 20  # written before the disk is waited for, which bounds dirty memory
+
+
+class Made(NamedTuple):
+    """What one call of a TensorSource gave: its layers, or a tensor; none is kept of it."""
+
+    call: str
+    parts: tuple[LinearOp | Tensor, ...]
+
+
+class Contents:
+    """The data of a file and its entries. The layers and tensors must stay as they are."""
+
+    def __init__(self, made: Iterable[Made]) -> None:
+        self._kept: list[LinearOp | Tensor] = []
+        self._pieces: list[tuple[int, Buffer]] = []
+        self._end = DATA_START
+        self.entries = [Entry(call, tuple(map(self._part, parts))) for call, parts in made]
+        self.data_end = _round_up(self._end, PAGE)
+
+    def _part(self, part: LinearOp | Tensor) -> LayerEntry | TensorEntry:
+        if isinstance(part, Tensor):
+            part = part.detach().contiguous()
+            self._kept.append(part)
+            data = self._place(Buffer(part.data_ptr(), part.nbytes))
+            return TensorEntry(str(part.dtype).removeprefix("torch."), tuple(part.shape), data)
+        self._kept.append(part)
+        found = stored(part)
+        assert found is not None, "can_keep was asked"
+        kind, buffers = found
+        return LayerEntry(kind, tuple(map(self._place, buffers)))
+
+    def _place(self, buffer: Buffer) -> Span:
+        start, num_bytes = self._end, buffer.num_bytes
+        if num_bytes:
+            self._pieces.append((start, buffer))
+        self._end = _round_up(start + num_bytes, LINE)
+        return Span(start, num_bytes)
+
+    def write(self, fd: int) -> list[int]:
+        """Writes all data and returns the checksums of its chunks. OSError."""
+        staging = ctypes.create_string_buffer(CHUNK_BYTES)
+        base, checksums, first, synced = ctypes.addressof(staging), [], 0, DATA_START
+        for chunk in chunks_of(self.data_end):
+            end = chunk.start + chunk.num_bytes
+            ctypes.memset(base, 0, chunk.num_bytes)
+            for number in range(first, len(self._pieces)):
+                start, (address, num_bytes) = self._pieces[number]
+                if start >= end:
+                    break
+                begin, stop = max(start, chunk.start), min(start + num_bytes, end)
+                ctypes.memmove(base + begin - chunk.start, address + begin - start, stop - begin)
+                first += start + num_bytes <= end
+            checksums.append(library().checksum(base, chunk.num_bytes))
+            _write(fd, memoryview(staging)[: chunk.num_bytes], chunk.start)
+            if end - synced >= _SYNCED_BYTES:
+                os.fdatasync(fd)
+                synced = end
+        return checksums
+
+
+def can_keep(part: LinearOp | Tensor) -> bool:
+    if isinstance(part, Tensor):
+        return str(part.dtype).removeprefix("torch.") in DTYPES
+    return stored(part) is not None
+
+
+def write_file(folder: Path, identity: Identity, contents: Contents) -> Path:
+    """Writes a file and returns its path. The caller has the folder's lock. OSError."""
+    path = folder / identity.file_name
+    unfinished = path.with_suffix(UNFINISHED)
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(unfinished, flags, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, contents.data_end)  # a full disk is noticed here
+        index = Index(contents.data_end, contents.entries, contents.write(fd)).to_bytes()
+        _write(fd, memoryview(index), contents.data_end)
+        os.fsync(fd)
+        _write(fd, memoryview(header(identity.content, contents.data_end, index)), 0)
+        os.fsync(fd)
+        unfinished.rename(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+    _sync_folder(folder)
+    return path
+
+
+def _write(fd: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, at)
+        data, at = data[done:], at + done
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _round_up(number: int, to: int) -> int:
+    return -(-number // to) * to
