@@ -125,6 +125,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/text": ("serve", "serve/sandbox"),
     "serve/models": ("serve", "serve/models/families"),
     "serve/models/families": ("serve",),
+    "serve/models/gguf": ("serve",),
     "serve/sandbox": ("serve",),
     "memory/nodes/server": ("memory", "memory/nodes", "memory/attention", "memory/pages"),
     "memory/nodes": ("memory", "memory/attention", "memory/pages"),
