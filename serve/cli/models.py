@@ -22,7 +22,7 @@ from serve.errors import ConfigError, ModelLoadError, reason
 from serve.loading.footprint import check_weights_fit, footprint, weight_bytes
 from serve.loading.precision import Precision, resolve_precision
 from serve.models import count_parameters, read_spec
-from serve.models.checkpoint import Checkpoint
+from serve.models.open_checkpoint import open_checkpoint
 from serve.models.spec import ModelSpec
 from serve.text.rank_patterns import find_tokenizer, rules_of
 from serve.text.tokenizer_config import optional_json
@@ -87,7 +87,7 @@ def _describe(name: str, path: Path) -> ServableModel:
         counts = count_parameters(spec)
         model.parameters, model.active_parameters = counts.total, counts.active
         model.max_model_len = spec.max_model_len
-        checkpoint = Checkpoint(path)
+        checkpoint = open_checkpoint(path, spec)
         files = {entry.file for entry in checkpoint.entries.values()}
         model.size_bytes = sum(file.stat().st_size for file in files)
         _check_tokenizer(path)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ops.cpu.finite import all_finite
+from quant.formats.gguf.formats import check_blocks, dequantized
 from quant.formats.gguf.kinds import BY_NAME, row_bytes
-from quant.formats.gguf.weights import dequantize
 from serve.errors import ModelLoadError
 from serve.machine import available_memory
 from serve.models.checkpoint import FLOATS, Checkpoint, Cut, TensorEntry
+from serve.models.families import FAMILIES
 from serve.models.gguf.architectures import find_architecture
 from serve.models.gguf.keys import Keys
 from serve.models.gguf.names import Source, tensor_sources
@@ -38,6 +40,7 @@ class GGUFCheckpoint(Checkpoint):
         file = read_gguf(path)
         self._start(path)
         self._keys = Keys(file)
+        self._head = f"{FAMILIES[model_type].names.heads[0]}.weight"
         self._sources = tensor_sources(self._keys, find_architecture(self._keys), model_type)
         self._places: dict[str, TensorEntry] = {}
         for name, source in self._sources.items():
@@ -85,7 +88,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def _is_table(self, name: str) -> bool:
         """Returns whether a tensor is a quantized embedding, which is unpacked."""
-        if self._sources[name].stored != _TABLE or name.startswith("lm_head"):
+        if self._sources[name].stored != _TABLE or name == self._head:
             return False
         return self._places[name].dtype not in FLOATS
 
@@ -98,11 +101,12 @@ class GGUFCheckpoint(Checkpoint):
         return Place((*shape[:-1], row_bytes(kind, shape[-1])), "U8", start, end)
 
     def _table_rows(self, name: str, cut: Cut | None) -> Tensor:
-        entry = self._places[name]
+        entry, stored = self._places[name], self._read(name)
         try:
-            found = dequantize(entry.dtype, self._read(name), entry.shape[-1], cut)
+            check_blocks(entry.dtype, _TABLE, stored)
+            found = dequantized(entry.dtype, stored, torch.float16)
         except ValueError as error:
-            raise ModelLoadError(f"{entry.file}: tensor {_TABLE}: {error}") from error
-        if not all_finite(found):
+            raise ModelLoadError(f"{entry.file}: {error}") from error
+        if not all_finite(found):  # beyond fp16
             raise self._not_finite(name)
-        return found
+        return found if cut is None else cut(found)

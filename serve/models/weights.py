@@ -27,6 +27,7 @@ from serve.models.families import FAMILIES
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 from serve.models.families.names import WeightNames
 from serve.models.loaded_tensors import LoadedTensors
+from serve.models.open_checkpoint import open_checkpoint
 from serve.models.packed import PackedProducts
 from serve.models.progress import LoadProgress
 from serve.models.random_checkpoint import RandomCheckpoint
@@ -65,7 +66,9 @@ def load_model(
     """
     spec = read_spec(path)
     names = FAMILIES[spec.model_type].names
-    checkpoint = RandomCheckpoint(path, backend.device) if is_random else Checkpoint(path)
+    checkpoint = (
+        RandomCheckpoint(path, backend.device) if is_random else open_checkpoint(path, spec)
+    )
     stored = _find(spec, names, checkpoint)
     is_transposed = names.is_transposed
     expected = ExpectedTensors(checkpoint, spec.packed, is_transposed=is_transposed)
