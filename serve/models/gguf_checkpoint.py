@@ -74,6 +74,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def _entry(self, stored: TensorEntry, source: Source) -> TensorEntry:
         """Returns the place of a tensor, which may be one expert of the stored one."""
+        if source.is_row and len(stored.shape) == 1:
+            return stored._replace(shape=(1, *stored.shape))
         if source.expert is None:
             return stored
         count, *shape = stored.shape or (0,)

@@ -1,4 +1,4 @@
-"""Opens a model's checkpoint: safetensors files in its directory, or GGUF files that it points to."""
+"""Opens a model's checkpoint: safetensors files, or GGUF files that its directory points to."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def open_checkpoint(path: Path, spec: ModelSpec) -> Checkpoint:
 def files_of(path: Path) -> list[Path]:
     """Returns the files with a model's weights. ModelLoadError if one is missing."""
     return list(pointed_files(path)) or weight_files(path)
+
+
+def stored_files(path: Path) -> list[Path]:
+    """Returns the files with weights that are there, none of which is missed."""
+    found = filter(Path.is_file, sorted(path.glob("*.safetensors")))
+    return list(pointed_files(path)) or list(found)

@@ -195,9 +195,10 @@ class CheckedNames:
                     f"{checkpoint.path}: tensor {stored}{self._or_packed(name)} is missing"
                 )
             if entry.shape != shape:
+                hint = self._hint(name, entry.shape)
                 raise ModelLoadError(
                     f"{entry.file}: tensor {stored} has shape {list(entry.shape)}, but "
-                    f"{checkpoint.described_by} asks for {list(shape)}{self._hint(name, entry.shape)}"
+                    f"{checkpoint.described_by} asks for {list(shape)}{hint}"
                 )
             if entry.dtype not in FLOATS:
                 raise ModelLoadError(

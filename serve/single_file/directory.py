@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from serve.errors import ModelLoadError, reason
-from serve.models.gguf.config import config_values, generation_values
+from serve.models.gguf.config import config_values, sampling_values
 from serve.models.gguf.pointer import POINTER, pointed_files, stamp_of, write_pointer
 from serve.models.gguf.reader import read_gguf
 from serve.single_file.find import gguf_file, name_of
-from serve.text.gguf_tokenizer import tokenizer_files
+from serve.text.gguf_tokenizer import generation_ids, tokenizer_files
 
 logger = logging.getLogger(__name__)
 
@@ -82,23 +82,22 @@ def _is_current(kept: Path) -> bool:
 def _write(kept: Path, file: Path, *, has_tokenizer: bool) -> None:
     """Writes the directory whole or not at all."""
     model = read_gguf(file)
-    contents: dict[str, str | bytes] = {
-        "config.json": _json(config_values(model)),
-        "generation_config.json": _json(generation_values(model)),
-    }
-    if not has_tokenizer:
-        try:
+    config, generation = config_values(model), sampling_values(model)
+    contents: dict[str, str] = {}
+    try:
+        ids = generation_ids(model.metadata)
+        config |= {key: value for key, value in ids.items() if key == "bos_token_id"}
+        generation |= ids
+        if not has_tokenizer:
             contents |= tokenizer_files(model.metadata)
-        except ValueError as error:
-            raise ModelLoadError(
-                f"{file}: its tokenizer cannot be used ({error}); tokenizer (--tokenizer DIR) takes"
-                " that of a Hugging Face directory"
-            ) from error
+    except ValueError as error:
+        if not has_tokenizer:
+            raise ModelLoadError(f"{file}: the file {error}") from error
+    contents |= {"config.json": _json(config), "generation_config.json": _json(generation)}
     made = Path(tempfile.mkdtemp(prefix=".making-", dir=kept.parent))
     try:
         for name, content in contents.items():
-            data = content.encode() if isinstance(content, str) else content
-            (made / name).write_bytes(data)
+            (made / name).write_text(content, encoding="utf-8")
         write_pointer(made, model.files)
         with contextlib.suppress(FileExistsError):
             _rename(made, kept)

@@ -43,20 +43,26 @@ class Source:
 
     stored: the name of the GGUF tensor. expert: the part of its first dimension; None: all of it.
     heads: its rows are those of so many heads in the order of an interleaved rotary embedding; 0:
-    in their own order. offset: what the conversion has added.
+    in their own order. offset: what the conversion has added. is_row: it is a matrix of one row
+    that may be stored as a vector.
     """
 
     stored: str
     expert: int | None = None
     heads: int = 0
     offset: float = 0.0
+    is_row: bool = False
 
 
 def tensor_sources(keys: Keys, architecture: Architecture, model_type: str) -> dict[str, Source]:
     """Returns the source of each tensor that a model of the family may have, by the name that the
     loader asks for. ModelLoadError for a tensor of the file that it has no use for."""
     names = FAMILIES[model_type].names
-    found = dict(_Walk(keys, architecture, names).all())
+    found: dict[str, Source] = {}
+    for name, source in _Walk(keys, architecture, names).all():
+        # families have norms in different places, so that one name may have two candidates
+        if name not in found or found[name].stored not in keys.tensors:
+            found[name] = source
     table, head = f"{names.prefixes[0]}{names.embed}.weight", f"{names.heads[0]}.weight"
     if head in found and "output.weight" not in keys.tensors:
         # a tied head is looked up and multiplied with; only plain tables are both at once
@@ -101,6 +107,8 @@ class _Walk:
         for layer in range(self._num_layers):
             at, stored = prefix + names.layer.format(layer), f"blk.{layer}."
             for stem, module in self._modules.items():
+                if not module:  # the family has none
+                    continue
                 yield from self._module(stored + stem, at + module, stem)
             yield at + names.sinks, Source(f"{stored}attn_sinks.weight")
             if self._num_experts and experts is not None:
@@ -112,13 +120,12 @@ class _Walk:
         yield f"{module}.weight", Source(f"{stored}.weight", heads=heads, offset=offset)
         yield f"{module}.bias", Source(f"{stored}.bias", heads=heads)
 
-    def _mixture(
-        self, names: ExpertNames, at: str, stored: str
-    ) -> Iterator[tuple[str, Source]]:
+    def _mixture(self, names: ExpertNames, at: str, stored: str) -> Iterator[tuple[str, Source]]:
         yield f"{at}{names.router}.weight", Source(f"{stored}ffn_gate_inp.weight")
         yield f"{at}{names.router}.bias", Source(f"{stored}ffn_gate_inp.bias")
         yield at + names.correction, Source(f"{stored}exp_probs_b.bias")
-        yield f"{at}{names.shared_gate}.weight", Source(f"{stored}ffn_gate_inp_shexp.weight")
+        gate = Source(f"{stored}ffn_gate_inp_shexp.weight", is_row=True)
+        yield f"{at}{names.shared_gate}.weight", gate
         for stem, number in _SHARED.items():
             yield f"{at}{names.shared_up[number]}.weight", Source(f"{stored}{stem}.weight")
         yield f"{at}{names.shared_down}.weight", Source(f"{stored}ffn_down_shexp.weight")
@@ -153,4 +160,6 @@ def _check_all_known(keys: Keys, known: set[str]) -> None:
             )
         ignored.append(name)
     if ignored:
-        logger.info("%d tensors of %s are not used, such as %s", len(ignored), keys.source, ignored[0])
+        logger.info(
+            "%d tensors of %s are not used, such as %s", len(ignored), keys.source, ignored[0]
+        )
