@@ -35,12 +35,16 @@ from quant.int4 import Int4Weight
 
 METHOD = "gguf"
 _PIECE_WEIGHTS = 1 << 20  # what is unpacked at a time; torch's threads share 32 Ki of them
-# The expected change (tests/quant/formats/gguf measures it).
-_SHORTER_SCALES = (
-    "scales and minimums are rounded to 11 bits, which changes weights by about {percent} % (root "
+# What weights lose by shorter scales (tests/quant/formats/gguf measures it).
+_SHORTER = {
+    kind: f"{kind} {what} are rounded to 11 bits, which changes weights by about {percent} % (root "
     "mean square, of normal weights)"
-)
-_PERCENT = {"Q2_K": 0.03, "Q3_K": 0.02, "Q4_K": 0.03}
+    for kind, what, percent in (
+        ("Q2_K", "scales and minimums", 0.05),
+        ("Q3_K", "scales", 0.02),
+        ("Q4_K", "scales and minimums", 0.06),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +189,7 @@ class BlockFormat:
 
     @property
     def loss(self) -> str | None:
-        if self.bits == 8:
-            return f"{self.kind} weights {ROUNDED}"
-        if self.kind not in _PERCENT:
-            return None
-        return f"{self.kind} {_SHORTER_SCALES.format(percent=_PERCENT[self.kind])}"
+        return f"{self.kind} weights {ROUNDED}" if self.bits == 8 else _SHORTER.get(self.kind)
 
     @property
     def unit(self) -> int:
