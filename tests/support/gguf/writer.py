@@ -15,20 +15,29 @@ import torch
 from torch import Tensor
 
 from tests.support.engine.variants.variant import Json
-from tests.support.gguf.quantized import Kind, Packed, read_tensors
+from tests.support.gguf.quantized import Packed, read_tensors
 from tests.support.gguf.rows import ROWS
 
 
-def write_gguf(source: Path, target: Path, family: str, weights: Packed | None = None) -> Path:
-    """Writes a checkpoint as a GGUF file, in fp32 but for the packed weights."""
+def write_gguf(
+    source: Path,
+    target: Path,
+    family: str,
+    weights: Packed | None = None,
+    *,
+    pre: str = "gpt-2",
+) -> Path:
+    """Writes a checkpoint as a GGUF file, in fp32 but for the packed weights. pre: the name of the
+    way in which texts are split."""
     config: Json = json.loads((source / "config.json").read_text())
     row = ROWS[family]
     writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[row.arch])
     write_keys(writer, config)
     row.keys(writer, config)
-    write_tokenizer_keys(writer, source, config["vocab_size"])
+    write_tokenizer_keys(writer, source, config["vocab_size"], pre)
     for name, tensor, kind in gguf_tensors(source, family, weights or {}):
-        writer.add_tensor(name, tensor.contiguous().numpy(), raw_dtype=kind)
+        raw = None if kind is None else gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, tensor.contiguous().numpy(), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -38,14 +47,14 @@ def write_gguf(source: Path, target: Path, family: str, weights: Packed | None =
 
 def gguf_tensors(
     source: Path, family: str, weights: Packed
-) -> Iterator[tuple[str, Tensor, Kind | None]]:
+) -> Iterator[tuple[str, Tensor, str | None]]:
     """Yields the tensors of a checkpoint with their names in a GGUF file, and the kinds of those
     that are packed."""
     config: Json = json.loads((source / "config.json").read_text())
     row = ROWS[family]
     names = gguf.get_tensor_name_map(row.arch, config["num_hidden_layers"])
     stacks: dict[str, dict[int, Tensor]] = {}
-    kinds: dict[str, Kind | None] = {}
+    kinds: dict[str, str | None] = {}
     for name, plain in read_tensors(source).items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
@@ -125,7 +134,7 @@ def write_keys(writer: gguf.GGUFWriter, config: Json) -> None:
     writer.add_file_type(0)
 
 
-def write_tokenizer_keys(writer: gguf.GGUFWriter, source: Path, vocab_size: int) -> None:
+def write_tokenizer_keys(writer: gguf.GGUFWriter, source: Path, vocab_size: int, pre: str) -> None:
     """Writes the tokenizer of a small checkpoint, a byte BPE."""
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     model = tokenizer["model"]
@@ -141,7 +150,7 @@ def write_tokenizer_keys(writer: gguf.GGUFWriter, source: Path, vocab_size: int)
         for number in range(vocab_size)
     ]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
