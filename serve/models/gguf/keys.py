@@ -16,6 +16,7 @@ from serve.models.families.mixture_fields import MAX_EXPERTS
 from serve.models.gguf.reader import GGUFFile, GGUFTensor
 from serve.regular_file import open_regular
 
+_MAX_SINGLE = 3.4e38
 MAX_FACTORS = MAX_HEADS  # of a rotary embedding
 
 # Keys that say nothing about what a model computes on text.
@@ -36,7 +37,9 @@ class Keys(ConfigReader):
 
     def __init__(self, file: GGUFFile) -> None:
         super().__init__(file.metadata, str(file.path))
+        self._used: set[str] = set(_UNUSED)
         self.file = file
+        self.architecture = ""
         self.architecture = self.text("general.architecture")
         start = f"{self.architecture}."
         self.values = {
@@ -44,7 +47,6 @@ class Keys(ConfigReader):
             for key, value in file.metadata.items()
             if key.startswith(start)
         }
-        self._used: set[str] = set(_UNUSED)
 
     @property
     def tensors(self) -> Mapping[str, GGUFTensor]:
@@ -68,6 +70,11 @@ class Keys(ConfigReader):
     def _get(self, key: str, default: object) -> Any:
         self._used.add(key)
         return super()._get(key, default)
+
+    def number(
+        self, key: str, default: float | None = None, *, low: float = 0.0, high: float = 1e12
+    ) -> float:
+        return _shortest(super().number(key, default, low=low, high=high))
 
     def per_layer(self, key: str, default: int | None = None, *, high: int) -> int:
         """Returns a number that may be given for each layer, and must then be the same for all."""
@@ -176,3 +183,13 @@ class Keys(ConfigReader):
         if not all(0 < value < 1e9 for value in values):
             raise ModelLoadError(f"{at} holds a factor that is not a positive number")
         return values
+
+
+def _shortest(value: float) -> float:
+    """Returns the number with the fewest digits of which a number of 32 bits was made."""
+    single = struct.pack("<f", min(value, _MAX_SINGLE))
+    for digits in range(1, 9):
+        found = float(f"{value:.{digits}g}")
+        if found <= _MAX_SINGLE and struct.pack("<f", found) == single:
+            return found
+    return value

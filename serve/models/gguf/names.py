@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from serve.errors import ModelLoadError
 from serve.models.families import FAMILIES
 from serve.models.families.names import ExpertNames, WeightNames
-from serve.models.gguf.architectures import Architecture
+from serve.models.gguf.architecture import Architecture
 from serve.models.gguf.keys import Keys
 from serve.models.gguf.rope import ROPE_TENSORS
 

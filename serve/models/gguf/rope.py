@@ -32,7 +32,7 @@ def rope_values(keys: Keys) -> Json:
     is not supported."""
     plain: Json = {"rope_type": "default", "rope_theta": base_of(keys)}
     kind, factor = _kind_and_factor(keys)
-    pretrained = _original_length(keys)
+    pretrained = original_length(keys)
     divisors = keys.factors(_FREQUENCIES)
     if keys.factors(_LONG) is not None:
         return plain | _longrope(keys)
@@ -72,7 +72,8 @@ def _kind_and_factor(keys: Keys) -> tuple[str, float]:
     return kind, factor or 1.0  # 0 stands for no factor
 
 
-def _original_length(keys: Keys) -> int:
+def original_length(keys: Keys) -> int:
+    """Returns the context of the model before its positions were stretched."""
     length = keys.integer("context_length", high=MAX_CONTEXT)
     return keys.integer("rope.scaling.original_context_length", length, high=MAX_CONTEXT)
 
@@ -85,6 +86,6 @@ def _longrope(keys: Keys) -> Json:
         "rope_type": "longrope",
         "short_factor": short,
         "long_factor": long,
-        "original_max_position_embeddings": _original_length(keys),
+        "original_max_position_embeddings": original_length(keys),
         "attention_factor": keys.number("rope.scaling.attn_factor", 1.0, high=1e3),
     }

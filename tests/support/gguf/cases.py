@@ -116,6 +116,35 @@ CASES = [
     Case("glm4", "base", {"head_dim": 32, "attention_bias": True}),
     Case("glm4_moe", "groups", GROUPS | {"head_dim": 32, "use_qk_norm": True}),
     Case("glm4_moe", "biases", GROUPS | {"head_dim": 32, "attention_bias": True}),
+    Case(
+        "dots1",
+        "groups",
+        GROUPS | {"norm_topk_prob": True, "sliding_window": None, "head_dim": 32},
+    ),
+    Case("minimax_m2", "partial", _LOCAL | {"head_dim": 32, "rotary_dim": 16}),
+    Case(
+        "ministral3",
+        "yarn",
+        {"head_dim": 32, "sliding_window": None}
+        | {
+            "rope_parameters": YARN
+            | {"rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16}
+            | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
+        },
+    ),
+    Case(
+        "hunyuan_v1_dense",
+        "alpha",
+        {"head_dim": 32, "tie_word_embeddings": True}
+        | {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 1000.0,
+                "factor": 1.0,
+            }
+        },
+    ),
     Case("smollm3", "nope", {"num_hidden_layers": 5}),
     Case(
         "cohere2",

@@ -210,6 +210,41 @@ def _glm_moe_keys(writer: gguf.GGUFWriter, config: Json) -> None:
     writer.add_expert_weights_norm(config["norm_topk_prob"])
 
 
+def _dots_keys(writer: gguf.GGUFWriter, config: Json) -> None:
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _minimax_keys(writer: gguf.GGUFWriter, config: Json) -> None:
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    partial = config["rope_parameters"].get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(config.get("rotary_dim", int(head_dim(config) * partial)))
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _mistral3_keys(writer: gguf.GGUFWriter, config: Json) -> None:
+    _llama_keys(writer, config)
+    rope = config["rope_parameters"]
+    writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def _hunyuan_keys(writer: gguf.GGUFWriter, config: Json) -> None:
+    """Writes the stretched base of the rotary embedding, which is all that alpha means."""
+    rope, dim = config["rope_parameters"], head_dim(config)
+    base = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
+    writer.kv_data[0].pop(f"{writer.arch}.rope.freq_base")
+    writer.add_rope_freq_base(base)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_rope_scaling_factor(1)
+    writer.add_rope_scaling_orig_ctx_len(config["max_position_embeddings"])
+
+
 def _cohere_keys(writer: gguf.GGUFWriter, config: Json) -> None:
     writer.add_logit_scale(config["logit_scale"])
     writer.add_vocab_size(config["vocab_size"])
@@ -238,6 +273,10 @@ ROWS = {
     "gpt_oss": Row(_ARCH.GPT_OSS, transposed_experts, _gpt_oss_keys),
     "glm4": Row(_ARCH.GLM4, keys=_glm_keys),
     "glm4_moe": Row(_ARCH.GLM4_MOE, with_correction, _glm_moe_keys),
+    "dots1": Row(_ARCH.DOTS1, with_correction, _dots_keys),
+    "minimax_m2": Row(_ARCH.MINIMAXM2, with_correction, _minimax_keys),
+    "ministral3": Row(_ARCH.MISTRAL3, permuted, _mistral3_keys),
+    "hunyuan_v1_dense": Row(_ARCH.HUNYUAN_DENSE, keys=_hunyuan_keys),
     "smollm3": Row(_ARCH.SMOLLM3, permuted, _llama_keys, llama_extra),
     "cohere2": Row(_ARCH.COHERE2, keys=_cohere_keys),
     "starcoder2": Row(_ARCH.STARCODER2),
