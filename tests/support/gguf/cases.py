@@ -176,7 +176,6 @@ def _directory() -> Path:
     return ROOT / "build" / "test-checkpoints" / name
 
 
-@functools.cache
 def original(case: Case) -> Path:
     """Returns the Hugging Face checkpoint of a case, made once on this machine. Read-only."""
     path = _directory() / str(case)

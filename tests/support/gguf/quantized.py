@@ -15,8 +15,11 @@ from tests.support.gguf.quantize import dequantize, quantize
 Packed = dict[str, tuple[Tensor, str]]
 """Names of a Hugging Face checkpoint -> rows of bytes, [.., bytes of a row], and their kind."""
 
+Choose = Callable[[str], str | None]
+"""A tensor's name -> its kind, None for a plain one."""
 
-def packed(source: Path, choose: Callable[[str], str | None]) -> Packed:
+
+def packed(source: Path, choose: Choose) -> Packed:
     """Returns the weights of a checkpoint in a kind for each name; None: they stay plain. Routers
     always do, as in files of llama.cpp."""
     found: Packed = {}
