@@ -25,6 +25,7 @@ from bench.common.random_weights import random_tensors
 from bench.common.safetensors_writer import INDEX, SINGLE, write_checkpoint
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
+from serve.single_file.config import directory_of
 from serve.units import format_memory
 
 RANDOM = "random:"
@@ -39,12 +40,13 @@ def cache_folder() -> Path:
 
 
 def model_directory(model: str | Path | None) -> str | None:
-    """Returns the model's directory, or None for the embedded model. "random:SHAPE" is a random
+    """Returns the model's directory, which for a GGUF file describes that, or None for the embedded
+    model. "random:SHAPE" is a random
     checkpoint, which the first call writes. Raises ConfigError for an unknown shape."""
     if model is None or model == DEFAULT_MODEL:
         return None
     if not str(model).startswith(RANDOM):
-        return str(model)
+        return str(directory_of(Path(model)))
     shape = str(model).removeprefix(RANDOM)
     if shape not in SHAPES:
         shapes = ", ".join(RANDOM + name for name in SHAPES)

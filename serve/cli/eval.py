@@ -15,6 +15,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
 from serve.models import read_spec
 from serve.regular_file import open_regular
+from serve.single_file.config import with_directory
 
 PLAIN_PRECISIONS = ("float32", "bfloat16", "int8/float32", "float32/int8", "int8")
 PACKED_PRECISIONS = ("bfloat16", "int8/bfloat16", "int8")
@@ -40,7 +41,9 @@ def run_eval(
         check_writable(json_file)
     text = _read_text(text_file or _HELDOUT)
     if precisions is None:
-        is_packed = read_spec(EngineConfig(model=model).model_path).packed is not None
+        is_packed = (
+            read_spec(with_directory(EngineConfig(model=model)).model_path).packed is not None
+        )
         precisions = PACKED_PRECISIONS if is_packed else PLAIN_PRECISIONS
     console = Console()
     with Console(stderr=True).status("loading") as status:

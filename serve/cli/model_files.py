@@ -13,6 +13,7 @@ from typing import NamedTuple
 from serve.config import DEFAULT_MODEL
 from serve.errors import ModelLoadError
 from serve.regular_file import open_regular
+from serve.single_file.find import SUFFIX, gguf_files
 
 _RANDOM = "random:"
 _PREFIX = "models--"
@@ -76,10 +77,12 @@ def cache_folder() -> Path:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """Returns the folder itself if it holds a model, else its subfolders that do."""
-    if (folder / "config.json").is_file():
+    """Returns the folder itself if it holds a model, else its subfolders that do and its GGUF
+    files. A GGUF file is its own."""
+    if folder.suffix == SUFFIX or (folder / "config.json").is_file():
         return [folder]
-    return [item for item in _folders(folder) if (item / "config.json").is_file()]
+    found = [item for item in _folders(folder) if (item / "config.json").is_file()]
+    return found + gguf_files(folder)
 
 
 def _snapshot(folder: Path) -> Path | None:

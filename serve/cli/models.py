@@ -22,8 +22,10 @@ from serve.errors import ConfigError, ModelLoadError, reason
 from serve.loading.footprint import check_weights_fit, footprint, weight_bytes
 from serve.loading.precision import Precision, resolve_precision
 from serve.models import count_parameters, read_spec
-from serve.models.checkpoint import Checkpoint
+from serve.models.open_checkpoint import open_checkpoint
 from serve.models.spec import ModelSpec
+from serve.single_file.config import directory_of
+from serve.single_file.find import SUFFIX
 from serve.text.rank_patterns import find_tokenizer, rules_of
 from serve.text.tokenizer_config import optional_json
 from serve.units import format_memory, format_parameters
@@ -63,7 +65,7 @@ class ServableModel:
 def list_models(paths: Sequence[Path]) -> list[ServableModel]:
     """Returns the models below the paths, or the embedded model and those of the cache.
 
-    Raises ConfigError for a path that is not a directory.
+    Raises ConfigError for a path that is neither a directory nor a GGUF file.
     """
     if not paths:
         embedded = EngineConfig().model_path
@@ -72,7 +74,8 @@ def list_models(paths: Sequence[Path]) -> list[ServableModel]:
     models = []
     for path in paths:
         try:
-            next(path.iterdir(), None)
+            if path.suffix != SUFFIX:
+                next(path.iterdir(), None)
         except OSError as error:
             raise ConfigError(f"{path}: {reason(error)}") from error
         models += [_describe(str(item), item) for item in models_in(path)]
@@ -82,12 +85,13 @@ def list_models(paths: Sequence[Path]) -> list[ServableModel]:
 def _describe(name: str, path: Path) -> ServableModel:
     model = ServableModel(name, str(path))
     try:
+        path = directory_of(path)
         spec = read_spec(path)
         model.family = spec.model_type
         counts = count_parameters(spec)
         model.parameters, model.active_parameters = counts.total, counts.active
         model.max_model_len = spec.max_model_len
-        checkpoint = Checkpoint(path)
+        checkpoint = open_checkpoint(path, spec)
         files = {entry.file for entry in checkpoint.entries.values()}
         model.size_bytes = sum(file.stat().st_size for file in files)
         _check_tokenizer(path)
@@ -138,7 +142,7 @@ def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
         _print(json.dumps([asdict(model) for model in models], indent=2))
         return
     if not models:
-        _print("no models: the directory of a model has a config.json")
+        _print("no models: the directory of a model has a config.json or GGUF files")
         return
     console = Console()
     console.print(_table(models))

@@ -23,8 +23,8 @@ from serve.errors import ConfigError
 from serve.loading.precision import Precision, choose_backend, resolve_precision
 from serve.machine import usable_processors
 from serve.models import Decoder, ModelSpec, StageModel, StepModel, load_model, read_spec
-from serve.models.checkpoint import weight_files
 from serve.models.checksums import check_manifest
+from serve.models.open_checkpoint import files_of
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE, Shard
 from serve.models.tensors import MakeLinear
@@ -71,7 +71,7 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
     if config.load_format == "random":
         logger.warning("load_format random: the weights are random, and so are the answers")
     else:
-        weight_files(config.model_path)  # a missing file is named before a lack of memory
+        files_of(config.model_path)  # a missing file is named before a lack of memory
     return ModelSource(config, spec, precision, backend, converter)
 
 

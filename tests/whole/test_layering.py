@@ -36,6 +36,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/models",
         "serve/group",
         "serve/cluster",
+        "serve/single_file",
     ),
     "serve/cluster": ("serve",),
     "serve/http": (
@@ -103,6 +104,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/text",
         "serve/models",
         "serve/group",
+        "serve/single_file",
     ),
     "serve/group": (
         "serve",
@@ -123,8 +125,10 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/scheduler": ("serve", "serve/structured"),
     "serve/structured": ("serve", "serve/text", "serve/sandbox"),
     "serve/text": ("serve", "serve/sandbox"),
-    "serve/models": ("serve", "serve/models/families"),
+    "serve/models": ("serve", "serve/models/families", "serve/models/gguf"),
     "serve/models/families": ("serve",),
+    "serve/models/gguf": ("serve", "serve/models/families"),
+    "serve/single_file": ("serve", "serve/models/gguf", "serve/text"),
     "serve/sandbox": ("serve",),
     "memory/nodes/server": ("memory", "memory/nodes", "memory/attention", "memory/pages"),
     "memory/nodes": ("memory", "memory/attention", "memory/pages"),
