@@ -62,15 +62,16 @@ class ServableModel:
     problem: str = ""
 
 
-def list_models(paths: Sequence[Path]) -> list[ServableModel]:
-    """Returns the models below the paths, or the embedded model and those of the cache.
+def list_models(paths: Sequence[Path], tokenizer: str | None = None) -> list[ServableModel]:
+    """Returns the models below the paths, or the embedded model and those of the cache. tokenizer:
+    the directory of the tokenizer with which they would be served, if it is another.
 
     Raises ConfigError for a path that is neither a directory nor a GGUF file.
     """
     if not paths:
         embedded = EngineConfig().model_path
-        cached = [_describe(name, path) for name, path in cached_models().items()]
-        return [_describe(DEFAULT_MODEL, embedded), *cached]
+        cached = [_describe(name, path, tokenizer) for name, path in cached_models().items()]
+        return [_describe(DEFAULT_MODEL, embedded, tokenizer), *cached]
     models = []
     for path in paths:
         try:
@@ -78,14 +79,14 @@ def list_models(paths: Sequence[Path]) -> list[ServableModel]:
                 next(path.iterdir(), None)
         except OSError as error:
             raise ConfigError(f"{path}: {reason(error)}") from error
-        models += [_describe(str(item), item) for item in models_in(path)]
+        models += [_describe(str(item), item, tokenizer) for item in models_in(path)]
     return models
 
 
-def _describe(name: str, path: Path) -> ServableModel:
+def _describe(name: str, path: Path, tokenizer: str | None) -> ServableModel:
     model = ServableModel(name, str(path))
     try:
-        path = directory_of(path)
+        path = directory_of(path, has_tokenizer=tokenizer is not None)
         spec = read_spec(path)
         model.family = spec.model_type
         counts = count_parameters(spec)
@@ -94,8 +95,8 @@ def _describe(name: str, path: Path) -> ServableModel:
         checkpoint = open_checkpoint(path, spec)
         files = {entry.file for entry in checkpoint.entries.values()}
         model.size_bytes = sum(file.stat().st_size for file in files)
-        _check_tokenizer(path)
-        config = EngineConfig(str(path))
+        config = EngineConfig(str(path), tokenizer=tokenizer)
+        _check_tokenizer(config.tokenizer_path)
         precision = resolve_precision(config, spec, is_trial=True)
         dtypes = _dtypes(spec)
         model.dtype, model.dtypes = str(precision), list(dtypes)
@@ -136,8 +137,8 @@ def _dtypes(spec: ModelSpec) -> dict[str, Precision]:
     return possible
 
 
-def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
-    models = list_models(paths)
+def show_local(paths: Sequence[Path], tokenizer: str | None = None, *, as_json: bool) -> None:
+    models = list_models(paths, tokenizer)
     if as_json:
         _print(json.dumps([asdict(model) for model in models], indent=2))
         return

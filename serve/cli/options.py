@@ -50,6 +50,7 @@ Model = Annotated[
         help=ENGINE_OPTIONS["model"].help, metavar="MODEL", show_default="the embedded model"
     ),
 ]
+TokenizerDir = Annotated[str | None, run_option("tokenizer")]
 LoadFormat = Annotated[str, run_option("load_format")]
 DType = Annotated[str, run_option("dtype")]
 WeightGroup = Annotated[int, run_option("weight_group")]

@@ -62,6 +62,11 @@ ENGINE_OPTIONS: dict[str, Option] = {
         "A Hugging Face directory, or the name of a model in the Hugging Face cache"
         " (`serve models` lists them).",
     ),
+    "tokenizer": Option(
+        MODEL,
+        "A directory whose tokenizer and chat template take the place of the model's.",
+        metavar="DIR",
+    ),
     "load_format": Option(
         MODEL,
         "safetensors; random makes random weights, to measure speed.",

@@ -14,14 +14,15 @@ def with_directory(config: EngineConfig) -> EngineConfig:
     those of other models as they are. ModelLoadError says what is wrong with the file."""
     if config.model == DEFAULT_MODEL:
         return config
-    found = single_file(config.model_path)
+    found = single_file(config.model_path, has_tokenizer=config.tokenizer is not None)
     if found is None:
         return config
     name = config.served_model_name or found.name
     return replace(config, model=str(found.directory), served_model_name=name)
 
 
-def directory_of(path: Path) -> Path:
-    """Returns the directory of a model, which may be in a GGUF file. ModelLoadError."""
-    found = single_file(path)
+def directory_of(path: Path, *, has_tokenizer: bool = False) -> Path:
+    """Returns the directory of a model, which may be in a GGUF file. ModelLoadError.
+    has_tokenizer: as in single_file."""
+    found = single_file(path, has_tokenizer=has_tokenizer)
     return path if found is None else found.directory

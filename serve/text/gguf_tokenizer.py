@@ -200,12 +200,14 @@ def _unigram(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> Json:
             _replace(" {2,}", " ", key="Regex"),
         ]
     has_space = flag(metadata, "add_space_prefix", False)
+    if has_space:  # also before a space, unlike Metaspace's own
+        normalizers.append({"type": "Prepend", "prepend": SPACE})
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
         "pre_tokenizer": {
             "type": "Metaspace",
             "replacement": SPACE,
-            "prepend_scheme": "always" if has_space else "never",
+            "prepend_scheme": "never",
             "split": True,
         },
         "decoder": _spaces_and_bytes(has_space),

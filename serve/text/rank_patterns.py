@@ -56,6 +56,8 @@ _RULES = {
 def find_tokenizer(path: Path) -> Path:
     """Returns the tokenizer's file in a directory. ModelLoadError if it has none, or several rank
     files."""
+    if not path.is_dir():
+        raise ModelLoadError(f"{path}, where the tokenizer should be, is not a directory")
     for name in ("tokenizer.json", TEKKEN_FILE, "tiktoken.model"):
         if (file := path / name).exists():
             return file
