@@ -186,6 +186,7 @@ def worst_files(bytes_left: int, items: int, tensors: int) -> dict[str, bytes]:
         "numbers": gguf_bytes([("a", array(U64, [2**64 - 1] * min(items, bytes_left // 8)))]),
         "strings": gguf_bytes([("a", array(STRING, [f"{n % 90 + 10}" for n in range(strings)]))]),
         "empty strings": gguf_bytes([("a", array(STRING, [""] * min(items, bytes_left // 8)))]),
+        "long strings": gguf_bytes([("a", array(STRING, ["b" * (bytes_left // 8)] * 7))]),
         "wide string": gguf_bytes([("a", scalar(STRING, wide))]),
         "keys": gguf_bytes([(f"{n:04}", scalar(U64, 2**63)) for n in range(bytes_left // 24)]),
         "tensors": gguf_bytes([], [(f"{n}", (1,), 0, 32 * n) for n in range(tensors)]),
@@ -213,7 +214,9 @@ def test_the_limits_bound_the_memory(tmp_path, monkeypatch, case):
             if is_read:
                 read_gguf(path)
             else:
-                with pytest.raises(ModelLoadError, match=r"longer than|may have|are read|are the most"):
+                with pytest.raises(
+                    ModelLoadError, match=r"longer than|may have|are read|are the most"
+                ):
                     read_gguf(path)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
