@@ -167,12 +167,12 @@ def _products(names: WeightNames) -> dict[str, str]:
 def _check_all_known(keys: Keys, known: set[str]) -> None:
     """Raises ModelLoadError for a tensor of the layers that has no name here. Those of other
     modalities and of layers that predict further tokens are named in the log."""
-    ignored = []
+    ignored, further = [], range(keys.num_layers, keys.num_blocks)
     for name in keys.tensors:
         if name in known or name in ROPE_TENSORS:
             continue
         layer = _LAYER.match(name)
-        is_further = layer is not None and int(layer[1]) >= keys.num_layers
+        is_further = layer is not None and int(layer[1]) in further
         if not (is_further or name.startswith(_OTHER_MODALITIES)):
             raise ModelLoadError(
                 f"{keys.source}: tensor {name:.80} is not known for architecture "
