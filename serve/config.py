@@ -20,7 +20,14 @@ from serve.node_addresses import (
     checked_addresses,
 )
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
-from serve.setting_checks import check_folders, check_predictor, check_reasoning, check_times
+from serve.setting_checks import (
+    check_counts,
+    check_folder,
+    check_folders,
+    check_predictor,
+    check_reasoning,
+    check_times,
+)
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -36,7 +43,6 @@ WEIGHT_GROUPS = (16, 32, 64, 128)  # as the kernels have them; their module is s
 DEFAULT_MODEL = "default"
 _DEFAULT_BATCHED_TOKENS = 256
 REASONING_BUDGET_MESSAGE = "I have to stop thinking here and answer with what I have so far."
-MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
 
 
 def default_model_path() -> Path:
@@ -47,6 +53,7 @@ def default_model_path() -> Path:
 class EngineSettings(TypedDict, total=False):
     """The fields of EngineConfig but `model`, as keyword arguments of Engine and LLM."""
 
+    tokenizer: str | Path | None
     load_format: str
     converter: bool
     served_model_name: str | None
@@ -107,6 +114,7 @@ class EngineConfig:
     """The settings of one engine.
 
     model: a Hugging Face directory, or "default" for the embedded model.
+    tokenizer: a directory whose tokenizer and chat template take the place of the model's.
     load_format: "safetensors", or "random" to measure speed with random weights made on the
         device; then only config.json and the tokenizer are read from the directory.
     converter: serves the class of the installed transformers, exported as a graph, instead of the
@@ -203,6 +211,7 @@ class EngineConfig:
     """
 
     model: str = DEFAULT_MODEL
+    tokenizer: str | Path | None = None
     load_format: str = "safetensors"
     converter: bool = False
     served_model_name: str | None = None
@@ -259,7 +268,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_names()
-        self._check_counts()
+        check_counts(self)
         for name in ("converter", "prefix_cache", "tune", "bounded_json"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
@@ -268,7 +277,10 @@ class EngineConfig:
         )
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
-        check_predictor(self.length_predictor, self.memory_policy)
+        if self.length_predictor is not None:
+            check_predictor(self.length_predictor, self.memory_policy)
+        if self.tokenizer is not None:
+            check_folder("tokenizer", self.tokenizer)
         check_reasoning(self.reasoning_budget, self.reasoning_budget_message)
         check_folders(self.kv_cache_dir, self.packed_cache, has_prefixes=self.prefix_cache)
         self._check_nodes()
@@ -305,33 +317,6 @@ class EngineConfig:
             if type(group) is not int or group not in groups:
                 names = ", ".join(map(str, groups))
                 raise ConfigError(f"{setting} must be one of {names}, not {group!r}")
-
-    def _check_counts(self) -> None:
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_chunk_tokens",
-            "max_num_waiting",
-            "kv_cache_bytes",
-            "kv_page_bytes",
-            "kv_disk_bytes",
-            "packed_cache_bytes",
-            "memory_node_bytes",
-            "kvp_segment_tokens",
-            "lend_bytes",
-            "tokenize_threads",
-            "compute_threads",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-        ):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name} must be a positive integer, not {value!r}")
-        if self.max_num_seqs > MAX_NUM_SEQS:
-            raise ConfigError(
-                f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {self.max_num_seqs}"
-            )
 
     def _check_nodes(self) -> None:
         for setting in ("memory_nodes", "kvp", "borrow"):
@@ -376,6 +361,11 @@ class EngineConfig:
     @property
     def model_path(self) -> Path:
         return default_model_path() if self.model == DEFAULT_MODEL else Path(self.model)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The directory of the tokenizer and the chat template."""
+        return self.model_path if self.tokenizer is None else Path(self.tokenizer).expanduser()
 
     @property
     def model_name(self) -> str:

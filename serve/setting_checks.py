@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Protocol
 
 from serve.errors import ConfigError
 
 MAX_MESSAGE_CHARS = 1024
+MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
+
+
+class _Counts(Protocol):
+    """The settings, of which these checks read more than they name."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
 
 
 def check_times(slo_ms: object, factor: object, restart_s: object, ttft_s: object) -> None:
@@ -36,21 +45,50 @@ def check_reasoning(budget: object, message: object) -> None:
         )
 
 
-def check_predictor(predictor: object, memory_policy: str) -> None:
-    if predictor is None:
-        return
+def check_folders(kv_cache_dir: object, packed_cache: object, *, has_prefixes: bool) -> None:
+    check_folder("packed_cache", packed_cache)
+    if kv_cache_dir is not None:
+        check_folder("kv_cache_dir", kv_cache_dir)
+    if kv_cache_dir is not None and not has_prefixes:
+        raise ConfigError("kv_cache_dir needs prefix_cache")
+
+
+def check_folder(setting: str, folder: object) -> None:
+    if not isinstance(folder, str | Path) or not str(folder):
+        raise ConfigError(f"{setting} must be a path, not {folder!r}")
+
+
+def check_predictor(predictor: object, policy: str) -> None:
     for method in ("quantile", "observe", "observe_cut"):
         if not callable(getattr(predictor, method, None)):
             raise ConfigError(f"length_predictor has no method {method}")
-    if memory_policy != "predicted":
+    if policy != "predicted":
         raise ConfigError("length_predictor needs memory_policy predicted")
 
 
-def check_folders(kv_cache_dir: object, packed_cache: object, *, has_prefixes: bool) -> None:
-    for setting, folder in (("kv_cache_dir", kv_cache_dir), ("packed_cache", packed_cache)):
-        if setting == "kv_cache_dir" and folder is None:
-            continue
-        if not isinstance(folder, str | Path) or not str(folder):
-            raise ConfigError(f"{setting} must be a path, not {folder!r}")
-    if kv_cache_dir is not None and not has_prefixes:
-        raise ConfigError("kv_cache_dir needs prefix_cache")
+def check_counts(settings: _Counts) -> None:
+    """Checks the settings that are counts and sizes."""
+    for name in (
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_chunk_tokens",
+        "max_num_waiting",
+        "kv_cache_bytes",
+        "kv_page_bytes",
+        "kv_disk_bytes",
+        "packed_cache_bytes",
+        "memory_node_bytes",
+        "kvp_segment_tokens",
+        "lend_bytes",
+        "tokenize_threads",
+        "compute_threads",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+    ):
+        value = getattr(settings, name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+    most = settings.max_num_seqs
+    if most > MAX_NUM_SEQS:
+        raise ConfigError(f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {most}")

@@ -27,7 +27,7 @@ from serve.loading.footprint import weight_bytes
 from serve.loading.precision import resolve_precision
 from serve.machine import total_memory
 from serve.models import read_spec
-from serve.models.checkpoint import Checkpoint
+from serve.models.open_checkpoint import open_checkpoint
 
 BATCHES, PREFILLS = (1, 2, 4, 8, 16, 32, 64), (128, 512)
 _MIXED_TOKENS = 640
@@ -122,7 +122,7 @@ def _share_of_memory(engine: Engine) -> float:
     """Returns how much of the memory the weights take."""
     config, spec = engine.config, read_spec(engine.config.model_path)
     precision = resolve_precision(config, spec)
-    checkpoint = None if spec.packed is None else Checkpoint(config.model_path)
+    checkpoint = None if spec.packed is None else open_checkpoint(config.model_path, spec)
     return weight_bytes(config, spec, precision, checkpoint).total / total_memory()
 
 

@@ -26,6 +26,7 @@ from bench.common.safetensors_writer import INDEX, SINGLE, write_checkpoint
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
 from serve.hub.find import find
+from serve.single_file.config import directory_of
 from serve.units import format_memory
 
 RANDOM = "random:"
@@ -40,13 +41,14 @@ def cache_folder() -> Path:
 
 
 def model_directory(model: str | Path | None) -> str | None:
-    """Returns the model's directory, or None for the embedded model. "random:SHAPE" is a random
-    checkpoint, which the first call writes, and "ORG/NAME" a model of the hub, which the first call
-    fetches. Raises ConfigError for an unknown shape, and ModelLoadError."""
+    """Returns the model's directory, which for a GGUF file describes that, or None for the embedded
+    model. "random:SHAPE" is a random checkpoint, which the first call writes, and "ORG/NAME" a model
+    of the hub, which the first call fetches. Raises ConfigError for an unknown shape, and
+    ModelLoadError."""
     if model is None or model == DEFAULT_MODEL:
         return None
     if not str(model).startswith(RANDOM):
-        return find(str(model), tell=_tell).model
+        return str(directory_of(Path(find(str(model), tell=_tell).model)))
     shape = str(model).removeprefix(RANDOM)
     if shape not in SHAPES:
         shapes = ", ".join(RANDOM + name for name in SHAPES)

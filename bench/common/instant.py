@@ -86,7 +86,7 @@ def load_instant(
     """Returns a LoadedEngine like load_engine's, with the model's tokenizer but no weights."""
     parts = parts or Parts()
     spec: ModelSpec = read_spec(config.model_path)
-    tokenizer = Tokenizer.load(config.model_path)
+    tokenizer = Tokenizer.load(config.tokenizer_path, model=config.model_path)
     max_len = config.max_model_len or spec.max_model_len
     memory = LinuxMemory(config.kv_page_bytes or 64 << 10, num_pages)
     kv = KVManager(

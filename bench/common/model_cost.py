@@ -17,8 +17,8 @@ from serve.engine.step_trace import TracedStep
 from serve.loading.footprint import WeightBytes, weight_bytes
 from serve.loading.precision import Precision, resolve_precision
 from serve.models import ModelSpec, count_parameters
-from serve.models.checkpoint import Checkpoint
 from serve.models.families.layer_spec import LatentSpec
+from serve.models.open_checkpoint import open_checkpoint
 from serve.scheduler.step_time import StepWork
 
 Drawn = Sequence[int]
@@ -112,7 +112,7 @@ class ModelCost:
     def of(cls, config: EngineConfig, spec: ModelSpec, kv_bytes: int) -> ModelCost:
         precision, checkpoint = resolve_precision(config, spec), None
         if spec.packed is not None and config.load_format != "random":
-            checkpoint = Checkpoint(config.model_path)
+            checkpoint = open_checkpoint(config.model_path, spec)
         weights = weight_bytes(config, spec, precision, checkpoint)
         return cls(spec, precision, weights, kv_bytes)
 

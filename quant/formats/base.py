@@ -135,6 +135,13 @@ class CutFormat(Protocol):
         unit; the end is, too, or the number of outputs. ValueError if all are needed."""
 
 
+@runtime_checkable
+class SizedFormat(Protocol):
+    """A format whose tensors do not show what they take in memory."""
+
+    def memory_bytes(self, num_weights: int) -> float: ...
+
+
 class ExpertsFormat(ProductFormat, Protocol):
     """A ProductFormat which also stores all experts of a layer in one tensor."""
 

@@ -18,6 +18,7 @@ METHODS = {
     "mxfp4": "mxfp4:read_mxfp4",
     "bitsandbytes": "bitsandbytes:read_bitsandbytes",
     "hqq": "hqq:read_hqq",
+    "gguf": "gguf.formats:read_gguf",
 }
 
 

@@ -185,7 +185,7 @@ class Weight8:
             except ValueError:  # this device has none
                 pass
         if not self.is_per_channel or codes.dtype != torch.int8:
-            codes, scales = self._rounded()
+            codes, scales = self.rounded()
         return linears.int8([codes], bias, fusion, scales=scales * self.factor)
 
     def plain(self) -> Tensor:
@@ -208,7 +208,7 @@ class Weight8:
         codes = self.codes.view(torch.uint8) ^ 128
         return replace(self, codes=codes, zeros=torch.full_like(self.scales, 128.0))
 
-    def _rounded(self) -> tuple[Tensor, Tensor]:
+    def rounded(self) -> tuple[Tensor, Tensor]:
         """Rounds to the nearest of 127 steps of each output's largest magnitude.
 
         Returns codes and steps, to be multiplied by the factor, which decides no rounding.

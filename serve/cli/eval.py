@@ -15,6 +15,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
 from serve.models import read_spec
 from serve.regular_file import open_regular
+from serve.single_file.config import with_directory
 
 PLAIN_PRECISIONS = ("float32", "bfloat16", "int8/float32", "float32/int8", "int8")
 PACKED_PRECISIONS = ("bfloat16", "int8/bfloat16", "int8")
@@ -31,6 +32,7 @@ def run_eval(
     window: int,
     weight_group: int,
     kv_group: int,
+    tokenizer: str | None,
     json_file: Path | None,
 ) -> None:
     """Prints the table. `precisions` None takes those that suit the checkpoint."""
@@ -40,7 +42,8 @@ def run_eval(
         check_writable(json_file)
     text = _read_text(text_file or _HELDOUT)
     if precisions is None:
-        is_packed = read_spec(EngineConfig(model=model).model_path).packed is not None
+        config = with_directory(EngineConfig(model=model, tokenizer=tokenizer))
+        is_packed = read_spec(config.model_path).packed is not None
         precisions = PACKED_PRECISIONS if is_packed else PLAIN_PRECISIONS
     console = Console()
     with Console(stderr=True).status("loading") as status:
@@ -52,6 +55,7 @@ def run_eval(
             window=window,
             weight_group=weight_group,
             kv_group=kv_group,
+            tokenizer=tokenizer,
             report=lambda line: status.update(f"reading in {line}"),
         )
     console.print(_table(results))

@@ -102,6 +102,7 @@ def chat(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     revision: options.Revision = None,
+    tokenizer: options.TokenizerDir = None,
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
     compute_threads: options.ComputeThreads = None,
@@ -111,6 +112,7 @@ def chat(
     given = {"temperature": temperature, "max_tokens": max_tokens}
     sampling = {name: value for name, value in given.items() if value is not None}
     engine: EngineSettings = {
+        "tokenizer": tokenizer,
         "dtype": dtype,
         "max_model_len": max_model_len,
         "compute_threads": compute_threads,
@@ -188,6 +190,7 @@ def models(
         str | None, typer.Option(help="List the models of this server.", rich_help_panel=SERVER)
     ] = None,
     api_key_file: options.ClientKeyFile = None,
+    tokenizer: options.TokenizerDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the models on this machine or on a server. Nothing is downloaded."""
@@ -199,7 +202,7 @@ def models(
         if url is None and len(paths) == 1 and "://" in paths[0]:
             url = paths.pop()
         if url is None:
-            show_local([Path(path) for path in paths], as_json=as_json)
+            show_local([Path(path) for path in paths], tokenizer, as_json=as_json)
             return
         if paths:
             raise ConfigError("name either directories or the URL of one server")
@@ -225,6 +228,7 @@ def evaluate(
     ] = 512,
     weight_group: options.WeightGroup = 64,
     kv_group: options.KVGroup = 64,
+    tokenizer: options.TokenizerDir = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the table to this file.")
     ] = None,
@@ -242,6 +246,7 @@ def evaluate(
             window=window,
             weight_group=weight_group,
             kv_group=kv_group,
+            tokenizer=tokenizer,
             json_file=json_file,
         )
 

@@ -23,8 +23,10 @@ from serve.hub.settings import cache_folder
 from serve.loading.footprint import check_weights_fit, footprint, weight_bytes
 from serve.loading.precision import Precision, resolve_precision
 from serve.models import count_parameters, read_spec
-from serve.models.checkpoint import Checkpoint
+from serve.models.open_checkpoint import open_checkpoint
 from serve.models.spec import ModelSpec
+from serve.single_file.config import directory_of
+from serve.single_file.find import SUFFIX
 from serve.text.rank_patterns import find_tokenizer, rules_of
 from serve.text.tokenizer_config import optional_json
 from serve.units import format_memory, format_parameters
@@ -63,43 +65,45 @@ class ServableModel:
     problem: str = ""
 
 
-def list_models(paths: Sequence[Path]) -> list[ServableModel]:
+def list_models(paths: Sequence[Path], tokenizer: str | None = None) -> list[ServableModel]:
     """Returns the models below the paths, which may be GGUF files, or the embedded model and those
-    of the cache. Raises ConfigError for a path that is neither a directory nor such a file.
+    of the cache. tokenizer: the directory of the tokenizer with which they would be served, if it
+    is another. Raises ConfigError for a path that is neither a directory nor such a file.
     """
     if not paths:
         embedded = EngineConfig().model_path
-        cached = [_describe(name, path) for name, path in cached_models().items()]
-        return [_describe(DEFAULT_MODEL, embedded), *cached]
+        cached = [_describe(name, path, tokenizer) for name, path in cached_models().items()]
+        return [_describe(DEFAULT_MODEL, embedded, tokenizer), *cached]
     models = []
     for path in paths:
-        if path.suffix == ".gguf" and path.is_file():
-            models.append(_describe(str(path), path))
+        if path.suffix == SUFFIX and path.is_file():
+            models.append(_describe(str(path), path, tokenizer))
             continue
         try:
             next(path.iterdir(), None)
         except OSError as error:
             raise ConfigError(f"{path}: {reason(error)}") from error
-        models += [_describe(str(item), item) for item in models_in(path)]
+        models += [_describe(str(item), item, tokenizer) for item in models_in(path)]
     return models
 
 
-def _describe(name: str, path: Path) -> ServableModel:
+def _describe(name: str, path: Path, tokenizer: str | None) -> ServableModel:
     model = ServableModel(name, str(path))
-    if path.suffix == ".gguf":
+    if path.suffix == SUFFIX:
         found = gguf_model(path)
         model.format, model.size_bytes = f"GGUF {found.quant}".rstrip(), found.size_bytes
     try:
+        path = directory_of(path, has_tokenizer=tokenizer is not None)
         spec = read_spec(path)
         model.family = spec.model_type
         counts = count_parameters(spec)
         model.parameters, model.active_parameters = counts.total, counts.active
         model.max_model_len = spec.max_model_len
-        checkpoint = Checkpoint(path)
+        checkpoint = open_checkpoint(path, spec)
         files = {entry.file for entry in checkpoint.entries.values()}
         model.size_bytes = sum(file.stat().st_size for file in files)
-        _check_tokenizer(path)
-        config = EngineConfig(str(path))
+        config = EngineConfig(str(path), tokenizer=tokenizer)
+        _check_tokenizer(config.tokenizer_path)
         precision = resolve_precision(config, spec, is_trial=True)
         dtypes = _dtypes(spec)
         model.dtype, model.dtypes = str(precision), list(dtypes)
@@ -140,8 +144,8 @@ def _dtypes(spec: ModelSpec) -> dict[str, Precision]:
     return possible
 
 
-def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
-    models = list_models(paths)
+def show_local(paths: Sequence[Path], tokenizer: str | None = None, *, as_json: bool) -> None:
+    models = list_models(paths, tokenizer)
     if as_json:
         _print(json.dumps([asdict(model) for model in models], indent=2))
         return

@@ -51,6 +51,7 @@ Model = Annotated[
     ),
 ]
 Revision = Annotated[str | None, run_option("revision")]
+TokenizerDir = Annotated[str | None, run_option("tokenizer")]
 LoadFormat = Annotated[str, run_option("load_format")]
 DType = Annotated[str, run_option("dtype")]
 WeightGroup = Annotated[int, run_option("weight_group")]

@@ -27,6 +27,7 @@ from serve.errors import ConfigError
 from serve.loading.precision import resolve_precision
 from serve.loading.runtime import Runtime, load_runtime
 from serve.models import read_spec
+from serve.single_file.config import with_directory
 from serve.text.tokenizer import Tokenizer
 
 CHUNK = 128  # rows of a step, and of the logits in memory
@@ -62,6 +63,7 @@ def evaluate(
     window: int = 512,
     weight_group: int = 64,
     kv_group: int = 64,
+    tokenizer: str | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Evaluation]:
     """Evaluates (dtype, kv_dtype) pairs, the reference first; one model is loaded at a time.
@@ -69,8 +71,11 @@ def evaluate(
     A temporary file of max_tokens * vocabulary * 4 bytes holds the reference's distributions.
     """
     # other settings keep their defaults, so that kv_bytes_per_token is that of a server
-    config = EngineConfig(model=model, weight_group=weight_group, kv_group=kv_group)
-    windows = _windows(Tokenizer.load(config.model_path), text, max_tokens, window)
+    config = with_directory(
+        EngineConfig(model=model, tokenizer=tokenizer, weight_group=weight_group, kv_group=kv_group)
+    )
+    loaded = Tokenizer.load(config.tokenizer_path, model=config.model_path)
+    windows = _windows(loaded, text, max_tokens, window)
     if not windows:
         raise ConfigError("the text has fewer than two tokens; nothing can be predicted")
     configs = _configs(config, precisions)

@@ -16,6 +16,7 @@ from serve.engine.engine import Engine
 from serve.http.edge.file_limit import raise_file_limit
 from serve.http.edge.settings import HttpSettings
 from serve.http.server import HttpServer, serve_until_signal
+from serve.single_file.config import with_directory
 
 _RANK_VARIABLES = {"WORLD_SIZE", "LWS_GROUP_SIZE"}
 
@@ -49,7 +50,7 @@ def _runs_rank(config: EngineConfig) -> bool:
         return False
     from serve.group.worker_main import run_rank
 
-    run_rank(config, member)
+    run_rank(with_directory(config), member)
     return True
 
 

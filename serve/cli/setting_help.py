@@ -62,6 +62,11 @@ ENGINE_OPTIONS: dict[str, Option] = {
         "A Hugging Face directory, or ORG/NAME, ORG/NAME:QUANT or ORG/NAME:FILE of the hub, which"
         " is downloaded once (`serve models` lists what is here).",
     ),
+    "tokenizer": Option(
+        MODEL,
+        "A directory whose tokenizer and chat template take the place of the model's.",
+        metavar="DIR",
+    ),
     "load_format": Option(
         MODEL,
         "safetensors; random makes random weights, to measure speed.",

@@ -32,6 +32,7 @@ from serve.models import ModelSpec
 from serve.pooling import PoolingParams
 from serve.request import Prompt, TokenDelta
 from serve.sampling_params import SamplingParams
+from serve.single_file.config import with_directory
 from serve.text.chat_parser import ChatFormat
 from serve.text.tokenizer import Tokenizer
 
@@ -45,8 +46,8 @@ class Loader(Protocol):
 class Engine:
     """An LLM engine in this process: `async with Engine(path) as engine: ...`
 
-    model: a Hugging Face directory; None takes the embedded model. settings: the fields of
-    EngineConfig. progress: shows a bar while weights load. load: builds the core from the
+    model: a Hugging Face directory or a GGUF file; None takes the embedded model. settings: the
+    fields of EngineConfig. progress: shows a bar while weights load. load: builds the core from the
     configuration (tests and benchmarks put a scripted runner in).
     """
 
@@ -58,7 +59,7 @@ class Engine:
         load: Loader = load_engine,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        self.config = EngineConfig.from_settings(model, **settings)
+        self.config = with_directory(EngineConfig.from_settings(model, **settings))
         self._progress = progress
         self._load = load
         self._loaded: LoadedEngine | None = None

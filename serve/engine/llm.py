@@ -39,6 +39,7 @@ from serve.parameter_checks import parameters_named
 from serve.pooling import PoolingParams
 from serve.request import FinishReason, Prompt, Request, TokenDelta, TokenLogprobs
 from serve.sampling_params import SamplingParams
+from serve.single_file.config import with_directory
 from serve.text.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
@@ -122,7 +123,7 @@ class LLM:
         **settings: Unpack[EngineSettings],
     ) -> None:
         settings.setdefault("inter_token_factor", math.inf)  # callers read whole answers
-        self.config = EngineConfig.from_settings(model, **settings)
+        self.config = with_directory(EngineConfig.from_settings(model, **settings))
         self._loaded = load_engine(self.config, progress=progress)
         self._chat_format = make_chat_format(self._loaded.tokenizer, self.config)
         self._loaded.core.start()

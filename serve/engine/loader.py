@@ -188,7 +188,7 @@ def _load_parts(
     config: EngineConfig, progress: bool, is_stopped: threading.Event
 ) -> tuple[LoadedText, Runtime, MakeRecovery | None]:
     """Loads tokenizer and weights beside one another. A wrong tokenizer and is_stopped end both."""
-    text = TextLoading(config.model_path)
+    text = TextLoading(config.tokenizer_path, config.model_path)
 
     def check() -> None:
         text.check()

@@ -23,6 +23,7 @@ from ops.cpu import native_library
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
 from serve.loading.precision import Precision
+from serve.models.open_checkpoint import stored_files
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def checkpoint_fingerprint(path: Path) -> str:
     another one.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in filter(Path.is_file, sorted(path.glob("*.safetensors"))):
+    for file in stored_files(path):
         status = file.stat()
         size = status.st_size
         digest.update(f"{file.name} {size} {status.st_mtime_ns} ".encode())

@@ -19,6 +19,7 @@ from serve.loading.precision import Precision, resolve_precision
 from serve.machine import KV_SHARE_OF_FREE_MEMORY, available_memory
 from serve.models import ModelSpec, ParameterCounts, count_parameters, expect_tensors
 from serve.models.checkpoint import Checkpoint
+from serve.models.open_checkpoint import open_checkpoint
 from serve.units import format_memory
 
 # bits of a weight of a product, without the scales of groups
@@ -150,7 +151,7 @@ def check_weights_fit(
         # its exact size is read from the headers, where they matter
         if need.total * spec.packed.bits / 8 * 2 <= free:
             return
-        checkpoint = Checkpoint(config.model_path)
+        checkpoint = open_checkpoint(config.model_path, spec)
         need = weight_bytes(config, spec, precision, checkpoint)
     scratch = expert_scratch_bytes(config, spec, precision, need)
     if need.total + scratch <= free:
@@ -171,7 +172,7 @@ def _advice(config: EngineConfig, spec: ModelSpec, precision: Precision, free: i
             smaller = resolve_precision(replace(config, dtype=dtype), spec, is_trial=True)
         except ConfigError:  # not on this machine
             continue
-        checkpoint = None if spec.packed is None else Checkpoint(config.model_path)
+        checkpoint = None if spec.packed is None else open_checkpoint(config.model_path, spec)
         weights = weight_bytes(config, spec, smaller, checkpoint)
         scratch = expert_scratch_bytes(config, spec, smaller, weights)
         is_smaller = weights.total < weight_bytes(config, spec, precision).total

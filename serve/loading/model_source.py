@@ -24,8 +24,8 @@ from serve.errors import ConfigError
 from serve.loading.precision import Precision, choose_backend, resolve_precision
 from serve.machine import usable_processors
 from serve.models import Decoder, ModelSpec, StageModel, StepModel, load_model, read_spec
-from serve.models.checkpoint import weight_files
 from serve.models.checksums import check_manifest
+from serve.models.open_checkpoint import files_of, stored_files
 from serve.models.packed_cache.cache import DEFAULT_BYTES, PackedCache
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE, Shard
@@ -73,7 +73,7 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
     if config.load_format == "random":
         logger.warning("load_format random: the weights are random, and so are the answers")
     else:
-        weight_files(config.model_path)  # a missing file is named before a lack of memory
+        files_of(config.model_path)  # a missing file is named before a lack of memory
     return ModelSource(config, spec, precision, backend, converter)
 
 
@@ -162,6 +162,8 @@ class Converter:
 
         if config.backend == "cuda":
             raise ConfigError("converter needs the cpu back end, not cuda")
+        if any(file.suffix == ".gguf" for file in stored_files(config.model_path)):
+            raise ConfigError("converter loads Hugging Face directories, no GGUF files")
         self._config, self._module = config, model
         # that of the products is known when the layers are
         likely = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32

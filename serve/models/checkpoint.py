@@ -50,23 +50,35 @@ class Checkpoint:
     pages one by one for those of the weights, and finds few that make a huge page.
     """
 
+    described_by = "config.json"
+    is_strict = False  # a tensor that the model has no use for is an error
+
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries: dict[str, TensorEntry] = {}
-        self._mapped: dict[Path, MappedFile] = {}
-        self._read_bytes: dict[Path, list[tuple[int, int]]] = {}
+        self._start(path)
         for file in weight_files(path):
             self._read_header(file)
         num_bytes = sum(entry.end - entry.start for entry in self.entries.values())
         # weights take at most what the files take, but for a few formats
         self._stays_cached = 2 * num_bytes <= available_memory()
 
+    def _start(self, path: Path) -> None:
+        """Begins a checkpoint without tensors."""
+        self.path = path
+        self.entries: dict[str, TensorEntry] = {}
+        self._mapped: dict[Path, MappedFile] = {}
+        self._read_bytes: dict[Path, list[tuple[int, int]]] = {}
+
+    def stored_name(self, name: str) -> str:
+        """Returns a tensor's name in its file, for messages."""
+        return name
+
     def find_prefix(self, prefixes: Sequence[str], name: str) -> str:
         """Returns the prefix with which the tensor exists. ModelLoadError if there is none."""
         for prefix in prefixes:
             if prefix + name in self.entries:
                 return prefix
-        raise ModelLoadError(f"{self.path}: tensor {prefixes[0]}{name} is missing")
+        stored = self.stored_name(prefixes[0] + name)
+        raise ModelLoadError(f"{self.path}: tensor {stored} is missing")
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Announces the tensors that will be fetched; files ignore it."""
@@ -79,27 +91,37 @@ class Checkpoint:
         if cut is not None:
             tensor = cut(tensor)
         if not all_finite(tensor):
-            raise ModelLoadError(f"{self.entries[name].file}: tensor {name} holds NaN or infinity")
+            raise self._not_finite(name)
         return tensor
+
+    def _not_finite(self, name: str) -> ModelLoadError:
+        stored = self.stored_name(name)
+        return ModelLoadError(f"{self.entries[name].file}: tensor {stored} holds NaN or infinity")
 
     def is_zero(self, name: str) -> bool:
         """Returns whether a tensor of any type is all zeros."""
         return not bool(self._read(name).float().any())
 
     def _read(self, name: str, index: int | None = None) -> Tensor:
-        file, *_ = entry = self.entries[name]
+        return self._read_place(self.entries[name].file, self._place(name), index)
+
+    def _read_place(self, file: Path, place: Place, index: int | None = None) -> Tensor:
         with _naming(file):
             mapped = self._mapped.get(file)
             if mapped is None:
                 mapped = self._mapped[file] = MappedFile(file)
-            tensor = mapped.tensor(Place(*entry[1:]))
-        start, end = entry.start, entry.end
+            tensor = mapped.tensor(place)
+        start, end = place.start, place.end
         if index is not None and tensor.ndim:
             tensor = tensor[index]
             start += index * tensor.nbytes
             end = start + tensor.nbytes
         self._read_bytes.setdefault(file, []).append((start, end))
         return tensor
+
+    def _place(self, name: str) -> Place:
+        """Returns the bytes of a tensor."""
+        return Place(*self.entries[name][1:])
 
     def release(self) -> None:
         self._mapped.clear()
@@ -120,20 +142,20 @@ class Checkpoint:
 
 def check_rule(checkpoint: Checkpoint, name: str, rule: TensorRule) -> None:
     """Checks type and shape of a tensor of a quantized product. ModelLoadError."""
-    entry = checkpoint.entries.get(name)
+    entry, stored = checkpoint.entries.get(name), checkpoint.stored_name(name)
     if entry is None:
         if rule.is_optional:
             return
-        raise ModelLoadError(f"{checkpoint.path}: tensor {name} is missing")
+        raise ModelLoadError(f"{checkpoint.path}: tensor {stored} is missing")
     if not rule.allows(entry.shape):
         shapes = " or ".join(str(list(shape)) for shape in rule.shapes) or "[bytes]"
         raise ModelLoadError(
-            f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json asks "
-            f"for {shapes}"
+            f"{entry.file}: tensor {stored} has shape {list(entry.shape)}, but "
+            f"{checkpoint.described_by} asks for {shapes}"
         )
     if entry.dtype not in rule.dtypes:
         raise ModelLoadError(
-            f"{entry.file}: tensor {name} has type {entry.dtype}; it must be "
+            f"{entry.file}: tensor {stored} has type {entry.dtype}; it must be "
             f"{' or '.join(rule.dtypes)}"
         )
 
@@ -144,7 +166,8 @@ def _naming(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        raise ModelLoadError(f"{file} cannot be read as safetensors: {error}") from error
+        kind = "GGUF" if file.suffix == ".gguf" else "safetensors"
+        raise ModelLoadError(f"{file} cannot be read as {kind}: {error}") from error
 
 
 def weight_files(path: Path) -> list[Path]:

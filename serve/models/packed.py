@@ -18,6 +18,7 @@ from quant.formats.base import (
     Fetch,
     PackedWeight,
     ProductFormat,
+    SizedFormat,
     TensorRule,
 )
 from serve.errors import ModelLoadError
@@ -51,12 +52,13 @@ class PackedProducts:
         if self._packed is None:
             return None
         entries = self._checkpoint.entries
-        if part.is_fused:
-            size = part.num_experts, num_in, part.num_rows
-            return self._packed.of_experts(
-                entries, part.module, *size, is_transposed=part.is_transposed
-            )
-        return self._packed.of(entries, part.module, num_in, part.num_rows)
+        with self.naming([part]):
+            if part.is_fused:
+                size = part.num_experts, num_in, part.num_rows
+                return self._packed.of_experts(
+                    entries, part.module, *size, is_transposed=part.is_transposed
+                )
+            return self._packed.of(entries, part.module, num_in, part.num_rows)
 
     def rules(self, form: ProductFormat, part: Part, num_in: int) -> dict[str, TensorRule]:
         """Returns the tensors of one part by name."""
@@ -119,6 +121,8 @@ class PackedProducts:
 def bytes_in_memory(form: ProductFormat, name: str, stored: TensorEntry) -> int:
     """Returns the bytes that one tensor of a quantized product takes when it is packed: codes stay,
     scales of 4 bits and their offsets are fp16, and the order of inputs is negligible."""
+    if isinstance(form, SizedFormat):
+        return round(form.memory_bytes(prod(stored.shape)))
     ending, num_bytes = name.rpartition(".")[2], stored.end - stored.start
     if len(stored.shape) < 2 and "absmax" not in ending:
         return 0

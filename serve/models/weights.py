@@ -27,6 +27,7 @@ from serve.models.families import FAMILIES
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 from serve.models.families.names import WeightNames
 from serve.models.loaded_tensors import LoadedTensors, TensorCache
+from serve.models.open_checkpoint import open_checkpoint
 from serve.models.packed import PackedProducts
 from serve.models.progress import LoadProgress
 from serve.models.random_checkpoint import RandomCheckpoint
@@ -67,7 +68,9 @@ def load_model(
     """
     spec = read_spec(path)
     names = FAMILIES[spec.model_type].names
-    checkpoint = RandomCheckpoint(path, backend.device) if is_random else Checkpoint(path)
+    checkpoint = (
+        RandomCheckpoint(path, backend.device) if is_random else open_checkpoint(path, spec)
+    )
     stored = _find(spec, names, checkpoint)
     is_transposed = names.is_transposed
     expected = ExpectedTensors(checkpoint, spec.packed, is_transposed=is_transposed)
@@ -197,19 +200,20 @@ class CheckedNames:
         """Raises ModelLoadError unless every needed tensor exists with the right shape."""
         checkpoint, packed_rules = self._checkpoint, self._expected.packed_rules
         for name, shape in self._expected.shapes.items():
-            entry = checkpoint.entries.get(name)
+            entry, stored = checkpoint.entries.get(name), checkpoint.stored_name(name)
             if entry is None:
                 raise ModelLoadError(
-                    f"{checkpoint.path}: tensor {name}{self._or_packed(name)} is missing"
+                    f"{checkpoint.path}: tensor {stored}{self._or_packed(name)} is missing"
                 )
             if entry.shape != shape:
+                hint = self._hint(name, entry.shape)
                 raise ModelLoadError(
-                    f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json "
-                    f"asks for {list(shape)}{self._hint(name, entry.shape)}"
+                    f"{entry.file}: tensor {stored} has shape {list(entry.shape)}, but "
+                    f"{checkpoint.described_by} asks for {list(shape)}{hint}"
                 )
             if entry.dtype not in FLOATS:
                 raise ModelLoadError(
-                    f"{entry.file}: tensor {name} has type {entry.dtype}; "
+                    f"{entry.file}: tensor {stored} has type {entry.dtype}; "
                     f"only {', '.join(FLOATS)} can be loaded"
                 )
         for name, rule in packed_rules.items():
@@ -259,11 +263,19 @@ class CheckedNames:
         )
         for name in [name for name in unused if _is_within(name, modules)]:
             if not self._checkpoint.is_zero(name):
+                stored = self._checkpoint.stored_name(name)
                 raise ModelLoadError(
-                    f"{self._checkpoint.entries[name].file}: tensor {name} is not zero, but this "
-                    "model has no use for it; config.json does not fit the tensors"
+                    f"{self._checkpoint.entries[name].file}: tensor {stored} is not zero, but this "
+                    f"model has no use for it; {self._checkpoint.described_by} does not fit the "
+                    "tensors"
                 )
             unused.remove(name)
+        if unused and self._checkpoint.is_strict:
+            stored = self._checkpoint.stored_name(unused[0])
+            raise ModelLoadError(
+                f"{self._checkpoint.path}: tensor {stored} is there, but "
+                f"{self._checkpoint.described_by} do not ask for it"
+            )
         log_unused(unused, self._spec.num_layers)
 
     def _or_packed(self, name: str) -> str:

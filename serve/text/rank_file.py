@@ -203,14 +203,17 @@ def _description(vocabulary: _Vocabulary) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(content, index) for content, index in special.items()],
+        "added_tokens": [added_token(content, index) for content, index in special.items()],
         "normalizer": {"type": vocabulary.normalizer} if vocabulary.normalizer else None,
         "pre_tokenizer": {
             "type": "Sequence",
-            "pretokenizers": [_split(vocabulary.pattern), _byte_level(add_prefix_space=False)],
+            "pretokenizers": [
+                split_step(vocabulary.pattern),
+                byte_level_step(add_prefix_space=False),
+            ],
         },
-        "post_processor": _begins(vocabulary.prefix, special) if vocabulary.prefix else None,
-        "decoder": _byte_level(add_prefix_space=True),
+        "post_processor": begins_with(vocabulary.prefix, special) if vocabulary.prefix else None,
+        "decoder": byte_level_step(add_prefix_space=True),
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -282,17 +285,17 @@ def _has_a_piece(pattern: str, special: dict[str, int]) -> bool:
     )
 
 
-def _added(content: str, index: int) -> dict[str, Any]:
+def added_token(content: str, index: int) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": index, "content": content, **flags, "special": True}
 
 
-def _split(pattern: str) -> dict[str, Any]:
+def split_step(pattern: str) -> dict[str, Any]:
     found = {"Regex": pattern}
     return {"type": "Split", "pattern": found, "behavior": "Isolated", "invert": False}
 
 
-def _byte_level(*, add_prefix_space: bool) -> dict[str, Any]:
+def byte_level_step(*, add_prefix_space: bool) -> dict[str, Any]:
     return {
         "type": "ByteLevel",
         "add_prefix_space": add_prefix_space,
@@ -301,7 +304,7 @@ def _byte_level(*, add_prefix_space: bool) -> dict[str, Any]:
     }
 
 
-def _begins(prefix: tuple[str, ...], special: dict[str, int]) -> dict[str, Any]:
+def begins_with(prefix: tuple[str, ...], special: dict[str, int]) -> dict[str, Any]:
     """Returns the post-processor that puts special tokens before a text."""
     before = [{"SpecialToken": {"id": content, "type_id": 0}} for content in prefix]
     texts = [{"Sequence": {"id": name, "type_id": at}} for at, name in enumerate("AB")]

@@ -16,24 +16,24 @@ from serve.text.rank_file import RankRules, is_rank_file
 from serve.text.tokenizer_config import token_string
 
 TEKKEN_FILE = "tekken.json"
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
-_ONE_DIGIT = rf"{_WORDS}|\p{{N}}|{_OTHERS}"
-_THREE_DIGITS = rf"{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}"
+_WORDS = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
+ONE_DIGIT = rf"{_WORDS}|\p{{N}}|{_OTHERS}"
+THREE_DIGITS = rf"{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _NO_HAN = r"&&[^\p{Han}]"
-_HAN_APART = "|".join(
+HAN_APART = "|".join(
     (
         r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]*[{_LOWER}{_NO_HAN}]+{_CONTRACTIONS}?",
-        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]+[{_LOWER}{_NO_HAN}]*{_CONTRACTIONS}?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]*[{_LOWER}{_NO_HAN}]+{CONTRACTIONS}?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NO_HAN}]+[{_LOWER}{_NO_HAN}]*{CONTRACTIONS}?",
         r"\p{N}{1,3}",
         _OTHERS,
     )
 )
 _QWEN = RankRules(
-    pattern=_ONE_DIGIT,
+    pattern=ONE_DIGIT,
     normalizer="NFC",
     names=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     filler="<|extra_{number}|>",
@@ -47,15 +47,17 @@ _RULES = {
         prefix=("<|startoftext|>",),
     ),
     "TikTokenTokenizer": RankRules(
-        pattern=_HAN_APART, filler="<|reserved_token_{id}|>", fillers=256
+        pattern=HAN_APART, filler="<|reserved_token_{id}|>", fillers=256
     ),
-    "ChatGLM4Tokenizer": RankRules(pattern=_THREE_DIGITS, prefix=("[gMASK]", "<sop>")),
+    "ChatGLM4Tokenizer": RankRules(pattern=THREE_DIGITS, prefix=("[gMASK]", "<sop>")),
 }
 
 
 def find_tokenizer(path: Path) -> Path:
     """Returns the tokenizer's file in a directory. ModelLoadError if it has none, or several rank
     files."""
+    if not path.is_dir():
+        raise ModelLoadError(f"{path}, where the tokenizer should be, is not a directory")
     for name in ("tokenizer.json", TEKKEN_FILE, "tiktoken.model"):
         if (file := path / name).exists():
             return file

@@ -87,13 +87,15 @@ class Tokenizer:
             self.pieces.extend([b""] * (min_size - len(self.pieces)))
 
     @classmethod
-    def load(cls, path: Path, config: TextConfig | None = None) -> Tokenizer:
+    def load(
+        cls, path: Path, config: TextConfig | None = None, *, model: Path | None = None
+    ) -> Tokenizer:
         """Loads a Hugging Face directory; ModelLoadError names the file that is wrong. config: that
-        of the directory, if it has been read."""
+        of the directory, if it has been read. model: the model's directory, if it is another."""
         config = config or read_text_config(path)
         file = find_tokenizer(path)
         codec = _load_codec(file, config)
-        size = _vocab_size(optional_json(path / "config.json"))
+        size = _vocab_size(optional_json((model or path) / "config.json"))
         if size is not None:
             _check_size(file, codec, size)
         named, template = config.named_tokens, config.chat_template

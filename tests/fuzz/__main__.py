@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz [TARGET ...] [--seconds N] [--seed S]`: runs mutated inputs.
+"""`python -m tests.fuzz [TARGET ...] [--seconds N] [--cases N] [--seed S]`: runs mutated inputs.
 
 Coverage guides the mutations with --atheris, if atheris is installed. Each target then has a
 process of its own and keeps its corpus in build/fuzz/TARGET. A failure prints the input.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import resource
 import subprocess
 import sys
 import time
@@ -47,6 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, LIVE, []], help="all by default")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each target")
+    parser.add_argument("--cases", type=int, default=sys.maxsize, help="at most, of each target")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--atheris", action="store_true", help="guide mutations by coverage")
     options = parser.parse_args()
@@ -56,8 +58,14 @@ def main() -> None:
             guided = [sys.executable, "-m", "tests.fuzz.guided", name, str(options.seconds)]
             subprocess.run(guided, check=True)
             continue
-        count = run_cases(name, TARGETS[name], options.seed, seconds=options.seconds)
-        print(f"{name:>16}: {count:>9,} cases, only documented errors", flush=True)
+        limits = {"seconds": options.seconds, "most": options.cases}
+        count = run_cases(name, TARGETS[name], options.seed, **limits)
+        # of this process, in KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        print(
+            f"{name:>16}: {count:>9,} cases, only documented errors, at most {peak:,} MiB",
+            flush=True,
+        )
     if LIVE in options.targets or not (options.targets or options.atheris):
         statuses = uvloop.run(
             fuzz_server(seconds=options.seconds, most=sys.maxsize, seed=options.seed)

@@ -50,7 +50,7 @@ from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
 from serve.text.chat_parser.grammar import forced_calls
 from serve.text.chat_parser.reasoning import ReasoningParser
 from serve.text.chat_template import neutralize, split_neutralized
-from tests.fuzz import model_config, quantized, tokenizer
+from tests.fuzz import gguf_file, model_config, quantized, tokenizer
 
 Expected = (ApiError, RequestError)
 FORMAT = ChatFormat()
@@ -186,6 +186,7 @@ TARGETS: dict[str, Target] = {
     "ranks": Target(tokenizer.run_ranks, tokenizer.RANK_SEEDS),
     "tekken": Target(tokenizer.run_tekken, tokenizer.TEKKEN_SEEDS),
     "quantized": Target(quantized.run, quantized.SEEDS),
+    "gguf": Target(gguf_file.run, gguf_file.SEEDS),
     "model-config": Target(model_config.run, model_config.SEEDS),
     "config": Target(_config, (b'{"hidden_size": 64, "rope": {"factor": 2.0}, "x": [1, null]}',)),
 }

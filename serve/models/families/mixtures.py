@@ -321,7 +321,11 @@ FAMILIES = {
     "qwen2_moe": Family(_qwen2_moe, mixture_names(**_QWEN2_SHARED), "Qwen 1.5 and 2, mixtures"),
     "mixtral": Family(_mixtral, WeightNames(experts=(_MIXTRAL,)), "Mixtral"),
     "olmoe": Family(_olmoe, mixture_names(), "OLMoE"),
-    "granitemoe": Family(_granite_moe, WeightNames(experts=(_GRANITE,)), "Granite 3, mixtures"),
+    "granitemoe": Family(
+        _granite_moe,
+        WeightNames(experts=(_GRANITE, one_by_one(_GRANITE, "block_sparse_moe.experts"))),
+        "Granite 3, mixtures",
+    ),
     "gpt_oss": Family(_gpt_oss, WeightNames(experts=_GPT_OSS_WAYS), "gpt-oss 20b and 120b"),
     "minimax_m2": Family(_minimax_m2, WeightNames(experts=(_MIXTRAL,)), "MiniMax-M2"),
     "ernie4_5_moe": Family(_ernie_moe, mixture_names(**_ERNIE), "ERNIE 4.5, mixtures"),

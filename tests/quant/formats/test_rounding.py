@@ -32,7 +32,7 @@ def random_weight(
 
 
 def check_equal(weight: Weight8) -> None:
-    codes, steps = weight._rounded()
+    codes, steps = weight.rounded()
     expected_codes, expected_steps = weight._rounded_in_torch()
     assert codes.dtype == torch.int8 and torch.equal(codes, expected_codes)
     assert torch.equal(steps, expected_steps)
@@ -62,9 +62,9 @@ def test_every_number_of_e4m3(isa):
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3)
     numbers = codes[~codes.float().isnan()]
     weight = Weight8(numbers[:, None].contiguous(), torch.ones(len(numbers), 1), 1)
-    values, steps = numbers.float(), weight._rounded()[1]
+    values, steps = numbers.float(), weight.rounded()[1]
     assert torch.equal(steps, values.abs() / 127)
-    assert torch.equal(weight._rounded()[0][:, 0], values.sign().mul(127).to(torch.int8))
+    assert torch.equal(weight.rounded()[0][:, 0], values.sign().mul(127).to(torch.int8))
 
 
 def test_rows_of_zeros_and_of_tiny_numbers(isa):
@@ -73,7 +73,7 @@ def test_rows_of_zeros_and_of_tiny_numbers(isa):
     weight.scales[2] = 1e-34
     weight.scales[3] = 0.0
     check_equal(weight)
-    codes, steps = weight._rounded()
+    codes, steps = weight.rounded()
     assert not codes[1:4].any() and not steps[1:4].any()
 
 

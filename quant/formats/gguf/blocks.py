@@ -1,0 +1,244 @@
+"""Unpacks the blocks of each kind to whole numbers with a scale, and perhaps a minimum, per group.
+
+    weight = (code - offset) * scale - minimum, or the table's value of code, times scale
+
+That is the meaning of ggml's `dequantize_row_*`, computed in fp32 in the same order. What a scale
+consists of (an fp16 of the block times a number of 4 to 8 bits) is multiplied here, exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quant.formats.gguf.kinds import BY_NAME
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+class Groups(NamedTuple):
+    """Unpacked rows. codes: [rows, in] uint8 or int8; scales, minimums: [rows, groups] fp32."""
+
+    codes: Tensor
+    scales: Tensor
+    minimums: Tensor | None = None
+
+
+Unpack = Callable[[Tensor], Groups]
+"""Unpacks blocks: [rows, blocks, bytes of a block] uint8."""
+
+
+class Layout(NamedTuple):
+    """How a kind is unpacked.
+
+    group: weights that share a scale. offset: of codes, with table "int4" only. halves: the first
+    bytes of fp16 numbers in a block, which must be finite. bits: 4 if codes are below 16.
+    """
+
+    unpack: Unpack
+    group: int
+    bits: int
+    halves: tuple[int, ...]
+    offset: int = 0
+    has_minimums: bool = False
+    table: str = "int4"
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """Returns the fp16 at a byte of each block, [rows, blocks, 1] fp32."""
+    return blocks.view(torch.float16)[..., at // 2, None].float()
+
+
+def blocks_of(kind: str, stored: Tensor) -> Tensor:
+    """Returns rows, [.., bytes of a row], as [.., blocks, bytes of a block]."""
+    return _parted(stored, BY_NAME[kind].num_bytes)
+
+
+def _parted(values: Tensor, size: int) -> Tensor:
+    """Divides the last dimension into parts of a size."""
+    return values.view(*values.shape[:-1], -1, size)
+
+
+def _nibbles(packed: Tensor, width: int) -> Tensor:
+    """Unpacks [rows, blocks, n * width] to [rows, blocks, n, 2, width]: the lower bits first."""
+    parts = _parted(packed, width)
+    out = torch.empty(*parts.shape[:-1], 2, width, dtype=torch.uint8)
+    torch.bitwise_and(parts, 15, out=out[..., 0, :])
+    torch.bitwise_right_shift(parts, 4, out=out[..., 1, :])
+    return out
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """Unpacks [rows, blocks, n * 32] to [rows, blocks, n, 4, 32]: the lowest two bits first."""
+    parts = _parted(packed, 32)
+    out = torch.empty(*parts.shape[:-1], 4, 32, dtype=torch.uint8)
+    for number in range(4):
+        shifted = parts if number == 0 else parts >> 2 * number
+        torch.bitwise_and(shifted, 3, out=out[..., number, :])
+    return out
+
+
+def _set_bit(codes: Tensor, packed: Tensor, bit: int) -> None:
+    """Sets a bit of codes: [rows, blocks, 8, n] from the bits 0 to 7 of packed: [.., n]."""
+    for number in range(8):
+        # the bit moves straight to its place
+        moved = packed >> number - bit if number > bit else packed << bit - number
+        codes[..., number, :] |= moved.bitwise_and_(1 << bit)
+
+
+def _flat(codes: Tensor) -> Tensor:
+    return codes.reshape(len(codes), -1)
+
+
+def _q4_0(blocks: Tensor) -> Groups:
+    return Groups(_flat(_nibbles(blocks[..., 2:], 16)), _half(blocks, 0)[..., 0])
+
+
+def _q4_1(blocks: Tensor) -> Groups:
+    codes = _flat(_nibbles(blocks[..., 4:], 16))
+    return Groups(codes, _half(blocks, 0)[..., 0], -_half(blocks, 2)[..., 0])
+
+
+@functools.cache
+def _fifth_bits() -> Tensor:
+    """Returns eight bytes with the bits of a byte as their fifth bits, [2^8] int64."""
+    bits = torch.arange(256, dtype=torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8)
+    return (bits & 1).bitwise_left_shift_(4).view(torch.int64).flatten()
+
+
+def _with_fifth_bit(blocks: Tensor, at: int) -> Tensor:
+    """Returns codes of 5 bits, of which the fifth are four bytes, before 16 bytes of the others."""
+    codes = _flat(_nibbles(blocks[..., at + 4 :], 16))
+    high = _fifth_bits()[blocks[..., at : at + 4].int()]
+    return codes.bitwise_or_(_flat(high).view(torch.uint8))
+
+
+def _q5_0(blocks: Tensor) -> Groups:
+    codes = _with_fifth_bit(blocks, 2).sub_(16).view(torch.int8)
+    return Groups(codes, _half(blocks, 0)[..., 0])
+
+
+def _q5_1(blocks: Tensor) -> Groups:
+    codes = _with_fifth_bit(blocks, 4)
+    return Groups(codes, _half(blocks, 0)[..., 0], -_half(blocks, 2)[..., 0])
+
+
+def _q8_0(blocks: Tensor) -> Groups:
+    return Groups(_flat(blocks[..., 2:]).view(torch.int8), _half(blocks, 0)[..., 0])
+
+
+def _q2_k(blocks: Tensor) -> Groups:
+    steps = blocks[..., :16]
+    scales = _half(blocks, 80) * (steps & 15)
+    minimums = _half(blocks, 82) * (steps >> 4)
+    return Groups(_flat(_pairs(blocks[..., 16:80])), _flat(scales), _flat(minimums))
+
+
+def _q3_k(blocks: Tensor) -> Groups:
+    """A code's third bit is set for numbers that are not negative; eight is added in all."""
+    codes = _pairs(blocks[..., 32:96]).view(*blocks.shape[:2], 8, 32)
+    _set_bit(codes, blocks[..., :32], 2)
+    codes += 4
+    low, high = blocks[..., 96:104], blocks[..., 104:108]
+    steps = torch.cat((low & 15, low >> 4), -1)
+    steps |= torch.cat([(high >> 2 * number & 3) << 4 for number in range(4)], -1)
+    scales = _half(blocks, 108) * (steps.float() - 32)
+    return Groups(_flat(codes), _flat(scales))
+
+
+def _steps_of_6_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Unpacks the 12 bytes of Q4_K and Q5_K to eight factors of scales and eight of minimums."""
+    first, second, both = _parted(packed, 4).unbind(-2)
+    scales = torch.cat((first & 63, both & 15 | first >> 2 & 48), -1)
+    minimums = torch.cat((second & 63, both >> 4 | second >> 2 & 48), -1)
+    return scales, minimums
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the scales and minimums of Q4_K and Q5_K."""
+    scales, minimums = _steps_of_6_bits(blocks[..., 4:16])
+    return _flat(_half(blocks, 0) * scales), _flat(_half(blocks, 2) * minimums)
+
+
+def _q4_k(blocks: Tensor) -> Groups:
+    return Groups(_flat(_nibbles(blocks[..., 16:], 32)), *_k_scales(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Groups:
+    codes = _nibbles(blocks[..., 48:], 32).view(*blocks.shape[:2], 8, 32)
+    _set_bit(codes, blocks[..., 16:48], 4)
+    return Groups(_flat(codes), *_k_scales(blocks))
+
+
+def _q6_k(blocks: Tensor) -> Groups:
+    low, high = blocks[..., :128], _parted(blocks[..., 128:192], 32)
+    # 64 bytes hold the lower bits of weights 0 to 63 and then those of 64 to 127
+    codes = _nibbles(low, 64).view(*blocks.shape[:2], 2, 4, 32)
+    codes[..., 0, :] |= (high & 3) << 4
+    codes[..., 1, :] |= (high & 12) << 2
+    codes[..., 2, :] |= high & 48
+    codes[..., 3, :] |= (high & 192) >> 2
+    scales = _half(blocks, 208) * blocks[..., 192:208].view(torch.int8)
+    return Groups(_flat(codes).sub_(32).view(torch.int8), _flat(scales))
+
+
+@functools.cache
+def _iq4_table() -> Tensor:
+    """Returns the values of the codes in two bytes, [2^16] int32: of both bytes' lower bits, then
+    of their higher bits, as four bytes."""
+    pair = torch.cartesian_prod(torch.arange(256), torch.arange(256)).flip(-1)  # the lower byte
+    codes = torch.stack((pair & 15, pair >> 4), 1).flatten(1)
+    return torch.tensor(IQ4_VALUES, dtype=torch.int8)[codes].view(torch.int32).flatten()
+
+
+def _iq4_values(packed: Tensor) -> Tensor:
+    """Unpacks [rows, blocks, n * 16] to [rows, n * 32] int8. A look-up costs more than all else, so
+    one serves four weights."""
+    numbers = packed.contiguous().view(torch.int16).int().bitwise_and_(0xFFFF)
+    values = _iq4_table()[numbers].view(torch.int16)
+    return _flat(values.view(len(packed), -1, 8, 2).transpose(-1, -2)).view(torch.int8)
+
+
+def _iq4_nl(blocks: Tensor) -> Groups:
+    return Groups(_iq4_values(blocks[..., 2:]), _half(blocks, 0)[..., 0])
+
+
+def _iq4_xs(blocks: Tensor) -> Groups:
+    places = torch.arange(0, 8, 2, dtype=torch.uint8)
+    high = blocks[..., 2:4, None].bitwise_right_shift(places).flatten(-2) & 3
+    steps = _nibbles(blocks[..., 4:8], 1).flatten(-3) | high << 4
+    scales = _half(blocks, 0) * (steps.float() - 32)
+    return Groups(_iq4_values(blocks[..., 8:]), _flat(scales))
+
+
+def _mxfp4(blocks: Tensor) -> Groups:
+    stored = blocks[..., 0].int()
+    # 2^(e - 127) as the bits of fp32, whose normal numbers end above 2^-127
+    powers = torch.where(stored > 0, stored << 23, 1 << 22).to(torch.int32).view(torch.float32)
+    return Groups(_flat(_nibbles(blocks[..., 1:], 16)), powers)
+
+
+LAYOUTS = {
+    "Q4_0": Layout(_q4_0, 32, 4, (0,), offset=8),
+    "Q4_1": Layout(_q4_1, 32, 4, (0, 2), has_minimums=True),
+    "Q5_0": Layout(_q5_0, 32, 8, (0,)),
+    "Q5_1": Layout(_q5_1, 32, 8, (0, 2), has_minimums=True),
+    "Q8_0": Layout(_q8_0, 32, 8, (0,)),
+    "Q2_K": Layout(_q2_k, 16, 4, (80, 82), has_minimums=True),
+    "Q3_K": Layout(_q3_k, 16, 4, (108,), offset=8),
+    "Q4_K": Layout(_q4_k, 32, 4, (0, 2), has_minimums=True),
+    "Q5_K": Layout(_q5_k, 32, 8, (0, 2), has_minimums=True),
+    "Q6_K": Layout(_q6_k, 16, 8, (208,)),
+    "IQ4_NL": Layout(_iq4_nl, 32, 8, (0,)),
+    "IQ4_XS": Layout(_iq4_xs, 32, 8, (0,)),
+    "MXFP4": Layout(_mxfp4, 32, 4, (), table="fp4"),
+}
+
+
+def unpack(kind: str, stored: Tensor) -> Groups:
+    """Unpacks rows, [rows, bytes of a row] uint8."""
+    return LAYOUTS[kind].unpack(blocks_of(kind, stored))

@@ -1,0 +1,27 @@
+"""Opens a model's checkpoint: safetensors files, or GGUF files that its directory points to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serve.models.checkpoint import Checkpoint, weight_files
+from serve.models.gguf.pointer import pointed_files
+from serve.models.gguf_checkpoint import GGUFCheckpoint
+from serve.models.spec import ModelSpec
+
+
+def open_checkpoint(path: Path, spec: ModelSpec) -> Checkpoint:
+    """Opens the checkpoint of a directory. ModelLoadError says what is wrong with its files."""
+    files = pointed_files(path)
+    return GGUFCheckpoint(files[0], spec.model_type) if files else Checkpoint(path)
+
+
+def files_of(path: Path) -> list[Path]:
+    """Returns the files with a model's weights. ModelLoadError if one is missing."""
+    return list(pointed_files(path)) or weight_files(path)
+
+
+def stored_files(path: Path) -> list[Path]:
+    """Returns the files with weights that are there, none of which is missed."""
+    found = filter(Path.is_file, sorted(path.glob("*.safetensors")))
+    return list(pointed_files(path)) or list(found)

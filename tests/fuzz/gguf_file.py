@@ -1,0 +1,164 @@
+"""The target for GGUF files: headers, tables of tensors, and the blocks of the tensors.
+
+An input is a description in JSON of a file, which mutations change field by field, or a file. What
+is read lies within the file and unpacks to finite numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import tempfile
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quant.formats.gguf.blocks import LAYOUTS
+from quant.formats.gguf.formats import GGUF
+from quant.formats.gguf.kinds import KINDS
+from serve.errors import ModelLoadError
+from serve.models.gguf.reader import GGUFFile, GGUFTensor, read_gguf
+from tests.support.gguf.raw_file import ARRAY, LETTERS, STRING, gguf_bytes, text
+
+MAX_DATA = 1 << 14
+MAX_UNPACKED = 1 << 12  # weights of a tensor
+BLOCKS = random.Random(0).randbytes(MAX_DATA)
+FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-gguf-")
+
+
+def _seeds() -> tuple[bytes, ...]:
+    keys: list[Any] = [
+        ["general.architecture", [STRING, "llama"]],
+        ["general.alignment", [4, 64]],
+        ["llama.block_count", [4, 2]],
+        ["llama.rope.freq_base", [6, 10000.0]],
+        ["tokenizer.ggml.add_bos_token", [7, 1]],
+        ["tokenizer.ggml.tokens", [ARRAY, STRING, ["a", "\u00e4", ""]]],
+        ["tokenizer.ggml.scores", [ARRAY, 6, [0.0, -1.5]]],
+        ["tokenizer.ggml.token_type", [ARRAY, 5, [1, 1, 3]]],
+        ["split.count", [2, 1]],
+    ]
+    described = []
+    numbers = [number for number, kind in KINDS.items() if kind.name in (*LAYOUTS, "F32", "BF16")]
+    for some in (numbers[:5], numbers[5:10], numbers[10:]):
+        tensors, at = [], 0
+        for number in some:
+            tensors.append([f"blk.{number}.weight", [256, 2], number, at])
+            size = 512 // KINDS[number].weights * KINDS[number].num_bytes
+            at += -(-size // 64) * 64
+        described.append({"version": 3, "keys": keys, "tensors": tensors, "data": at})
+    for one in described:
+        read_gguf(_written(file_of(one)))  # a seed is a right file
+    return (*(json.dumps(one).encode() for one in described), file_of(described[0])[:1500])
+
+
+def _number(letter: str, value: Any) -> bytes:
+    """Returns any number in a type, without its higher bits."""
+    if letter in "fd":
+        return struct.pack(f"<{letter}", value)
+    size = struct.calcsize(letter)
+    return (int(value) % (1 << 8 * size)).to_bytes(size, "little")
+
+
+def _value(kind: int, value: Any) -> bytes:
+    if kind != STRING:
+        return _number(LETTERS.get(kind, "Q"), value)
+    if isinstance(value, list):  # with a length that may be wrong
+        return text(str(value[0]), int(value[1]) % (1 << 64))
+    return text(str(value).encode("utf-8", "replace"))
+
+
+def _typed(described: list[Any]) -> bytes:
+    kind = int(described[0]) % (1 << 32)
+    head = struct.pack("<I", kind)
+    if kind != ARRAY:
+        return head + _value(kind, described[1])
+    inner, values = int(described[1]) % (1 << 32), described[2]
+    count = described[3] if len(described) > 3 else len(values)
+    written = b"".join(_value(inner, value) for value in values)
+    return head + _number("I", inner) + _number("Q", count) + written
+
+
+def file_of(described: dict[str, Any]) -> bytes:
+    """Returns the file that is described, with its numbers as they are."""
+    tensors = []
+    for name, dimensions, kind, offset in described["tensors"]:
+        sizes = [int(size) % (1 << 64) for size in dimensions]
+        tensors.append((str(name), sizes, int(kind) % (1 << 32), int(offset) % (1 << 64)))
+    header = gguf_bytes(
+        [(str(key), _typed(value)) for key, value in described["keys"]],
+        tensors,
+        version=int(described["version"]) % (1 << 32),
+        num_keys=_count(described, "num_keys"),
+        num_tensors=_count(described, "num_tensors"),
+        alignment=64,
+    )
+    return header + BLOCKS[: int(described["data"]) % (MAX_DATA + 1)]
+
+
+def _count(described: dict[str, Any], key: str) -> int | None:
+    return None if key not in described else int(described[key]) % (1 << 64)
+
+
+def _written(data: bytes) -> Path:
+    path = Path(FOLDER.name) / "m.gguf"
+    path.write_bytes(data)
+    return path
+
+
+def run(data: bytes) -> None:
+    """Raises what a hostile file raises but ModelLoadError, and AssertionError for a result that is
+    no part of the file."""
+    try:
+        data = file_of(json.loads(data))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        pass  # it is a file itself, or no description
+    except (OverflowError, RecursionError, struct.error):
+        return
+    path = _written(data)
+    try:
+        found = read_gguf(path)
+    except ModelLoadError as error:
+        message = str(error)
+    else:
+        _check(found, data)
+        return
+    assert message.startswith(str(path)) and len(message) < 600
+
+
+def _check(found: GGUFFile, data: bytes) -> None:
+    places = sorted((entry.start, entry.end) for entry in found.entries.values())
+    assert all(0 < start < end <= len(data) for start, end in places)
+    assert all(end <= start for (_, end), (start, _) in pairwise(places))
+    for entry in found.entries.values():
+        if entry.dtype in LAYOUTS and prod(entry.shape) <= MAX_UNPACKED:
+            _unpack(entry, data[entry.start : entry.end])
+
+
+def _unpack(entry: GGUFTensor, data: bytes) -> None:
+    num_in = entry.shape[-1]
+    num_out = prod(entry.shape[:-1])
+    header = {"p.weight": entry._replace(shape=(num_out, num_in))}
+    form = GGUF.of(header, "p", num_in, num_out)
+    assert form is not None
+
+    def fetch(name: str, index: int | None = None) -> Tensor:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(num_out, -1)
+
+    try:
+        weight = form.load(fetch, ["p"])
+    except ValueError as error:
+        message = str(error)
+    else:
+        plain = weight.plain()
+        assert plain.shape == (num_out, num_in) and bool(plain.isfinite().all())
+        return
+    assert "tensor p.weight holds" in message
+
+
+SEEDS = _seeds()
