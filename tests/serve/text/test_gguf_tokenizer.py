@@ -92,7 +92,7 @@ def test_a_users_own_pieces() -> None:
     )
     assert "  " in keys["tokenizer.ggml.tokens"] and OWN[1] not in keys["tokenizer.ggml.tokens"]
     made, reference = fast(keys), library(data)
-    for text in awkward_texts(500):
+    for text in ("  the", "a   the quick", "the  fox", *awkward_texts(500)):
         if BOS in text or EOS in text or "    " in text.replace("▁", " ") or "▁▁" in text:
             continue  # sentencepiece does not know the former as tokens of a text
         assert made.encode(text).ids == reference.encode(text), text
@@ -146,6 +146,20 @@ def test_unigram_pieces_are_those_of_sentencepiece(prefix: bool, trims: bool) ->
         if "\r\n" in text:
             continue  # Transformers' library normalizes the two as one
         assert made.encode(text).ids == [*reference.encode(text), 2], repr(text)
+
+
+def test_rows_without_a_token_do_not_change_what_is_unknown() -> None:
+    """What is unknown costs 10 more than the least likely piece, and not than a row that pads."""
+    pieces = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0}
+    pieces |= {"ab": -30.0, "cd": -30.0, "bcd": -1.0, "[PAD6]": -10000.0}
+    keys = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": list(pieces),
+        "tokenizer.ggml.scores": list(pieces.values()),
+        "tokenizer.ggml.token_type": [3, 3, 2, 1, 1, 1, 5],
+        "tokenizer.ggml.add_eos_token": False,
+    }
+    assert fast(keys).encode("abcd").ids == [2, 5]
 
 
 # -- byte-level
