@@ -24,7 +24,7 @@ from serve.loading.precision import Precision, choose_backend, resolve_precision
 from serve.machine import usable_processors
 from serve.models import Decoder, ModelSpec, StageModel, StepModel, load_model, read_spec
 from serve.models.checksums import check_manifest
-from serve.models.open_checkpoint import files_of
+from serve.models.open_checkpoint import files_of, stored_files
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE, Shard
 from serve.models.tensors import MakeLinear
@@ -160,6 +160,8 @@ class Converter:
 
         if config.backend == "cuda":
             raise ConfigError("converter needs the cpu back end, not cuda")
+        if any(file.suffix == ".gguf" for file in stored_files(config.model_path)):
+            raise ConfigError("converter loads Hugging Face directories, no GGUF files")
         self._config, self._module = config, model
         # that of the products is known when the layers are
         likely = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32

@@ -51,6 +51,7 @@ class Checkpoint:
     """
 
     described_by = "config.json"
+    is_strict = False  # a tensor that the model has no use for is an error
 
     def __init__(self, path: Path) -> None:
         self._start(path)
@@ -102,7 +103,9 @@ class Checkpoint:
         return not bool(self._read(name).float().any())
 
     def _read(self, name: str, index: int | None = None) -> Tensor:
-        file, place = self.entries[name].file, self._place(name)
+        return self._read_place(self.entries[name].file, self._place(name), index)
+
+    def _read_place(self, file: Path, place: Place, index: int | None = None) -> Tensor:
         with _naming(file):
             mapped = self._mapped.get(file)
             if mapped is None:

@@ -34,6 +34,7 @@ class GGUFCheckpoint(Checkpoint):
     """The tensors of a GGUF file, or of all files of a split model."""
 
     described_by = "the keys of the file"
+    is_strict = True
 
     def __init__(self, path: Path, model_type: str) -> None:
         """path: the file with the keys. model_type: the family whose names are used."""
@@ -50,6 +51,8 @@ class GGUFCheckpoint(Checkpoint):
             entry = self._places[name] = self._entry(TensorEntry(*stored), source)
             if self._is_table(name):
                 entry = entry._replace(dtype=_TABLE_TYPE)
+            if source.values:
+                entry = self._expansion_entry(entry, source)
             self.entries[name] = entry
         num_bytes = sum(entry.end - entry.start for entry in file.entries.values())
         self._stays_cached = 2 * num_bytes <= available_memory()
@@ -61,7 +64,10 @@ class GGUFCheckpoint(Checkpoint):
     def fetch(self, name: str, index: int | None = None, cut: Cut | None = None) -> Tensor:
         if self._is_table(name):
             return self._table_rows(name, cut)
-        source, stored = self._sources[name], self._read(name, index)
+        source = self._sources[name]
+        if source.values:
+            return self._expansion(name, cut)
+        stored = self._read(name, index)
         if source.heads:
             # a cut takes some rows
             order = head_rows(source.heads, 0, self._keys.head_dim, self._keys.head_dim)
@@ -95,12 +101,7 @@ class GGUFCheckpoint(Checkpoint):
         return self._places[name].dtype not in FLOATS
 
     def _place(self, name: str) -> Place:
-        """Returns the bytes of a tensor; a quantized one has rows of uint8."""
-        _, shape, dtype, start, end = self._places[name]
-        kind = BY_NAME[dtype]
-        if kind.weights == 1:
-            return Place(shape, dtype, start, end)
-        return Place((*shape[:-1], row_bytes(kind, shape[-1])), "U8", start, end)
+        return _place_of(self._places[name])
 
     def _table_rows(self, name: str, cut: Cut | None) -> Tensor:
         entry, stored = self._places[name], self._read(name)
@@ -112,3 +113,48 @@ class GGUFCheckpoint(Checkpoint):
         if not all_finite(found):  # beyond fp16
             raise self._not_finite(name)
         return found if cut is None else cut(found)
+
+    def _expansion_entry(self, keys: TensorEntry, source: Source) -> TensorEntry:
+        """Returns the place of a latent's expansion, [heads * (keys + values), rank], of which the
+        keys are stored as [heads, rank, keys] and the values as [heads, values, rank]."""
+        values = self._keys.tensors.get(source.values)
+        if values is None:
+            raise ModelLoadError(f"{self.path}: tensor {source.values} is missing")
+        of_keys, of_values = keys.shape, values.shape
+        is_right = len(of_keys) == len(of_values) == 3 and of_keys[0] == of_values[0]
+        if not is_right or of_keys[1] != of_values[2]:
+            raise ModelLoadError(
+                f"{self.path}: tensors {source.stored} and {source.values} have shapes "
+                f"{list(of_keys)} and {list(of_values)}, which are not of one latent"
+            )
+        rows = of_keys[0] * (of_keys[2] + of_values[1])
+        return keys._replace(shape=(rows, of_keys[1]), dtype="F32")
+
+    def _expansion(self, name: str, cut: Cut | None) -> Tensor:
+        source = self._sources[name]
+        keys = self._floats(TensorEntry(*self._keys.tensors[source.stored]), source.stored)
+        values = self._floats(TensorEntry(*self._keys.tensors[source.values]), source.values)
+        whole = torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+        if not all_finite(whole):
+            raise self._not_finite(name)
+        return whole if cut is None else cut(whole)
+
+    def _floats(self, entry: TensorEntry, name: str) -> Tensor:
+        """Reads a stored tensor of any kind in fp32."""
+        stored = self._read_place(entry.file, _place_of(entry))
+        if entry.dtype in FLOATS:
+            return stored.float()
+        try:
+            check_blocks(entry.dtype, name, stored)
+            return dequantized(entry.dtype, stored, torch.float32)
+        except ValueError as error:
+            raise ModelLoadError(f"{entry.file}: {error}") from error
+
+
+def _place_of(entry: TensorEntry) -> Place:
+    """Returns the bytes of a tensor; a quantized one has rows of uint8."""
+    _, shape, dtype, start, end = entry
+    kind = BY_NAME[dtype]
+    if kind.weights == 1:
+        return Place(shape, dtype, start, end)
+    return Place((*shape[:-1], row_bytes(kind, shape[-1])), "U8", start, end)

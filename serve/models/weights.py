@@ -259,6 +259,12 @@ class CheckedNames:
                     "tensors"
                 )
             unused.remove(name)
+        if unused and self._checkpoint.is_strict:
+            stored = self._checkpoint.stored_name(unused[0])
+            raise ModelLoadError(
+                f"{self._checkpoint.path}: tensor {stored} is there, but "
+                f"{self._checkpoint.described_by} do not ask for it"
+            )
         log_unused(unused, self._spec.num_layers)
 
     def _or_packed(self, name: str) -> str:

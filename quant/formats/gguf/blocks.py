@@ -103,12 +103,18 @@ def _q4_1(blocks: Tensor) -> Groups:
     return Groups(codes, _half(blocks, 0)[..., 0], -_half(blocks, 2)[..., 0])
 
 
+@functools.cache
+def _fifth_bits() -> Tensor:
+    """Returns eight bytes with the bits of a byte as their fifth bits, [2^8] int64."""
+    bits = torch.arange(256, dtype=torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8)
+    return (bits & 1).bitwise_left_shift_(4).view(torch.int64).flatten()
+
+
 def _with_fifth_bit(blocks: Tensor, at: int) -> Tensor:
     """Returns codes of 5 bits, of which the fifth are four bytes, before 16 bytes of the others."""
-    codes = _nibbles(blocks[..., at + 4 :], 16).view(*blocks.shape[:2], 4, 8)
-    places = torch.arange(8, dtype=torch.uint8)
-    high = blocks[..., at : at + 4, None].bitwise_right_shift(places).bitwise_and_(1)
-    return _flat(codes.bitwise_or_(high.bitwise_left_shift_(4)))
+    codes = _flat(_nibbles(blocks[..., at + 4 :], 16))
+    high = _fifth_bits()[blocks[..., at : at + 4].int()]
+    return codes.bitwise_or_(_flat(high).view(torch.uint8))
 
 
 def _q5_0(blocks: Tensor) -> Groups:

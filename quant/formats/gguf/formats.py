@@ -34,6 +34,7 @@ from quant.formats.weights import ROUNDED, Weight8
 from quant.int4 import Int4Weight
 
 METHOD = "gguf"
+_PLAIN = (*FLOATS, "F64")
 _PIECE_WEIGHTS = 1 << 20  # what is unpacked at a time; torch's threads share 32 Ki of them
 # What weights lose by shorter scales (tests/quant/formats/gguf measures it).
 _SHORTER = {
@@ -157,7 +158,9 @@ def dequantized(kind: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check_blocks(kind: str, name: str, stored: Tensor) -> None:
     """Raises ValueError if the blocks of rows, [.., bytes of a row] uint8, hold NaN or infinity, or
-    scales that no product takes."""
+    scales that no product takes, or if nothing unpacks their kind."""
+    if kind not in LAYOUTS:
+        raise _unsupported(name, kind)
     blocks = blocks_of(kind, stored)
     if kind == "MXFP4":
         largest = int(blocks[..., 0].max())
@@ -242,7 +245,7 @@ class GgufFormats(CheckpointFormat):
 
     def has(self, header: Header, name: str) -> bool:
         found = header.get(f"{name}.weight") or header.get(name)
-        return found is not None and found.dtype not in FLOATS
+        return found is not None and found.dtype not in _PLAIN
 
     def of(self, header: Header, product: str, num_in: int, num_out: int) -> BlockFormat | None:
         return _format_of(header, f"{product}.weight")
@@ -264,14 +267,16 @@ def _format_of(header: Header, name: str) -> BlockFormat | None:
     """Returns the format of a tensor, None if it is plain or missing. ValueError for a type that no
     product can have."""
     stored = header.get(name)
-    if stored is None or stored.dtype in FLOATS:
+    if stored is None or stored.dtype in _PLAIN:
         return None
     if stored.dtype not in FORMATS:
-        raise ValueError(
-            f"tensor {name} has type {stored.dtype}; products of {', '.join((*FORMATS, *FLOATS))} "
-            "are supported"
-        )
+        raise _unsupported(name, stored.dtype)
     return FORMATS[stored.dtype]
+
+
+def _unsupported(name: str, kind: str) -> ValueError:
+    known = ", ".join((*LAYOUTS, *_PLAIN))
+    return ValueError(f"tensor {name} has type {kind}, which is not supported; only {known}")
 
 
 GGUF = GgufFormats()

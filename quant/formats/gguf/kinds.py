@@ -49,6 +49,7 @@ KINDS = {
     35: Kind("TQ2_0", 256, 66),
     39: Kind("MXFP4", 32, 17),
     40: Kind("NVFP4", 64, 36),
+    41: Kind("Q1_0", 128, 18),
 }
 BY_NAME = {kind.name: kind for kind in KINDS.values()}
 

@@ -22,13 +22,14 @@ class Architecture:
 
     values: makes the values of config.json, with its model_type. is_permuted: the rows of q and k
     are those of an interleaved rotary embedding. norm_offset: what the conversion adds to the
-    weights of norms. modules: the names of tensors that differ from `names.py`, by their fields in
-    WeightNames.
+    weights of norms. is_latent: its attention is over latents. modules: the names of tensors that
+    differ from `names.py`, by their fields in WeightNames.
     """
 
     values: Callable[[Keys], Json]
     is_permuted: bool = False
     norm_offset: float = 0.0
+    is_latent: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)
 
 

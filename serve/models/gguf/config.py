@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from serve.models.gguf.architectures import find_architecture
@@ -40,5 +41,9 @@ def config_values(file: GGUFFile) -> Json:
 def sampling_values(file: GGUFFile) -> Json:
     """Returns the sampling parameters that the model's makers recommend, as generation_config.json
     has them."""
-    found = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+    values: Json = {}
+    for key, name in _SAMPLING.items():
+        value = file.metadata.get(f"general.sampling.{key}")
+        if type(value) in (int, float) and math.isfinite(value or 0):
+            values[name] = value
+    return values

@@ -100,10 +100,14 @@ class Keys(ConfigReader):
     def num_layers(self) -> int:
         """The layers without those that only predict further tokens."""
         more = self.integer("nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
-        count = self.integer("block_count", high=MAX_LAYERS)
+        count = self.num_blocks
         if more >= count:
             raise self.fail("nextn_predict_layers", f"is {more}, of {count} layers")
         return count - more
+
+    @property
+    def num_blocks(self) -> int:
+        return self.integer("block_count", high=MAX_LAYERS)
 
     @property
     def hidden_size(self) -> int:

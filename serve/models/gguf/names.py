@@ -32,6 +32,15 @@ _MODULES = {
     "post_ffw_norm": "mlp_out",
     "ffn_down": "down",
 }
+_LATENT = {  # -> fields of LatentNames
+    "attn_q": "q",
+    "attn_q_a": "q_down",
+    "attn_q_a_norm": "q_norm",
+    "attn_q_b": "q_up",
+    "attn_kv_a_mqa": "kv_down",
+    "attn_kv_a_norm": "kv_norm",
+    "attn_kv_b": "kv_up",
+}
 _SHARED = {"ffn_gate_shexp": 0, "ffn_up_shexp": 1}
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _OTHER_MODALITIES = ("v.", "a.", "mm.")
@@ -44,7 +53,8 @@ class Source:
     stored: the name of the GGUF tensor. expert: the part of its first dimension; None: all of it.
     heads: its rows are those of so many heads in the order of an interleaved rotary embedding; 0:
     in their own order. offset: what the conversion has added. is_row: it is a matrix of one row
-    that may be stored as a vector.
+    that may be stored as a vector. values: the tensor with the rest of the rows of each head, if
+    the stored one has only those of keys, transposed.
     """
 
     stored: str
@@ -52,6 +62,7 @@ class Source:
     heads: int = 0
     offset: float = 0.0
     is_row: bool = False
+    values: str = ""
 
 
 def tensor_sources(keys: Keys, architecture: Architecture, model_type: str) -> dict[str, Source]:
@@ -69,7 +80,8 @@ def tensor_sources(keys: Keys, architecture: Architecture, model_type: str) -> d
         del found[head]
         if not is_plain(keys, "token_embd.weight"):
             found[head] = found[table]
-    _check_all_known(keys, {source.stored for source in found.values()})
+    known = {source.stored for source in found.values()}
+    _check_all_known(keys, known | {source.values for source in found.values()})
     return found
 
 
@@ -97,6 +109,11 @@ class _Walk:
             stem: getattr(names, architecture.modules.get(stem, attribute))
             for stem, attribute in _MODULES.items()
         } | _products(names)
+        self._is_latent = architecture.is_latent
+        self._tensors = keys.tensors
+        if self._is_latent:
+            latent = {stem: getattr(names.latent, part) for stem, part in _LATENT.items()}
+            self._modules = self._modules | latent
 
     def all(self) -> Iterator[tuple[str, Source]]:
         names, prefix = self._names, self._names.prefixes[0]
@@ -110,6 +127,9 @@ class _Walk:
                 if not module:  # the family has none
                     continue
                 yield from self._module(stored + stem, at + module, stem)
+            if self._is_latent and f"{stored}attn_kv_b.weight" not in self._tensors:
+                both = Source(f"{stored}attn_k_b.weight", values=f"{stored}attn_v_b.weight")
+                yield f"{at}{names.latent.kv_up}.weight", both
             yield at + names.sinks, Source(f"{stored}attn_sinks.weight")
             if self._num_experts and experts is not None:
                 yield from self._mixture(experts, at, stored)
@@ -147,12 +167,12 @@ def _products(names: WeightNames) -> dict[str, str]:
 def _check_all_known(keys: Keys, known: set[str]) -> None:
     """Raises ModelLoadError for a tensor of the layers that has no name here. Those of other
     modalities and of layers that predict further tokens are named in the log."""
-    ignored = []
+    ignored, further = [], range(keys.num_layers, keys.num_blocks)
     for name in keys.tensors:
         if name in known or name in ROPE_TENSORS:
             continue
         layer = _LAYER.match(name)
-        is_further = layer is not None and int(layer[1]) >= keys.num_layers
+        is_further = layer is not None and int(layer[1]) in further
         if not (is_further or name.startswith(_OTHER_MODALITIES)):
             raise ModelLoadError(
                 f"{keys.source}: tensor {name:.80} is not known for architecture "

@@ -318,8 +318,7 @@ class _Header:
             raise ValueError(f"it has {self._size:,} bytes and ends within {what}: it is cut off")
         if end > MAX_HEADER_BYTES:
             raise ValueError(f"its header is longer than {MAX_HEADER_BYTES:,} bytes")
-        most = min(self._size, MAX_HEADER_BYTES)
-        wanted = min(max(end, len(self._data) + _CHUNK_BYTES), most)
+        wanted = min(max(end, len(self._data) + _CHUNK_BYTES), self._size)
         self._data += self._file.read(wanted - len(self._data))
         if len(self._data) < end:
             raise ValueError("it became shorter while it was read")

@@ -29,6 +29,13 @@ _LONG: Json = {
     "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
     "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
 }
+_LATENT: Json = GROUPS | {
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 48,
+    "num_key_value_heads": 4,
+}
 _GEMMA: Json = {"sliding_window": 8, "head_dim": 32, "query_pre_attn_scalar": 32}
 _BIASES: Json = {"attention_bias": True, "mlp_bias": True}
 
@@ -120,6 +127,18 @@ CASES = [
         "dots1",
         "groups",
         GROUPS | {"norm_topk_prob": True, "sliding_window": None, "head_dim": 32},
+    ),
+    Case("deepseek_v2", "no-rank", _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    Case(
+        "deepseek_v3",
+        "yarn",
+        _LATENT
+        | {"q_lora_rank": 32, "norm_topk_prob": True}
+        | {
+            "rope_parameters": YARN
+            | {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+            | {"original_max_position_embeddings": 16}
+        },
     ),
     Case("minimax_m2", "partial", _LOCAL | {"head_dim": 32, "rotary_dim": 16}),
     Case(

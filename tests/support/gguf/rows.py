@@ -124,6 +124,18 @@ def with_correction(config: Json, name: str, tensor: Tensor) -> Iterator[Named]:
     yield from split_experts(config, name, tensor)
 
 
+def split_expansion(config: Json, name: str, tensor: Tensor) -> Iterator[Named]:
+    """Yields the expansion of a latent apart: of keys, transposed, and of values."""
+    start = name.removesuffix("kv_b_proj.weight")
+    if start == name:
+        yield from with_correction(config, name, tensor)
+        return
+    heads = tensor.unflatten(0, (config["num_attention_heads"], -1))
+    size = config["qk_nope_head_dim"]
+    yield f"{start}k_b_proj.weight", heads[:, :size].transpose(1, 2)
+    yield f"{start}v_b_proj.weight", heads[:, size:]
+
+
 def without_head(config: Json, name: str, tensor: Tensor) -> Iterator[Named]:
     """Yields the tensors of Gemma, whose head is always the embedding."""
     if name != "lm_head.weight":
@@ -220,6 +232,48 @@ def _dots_keys(writer: gguf.GGUFWriter, config: Json) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def _latent_keys(writer: gguf.GGUFWriter, config: Json) -> None:
+    """Writes the sizes of the latent, as one head of keys and values."""
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    for name in ("head_count_kv", "key_length", "value_length"):
+        writer.kv_data[0].pop(f"{writer.arch}.attention.{name}", None)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(rank + rotated)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    _deepseek_keys(writer, config)
+
+
+def _old_latent_keys(writer: gguf.GGUFWriter, config: Json) -> None:
+    """Writes the sizes of heads, as the first files had them."""
+    for name in ("key_length", "value_length"):
+        writer.kv_data[0].pop(f"{writer.arch}.attention.{name}", None)
+    writer.add_key_length(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_value_length(config["v_head_dim"])
+    _deepseek_keys(writer, config)
+
+
+def _deepseek_keys(writer: gguf.GGUFWriter, config: Json) -> None:
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config.get("norm_topk_prob"):
+        writer.add_expert_weights_norm(True)
+    if config["model_type"] == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    scale = config["rope_parameters"].get("mscale_all_dim")
+    if scale is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
+
+
 def _minimax_keys(writer: gguf.GGUFWriter, config: Json) -> None:
     writer.add_expert_feed_forward_length(config["intermediate_size"])
     partial = config["rope_parameters"].get("partial_rotary_factor", 1.0)
@@ -274,6 +328,8 @@ ROWS = {
     "glm4": Row(_ARCH.GLM4, keys=_glm_keys),
     "glm4_moe": Row(_ARCH.GLM4_MOE, with_correction, _glm_moe_keys),
     "dots1": Row(_ARCH.DOTS1, with_correction, _dots_keys),
+    "deepseek_v2": Row(_ARCH.DEEPSEEK2, with_correction, _old_latent_keys),
+    "deepseek_v3": Row(_ARCH.DEEPSEEK2, split_expansion, _latent_keys),
     "minimax_m2": Row(_ARCH.MINIMAXM2, with_correction, _minimax_keys),
     "ministral3": Row(_ARCH.MISTRAL3, permuted, _mistral3_keys),
     "hunyuan_v1_dense": Row(_ARCH.HUNYUAN_DENSE, keys=_hunyuan_keys),

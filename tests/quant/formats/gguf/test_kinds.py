@@ -211,13 +211,24 @@ def test_the_type_of_a_tensor_decides(kind):
         form.tensors(257, 40)
 
 
-@pytest.mark.parametrize("kind", ["IQ2_XXS", "TQ1_0", "I8", "F64"])
-def test_a_kind_without_products_is_named_with_its_tensor(kind):
+@pytest.mark.parametrize("kind", ["IQ2_XXS", "TQ1_0", "I8"])
+def test_a_kind_that_nothing_unpacks_is_named_with_its_tensor(kind):
     header = {"a.weight": Stored((40, 256), kind), "e": Stored((2, 40, 256), kind)}
-    with pytest.raises(ValueError, match=rf"tensor a.weight has type {kind}; products of Q4_0"):
+    assert GGUF.has(header, "a") and GGUF.has(header, "e")
+    message = f"tensor {{}} has type {kind}, which is not supported; only Q4_0, "
+    with pytest.raises(ValueError, match=message.format("a.weight")):
         GGUF.of(header, "a", 256, 40)
-    with pytest.raises(ValueError, match=rf"tensor e has type {kind}"):
+    with pytest.raises(ValueError, match=message.format("e")):
         GGUF.of_experts(header, "e", 2, 256, 40)
+    with pytest.raises(ValueError, match=message.format("b.weight")):
+        check_blocks(kind, "b.weight", torch.zeros(4, BY_NAME[kind].num_bytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "F64"])
+def test_plain_tensors_have_no_format(kind):
+    header = {"a.weight": Stored((40, 256), kind), "e": Stored((2, 40, 256), kind)}
+    assert GGUF.of(header, "a", 256, 40) is None and not GGUF.has(header, "a")
+    assert GGUF.of_experts(header, "e", 2, 256, 40) is None and not GGUF.has(header, "e")
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -257,7 +268,9 @@ def test_scales_that_are_no_numbers_are_refused(kind):
                 FORMATS[kind].load(lambda name, index=None, s=stored: s, ["a"])
 
 
-@pytest.mark.parametrize(("exponent", "message"), [(255, "holds NaN"), (143, r"a scale of 2\^16")])
+@pytest.mark.parametrize(
+    ("exponent", "message"), [(255, "holds NaN"), (143, r"holds a scale of 2\^16")]
+)
 def test_powers_that_no_product_takes_are_refused(exponent, message):
     stored = random_bytes("MXFP4", 4, 3)
     check_blocks("MXFP4", "a.weight", stored)

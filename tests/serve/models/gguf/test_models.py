@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[Callable[[Keys, Tensors], object], str]] = {
     ),
     "a norm that the model has no use for": (
         add("blk.0.attn_q_norm.weight", 16),
-        r"tensor blk\.0\.attn_q_norm\.weight is not zero, but this model has no use for it",
+        r"tensor blk\.0\.attn_q_norm\.weight is there, but the keys of the file do not ask for it",
     ),
     "factors of another number": (add("rope_freqs.weight", 5), r"short_factor must list 8 numbers"),
     "a matrix of factors": (

@@ -1,0 +1,86 @@
+"""Commands take GGUF files where they take models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from serve.cli.main import app
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.loading.footprint import footprint, weight_bytes
+from serve.loading.model_source import read_source
+from serve.loading.precision import resolve_precision
+from serve.models import read_spec
+from serve.models.open_checkpoint import open_checkpoint
+from serve.single_file.config import with_directory
+from tests.support.gguf.cases import find_case, original
+from tests.support.gguf.quantized import packed
+from tests.support.gguf.writer import write_gguf
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def written(folder: Path, name: str, kind: str | None = None) -> Path:
+    source = original(find_case("qwen2-tied"))
+    weights = packed(source, lambda _: kind)
+    return write_gguf(source, folder / f"{name}.gguf", "qwen2", weights)
+
+
+def listed(*arguments: Path) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, ["models", "--json", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    models: list[dict[str, Any]] = json.loads(result.stdout)
+    return models
+
+
+def test_models_lists_files_and_folders_of_them(tmp_path: Path) -> None:
+    file = written(tmp_path, "small", "Q4_0")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    (only,) = listed(file)
+    broken, small = listed(tmp_path)
+    assert only == small and small["name"] == str(file) and small["problem"] == ""
+    assert small["family"] == "qwen2" and small["dtype"].startswith("gguf")
+    assert small["size_bytes"] == file.stat().st_size
+    assert small["max_sequences"] > 0
+    assert "broken.gguf" in broken["name"] and "cut off" in broken["problem"]
+
+
+def test_what_a_quantized_file_takes(tmp_path: Path) -> None:
+    config = with_directory(EngineConfig(str(written(tmp_path, "small", "Q4_0"))))
+    spec = read_spec(config.model_path)
+    checkpoint = open_checkpoint(config.model_path, spec)
+    precision = resolve_precision(config, spec)
+    takes = weight_bytes(config, spec, precision, checkpoint)
+    in_blocks = sum(
+        entry.shape[0] * entry.shape[1]
+        for entry in checkpoint.entries.values()
+        if entry.dtype == "Q4_0" and entry.shape[0] != spec.vocab_size
+    )
+    size = spec.vocab_size * spec.hidden_size
+    assert takes.blocks == in_blocks / 2 + in_blocks / 32 * 2  # codes, and a scale for 32
+    assert takes.head == size / 2 + size / 32 * 2
+    assert takes.tables == 2 * size  # the embedding is looked up in fp16
+    assert footprint(config, spec, precision, takes).max_sequences > 0
+
+
+def test_eval_compares_the_file_s_own_weights(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a page is mapped when it is needed " * 20)
+    file = written(tmp_path, "small", "Q8_0")
+    result = CliRunner().invoke(app, ["eval", str(file), "--text", str(text)])
+    assert result.exit_code == 0, result.output
+    assert "gguf" in result.output
+
+
+def test_the_converter_takes_none(tmp_path: Path) -> None:
+    config = with_directory(EngineConfig(str(written(tmp_path, "small")), converter=True))
+    with pytest.raises(ConfigError, match="no GGUF files"):
+        read_source(config)
