@@ -42,8 +42,8 @@ def cache_folder() -> Path:
 
 def model_directory(model: str | Path | None) -> str | None:
     """Returns the model's directory, which for a GGUF file describes that, or None for the embedded
-    model. "random:SHAPE" is a random checkpoint, which the first call writes, and "ORG/NAME" a model
-    of the hub, which the first call fetches. Raises ConfigError for an unknown shape, and
+    model. "random:SHAPE" is a random checkpoint, which the first call writes, and "ORG/NAME" a
+    model of the hub, which the first call fetches. Raises ConfigError for an unknown shape, and
     ModelLoadError."""
     if model is None or model == DEFAULT_MODEL:
         return None
