@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import regex
 
 from serve.text.gguf_splits import SPLITTINGS
 from serve.text.gguf_tokenizer import tokenizer_files
+from serve.text.tokenizer import Tokenizer
 from tests.support.engine import tokenizer_pipelines as make
 from tests.support.engine.checkpoints import Json
 from tests.support.text.gguf_keys import awkward_texts, byte_level_tokenizer, keys_of_json
+from tests.support.text.trials import try_for_real
 
+pytestmark = pytest.mark.usefixtures("no_trials")
 NFC: Json = {"type": "NFC"}
 CASES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -174,6 +178,16 @@ def test_names_that_transformers_knows_split_alike() -> None:
 def test_every_splitting_loads() -> None:
     for splitting in SPLITTINGS.values():
         assert "".join(pieces(splitting.pre_tokenizer(), "a 12 中 b")) == "a 12 中 b"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SPLITTINGS)
+def test_the_trial_accepts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try_for_real(monkeypatch)
+    state = byte_level_tokenizer(make.byte_level(), None)
+    for file, content in tokenizer_files(keys_of_json(state, name, bos_token_id=0)).items():
+        (tmp_path / file).write_text(content, encoding="utf-8")
+    assert Tokenizer.load(tmp_path).pieces is not None
 
 
 def test_cased_letters_of_deepseek() -> None:
