@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import regex
 
+from serve.config import default_model_path
 from serve.text.gguf_splits import SPLITTINGS
 from serve.text.gguf_tokenizer import tokenizer_files
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine import tokenizer_pipelines as make
 from tests.support.engine.checkpoints import Json
+from tests.support.source_tree import ROOT
 from tests.support.text.gguf_keys import awkward_texts, byte_level_tokenizer, keys_of_json
 from tests.support.text.trials import try_for_real
 
@@ -157,6 +159,18 @@ def test_ids_are_those_of_the_original(name: str) -> None:
         for skip in (True, False):
             expected = original.decode(ids, skip_special_tokens=skip)
             assert made.decode(ids, skip_special_tokens=skip) == expected
+
+
+def test_the_embedded_model() -> None:
+    from tokenizers import Tokenizer as Fast
+
+    state: Json = json.loads((default_model_path() / "tokenizer.json").read_text())
+    original = Fast.from_str(json.dumps(state))
+    made = Fast.from_str(tokenizer_files(keys_of_json(state, "smollm"))["tokenizer.json"])
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for part in (text, *awkward_texts(300)):
+        assert made.encode(part).ids == original.encode(part).ids
+    assert made.decode(made.encode(text).ids) == text
 
 
 def test_names_that_transformers_knows_split_alike() -> None:
