@@ -44,6 +44,7 @@ def sampling_values(file: GGUFFile) -> Json:
     values: Json = {}
     for key, name in _SAMPLING.items():
         value = file.metadata.get(f"general.sampling.{key}")
-        if type(value) in (int, float) and math.isfinite(value or 0):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and math.isfinite(value):
             values[name] = value
     return values
