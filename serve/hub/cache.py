@@ -59,8 +59,8 @@ class RepoCache(NamedTuple):
         os.replace(made, link)
 
     def set_ref(self, revision: str, commit: str) -> None:
-        """Notes the commit of a branch or tag."""
-        if revision == commit:
+        """Notes the commit of a branch or tag, unless it is noted: the cache may be read-only."""
+        if revision == commit or _ref(self.folder, revision) == commit:
             return
         ref = self.folder / "refs" / revision
         ref.parent.mkdir(parents=True, exist_ok=True)
@@ -160,13 +160,18 @@ def _roots(folder: Path) -> list[Path]:
 
 def _at_revision(folder: Path, revision: str) -> Path | None:
     """Returns the snapshot of a branch, a tag or a commit if there is one."""
+    commit = _ref(folder, revision) or revision
+    snapshot = folder / "snapshots" / Path(commit).name
+    return snapshot if snapshot.is_dir() else None
+
+
+def _ref(folder: Path, revision: str) -> str:
+    """Returns the commit that is noted for a branch or tag, and "" where none is."""
     try:
         with open_regular(folder / "refs" / revision) as file:
-            commit = file.read(_MAX_REF_BYTES).decode("utf-8").strip()
+            return file.read(_MAX_REF_BYTES).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        commit = revision
-    snapshot = folder / "snapshots" / Path(commit or "-").name
-    return snapshot if snapshot.is_dir() else None
+        return ""
 
 
 def _gguf_files(folder: Path) -> dict[str, Path]:

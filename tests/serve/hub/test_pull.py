@@ -62,8 +62,11 @@ def test_what_is_there_is_not_fetched_again(hub: FakeHub, cache: Path) -> None:
     repo = hub.add("Org/Model", plain_files())
     settings = settings_of(hub, cache)
     pull(NAME, settings)
+    ref = cache / "models--Org--Model" / "refs" / "main"
+    written_ns = ref.stat().st_mtime_ns
     told: list[str] = []
     assert pull(NAME, settings, tell=told.append).name == COMMIT
+    assert ref.stat().st_mtime_ns == written_ns
     assert len(hub.fetched()) == 1 and not told
     # a new commit with other weights: only these are fetched
     repo.commits["main"] = "b" * 40
