@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -38,7 +37,7 @@ from quant.int4 import Int4Weight
 METHOD = "gguf"
 _PLAIN = (*FLOATS, "F64")
 _PIECE_WEIGHTS = 1 << 20  # what is unpacked at a time; torch's threads share 32 Ki of them
-_LARGE_BYTES = 16 << 20
+_LARGE_BYTES = 256 << 20
 # What weights lose by shorter scales (tests/quant/formats/gguf measures it).
 _SHORTER = {
     kind: f"{kind} {what} are rounded to 11 bits, which changes weights by about {percent} % (root "
@@ -126,8 +125,6 @@ def _buffer(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if size < _LARGE_BYTES:
         return torch.empty(shape, dtype=dtype)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
