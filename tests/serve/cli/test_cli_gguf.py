@@ -46,7 +46,7 @@ def test_models_lists_files_and_folders_of_them(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     (only,) = listed(file)
     broken, small = listed(tmp_path)
-    assert only == small and small["name"] == str(file) and small["problem"] == ""
+    assert only["name"] == small["name"] == str(file) and small["problem"] == ""
     assert small["family"] == "qwen2" and small["dtype"].startswith("gguf")
     assert small["size_bytes"] == file.stat().st_size
     assert small["max_sequences"] > 0
@@ -75,10 +75,11 @@ def test_eval_compares_the_file_s_own_weights(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a page is mapped when it is needed " * 20)
     file = written(tmp_path, "small", "Q8_0")
-    limits = ["--max-tokens", "64", "--window", "16"]
+    limits = ["--max-tokens", "64", "--window", "16", "--json", str(tmp_path / "table.json")]
     result = CliRunner().invoke(app, ["eval", str(file), "--text", str(text), *limits])
     assert result.exit_code == 0, result.output
-    assert "int8/bfloat16" in result.output  # as for all quantized checkpoints
+    unpacked, _, packed_rows = json.loads((tmp_path / "table.json").read_text())
+    assert unpacked["kl"] == 0.0 and packed_rows["kl"] < 0.1
 
 
 def test_the_converter_takes_none(tmp_path: Path) -> None:
