@@ -45,7 +45,7 @@ def _case(case: Case) -> Any:
     return pytest.param(case, id=str(case), marks=marks)
 
 
-@pytest.mark.parametrize("case", map(_case, CASES))
+@pytest.mark.parametrize("case", [_case(case) for case in CASES])
 def test_tokens_equal_those_of_the_original(case: Case, tmp_path: Path) -> None:
     file = write_gguf(original(case), tmp_path / "model.gguf", case.family)
     assert _greedy(file) == _reference(original(case))

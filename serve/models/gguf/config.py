@@ -44,6 +44,8 @@ def sampling_values(file: GGUFFile) -> Json:
     values: Json = {}
     for key, name in _SAMPLING.items():
         value = file.metadata.get(f"general.sampling.{key}")
-        if isinstance(value, int | float) and type(value) is not bool and math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if math.isfinite(value):
             values[name] = value
     return values

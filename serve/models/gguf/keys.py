@@ -175,13 +175,14 @@ class Keys(ConfigReader):
         at = f"{self.source}: tensor {name}"
         if entry.dtype != "F32" or len(entry.shape) != 1 or entry.shape[0] > MAX_FACTORS:
             raise ModelLoadError(f"{at} must list at most {MAX_FACTORS} numbers of type F32")
+        num_bytes = 4 * entry.shape[0]
         try:
             with open_regular(entry.file) as file:
                 file.seek(entry.start)
-                data = file.read(entry.end - entry.start)
+                data = file.read(num_bytes)
         except OSError as error:
             raise ModelLoadError(f"{at} cannot be read: {reason(error)}") from error
-        if len(data) != entry.end - entry.start:
+        if len(data) != num_bytes:
             raise ModelLoadError(f"{at} is cut off")
         values = list(struct.unpack(f"<{entry.shape[0]}f", data))
         if not all(0 < value < 1e9 for value in values):

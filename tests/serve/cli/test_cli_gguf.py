@@ -76,9 +76,11 @@ def test_eval_compares_the_file_s_own_weights(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a page is mapped when it is needed " * 10)
     file = written(tmp_path, "small", "Q8_0")
-    result = CliRunner().invoke(app, ["eval", str(file), "--text", str(text)])
+    limits = ["--max-tokens", "64", "--window", "16", "--json", str(tmp_path / "table.json")]
+    result = CliRunner().invoke(app, ["eval", str(file), "--text", str(text), *limits])
     assert result.exit_code == 0, result.output
-    assert "gguf" in result.output
+    unpacked, _, packed_rows = json.loads((tmp_path / "table.json").read_text())
+    assert unpacked["kl"] == 0.0 and packed_rows["kl"] < 0.1
 
 
 def test_the_converter_takes_none(tmp_path: Path) -> None:
