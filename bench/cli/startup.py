@@ -15,7 +15,7 @@ from rich.table import Table
 
 from bench.common import tables
 from bench.common.checkpoints import model_directory
-from bench.offline.startup import Start, disk_rate, import_seconds, measure
+from bench.offline.startup import Start, import_seconds, measure
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import read_spec
@@ -60,7 +60,7 @@ def startup(
     is_cold = cold and not quick
     with tables.progress() as bar:
         task = bar.add_task("starting", total=num_repeats * (1 + is_cold))
-        starts, was_dropped = measure(
+        starts, was_dropped, rates = measure(
             path,
             config.model_path,
             repeats=num_repeats,
@@ -69,7 +69,6 @@ def startup(
             limit_s=limit_s,
             advance=lambda name: bar.update(task, description=name, advance=1),
         )
-    rate = _packed_rate(starts)
     imports = import_seconds()
     console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
@@ -78,37 +77,29 @@ def startup(
         console.print(
             "the model's files could not be dropped from memory: the cold starts were warm"
         )
-    if rate is not None:
-        _show_rate(starts, *rate, console)
+    if rates:
+        _show_rates(starts, rates, console)
     result = {
         "starts": {name: [asdict(start) for start in each] for name, each in starts.items()},
         "was_cold": is_cold and was_dropped,
         "import_seconds": imports,
-        "packed_bytes": None if rate is None else rate[0],
-        "disk_bytes_per_s": None if rate is None else rate[1],
+        "disk_bytes_per_s": rates,
     }
     tables.write(json_file, head, result)
     return result
 
 
-def _packed_rate(starts: dict[str, list[Start]]) -> tuple[int, float] | None:
-    """Returns the bytes of the packed weights' file and the disk's rate of reading it; None if no
-    cold start used one."""
-    file = starts["cold"][0].packed_file if "cold" in starts else None
-    return None if file is None else (file.stat().st_size, disk_rate(file))
-
-
-def _show_rate(
-    starts: dict[str, list[Start]], num_bytes: int, rate: float, console: Console
-) -> None:
+def _show_rates(starts: dict[str, list[Start]], rates: list[float], console: Console) -> None:
     """Compares cold starts with the time that the disk takes to read the packed weights."""
+    file = starts["warm"][-1].packed_file
+    assert file is not None, "of which the rates are"
+    num_bytes, rate = file.stat().st_size, statistics.median(rates)
     loads = {name: statistics.median(start.load_s for start in starts[name]) for name in starts}
-    best = num_bytes / rate
     times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in loads.items())
     console.print(f"from listening to the first token: {times}", highlight=False)
     console.print(
-        f"the disk reads {format_memory(num_bytes)} of packed weights in {best:.2f} s "
-        f"({rate / 1e9:.2f} GB/s), {best / loads['cold']:.0%} of a cold start's time",
+        f"the disk reads {format_memory(num_bytes)} of packed weights in {num_bytes / rate:.2f} s "
+        f"({rate / 1e9:.2f} GB/s), {num_bytes / rate / loads['cold']:.0%} of a cold start's time",
         highlight=False,
         soft_wrap=True,
     )

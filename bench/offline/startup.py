@@ -238,15 +238,16 @@ def measure(
     options: list[str],
     limit_s: float,
     advance: Callable[[str], None],
-) -> tuple[dict[str, list[Start]], bool]:
-    """Returns the first start, and warm and cold ones, which alternate, by name, and whether the
-    model's files were dropped before all cold ones."""
+) -> tuple[dict[str, list[Start]], bool, list[float]]:
+    """Returns the first start, and warm and cold ones, which alternate, by name; whether the
+    model's files were dropped before all cold ones; and the disk's rates of reading the packed
+    weights, in bytes per second, measured before cold starts, since a disk may have a cache."""
     # brings all files into memory
     first = start_once(model, options, limit_s=limit_s, lets_write=True)
     starts: dict[str, list[Start]] = {"first": [first], "warm": []}
     if is_cold:
         starts["cold"] = []
-    was_dropped = True
+    was_dropped, rates = True, []
     for _ in range(repeats):
         for name, timed in list(starts.items())[1:]:
             advance(name)
@@ -255,5 +256,6 @@ def measure(
                 packed = starts["warm"][-1].packed_file
                 if packed is not None:  # it may be elsewhere
                     was_dropped = drop_from_memory(packed) and was_dropped
+                    rates.append(disk_rate(packed))
             timed.append(start_once(model, options, limit_s=limit_s))
-    return starts, was_dropped
+    return starts, was_dropped, rates
