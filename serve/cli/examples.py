@@ -73,6 +73,10 @@ EVAL = _below(
     ("serve eval", "the embedded model on its held-out text"),
     "serve eval DIR --precision bfloat16 --precision int8 --precision bfloat16/int8",
 )
+QUANTIZE = _below(
+    ("serve quantize ./Qwen3-0.6B ./Qwen3-0.6B-int4 --text chats.txt", "writes int4 weights"),
+    ("serve eval ./Qwen3-0.6B --precision bfloat16 --precision auto@./Qwen3-0.6B-int4", "compares"),
+)
 MODELS = _below(
     ("serve models", "the embedded model and the Hugging Face cache"),
     ("serve models ./models --json", "the models of a directory as JSON"),

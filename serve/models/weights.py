@@ -51,6 +51,7 @@ def load_model(
     max_model_len: int | None = None,
     progress: LoadProgress | None = None,
     shard: Shard = WHOLE,
+    make_tensors: Callable[..., LoadedTensors] = LoadedTensors,
 ) -> Decoder:
     """Loads a Hugging Face directory, or a shard of it, as a decoder that computes in `dtype`.
 
@@ -61,7 +62,8 @@ def load_model(
     runs before k and v, which is slower but lets memory nodes start earlier. is_random: random
     weights made on the device, for measurements; only config.json is read. max_model_len: the
     longest context that is served, which decides LongRoPE's factors; None: the model's.
-    ModelLoadError says what is wrong with the checkpoint.
+    make_tensors: makes the source of the tensors. ModelLoadError says what is wrong with the
+    checkpoint.
     """
     spec = read_spec(path)
     names = FAMILIES[spec.model_type].names
@@ -78,7 +80,7 @@ def load_model(
     if not unpack:
         checked.log_losses(is_int8=make_linear is not None)
     make_linear = make_linear or joining(backend.pack_linear)
-    loaded = LoadedTensors(
+    loaded = make_tensors(
         checkpoint,
         spec.packed,
         backend,

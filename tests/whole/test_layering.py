@@ -36,6 +36,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/models",
         "serve/group",
         "serve/cluster",
+        "serve/calibration",
     ),
     "serve/cluster": ("serve",),
     "serve/http": (
@@ -118,6 +119,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/group/exchange": (),
     "serve/chat": ("serve", "serve/text"),
     "serve/loading": ("serve", "serve/converter", "serve/runner", "serve/models"),
+    "serve/calibration": ("serve", "serve/text", "serve/models", "serve/models/families"),
     "serve/converter": ("serve", "serve/models", "serve/models/families"),
     "serve/runner": ("serve", "serve/scheduler", "serve/models"),
     "serve/scheduler": ("serve", "serve/structured"),
