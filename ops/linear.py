@@ -16,7 +16,7 @@ _UNITS = {"int4": 1, "nf4": 127, "fp4": 2}
 HEADROOM = 15  # of the scales of FP4 and of minimums; fp16 ends at 2^16
 # A searched scale makes a group's largest magnitude about minus this many steps. The first two are
 # those of weights that lie on a grid already.
-SEARCHED_STEPS = (8.0, 7.0, 8.75, 8.5, 8.25, 7.75, 7.5, 7.25, 6.75, 6.5, 6.25, 6.0)
+SEARCHED_STEPS = (8.0, 7.0, 8.5, 8.25, 7.75)
 _SEARCHED_AT_ONCE = 1 << 20  # weights, of which the search keeps ten copies
 
 
@@ -183,7 +183,7 @@ def searched_scales(parts: Tensor, importance: Tensor | None = None) -> Tensor:
     that the bits are the same.
     """
     rows = max(1, _SEARCHED_AT_ONCE // max(1, parts.shape[1] * parts.shape[2]))
-    return torch.cat([_search(some, importance) for some in parts.split(rows)])
+    return torch.cat([_search(some, importance) for some in torch.split(parts, rows)])
 
 
 def _search(parts: Tensor, importance: Tensor | None) -> Tensor:
@@ -210,7 +210,7 @@ def _extremes(parts: Tensor) -> Tensor:
 def _sum_in_order(values: Tensor) -> Tensor:
     """Returns the sums over the last dimension, in the order of the kernels: sixteen at a time,
     then the halves of sixteen."""
-    first, *others = values.split(16, -1)
+    first, *others = torch.split(values, 16, -1)
     for each in others:
         first = first + each
     while first.shape[-1] > 1:

@@ -69,30 +69,40 @@ MS_INLINE float scale_of(float extreme) {
 }
 
 // The searched scales: the extreme of a group becomes about minus this many steps.
-constexpr float SEARCHED_STEPS[] = {8.0f, 7.0f, 8.75f, 8.5f, 8.25f, 7.75f, 7.5f, 7.25f, 6.75f, 6.5f, 6.25f, 6.0f};
+constexpr float SEARCHED_STEPS[] = {8.0f, 7.0f, 8.5f, 8.25f, 7.75f};
 
-// Returns the scale of int4 with the least weighted error of a group from input `from` to `end`. The
-// operations and their order are those of searched_scales in ops/linear.py, so that the bits are the same.
+// Returns the scale of int4 with the least weighted error of a group, up to 16 COUNT inputs from `from` to
+// `end`. The operations and their order are those of searched_scales in ops/linear.py, so that the bits
+// are the same.
+template <int COUNT>
 float searched_scale(const Channel& channel, int from, int end) {
-  constexpr int MOST = 128 / 16;
   const float extreme = channel.extreme(from, end);
   if (extreme == 0.0f) return 0.0f;
-  const int count = (end - from + 15) / 16;
-  f32x16 x[MOST];
-  for (int i = 0; i < count; i++) x[i] = channel.get(from + 16 * i) / splat(extreme);
+  f32x16 x[COUNT];
+  unroll<COUNT>([&](auto i) MS_LAMBDA {
+    const int k = from + 16 * i;
+    x[i] = k < end ? channel.get(k) / splat(extreme) : splat(0.0f);
+  });
   float best = -1.0f, scale = 0.0f;
   for (const float steps : SEARCHED_STEPS) {
     f32x16 product = splat(0.0f), square = splat(0.0f);
-    for (int i = 0; i < count; i++) {
+    unroll<COUNT>([&](auto i) MS_LAMBDA {
       const f32x16 cut = min(splat(7.0f), max(splat(-8.0f), x[i] * splat(-steps)));
       const f32x16 code = to_float(to_int_nearest(cut)), weighted = absolute(x[i]) * code;
       product += weighted * x[i], square += weighted * code;
-    }
+    });
     // the least squares for these codes are best with the scale product / square
     const float along = reduce_add(product), length = reduce_add(square), gain = along * along / length;
     if (gain > best) best = gain, scale = along / length;
   }
   return extreme * scale;
+}
+
+float searched_scale(const Channel& channel, int from, int end, int group) {
+  if (group == 16) return searched_scale<1>(channel, from, end);
+  if (group == 32) return searched_scale<2>(channel, from, end);
+  if (group == 64) return searched_scale<4>(channel, from, end);
+  return searched_scale<8>(channel, from, end);
 }
 
 // Writes the scales of a channel's groups and the power of two above the largest of them.
@@ -101,7 +111,7 @@ void find_scales(Channel& channel, int group, bool is_searched) {
   float largest = 0.0f, *to = channel.scales;
   for (int from = 0; from < channel.num_in; from += group, to++) {
     const int end = from + group < channel.num_in ? from + group : channel.num_in;
-    *to = is_searched ? searched_scale(channel, from, end) : scale_of<CODES>(channel.extreme(from, end));
+    *to = is_searched ? searched_scale(channel, from, end, group) : scale_of<CODES>(channel.extreme(from, end));
     const float magnitude = __builtin_fabsf(*to);
     if (magnitude > largest) largest = magnitude;
   }
