@@ -206,6 +206,7 @@ class QuantizedLinears(Protocol):
         *,
         group: int,
         is_nf4: bool,
+        is_searched: bool = False,
     ) -> LinearOp:
         """Rounds parts, each [out_i, in] in any float type, as `round_to_4_bits` in ops/linear.py
         does, and packs them as int4 does, concatenated along the output."""

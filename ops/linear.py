@@ -14,6 +14,10 @@ from ops.backend import INT4_GROUPS, NF4_VALUES, TABLES, Backend, Fusion, Linear
 # The kernels' values are whole numbers: a table's values times this.
 _UNITS = {"int4": 1, "nf4": 127, "fp4": 2}
 HEADROOM = 15  # of the scales of FP4 and of minimums; fp16 ends at 2^16
+# A searched scale makes a group's largest magnitude about minus this many steps. The first two are
+# those of weights that lie on a grid already.
+SEARCHED_STEPS = (8.0, 7.0, 8.5, 8.25, 7.75)
+_SEARCHED_AT_ONCE = 1 << 20  # weights, of which the search keeps ten copies
 
 
 class PlainLinear:
@@ -67,7 +71,8 @@ def split_scales(scales: Tensor, headroom: int = 0) -> tuple[Tensor, Tensor]:
     The largest fp16 of a channel is below 2^headroom and not below half of that.
     """
     largest = scales.float().abs().amax(1)
-    _, exponent = torch.frexp(largest)
+    mantissa, exponent = torch.frexp(largest)
+    exponent = exponent + (mantissa * 2048 >= 2047.5)  # fp16 rounds it to the next power of two
     exponent = (exponent - headroom).clamp(-126, 127)  # normal fp32
     channels = torch.ldexp(torch.ones_like(largest), exponent)
     return (scales.float() / channels[:, None]).half().contiguous(), channels.contiguous()
@@ -146,23 +151,71 @@ def nf4_bounds() -> Tensor:
     return (values[1:] + values[:-1]) / 2
 
 
-def round_to_4_bits(weight: Tensor, group: int, *, is_nf4: bool) -> tuple[Tensor, Tensor]:
+def round_to_4_bits(
+    weight: Tensor, group: int, *, is_nf4: bool, is_searched: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rounds weight: [out, in] in any float type to codes: [out, in] uint8, scales: [out, groups].
 
-    int4: the nearest of 16 even steps, of which the first is the group's largest magnitude. NF4:
-    the nearest of NF4_VALUES times the group's largest magnitude; of two equally near ones the
-    smaller. Codes are rounded with the scales as they are stored.
+    int4: the nearest of 16 even steps, of which the first is the group's largest magnitude;
+    is_searched: of which the scale is that of `searched_scales`. NF4: the nearest of NF4_VALUES
+    times the group's largest magnitude; of two equally near ones the smaller. Codes are rounded
+    with the scales as they are stored.
     """
+    assert not (is_nf4 and is_searched), "only the scales of int4 are searched"
     padded = functional.pad(weight.float(), (0, -weight.shape[1] % group))
     parts = padded.reshape(len(weight), -1, group)
     if is_nf4:
         scales = _as_stored(parts.abs().amax(2))
         codes = torch.bucketize(parts / _nonzero(scales)[..., None], nf4_bounds().to(weight.device))
     else:
-        extreme = parts.gather(2, parts.abs().argmax(2, keepdim=True))
-        scales = _as_stored(extreme[..., 0] / -8)
+        scales = _as_stored(searched_scales(parts) if is_searched else _extremes(parts) / -8)
         codes = ((parts / _nonzero(scales)[..., None]).round() + 8).clamp(0, 15)
     return codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous(), scales
+
+
+def searched_scales(parts: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Returns the scales of int4, [out, groups] fp32, for parts: [out, groups, group] fp32.
+
+    For each of SEARCHED_STEPS the weights are rounded, and the least squares give the scale that
+    fits these codes best; the one with the least error wins, as llama.cpp's k-quants do it. Errors
+    are weighted by importance, positive and with the last dimensions of parts; without it by the
+    magnitude of the weight. The operations and the order of sums are those of ops/csrc/pack.inl, so
+    that the bits are the same.
+    """
+    rows = max(1, _SEARCHED_AT_ONCE // max(1, parts.shape[1] * parts.shape[2]))
+    return torch.cat([_search(some, importance) for some in torch.split(parts, rows)])
+
+
+def _search(parts: Tensor, importance: Tensor | None) -> Tensor:
+    extreme = _extremes(parts)
+    x = parts / _nonzero(extreme)[..., None]
+    weight = x.abs() if importance is None else importance
+    best, scales = torch.full_like(extreme, -1.0), torch.zeros_like(extreme)
+    for steps in SEARCHED_STEPS:
+        codes = (x * -steps).clamp(-8, 7).round()
+        weighted = weight * codes
+        along, length = _sum_in_order(weighted * x), _sum_in_order(weighted * codes)
+        gain = along * along / length
+        is_better = gain > best
+        best = torch.where(is_better, gain, best)
+        scales = torch.where(is_better, along / length, scales)
+    return torch.where(extreme == 0, 0.0, extreme * scales)
+
+
+def _extremes(parts: Tensor) -> Tensor:
+    """Returns each group's value of the largest magnitude, of equal ones the first."""
+    return parts.gather(2, parts.abs().argmax(2, keepdim=True))[..., 0]
+
+
+def _sum_in_order(values: Tensor) -> Tensor:
+    """Returns the sums over the last dimension, in the order of the kernels: sixteen at a time,
+    then the halves of sixteen."""
+    first, *others = torch.split(values, 16, -1)
+    for each in others:
+        first = first + each
+    while first.shape[-1] > 1:
+        first = torch.add(*first.chunk(2, -1))
+    return first[..., 0]
 
 
 def _as_stored(scales: Tensor) -> Tensor:

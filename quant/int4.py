@@ -1,7 +1,8 @@
 """4-bit weights with a scale per group of inputs, and rounding of plain weights to int4 or NF4.
 
-int4 has 16 even steps, one of which is the group's largest magnitude. NF4 has the quantiles of a
-normal distribution (QLoRA, arXiv 2305.14314), for weights that are about normal.
+int4 has 16 even steps, of which one is the group's largest magnitude, or whose size is searched.
+NF4 has the quantiles of a normal distribution (QLoRA, arXiv 2305.14314), for weights that are about
+normal.
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ class Int4Weight(NamedTuple):
         return out if self.channel_scales is None else out * self.channel_scales[:, None]
 
 
-def quantize_int4(weight: Tensor, group: int = GROUP) -> Int4Weight:
-    """Rounds weight: [out, in] in any float type to the nearest of 16 steps per group."""
-    return Int4Weight(*round_to_4_bits(weight, group, is_nf4=False), None, group)
+def quantize_int4(weight: Tensor, group: int = GROUP, *, is_searched: bool = False) -> Int4Weight:
+    """Rounds weight: [out, in] in any float type to the nearest of 16 steps per group, whose scale
+    is the group's largest magnitude, or is searched."""
+    rounded = round_to_4_bits(weight, group, is_nf4=False, is_searched=is_searched)
+    return Int4Weight(*rounded, None, group)
 
 
 def quantize_nf4(weight: Tensor, group: int = GROUP) -> Int4Weight:

@@ -171,9 +171,10 @@ class Rounded4Linear(NativeLinear):
         *,
         group: int,
         is_nf4: bool,
+        is_searched: bool = False,
     ) -> None:
         num_out, num_in = sizes(sum(len(part) for part in parts), parts[0].shape[1], fusion)
-        assert group in INT4_GROUPS
+        assert group in INT4_GROUPS and not (is_nf4 and is_searched)
         parts, bias = _packable(list(parts)), checked_bias(bias, num_out, fusion)
         op = library().Int4Linear(
             num_in,
@@ -182,6 +183,7 @@ class Rounded4Linear(NativeLinear):
             TYPES[parts[0].dtype],
             group,
             address(_NF4_BOUNDS if is_nf4 else None),
+            is_searched,
             address(bias),
             ACTIVATIONS[fusion.activation],
             fusion.is_gated,

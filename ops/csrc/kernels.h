@@ -306,7 +306,8 @@ struct Kernels {
   // Converts rows of [heads][dim] to [rows][heads][dim] signed bytes and [rows][heads] scales, and back.
   void (*quantize_heads)(const Rows&, int rows, int heads, int dim, int8_t* values, float* scales);
   void (*dequantize_heads)(const int8_t* values, const float* scales, int rows, int heads, int dim, void* out, DType);
-  void (*pack_int4)(const PackSource&, const LinearInt4&, const float* bounds, uint8_t* packed, float* factors);
+  void (*pack_int4)(const PackSource&, const LinearInt4&, const float* bounds, bool is_searched, uint8_t* packed,
+                    float* factors);
   bool (*all_finite)(const void*, size_t bytes, uint32_t low, uint32_t high);
   void (*mix_experts)(const Experts&, const RoutedRows&, ExpertsPart);
   // Writes the experts of each row and their weights, [rows][top_k].

@@ -185,13 +185,13 @@ class Int4Linear : public QuantizedLinear {
   }
 
   // Rounds plain weights; parts as in pack_source. bounds: the 15 bounds between the values of NF4
-  // codes, or 0 for int4.
+  // codes, or 0 for int4. is_searched: the scales of int4 are searched.
   Int4Linear(int num_in, int num_out, const std::vector<size_t>& parts, int dtype, int group, uintptr_t bounds,
-             uintptr_t bias, int activation, bool is_gated)
+             bool is_searched, uintptr_t bias, int activation, bool is_gated)
       : Int4Linear(num_in, num_out, group, kind(0, 0, bounds != 0), bias, activation, is_gated) {
     const PackSource source = pack_source(parts, dtype);
     nb::gil_scoped_release release;
-    kernels().pack_int4(source, op4_, pointer<float>(bounds), packed_.as<uint8_t>(), scales_.as<float>());
+    kernels().pack_int4(source, op4_, pointer<float>(bounds), is_searched, packed_.as<uint8_t>(), scales_.as<float>());
   }
 
   // codes: the number in the enumeration Codes.
@@ -379,7 +379,7 @@ void ms::bind_linear(nb::module_& m) {
   }, nb::rv_policy::take_ownership);
   nb::class_<Int4Linear> int4(m, "Int4Linear");
   int4.def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, int, uintptr_t, int, bool>())
-      .def(nb::init<int, int, const std::vector<size_t>&, int, int, uintptr_t, uintptr_t, int, bool>());
+      .def(nb::init<int, int, const std::vector<size_t>&, int, int, uintptr_t, bool, uintptr_t, int, bool>());
   with_quantized(int4)
       .def_prop_ro("group", &Int4Linear::group)
       .def_prop_ro("codes", &Int4Linear::codes)

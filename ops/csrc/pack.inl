@@ -37,15 +37,10 @@ struct Channel {
   const char* row;  // null for a lane without a channel
   DType type;
   int num_in;
+  float* scales;  // of the groups, before they are rounded
   float factor;
 
   MS_INLINE f32x16 get(int k) const { return row_at(row, type, k, num_in - k); }
-
-  float largest_magnitude() const {
-    f32x16 largest = splat(0.0f);
-    for (int k = 0; k < num_in; k += 16) largest = max_magnitude(largest, get(k));
-    return reduce_magnitude(largest);
-  }
 
   // Returns the value of the largest magnitude from input `from` to `end`, of equal ones the first.
   float extreme(int from, int end) const {
@@ -73,6 +68,56 @@ MS_INLINE float scale_of(float extreme) {
   return CODES == Codes::nf4 ? __builtin_fabsf(extreme) : extreme / -8.0f;
 }
 
+// The searched scales: the extreme of a group becomes about minus this many steps.
+constexpr float SEARCHED_STEPS[] = {8.0f, 7.0f, 8.5f, 8.25f, 7.75f};
+
+// Returns the scale of int4 with the least weighted error of a group, up to 16 COUNT inputs from `from` to
+// `end`. The operations and their order are those of searched_scales in ops/linear.py, so that the bits
+// are the same.
+template <int COUNT>
+float searched_scale(const Channel& channel, int from, int end) {
+  const float extreme = channel.extreme(from, end);
+  if (extreme == 0.0f) return 0.0f;
+  f32x16 x[COUNT];
+  unroll<COUNT>([&](auto i) MS_LAMBDA {
+    const int k = from + 16 * i;
+    x[i] = k < end ? channel.get(k) / splat(extreme) : splat(0.0f);
+  });
+  float best = -1.0f, scale = 0.0f;
+  for (const float steps : SEARCHED_STEPS) {
+    f32x16 product = splat(0.0f), square = splat(0.0f);
+    unroll<COUNT>([&](auto i) MS_LAMBDA {
+      const f32x16 cut = min(splat(7.0f), max(splat(-8.0f), x[i] * splat(-steps)));
+      const f32x16 code = to_float(to_int_nearest(cut)), weighted = absolute(x[i]) * code;
+      product += weighted * x[i], square += weighted * code;
+    });
+    // the least squares for these codes are best with the scale product / square
+    const float along = reduce_add(product), length = reduce_add(square), gain = along * along / length;
+    if (gain > best) best = gain, scale = along / length;
+  }
+  return extreme * scale;
+}
+
+float searched_scale(const Channel& channel, int from, int end, int group) {
+  if (group == 16) return searched_scale<1>(channel, from, end);
+  if (group == 32) return searched_scale<2>(channel, from, end);
+  if (group == 64) return searched_scale<4>(channel, from, end);
+  return searched_scale<8>(channel, from, end);
+}
+
+// Writes the scales of a channel's groups and the power of two above the largest of them.
+template <Codes CODES>
+void find_scales(Channel& channel, int group, bool is_searched) {
+  float largest = 0.0f, *to = channel.scales;
+  for (int from = 0; from < channel.num_in; from += group, to++) {
+    const int end = from + group < channel.num_in ? from + group : channel.num_in;
+    *to = is_searched ? searched_scale(channel, from, end, group) : scale_of<CODES>(channel.extreme(from, end));
+    const float magnitude = __builtin_fabsf(*to);
+    if (magnitude > largest) largest = magnitude;
+  }
+  channel.factor = power_above(largest);
+}
+
 // Returns the codes of sixteen weights. bounds: the 15 bounds between the values of NF4 codes.
 template <Codes CODES>
 MS_INLINE i32x16 codes_of(f32x16 x, float scale, const float* bounds) {
@@ -93,7 +138,7 @@ void pack_lanes(Channel (&channels)[2], int lane, int group, const float* bounds
     for (int h = 0; h < 2; h++) {
       if (!channels[h].row) continue;
       const Channel& channel = channels[h];
-      const uint16_t half = nearest_half(scale_of<CODES>(channel.extreme(from, end)) / channel.factor);
+      const uint16_t half = nearest_half(channel.scales[from / group] / channel.factor);
       scale[h] = half_to_float(half) * channel.factor;
       std::memcpy(to + 2 * (lane + 16 * h), &half, 2);
     }
@@ -112,19 +157,21 @@ void pack_lanes(Channel (&channels)[2], int lane, int group, const float* bounds
 
 // Rounds the channels and packs them. factors: one for each lane.
 template <Codes CODES>
-void pack_codes(const PackSource& source, const LinearInt4& op, const float* bounds, uint8_t* packed, float* factors) {
+void pack_codes(const PackSource& source, const LinearInt4& op, const float* bounds, bool is_searched, uint8_t* packed,
+                float* factors) {
   const LinearInt8& base = op.base;
+  const size_t groups = (base.num_in + op.group - 1) / op.group;
   const size_t panel_bytes = base.num_in_padded / op.group * group_bytes(op.group, CODES);
   ms::Team::get().parallel(base.num_panels, [&](int panel) {
     uint8_t* to = packed + panel * panel_bytes;
     std::memset(to, 0, panel_bytes);
+    List<float> scales(2 * groups);
     for (int lane = 0; lane < 16; lane++) {
       Channel channels[2];
       for (int h = 0; h < 2; h++) {
         const int c = lane + 16 * h, n = channel_at(panel, c, base.num_out, base.is_gated);
-        channels[h] = {n < 0 ? nullptr : source.row(n), source.type, base.num_in, 0.0f};
-        if (n >= 0)
-          channels[h].factor = power_above(__builtin_fabsf(scale_of<CODES>(channels[h].largest_magnitude())));
+        channels[h] = {n < 0 ? nullptr : source.row(n), source.type, base.num_in, scales.data() + h * groups, 0.0f};
+        if (n >= 0) find_scales<CODES>(channels[h], op.group, is_searched);
         // gemm4.inl has NF4 values in 127ths.
         factors[panel * PANEL + c] = CODES == Codes::nf4 ? channels[h].factor / 127.0f : channels[h].factor;
       }
@@ -133,9 +180,10 @@ void pack_codes(const PackSource& source, const LinearInt4& op, const float* bou
   });
 }
 
-void pack_int4(const PackSource& source, const LinearInt4& op, const float* bounds, uint8_t* packed, float* factors) {
-  if (op.codes == Codes::nf4) pack_codes<Codes::nf4>(source, op, bounds, packed, factors);
-  else pack_codes<Codes::centred>(source, op, bounds, packed, factors);
+void pack_int4(const PackSource& source, const LinearInt4& op, const float* bounds, bool is_searched, uint8_t* packed,
+               float* factors) {
+  if (op.codes == Codes::nf4) pack_codes<Codes::nf4>(source, op, bounds, false, packed, factors);
+  else pack_codes<Codes::centred>(source, op, bounds, is_searched, packed, factors);
 }
 
 // Returns whether no number has all the bits of its exponent set. low, high: these bits in the first

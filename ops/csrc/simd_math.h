@@ -140,13 +140,13 @@ MS_INLINE uint16_t nearest_half(float x) {
   bits += 0xfff + (bits >> 13 & 1);
   return static_cast<uint16_t>(sign | ((bits >> 13) - (112u << 10)));
 }
-// Returns the power of two above x >= 0 with x at least half of it, of those that are normal numbers
-// in fp32; 1 for 0.
+// Returns the power of two above x >= 0 after x is rounded to the 11 bits of fp16, which is at least half
+// of it, of those that are normal numbers in fp32; 1 for 0.
 MS_INLINE float power_above(float x) {
   uint32_t bits;
   if (x == 0.0f) return 1.0f;
   std::memcpy(&bits, &x, 4);
-  const uint32_t exponent = (bits >> 23) + 1;
+  const uint32_t exponent = ((bits + 0x1000) >> 23) + 1;
   bits = (exponent > 254 ? 254 : exponent) << 23;
   std::memcpy(&x, &bits, 4);
   return x;

@@ -243,10 +243,12 @@ def rounded4_linear(
     *,
     group: int,
     is_nf4: bool,
+    is_searched: bool = False,
     device: torch.device,
 ) -> Int4Linear:
     """Implements QuantizedLinears.rounded4 on a device, with the temporary memory of one part."""
-    rounded = [round_to_4_bits(part.to(device), group, is_nf4=is_nf4) for part in parts]
+    how = {"is_nf4": is_nf4, "is_searched": is_searched}
+    rounded = [round_to_4_bits(part.to(device), group, **how) for part in parts]
     codes, scales = (torch.cat(each) for each in zip(*rounded, strict=True))
     table = "nf4" if is_nf4 else "int4"
     return Int4Linear(codes, scales, None, bias, fusion, group=group, table=table, device=device)

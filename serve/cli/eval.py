@@ -1,4 +1,4 @@
-"""`serve eval` compares precisions on a text and prints a table."""
+"""`serve eval` compares precisions on a text, and `serve quantize` rounds weights by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from serve.cli.quality import Evaluation, evaluate
+from serve.cli.model_files import find_model
+from serve.cli.quality import Evaluation, Variant, evaluate
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
 from serve.models import read_spec
@@ -50,7 +51,7 @@ def run_eval(
         results = evaluate(
             model,
             text,
-            [parse_precision(item) for item in precisions],
+            [parse_variant(item) for item in precisions],
             max_tokens=max_tokens,
             window=window,
             weight_group=weight_group,
@@ -61,6 +62,37 @@ def run_eval(
     console.print(_table(results))
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+
+
+def run_quantize(
+    model: str, output: Path, text_file: Path, *, max_tokens: int, window: int, weight_group: int
+) -> None:
+    """Writes the quantized checkpoint and prints what was done."""
+    from serve.calibration.quantize import quantize_checkpoint
+
+    if max_tokens < 2 or window < 2:
+        raise ConfigError("max_tokens and window must be at least 2")
+    config = EngineConfig(model=model, weight_group=weight_group)
+    console = Console()
+    with Console(stderr=True).status("reading the text") as status:
+        done = quantize_checkpoint(
+            config.model_path,
+            output,
+            _read_text(text_file),
+            group=weight_group,
+            max_tokens=max_tokens,
+            window=window,
+            report=status.update,
+        )
+    console.print(
+        f"{output}: {done.num_products} products in int4, {done.size_bytes / 1e6:,.1f} MB;"
+        f" {done.num_tokens:,} tokens were read"
+    )
+    if done.num_plain:
+        console.print(
+            f"{done.num_plain} products stay as they are: their inputs cannot be divided into"
+            f" groups of {weight_group}"
+        )
 
 
 def _read_text(file: Path) -> str:
@@ -91,6 +123,12 @@ def parse_precision(text: str) -> tuple[str, str]:
     """Parses "DTYPE/KV_DTYPE"; without a slash the type of K/V is "auto"."""
     dtype, _, kv_dtype = text.partition("/")
     return dtype, kv_dtype or "auto"
+
+
+def parse_variant(text: str) -> Variant:
+    """Parses "DTYPE/KV_DTYPE@MODEL", of which the last two may be missing."""
+    precision, _, model = text.partition("@")
+    return Variant(*parse_precision(precision), find_model(model).model if model else "")
 
 
 def _table(results: list[Evaluation]) -> Table:

@@ -81,6 +81,10 @@ PULL = _below(
     ("HF_TOKEN=... serve pull meta-llama/Llama-3.2-1B-Instruct", "a gated model"),
     ("HF_HOME=/data/huggingface serve pull Qwen/Qwen3-8B", "to another disk"),
 )
+QUANTIZE = _below(
+    ("serve quantize ./Qwen3-0.6B ./Qwen3-0.6B-int4 --text chats.txt", "writes int4 weights"),
+    ("serve eval ./Qwen3-0.6B --precision bfloat16 --precision auto@./Qwen3-0.6B-int4", "compares"),
+)
 MODELS = _below(
     ("serve models", "the embedded model and the Hugging Face cache"),
     ("serve models ./models --json", "the models of a directory as JSON"),

@@ -220,7 +220,10 @@ def evaluate(
     ] = None,
     precision: Annotated[
         list[str] | None,
-        typer.Option(help="DTYPE or DTYPE/KV_DTYPE; repeatable. The first one is the reference."),
+        typer.Option(
+            help="DTYPE or DTYPE/KV_DTYPE, with @MODEL those of other files of the model;"
+            " repeatable. The first one is the reference."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the text that are read.")] = 4096,
     window: Annotated[
@@ -248,6 +251,32 @@ def evaluate(
             kv_group=kv_group,
             tokenizer=tokenizer,
             json_file=json_file,
+        )
+
+
+@app.command(epilog=examples.QUANTIZE)
+def quantize(
+    model: Annotated[str, typer.Argument(help="The model, in 16 or 32 bits.", metavar="MODEL")],
+    output: Annotated[Path, typer.Argument(help="The directory to write.", metavar="DIR")],
+    text: Annotated[Path, typer.Option(help="A text like those that the model will read.")],
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of the text that are read.")] = 16384,
+    window: Annotated[
+        int, typer.Option(help="Tokens of a window, each read from an empty context.")
+    ] = 512,
+    weight_group: options.WeightGroup = 64,
+) -> None:
+    """Write a model with int4 weights whose rounding errors are compensated, as GPTQ does it."""
+    from serve.cli.eval import run_quantize
+
+    set_up_logging("warning")
+    with reported():
+        run_quantize(
+            find_model(model).model,
+            output,
+            text,
+            max_tokens=max_tokens,
+            window=window,
+            weight_group=weight_group,
         )
 
 

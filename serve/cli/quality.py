@@ -2,7 +2,7 @@
 
 The figures are perplexity, KL divergence and greedy agreement. The text is cut into windows that
 are each read from an empty context, by the decoder and the attention that serve requests. The
-first precision is the reference of the others.
+first precision is the reference of the others, which may be those of other files of the model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,14 @@ from serve.text.tokenizer import Tokenizer
 
 CHUNK = 128  # rows of a step, and of the logits in memory
 Floats = npt.NDArray[np.float32]
+
+
+class Variant(NamedTuple):
+    """One row of the table. model: a directory with the same tokenizer; "": that of the others."""
+
+    dtype: str
+    kv_dtype: str = "auto"
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,7 @@ class Evaluation:
 def evaluate(
     model: str,
     text: str,
-    precisions: Sequence[tuple[str, str]],
+    precisions: Sequence[tuple[str, ...]],
     *,
     max_tokens: int = 4096,
     window: int = 512,
@@ -66,7 +75,7 @@ def evaluate(
     tokenizer: str | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Evaluation]:
-    """Evaluates (dtype, kv_dtype) pairs, the reference first; one model is loaded at a time.
+    """Evaluates variants, the reference first; one model is loaded at a time.
 
     A temporary file of max_tokens * vocabulary * 4 bytes holds the reference's distributions.
     """
@@ -78,29 +87,43 @@ def evaluate(
     windows = _windows(loaded, text, max_tokens, window)
     if not windows:
         raise ConfigError("the text has fewer than two tokens; nothing can be predicted")
-    configs = _configs(config, precisions)
+    configs = _configs(config, [Variant(*one) for one in precisions])
     results: list[Evaluation] = []
     with tempfile.TemporaryDirectory(prefix="mergestep-eval-") as folder:
         store = _Store(Path(folder) / "reference.f32", sum(len(w) - 1 for w in windows))
         for one in configs:
-            report(f"{one.dtype}, K/V {one.kv_dtype}")
+            report(f"{_named(one, config)}{one.dtype}, K/V {one.kv_dtype}")
             compute = ComputeThread()
             try:
                 job = compute.submit(lambda c=one: _evaluate(c, windows, store))  # type: ignore[misc]
-                results.append(job.result())
+                found = job.result()
+                results.append(replace(found, precision=_named(one, config) + found.precision))
             finally:
                 compute.stop()
             store.is_written = True
     return results
 
 
-def _configs(config: EngineConfig, precisions: Sequence[tuple[str, str]]) -> list[EngineConfig]:
-    """Returns a configuration for each precision; ConfigError if one is not supported."""
-    spec = read_spec(config.model_path)
-    configs = [replace(config, dtype=dtype, kv_dtype=kv) for dtype, kv in precisions]
+def _configs(config: EngineConfig, variants: Sequence[Variant]) -> list[EngineConfig]:
+    """Returns a configuration for each variant; ConfigError if one is not supported."""
+    vocab_size = read_spec(config.model_path).vocab_size
+    configs = [
+        replace(config, dtype=dtype, kv_dtype=kv_dtype, model=model or config.model)
+        for dtype, kv_dtype, model in variants
+    ]
     for one in configs:
+        spec = read_spec(one.model_path)
+        if spec.vocab_size != vocab_size:
+            raise ConfigError(
+                f"{one.model} has {spec.vocab_size} tokens, and {config.model} has {vocab_size}"
+            )
         resolve_precision(one, spec)
     return configs
+
+
+def _named(config: EngineConfig, reference: EngineConfig) -> str:
+    """Returns the start of a row's name, which names a model that is not that of the others."""
+    return "" if config.model == reference.model else f"{config.model_path.name}: "
 
 
 class _Store:

@@ -15,7 +15,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.kv_layouts import expected_groups
 from serve.loading.kv_sizing import size_kv
-from serve.loading.precision import Precision, resolve_precision
+from serve.loading.precision import ROUNDED_TO_4_BITS, Precision, resolve_precision
 from serve.machine import KV_SHARE_OF_FREE_MEMORY, available_memory
 from serve.models import ModelSpec, ParameterCounts, count_parameters, expect_tensors
 from serve.models.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from serve.models.open_checkpoint import open_checkpoint
 from serve.units import format_memory
 
 # bits of a weight of a product, without the scales of groups
-_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.0, "nf4": 4.0}
+_BITS = {"int8": 8.0, "fp8": 8.0, **dict.fromkeys(ROUNDED_TO_4_BITS, 4.0)}
 _GROUP_SCALE_BITS = 16
 _OTHER_BYTES = 4  # norms, biases and routers are fp32, or negligible
 _SMALLER = ("bfloat16", "int8", "int4")

@@ -21,7 +21,7 @@ from ops.cpu import native_library
 from ops.cpu.heap import keep_freed_memory
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.precision import Precision, choose_backend, resolve_precision
+from serve.loading.precision import ROUNDED_TO_4_BITS, Precision, choose_backend, resolve_precision
 from serve.machine import usable_processors
 from serve.models import Decoder, ModelSpec, StageModel, StepModel, load_model, read_spec
 from serve.models.checksums import check_manifest
@@ -244,7 +244,11 @@ def _packers(
     make_linear: MakeLinear = linears.int8
     if precision.weights == "fp8":
         make_linear = linears.fp8
-    elif precision.weights in ("int4", "nf4"):
-        is_nf4 = precision.weights == "nf4"
-        make_linear = partial(linears.rounded4, group=config.weight_group, is_nf4=is_nf4)
+    elif precision.weights in ROUNDED_TO_4_BITS:
+        make_linear = partial(
+            linears.rounded4,
+            group=config.weight_group,
+            is_nf4=precision.weights == "nf4",
+            is_searched=precision.weights == "int4",
+        )
     return make_linear, partial(linears.int8, is_head=True)

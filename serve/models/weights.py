@@ -53,6 +53,7 @@ def load_model(
     progress: LoadProgress | None = None,
     shard: Shard = WHOLE,
     packed_cache: TensorCache | None = None,
+    make_tensors: Callable[..., LoadedTensors] = LoadedTensors,
 ) -> Decoder:
     """Loads a Hugging Face directory, or a shard of it, as a decoder that computes in `dtype`.
 
@@ -64,7 +65,8 @@ def load_model(
     weights made on the device, for measurements; only config.json is read. max_model_len: the
     longest context that is served, which decides LongRoPE's factors; None: the model's.
     packed_cache: keeps packed weights between starts; its settings say how make_linear packs.
-    ModelLoadError says what is wrong with the checkpoint.
+    make_tensors: makes the source of the tensors. ModelLoadError says what is wrong with the
+    checkpoint.
     """
     spec = read_spec(path)
     names = FAMILIES[spec.model_type].names
@@ -83,7 +85,7 @@ def load_model(
     if not unpack:
         checked.log_losses(is_int8=make_linear is not None)
     make_linear = make_linear or joining(backend.pack_linear)
-    loaded = LoadedTensors(
+    loaded = make_tensors(
         checkpoint,
         spec.packed,
         backend,

@@ -14,7 +14,7 @@ from ops.backend import FP4_VALUES, INT4_GROUPS, NF4_VALUES, NO_FUSION
 from ops.cpu import native_library
 from ops.cpu.native_fusion import ACTIVATIONS
 from ops.cpu.native_quantized_linear import NATIVE, Int8Linear
-from ops.linear import split_scales
+from ops.linear import round_to_4_bits, split_scales
 from ops.reference import ReferenceBackend
 from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
 from tests.support.memory.native_rows import check_rows_alone
@@ -278,40 +278,45 @@ def test_groups_of_zeros_stay_zeros(isa, quantize):
 
 def check_rounded(
     parts: list[Tensor],
-    is_nf4: bool,
+    kind: str,
     group: int = 64,
     fusion: Fusion = NO_FUSION,
     bias: Tensor | None = None,
 ) -> None:
     """Compares with rounding by torch, to the last bit."""
-    rounded = (quantize_nf4 if is_nf4 else quantize_int4)(torch.cat(parts), group)
-    expected = rounded.linear(bias, fusion)
-    got = NATIVE.rounded4(parts, bias, fusion, group=group, is_nf4=is_nf4)
+    how = {"is_nf4": kind == "nf4", "is_searched": kind == "searched"}
+    codes = round_to_4_bits(torch.cat(parts), group, **how)
+    table = "nf4" if kind == "nf4" else "int4"
+    expected = NATIVE.int4(*codes, None, bias, fusion, group=group, table=table)
+    got = NATIVE.rounded4(parts, bias, fusion, group=group, **how)
     x = torch.cat([torch.randn(5, expected.num_in), torch.eye(expected.num_in)])
     assert torch.equal(got(x), expected(x))
     assert got.size_bytes == expected.size_bytes
 
 
+ROUNDED = ["nearest", "searched", "nf4"]
+
+
 @pytest.mark.parametrize(("n", "k"), [(32, 64), (70, 100), (1, 33), (300, 1024), (33, 32)])
-@pytest.mark.parametrize("is_nf4", [False, True])
+@pytest.mark.parametrize("kind", ROUNDED)
 @pytest.mark.parametrize("group", INT4_GROUPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_pass_rounds_as_torch_does(isa, n, k, is_nf4, group, dtype):
-    check_rounded([torch.randn(n, k).to(dtype)], is_nf4, group)
+def test_one_pass_rounds_as_torch_does(isa, n, k, kind, group, dtype):
+    check_rounded([torch.randn(n, k).to(dtype)], kind, group)
 
 
-@pytest.mark.parametrize("is_nf4", [False, True])
-def test_one_pass_takes_parts_gates_and_strides(isa, is_nf4):
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_one_pass_takes_parts_gates_and_strides(isa, kind):
     wide = torch.randn(40, 500)
     parts = [wide[:, 100:300], torch.randn(24, 200), torch.randn(16, 400)[:, ::2]]
-    check_rounded(parts, is_nf4, bias=torch.randn(80))
-    check_rounded([torch.randn(8, 64) for _ in range(5)], is_nf4)
+    check_rounded(parts, kind, bias=torch.randn(80))
+    check_rounded([torch.randn(8, 64) for _ in range(5)], kind)
     gates = [torch.randn(45, 64), torch.randn(45, 64)]
-    check_rounded(gates, is_nf4, fusion=Fusion(None, "silu", True), bias=torch.randn(90))
+    check_rounded(gates, kind, fusion=Fusion(None, "silu", True), bias=torch.randn(90))
 
 
-@pytest.mark.parametrize("is_nf4", [False, True])
-def test_one_pass_rounds_ties_and_extremes_as_torch_does(isa, is_nf4):
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_one_pass_rounds_ties_and_extremes_as_torch_does(isa, kind):
     """Equal magnitudes of both signs, groups of zeros, and scales whose fp16 is subnormal, zero or
     rounds to the next power of two."""
     few = torch.randint(-2, 3, (64, 256)).bfloat16()
@@ -319,5 +324,6 @@ def test_one_pass_rounds_ties_and_extremes_as_torch_does(isa, is_nf4):
     spread = torch.randn(64, 256) * torch.logspace(-12, 0, 256)
     near = torch.randn(32, 128).clamp(-7.999, 7.999)
     near[:, 5] = -7.9999
-    for weight in (few, spread, near, spread * 1e-30, spread * 1e36, torch.zeros(32, 64)):
-        check_rounded([weight], is_nf4)
+    tiny = torch.randn(32, 128) * 1e-42
+    for weight in (few, spread, near, spread * 1e-30, spread * 1e36, torch.zeros(32, 64), tiny):
+        check_rounded([weight], kind)

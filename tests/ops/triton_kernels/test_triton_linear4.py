@@ -102,6 +102,19 @@ def test_values_are_the_cpu_kernels():
     assert [n / 2 for n in FP4_CODES] == list(FP4_VALUES)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", INT4_GROUPS)
+def test_scales_are_searched_as_on_the_cpu(group, dtype):
+    weight = (torch.randn(40, 300) * torch.logspace(-3, 0, 300)).to(dtype)
+    expected = layer4(quantize_int4(weight, group, is_searched=True))
+    parts = [weight[:10], weight[10:]]
+    linears = CudaLinears(DEVICE)
+    got = linears.rounded4(parts, None, group=group, is_nf4=False, is_searched=True)
+    for ours, theirs in zip(got.weight, expected.weight, strict=True):
+        same = torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+        assert same
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("quantize", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("group", INT4_GROUPS)

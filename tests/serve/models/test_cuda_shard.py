@@ -35,7 +35,9 @@ def packer(backend, dtype: str):
     if dtype in ("int8", "fp8"):
         make = getattr(linears, dtype)
     else:
-        make = functools.partial(linears.rounded4, group=32, is_nf4=dtype == "nf4")
+        make = functools.partial(
+            linears.rounded4, group=32, is_nf4=dtype == "nf4", is_searched=dtype == "int4"
+        )
     return lambda weight, fusion: make([weight], None, fusion)
 
 

@@ -28,7 +28,9 @@ def load(path, dtype: str, shard: Shard, *, is_random: bool = False) -> Decoder:
     if dtype == "float32":
         return load_part(dtype=torch.float32, backend=backend, unpack=True)
     quantized = backend.quantized
-    make = functools.partial(quantized.rounded4, group=32, is_nf4=dtype == "nf4")
+    make = functools.partial(
+        quantized.rounded4, group=32, is_nf4=dtype == "nf4", is_searched=dtype == "int4"
+    )
     return load_part(
         dtype=torch.float32,
         backend=backend,
@@ -75,13 +77,17 @@ def can_divide(path, size: int) -> bool:
     )
 
 
-@pytest.mark.parametrize("dtype", every_day([0, 1], ["float32", "int8", "nf4"]))
+@pytest.mark.parametrize("dtype", every_day([0, 1], ["float32", "int8", "nf4", "int4"]))
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_ranks_give_the_bits_of_one(variant, dtype):
     path = checkpoint(variant.family, variant.name)
     if not can_divide(path, 2):
         pytest.skip("its heads cannot be divided in two")
     check_ranks(path, dtype, 2)
+
+
+def test_ranks_search_the_scales_of_one():
+    check_ranks(checkpoint("llama"), "int4", 2)
 
 
 FORMATS = list(ALL_CASES)
@@ -140,7 +146,7 @@ def test_more_ranks(dtype, size, tmp_path):
     check_ranks(tmp_path, dtype, size, is_random=True)
 
 
-@pytest.mark.parametrize("dtype", every_day([0, 1], ["float32", "int8", "nf4"]))
+@pytest.mark.parametrize("dtype", every_day([0, 1], ["float32", "int8", "nf4", "int4"]))
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_stages_give_the_bits_of_one(variant, dtype):
     path = checkpoint(variant.family, variant.name)
