@@ -186,8 +186,8 @@ class QuantizedLinears(Protocol):
         ones if missing. group: inputs that share a scale, one of INT4_GROUPS; the last group may
         be shorter. The values by table:
 
-            int4    codes - zeros, with zeros: [out, groups] uint8, or codes - 8 without; with
-                    minimums: [out, groups] fp32 instead, codes * scales - minimums
+            int4    codes - zeros, with zeros: [out, groups] uint8 of at most 16, or codes - 8
+                    without; with minimums: [out, groups] fp32, codes * scales - minimums
             nf4     NF4_VALUES[codes]
             fp4     FP4_VALUES[codes]
 

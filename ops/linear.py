@@ -13,6 +13,7 @@ from ops.backend import INT4_GROUPS, NF4_VALUES, TABLES, Backend, Fusion, Linear
 
 # The kernels' values are whole numbers: a table's values times this.
 _UNITS = {"int4": 1, "nf4": 127, "fp4": 2}
+MAX_ZERO = 16  # of 4-bit codes
 HEADROOM = 15  # of the scales of FP4 and of minimums; fp16 ends at 2^16
 # A searched scale makes a group's largest magnitude about minus this many steps. The first two are
 # those of weights that lie on a grid already.
@@ -110,6 +111,7 @@ def stored4(
     for each in (scales, zeros, minimums):
         assert each is None or each.shape == shape, f"{each.shape} for {shape}"
     assert int(codes.max()) < 16, "codes of 4 bits"
+    assert zeros is None or int(zeros.max()) <= MAX_ZERO, f"zero points of at most {MAX_ZERO}"
     halves = None
     if table == "fp4":
         scales = torch.where(_has_values(codes, group), scales.float(), 0.0)

@@ -14,10 +14,13 @@ from ops.cpu.native_plain_linear import PlainLinear
 from ops.cpu.native_quantized_linear import Int4Linear, Int8Linear
 
 LINEAR_SHAPE = (2048, 8192)
-# The table and the group of each kind of 4-bit weights.
-INT4_KINDS = {
+# The table of values of each kind of 4-bit weights.
+INT4_TABLES = {"int4": "int4", "zeros": "int4", "minimums": "int4", "nf4": "nf4", "fp4": "fp4"}
+# The kind and the group of each case: bench.kernels.int4 has all groups.
+INT4_CASES = {
     "int4": ("int4", 64),
-    "int4 zeros": ("int4", 64),
+    "int4 zeros": ("zeros", 64),
+    "int4 minimums": ("minimums", 32),
     "nf4": ("nf4", 64),
     "mxfp4": ("fp4", 32),
 }
@@ -137,29 +140,37 @@ def _onednn(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: run(x, packed, None, "none", [], "")
 
 
-def _int4_layers(kind: str, quick: bool) -> list[Int4Linear]:
-    """Returns as many layers with random codes as fill FAR bytes."""
-    (num_in, num_out), (table, group) = LINEAR_SHAPE, INT4_KINDS[kind]
+def random_int4(kind: str, group: int, size_bytes: int) -> list[Int4Linear]:
+    """Packs random codes, scales and offsets as often as fill size_bytes, but twice at least.
+
+    kind: one of INT4_TABLES. group: inputs that share a scale.
+    """
+    num_in, num_out = LINEAR_SHAPE
     shape = (num_out, num_in // group)
     codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
-    # those of MXFP4 are powers of two
-    scales = 2.0 ** torch.randint(-3, 1, shape) if table == "fp4" else torch.rand(shape) + 0.1
-    zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "int4 zeros" else None
-    count = 2 if quick else FAR // (num_in * num_out // 2)
-    return [Int4Linear(codes, scales, zeros, None, group=group, table=table) for _ in range(count)]
+    scales = torch.rand(shape) + 0.1
+    if kind == "fp4":  # as those of MXFP4
+        scales = 2.0 ** torch.randint(-3, 1, shape)
+    zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "zeros" else None
+    minimums = scales * torch.rand(shape) * 16 if kind == "minimums" else None
+    pack = partial(Int4Linear, codes, scales, zeros, None, group=group, minimums=minimums)
+    layers = [pack(table=INT4_TABLES[kind])]
+    while len(layers) < max(2, size_bytes // layers[0].size_bytes):
+        layers.append(pack(table=INT4_TABLES[kind]))
+    return layers
 
 
 def int4_cases(quick: bool) -> Iterator[Case]:
     """Yields 4-bit products. Their bytes bind them at few rows, the multiply-adds from 16 on."""
     num_in, num_out = LINEAR_SHAPE
-    for kind in INT4_KINDS:
-        ops = _int4_layers(kind, quick)
+    for name, (kind, group) in INT4_CASES.items():
+        ops = random_int4(kind, group, 0 if quick else FAR)
         size_bytes = sum(op.size_bytes for op in ops)
         for rows in (1, 16) if quick else (1, 4, 8, 16, 64, 512):
             x = torch.randn(rows, num_in)
             is_read = rows <= 8
             yield Case(
-                f"{kind} linear",
+                f"{name} linear",
                 f"M={rows} K={num_in} N={num_out}",
                 "read" if is_read else "i8",
                 size_bytes if is_read else 2.0 * rows * num_in * num_out * len(ops),

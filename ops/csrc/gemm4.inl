@@ -4,14 +4,14 @@
 //                                     - minimum[n, g] * sum over k in g of x[m, k])
 //               * x_scale[m] * channel_scale[n] + bias[n])
 //
-// A code becomes an unsigned byte in registers: the code itself, or an entry of a table of 16. The
-// sum of a group starts at minus its offset (8, the zero point, 0 or 128) times the sum of the
-// group's x. These sums are exact integers; the groups are added in fp32 in a fixed order, so a row
-// has the same bits in any batch.
+// A code becomes an unsigned byte in registers: the code itself, the code plus 16 minus its group's zero
+// point, or an entry of a table of 16. The sum of a group starts at minus what the bytes have in excess
+// (8, 16, 128, or 0 with minimums) times the sum of the group's x. These sums are exact integers; the
+// groups are added in fp32 in a fixed order, so a row has the same bits in any batch.
 //
-// Weights are packed in panels of 32 outputs. A panel has for each group 32 fp16 scales, 32 int16
-// zero points or fp16 minimums if there are any, and [group / 4][16][4 inputs] bytes, with outputs
-// 0-15 in the low nibbles and 16-31 in the high ones. A panel is read from end to end.
+// Weights are packed in panels of 32 outputs. A panel has for each group 32 fp16 scales, 64 bytes of zero
+// points or 32 fp16 minimums if there are any, and [group / 4][16][4 inputs] bytes, with outputs 0-15 in
+// the low nibbles and 16-31 in the high ones. A panel is read from end to end.
 
 namespace MS_ISA {
 namespace {
@@ -22,6 +22,11 @@ alignas(16) constexpr uint8_t NF4_BYTES[16] = {1,   40,  61,  78,  92,  105, 116
 alignas(16) constexpr uint8_t FP4_BYTES[16] = {128, 129, 130, 131, 132, 134, 136, 140,
                                                128, 127, 126, 125, 124, 122, 120, 116};
 constexpr bool has_table(Codes codes) { return codes == Codes::nf4 || codes == Codes::fp4; }
+// Returns the binary order of what the bytes of codes have in excess, or -1 for nothing.
+constexpr int offset_bits(Codes codes) {
+  if (has_table(codes)) return 7;
+  return codes == Codes::with_minimums ? -1 : codes == Codes::centred ? 3 : 4;
+}
 
 // Converts codes, bytes of 0..15, to their unsigned factors. The compiler loads a constant table where
 // registers are scarce, which is faster than to keep one.
@@ -36,7 +41,8 @@ MS_INLINE i32x16 factors(i32x16 codes) {
   const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)TABLE));
   return by_pieces<i32x16>([=](auto v) MS_LAMBDA { return _mm256_shuffle_epi8(table, (__m256i)v); }, codes);
 #elif defined(__aarch64__)
-  return by_pieces<i32x16>([](auto v) MS_LAMBDA { return vqtbl1q_u8(load<uint8x16_t>(TABLE), (uint8x16_t)v); }, codes);
+  const auto look_up = [](auto v) MS_LAMBDA { return vqtbl1q_u8(load<uint8x16_t>(TABLE), (uint8x16_t)v); };
+  return by_pieces<i32x16>(look_up, codes);
 #else
   uint8_t bytes[64];
   store(bytes, codes);
@@ -45,23 +51,121 @@ MS_INLINE i32x16 factors(i32x16 codes) {
 #endif
 }
 
+// Returns what is added to the codes of 32 outputs, in each of a lane's four bytes: 16 minus the zero
+// point, which is at most 16. both: as pack_factors in linear.cpp writes it.
+MS_INLINE void spread_zeros(i32x16 both, i32x16 (&to)[2]) {
+  const i32x16 low = splat_i32(0x0000ffff);
+  to[0] = (both & low) | both << 16;
+  to[1] = (i32x16)((u32x16)both >> 16) | (both & ~low);
+}
+
 // Returns 32 fp16 numbers.
 MS_INLINE void read_halves(const uint8_t* from, f32x16 (&to)[2]) {
   to[0] = from_half(reinterpret_cast<const uint16_t*>(from));
   to[1] = from_half(reinterpret_cast<const uint16_t*>(from) + 16);
 }
 
-// The most rows whose results are in registers beside the sums of a group. More rows share the
-// unpacked weights; with groups of up to 32 that saves less than the loads and stores of results cost.
-constexpr int ROWS_IN_REGISTERS = HAS_32_REGISTERS ? 6 : 0;
+#if defined(MS_PAIRS_OF_BYTES)
+// Adds four quads to the sums of all rows. weights(h, q): the factors of a half of the panel for quad q.
+// Eight products of factors up to 31 fit 16 bits.
+template <int MR, class F>
+MS_INLINE void add_quads_in_pairs(i32x16 (&sum)[MR][2], const int8_t* x, F&& weights) {
+  unroll<2>([&](auto h) MS_LAMBDA {
+    i32x16 pairs[MR] = {};
+    unroll<4>([&](auto q) MS_LAMBDA {
+      const i32x16 w = weights(h, q);
+      unroll<MR>([&](auto m) MS_LAMBDA {
+        pairs[m] = dot_pairs_u8_i8(pairs[m], w, splat_bytes(x + m * SLICE + 4 * q));
+      });
+    });
+    unroll<MR>([&](auto m) MS_LAMBDA { sum[m][h] = add_pairs(sum[m][h], pairs[m]); });
+    forget_loads();
+  });
+}
+constexpr int quads_at_once(Codes codes) { return has_table(codes) ? 1 : 4; }
+#else
+constexpr int quads_at_once(Codes) { return 1; }
+#endif
 
-// Computes c[MR][32] (+)= x[MR][groups] * w[groups]. sums: the group sums of x, [MR][sums_stride].
-template <int MR, Codes CODES>
-__attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const int32_t* sums,
-                                      int sums_stride, float* c, int groups, int quads,
-                                      bool is_first, const uint8_t* next) {
-  constexpr bool IN_REGISTERS = MR <= ROWS_IN_REGISTERS;
-  const i32x16 low = splat_i32(0x0f0f0f0f);
+// Rows of the micro kernel. With 32 registers the results of six rows stay in registers beside the sums
+// of a group: unpacking the codes again for more rows costs less than loading and storing results.
+constexpr int MAX_ROWS4 = HAS_32_REGISTERS ? 6 : MAX_GROUP;
+
+// Where a micro kernel reads weights, where it prefetches to L1 (CACHE 3) or L2 (CACHE 2), and how far
+// that moves on with each cache line of weights.
+template <int CACHE>
+struct WeightLines {
+  const uint8_t *at, *ahead;
+  size_t step;
+
+  MS_INLINE void next() {
+    __builtin_prefetch(ahead, 0, CACHE);
+    ahead += step;
+    at += 64;
+  }
+};
+
+// What a group has beside its codes.
+template <Codes CODES>
+struct GroupHead {
+  f32x16 scale[2], minimum[2];
+  i32x16 shift[2];  // added to codes
+
+  template <class Lines>
+  MS_INLINE void read(Lines& lines) {
+    read_halves(lines.at, scale);
+    lines.next();
+    if (CODES == Codes::with_zeros) spread_zeros(load<i32x16>(lines.at), shift);
+    if (CODES == Codes::with_minimums) read_halves(lines.at, minimum);
+    if (CODES == Codes::with_zeros || CODES == Codes::with_minimums) lines.next();
+  }
+
+  // Returns the factors of half h of a panel.
+  template <int H>
+  MS_INLINE i32x16 weights(i32x16 both, std::integral_constant<int, H>) const {
+    const i32x16 w = factors<CODES>((i32x16)((u32x16)both >> 4 * H) & splat_i32(0x0f0f0f0f));
+    return CODES == Codes::with_zeros ? w + shift[H] : w;
+  }
+};
+
+// Adds the products of a group's quads to the sums.
+template <int MR, Codes CODES, class Lines>
+MS_INLINE void add_group(i32x16 (&sum)[MR][2], const GroupHead<CODES>& head, Lines& lines, const int8_t* x,
+                         int quads) {
+#if defined(MS_PAIRS_OF_BYTES)
+  if constexpr (!has_table(CODES)) {
+    for (int q = 0; q < quads; q += 4, x += 16) {
+      const uint8_t* at = lines.at;
+      add_quads_in_pairs(sum, x, [&](auto h, int i) MS_LAMBDA { return head.weights(load<i32x16>(at + 64 * i), h); });
+      unroll<4>([&](auto) MS_LAMBDA { lines.next(); });
+    }
+    return;
+  }
+#endif
+  for (int q = 0; q < quads; q++, x += 4) {
+#if defined(MS_AVX_VNNI)
+    add_quad(sum, x, [&](auto h) MS_LAMBDA { return head.weights(load<i32x16>(lines.at), h); });
+#else
+    const i32x16 both = load<i32x16>(lines.at);
+    const i32x16 w0 = head.weights(both, std::integral_constant<int, 0>{});
+    const i32x16 w1 = head.weights(both, std::integral_constant<int, 1>{});
+    unroll<MR>([&](auto m) MS_LAMBDA {
+      const i32x16 xs = splat_bytes(x + m * SLICE);
+      sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
+      sum[m][1] = dot_u8_i8(sum[m][1], w1, xs);
+    });
+#endif
+    lines.next();
+  }
+}
+
+// Computes c[MR][32] (+)= x[MR][groups] * w[groups]. negated: minus the group sums of x, [MR][stride].
+template <int MR, Codes CODES, int CACHE>
+__attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const int32_t* negated, int stride, float* c,
+                                      int groups, int quads, bool is_first, const uint8_t* ahead, size_t step) {
+  constexpr bool IN_REGISTERS = HAS_32_REGISTERS;
+  constexpr int OFFSET_BITS = offset_bits(CODES);
+  WeightLines<CACHE> lines{w, ahead, step};
   f32x16 total[MR][2];
   const auto for_totals = [&](auto&& f) MS_LAMBDA {
     unroll<MR>([&](auto m) MS_LAMBDA {
@@ -70,87 +174,48 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
   };
   if (IN_REGISTERS)
     for_totals([&](f32x16& y, float* at, int, int) MS_LAMBDA { y = is_first ? f32x16{} : load<f32x16>(at); });
-  for (int g = 0; g < groups; g++) {
-    f32x16 scale[2];
-    read_halves(w, scale);
-    w += 64;
-    const uint8_t* minimums = w;
-    i32x16 sum[MR][2];
-    if (CODES == Codes::with_zeros) {
-      const i32x16 zero[2] = {MS_WIDEN(i32x16, i16x16, w), MS_WIDEN(i32x16, i16x16, w + 32)};
-      w += 64;
-      unroll<MR>([&](auto m) MS_LAMBDA {
-        const i32x16 xs = splat_i32(-sums[m * sums_stride + g]);
-        sum[m][0] = zero[0] * xs, sum[m][1] = zero[1] * xs;
-      });
-    } else if (CODES == Codes::with_minimums) {
-      w += 64;
-      unroll<MR>([&](auto m) MS_LAMBDA { sum[m][0] = sum[m][1] = i32x16{}; });
-    } else {
-      constexpr int ADDED = has_table(CODES) ? 128 : 8;
-      unroll<MR>([&](auto m) MS_LAMBDA {
-        sum[m][0] = sum[m][1] = splat_i32(-ADDED * sums[m * sums_stride + g]);
-      });
-    }
-    for (int q = 0; q < quads; q++) {
-#if defined(MS_AVX_VNNI)
-      add_quad(sum, x, [&](auto h) MS_LAMBDA {
-        return factors<CODES>((i32x16)((u32x16)load<i32x16>(w) >> 4 * h) & low);
-      });
-#else
-      const i32x16 both = load<i32x16>(w);
-      const i32x16 w0 = factors<CODES>(both & low);
-      const i32x16 w1 = factors<CODES>((i32x16)((u32x16)both >> 4) & low);
-      unroll<MR>([&](auto m) MS_LAMBDA {
-        const i32x16 xs = splat_bytes(x + m * SLICE);
-        sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
-        sum[m][1] = dot_u8_i8(sum[m][1], w1, xs);
-      });
-#endif
-      w += 64;
-      x += 4;
-      prefetch(next);
-      next += 64;
-    }
-    f32x16 minimum[2];
-    if (CODES == Codes::with_minimums) read_halves(minimums, minimum);
+  for (int g = 0; g < groups; g++, negated++, x += 4 * quads) {
+    GroupHead<CODES> head;
+    head.read(lines);
+    i32x16 sum[MR][2] = {};
+    if constexpr (OFFSET_BITS > 0)
+      unroll<MR>([&](auto m) MS_LAMBDA { sum[m][0] = sum[m][1] = splat_i32(negated[m * stride]) << OFFSET_BITS; });
+    add_group(sum, head, lines, x, quads);
     const bool is_fresh = is_first && g == 0;
     for_totals([&](f32x16& y, float* at, int m, int h) MS_LAMBDA {
       if (!IN_REGISTERS) y = is_fresh ? f32x16{} : load<f32x16>(at);
-      y = fma(to_float(sum[m][h]), scale[h], y);
-      if (CODES == Codes::with_minimums)
-        y = fma(splat(static_cast<float>(-sums[m * sums_stride + g])), minimum[h], y);
+      y = fma(to_float(sum[m][h]), head.scale[h], y);
+      if (CODES == Codes::with_minimums) y = fma(to_float(splat_i32(negated[m * stride])), head.minimum[h], y);
       if (!IN_REGISTERS) store(at, y);
     });
   }
   if (IN_REGISTERS) for_totals([&](f32x16& y, float* at, int, int) MS_LAMBDA { store(at, y); });
 }
 
-using Micro4 = void (*)(const uint8_t*, const int8_t*, const int32_t*, int, float*, int, int, bool,
-                        const uint8_t*);
-struct Micro4Table { Micro4 at[MAX_GROUP]; };
-template <Codes CODES, size_t... I>
+using Micro4 = void (*)(const uint8_t*, const int8_t*, const int32_t*, int, float*, int, int, bool, const uint8_t*,
+                        size_t);
+struct Micro4Table { Micro4 at[MAX_ROWS4]; };
+template <Codes CODES, int CACHE, size_t... I>
 constexpr Micro4Table micro4_table(std::index_sequence<I...>) {
-  return {{micro4<static_cast<int>(I) + 1, CODES>...}};
+  return {{micro4<static_cast<int>(I) + 1, CODES, CACHE>...}};
 }
-constexpr Micro4Table MICRO4[5] = {
-    micro4_table<Codes::centred>(std::make_index_sequence<MAX_GROUP>{}),
-    micro4_table<Codes::with_zeros>(std::make_index_sequence<MAX_GROUP>{}),
-    micro4_table<Codes::with_minimums>(std::make_index_sequence<MAX_GROUP>{}),
-    micro4_table<Codes::nf4>(std::make_index_sequence<MAX_GROUP>{}),
-    micro4_table<Codes::fp4>(std::make_index_sequence<MAX_GROUP>{}),
+template <int CACHE>
+constexpr Micro4Table MICRO4[] = {
+    micro4_table<Codes::centred, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
+    micro4_table<Codes::with_zeros, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
+    micro4_table<Codes::with_minimums, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
+    micro4_table<Codes::nf4, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
+    micro4_table<Codes::fp4, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
 };
 
 void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const Quantized& x,
-                 const int32_t* sums, void* out, size_t out_stride, DType type, bool add) {
+                 const int32_t* negated, void* out, size_t out_stride, DType type, bool add) {
   alignas(64) float c[MAX_BLOCK_ROWS * PANEL];
   const int all = op.base.num_in_padded / op.group, per_slice = SLICE / op.group;
   const size_t bytes = group_bytes(op.group, op.codes);
   const uint8_t* w = op.base.packed + static_cast<size_t>(panel) * all * bytes;
-  // Rows that fit the micro kernel stay together, as it then reads the weights as one stream.
-  const int most = HAS_32_REGISTERS && op.group <= 32 && rows > MAX_GROUP ? ROWS_IN_REGISTERS : MAX_GROUP;
-  const int parts = (rows + most - 1) / most;
-  const Micro4Table& micro = MICRO4[static_cast<int>(op.codes)];
+  const int parts = (rows + MAX_ROWS4 - 1) / MAX_ROWS4;
+  const int codes = static_cast<int>(op.codes);
   for (int g = 0; g < all; g += per_slice) {
     const int some = all - g < per_slice ? all - g : per_slice;
     const uint8_t* slice = w + g * bytes;
@@ -160,37 +225,41 @@ void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const
       const int mr = (rows - m + parts - p - 1) / (parts - p);
       if (parts > 1 && is_last)
         touch_output(op.base, panel, first_row + m, mr, out, out_stride, type);
-      // Weights that are used once are a stream; otherwise the first rows prefetch the next slice.
-      const uint8_t* next = slice + (parts == 1 ? AHEAD : some * bytes);
-      if (p > 0) next = reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE);
-      micro.at[mr - 1](slice, xs + m * SLICE, sums + (first_row + m) * all + g, all, c + m * PANEL,
-                       some, op.group / 4, g == 0, next);
+      // Weights that are used once are a stream. Otherwise the first two parts prefetch a half each of the
+      // slice after the next one, and the others the next rows.
+      const Micro4Table& micro = parts > 1 && p < 2 ? MICRO4<2>[codes] : MICRO4<3>[codes];
+      const uint8_t* ahead = slice + (parts == 1 ? AHEAD : some * bytes * (4 + p) / 2);
+      if (p > 1) ahead = reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE);
+      micro.at[mr - 1](slice, xs + m * SLICE, negated + (first_row + m) * all + g, all, c + m * PANEL, some,
+                       op.group / 4, g == 0, ahead, parts > 1 && p < 2 ? 32 : 64);
       m += mr;
     }
   }
   finish_panel(op.base, c, rows, first_row, panel, x, out, out_stride, type, add);
 }
 
-// Computes the sum of every group of row m.
-MS_INLINE void sum_row_groups(const LinearInt4& op, const Quantized& x, int m, int32_t* sums) {
-  const int all = op.base.num_in_padded / op.group;
-  for (int g = 0; g < all; g++) {
-    const int k = g * op.group;
+// Computes minus the sum of every group of row m.
+MS_INLINE void sum_row_groups(const LinearInt4& op, const Quantized& x, int m, int32_t* negated) {
+  const i32x16 ones = splat_i32(0x01010101);
+  const int order = op.group == 16 ? 2 : op.group == 32 ? 3 : 4;  // of the lanes of a group
+  const int groups = 16 >> order;                                 // that end in 64 inputs
+  for (int k = 0; k < op.base.num_in_padded; k += 64) {
     const int8_t* at = x.values + k / SLICE * x.slice_stride + m * SLICE + k % SLICE;
-    i32x16 sum = {};
-    for (int i = 0; i < op.group; i += 16)
-      sum += MS_WIDEN(i32x16, i8x16, at + i);
-    sums[g] = reduce_add(sum);
+    int32_t lanes[16];
+    store(lanes, dot_u8_i8(i32x16{}, ones, load<i32x16>(at)));
+    if (k % op.group == 0) std::memset(negated, 0, 4 * groups);
+    for (int i = 0; i < 16; i++) negated[i >> order] -= lanes[i];
+    if ((k + 64) % op.group == 0) negated += groups;
   }
 }
 
-// Computes the sum of every group of every row, [rows][groups].
-void sum_groups(const LinearInt4& op, const Quantized& x, int rows, int32_t* sums) {
+// Computes minus the sum of every group of every row, [rows][groups].
+void sum_groups(const LinearInt4& op, const Quantized& x, int rows, int32_t* negated) {
   const int all = op.base.num_in_padded / op.group;
   const int share = 1 + 16384 / op.base.num_in_padded;
   ms::Team::get().parallel((rows + share - 1) / share, [&](int task) {
     for (int m = task * share; m < rows && m < (task + 1) * share; m++)
-      sum_row_groups(op, x, m, sums + static_cast<size_t>(m) * all);
+      sum_row_groups(op, x, m, negated + static_cast<size_t>(m) * all);
   });
 }
 

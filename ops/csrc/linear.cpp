@@ -228,9 +228,9 @@ class Int4Linear : public QuantizedLinear {
     for (int g = 0; g < groups; g++, to += group_bytes(op4_.group, op4_.codes)) {
       const size_t at = static_cast<size_t>(n) * groups + g;
       std::memcpy(to + 2 * c, scales + at, 2);
-      if (zeros) {
-        const int16_t zero = zeros[at];
-        std::memcpy(to + 64 + 2 * c, &zero, 2);
+      if (zeros) {  // what the kernel adds to codes, twice, with outputs c and c + 16 in one lane
+        const uint8_t added = 16 - zeros[at];
+        std::memset(to + 64 + 4 * (c % 16) + 2 * (c / 16), added, 2);
       }
       if (minimums) std::memcpy(to + 64 + 2 * c, minimums + at, 2);
     }

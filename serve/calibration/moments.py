@@ -76,7 +76,7 @@ class _RecordedTensors(LoadedTensors):
         op = super().product(parts, num_in, has_bias=has_bias, fusion=fusion, scale=scale)
         total = torch.zeros(num_in, num_in)
         self._moments |= {part.module: total for part in parts if not part.is_fused}
-        return _Recorded(op, fusion.norm, self._backend, total)
+        return _Recorded(op, fusion.norm, self.backend, total)
 
 
 class _Recorded:

@@ -115,6 +115,15 @@ def test_ops_without_a_bf16_product(name):
     assert all(0 < r["share"] < 20 for r in readings if r["ceiling"] != "bf16")
 
 
+def test_int4_quick():
+    """The table has bytes read for few rows, operations for more, and speed-ups when asked."""
+    command = ("-m", "bench.kernels.int4", "--quick", "--kinds", "minimums,fp4", "--groups", "32")
+    text = output_of(*command, "--rows", "1,16")
+    assert text.count(" GB/s, ") == text.count(" GOP/s, ") == 2
+    assert "minimums" in text and "reading memory" in text
+    assert output_of(*command, "--rows", "1,16", "--times").count("x ") == 4
+
+
 def test_connections():
     """Small numbers: that they are cheap is shown by the large ones."""
     result = last_json(

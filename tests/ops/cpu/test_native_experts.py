@@ -95,6 +95,15 @@ def test_grouped_and_single_calls_have_the_same_bits(isa, kind, size, inner):
         check_equal(ups, downs, rows_of(kind, rows, size), random_routing(rows, 6, 3))
 
 
+def test_experts_with_zero_points_beside_others(isa):
+    """A checkpoint's weights lose their zero points one by one, where all of them are 8."""
+    ups, downs = layers("zeros", 4, 96, 64, SILU)
+    others = layers("minimums", 1, 96, 64, SILU)
+    ups[1], downs[2] = others[0][0], others[1][0]
+    ups[3] = NATIVE.rounded4([torch.randn(128, 96)], None, SILU, group=32, is_nf4=False)
+    check_equal(ups, downs, torch.randn(9, 96), random_routing(9, 4, 2))
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_uneven_experts(isa, kind):
     """All rows to one expert, in several blocks of rows; and experts without rows."""

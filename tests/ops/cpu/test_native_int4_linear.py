@@ -14,7 +14,7 @@ from ops.backend import FP4_VALUES, INT4_GROUPS, NF4_VALUES, NO_FUSION
 from ops.cpu import native_library
 from ops.cpu.native_fusion import ACTIVATIONS
 from ops.cpu.native_quantized_linear import NATIVE, Int8Linear
-from ops.linear import round_to_4_bits, split_scales
+from ops.linear import MAX_ZERO, round_to_4_bits, split_scales
 from ops.reference import ReferenceBackend
 from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
 from tests.support.memory.native_rows import check_rows_alone
@@ -45,7 +45,7 @@ def random_weight(num_out: int, num_in: int, kind: str, group: int = 64) -> Int4
     return Int4Weight(
         torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8),
         scales,
-        torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "zeros" else None,
+        torch.randint(0, MAX_ZERO + 1, shape, dtype=torch.uint8) if kind == "zeros" else None,
         group,
         kind if kind in VALUES else "int4",
         minimums=(scales * 20 * torch.randn(shape)).half().float() if kind == "minimums" else None,
@@ -99,6 +99,30 @@ def test_nothing_is_rounded_but_the_sums_of_groups(isa, m, k, n, kind, group):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", INT4_GROUPS)
+@pytest.mark.parametrize("code", [0, 15])
+@pytest.mark.parametrize("zero", [0, MAX_ZERO])
+def test_the_largest_sums_do_not_overflow(isa, kind, group, code, zero):
+    """All codes and inputs are the largest; some kernels add several products in 16 bits."""
+    weight = random_weight(40, 256, kind, group)
+    codes = torch.full_like(weight.codes, code)
+    zeros = None if weight.zeros is None else torch.full_like(weight.zeros, zero)
+    weight = weight._replace(codes=codes, zeros=zeros)
+    x = torch.tensor([127.0, -127.0])[:, None].expand(2, 256)
+    exact = x.double() @ plain(weight).T
+    bound = 127 * magnitudes(weight).sum(1) * (4 * weight.scales.shape[1] + 6) * 2.0**-24
+    assert bool(((weight.linear(None)(x) - exact).abs() <= bound).all())
+
+
+def test_zero_points_that_the_kernels_cannot_hold_are_refused():
+    weight = random_weight(40, 64, "zeros")
+    assert weight.zeros is not None
+    weight.zeros[3, 0] = MAX_ZERO + 1
+    with pytest.raises(AssertionError, match="zero points of at most 16"):
+        weight.linear(None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_rows_are_rounded(isa, kind, dtype):
     weight, x = random_weight(100, 700, kind), torch.randn(7, 700).to(dtype)
@@ -110,8 +134,9 @@ def test_only_the_rows_are_rounded(isa, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_the_others(isa, kind):
-    check_rows_alone(random_weight(150, 700, kind).linear(torch.randn(150)), 700)
+@pytest.mark.parametrize("group", [16, 64])
+def test_a_row_does_not_depend_on_the_others(isa, kind, group):
+    check_rows_alone(random_weight(150, 700, kind, group).linear(torch.randn(150)), 700)
 
 
 @pytest.mark.parametrize(("activation", "is_gated"), FUSED)

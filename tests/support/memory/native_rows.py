@@ -14,7 +14,7 @@ def check_rows_alone(layer: Callable[[Tensor], Tensor], num_inputs: int) -> None
     """A row has the same bits beside others, and on one thread as on several."""
     x = torch.randn(300, num_inputs)
     alone = torch.cat([layer(x[i : i + 1]) for i in range(300)])
-    for m in (2, 3, 5, 8, 12, 13, 24, 31, 64, 129, 300):
+    for m in (*range(2, 14), 24, 31, 64, 129, 300):
         assert torch.equal(layer(x[:m]), alone[:m]), f"{m} rows"
     threads = native_library.num_threads()
     native_library.set_num_threads(1)

@@ -1,0 +1,143 @@
+"""4-bit products by group size and number of rows: python -m bench.kernels.int4 [--quick].
+
+For up to 8 rows the table has the bytes read and their share of the rate of reading memory; for
+more rows, operations and their share of the rate of the int8 product of that shape. --times has how
+much faster than the int8 product it is instead. Reading memory, the int8 products and the 4-bit
+products take turns in every round, and the figures are medians. Weights rotate through more memory
+than caches hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bench.kernels.ops_linear import FAR, INT4_TABLES, LINEAR_SHAPE, random_int4
+from ops import LinearOp
+from ops.cpu import native_library
+from ops.cpu.heap import keep_freed_memory
+from ops.cpu.native_ceilings import Ceilings
+from ops.cpu.native_quantized_linear import Int8Linear, NativeLinear
+
+ROWS = (1, 4, 8, 16, 32, 128, 512)
+GROUPS = (16, 32, 64, 128)
+FEW = 64 << 20  # bytes of weights where multiplying takes far longer than reading
+MAX_READING_ROWS = 8
+
+
+@dataclass
+class Reading:
+    """The times of products with so many rows: an entry for every round in each list."""
+
+    rows: int
+    seconds: list[float] = field(default_factory=list)  # of one product
+    int8_seconds: list[float] = field(default_factory=list)
+    read_rates: list[float] = field(default_factory=list)  # bytes per second
+
+    def speedup(self) -> float:
+        pairs = zip(self.int8_seconds, self.seconds, strict=True)
+        return statistics.median(int8 / own for int8, own in pairs)
+
+    def cell(self, size_bytes: int) -> str:
+        seconds = statistics.median(self.seconds)
+        if self.rows > MAX_READING_ROWS:
+            operations = 2.0 * self.rows * LINEAR_SHAPE[0] * LINEAR_SHAPE[1]
+            return f"{operations / seconds / 1e9:.0f} GOP/s, {self.speedup():.0%}"
+        pairs = zip(self.seconds, self.read_rates, strict=True)
+        share = statistics.median(size_bytes / own / read for own, read in pairs)
+        return f"{size_bytes / seconds / 1e9:.1f} GB/s, {share:.0%}"
+
+
+def on_huge_pages(size_bytes: int) -> Tensor:
+    """Returns memory like that of weights: reading small pages is slower."""
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
+
+
+def seconds_each(ops: Sequence[LinearOp], x: Tensor) -> float:
+    start = time.perf_counter()
+    for op in ops:
+        op(x)
+    return (time.perf_counter() - start) / len(ops)
+
+
+def some_of(ops: Sequence[NativeLinear], rows: int) -> Sequence[NativeLinear]:
+    """Returns fewer products where multiplying takes nearly all of the time."""
+    return ops if rows <= MAX_READING_ROWS else ops[: max(2, FEW // ops[0].size_bytes)]
+
+
+class Bench:
+    """Measures 4-bit products beside int8 products and reading memory."""
+
+    def __init__(self, far: int, rounds: int) -> None:
+        """far: bytes of weights of each kind."""
+        self.far, self.rounds = far, rounds
+        self.read_rates: list[float] = []  # all that were measured, in bytes per second
+        self._memory = on_huge_pages(far)
+        num_in, num_out = LINEAR_SHAPE
+        weight, count = torch.randn(num_out, num_in), max(2, far // (num_in * num_out))
+        self._int8 = [Int8Linear(weight, None) for _ in range(count)]
+
+    def measure(self, ops: Sequence[NativeLinear], rows: int) -> Reading:
+        reading, x = Reading(rows), torch.randn(rows, LINEAR_SHAPE[0])
+        own, int8 = some_of(ops, rows), some_of(self._int8, rows)
+        seconds_each(own, x)
+        for _ in range(self.rounds):
+            start = time.perf_counter()
+            Ceilings.read(self._memory)
+            reading.read_rates.append(len(self._memory) / (time.perf_counter() - start))
+            reading.int8_seconds.append(seconds_each(int8, x))
+            reading.seconds.append(seconds_each(own, x))
+        self.read_rates += reading.read_rates
+        return reading
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels.int4", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round with little memory")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--kinds", default=",".join(INT4_TABLES))
+    parser.add_argument("--groups", default=",".join(map(str, GROUPS)))
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--times", action="store_true", help="how much faster than int8")
+    sets = native_library.library().instruction_sets()
+    parser.add_argument("--isa", choices=sets, default=sets[0], help="instruction set")
+    options = parser.parse_args()
+    native_library.library().choose_instruction_set(options.isa)
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    bench = Bench(1 << 20 if options.quick else FAR, 1 if options.quick else options.rounds)
+    table = Table("kind", "group", *(f"M={rows}" for rows in numbers(options.rows)))
+    for kind in options.kinds.split(","):
+        for group in numbers(options.groups):
+            ops = random_int4(kind, group, bench.far)
+            readings = [bench.measure(ops, rows) for rows in numbers(options.rows)]
+            size_bytes, is_times = ops[0].size_bytes, options.times
+            cells = [f"{r.speedup():.2f}x" if is_times else r.cell(size_bytes) for r in readings]
+            table.add_row(kind, str(group), *cells)
+    Console(width=160).print(table)
+    rates = sorted(rate / 1e9 for rate in bench.read_rates)
+    print(
+        f"isa {options.isa}, {native_library.num_threads()} threads, K={LINEAR_SHAPE[0]} "
+        f"N={LINEAR_SHAPE[1]}, reading memory {rates[len(rates) // 10]:.1f} to "
+        f"{rates[len(rates) * 9 // 10]:.1f} GB/s (10th and 90th percentile)"
+    )
+
+
+if __name__ == "__main__":
+    main()
