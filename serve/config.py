@@ -29,7 +29,7 @@ from serve.setting_checks import (
     check_times,
 )
 
-DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "int4-nearest", "nf4", "fp8")
+DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "int4-searched", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PARTITIONS = ("auto", "head", "request", "sequence")  # as memory.nodes.placement, which has torch
 MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.scheduler.admission
@@ -121,7 +121,7 @@ class EngineConfig:
         decoder of this project; for models that it does not know.
     served_model_name: the model's name in the API; None takes the directory's name.
     dtype: the type of the weights and products. "int8" multiplies int8 by int8 (weights scaled per
-        channel, activations per token); "int4" (with searched scales), "int4-nearest" and "nf4"
+        channel, activations per token); "int4", "int4-searched" (with searched scales) and "nf4"
         round the weights to 4 bits; "fp8" multiplies e4m3 numbers on GPUs that support it. "auto"
         takes int8 for 16-bit checkpoints of the families that tolerate it, and logs the reason.
     weight_group: the number of inputs that share a scale in int4 and nf4: 16, 32, 64 or 128.

@@ -32,7 +32,7 @@ _GPU_BATCHED_TOKENS = 2048
 _MIN_PAGE_BYTES = 16 << 10
 _MAX_PAGES = 30_000
 _GRID = re.compile(r"(.+):([0-9]{1,4})x([0-9]{1,4})(?:x([0-9]{1,4}))?")  # device:tp x spp x kvp
-_DTYPES = {"auto": "int8", "int4-nearest": "int4"}  # those that cost the same
+_DTYPES = {"auto": "int8", "int4-searched": "int4"}  # those that cost the same
 
 
 class SimulatedMachine(NamedTuple):

@@ -79,7 +79,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "served_model_name": Option(MODEL, "The model's name in the API; by default that of MODEL."),
     "dtype": Option(
         MODEL,
-        "Type of the weights: auto, int8, int4, int4-nearest (faster to load, less accurate), nf4,"
+        "Type of the weights: auto, int8, int4, int4-searched (slower to load, more accurate), nf4,"
         " bfloat16 or float32; on newer GPUs also fp8.",
         choices=DTYPES,
     ),

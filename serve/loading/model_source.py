@@ -249,6 +249,6 @@ def _packers(
             linears.rounded4,
             group=config.weight_group,
             is_nf4=precision.weights == "nf4",
-            is_searched=precision.weights == "int4",
+            is_searched=precision.weights == "int4-searched",
         )
     return make_linear, partial(linears.int8, is_head=True)

@@ -2,11 +2,10 @@
 
 "int8" means int8 x int8 products (W8A8) on an fp32 residual stream. "auto" chooses it for 16-bit
 checkpoints of families that tolerate it, if the device has fast kernels for it. "int4" and "nf4"
-are 4-bit weights on int8 rows with the last product in int8; the scales of "int4" are searched,
-those of "int4-nearest" are not. "fp8" is e4m3 x e4m3 on GPUs that support it. "auto" never chooses
-these. A checkpoint that is already quantized keeps its weights on int8 rows, and its plain weights
-become int8. With bfloat16 or float32, or if the family does not tolerate int8 rows, its weights are
-unpacked at load.
+are 4-bit weights on int8 rows with the last product in int8; the scales of "int4-searched" are
+searched. "fp8" is e4m3 x e4m3 on GPUs that support it. "auto" never chooses these. A checkpoint
+that is already quantized keeps its weights on int8 rows, and its plain weights become int8. With
+bfloat16 or float32, or if the family does not tolerate int8 rows, its weights are unpacked at load.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FP8_CAPABILITY = (8, 9)
-ROUNDED_TO_4_BITS = ("int4", "int4-nearest", "nf4")
+ROUNDED_TO_4_BITS = ("int4", "int4-searched", "nf4")
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
     """The number formats of a model.
 
-    compute: type of activations. weights: plain (in compute's type), int8, int4, int4-nearest, nf4
+    compute: type of activations. weights: plain (in compute's type), int8, int4, int4-searched, nf4
     or fp8. kv: type of K/V in memory. packed: the checkpoint's own quantization method, kept unless
     weights is plain. backend: a name in ops.BACKENDS. reason, kv_reason: explanations for the user.
     """

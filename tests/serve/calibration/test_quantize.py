@@ -84,7 +84,7 @@ def test_the_checkpoint_is_more_accurate_than_rounding(family, variant, tmp_path
     done = quantize(path, output)
     assert done.num_products  # products of 24 inputs stay plain
     assert done.num_tokens == 600
-    rows = [("float32",), ("int4-nearest", "float32"), ("auto", "float32", str(output))]
+    rows = [("float32",), ("int4", "float32"), ("auto", "float32", str(output))]
     text = TEXT.replace("boat", "ship").replace("moon", "sun")
     results = evaluate(str(path), text, rows, max_tokens=500, window=128, weight_group=32)
     assert results[2].precision.startswith("quantized: compressed-tensors")
