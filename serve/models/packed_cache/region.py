@@ -23,7 +23,6 @@ from torch import Tensor
 from ops.cpu import native_library
 from serve.machine import usable_processors
 from serve.models.packed_cache.layout import (
-    CHUNK_BYTES,
     DATA_START,
     DamagedCache,
     Index,
@@ -33,7 +32,7 @@ from serve.models.packed_cache.layout import (
 
 _MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13
 _HUGE = 2 << 20
-_PROBE_END = DATA_START + 4 * CHUNK_BYTES
+_NUM_PROBED = 4  # chunks
 _LEAST_HUGE = 0.9  # of a mapping's bytes
 _MIN_READERS = 4  # threads, so that a disk has several requests at once
 
@@ -44,11 +43,14 @@ def open_region(fd: int, index: Index) -> tuple[Tensor, bool]:
     checksum differs."""
     mapped = _Mapping(fd, index.data_end)
     chunks = list(zip(chunks_of(index.data_end), index.checksums, strict=True))
-    probe = [chunk for chunk in chunks if chunk[0].start < _PROBE_END]
-    _in_threads(lambda chunk: _check(mapped.data, *chunk), probe)
-    if mapped.huge_share(_PROBE_END) >= _LEAST_HUGE:
-        _in_threads(lambda chunk: _check(mapped.data, *chunk), chunks[len(probe) :])
-        if mapped.huge_share(index.data_end) >= _LEAST_HUGE:
+    for number, (chunk, checksum) in enumerate(chunks):
+        # in one thread: several would take turns in the kernel's readahead, which then reads some
+        # pieces into small pages
+        _check(mapped.data, chunk, checksum)
+        if number == _NUM_PROBED and not mapped.is_huge(chunk.start):
+            break
+    else:
+        if mapped.is_huge(index.data_end):
             return mapped.data, True
     data = _huge_pages(index.data_end)
     _in_threads(lambda chunk: _read(fd, data, *chunk), chunks)
@@ -108,10 +110,10 @@ class _Mapping:
         _ask_for_huge_pages(memory)
         self.data = torch.frombuffer(memory, dtype=torch.uint8)
 
-    def huge_share(self, end: int) -> float:
-        """Returns which part of the data up to `end`, which were read, is on huge pages."""
-        wanted = (min(end, len(self.data)) - DATA_START) // _HUGE * _HUGE
-        return _huge_bytes(self.data.data_ptr()) / wanted if wanted else 0.0
+    def is_huge(self, end: int) -> bool:
+        """Returns whether nearly all data up to `end`, which were read, are on huge pages."""
+        wanted = (end - DATA_START) // _HUGE * _HUGE
+        return 0 < _LEAST_HUGE * wanted <= _huge_bytes(self.data.data_ptr())
 
 
 def _huge_bytes(address: int) -> int:

@@ -48,31 +48,31 @@ def index_of(content: torch.Tensor) -> Index:
     return Index(END, [], sums)
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("is_huge", [False, True])
 def test_the_data_are_those_of_the_file(
-    share: float, content: torch.Tensor, file: int, monkeypatch: pytest.MonkeyPatch
+    is_huge: bool, content: torch.Tensor, file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(region._Mapping, "huge_share", lambda *_: share)
+    monkeypatch.setattr(region._Mapping, "is_huge", lambda *_: is_huge)
     data, is_mapped = region.open_region(file, index_of(content))
-    assert is_mapped == (share == 1.0)
+    assert is_mapped == is_huge
     assert torch.equal(data[DATA_START:], content[DATA_START:END])
 
 
 def test_pages_that_become_small_in_the_end_are_read(
     content: torch.Tensor, file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shares = [1.0, 0.5]
-    monkeypatch.setattr(region._Mapping, "huge_share", lambda *_: shares.pop(0))
+    answers = [True, False]
+    monkeypatch.setattr(region._Mapping, "is_huge", lambda *_: answers.pop(0))
     data, is_mapped = region.open_region(file, index_of(content))
-    assert not is_mapped and not shares and torch.equal(data[DATA_START:], content[DATA_START:END])
+    assert not is_mapped and not answers and torch.equal(data[DATA_START:], content[DATA_START:END])
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("is_huge", [False, True])
 @pytest.mark.parametrize("place", [DATA_START, END // 2, END - 1])
 def test_a_changed_byte_is_noticed(
-    share: float, place: int, content: torch.Tensor, file: int, monkeypatch: pytest.MonkeyPatch
+    is_huge: bool, place: int, content: torch.Tensor, file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(region._Mapping, "huge_share", lambda *_: share)
+    monkeypatch.setattr(region._Mapping, "is_huge", lambda *_: is_huge)
     os.pwrite(file, bytes([int(content[place]) ^ 16]), place)
     with pytest.raises(DamagedCache, match="damaged"):
         region.open_region(file, index_of(content))
@@ -81,8 +81,10 @@ def test_a_changed_byte_is_noticed(
 def test_huge_pages_are_those_that_the_system_tells(content: torch.Tensor, file: int) -> None:
     """Whether there are any depends on the file system; all of them is the most."""
     mapping = region._Mapping(file, END)
-    assert 0.0 <= mapping.huge_share(END) <= 1.0 and int(mapping.data.sum()) > 0
-    assert region._huge_bytes(1) == 0
+    assert not mapping.is_huge(END), "nothing was read"
+    assert int(mapping.data.sum()) > 0
+    assert 0 <= region._huge_bytes(mapping.data.data_ptr()) <= END
+    assert region._huge_bytes(1) == 0 and not mapping.is_huge(DATA_START)
 
 
 def test_mapped_files_are_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
