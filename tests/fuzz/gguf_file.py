@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import struct
 import tempfile
 from itertools import pairwise
@@ -27,6 +28,8 @@ from tests.support.gguf.raw_file import ARRAY, LETTERS, STRING, gguf_bytes, text
 
 MAX_DATA = 1 << 14
 MAX_UNPACKED = 1 << 12  # weights of a tensor
+MAX_FILE = 1 << 20  # mutations multiply
+MAX_GROWTH = 64 << 20  # of the process's peak of memory by reading such a file
 BLOCKS = random.Random(0).randbytes(MAX_DATA)
 FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-gguf-")
 
@@ -120,15 +123,24 @@ def run(data: bytes) -> None:
         pass  # it is a file itself, or no description
     except (OverflowError, RecursionError, struct.error):
         return
-    path = _written(data)
+    if len(data) > MAX_FILE:
+        return
+    path, before = _written(data), _peak_bytes()
     try:
         found = read_gguf(path)
     except ModelLoadError as error:
         message = str(error)
     else:
+        message = ""
+    assert _peak_bytes() - before <= MAX_GROWTH
+    if message:
+        assert message.startswith(str(path)) and len(message) < 600
+    else:
         _check(found, data)
-        return
-    assert message.startswith(str(path)) and len(message) < 600
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _check(found: GGUFFile, data: bytes) -> None:

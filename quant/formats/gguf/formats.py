@@ -10,8 +10,10 @@ file's own bytes, so that nothing unpacked waits in memory.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ from quant.int4 import Int4Weight
 METHOD = "gguf"
 _PLAIN = (*FLOATS, "F64")
 _PIECE_WEIGHTS = 1 << 20  # what is unpacked at a time; torch's threads share 32 Ki of them
+_LARGE_BYTES = 256 << 20
 # What weights lose by shorter scales (tests/quant/formats/gguf measures it).
 _SHORTER = {
     kind: f"{kind} {what} are rounded to 11 bits, which changes weights by about {percent} % (root "
@@ -85,7 +88,7 @@ class BlockWeight:
     def _int4(self) -> Int4Weight:
         layout = LAYOUTS[self.kind]
         num_out, num_in = self.shape
-        codes = torch.empty(num_out, num_in, dtype=torch.uint8)
+        codes = _buffer(self.shape, torch.uint8)
         scales = torch.empty(num_out, num_in // layout.group)
         minimums = torch.empty_like(scales) if layout.has_minimums else None
         for rows, groups in self._pieces():
@@ -99,7 +102,7 @@ class BlockWeight:
 
     def _int8(self) -> tuple[Tensor, Tensor]:
         """Returns codes and steps, to be multiplied by the factor."""
-        codes, steps = torch.empty(self.shape, dtype=torch.int8), torch.empty(self.shape[0])
+        codes, steps = _buffer(self.shape, torch.int8), torch.empty(self.shape[0])
         for rows, groups in self._pieces():
             codes[rows], steps[rows] = _with_zeros(groups, LAYOUTS[self.kind].group).rounded()
         return codes, steps
@@ -113,6 +116,17 @@ class BlockWeight:
                 piece = part[at : at + size]
                 start, end = end, end + len(piece)
                 yield slice(start, end), unpack(self.kind, piece)
+
+
+def _buffer(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns a tensor for codes until they are packed. A large one goes back to the system when it
+    is dropped, while the heap may keep what is freed (ops/cpu/heap.py), such as half a gigabyte of
+    the last product."""
+    size = prod(shape) * dtype.itemsize
+    if size < _LARGE_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _values(kind: str, groups: Groups) -> Tensor:

@@ -169,6 +169,16 @@ def test_some_outputs_are_those_of_the_whole_product_to_the_bit(kind):
 
 
 @needs_kernels
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_large_products_are_unpacked_into_pages_of_their_own(kind, monkeypatch):
+    stored, _ = normal(kind, 192, 512)
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(5))
+    expected = BlockWeight(kind, (stored,)).linear(None)(x)
+    monkeypatch.setattr("quant.formats.gguf.formats._LARGE_BYTES", 1)
+    assert torch.equal(BlockWeight(kind, (stored,)).linear(None)(x), expected)
+
+
+@needs_kernels
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_factor_changes_nothing_else(kind):
     stored, plain = normal(kind, 40, 256)
