@@ -124,8 +124,8 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> tuple[Js
     splitting = SPLITTINGS.get(name) if isinstance(name, str) else None
     if splitting is None:
         raise Refused(
-            f"has {name!r:.40} for {PREFIX}pre, which says how texts are split; known are"
-            f" {', '.join(SPLITTINGS)}. For another one, {ADVICE}"
+            f"has {name!r:.40} for {PREFIX}pre, an unknown way to split texts; {ADVICE}. Known are"
+            f" {', '.join(SPLITTINGS)}"
         )
     model = _bpe(vocabulary.ids, read_merges(metadata, vocabulary.ids))
     model["ignore_merges"] = splitting.takes_whole and not _makes_special(splitting, vocabulary)

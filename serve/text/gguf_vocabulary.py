@@ -111,8 +111,9 @@ def read_vocabulary(metadata: Mapping[str, Any], defaults: Mapping[str, int]) ->
         kinds = [Kind.NORMAL] * len(texts)
     scores = [float(score) for score in _column(metadata, "scores", (int, float))]
     for values, name in ((kinds, "token_type"), (scores, "scores")):
-        if len(values) < len(texts) and (values or name == "token_type"):
+        if values and len(values) < len(texts):
             raise Refused(f"has {len(values)} values in {PREFIX}{name} for {len(texts)} tokens")
+        del values[len(texts) :]
     if not all(map(math.isfinite, scores)):
         raise Refused(f"has a score in {PREFIX}scores that is not a number")
     for index, text in enumerate(texts):

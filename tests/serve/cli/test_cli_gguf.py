@@ -46,7 +46,8 @@ def test_models_lists_files_and_folders_of_them(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     (only,) = listed(file)
     broken, small = listed(tmp_path)
-    assert only["name"] == small["name"] == str(file) and small["problem"] == ""
+    only["max_sequences"] = small["max_sequences"]  # as much memory as is free at the time
+    assert only == small and small["name"] == str(file) and small["problem"] == ""
     assert small["family"] == "qwen2" and small["dtype"].startswith("gguf")
     assert small["size_bytes"] == file.stat().st_size
     assert small["max_sequences"] > 0
@@ -73,7 +74,7 @@ def test_what_a_quantized_file_takes(tmp_path: Path) -> None:
 
 def test_eval_compares_the_file_s_own_weights(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("a page is mapped when it is needed " * 20)
+    text.write_text("a page is mapped when it is needed " * 10)
     file = written(tmp_path, "small", "Q8_0")
     limits = ["--max-tokens", "64", "--window", "16", "--json", str(tmp_path / "table.json")]
     result = CliRunner().invoke(app, ["eval", str(file), "--text", str(text), *limits])

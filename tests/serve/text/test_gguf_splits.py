@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import regex
 
+from serve.config import default_model_path
 from serve.text.gguf_splits import SPLITTINGS
 from serve.text.gguf_tokenizer import tokenizer_files
+from serve.text.tokenizer import Tokenizer
 from tests.support.engine import tokenizer_pipelines as make
 from tests.support.engine.checkpoints import Json
+from tests.support.source_tree import ROOT
 from tests.support.text.gguf_keys import awkward_texts, byte_level_tokenizer, keys_of_json
+from tests.support.text.trials import try_for_real
 
+pytestmark = pytest.mark.usefixtures("no_trials")
 NFC: Json = {"type": "NFC"}
 CASES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -155,6 +161,18 @@ def test_ids_are_those_of_the_original(name: str) -> None:
             assert made.decode(ids, skip_special_tokens=skip) == expected
 
 
+def test_the_embedded_model() -> None:
+    from tokenizers import Tokenizer as Fast
+
+    state: Json = json.loads((default_model_path() / "tokenizer.json").read_text())
+    original = Fast.from_str(json.dumps(state))
+    made = Fast.from_str(tokenizer_files(keys_of_json(state, "smollm"))["tokenizer.json"])
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for part in (text, *awkward_texts(300)):
+        assert made.encode(part).ids == original.encode(part).ids
+    assert made.decode(made.encode(text).ids) == text
+
+
 def test_names_that_transformers_knows_split_alike() -> None:
     from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
 
@@ -174,6 +192,16 @@ def test_names_that_transformers_knows_split_alike() -> None:
 def test_every_splitting_loads() -> None:
     for splitting in SPLITTINGS.values():
         assert "".join(pieces(splitting.pre_tokenizer(), "a 12 中 b")) == "a 12 中 b"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SPLITTINGS)
+def test_the_trial_accepts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try_for_real(monkeypatch)
+    state = byte_level_tokenizer(make.byte_level(), None)
+    for file, content in tokenizer_files(keys_of_json(state, name, bos_token_id=0)).items():
+        (tmp_path / file).write_text(content, encoding="utf-8")
+    assert Tokenizer.load(tmp_path).pieces is not None
 
 
 def test_cased_letters_of_deepseek() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import random
 from collections.abc import Iterator
 from typing import Any
 
+from tests.support.engine import tokenizer_pipelines as make
 from tests.support.engine.checkpoints import BOS, EOS, Json
 from tests.support.engine.tokenizer_files import LEARNED
-from tests.support.engine.tokenizer_pipelines import bytes_state
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
+OWN = ("\n\n", "▁▁", "▁▁▁", "<h1>")  # of a user, in a model of sentencepiece
 PADDING = 3  # rows of the embedding beyond the tokens
 TURN, END, THOUGHT, TAB = "<|im_start|>", "<|im_end|>", "<think>", "\t\t"
 PARTS = (
@@ -100,7 +102,7 @@ def byte_level_tokenizer(pre_tokenizer: Json, normalizer: Json | None, **model: 
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     names = {TURN: True, END: True, THOUGHT: False, TAB: False}
     ids = {BOS: 0, EOS: 1} | {name: size + at for at, name in enumerate(names)}
-    return bytes_state() | {
+    return make.bytes_state() | {
         "added_tokens": [
             {"id": at, "content": name, "special": names.get(name, True), **flags}
             for name, at in ids.items()
@@ -178,3 +180,33 @@ def keys_of_sentencepiece(data: bytes, kind: str, **others: Any) -> dict[str, An
         "tokenizer.ggml.unknown_token_id": library.unk_id(),
         "general.architecture": "llama",
     } | {f"tokenizer.ggml.{name}": value for name, value in others.items()}
+
+
+def llama3_state() -> Json:
+    split = make.sequence("pretokenizers", make.split(make.GPT4), make.byte_level())
+    return byte_level_tokenizer(split, None, ignore_merges=True)
+
+
+def llama3_keys(**others: Any) -> dict[str, Any]:
+    return keys_of_json(llama3_state(), "llama-bpe", bos_token_id=0, eos_token_id=1, **others)
+
+
+@functools.cache
+def model(kind: str, *, prefix: bool = True, own: bool = False, trims: bool = False) -> bytes:
+    import sentencepiece
+
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LEARNED * 5),
+        model_writer=made,
+        vocab_size=400,
+        model_type=kind,
+        byte_fallback=kind == "bpe",
+        hard_vocab_limit=False,
+        normalization_rule_name="identity" if kind == "bpe" else "nmt_nfkc",
+        remove_extra_whitespaces=trims,
+        add_dummy_prefix=prefix,
+        user_defined_symbols=list(OWN) if own else [],
+        minloglevel=2,
+    )
+    return made.getvalue()
