@@ -59,8 +59,8 @@ _LEVELS = ("debug", "info", "warning", "error")
 ENGINE_OPTIONS: dict[str, Option] = {
     "model": Option(
         MODEL,
-        "A Hugging Face directory, or ORG/NAME, ORG/NAME:QUANT or ORG/NAME:FILE of the hub, which"
-        " is downloaded once (`serve models` lists what is here).",
+        "A Hugging Face directory, a GGUF file, or ORG/NAME, ORG/NAME:QUANT or ORG/NAME:FILE of the"
+        " hub, which is downloaded once (`serve models` lists what is here).",
     ),
     "tokenizer": Option(
         MODEL,

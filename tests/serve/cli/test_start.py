@@ -222,7 +222,7 @@ def test_the_shell_completes_values() -> None:
     result = CliRunner().invoke(
         app, prog_name="serve", env={"_SERVE_COMPLETE": "complete_bash", **words}
     )
-    assert result.stdout.split() == ["int8", "int4"]
+    assert result.stdout.split() == ["int8", "int4", "int4-searched"]
 
 
 def test_more_kv_memory_than_is_free_gives_a_warning(
