@@ -26,7 +26,7 @@ from serve.models import count_parameters, read_spec
 from serve.models.open_checkpoint import open_checkpoint
 from serve.models.spec import ModelSpec
 from serve.single_file.config import directory_of
-from serve.single_file.find import SUFFIX
+from serve.single_file.names import SUFFIX
 from serve.text.rank_patterns import find_tokenizer, rules_of
 from serve.text.tokenizer_config import optional_json
 from serve.units import format_memory, format_parameters

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from serve.checkpoint_json import read_json
 from serve.errors import ModelLoadError
-from serve.hub.gguf_names import DEFAULT_QUANT, GgufModel, gguf_models, matching, names
 from serve.hub.name import HubName
 from serve.hub.settings import cache_folder
 from serve.regular_file import open_regular
+from serve.single_file.names import DEFAULT_QUANT, GgufModel, gguf_models, matching, names
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from serve.errors import DownloadError
 from serve.hub.cache import CONFIG, INDEX
-from serve.hub.gguf_names import DEFAULT_QUANT, GgufModel, gguf_models, matching, names
 from serve.hub.listing import Listing, RepoFile
+from serve.single_file.names import DEFAULT_QUANT, GgufModel, gguf_models, matching, names
 from serve.units import format_memory
 
 SINGLE = "model.safetensors"

@@ -73,8 +73,8 @@ class HubClient:
             return self._read(response, MAX_ANSWER_BYTES)
 
     def retried(self, call: Callable[[], T]) -> T:
-        """Calls until there is no transient failure. After MAX_FIRST_TRIES raises the last one: a
-        user who waits for the first answer is told soon that there is none."""
+        """Calls until there is no transient failure. Raises that of the last of
+        MAX_FIRST_TRIES calls, so that a command that finds no hub soon says so."""
         for failures in range(MAX_FIRST_TRIES - 1):
             try:
                 return call()

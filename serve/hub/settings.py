@@ -21,7 +21,7 @@ _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
 @dataclass(frozen=True, slots=True)
 class HubSettings:
     """endpoint: the hub's URL without a slash at its end. cache: the folder of all models.
-    token: what proves who asks, if anything. is_offline: the hub must not be asked.
+    token: the user's access token, None to ask as a stranger. is_offline: only the cache is used.
     timeout_s: how long a connection may be silent."""
 
     endpoint: str

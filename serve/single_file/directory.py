@@ -24,12 +24,13 @@ from serve.errors import ModelLoadError, reason
 from serve.models.gguf.config import config_values, sampling_values
 from serve.models.gguf.pointer import POINTER, pointed_files, stamp_of, write_pointer
 from serve.models.gguf.reader import read_gguf
-from serve.single_file.find import gguf_file, name_of
+from serve.single_file.find import gguf_file
+from serve.single_file.names import stem_of
 from serve.text.gguf_tokenizer import generation_ids, tokenizer_files
 
 logger = logging.getLogger(__name__)
 
-_KEPT_S = 30 * 24 * 3600.0  # a directory that nobody has used for so long is removed
+_KEPT_S = 30 * 24 * 3600.0  # unused directories are removed after this time
 _CODE = ("models/gguf", "single_file", "text")  # what the contents depend on
 
 
@@ -49,7 +50,7 @@ def single_file(path: Path, *, has_tokenizer: bool = False) -> SingleFile | None
     file = gguf_file(path)
     if file is None:
         return None
-    return SingleFile(_directory(file, has_tokenizer=has_tokenizer), name_of(file))
+    return SingleFile(_directory(file, has_tokenizer=has_tokenizer), stem_of(file.name))
 
 
 def _directory(file: Path, *, has_tokenizer: bool) -> Path:
@@ -57,7 +58,7 @@ def _directory(file: Path, *, has_tokenizer: bool) -> Path:
         # links are kept: the names of the files of a split model matter
         real = file.absolute()
         root = _private_root()
-        kept = root / f"{name_of(file)[:80]}-{_key(real, has_tokenizer=has_tokenizer)}"
+        kept = root / f"{stem_of(file.name)[:80]}-{_key(real, has_tokenizer=has_tokenizer)}"
         if not _is_current(kept):
             _write(kept, real, has_tokenizer=has_tokenizer)
             _remove_unused(root)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from serve.errors import ModelLoadError
+from serve.single_file.names import SUFFIX, gguf_models
 
-SUFFIX = ".gguf"
-_PROJECTOR = "mmproj"  # in the names of files with the vision part of a model
-_FURTHER = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 _MAX_FILES = 10_000
 _MAX_NAMED = 10
-_SPLIT = re.compile(r"-00001-of-\d{5}$")
 
 
 def gguf_files(folder: Path) -> list[Path]:
     """Returns the GGUF files of a directory that are a model or the first file of one, by name."""
     try:
-        found = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
+        found = sorted(item.name for item in folder.iterdir() if item.suffix == SUFFIX)
     except OSError:
         return []
-    return [
-        path
-        for path in found[:_MAX_FILES]
-        if _PROJECTOR not in path.name and not _FURTHER.search(path.name) and path.is_file()
-    ]
+    files = {name: 0 for name in found[:_MAX_FILES] if (folder / name).is_file()}
+    return [folder / model.paths[0] for model in gguf_models(files)]
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -45,11 +38,6 @@ def gguf_file(path: Path) -> Path | None:
             + (" and others" if len(found) > _MAX_NAMED else "")
         )
     return found[0] if found else None
-
-
-def name_of(file: Path) -> str:
-    """Returns the name of the model in a file."""
-    return _SPLIT.sub("", file.stem)
 
 
 def _has_other_weights(path: Path) -> bool:

@@ -40,7 +40,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/single_file",
         "serve/calibration",
     ),
-    "serve/hub": ("serve",),
+    "serve/hub": ("serve", "serve/single_file"),
     "serve/cluster": ("serve",),
     "serve/http": (
         "serve",

@@ -6,9 +6,9 @@ import pytest
 
 from serve.errors import ConfigError, DownloadError
 from serve.hub.choice import wanted_files
-from serve.hub.gguf_names import gguf_models, matching, names, quant_of
 from serve.hub.listing import Listing, RepoFile
 from serve.hub.name import HubName, check_revision, is_safe_path, parse_name
+from serve.single_file.names import gguf_models, matching, names, quant_of
 
 GIB = 1 << 30
 TWO_PARTS = ("m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf")

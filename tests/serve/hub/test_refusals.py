@@ -102,7 +102,7 @@ def test_the_pause_that_a_hub_asks_for(
     hub.answers["Org/Model"] = lambda: refused(429, None, "busy", **limit)
     assert "try again in 55 s" in str(refusal(hub, cache))
     assert waits == [7, 7, 55, 55]
-    busy["Retry-After"] = "3600"  # nobody waits so long for an answer
+    busy["Retry-After"] = "3600"  # longer than the client waits between two tries
     hub.answers["Org/Model"] = lambda: refused(429, None, "busy", **busy)
     assert "try again in 3600 s" in str(refusal(hub, cache)) and len(waits) == 4
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+SUFFIX = ".gguf"
 DEFAULT_QUANT = "Q4_K_M"
 _MAX_PARTS = 1000
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})", re.DOTALL)
@@ -27,10 +28,14 @@ class GgufModel(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """The path without the ending and the number of the part."""
-        stem = self.paths[0].removesuffix(".gguf")
-        part = _PART.fullmatch(stem)
-        return part[1] if part else stem
+        return stem_of(self.paths[0])
+
+
+def stem_of(path: str) -> str:
+    """Returns the path of a GGUF file without the ending and the number of the part."""
+    stem = path.removesuffix(SUFFIX)
+    part = _PART.fullmatch(stem)
+    return part[1] if part else stem
 
 
 def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
@@ -41,9 +46,9 @@ def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
     groups: dict[tuple[str, int], dict[int, str]] = {}
     for path in sorted(sizes):
         name = path.rpartition("/")[2].lower()
-        if not path.endswith(".gguf") or name.startswith("mmproj") or "imatrix" in name:
+        if not path.endswith(SUFFIX) or name.startswith("mmproj") or "imatrix" in name:
             continue
-        stem = path.removesuffix(".gguf")
+        stem = path.removesuffix(SUFFIX)
         part = _PART.fullmatch(stem)
         key = (part[1], int(part[3])) if part else (stem, 1)
         groups.setdefault(key, {})[int(part[2]) if part else 1] = path
@@ -72,7 +77,7 @@ def matching(models: Iterable[GgufModel], choice: str) -> list[GgufModel]:
     "UD-Q4_K_XL" where there is no other.
     """
     models = list(models)
-    if choice.endswith(".gguf"):
+    if choice.endswith(SUFFIX):
         return [
             model
             for model in models
