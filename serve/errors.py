@@ -9,7 +9,8 @@ MergestepError
 ├── OverloadedError        too many requests wait; try again later
 ├── EngineStoppedError     the engine is shutting down or has shut down
 └── GenerationError        the engine failed while serving this request
-    └── MemoryLostError    memory nodes are lost and no other memory is left; try again later
+    ├── MemoryLostError    memory nodes are lost and no other memory is left; try again later
+    └── RankLostError      a rank of the model is lost and was not replaced in time; try again later
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ class GenerationError(MergestepError):
 
 class MemoryLostError(GenerationError):
     """Memory nodes are lost, and the rest has no room for the request; try again later."""
+
+
+class RankLostError(GenerationError):
+    """A rank of the model is lost, and no other took its place in time; try again later."""
 
 
 def message_of(error: Exception) -> str:

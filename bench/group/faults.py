@@ -49,8 +49,7 @@ class LocalFaults:
         return [each for each in workers_of(os.getpid()) if spare is None or each != spare.pid]
 
     def cause(self, rng: random.Random, is_first: bool) -> str:
-        # One that is stopped before it has connected is seen after a minute only.
-        kind = rng.choice([signal.SIGKILL, signal.SIGSTOP]) if is_first else signal.SIGKILL
+        kind = rng.choice([signal.SIGKILL, signal.SIGSTOP])
         end_s = time.monotonic() + 1.0
         while not (found := self._workers()) and time.monotonic() < end_s:
             time.sleep(0.01)

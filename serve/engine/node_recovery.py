@@ -20,7 +20,7 @@ from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
 from memory.pages.kv_range import Range
 from memory.partitioned_kv import PartitionedKV
 from memory.segmented_kv import SegmentedKV
-from serve.errors import GROUP_LOST
+from serve.errors import GROUP_LOST, GenerationError, MemoryLostError, RankLostError
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
@@ -29,7 +29,15 @@ logger = logging.getLogger(__name__)
 
 NODES_LOST = "the memory nodes are lost; try again later"
 TOO_LITTLE_LEFT = "memory nodes are lost, and what is left is too small for this request"
-NO_MEMORY = (NODES_LOST, TOO_LITTLE_LEFT, GROUP_LOST)
+
+
+def generation_error(text: str) -> GenerationError:
+    """Returns the error of a sequence that has ended with this text."""
+    if text == GROUP_LOST:
+        return RankLostError(text)
+    kind = MemoryLostError if text in (NODES_LOST, TOO_LITTLE_LEFT) else GenerationError
+    return kind(text)
+
 
 _RETRY_S = 0.25  # between two attempts to place memory
 _POLL_S = 0.1  # between two looks at what idle nodes have sent

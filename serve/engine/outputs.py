@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from serve.engine.node_recovery import NO_MEMORY
-from serve.errors import EngineStoppedError, GenerationError, MemoryLostError
+from serve.engine.node_recovery import generation_error
+from serve.errors import EngineStoppedError
 from serve.pooling import Vector
 from serve.request import FinishReason, Request, RequestMetrics, TokenDelta, TokenLogprobs
 
@@ -112,8 +112,7 @@ def embedding_output(
     if last is None or last.finish_reason is FinishReason.ABORT:
         raise EngineStoppedError("the request was aborted")
     if last.error is not None:
-        kind = MemoryLostError if last.error in NO_MEMORY else GenerationError
-        raise kind(last.error)
+        raise generation_error(last.error)
     assert last.embedding is not None, f"{last}"
     count = len(request.prompt_token_ids)
     return EmbeddingOutput(request.request_id, last.embedding, count, metrics)

@@ -6,6 +6,7 @@ hidden states of an earlier epoch are dropped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -349,7 +350,10 @@ class Group:
                 silence_s = max((link.endpoint.silence_s for link in here), default=0.0)
                 is_new = not gone <= self._lost
                 self._lost |= gone
-            self._note_silence(silence_s)
+            try:
+                self._note_silence(silence_s)
+            except Exception:  # whatever it is, losses are still to be noticed
+                logger.exception("preparing for a loss failed")
             if not is_new:
                 continue
             self._memory.abort()
@@ -360,8 +364,9 @@ class Group:
         self._stop.set()
         self._watch.join()
         began_s = time.monotonic()
-        self._abort()
-        self._close_epoch()
-        end_workers(list(self.links.values()))
-        self.own.end()
+        with contextlib.ExitStack() as stack:  # each of them, whatever another raises
+            stack.callback(self.own.end)
+            stack.callback(end_workers, list(self.links.values()))
+            stack.callback(self._close_epoch)
+            self._abort()
         logger.debug("the group ended in %.2f s", time.monotonic() - began_s)

@@ -7,6 +7,7 @@ own rank included.
 from __future__ import annotations
 
 import collections.abc as abc
+import contextlib
 import logging
 from dataclasses import dataclass
 
@@ -115,9 +116,8 @@ class TensorRunner:
             self._flush()
 
     def close(self) -> None:
-        self._masks.close()
-        self._group.close()
-        self._resources.close()
+        with contextlib.closing(self._resources), contextlib.closing(self._group):
+            self._masks.close()
 
 
 Sample = abc.Callable[

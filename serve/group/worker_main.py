@@ -6,6 +6,7 @@ The former reads a line of JSON from its standard input, which is open as long a
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import logging
@@ -37,6 +38,7 @@ _ATTEMPT_S, _MORE_S, _MAX_ATTEMPT_S = 1.5, 0.1, 5.0
 _LOG_EVERY_S = 10.0
 _DRAIN_S = 60  # for the engine to end after a signal
 _ENGINE_END_S, _LOOK_S = 5.0, 0.02
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def main() -> None:
@@ -44,21 +46,28 @@ def main() -> None:
     # the engine, which answers its requests first and then ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    engine_pid = os.getppid()
     asked = Asked(**json.loads(_first_line()))
+    # A stopped worker must go on to see that the engine has ended. (The system also sends this when
+    # only the thread that has started this process ends, which changes nothing.)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     logging.basicConfig(
         level=asked.log_level,
         format=f"%(asctime)s %(levelname)-7s rank {asked.rank} %(name)s: %(message)s",
     )
-    ending = (engine_pid, asked.url)
+    ending = (asked.engine_pid, asked.url)
     end = threading.Thread(
         target=_end_with_engine, args=ending, name="mergestep-stdin", daemon=True
     )
     end.start()
     key = bytes.fromhex(asked.key)
     info = {"rank": asked.rank}
-    engine = connect(asked.url, key=key, info=info, window_bytes=_WINDOW_BYTES)
-    Worker(engine, key, {}).serve()
+    try:
+        engine = connect(asked.url, key=key, info=info, window_bytes=_WINDOW_BYTES)
+    except (TransportError, OSError):
+        if os.getppid() == asked.engine_pid:
+            raise
+    else:
+        Worker(engine, key, {}).serve()
     end.join()  # it ends the process
 
 

@@ -53,6 +53,7 @@ class WorkerLink:
         self.moved: list[tuple[int, bool]] = []  # transfers of pages that have ended
         self.lost_holders: set[tuple[int, int]] = set()  # and their epochs, that it has lost
         self._was_lost: bool | None = None  # before this end closed the connection
+        self._is_closed = False
 
     @property
     def is_lost(self) -> bool:
@@ -157,10 +158,11 @@ class WorkerLink:
 
     def close(self) -> None:
         """Ends the connection, after which the worker ends by itself; kills it if it does not, and
-        at once if it is lost already."""
+        at once if it is lost already. It may be called again."""
         self.disconnect()
-        if self.process is None:
+        if self.process is None or self._is_closed:
             return
+        self._is_closed = True
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it has ended already
                 self.process.stdin.write(ORDERLY_END)
@@ -178,11 +180,11 @@ class WorkerLink:
 
 def end_workers(links: Sequence[WorkerLink]) -> None:
     """Ends workers, all at once."""
-    for link in links:
-        link.post_end()
-    end_s = time.monotonic() + _END_S
-    for link in links:
-        link.await_end(end_s)
-        link.disconnect()
-    for link in links:
-        link.close()
+    with contextlib.ExitStack() as stack:  # closes each, whatever another raises
+        for link in links:
+            stack.callback(link.close)
+            link.post_end()
+        end_s = time.monotonic() + _END_S
+        for link in links:
+            link.await_end(end_s)
+            link.disconnect()

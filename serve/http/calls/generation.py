@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from serve.engine.node_recovery import NO_MEMORY
-from serve.errors import GenerationError, MemoryLostError, RequestError
+from serve.engine.node_recovery import generation_error
+from serve.errors import RequestError
 from serve.http.edge import limits
 from serve.http.edge.errors import draining
 from serve.http.edge.memory_budget import LOGPROB_BYTES, Charge
@@ -138,11 +138,9 @@ def checked(delta: TokenDelta) -> TokenDelta:
     """Returns the delta. Raises the error of a sequence that has failed or that the server has
     aborted."""
     if delta.finish_reason is FinishReason.ERROR:
-        if delta.error in NO_MEMORY:
-            raise MemoryLostError(delta.error)
         if delta.error in REQUEST_FAULTS:
             raise RequestError(delta.error, code="invalid_schema")
-        raise GenerationError(delta.error or "the engine failed")
+        raise generation_error(delta.error or "the engine failed")
     if delta.finish_reason is FinishReason.ABORT:
         raise draining()
     return delta

@@ -17,6 +17,7 @@ from serve.errors import (
     GenerationError,
     MemoryLostError,
     OverloadedError,
+    RankLostError,
     RequestError,
 )
 
@@ -111,13 +112,15 @@ def not_ready() -> ApiError:
 
 
 def no_memory(message: str) -> ApiError:
-    return ApiError(
-        503,
-        message,
-        kind=SERVER_ERROR,
-        code="memory_nodes_lost",
-        headers={"Retry-After": "5"},
-    )
+    return _lost(message, "memory_nodes_lost")
+
+
+def rank_lost(message: str) -> ApiError:
+    return _lost(message, "rank_lost")
+
+
+def _lost(message: str, code: str) -> ApiError:
+    return ApiError(503, message, kind=SERVER_ERROR, code=code, headers={"Retry-After": "5"})
 
 
 def draining() -> ApiError:
@@ -161,6 +164,8 @@ def to_api_error(exc: Exception, request_id: str) -> ApiError:
         return draining()
     if isinstance(exc, MemoryLostError):
         return no_memory(str(exc))
+    if isinstance(exc, RankLostError):
+        return rank_lost(str(exc))
     if isinstance(exc, GenerationError):
         logger.warning("request %s failed in the engine: %s", request_id, exc)
         return internal_error()

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from serve.errors import GROUP_LOST
 from serve.http.calls.context import ApiContext, Call, Route
-from serve.http.edge.errors import common_headers, engine_stuck, json_response, no_memory
+from serve.http.edge.errors import (
+    common_headers,
+    engine_stuck,
+    json_response,
+    no_memory,
+    rank_lost,
+)
 from serve.http.monitoring.exposition import CONTENT_TYPE, Exposition
 from serve.http.openai.answer_schemas import STATUS_ANSWER
 from serve.http.schema.describe import Operation
@@ -26,6 +33,8 @@ def health_routes(context: ApiContext) -> list[Route]:
     async def ready(call: Call) -> web.Response:
         context.check_ready()
         if not context.engine.has_memory:
+            if context.engine.config.num_ranks > 1:
+                raise rank_lost(GROUP_LOST)
             raise no_memory("memory nodes are lost, and there is no other K/V memory")
         return json_response({"status": "ready"}, call.request_id)
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from bench.group.faults import run
 from ops.cpu import native_library
 from serve import LLM
 from serve.errors import MergestepError
+from serve.group.launch import LocalWorkers
+from serve.group.links.worker_link import WorkerLink
 from tests.support.engine.checkpoints import checkpoint
 
 pytestmark = [
@@ -23,10 +26,18 @@ pytestmark = [
     pytest.mark.process,
 ]
 END_S = 2.0
+STARTS_S = 30.0  # for processes to import
 ENGINE = """
 import os, sys
 from bench.group.fault_rounds import SETTINGS, workers_of
 from serve import LLM, SamplingParams
+from serve.group.launch import LocalWorkers
+spawn = LocalWorkers._spawn
+def spawned(this):
+    process = spawn(this)
+    print("spawned", process.pid, flush=True)
+    return process
+LocalWorkers._spawn = spawned
 with LLM(sys.argv[1], tensor_parallel_size=2, pipeline_parallel_size=2, **SETTINGS) as llm:
     print(*workers_of(os.getpid()), flush=True)
     while True:
@@ -50,29 +61,93 @@ def _ended(pid: int) -> bool:
         return True
 
 
-def test_workers_of_a_killed_engine_end(tmp_path):
-    """They also remove its folder of sockets. Signals to end are for the engine alone."""
+@pytest.fixture
+def engine(tmp_path) -> Iterator[subprocess.Popen[str]]:
     model = str(checkpoint("llama", "tied"))
     with subprocess.Popen(
         [sys.executable, "-c", ENGINE, model],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | {"TMPDIR": str(tmp_path)},
-    ) as engine:
-        assert engine.stdout is not None
-        workers = [int(word) for word in engine.stdout.readline().split()]
-        assert len(workers) == 3
-        for pid in workers:
-            os.kill(pid, signal.SIGINT)
-            os.kill(pid, signal.SIGTERM)
-        time.sleep(0.3)
-        assert not any(map(_ended, workers))
-        engine.kill()
-        engine.wait()
-        end_s = time.monotonic() + END_S
-        while time.monotonic() < end_s and not all(map(_ended, workers)):
+    ) as process:
+        yield process
+        process.kill()
+
+
+def _workers(engine: subprocess.Popen[str]) -> list[int]:
+    """Returns the workers, once they serve."""
+    assert engine.stdout is not None
+    while (words := engine.stdout.readline().split())[0] == "spawned":
+        pass
+    return [int(word) for word in words]
+
+
+def _all_end(pids: list[int]) -> bool:
+    end_s = time.monotonic() + END_S
+    while time.monotonic() < end_s and not all(map(_ended, pids)):
+        time.sleep(0.02)
+    return all(map(_ended, pids))
+
+
+def test_workers_of_a_killed_engine_end(engine, tmp_path):
+    """They also remove its folder of sockets, one that was stopped too. Signals to end are for the
+    engine alone."""
+    workers = _workers(engine)
+    assert len(workers) == 3
+    for pid in workers:
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.3)
+    assert not any(map(_ended, workers))
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    engine.kill()
+    engine.wait()
+    assert _all_end(workers)
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_of_an_engine_that_is_killed_while_they_start_end(engine, tmp_path):
+    assert engine.stdout is not None
+    workers = [int(engine.stdout.readline().split()[1]) for _ in range(3)]
+    engine.kill()
+    engine.wait()
+    end_s = time.monotonic() + STARTS_S
+    while time.monotonic() < end_s and not all(map(_ended, workers)):
+        time.sleep(0.02)
+    assert all(map(_ended, workers))
+    assert not list(tmp_path.iterdir())
+    assert engine.stderr is not None and "Traceback" not in engine.stderr.read()
+
+
+def test_an_engine_ends_while_a_worker_is_replaced(monkeypatch):
+    """`shutdown` ends what is left of the group, whose lost worker was closed already."""
+    closed: list[object] = []
+    close = WorkerLink.close
+
+    def noted(this: WorkerLink) -> None:
+        close(this)
+        closed.append(this)
+
+    monkeypatch.setattr(WorkerLink, "close", noted)
+    with own_folder():
+        with LLM(str(checkpoint("llama", "tied")), **SETTINGS):
+            pass  # modules and their threads are there
+        before = Leftover.now()
+        llm = LLM(str(checkpoint("llama", "tied")), tensor_parallel_size=2, **SETTINGS)
+        monkeypatch.setattr(LocalWorkers, "_spawn", _endless_start)
+        os.kill(workers_of(os.getpid())[0], signal.SIGKILL)
+        end_s = time.monotonic() + STARTS_S
+        while not closed and time.monotonic() < end_s:
             time.sleep(0.02)
-        assert all(map(_ended, workers))
-        assert not list(tmp_path.iterdir())
+        assert closed
+        llm.shutdown()
+        assert Leftover.now().since(before) == {}
+
+
+def _endless_start(this: LocalWorkers) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
 
 def test_a_worker_killed_while_it_starts(monkeypatch):

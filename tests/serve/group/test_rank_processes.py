@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -45,12 +45,15 @@ class Ranks:
         self.options = [*settings, f"--group-key-file={self.key_file}", *options]
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, rank: int, variables: dict[str, str]) -> None:
+    def start(
+        self, rank: int, variables: dict[str, str], module: Sequence[str] = ("serve",)
+    ) -> None:
+        """module: what python -m runs, with its first arguments."""
         path = checkpoint("llama", "base")
         more = ["--port", str(self.http_port)] if rank == 0 else []
         with (self.folder / f"log-{rank}").open("ab") as log:
             self.processes[rank] = subprocess.Popen(
-                [sys.executable, "-m", "serve", "run", str(path), *self.options, *more],
+                [sys.executable, "-m", *module, "run", str(path), *self.options, *more],
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -129,6 +132,20 @@ def test_processes_of_torchrun(undo, tmp_path, alone, options):
     ranks.processes[0].send_signal(signal.SIGTERM)
     assert [ranks.processes[rank].wait(PATIENCE_S) for rank in (0, 1)] == [0, 0]
     assert "Traceback" not in ranks.log(0) + ranks.log(1)
+
+
+def test_the_launcher_of_torch(undo, tmp_path, alone):
+    """`torchrun` starts the ranks, and a signal to it ends them."""
+    ranks = Ranks(tmp_path, "--pipeline-parallel-size=2")
+    undo.callback(ranks.close)
+    launcher = ["torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    ranks.start(0, {}, [*launcher, f"--master-port={ranks.port - 1}", "-m", "serve"])
+    assert ranks.tokens() == alone
+    assert "rank 1 of 2 is connected" in ranks.log(0)
+    ranks.processes[0].send_signal(signal.SIGTERM)
+    ranks.processes[0].wait(PATIENCE_S)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", ranks.http_port))
 
 
 def test_a_killed_rank_comes_back(undo, tmp_path, alone):

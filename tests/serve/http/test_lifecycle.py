@@ -14,7 +14,9 @@ import aiohttp
 import pytest
 import uvloop
 
-from serve.engine.node_recovery import NO_MEMORY
+from serve.config import EngineConfig
+from serve.engine.node_recovery import NODES_LOST, TOO_LITTLE_LEFT
+from serve.errors import GROUP_LOST
 from serve.http import HttpServer, HttpSettings
 from serve.http.app import ServerState
 from serve.http.server import serve_until_signal
@@ -65,31 +67,40 @@ def test_a_failed_engine_is_not_ready() -> None:
 
 
 def test_a_server_without_memory_is_not_ready() -> None:
-    """While memory nodes are lost, /ready is 503 for load balancers, and requests can wait."""
+    """While memory nodes or ranks are lost, /ready is 503, and requests can wait."""
 
     async def check(served: Served) -> None:
         served.engine.has_memory = False
         assert await _status(served, "GET", "/ready") == (503, "memory_nodes_lost", "5")
         assert await _status(served, "GET", "/health") == (200, None, None)
         assert await _status(served, "POST", CHAT) == (200, None, None)
+        served.engine.config = EngineConfig(pipeline_parallel_size=2)
+        assert await _status(served, "GET", "/ready") == (503, "rank_lost", "5")
         served.engine.has_memory = True
         assert await _status(served, "GET", "/ready") == (200, None, None)
 
     run_with_server(FakeEngine(), check)
 
 
-@pytest.mark.parametrize("error", NO_MEMORY)
-def test_requests_that_waited_for_memory_in_vain_are_retryable(error: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NODES_LOST, "memory_nodes_lost"),
+        (TOO_LITTLE_LEFT, "memory_nodes_lost"),
+        (GROUP_LOST, "rank_lost"),
+    ],
+)
+def test_requests_that_waited_for_memory_in_vain_are_retryable(error: str, code: str) -> None:
     async def check(served: Served) -> None:
         for body in (CHAT_BODY, {**CHAT_BODY, "stream": True}):
-            assert await _status(served, "POST", CHAT, body) == (503, "memory_nodes_lost", "5")
+            assert await _status(served, "POST", CHAT, body) == (503, code, "5")
         _, answer = await served.post(CHAT, CHAT_BODY)
         assert answer["error"]["message"] == error
         assert answer["error"]["type"] == "server_error"
         served.engine.fail_at = 3  # the error comes in the middle of a stream
         async with served.session.post(CHAT, json={**CHAT_BODY, "stream": True}) as response:
             data = await response.read()
-        assert b'"code":"memory_nodes_lost"' in data.rpartition(b"data: ")[2]
+        assert f'"code":"{code}"'.encode() in data.rpartition(b"data: ")[2]
         assert b"[DONE]" not in data
 
     run_with_server(FakeEngine(fail_at=0, fail_error=error), check)
