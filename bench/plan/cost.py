@@ -26,7 +26,7 @@ from serve.errors import ConfigError
 from serve.scheduler.step_time import StepWork
 
 RESOURCES = ("memory", "compute", "network", "overheads")
-_ATTENTION_FACTORS = {"float32": (), "bfloat16": ("bf16",), "int8": ("bf16",)}
+_ATTENTION_FACTORS = {"float32": (), "bfloat16": ("bf16",), "int8": ("bf16",), "int4": ("bf16",)}
 _LOGIT_BYTES = 4
 _REDUCED_BYTES = 2  # a number in an all-reduce
 

@@ -17,8 +17,8 @@ from bench.plan.cost import Machine, MachineCost, all_reduce_s
 from bench.plan.efficiency import BOUND, Efficiency, expected
 from bench.plan.hardware import Device, Link, load_devices
 from bench.plan.shapes import KV, WEIGHTS, Precision, known_models, load_shape, make_shape
-from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
+from memory.attention.tiled import TiledKVLayout
 from serve.config import DEFAULT_MODEL, default_model_path
 from serve.errors import ConfigError, ModelLoadError
 from serve.models import read_spec
@@ -132,7 +132,7 @@ def test_the_embedded_model_is_its_own_checkpoint() -> None:
     assert load_shape(str(default_model_path() / "config.json")) == read
     layers = read_spec(default_model_path()).attention_layers
     laid_out = {
-        "int8": Int8KVLayout(layers, 64).token_bytes,
+        "int8": TiledKVLayout(layers, "int8", 64).token_bytes,
         "bfloat16": KVLayout(layers, torch.bfloat16).token_bytes,
         "float32": KVLayout(layers, torch.float32).token_bytes,
     }

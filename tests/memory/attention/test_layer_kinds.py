@@ -6,14 +6,14 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from memory.attention.grouped import GroupedAttention, group_layers
-from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
-from memory.attention.kv_layout import KVCache, KVLayout
-from memory.attention.local import LocalAttention
+from memory.attention.kv_layout import KVLayout
+from memory.attention.layouts import local_attention, make_layout
 from memory.attention.seam import AttentionLayer, AttentionStep, kv_owner, layers_in
 from ops import get_backend
 from ops.cpu import native_library
@@ -53,19 +53,13 @@ class Memory:
         self.buffers = []
         for _, ids in groups:
             layers = layers_in(LAYERS, ids)
-            if kind == "int8":
-                layout = Int8KVLayout(layers, 64)
-            else:
-                layout = KVLayout(layers, getattr(torch, kind))
+            layout = make_layout(layers, kind, 64)
             size = 3 * MAX_LEN * layout.token_bytes
             self.buffers.append(ctypes.create_string_buffer(size + 64))
             address = ctypes.addressof(self.buffers[-1])
             address += -address % 64
-            if kind == "int8":
-                parts.append(Int8LocalAttention(layout, address, is_eager))
-            else:
-                cache = KVCache(layout, address, size)
-                parts.append(LocalAttention(layers, cache, get_backend("cpu"), is_eager))
+            backend = get_backend("cpu")
+            parts.append(local_attention(layout, address, size, backend, is_eager=is_eager))
         self.attention = GroupedAttention(parts, [ids for _, ids in groups])
 
 
@@ -200,11 +194,7 @@ def test_cuda_attention_equals_the_reference(kind):
 
 @pytest.mark.parametrize("kind", ["int8", "float32"])
 def test_a_shared_layer_takes_no_memory(kind):
-    def layout(layers):
-        if kind == "int8":
-            return Int8KVLayout(layers, 64)
-        return KVLayout(layers, torch.float32)
-
+    layout = partial(make_layout, kv_dtype=kind, group=64)
     own = [layer for layer in LAYERS if layer.shares is None]
     assert layout(LAYERS).token_bytes == layout(own).token_bytes
     assert layout(LAYERS).offsets[5:] == [layout(LAYERS).offsets[i] for i in (1, 0, 4)]

@@ -10,9 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
-from memory.attention.kv_layout import KVCache, KVLayout
-from memory.attention.local import LocalAttention
+from memory.attention.layouts import local_attention, make_layout
 from memory.attention.seam import AttentionStep
 from memory.nodes.wire import ErrorCode, WireFormat, WireType
 from ops import get_backend
@@ -28,19 +26,12 @@ class Local:
     """Local attention over ranges of MAX_LEN tokens."""
 
     def __init__(self, layers, kv_dtype):
-        if kv_dtype == "int8":
-            layout = Int8KVLayout(layers, 64)
-        else:
-            layout = KVLayout(layers, getattr(torch, kv_dtype))
+        layout = make_layout(layers, kv_dtype, 64)
         size = NUM_RANGES * MAX_LEN * layout.token_bytes
         self._memory = ctypes.create_string_buffer(size + 64)
         address = ctypes.addressof(self._memory)
         address += -address % 64
-        if kv_dtype == "int8":
-            self._attention = Int8LocalAttention(layout, address)
-        else:
-            cache = KVCache(layout, address, size)
-            self._attention = LocalAttention(layers, cache, get_backend("cpu"))
+        self._attention = local_attention(layout, address, size, get_backend("cpu"))
 
     def step(self, rows, inputs):
         """rows: (number of the range, number of rows, tokens after them)."""
