@@ -1,7 +1,7 @@
 """The int8 and int4 K/V formats: bytes of a token, and the scale groups that fit a head.
 
-int8 values are symmetric, with an fp16 scale for `group` neighbouring dimensions of a head next to them.
-int4 values are codes of a table of 16 levels, with such scales too.
+int8 values are symmetric, with an fp16 scale for `group` neighbouring dimensions of a head next to
+them. int4 values are codes of a table of 16 levels, with such scales too.
 Tokens are stored in tiles of 16, so that a register holds 16 tokens of K. The kernels define the
 order of the bytes (ops/csrc/kv_tiles.inl, ops/csrc/kv_tiles4.inl).
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 TILE_TOKENS = 16
 GROUPS = (8, 16, 32, 64, 128, 256)
+MIN_INT4_GROUP, MAX_INT4_GROUP = 16, 32
 MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 1024
 _SCALE_BYTES = 2
@@ -92,5 +93,17 @@ def fitting_group(head_dim: int, wanted: int) -> int | None:
 
 
 def fitting_int4_group(head_dim: int, wanted: int) -> int | None:
-    """Returns fitting_group's result for int4 K/V, whose groups have at least 16 values."""
-    return fitting_group(head_dim, max(wanted, 16))
+    """Returns fitting_group's result for int4 K/V, whose groups have 16 to 32 values."""
+    return fitting_group(head_dim, min(max(wanted, MIN_INT4_GROUP), MAX_INT4_GROUP))
+
+
+def kv_format(
+    kv_dtype: str, num_kv_heads: int, head_dim: int, wanted: int
+) -> Int8KVFormat | Int4KVFormat | None:
+    """Returns the format "int8" or "int4" with the largest groups up to `wanted` (int4: up to 32),
+    or None if the kernels do not support this head_dim."""
+    if kv_dtype == "int4":
+        group = fitting_int4_group(head_dim, wanted)
+        return None if group is None else Int4KVFormat(num_kv_heads, head_dim, group)
+    group = fitting_group(head_dim, wanted)
+    return None if group is None else Int8KVFormat(num_kv_heads, head_dim, group)

@@ -147,6 +147,8 @@ class MachineCost:
         product_peak = device.peak(*precision.factors)
         if product_peak is None:
             raise ConfigError(f"{device.name} does not multiply {precision.weights}")
+        if precision.kv == "int4" and device.kind == "gpu":
+            raise ConfigError(f"{device.name}: K/V in int4 is for CPUs")
         if n > 1 and device.peers is None:
             raise ConfigError(f"{machine.name}: hardware has no peers for {device.name}")
         bandwidth = device.bytes_per_s

@@ -19,11 +19,20 @@ from memory.attention.seam import (
     Ticket,
     kv_owner,
 )
-from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
+from ops.cpu.native_int8_attention import Int4Attention, Int8Attention, Int8AttentionStep
 from ops.cpu.native_latent_attention import LatentAttention
-from quant.kv import GROUPS, TILE_TOKENS, Int8KVFormat, LatentKVFormat, fitting_group, latent_format
+from quant.kv import (
+    GROUPS,
+    TILE_TOKENS,
+    Int4KVFormat,
+    Int8KVFormat,
+    LatentKVFormat,
+    kv_format,
+    latent_format,
+)
 
 TILED_TYPES = ("int8", "int4")
+Format = Int8KVFormat | Int4KVFormat | LatentKVFormat
 
 
 class TiledKVLayout:
@@ -38,7 +47,7 @@ class TiledKVLayout:
         """kv_dtype: one of TILED_TYPES. group: the scale group along head_dim; a smaller one is
         used if it does not divide it."""
         self.layers = list(layers)
-        self.formats: list[Int8KVFormat | LatentKVFormat] = []
+        self.formats: list[Format] = []
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
         offset = 0
         for number, layer in enumerate(self.layers):
@@ -65,18 +74,13 @@ class TiledKVLayout:
         return all(_format(layer, kv_dtype, GROUPS[0]) is not None for layer in layers)
 
 
-def _format(
-    layer: AttentionLayer, kv_dtype: str, group: int
-) -> Int8KVFormat | LatentKVFormat | None:
-    if layer.value_dim is not None:
-        has_options = layer.window is not None or layer.soft_cap or layer.sinks is not None
-        if has_options or layer.num_kv_heads != 1:
-            return None
-        return latent_format(layer.value_dim, layer.head_dim, group)
-    fitting = fitting_group(layer.head_dim, group)
-    if fitting is None:
+def _format(layer: AttentionLayer, kv_dtype: str, group: int) -> Format | None:
+    if layer.value_dim is None:
+        return kv_format(kv_dtype, layer.num_kv_heads, layer.head_dim, group)
+    has_options = layer.window is not None or layer.soft_cap or layer.sinks is not None
+    if kv_dtype != "int8" or has_options or layer.num_kv_heads != 1:
         return None
-    return Int8KVFormat(layer.num_kv_heads, layer.head_dim, fitting)
+    return latent_format(layer.value_dim, layer.head_dim, group)
 
 
 TiledOp = Int8Attention | LatentAttention
@@ -88,7 +92,7 @@ def tiled_ops(layout: TiledKVLayout) -> list[TiledOp]:
     return [_op(layer, form, offset) for layer, form, offset in parts]
 
 
-def _op(layer: AttentionLayer, form: Int8KVFormat | LatentKVFormat, offset_bytes: int) -> TiledOp:
+def _op(layer: AttentionLayer, form: Format, offset_bytes: int) -> TiledOp:
     if isinstance(form, LatentKVFormat):
         return LatentAttention(
             offset_bytes=offset_bytes,
@@ -99,7 +103,8 @@ def _op(layer: AttentionLayer, form: Int8KVFormat | LatentKVFormat, offset_bytes
             rope_group=form.rope_group,
             scale=layer.scale,
         )
-    return Int8Attention(
+    make = Int4Attention if isinstance(form, Int4KVFormat) else Int8Attention
+    return make(
         offset_bytes=offset_bytes,
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,

@@ -106,9 +106,11 @@ def resolve_precision(
 
 def _require_kv(backend: str, kv: str, spec: ModelSpec) -> None:
     """Raises ConfigError if K/V of a model cannot be int8, or int4."""
-    if kv == "int4" and backend == "cuda":
+    if kv == "int4" and backend != "cpu":
+        others = "auto, int8" if backend == "cuda" else "auto"
         raise ConfigError(
-            "kv_dtype int4 needs the cpu back end, not cuda; use auto, int8, bfloat16 or float32"
+            f"kv_dtype int4 needs the cpu back end, not {backend}; use {others}, bfloat16 or"
+            " float32"
         )
     _require(backend, "kv_dtype", kv)
     if TiledKVLayout.supports(spec.attention_layers, kv):

@@ -15,10 +15,11 @@ from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.kv_layout import KVLayout
 from memory.attention.layouts import local_attention, make_layout
 from memory.attention.seam import AttentionLayer, AttentionStep, kv_owner, layers_in
+from memory.attention.tiled import TILED_TYPES
 from ops import get_backend
 from ops.cpu import native_library
-from ops.reference import attention_fp64, round_kv
-from quant.kv import fitting_group
+from ops.reference import attention_fp64, round_kv, round_kv4
+from quant.kv import fitting_group, fitting_int4_group
 
 pytestmark = pytest.mark.usefixtures("seeded")
 MAX_LEN = 320
@@ -121,6 +122,10 @@ def as_stored(x, layer):
     return round_kv(x, fitting_group(layer.head_dim, 64))
 
 
+def as_stored4(x, layer):
+    return round_kv4(x.float(), fitting_int4_group(layer.head_dim, 64)).double()
+
+
 def as_given(x, layer):
     return x
 
@@ -129,13 +134,14 @@ KINDS = [
     ("float32", torch.float32, as_given, 1e-5),
     ("bfloat16", torch.bfloat16, as_given, 3e-2),
     ("int8", torch.float32, as_stored, 3e-3),
+    ("int4", torch.float32, as_stored4, 3e-3),
 ]
 
 
 @pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.parametrize(("kind", "dtype", "rounded", "tolerance"), KINDS)
 def test_local_attention_equals_the_reference(kind, dtype, rounded, tolerance, is_eager):
-    if kind == "int8" and not native_library.is_available():
+    if kind in TILED_TYPES and not native_library.is_available():
         pytest.skip("native kernels not built")
     memory = Memory(kind, is_eager)
     run(memory.attention, dtype, against_fp64(rounded, tolerance))
@@ -192,7 +198,7 @@ def test_cuda_attention_equals_the_reference(kind):
 # ---- sizes and errors
 
 
-@pytest.mark.parametrize("kind", ["int8", "float32"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "float32"])
 def test_a_shared_layer_takes_no_memory(kind):
     layout = partial(make_layout, kv_dtype=kind, group=64)
     own = [layer for layer in LAYERS if layer.shares is None]

@@ -13,7 +13,7 @@ from tests.support.engine.raw_engine import LAYER, REQUEST, RawEngine
 
 MAP, UNMAP, COPY, RELEASE = EditKind
 RANGE = ErrorCode.RANGE
-KV_DTYPES = ["float32", "bfloat16", "int8"]
+KV_DTYPES = ["float32", "bfloat16", "int8", "int4"]
 Q1, KV1 = torch.ones(1, 4, 16), torch.ones(1, 2, 16)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from memory.attention.layouts import local_attention, make_layout
 from memory.attention.seam import AttentionStep
+from memory.attention.tiled import TILED_TYPES
 from memory.nodes.wire import ErrorCode, WireFormat, WireType
 from ops import get_backend
 from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness
@@ -61,12 +62,12 @@ def steps_of(pick, lengths):
             yield [(name, n, lengths[name]) for name, n in sorted(rows.items(), key=lambda x: x[1])]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("names", ["a", "ab", "abcd"])
 @pytest.mark.parametrize(("windows", "tail_bytes"), [((), 0), ((), 1 << 22), ((None, 40), 0)])
 def test_results_have_the_bits_of_local_attention(kv_dtype, names, windows, tail_bytes):
     layers = layers_of(2, windows=windows)
-    dtype = torch.float32 if kv_dtype == "int8" else getattr(torch, kv_dtype)
+    dtype = torch.float32 if kv_dtype in TILED_TYPES else getattr(torch, kv_dtype)
     kind = WireType.BFLOAT16 if dtype is torch.bfloat16 else WireType.FLOAT32
     rig = RemoteRig(
         layers, tuple(names), "head", kv_dtype, WireFormat(kind, kind), tail_bytes=tail_bytes

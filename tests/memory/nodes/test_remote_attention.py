@@ -20,7 +20,7 @@ from tests.support.nodes.remote_rig import MIB, RemoteRig, layers_of, reference
 from transport.base import TransportTimeoutError
 from transport.direct import direct_pair
 
-BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2, "int4": 0.3}
 
 
 class Histories:
@@ -82,7 +82,7 @@ def run_mixed(rig, layers, kv_dtype, wire=FULL_WIRE):
         rig.kv.close(item)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(
     ("partition", "names"),
     [
@@ -103,7 +103,7 @@ def test_any_partition_gives_plain_attention(kv_dtype, partition, names):
     assert rig.nodes.leased() == 0
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
 def test_sliding_windows(kv_dtype):
     layers = layers_of(3, windows=(None, 40, 40))
     rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype)
@@ -126,7 +126,7 @@ def test_fewer_bits_on_the_wire(wire):
     rig.close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("partition", ["head", "sequence"])
 def test_prompt_tails_are_cached_until_they_are_read(kv_dtype, partition):
     layers = layers_of()
@@ -149,7 +149,7 @@ def test_a_cached_prompt_tail_needs_no_queries_to_nodes(tail_bytes, num_queries)
     rig.close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
 def test_little_memory_for_prompts_changes_nothing(kv_dtype):
     layers = layers_of()
     rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype, tail_bytes=1 << 16)
@@ -247,7 +247,7 @@ def test_prompts_on_other_nodes_continue_when_own_memory_replaces_a_node():
     rig.close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
 def test_a_prompt_that_cannot_be_cached_is_left_to_the_nodes(kv_dtype, monkeypatch):
     """Every second mapping fails, and the results stay the same."""
     layers = layers_of()

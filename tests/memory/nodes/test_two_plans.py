@@ -108,11 +108,11 @@ def run(rig: Local | Remote, seed: int, *, is_split: bool) -> list[torch.Tensor]
     return results
 
 
-KINDS = ["plain", "int8", "grouped"]
+KINDS = ["plain", "int8", "int4", "grouped"]
 KINDS += [
     f"remote/{partition}/{dtype}"
     for partition in ("head", "sequence")
-    for dtype in ("float32", "int8")
+    for dtype in ("float32", "int8", "int4")
 ]
 
 

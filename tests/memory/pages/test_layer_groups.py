@@ -281,14 +281,14 @@ class Sequence:
 
 
 KINDS = ["cpu/float32", "cpu/bfloat16", "reference/float32"]
-KINDS += ["cpu/int8"] if native_library.is_available() else []
+KINDS += ["cpu/int8", "cpu/int4"] if native_library.is_available() else []
 
 
 @pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [1, 40, 128, 200])
 def test_no_kernel_reads_behind_the_window(kind, window):
-    """Before each row, released K/V becomes NaN (int8: the largest scales), and the bits stay
+    """Before each row, released K/V becomes NaN (in tiles: scales that are NaN), and the bits stay
     the same."""
     kept, spoiled = Sequence(kind, window), Sequence(kind, window)
     spoiled.q, spoiled.k, spoiled.v = kept.q, kept.k, kept.v
