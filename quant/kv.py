@@ -1,9 +1,9 @@
 """The int8 and int4 K/V formats: bytes of a token, and the scale groups that fit a head.
 
 int8 values are symmetric, with an fp16 scale for `group` neighbouring dimensions of a head next to
-them. int4 values are codes of a table of 16 levels, with such scales too.
-Tokens are stored in tiles of 16, so that a register holds 16 tokens of K. The kernels define the
-order of the bytes (ops/csrc/kv_tiles.inl, ops/csrc/kv_tiles4.inl).
+them; int4 values are codes of a table of 16 levels, with such scales too. Tokens are stored in
+tiles of 16, so that a register holds 16 tokens of K. The kernels define the order of the bytes
+(ops/csrc/kv_tiles.inl and kv_tiles4.inl).
 """
 
 from __future__ import annotations
