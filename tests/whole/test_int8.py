@@ -107,7 +107,9 @@ def test_every_family_is_close_to_fp32(family, precision):
     plain = logprobs_of(checkpoint(family, "base"), "float32", tokens)
     other = logprobs_of(checkpoint(family, "base"), precision, tokens)
     kl = divergence(plain, other)
-    bound = 0.01 if precision.startswith("int8") or precision.endswith("int4") else 0.001
+    bound = 0.01 if precision.startswith("int8") else 0.001
+    if precision.endswith("int4"):
+        bound = 0.2  # half a step of 4 bits is 16 times that of 8, and KL grows with the square
     assert 0 < float(kl.mean()) < bound
     assert float(kl.max()) < 10 * bound
 
