@@ -22,9 +22,9 @@ namespace {
 
 // No level exceeds 64, so that the sum of two products fits in 16 bits (see dot_small).
 constexpr int8_t LEVELS[16] = {-64, -50, -39, -30, -23, -16, -9, -3, 3, 9, 16, 23, 30, 39, 50, 64};
-constexpr int TOP_LEVEL = 64, SCALES = 8;
+constexpr int TOP_LEVEL = 64, SCALES = 6;
 // The largest level of each scale, over the largest magnitude of the group.
-constexpr f32x16 TOPS = {0.98f, 0.78f, 0.85f, 0.92f, 1.05f, 1.12f, 1.19f, 1.27f};
+constexpr f32x16 TOPS = {0.98f, 0.89f, 0.93f, 1.02f, 1.06f, 1.26f};
 
 MS_INLINE int hadamard_block(int dim) { return dim & -dim; }
 

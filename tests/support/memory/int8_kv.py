@@ -78,9 +78,10 @@ def out_error(of_score: float, stored_v: Tensor) -> float:
 def rounded_query4(q: Tensor) -> Tensor:
     """Returns q: [T, H, D] as the int4 kernels round it: to 127ths of the largest transformed
     value of a head."""
-    turned = hadamard(q.double())
-    step = turned.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-    return hadamard((turned / step).round() * step) / (q.shape[-1] & -q.shape[-1])
+    turned = hadamard(q)
+    top = turned.abs().amax(-1, keepdim=True)
+    steps = (turned * (127 / top)).round().double()
+    return hadamard(steps * (top / 127).double()) / (q.shape[-1] & -q.shape[-1])
 
 
 def out_error4(stored_v: Tensor) -> float:
