@@ -1,9 +1,10 @@
 """What a format of K/V changes in a model's predictions: python -m bench.kernels.kv_formats.
 
 Every format is computed in fp32 by torch, on an fp32 model that reads windows of a text, so that
-formats can be compared that no kernel has: groups along the head or along the tokens of a channel
-(KIVI, arXiv 2402.02750), keys as they are or rotated by a Hadamard matrix (QuaRot, arXiv
-2404.00456), and recent tokens in 8 bits. The reference is fp32 K/V.
+int8 and int4 K/V can be compared with formats that no kernel has: 16 even steps between a minimum
+and a maximum of 32 numbers of a head, or of a channel's 64 tokens (KIVI, arXiv 2402.02750), with
+heads as they are or rotated by a Hadamard matrix (QuaRot, arXiv 2404.00456), and recent tokens in 8
+bits. The reference is fp32 K/V. Rows of two formats are K | V.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket
 from ops import Backend
-from ops.reference import ReferenceBackend
+from ops.reference import ReferenceBackend, hadamard, round_kv4
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.loading.model_source import load_weights, read_source
 from serve.models import StepModel
@@ -84,17 +85,22 @@ def _per_token(x: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor) -> Tensor:
-    return _hadamard(_per_token(_hadamard(x)))
+    return _turned(_per_token(_turned(x)))
 
 
-def _hadamard(x: Tensor) -> Tensor:
-    """Multiplies the largest power of two of numbers that divides a head by Sylvester's Hadamard
-    matrix, which is its own inverse."""
+def _stored(x: Tensor) -> Tensor:
+    return round_kv4(x, _GROUP)
+
+
+def _stored_plain(x: Tensor) -> Tensor:
+    """Rounds to the levels of int4 K/V without the rotation, which is undone before."""
+    return _turned(_stored(_turned(x)))
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Rotates heads by a Hadamard matrix, which is its own inverse."""
     size = x.shape[-1] & -x.shape[-1]
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return (x.unflatten(-1, (-1, size)) @ matrix / math.sqrt(size)).flatten(-2)
+    return hadamard(x) / math.sqrt(size)
 
 
 def _per_channel(x: Tensor) -> Tensor:
@@ -106,25 +112,33 @@ def _per_channel(x: Tensor) -> Tensor:
 _AS_IS = Format("fp32", _as_is, 32)
 _INT8 = Format("int8, groups of 64", _int8, 8 + 16 / _INT8_GROUP)
 _TOKEN_BITS = 4 + _MIN_AND_SCALE_BITS / _GROUP
+_STORED_BITS = 4 + 16 / _GROUP
 _CHANNEL_BITS = 4 + _MIN_AND_SCALE_BITS / _CHANNEL_TOKENS
-_PLAIN = Format("per token", _per_token, _TOKEN_BITS)
-_ROTATED = Format("per token, rotated", _rotated, _TOKEN_BITS)
-_CHANNEL = Format("per channel", _per_channel, _CHANNEL_BITS, run=_CHANNEL_TOKENS)
-_KEYS = (
+_PLAIN = Format("even steps per token", _per_token, _TOKEN_BITS)
+_ROTATED = Format("even steps per token, rotated", _rotated, _TOKEN_BITS)
+_STORED = Format("int4", _stored, _STORED_BITS)
+_CHANNEL = Format("even steps per channel", _per_channel, _CHANNEL_BITS, run=_CHANNEL_TOKENS)
+_TOKENS = (
     _INT8,
     _PLAIN,
     _ROTATED,
-    _CHANNEL,
-    *(_with_recent(each, tokens) for tokens in (64, 128) for each in (_ROTATED, _CHANNEL)),
+    Format("int4, not rotated", _stored_plain, _STORED_BITS),
+    _STORED,
 )
-_VALUES = (_INT8, _PLAIN, _ROTATED, *(_with_recent(_PLAIN, tokens) for tokens in (64, 128)))
+_KEYS = (
+    *_TOKENS,
+    _CHANNEL,
+    *(_with_recent(each, tokens) for tokens in (64, 128) for each in (_STORED, _CHANNEL)),
+)
+_VALUES = (*_TOKENS, *(_with_recent(_STORED, tokens) for tokens in (64, 128)))
 _PAIRS = (
     (_INT8, _INT8),
-    *((keys, _PLAIN) for keys in (_PLAIN, _ROTATED, _CHANNEL)),
+    *((keys, keys) for keys in (_PLAIN, _ROTATED, _STORED)),
+    (_CHANNEL, _STORED),
     *(
-        (_with_recent(keys, tokens), _with_recent(_PLAIN, tokens))
+        (_with_recent(keys, tokens), _with_recent(_STORED, tokens))
         for tokens in (64, 128)
-        for keys in (_ROTATED, _CHANNEL)
+        for keys in (_STORED, _CHANNEL)
     ),
 )
 
@@ -220,14 +234,16 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=_TEXT, help="a text file")
     parser.add_argument("--tokens", type=int, default=6144, help="tokens of the text")
     parser.add_argument("--window", type=int, default=1024, help="tokens that are read together")
+    parser.add_argument("--quick", action="store_true", help="256 tokens, as a smoke test")
     args = parser.parse_args()
+    num_tokens = 256 if args.quick else args.tokens
     source = read_source(EngineConfig(model=args.model, dtype="float32"))
     model = load_weights(source, LoadProgress())
     if any(x.window is not None or x.value_dim is not None for x in model.attention_layers()):
         parser.error("the model has windows or latents")
     tokens = Tokenizer.load(source.config.tokenizer_path, model=source.config.model_path).encode(
         args.text.read_text(encoding="utf-8")
-    )[: args.tokens]
+    )[:num_tokens]
     cut = [tokens[i : i + args.window] for i in range(0, len(tokens), args.window)]
     windows = [part for part in cut if len(part) > 1]
     console = Console()
