@@ -155,7 +155,8 @@ __attribute__((noinline)) void stretch_rows(const HeadShape& shape, const Attent
 using StretchRows = void (*)(const HeadShape&, const AttentionLayer&, const Scratch&, int, const Stretch&);
 template <int BITS, int R, size_t... T>
 constexpr void fill_tiles(StretchRows* to, std::index_sequence<T...>) {
-  ((to[T] = stretch_rows<BITS, R, static_cast<int>(T) + 1>), ...);
+  // With int4, a stretch of one or three tiles has its last tile twice, the second time masked.
+  ((to[T] = stretch_rows<BITS, R, static_cast<int>(BITS == 4 ? T / 2 * 2 + 2 : T + 1)>), ...);
 }
 struct StretchTable { StretchRows at[MAX_ROWS][STRETCH_TILES]; };
 template <int BITS, size_t... R>

@@ -1,8 +1,8 @@
 // The products of decode attention with int4 K/V (kv_tiles4.inl). Included once per instruction set.
 //
 // As with int8 (attention_decode.inl), but q is transformed and rounded to 8 bits, whose error is a tenth
-// of that of K, so that q.k is one dot product; and weights are low and high bytes, for dot products
-// over four tokens. All sums are exact, so their order does not matter.
+// of that of K, so that q.k is one dot product; and weights are rounded to 8 bits, for dot products over
+// four tokens. All sums are exact, so their order does not matter.
 
 namespace MS_ISA {
 namespace {
@@ -84,40 +84,19 @@ MS_INLINE void query_key4(const HeadShape& shape, const Scratch& s, int row, con
 template <int R, int TILES>
 MS_INLINE void weigh4(const HeadShape& shape, const Stretch& at, int block, const int16_t (*p)[STRETCH],
                       i32x16 (&sum)[R][2]) {
-  // The bytes of weights, [rows][low, high][STRETCH].
   const int8_t* weights = reinterpret_cast<const int8_t*>(p);
-  auto clear = [](i32x16 (&x)[R][2]) MS_LAMBDA {
-    unroll<R>([&](auto r) MS_LAMBDA { unroll<2>([&](auto i) MS_LAMBDA { x[r][i] = i32x16{}; }); });
-  };
-  auto add = [](i32x16 (&to)[R][2], const i32x16 (&v)[2], const int8_t* quad) MS_LAMBDA {
-    unroll<R>([&](auto r) MS_LAMBDA {
-      const i32x16 x = splat_bytes(quad + r * 2 * STRETCH);
-      unroll<2>([&](auto i) MS_LAMBDA { to[r][i] = dot_small(to[r][i], x, v[i]); });
-    });
-  };
-  // Calls f(v, weights) for each quad of tokens.
-  auto for_quads = [&](auto&& f) MS_LAMBDA {
-    for (int t = 0; t < TILES; t++) {
-      const size_t from = shape.v + block * 256;
-      const uint8_t* next = at.next[2 + t / 2] + shape.k + block * 512 + t % 2 * 256;
-      for (int quad = 0; quad < 4; quad++) {
-        const uint8_t* codes = at.tile[t] + from + quad * 64;
-        const i32x16 v[2] = {operands<false>(LEVELS, codes), operands<true>(LEVELS, codes)};
-        prefetch(next + quad * 64);
-        f(v, weights + t * TILE + quad * 4);
-      }
+  unroll<R>([&](auto r) MS_LAMBDA { unroll<2>([&](auto i) MS_LAMBDA { sum[r][i] = i32x16{}; }); });
+  for (int t = 0; t < TILES; t++) {
+    const uint8_t* codes = at.tile[t] + shape.v + block * 256;
+    const uint8_t* next = at.next[2 + t / 2] + shape.k + block * 512 + t % 2 * 256;
+    for (int quad = 0; quad < 4; quad++) {
+      const i32x16 v[2] = {operands<false>(LEVELS, codes + quad * 64), operands<true>(LEVELS, codes + quad * 64)};
+      prefetch(next + quad * 64);
+      unroll<R>([&](auto r) MS_LAMBDA {
+        const i32x16 x = splat_bytes(weights + sizeof(*p) * r + t * TILE + quad * 4);
+        unroll<2>([&](auto i) MS_LAMBDA { sum[r][i] = dot_small(sum[r][i], x, v[i]); });
+      });
     }
-  };
-  clear(sum);
-  if constexpr (HAS_32_REGISTERS) {
-    i32x16 low[R][2];
-    clear(low);
-    for_quads([&](const i32x16 (&v)[2], const int8_t* quad) MS_LAMBDA { add(low, v, quad), add(sum, v, quad + STRETCH); });
-    unroll<R>([&](auto r) MS_LAMBDA { unroll<2>([&](auto i) MS_LAMBDA { sum[r][i] = (sum[r][i] << 8) + low[r][i]; }); });
-  } else {
-    for_quads([&](const i32x16 (&v)[2], const int8_t* quad) MS_LAMBDA { add(sum, v, quad + STRETCH); });
-    unroll<R>([&](auto r) MS_LAMBDA { unroll<2>([&](auto i) MS_LAMBDA { sum[r][i] <<= 8; }); });
-    for_quads([&](const i32x16 (&v)[2], const int8_t* quad) MS_LAMBDA { add(sum, v, quad); });
   }
 }
 

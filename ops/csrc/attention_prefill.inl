@@ -35,14 +35,15 @@ struct WideStretch {
 // Memory for a tile's scores and weights.
 struct WeightBuffers {
   float* scores;  // [STRETCH][vecs][16]
-  // [groups][STRETCH / 2][vecs][16] pairs of 15-bit weights; int4: [groups][STRETCH / 4][low, high][vecs][16] quads of
-  // bytes of such weights
-  int32_t* p;
+  int32_t* p;     // [groups][STRETCH / 2][vecs][16] pairs of 15-bit weights; int4: [groups][STRETCH / 4][vecs][16] quads of bytes
   float* v_step;  // [groups][vecs][16]: steps per unit of weight * v_scale, for masked rows
   float* unit;    // [groups][vecs][16]: the value of one step
+  float* carried; // int4: [groups][4][vecs][16], as in store_weights
 };
 
-MS_INLINE float steps_of(float largest) { return WEIGHT_STEPS / (largest < 1e-30f ? 1e-30f : largest); }
+MS_INLINE float steps_of(float largest, int bits = 8) {
+  return (bits == 4 ? WEIGHT_STEPS4 : WEIGHT_STEPS) / (largest < 1e-30f ? 1e-30f : largest);
+}
 
 // Computes sum[r] += lanes * x[r * R_STEP], where each 32-bit number is a pair of 16-bit integers, or for
 // int4 four bytes, of which those of the lanes are unsigned if ARE_WEIGHTS, else those of x.
@@ -144,19 +145,21 @@ __attribute__((noinline)) void edge_scales(const HeadShape& shape, const RowTile
         largest = max_magnitude(largest, select(seen, scale, f32x16{}));
       }
       buffers.unit[to] = reduce_magnitude(largest);
-      buffers.v_step[to] = steps_of(buffers.unit[to]);
+      buffers.v_step[to] = steps_of(buffers.unit[to], shape.bits);
     }
 }
 
-// Writes the weights of N tokens, 15-bit integers, to the stretch's weights of a group.
+// Rounds the weights of N tokens and writes them as the pairs or quads of a group.
 template <int N>
-MS_INLINE void store_weights_of_rows(int32_t* to, size_t high, const i32x16 (&w)[N]) {
-  if constexpr (N == 2) {
-    store(to, (w[0] & 0xffff) | w[1] << 16);
-  } else {
-    store(to, (w[0] & 0xff) | (w[1] & 0xff) << 8 | (w[2] & 0xff) << 16 | w[3] << 24);
-    store(to + high, w[0] >> 8 | (w[1] >> 8) << 8 | (w[2] >> 8) << 16 | (w[3] >> 8) << 24);
-  }
+MS_INLINE void store_weights_of_rows(int32_t* to, float* carried, size_t stride, f32x16 (&x)[N]) {
+  i32x16 w[N];
+  unroll<N>([&](auto n) MS_LAMBDA {
+    if constexpr (N == 4) x[n] = x[n] + load<f32x16>(carried + n * stride);
+    w[n] = to_int_nearest(x[n]);
+    if constexpr (N == 4) store(carried + n * stride, x[n] - to_float(w[n]));
+  });
+  if constexpr (N == 4) store(to, w[0] | w[1] << 8 | w[2] << 16 | w[3] << 24);
+  else store(to, (w[0] & 0xffff) | w[1] << 16);
 }
 
 // Converts the scores of the tiles that hold tokens [from, to) to weights. `sum` is the sum of each
@@ -170,6 +173,7 @@ MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const Wid
   for (int j = 0; j < TILE; j += N) {
     f32x16 total[N][C];
     unroll<N>([&](auto n) MS_LAMBDA { unroll<C>([&](auto c) MS_LAMBDA { total[n][c] = f32x16{}; }); });
+    if constexpr (BITS == 4) std::memset(buffers.carried, 0, sizeof(float) * shape.num_groups * N * C * 16);
     for (int key = from / TILE * TILE + j; key < to; key += TILE) {
       const float* x = buffers.scores + key * C * 16;
       const int position = at.first + key;
@@ -183,17 +187,17 @@ MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const Wid
       });
       for (int g = 0; g < shape.num_groups; g++) {
         const float* scale = (IS_WHOLE ? at.v_weight : at.v_scale) + g * STRETCH + key;
-        int32_t* p = buffers.p + (g * (STRETCH / 2) + key / 2) * C * 16;
+        int32_t* p = buffers.p + (g * (STRETCH / N) + key / N) * C * 16;
+        float* carried = buffers.carried + g * N * C * 16;
         unroll<C>([&](auto c) MS_LAMBDA {
-          i32x16 rounded[N];
+          f32x16 weight[N];
           unroll<N>([&](auto n) MS_LAMBDA {
-            f32x16 weight = splat(scale[n]);
-            if (!IS_WHOLE) weight = weight * load<f32x16>(buffers.v_step + (g * C + c) * 16);
-            weight = a[n][c] * weight;
-            if (masks) weight = select(sees<C>(tile, c, position + n), weight, f32x16{});
-            rounded[n] = to_int_nearest(weight);
+            weight[n] = splat(scale[n]);
+            if (!IS_WHOLE) weight[n] = weight[n] * load<f32x16>(buffers.v_step + (g * C + c) * 16);
+            weight[n] = a[n][c] * weight[n];
+            if (masks) weight[n] = select(sees<C>(tile, c, position + n), weight[n], f32x16{});
           });
-          store_weights_of_rows<N>(p + c * 16, C * 16, rounded);
+          store_weights_of_rows<N>(p + c * 16, carried + c * 16, C * 16, weight);
         });
       }
     }
@@ -205,24 +209,6 @@ MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const Wid
     for (int i = 0; i < half * C * 16; i += 16)
       store(sums + i, load<f32x16>(sums + i) + load<f32x16>(sums + half * C * 16 + i));
   unroll<C>([&](auto c) MS_LAMBDA { sum[c] = load<f32x16>(sums + c * 16); });
-}
-
-// Computes total = weights . V of tokens [from, to) for AT_ONCE dimensions from d on.
-template <int BITS, int C>
-MS_INLINE void weigh_values(const HeadShape& shape, const WideStretch& at, int from, int to, int d,
-                            const WeightBuffers& buffers, i32x16 (&total)[AT_ONCE][C]) {
-  constexpr int N = 16 / BITS;
-  unroll<AT_ONCE>([&](auto r) MS_LAMBDA { unroll<C>([&](auto c) MS_LAMBDA { total[r][c] = i32x16{}; }); });
-  const int32_t* values = at.v + (d / 16 * (STRETCH / N) + from / N) * 16 + d % 16;
-  const int32_t* weights = buffers.p + (d / shape.group * (STRETCH / 2) + from / 2) * C * 16;
-  auto add = [&](const int32_t* p, const int32_t* v) MS_LAMBDA {
-    for (int n = from / N; n < to / N; n++, p += C * 8 * N, v += 16) multiply<BITS, true, C, 1>(total, p, v);
-  };
-  if constexpr (BITS == 4) {
-    add(weights + C * 16, values);  // the high bytes
-    unroll<AT_ONCE>([&](auto r) MS_LAMBDA { unroll<C>([&](auto c) MS_LAMBDA { total[r][c] <<= 8; }); });
-  }
-  add(weights, values);
 }
 
 // Adds tokens [from, to) of a stretch to C * 16 rows.
@@ -249,12 +235,16 @@ __attribute__((noinline)) void tile_stretch(const HeadShape& shape, const Attent
   for (int g = 0; g < shape.num_groups; g++)
     unroll<C>([&](auto c) MS_LAMBDA {
       float* unit = buffers.unit + (g * C + c) * 16;
-      store(unit, load<f32x16>(unit) * (1.0f / WEIGHT_STEPS) * gain[c]);
+      store(unit, load<f32x16>(unit) * (1.0f / STEPS_OF_WEIGHTS<BITS>) * gain[c]);
     });
   for (int d = 0; d < shape.dim; d += AT_ONCE) {
     const int g = d / shape.group;
+    constexpr int N = 16 / BITS;
+    const int32_t* v = at.v + (d / 16 * (STRETCH / N) + from / N) * 16 + d % 16;
+    const int32_t* p = buffers.p + (g * (STRETCH / N) + from / N) * C * 16;
     i32x16 total[AT_ONCE][C];
-    weigh_values<BITS, C>(shape, at, from, to, d, buffers, total);
+    unroll<AT_ONCE>([&](auto r) MS_LAMBDA { unroll<C>([&](auto c) MS_LAMBDA { total[r][c] = i32x16{}; }); });
+    for (int n = from / N; n < to / N; n++, p += C * 16, v += 16) multiply<BITS, true, C, 1>(total, p, v);
     float* acc = tile.acc + d * C * 16;
     unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
       unroll<C>([&](auto c) MS_LAMBDA {

@@ -76,13 +76,13 @@ class RowTask {
     const int count = (to - from + TILE_ROWS - 1) / TILE_ROWS, groups = shape.num_groups;
     const size_t tile_size = static_cast<size_t>(dim_ / 2 + 2 * dim_ + groups + 9) * TILE_ROWS;
     const size_t need = STRETCH * (dim_ + groups * 3 + 2) + MAX_GROUPS + count * tile_size +
-                        TILE_ROWS * (STRETCH + groups * (STRETCH / 2 + 2)) + 16;
+                        TILE_ROWS * (STRETCH + groups * (STRETCH / 2 + 6)) + 16;
     if (memory().size() < need) memory().resize(need);
     at_ = memory().data() + -reinterpret_cast<uintptr_t>(memory().data()) % 64 / 4;
     stretch_ = {ints(STRETCH * dim_ / 2), ints(STRETCH * dim_ / 2), take(STRETCH * groups), take(STRETCH * groups),
                 take(STRETCH * groups), take(MAX_GROUPS), take(STRETCH), take(STRETCH), 0, 0};
     buffers_ = {take(STRETCH * TILE_ROWS), ints(groups * (STRETCH / 2) * TILE_ROWS), take(groups * TILE_ROWS),
-             take(groups * TILE_ROWS)};
+                take(groups * TILE_ROWS), take(groups * 4 * TILE_ROWS)};
     tiles().resize(count);
     for (int i = 0; i < count; i++) begin(tiles()[i], first_of(i), end_of(i));
   }
@@ -195,7 +195,7 @@ class RowTask {
       const float* scale = stretch_.v_scale + g * STRETCH;
       for (int t = 0; t < stretch_.tiles; t++) largest = max_magnitude(largest, load<f32x16>(scale + t * TILE));
       stretch_.v_top[g] = reduce_magnitude(largest);
-      const float step = steps_of(stretch_.v_top[g]);
+      const float step = steps_of(stretch_.v_top[g], shape.bits);
       for (int t = 0; t < stretch_.tiles; t++)
         store(stretch_.v_weight + g * STRETCH + t * TILE, load<f32x16>(scale + t * TILE) * step);
     }

@@ -8,6 +8,9 @@ constexpr int STRETCH_TILES = 4, STRETCH = STRETCH_TILES * TILE;
 constexpr int MAX_ROWS = HAS_32_REGISTERS ? 6 : IS_AVX_VNNI ? 4 : 2;  // of the micro kernels; each row has AT_MOST sums
 constexpr int AT_MOST = IS_AVX_VNNI ? 1 : STRETCH_TILES;
 constexpr float WEIGHT_STEPS = 32767.0f, QUERY_STEPS = 16256.0f;
+constexpr float WEIGHT_STEPS4 = 254.0f;  // with what is carried, a weight rounds to 255 at most
+template <int BITS>
+constexpr float STEPS_OF_WEIGHTS = BITS == 4 ? WEIGHT_STEPS4 : WEIGHT_STEPS;
 
 // Buffers of one thread for some rows, the query heads of one token. They grow as needed.
 struct Scratch {
@@ -54,19 +57,24 @@ __attribute__((noinline)) void change_scores(const AttentionLayer& layer, const 
 
 // The weights of a stretch for R rows.
 struct Weights {
-  // 15-bit integers, for each group; with int4, all low bytes of a row are before its high bytes
+  // 15-bit integers, for each group; with int4, bytes, which fill half of each row
   alignas(64) int16_t p[MAX_GROUPS][MAX_ROWS][STRETCH];
   float unit[MAX_GROUPS][MAX_ROWS];                      // the value of one step of p
   float shrink[MAX_ROWS];                                // factor for the rows' earlier sums
 };
 
+// Rounds a tile's weights to integers and stores them. int4 has 8 bits of them, of which a rounding error
+// goes to the token 16 places further on in the stretch, so that many small weights do not vanish beside
+// a large one.
 template <int BITS>
-MS_INLINE void store_weights(int16_t* p, int t, i32x16 x) {
+MS_INLINE void store_weights(int16_t* p, int t, f32x16 x, f32x16& carried) {
   if constexpr (BITS == 4) {
-    int8_t* to = reinterpret_cast<int8_t*>(p) + t * TILE;
-    store_i8(to, x), store_i8(to + STRETCH, x >> 8);
+    x = x + carried;
+    const i32x16 rounded = to_int_nearest(x);
+    carried = x - to_float(rounded);
+    store_i8(reinterpret_cast<int8_t*>(p) + t * TILE, rounded);
   } else {
-    store_i16(p + t * TILE, x);
+    store_i16(p + t * TILE, to_int_nearest(x));
   }
 }
 
@@ -128,11 +136,12 @@ MS_INLINE void softmax_stretch(const HeadShape& shape, const AttentionLayer& lay
       largest = max_magnitude(largest, scale[t]);
     });
     largest = max_magnitude_all(largest);
-    const f32x16 step = WEIGHT_STEPS / max(largest, splat(1e-30f));
+    const f32x16 step = STEPS_OF_WEIGHTS<BITS> / max(largest, splat(1e-30f));
     unroll<TILES>([&](auto t) MS_LAMBDA { scale[t] = scale[t] * step; });
     unroll<R>([&](auto r) MS_LAMBDA {
-      unroll<TILES>([&](auto t) MS_LAMBDA { store_weights<BITS>(w.p[g][r], t, to_int_nearest(x[r][t] * scale[t])); });
-      w.unit[g][r] = largest[0] * (1.0f / WEIGHT_STEPS) * gain[r];
+      f32x16 carried = {};
+      unroll<TILES>([&](auto t) MS_LAMBDA { store_weights<BITS>(w.p[g][r], t, x[r][t] * scale[t], carried); });
+      w.unit[g][r] = largest[0] * (1.0f / STEPS_OF_WEIGHTS<BITS>) * gain[r];
     });
   }
 }

@@ -49,6 +49,7 @@ def test_attention(isa, case):
     rounded = rounded_query4(q)
     expected, expected_lse = attention_fp64(rounded, stored_k, stored_v, dim**-0.5, **case)
     assert float((whole - expected).abs().max()) <= out_error4(stored_v)
+    assert float((whole - expected).norm() / expected.norm()) < 0.02
     assert float((lse - expected_lse).abs().max()) <= 2e-4
     # any division of the rows gives the same bits
     for first in (length - 1, length - 3, length // 2):
@@ -91,6 +92,29 @@ def test_rounding_is_as_exact_as_4_bits_allow():
     x[:, 5] *= 100
     error = (round_kv4(x, 32) - x).norm() / x.norm()
     assert float(error) < 0.08
+
+
+def test_a_row_that_sees_one_token_returns_its_value(isa):
+    cache = Cache(heads=2, kv_heads=1, dim=80, bits=4, tokens=40, window=1)
+    k, v = torch.randn(2, 40, 1, 80)
+    cache.fill(k, v)
+    out = cache.attend(torch.randn(40, 2, 80), 40)
+    assert torch.allclose(out, round_kv4(v, 16).expand(40, 2, 80), atol=1e-4)
+
+
+def test_small_weights_beside_a_large_one_keep_their_sum(isa):
+    """63 weights of a third of a rounding step each are a twelfth of all weight."""
+    cache = Cache(heads=1, kv_heads=1, dim=64, bits=4, tokens=64)
+    k = torch.zeros(64, 1, 64)
+    k[0] = 1.0
+    stored_k = round_kv4(k, 32)
+    q = torch.full((64, 1, 64), math.log(254 * 3) / 8 / float(stored_k[0].mean()))
+    v = torch.ones(64, 1, 64)
+    v[0] = -1.0
+    cache.fill(k, v)
+    out = cache.attend(q, 64)[-1]
+    expected = attention_fp64(rounded_query4(q), stored_k, round_kv4(v, 32), 64**-0.5)[0][-1]
+    assert float((out - expected).abs().max()) < 0.03
 
 
 def test_rows_of_other_sequences_and_threads_change_nothing(isa):

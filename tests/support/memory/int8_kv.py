@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -85,7 +87,8 @@ def rounded_query4(q: Tensor) -> Tensor:
 
 
 def out_error4(stored_v: Tensor) -> float:
-    """Bounds a result's error over int4 K/V, given rounded queries and stored K/V: fp32 scores,
-    and weights that are rounded to 1 / 65,534 of a stretch's largest against transformed values."""
-    most = float(hadamard(stored_v).abs().max()) if len(stored_v) else 0.0
-    return most * (2e-4 + 64 / 65534)
+    """Bounds a result's error over int4 K/V, given rounded queries and stored K/V, by six standard
+    deviations. Each of a stretch's 64 weights has two rounding errors, its own and a carried one,
+    of up to 1 / 508 of the largest."""
+    deviation = math.sqrt(2 * 64 / 12) / 254
+    return (2e-4 + 6 * deviation) * float(stored_v.square().mean().sqrt()) + 1e-5
