@@ -256,7 +256,7 @@ class StepPlan:
         past_only: bool,
     ) -> None: ...
 
-class Int8Attention:
+class QuantizedAttention:
     def __init__(
         self,
         offset_bytes: int,
@@ -264,6 +264,7 @@ class Int8Attention:
         num_kv_heads: int,
         head_dim: int,
         group: int,
+        bits: int,
         scale: float,
         window: int,
         soft_cap: float,

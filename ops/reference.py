@@ -239,11 +239,71 @@ def round_kv(x: Tensor, group: int) -> Tensor:
     Scales are fp16 and rounded up, so that no value exceeds 127 steps.
     """
     parts = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
-    wanted = parts.abs().amax(-1, keepdim=True) / 127.0
+    scale = _scale_above(parts.abs().amax(-1, keepdim=True) / 127.0)
+    return ((parts / scale).round().clamp(-127, 127) * scale).reshape(x.shape)
+
+
+# of int4 K/V: its levels, and the scales that are tried, in shares of a group's largest magnitude
+_LEVELS4 = (3.0, 9.0, 16.0, 23.0, 30.0, 39.0, 50.0, 64.0)
+_TOPS4 = (0.98, 0.89, 0.93, 1.02, 1.06, 1.26)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Returns x: [..., D] fp32 with H applied to blocks of D, of which each has as many numbers as
+    the largest power of two that divides D. H is not normalized: H H is that power times I."""
+    dim = x.shape[-1]
+    block = dim & -dim
+    size = 1
+    while size < block:
+        pairs = x.reshape(*x.shape[:-1], dim // (2 * size), 2, size)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack((a + b, a - b), dim=-2).reshape(x.shape)
+        size *= 2
+    return x
+
+
+def round_kv4(x: Tensor, group: int) -> Tensor:
+    """Returns K or V: [..., D] fp32 as int4 pages store it, with a scale for each group of values.
+
+    The values are rounded after `hadamard` and transformed back. Scales are fp16, rounded up. All
+    operations and their order are the kernel's, so that it chooses the same codes.
+    """
+    dim = x.shape[-1]
+    parts = hadamard(x).reshape(*x.shape[:-1], dim // group, group)
+    shares = torch.tensor(_TOPS4) * (1.0 / 64.0)
+    scales = _scale_above(parts.abs().amax(-1, keepdim=True) * shares)
+    best, least = torch.zeros_like(parts), torch.full_like(parts[..., :1], torch.inf)
+    for scale in scales.split(1, dim=-1):
+        inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+        levels = _nearest_level(parts.abs() * inverse)
+        rest = (parts.abs() * inverse - levels).square().reshape(*parts.shape[:-1], -1, 16)
+        error = _folded_sum(rest)[..., None] * (scale * scale)
+        best = torch.where(error < least, levels * scale, best)
+        least = torch.minimum(error, least)
+    values = torch.where(parts < 0, -best, best).reshape(x.shape)
+    return hadamard(values) / (dim & -dim)
+
+
+def _scale_above(wanted: Tensor) -> Tensor:
+    """Returns fp16 numbers rounded up, as fp32."""
     scale = wanted.half()
     above = (scale.view(torch.int16) + 1).view(torch.float16)
-    scale = torch.where(scale.float() < wanted, above, scale).float()
-    return ((parts / scale).round().clamp(-127, 127) * scale).reshape(x.shape)
+    return torch.where(scale.float() < wanted, above, scale).float()
+
+
+def _nearest_level(magnitude: Tensor) -> Tensor:
+    levels = torch.tensor(_LEVELS4)
+    return levels[torch.bucketize(magnitude, (levels[1:] + levels[:-1]) / 2)]
+
+
+def _folded_sum(x: Tensor) -> Tensor:
+    """Returns the sums of x: [..., N, 16] over both, in the order of a register of 16 numbers."""
+    total = x[..., 0, :]
+    for i in range(1, x.shape[-2]):
+        total = total + x[..., i, :]
+    for half in (8, 4, 2, 1):
+        total = total[..., :half] + total[..., half : 2 * half]
+    return total[..., 0]
 
 
 def round_latent(x: Tensor, value_dim: int, group: int, rope_group: int) -> Tensor:

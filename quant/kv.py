@@ -1,8 +1,9 @@
-"""The int8 K/V format: bytes of a token, and the scale groups that fit a head.
+"""The int8 and int4 K/V formats: bytes of a token, and the scale groups that fit a head.
 
-Values are symmetric, with an fp16 scale for `group` neighbouring dimensions of a head next to them.
-Tokens are stored in tiles of 16, so that a register holds 16 tokens of K. The kernel defines the
-order of the bytes (ops/csrc/attention_decode.inl).
+int8 values are symmetric, with an fp16 scale for `group` neighbouring dimensions of a head next to
+them; int4 values are codes of a table of 16 levels, with such scales too. Tokens are stored in
+tiles of 16, so that a register holds 16 tokens of K. The kernels define the order of the bytes
+(ops/csrc/kv_tiles.inl and kv_tiles4.inl).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 TILE_TOKENS = 16
 GROUPS = (8, 16, 32, 64, 128, 256)
+MIN_INT4_GROUP, MAX_INT4_GROUP = 16, 32
 MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 1024
 _SCALE_BYTES = 2
@@ -28,6 +30,26 @@ class Int8KVFormat:
     def token_bytes(self) -> int:
         """The bytes of K and V of one token, scales included."""
         return self.num_kv_heads * 2 * (self.head_dim + self.head_dim // self.group * _SCALE_BYTES)
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.token_bytes * TILE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Int4KVFormat:
+    """The int4 format of one layer's K and V. group divides head_dim and is at least 16."""
+
+    num_kv_heads: int
+    head_dim: int
+    group: int
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of K and V of one token, scales included. V is stored 32 dimensions at a
+        time."""
+        codes = self.head_dim // 2 + -(-self.head_dim // 32) * 16
+        return self.num_kv_heads * (codes + 2 * self.head_dim // self.group * _SCALE_BYTES)
 
     @property
     def tile_bytes(self) -> int:
@@ -68,3 +90,20 @@ def fitting_group(head_dim: int, wanted: int) -> int | None:
     if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return None
     return max((g for g in GROUPS if g <= wanted and head_dim % g == 0), default=None)
+
+
+def fitting_int4_group(head_dim: int, wanted: int) -> int | None:
+    """Returns fitting_group's result for int4 K/V, whose groups have 16 to 32 values."""
+    return fitting_group(head_dim, min(max(wanted, MIN_INT4_GROUP), MAX_INT4_GROUP))
+
+
+def kv_format(
+    kv_dtype: str, num_kv_heads: int, head_dim: int, wanted: int
+) -> Int8KVFormat | Int4KVFormat | None:
+    """Returns the format "int8" or "int4" with the largest groups up to `wanted` (int4: up to 32),
+    or None if the kernels do not support this head_dim."""
+    if kv_dtype == "int4":
+        group = fitting_int4_group(head_dim, wanted)
+        return None if group is None else Int4KVFormat(num_kv_heads, head_dim, group)
+    group = fitting_group(head_dim, wanted)
+    return None if group is None else Int8KVFormat(num_kv_heads, head_dim, group)

@@ -30,7 +30,7 @@ from serve.setting_checks import (
 )
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "int4-searched", "nf4", "fp8")
-KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 PARTITIONS = ("auto", "head", "request", "sequence")  # as memory.nodes.placement, which has torch
 MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.scheduler.admission
 QUEUE_POLICIES = ("fcfs", "priority", "mlfq", "fair")  # as in serve.scheduler
@@ -129,8 +129,10 @@ class EngineConfig:
         (".mergestep" in the model's directory if that is writable, else the user's cache).
     packed_cache_bytes: the most that this directory holds; None: 64 GiB. The oldest files go first.
     kv_dtype: how K/V is stored. "auto" takes int8 with int8 products (bfloat16 where head_dim is
-        not a multiple of 16), else the compute type.
-    kv_group: the largest number of values of a head that share a scale in int8 K/V.
+        not a multiple of 16), else the compute type. "int4" holds nearly twice as many tokens as
+        int8, less exactly.
+    kv_group: the largest number of values of a head that share a scale in int8 K/V, and up to 32
+        in int4 K/V.
     max_model_len: the longest sequence (prompt and output) in tokens; None takes the model's.
     max_num_seqs: the most sequences that run at once.
     max_num_batched_tokens: the most rows of a step; None takes 256 (2,048 on a GPU), but at least

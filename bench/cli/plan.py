@@ -39,7 +39,7 @@ def plan(
         str, typer.Option(help="Type of the weights: int8, int4, nf4, fp8, bfloat16 or float32.")
     ] = "int8",
     kv_dtype: Annotated[
-        str, typer.Option(help="Type of the K/V: auto, int8, bfloat16 or float32.")
+        str, typer.Option(help="Type of the K/V: auto, int8, int4, bfloat16 or float32.")
     ] = "auto",
     prompt: Annotated[
         int | None,

@@ -1,4 +1,4 @@
-"""The attention cases of `serve bench ops`: decode, prefill and prefix, on int8 and bf16 K/V.
+"""The attention cases of `serve bench ops`: decode, prefill and prefix, on int8, int4 and bf16 K/V.
 
 K/V is laid out as memory/ lays it out; torch's attention on the same numbers is the peer.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as functional
@@ -15,35 +16,43 @@ from torch import Tensor
 
 from bench.kernels.ops_linear import FAR, Case, Timed
 from ops.backend import KeyValues
-from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
+from ops.cpu.native_int8_attention import Int4Attention, Int8Attention, Int8AttentionStep
 from ops.cpu.native_plain_attention import decode_attention, prefill_attention
-from quant.kv import TILE_TOKENS, Int8KVFormat
+from quant.kv import TILE_TOKENS, Int4KVFormat, Int8KVFormat
 
 HEADS, KV_HEADS = 32, 8
 _LAYERS = 16  # whose bf16 K/V lies side by side
+Bits = Literal[8, 4]
+_PREFILLS: tuple[tuple[str, Bits], ...] = (("prefill attention", 8), ("int4 prefill attention", 4))
 
 
-def _attend_all(kv: Int8KV, step: Int8AttentionStep, q: Tensor) -> None:
+def _attend_all(kv: QuantizedKV, step: Int8AttentionStep, q: Tensor) -> None:
     for op in kv.ops:
         op.attend(step, q)
 
 
-class Int8KV:
-    """Int8 K/V of some sequences of one length in several layers, which is zero until filled.
+def _format(dim: int, bits: Bits) -> Int8KVFormat | Int4KVFormat:
+    return Int4KVFormat(KV_HEADS, dim, 32) if bits == 4 else Int8KVFormat(KV_HEADS, dim, 64)
+
+
+class QuantizedKV:
+    """int8 or int4 K/V of some sequences of one length in several layers, which is zero until
+    filled.
 
     The kernels have only its address, so the caller must keep it alive.
     """
 
-    def __init__(self, sequences: int, context: int, dim: int, layers: int) -> None:
-        form = Int8KVFormat(KV_HEADS, dim, 64)
+    def __init__(self, sequences: int, context: int, dim: int, layers: int, bits: Bits = 8) -> None:
+        form = _format(dim, bits)
         tile_bytes = form.tile_bytes * layers
         range_bytes = -(-context // TILE_TOKENS) * tile_bytes
         self.memory = torch.zeros(sequences * range_bytes + 64, dtype=torch.uint8)
         self.address = self.memory.data_ptr() + -self.memory.data_ptr() % 64
         self.tile_bytes, self.context, self.dim = tile_bytes, context, dim
         self.starts = [i * range_bytes for i in range(sequences)]
+        attention = Int4Attention if bits == 4 else Int8Attention
         self.ops = [
-            Int8Attention(
+            attention(
                 offset_bytes=i * form.tile_bytes,
                 num_heads=HEADS,
                 num_kv_heads=KV_HEADS,
@@ -55,7 +64,7 @@ class Int8KV:
         ]
         self.bytes_read = form.token_bytes * context * sequences * layers
 
-    def fill(self) -> Int8KV:
+    def fill(self) -> QuantizedKV:
         """Fills every position of every layer with random values."""
         k = torch.randn(len(self.starts) * self.context, KV_HEADS, self.dim)
         whole = self.step(self.context)
@@ -77,16 +86,20 @@ class Int8KV:
 
 
 def decode_cases(quick: bool) -> Iterator[Case]:
+    """Yields decode attention over int8 and over int4 K/V. torch's is the peer of the first."""
     shapes = [(d, b, n) for d in (64, 128) for b in (1, 8, 32) for n in (512, 4096)]
+    shapes += [(d, 1, 32_768) for d in (64, 128)]
     for dim, batch, context in [(64, 1, 512)] if quick else shapes:
         layer_bytes = Int8KVFormat(KV_HEADS, dim, 64).token_bytes * context * batch
-        kv = Int8KV(batch, context, dim, 1 if quick else max(1, min(32, FAR // layer_bytes))).fill()
+        layers = 1 if quick else max(1, min(32, FAR // layer_bytes))
+        kv = QuantizedKV(batch, context, dim, layers).fill()
         step, q = kv.step(1), torch.randn(batch, HEADS, dim)
         keys = torch.randn(batch, KV_HEADS, context, dim).bfloat16()
         query = q.bfloat16()[:, :, None]
+        shape = f"B={batch} L={context} {HEADS}/{KV_HEADS} D={dim}"
         yield Case(
             "decode attention",
-            f"B={batch} L={context} {HEADS}/{KV_HEADS} D={dim}",
+            shape,
             "read",
             kv.bytes_read,
             0.8,
@@ -96,23 +109,28 @@ def decode_cases(quick: bool) -> Iterator[Case]:
             ),
             peer_work=layer_bytes,
         )
+        del keys, query
+        kv = QuantizedKV(batch, context, dim, layers if quick else 2 * layers, bits=4).fill()
+        timed = Timed(partial(_attend_all, kv, kv.step(1), q))
+        yield Case("int4 decode attention", shape, "read", kv.bytes_read, 0.6, timed)
 
 
 def prefill_cases(quick: bool) -> Iterator[Case]:
-    """Yields prefill attention over int8 K/V. Only the unmasked part counts as work."""
+    """Yields prefill attention over int8 and int4 K/V. Only the unmasked part counts as work."""
     shapes = [(d, past) for d in (64, 128) for past in (0, 4096)]
     for dim, past in [(64, 0)] if quick else shapes:
         rows = 64 if quick else 512
-        kv = Int8KV(1, past + rows, dim, 1).fill()
-        step, q = kv.step(rows), torch.randn(rows, HEADS, dim)
-        yield Case(
-            "prefill attention",
-            f"{rows} on {past} {HEADS}/{KV_HEADS} D={dim}",
-            "bf16",
-            4 * HEADS * dim * (rows * past + rows * (rows + 1) // 2),
-            0.5,
-            Timed(partial(_attend_all, kv, step, q)),
-        )
+        q = torch.randn(rows, HEADS, dim)
+        for name, bits in _PREFILLS:
+            kv = QuantizedKV(1, past + rows, dim, 1, bits).fill()
+            yield Case(
+                name,
+                f"{rows} on {past} {HEADS}/{KV_HEADS} D={dim}",
+                "bf16",
+                4 * HEADS * dim * (rows * past + rows * (rows + 1) // 2),
+                0.5,
+                Timed(partial(_attend_all, kv, kv.step(rows), q)),
+            )
 
 
 def prefix_cases(quick: bool) -> Iterator[Case]:
@@ -120,14 +138,14 @@ def prefix_cases(quick: bool) -> Iterator[Case]:
     existed before the step."""
     for dim, batch, context in [(64, 1, 512)] if quick else [(64, 8, 4096), (128, 8, 4096)]:
         layer_bytes = Int8KVFormat(KV_HEADS, dim, 64).token_bytes * context * batch
-        kv = Int8KV(batch, context, dim, 1 if quick else max(1, FAR // layer_bytes)).fill()
+        kv = QuantizedKV(batch, context, dim, 1 if quick else max(1, FAR // layer_bytes)).fill()
         step, q = kv.step(1, prefix_only=True), torch.randn(batch, HEADS, dim)
         timed = Timed(partial(_attend_all, kv, step, q))
         shape = f"B={batch} L={context} {HEADS}/{KV_HEADS} D={dim}"
         yield Case("prefix attention", shape, "read", kv.bytes_read, 0.8, timed)
     for dim, rows in [(64, 16)] if quick else [(d, n) for d in (64, 128) for n in (64, 256)]:
         num_prefix = 64 if quick else 4096
-        kv = Int8KV(1, num_prefix, dim, 1).fill()
+        kv = QuantizedKV(1, num_prefix, dim, 1).fill()
         step, q = kv.step(rows, prefix_only=True), torch.randn(rows, HEADS, dim)
         timed = Timed(partial(_attend_all, kv, step, q))
         shape = f"{rows} on {num_prefix} {HEADS}/{KV_HEADS} D={dim}"

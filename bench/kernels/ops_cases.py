@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.kernels.ops_attention import (
     HEADS,
     KV_HEADS,
-    Int8KV,
+    QuantizedKV,
     decode_cases,
     plain_decode_cases,
     plain_prefill_cases,
@@ -185,7 +185,7 @@ def _append_case(rows: int, dim: int, far: int) -> Case:
     context, tiles = (rows, rows // TILE_TOKENS) if is_prompt else (TILE_TOKENS, rows)
     form = Int8KVFormat(KV_HEADS, dim, 64)
     count = max(1, far // (tiles * form.tile_bytes))
-    kv = Int8KV(count if is_prompt else count * rows, context, dim, 1)
+    kv = QuantizedKV(count if is_prompt else count * rows, context, dim, 1)
     # The sequences of a step are as far apart as the memory allows.
     steps = [kv.step(rows if is_prompt else 1, kv.starts[i::count]) for i in range(count)]
     angle = torch.randn(rows, dim // 2)
@@ -202,7 +202,7 @@ def _append_case(rows: int, dim: int, far: int) -> Case:
 
 
 def _append_all(
-    kv: Int8KV,
+    kv: QuantizedKV,
     calls: abc.Sequence[tuple[Int8AttentionStep, Tensor, Tensor]],
     rotation: tuple[Tensor, Tensor],
 ) -> None:

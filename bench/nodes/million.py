@@ -19,22 +19,16 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.common.checkpoints import random_checkpoint
+from bench.common.filled_run import FilledRun
 from bench.common.node_processes import memory_nodes
 from serve.config import EngineConfig
-from serve.loading.runtime import Runtime, load_runtime
-from serve.request import Request
-from serve.runner.runner import ModelRunner
-from serve.sampling_params import SamplingParams
-from serve.scheduler.scheduler import Scheduler
-from serve.scheduler.sequence import Sequence as Generated
-from serve.scheduler.sequence import make_sequences
-from serve.scheduler.step_plan import SchedulerLimits, StepPlan
+from serve.loading.runtime import load_runtime
+from serve.scheduler.step_plan import SchedulerLimits
 
 _SEGMENT_STEP = 128
 _AROUND = 8  # steps before and after a growth with which it is compared
@@ -93,7 +87,7 @@ def measure(sizes: Sizes, urls: Sequence[str], key: Path | None) -> Result:
     )
     runtime = load_runtime(config)
     try:
-        run = _Run(runtime, SchedulerLimits.of(config))
+        run = FilledRun(runtime, SchedulerLimits.of(config))
         length = sizes.segment_tokens - sizes.steps - 8
         alone = run.add(length, sizes.steps)
         run.fill(alone, length - 1)
@@ -110,56 +104,6 @@ def measure(sizes: Sizes, urls: Sequence[str], key: Path | None) -> Result:
     finally:
         runtime.kv.close_all()
         runtime.memory.close()
-
-
-class _Run:
-    """Runs sequences one after the other through the real scheduler and runner."""
-
-    def __init__(self, runtime: Runtime, limits: SchedulerLimits) -> None:
-        self._kv = runtime.kv
-        self._scheduler = Scheduler(limits, runtime.kv)
-        self._runner = ModelRunner(runtime.model, runtime.kv, runtime.attention)
-
-    def add(self, length: int, answer: int) -> Generated:
-        params = SamplingParams(max_tokens=answer, temperature=0.0, seed=0, ignore_eos=True)
-        prompt = tuple((7 * i) % 900 + 5 for i in range(length))
-        [sequence] = make_sequences(Request("0", None, prompt, params, 0.0), frozenset())
-        self._scheduler.add(sequence)
-        return sequence
-
-    def fill(self, sequence: Generated, count: int) -> None:
-        """Gives the first `count` tokens pages that hold zeros."""
-        while sequence.num_computed_tokens < count:
-            plan = self._plan()
-            self._kv.commit()
-            self._scheduler.update(plan, [0] * sum(plan.samples))
-
-    def chunks(self, sequence: Generated) -> list[tuple[int, float]]:
-        """Computes the rest of a prompt; returns the context after each step, and its seconds."""
-        found = []
-        while len(sequence.token_ids) == sequence.num_prompt_tokens:
-            seconds = self._step()
-            found.append((sequence.num_computed_tokens, seconds))
-        return found
-
-    def decode(self, sequence: Generated) -> float:
-        """Generates to the end; returns the median seconds of a step."""
-        times = []
-        while sequence in self._scheduler.running:
-            times.append(self._step())
-        return statistics.median(times[len(times) // 4 :])
-
-    def _plan(self) -> StepPlan:
-        plan = self._scheduler.schedule(0.0)
-        assert plan is not None, "there is memory for all"
-        return plan
-
-    def _step(self) -> float:
-        began_s = time.perf_counter()
-        plan = self._plan()
-        result = self._runner.run(plan, lambda: None)
-        self._scheduler.update(plan, result.tokens)
-        return time.perf_counter() - began_s
 
 
 def _pauses(steps: Sequence[tuple[int, float]], segment_tokens: int) -> list[float]:

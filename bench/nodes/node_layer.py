@@ -20,12 +20,12 @@ import torch
 from rich.table import Table
 
 from bench.common.node_processes import KEY, memory_nodes
-from memory.attention.int8 import Int8KVLayout
 from memory.attention.seam import AttentionLayer, AttentionStep
+from memory.attention.tiled import TiledKVLayout
 from memory.kv_manager import KVManager
 from memory.nodes.attach import AttachRequest
 from memory.nodes.edit_log import EditLog
-from memory.nodes.new_token_attention import Int8NewTokenAttention
+from memory.nodes.new_token_attention import TiledNewTokenAttention
 from memory.nodes.node_set import NodePartition, NodeSet
 from memory.nodes.placement import page_geometry
 from memory.nodes.remote_attention import RemoteAttention
@@ -146,7 +146,9 @@ def _step(
 
 def _attention(url: str) -> tuple[KVManager, RemoteAttention, NodeSet]:
     layers = [_LAYER] * _LAYERS
-    geometry = page_geometry([Int8KVLayout(layers, 64).token_bytes], [None], "head", 1, 1 << 30)
+    geometry = page_geometry(
+        [TiledKVLayout(layers, "int8", 64).token_bytes], [None], "head", 1, 1 << 30
+    )
     max_len, backend = 4096, get_backend("cpu")
     slots = geometry.range_slots(max_len)
     edits = EditLog(geometry.page_bytes, _ROWS, slots)
@@ -179,6 +181,6 @@ def _attention(url: str) -> tuple[KVManager, RemoteAttention, NodeSet]:
         groups=geometry.groups,
         in_background=False,
     )
-    new = Int8NewTokenAttention(layers, 64, _ROWS * _PREFIX, _ROWS)
+    new = TiledNewTokenAttention(layers, 64, _ROWS * _PREFIX, _ROWS)
     attention = RemoteAttention(layers, new, backend, nodes, kv.range_tokens, _ROWS, FULL_WIRE)
     return kv, attention, nodes

@@ -26,7 +26,7 @@ from serve.errors import ConfigError
 from serve.scheduler.step_time import StepWork
 
 RESOURCES = ("memory", "compute", "network", "overheads")
-_ATTENTION_FACTORS = {"float32": (), "bfloat16": ("bf16",), "int8": ("bf16",)}
+_ATTENTION_FACTORS = {"float32": (), "bfloat16": ("bf16",), "int8": ("bf16",), "int4": ("bf16",)}
 _LOGIT_BYTES = 4
 _REDUCED_BYTES = 2  # a number in an all-reduce
 
@@ -147,6 +147,8 @@ class MachineCost:
         product_peak = device.peak(*precision.factors)
         if product_peak is None:
             raise ConfigError(f"{device.name} does not multiply {precision.weights}")
+        if precision.kv == "int4" and device.kind == "gpu":
+            raise ConfigError(f"{device.name}: K/V in int4 is for CPUs")
         if n > 1 and device.peers is None:
             raise ConfigError(f"{machine.name}: hardware has no peers for {device.name}")
         bandwidth = device.bytes_per_s

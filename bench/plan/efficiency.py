@@ -86,7 +86,7 @@ _CPU_PRODUCTS: dict[str, Curve] = {
     "nf4": ((16, 0.6), (64, 0.67), (512, 0.71)),
 }
 _CPU_WEIGHTS = {"int4": 0.85, "nf4": 0.85}
-_CPU_DECODE = {"int8": 1.0, "bfloat16": 0.05, "float32": 0.08}  # by the type of K/V
+_CPU_DECODE = {"int8": 1.0, "int4": 1.0, "bfloat16": 0.05, "float32": 0.08}  # by the type of K/V
 # Assumed shares, the same as in bench/nodes/node_cost.py; they are not measured on a GPU.
 _GPU = Efficiency(
     weights=0.8,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quant.kv import Int8KVFormat, fitting_group, latent_format
+from quant.kv import kv_format, latent_format
 from serve.errors import ConfigError
 
 _PLAIN_BYTES = {"float32": 4, "bfloat16": 2}
@@ -26,21 +26,22 @@ class LayerAttention(NamedTuple):
     is_shared: bool = False
 
     def read_bytes(self, kv: str, group: int) -> float:
-        """Returns the bytes of a token's K/V in the type kv, with groups of int8 of `group`."""
+        """Returns the bytes of a token's K/V in the type kv, with groups of int8 and int4 of at
+        most `group`."""
         width = self.num_kv_heads * self.head_dim
-        if kv != "int8":
+        if kv in _PLAIN_BYTES:
             return float(width * (2 if self.value_dim is None else 1) * _PLAIN_BYTES[kv])
         if self.value_dim is not None:
-            latent = latent_format(self.value_dim, self.head_dim, group)
+            latent = latent_format(self.value_dim, self.head_dim, group) if kv == "int8" else None
             if latent is None:
-                raise ConfigError(f"kv_dtype int8 has no latents of {self.head_dim}")
+                raise ConfigError(f"kv_dtype {kv} has no latents of {self.head_dim}")
             return latent.tile_bytes / _TILE_TOKENS
-        fitting = fitting_group(self.head_dim, group)
+        fitting = kv_format(kv, self.num_kv_heads, self.head_dim, group)
         if fitting is None:
             raise ConfigError(
-                f"kv_dtype int8 needs a head_dim of a multiple of 16 up to 512, not {self.head_dim}"
+                f"kv_dtype {kv} needs a head_dim of a multiple of 16 up to 512, not {self.head_dim}"
             )
-        return float(Int8KVFormat(self.num_kv_heads, self.head_dim, fitting).token_bytes)
+        return float(fitting.token_bytes)
 
     def stored_bytes(self, kv: str, group: int) -> float:
         """Returns the bytes that a token's K/V takes."""

@@ -124,9 +124,7 @@ def find_precision(dtype: str, kv_dtype: str, shape: Shape) -> Precision:
     if dtype not in WEIGHTS:
         raise ConfigError(f"dtype {dtype!r} is not one of: {', '.join(WEIGHTS)}")
     if kv_dtype == "auto":
-        kv_dtype = dtype
-        if dtype not in KV:
-            kv_dtype = "int8"
+        kv_dtype = dtype if dtype in ("float32", "bfloat16") else "int8"
         if kv_dtype == "int8" and not shape.has_int8_kv:
             kv_dtype = "bfloat16"
     if kv_dtype not in KV:

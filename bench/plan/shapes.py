@@ -22,7 +22,7 @@ from bench.plan.layers import LayerAttention
 from serve.errors import ConfigError
 
 WEIGHTS = ("float32", "bfloat16", "int8", "fp8", "int4", "nf4")
-KV = ("float32", "bfloat16", "int8")
+KV = ("float32", "bfloat16", "int8", "int4")
 _QUANTIZED = ("int8", "int4", "nf4", "fp8")
 _WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "fp8": 8.0}
 _GROUP_SCALE_BITS = 16

@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memory.attention.int8 import Int8KVLayout, append, int8_ops
 from memory.attention.kv_layout import KVCache, KVLayout, values_of
+from memory.attention.layouts import Layout
 from memory.attention.local import LocalAttention
 from memory.attention.seam import AttentionLayer, AttentionStep, Rotation, Ticket
+from memory.attention.tiled import TiledKVLayout, append, tiled_ops
 from ops.backend import Backend, Partial
 from ops.cpu.native_int8_attention import Int8AttentionStep
 
@@ -51,7 +52,7 @@ class PartialAttention(Protocol):
 
 
 def partial_attention(
-    layout: Int8KVLayout | KVLayout,
+    layout: Layout,
     address: int,
     size_bytes: int,
     backend: Backend,
@@ -60,18 +61,18 @@ def partial_attention(
 ) -> PartialAttention:
     """Returns attention over the reservation at `address`. is_eager: k and v come so late that
     `begin` should attend."""
-    if isinstance(layout, Int8KVLayout):
-        return Int8PartialAttention(layout, address, is_eager)
+    if isinstance(layout, TiledKVLayout):
+        return TiledPartialAttention(layout, address, is_eager)
     return PlainPartialAttention(layout, KVCache(layout, address, size_bytes), backend, is_eager)
 
 
-class Int8PartialAttention:
-    """PartialAttention over int8 K/V."""
+class TiledPartialAttention:
+    """PartialAttention over K/V in tiles."""
 
-    def __init__(self, layout: Int8KVLayout, address: int, is_eager: bool) -> None:
+    def __init__(self, layout: TiledKVLayout, address: int, is_eager: bool) -> None:
         self._layout, self._address = layout, address
         self._is_eager = is_eager
-        self.ops = int8_ops(layout)
+        self.ops = tiled_ops(layout)
 
     def _step(self, step: AttentionStep, *, prefix_only: bool) -> Int8AttentionStep:
         token_bytes = self._layout.token_bytes
@@ -87,14 +88,14 @@ class Int8PartialAttention:
 
     def own(self, step: AttentionStep) -> OwnPart:
         planned = self._step(step, prefix_only=False)
-        return _Int8Own(self, planned, self._is_eager and planned.num_single_rows > 0)
+        return _TiledOwn(self, planned, self._is_eager and planned.num_single_rows > 0)
 
     def prefix(self, step: AttentionStep) -> PrefixPart:
-        return _Int8Prefix(self, self._step(step, prefix_only=True))
+        return _TiledPrefix(self, self._step(step, prefix_only=True))
 
 
-class _Int8Prefix:
-    def __init__(self, parent: Int8PartialAttention, step: Int8AttentionStep) -> None:
+class _TiledPrefix:
+    def __init__(self, parent: TiledPartialAttention, step: Int8AttentionStep) -> None:
         self._ops, self._step = parent.ops, step
 
     def attend(self, layer: int, q: Tensor) -> Partial:
@@ -102,9 +103,9 @@ class _Int8Prefix:
         return Partial(self._ops[layer].attend(self._step, q.float(), lse), lse)
 
 
-class _Int8Own:
+class _TiledOwn:
     def __init__(
-        self, parent: Int8PartialAttention, step: Int8AttentionStep, is_eager: bool
+        self, parent: TiledPartialAttention, step: Int8AttentionStep, is_eager: bool
     ) -> None:
         self._ops, self._step, self._is_eager = parent.ops, step, is_eager
 

@@ -11,17 +11,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import lcm
 
-import torch
-
-from memory.attention.int8 import Int8KVLayout
-from memory.attention.kv_layout import KVLayout
+from memory.attention.layouts import KV_TYPES, Layout, make_layout
 from memory.attention.seam import AttentionLayer, kv_owner, layers_in
+from memory.attention.tiled import TILED_TYPES, TiledKVLayout
 from memory.nodes.wire import ErrorCode, WireError
 from quant.kv import GROUPS
 
-KV_TYPES = ("int8", "bfloat16", "float32")
 STRIPE_TOKENS = 16
-"""Tokens in a tile of int8 K/V, and in a stripe of partition mode `sequence`."""
+"""Tokens in a tile of K/V, and in a stripe of partition mode `sequence`."""
 _SYSTEM_PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM = 1024, 4096, 1024
@@ -124,10 +121,10 @@ class AttachRequest:
             raise _shape(f"{num_parts} range parts with page slots {self.num_places} are too many")
         for ids in self.group_layers:
             self._check_shares(ids)
-        if self.kv_dtype == "int8":
+        if self.kv_dtype in TILED_TYPES:
             for layer in self.layers:
-                if not Int8KVLayout.supports([layer]):
-                    raise _shape(f"head_dim {layer.head_dim} has no int8 K/V")
+                if not TiledKVLayout.supports([layer], self.kv_dtype):
+                    raise _shape(f"head_dim {layer.head_dim} has no {self.kv_dtype} K/V")
         if self.by_segment and (self.prefix_only or any(x.window is not None for x in self.layers)):
             raise _shape("segments have neither windows nor prefix_only")
         if any(layer.scale <= 0 for layer in self.layers if layer.value_dim is not None):
@@ -175,13 +172,10 @@ class NodeLayout:
 
     def __init__(self, request: AttachRequest) -> None:
         self.request = request
-        self.groups: list[Int8KVLayout | KVLayout] = []
-        for ids in request.group_layers:
-            layers = layers_in(request.layers, ids)
-            if request.kv_dtype == "int8":
-                self.groups.append(Int8KVLayout(layers, request.kv_group))
-            else:
-                self.groups.append(KVLayout(layers, getattr(torch, request.kv_dtype)))
+        self.groups: list[Layout] = [
+            make_layout(layers_in(request.layers, ids), request.kv_dtype, request.kv_group)
+            for ids in request.group_layers
+        ]
         self.windows = [_widest(layout.layers) for layout in self.groups]
         self.page_bytes = self._fitting_page()
         for layout, tokens in zip(self.groups, request.page_tokens, strict=True):

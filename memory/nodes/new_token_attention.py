@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from memory.attention.int8 import Int8KVLayout, Int8Op, append, int8_ops
 from memory.attention.kv_layout import KVCache, KVLayout, store_rows, values_of
 from memory.attention.seam import AttentionLayer
+from memory.attention.tiled import TiledKVLayout, TiledOp, append, tiled_ops
 from memory.nodes.prompt_tail_cache import PromptTailCache, TailSpan
 from ops.backend import Backend, KeyValues
 from ops.cpu.native_int8_attention import Int8AttentionStep
@@ -42,7 +42,7 @@ class NewTokenAttention(Protocol):
         attended before. v is None where V is a part of K."""
 
 
-class _Int8Run(NamedTuple):
+class _TiledRun(NamedTuple):
     """Rows [first, end) of adjacent sequences. steps is keyed by the bytes of a layer's tile, or
     has the single key 0 for sequences in the prompt tail cache."""
 
@@ -51,22 +51,25 @@ class _Int8Run(NamedTuple):
     steps: dict[int, Int8AttentionStep]
 
 
-class Int8NewTokenAttention:
-    """NewTokenAttention through a small int8 K/V buffer, which holds one layer's rows of one
+class TiledNewTokenAttention:
+    """NewTokenAttention through a small buffer of K/V in tiles, which holds one layer's rows of one
     step."""
 
     def __init__(
         self,
         layers: Sequence[AttentionLayer],
+        kv_dtype: str,
         group: int,
         max_rows: int,
         max_num_seqs: int,
         tail_cache: PromptTailCache | None = None,
     ) -> None:
         # the buffer holds one layer at a time, so also a shared layer's own copy
-        layouts = [Int8KVLayout([replace(layer, shares=None)], group) for layer in layers]
+        layouts = [
+            TiledKVLayout([replace(layer, shares=None)], kv_dtype, group) for layer in layers
+        ]
         self._has_kv = [layer.shares is None for layer in layers]
-        self._ops = [int8_ops(layout)[0] for layout in layouts]
+        self._ops = [tiled_ops(layout)[0] for layout in layouts]
         self._tile_bytes = [layout.tile_bytes for layout in layouts]
         num_tiles = -(-max_rows // TILE_TOKENS) + max_num_seqs
         # zeros, because the kernels also read the scales of rows that were never written
@@ -74,15 +77,15 @@ class Int8NewTokenAttention:
         address = self._memory.data_ptr()
         self._address = address + -address % 64
         self._tail_cache = tail_cache
-        self._tail_ops: list[Int8Op] = []
+        self._tail_ops: list[TiledOp] = []
         if tail_cache is not None:
-            assert isinstance(tail_cache.layout, Int8KVLayout)
-            self._tail_ops = int8_ops(tail_cache.layout)
+            assert isinstance(tail_cache.layout, TiledKVLayout)
+            self._tail_ops = tiled_ops(tail_cache.layout)
 
     def plan(
         self, num_decodes: int, num_rows: Sequence[int], spans: Sequence[TailSpan | None]
     ) -> object:
-        runs: list[_Int8Run] = []
+        runs: list[_TiledRun] = []
         row = 0
         both = zip(num_rows, spans, strict=True)
         for is_kept, pairs in groupby(both, key=lambda pair: pair[1] is not None):
@@ -93,12 +96,12 @@ class Int8NewTokenAttention:
                 if is_kept
                 else self._own(rows)
             )
-            runs.append(_Int8Run(row, row + sum(rows), steps))
+            runs.append(_TiledRun(row, row + sum(rows), steps))
             row += sum(rows)
         return runs
 
     def _kept(self, spans: Sequence[TailSpan], rows: list[int]) -> dict[int, Int8AttentionStep]:
-        assert self._tail_cache is not None and isinstance(self._tail_cache.layout, Int8KVLayout)
+        assert self._tail_cache is not None and isinstance(self._tail_cache.layout, TiledKVLayout)
         layout = self._tail_cache.layout
         starts = [span.start * layout.token_bytes for span in spans]
         lengths = [span.num_tokens for span in spans]
@@ -132,7 +135,7 @@ class Int8NewTokenAttention:
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def _run(
-        self, run: _Int8Run, layer: int, q: Tensor, k: Tensor, v: Tensor | None
+        self, run: _TiledRun, layer: int, q: Tensor, k: Tensor, v: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         is_kept = 0 in run.steps
         op = self._tail_ops[layer] if is_kept else self._ops[layer]

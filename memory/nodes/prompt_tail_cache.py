@@ -13,10 +13,7 @@ import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from memory.attention.int8 import Int8KVLayout
-from memory.attention.kv_layout import KVLayout
+from memory.attention.layouts import Layout, make_layout
 from memory.kv_manager import KVManager
 from memory.nodes.attach import STRIPE_TOKENS, AttachRequest, NodeLayout
 from memory.nodes.placement import page_geometry
@@ -46,7 +43,7 @@ class TailPages:
     memory: VirtualMemory
     num_pages: int
     group: LayerGroup
-    layout: Int8KVLayout | KVLayout | None
+    layout: Layout | None
 
 
 @dataclass(slots=True)
@@ -154,11 +151,7 @@ def _host_pages(
 ) -> TailPages:
     """Returns pages of this machine's memory, of num_bytes at most."""
     layers = template.layers
-    made: Int8KVLayout | KVLayout
-    if template.kv_dtype == "int8":
-        made = Int8KVLayout(layers, template.kv_group)
-    else:
-        made = KVLayout(layers, getattr(torch, template.kv_dtype))
+    made = make_layout(layers, template.kv_dtype, template.kv_group)
     geometry = page_geometry([made.token_bytes], [None], "request", 1, num_bytes)
     tokens = geometry.page_tokens[0]
     request = AttachRequest(

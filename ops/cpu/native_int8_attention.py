@@ -1,4 +1,4 @@
-"""Attention over int8 K/V on the native kernels (ops/csrc/attention*.inl)."""
+"""Attention over int8 and int4 K/V on the native kernels (ops/csrc/attention*.inl)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ops.cpu.native_rotation import check_rotation
 
 
 class Int8AttentionStep:
-    """The sequences of one step over int8 K/V, shared by all layers."""
+    """The sequences of one step over int8 or int4 K/V, shared by all layers."""
 
     def __init__(
         self,
@@ -48,6 +48,9 @@ class Int8Attention:
     leaves sinks out, because they belong to the part with the row's own key.
     """
 
+    bits = 8
+    min_group = 8
+
     def __init__(
         self,
         *,
@@ -63,17 +66,18 @@ class Int8Attention:
         sinks: Sequence[float] = (),
     ) -> None:
         assert head_dim % 16 == 0 and head_dim <= library().MAX_HEAD_DIM, f"{head_dim=}"
-        assert group == 8 or group % 16 == 0, f"{group=}"
+        assert group >= self.min_group and (group == 8 or group % 16 == 0), f"{group=}"
         assert head_dim % group == 0, f"{head_dim=} {group=}"
         assert num_heads % num_kv_heads == 0, f"{num_heads=} {num_kv_heads=}"
         assert len(slopes) in (0, num_heads) and len(sinks) in (0, num_heads), "one for each head"
         self._shape = (num_heads, num_kv_heads, head_dim)
-        self._op: Any = library().Int8Attention(
+        self._op: Any = library().QuantizedAttention(
             offset_bytes,
             num_heads,
             num_kv_heads,
             head_dim,
             group,
+            self.bits,
             scale,
             window or 0,
             soft_cap,
@@ -130,3 +134,15 @@ class Int8Attention:
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
         self._op.attend(step.plan, q.data_ptr(), q.stride(0), out, heads * dim, lse, *phase)
+
+
+class Int4Attention(Int8Attention):
+    """The same over int4 K/V, whose groups have at least 16 numbers.
+
+    Stored K, V and q are transformed (ops/csrc/kv_tiles4.inl), which callers do not see. Values are
+    `ops.reference.round_kv4`; q is rounded to 8 bits, so that a score's error by q is about a tenth
+    of that by K.
+    """
+
+    bits = 4
+    min_group = 16

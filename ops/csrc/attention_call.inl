@@ -1,4 +1,4 @@
-// Divides one layer's attention over int8 K/V into tasks. Included once per instruction set.
+// Divides one layer's attention over int8 or int4 K/V into tasks. Included once per instruction set.
 
 namespace MS_ISA {
 namespace {
@@ -140,9 +140,11 @@ class AttendPlan {
       }
       float* lse = call_.lse ? call_.lse + static_cast<size_t>(seq.first_row) * heads + h : nullptr;
       const float* sinks = seq.first_position < seq.kv_len ? call_.layer.sinks : nullptr;
-      const float inverse = finish_row(sinks, h, total[0], total[1], lse);
+      float inverse = finish_row(sinks, h, total[0], total[1], lse);
+      if (call_.shape.bits == 4) inverse /= static_cast<float>(hadamard_block(dim));
       float* out = call_.out + seq.first_row * call_.out_stride + h * dim;
       for (int d = 0; d < dim; d += 16) store(out + d, load<f32x16>(total + 2 + d) * inverse);
+      if (call_.shape.bits == 4) hadamard(out, dim);
     }
   }
 

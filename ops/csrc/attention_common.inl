@@ -81,7 +81,7 @@ MS_INLINE int rows_of_a_task(int all, int kv_heads, int dim, int threads) {
   return (tiles > 0 ? tiles : 1) * TILE_ROWS;
 }
 
-// Attention of one layer over int8 K/V.
+// Attention of one layer over int8 or int4 K/V.
 struct AttendCall {
   const Step& step;
   const AttentionLayer& layer;

@@ -1,7 +1,7 @@
-// Decode attention over int8 K/V (kv_tiles.inl) for one query row of a sequence. Included once per
+// Decode attention over int8 and int4 K/V for one query row of a sequence. Included once per
 // instruction set.
 //
-// Every query row is computed independently (flash attention, Dao et al. 2022, in base 2):
+// Every query row is computed independently (flash attention, Dao et al. 2022, in base 2); over int8:
 //   q is rounded to 15 bits, as hi * 128 + lo, so that q.k is two exact integer dot products;
 //   tokens are taken 64 at a time (a stretch): p = exp2(s - the stretch's largest s), then
 //   p * v_scale is rounded to 15 bits of the stretch's largest v_scale and multiplied with V in
@@ -13,37 +13,6 @@
 
 namespace MS_ISA {
 namespace {
-
-constexpr int STRETCH_TILES = 4, STRETCH = STRETCH_TILES * TILE;
-constexpr int MAX_ROWS = HAS_32_REGISTERS ? 6 : IS_AVX_VNNI ? 4 : 2;  // of the micro kernels; each row has AT_MOST sums
-constexpr int AT_MOST = IS_AVX_VNNI ? 1 : STRETCH_TILES;
-constexpr float WEIGHT_STEPS = 32767.0f, QUERY_STEPS = 16256.0f;
-
-// Buffers of one thread for some rows, the query heads of one token. They grow as needed.
-struct Scratch {
-  int8_t *hi, *lo;     // [rows][dim]
-  int32_t* offsets;    // [rows][groups]: 128 * sum of q over the group
-  float* q_scale;      // [rows]
-  float *m, *l, *acc;  // sums of a split: [rows], [rows], [rows][dim]
-  int low, high;       // visible positions
-  int position;        // of the query row
-  int head;            // query head of the first row
-};
-
-MS_INLINE Scratch scratch_for(int rows, int dim, int groups) {
-  static thread_local List<char> memory;
-  auto round = [](size_t n) { return (n + 63) / 64 * 64; };
-  const size_t r = rows, bytes[] = {r * dim, r * dim, r * groups * 4, r * 4, r * 4, r * 4, r * dim * 4};
-  size_t need = 64;
-  for (size_t b : bytes) need += round(b);
-  if (memory.size() < need) memory.resize(need);
-  char* at = memory.data() + -reinterpret_cast<uintptr_t>(memory.data()) % 64;
-  void* part[7];
-  for (int i = 0; i < 7; i++) part[i] = at, at += round(bytes[i]);
-  auto f = [&](int i) { return static_cast<float*>(part[i]); };
-  return {static_cast<int8_t*>(part[0]), static_cast<int8_t*>(part[1]), static_cast<int32_t*>(part[2]),
-          f(3), f(4), f(5), f(6), 0, 0, 0, 0};
-}
 
 void round_query(const float* q, const HeadShape& shape, float scale, Scratch& s, int row) {
   f32x16 largest = {};
@@ -68,14 +37,6 @@ void round_query(const float* q, const HeadShape& shape, float scale, Scratch& s
   }
   s.q_scale[row] = top / QUERY_STEPS * scale;
 }
-
-struct Stretch {
-  const uint8_t* tile[STRETCH_TILES];  // address of this head's part of each tile
-  // The tiles of the next head or stretch, to be prefetched line by line: two of them while K is
-  // read and two while V is read, so that the hardware prefetcher detects streams.
-  const uint8_t* next[STRETCH_TILES];
-  int first;                           // position of the first token
-};
 
 // Computes scores[R][TILES] = q.k of R rows and the 16 tokens of each tile from FIRST on, with K's
 // scales applied.
@@ -109,89 +70,6 @@ MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, cons
         const f32x16 part = to_float(sum[r][t] - s.offsets[(row + r) * shape.num_groups + g]);
         scores[r][FIRST + t] = g == 0 ? part * scale : fma(part, scale, scores[r][FIRST + t]);
       });
-    });
-  }
-}
-
-__attribute__((noinline)) void change_scores(const AttentionLayer& layer, const Scratch& s, int row, int first,
-                                           f32x16* score, int tiles) {
-  for (int t = 0; t < tiles; t++) {
-    if (layer.soft_cap > 0.0f) score[t] = soft_capped(layer.soft_cap, score[t]);
-    if (layer.slopes)
-      score[t] = alibi(score[t], LANES + (first + t * TILE - s.position), splat(layer.slopes[s.head + row]));
-  }
-}
-
-// The weights of a stretch for R rows.
-struct Weights {
-  alignas(64) int16_t p[MAX_GROUPS][MAX_ROWS][STRETCH];  // 15-bit integers, for each group
-  float unit[MAX_GROUPS][MAX_ROWS];                      // the value of one step of p
-  float shrink[MAX_ROWS];                                // factor for the rows' earlier sums
-};
-
-// Computes the softmax of R rows' scores x over a stretch.
-template <int R, int TILES, bool MASKED>
-MS_INLINE void softmax_stretch(const HeadShape& shape, const AttentionLayer& layer, const Scratch& s, int row,
-                      const Stretch& at, f32x16 (&x)[MAX_ROWS][STRETCH_TILES], Weights& w) {
-  i32x16 seen[TILES];
-  f32x16 top[R], sum[R];
-  float gain[R];
-  unroll<R>([&](auto r) MS_LAMBDA {
-    unroll<TILES>([&](auto t) MS_LAMBDA { x[r][t] = x[r][t] * s.q_scale[row + r]; });
-  });
-  if (changes_scores(layer))
-    for (int r = 0; r < R; r++) change_scores(layer, s, row + r, at.first, x[r], TILES);
-  unroll<TILES>([&](auto t) MS_LAMBDA {
-    const i32x16 position = LANES + (at.first + t * TILE);
-    if (MASKED) seen[t] = (position >= s.low) & (position < s.high);
-  });
-  f32x16 order[TILES], order_factor[TILES];
-  unroll<TILES>([&](auto t) MS_LAMBDA {
-    f32x16 largest = {};
-    for (int g = 0; g < shape.num_groups; g++)
-      largest = max_magnitude(
-          largest, from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.v_scales) + g * TILE));
-    order[t] = binary_order(largest), order_factor[t] = power_of_two(-order[t]);
-  });
-  unroll<R>([&](auto r) MS_LAMBDA {
-    top[r] = splat(NOTHING);
-    unroll<TILES>([&](auto t) MS_LAMBDA {
-      x[r][t] = x[r][t] + order[t];
-      if (MASKED) x[r][t] = select(seen[t], x[r][t], splat(NOTHING));
-      top[r] = max(top[r], x[r][t]);
-    });
-  });
-  unroll<R>([&](auto r) MS_LAMBDA { top[r] = max_all(top[r]); });
-  unroll<R>([&](auto r) MS_LAMBDA {
-    sum[r] = splat(0.0f);
-    unroll<TILES>([&](auto t) MS_LAMBDA {
-      x[r][t] = exp2_neg(x[r][t] - top[r]);
-      if (MASKED) x[r][t] = select(seen[t], x[r][t], splat(0.0f));
-      sum[r] += x[r][t] * order_factor[t];
-    });
-  });
-  unroll<R>([&](auto r) MS_LAMBDA {
-    const f32x16 before = splat(s.m[row + r]), now = max(before, top[r]);
-    const float less = exp2_neg(before - now)[0];
-    gain[r] = exp2_neg(top[r] - now)[0];
-    w.shrink[r] = less;
-    s.m[row + r] = now[0];
-    s.l[row + r] = s.l[row + r] * less + reduce_add(sum[r]) * gain[r];
-  });
-  for (int g = 0; g < shape.num_groups; g++) {
-    f32x16 scale[TILES], largest = {};
-    unroll<TILES>([&](auto t) MS_LAMBDA {
-      scale[t] = from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.v_scales) + g * TILE);
-      scale[t] = scale[t] * order_factor[t];
-      if (MASKED) scale[t] = select(seen[t], scale[t], splat(0.0f));
-      largest = max_magnitude(largest, scale[t]);
-    });
-    largest = max_magnitude_all(largest);
-    const f32x16 step = WEIGHT_STEPS / max(largest, splat(1e-30f));
-    unroll<TILES>([&](auto t) MS_LAMBDA { scale[t] = scale[t] * step; });
-    unroll<R>([&](auto r) MS_LAMBDA {
-      unroll<TILES>([&](auto t) MS_LAMBDA { store_i16(w.p[g][r] + t * TILE, to_int_nearest(x[r][t] * scale[t])); });
-      w.unit[g][r] = largest[0] * (1.0f / WEIGHT_STEPS) * gain[r];
     });
   }
 }
@@ -247,19 +125,20 @@ MS_INLINE void add_values_by_8(const HeadShape& shape, const Scratch& s, int row
   });
 }
 
-template <int R, int TILES>
+template <int BITS, int R, int TILES>
 __attribute__((noinline)) void stretch_rows(const HeadShape& shape, const AttentionLayer& layer,
                                             const Scratch& s, int row, const Stretch& at) {
   f32x16 scores[MAX_ROWS][STRETCH_TILES];
   Weights w;
-#if defined(MS_AVX_VNNI)
-  unroll<TILES>([&](auto t) MS_LAMBDA { query_key<R, t, 1>(shape, s, row, at, scores); });
-#else
-  query_key<R, 0, TILES>(shape, s, row, at, scores);
-#endif
+  constexpr int AT_A_TIME = BITS == 4 && !HAS_32_REGISTERS ? 1 : IS_AVX_VNNI ? 1 : TILES;
+  unroll<TILES / AT_A_TIME>([&](auto i) MS_LAMBDA {
+    if constexpr (BITS == 4) query_key4<R, i * AT_A_TIME, AT_A_TIME>(shape, s, row, at, scores);
+    else query_key<R, i * AT_A_TIME, AT_A_TIME>(shape, s, row, at, scores);
+  });
   const bool is_whole = at.first >= s.low && at.first + TILES * TILE <= s.high;
-  if (is_whole) softmax_stretch<R, TILES, false>(shape, layer, s, row, at, scores, w);
-  else softmax_stretch<R, TILES, true>(shape, layer, s, row, at, scores, w);
+  if (is_whole) softmax_stretch<BITS, R, TILES, false>(shape, layer, s, row, at, scores, w);
+  else softmax_stretch<BITS, R, TILES, true>(shape, layer, s, row, at, scores, w);
+  if constexpr (BITS == 4) return add_values4<R, TILES>(shape, s, row, at, w);
   if (shape.group == 8) {
     for (int d = 0; d < shape.dim; d += 16)
       add_values_by_8<R, TILES>(shape, s, row, at, d, d / 8, w);
@@ -274,18 +153,20 @@ __attribute__((noinline)) void stretch_rows(const HeadShape& shape, const Attent
 }
 
 using StretchRows = void (*)(const HeadShape&, const AttentionLayer&, const Scratch&, int, const Stretch&);
-template <int R, size_t... T>
+template <int BITS, int R, size_t... T>
 constexpr void fill_tiles(StretchRows* to, std::index_sequence<T...>) {
-  ((to[T] = stretch_rows<R, static_cast<int>(T) + 1>), ...);
+  // With int4, a stretch of one or three tiles has its last tile twice, the second time masked.
+  ((to[T] = stretch_rows<BITS, R, static_cast<int>(BITS == 4 ? T / 2 * 2 + 2 : T + 1)>), ...);
 }
 struct StretchTable { StretchRows at[MAX_ROWS][STRETCH_TILES]; };
-template <size_t... R>
+template <int BITS, size_t... R>
 constexpr StretchTable stretch_table(std::index_sequence<R...>) {
   StretchTable table{};
-  (fill_tiles<static_cast<int>(R) + 1>(table.at[R], std::make_index_sequence<STRETCH_TILES>{}), ...);
+  (fill_tiles<BITS, static_cast<int>(R) + 1>(table.at[R], std::make_index_sequence<STRETCH_TILES>{}), ...);
   return table;
 }
-constexpr StretchTable STRETCH_ROWS = stretch_table(std::make_index_sequence<MAX_ROWS>{});
+constexpr StretchTable STRETCH_ROWS8 = stretch_table<8>(std::make_index_sequence<MAX_ROWS>{});
+constexpr StretchTable STRETCH_ROWS4 = stretch_table<4>(std::make_index_sequence<MAX_ROWS>{});
 
 MS_INLINE void clear(Scratch& s, int rows, int dim) {
   for (int r = 0; r < rows; r++) s.m[r] = NOTHING, s.l[r] = 0.0f;
@@ -305,9 +186,10 @@ void attend_stretch(const AttendCall& call, const Scratch& s, int rows, const Se
     at.next[t] = call.head_at(seq, ahead <= last_tile ? ahead : last_tile, next_head);
   }
   const int left = last_tile - first / TILE + 1, tiles = left < STRETCH_TILES ? left : STRETCH_TILES;
+  const StretchTable& table = call.shape.bits == 4 ? STRETCH_ROWS4 : STRETCH_ROWS8;
   for (int row = 0; row < rows; row += MAX_ROWS) {
     const int r = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
-    STRETCH_ROWS.at[r - 1][tiles - 1](call.shape, call.layer, s, row, at);
+    table.at[r - 1][tiles - 1](call.shape, call.layer, s, row, at);
   }
 }
 
@@ -320,7 +202,8 @@ void attend_part(const AttendCall& call, const SequenceRows& seq, int first, int
   s.position = seq.first_position;
   s.low = call.low_of(s.position), s.high = call.high_of(seq, s.position);
   const float* rows = call.q + seq.first_row * call.q_stride + from * per_kv * dim;
-  for (int h = 0; h < heads; h++) round_query(rows + h * dim, call.shape, call.layer.scale * LOG2E, s, h);
+  const auto round = call.shape.bits == 4 ? round_query4 : round_query;
+  for (int h = 0; h < heads; h++) round(rows + h * dim, call.shape, call.layer.scale * LOG2E, s, h);
   clear(s, heads, dim);
   for (int h = 0; h < heads && begun; h++) {
     const float* part = begun + (from * per_kv + h) * (dim + 2);

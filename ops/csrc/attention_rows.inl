@@ -1,4 +1,4 @@
-// Tasks of prefill attention over int8 K/V. A task has some rows of one sequence and one K/V head.
+// Tasks of prefill attention over int8 and int4 K/V. A task has some rows of one sequence and one K/V head.
 // Included once per instruction set.
 
 namespace MS_ISA {
@@ -34,6 +34,39 @@ MS_INLINE float round_row(const float* q, int dim, int16_t* to) {
   return top / QUERY_STEPS;
 }
 
+// Widens the values of tile t of a stretch.
+MS_INLINE void widen_tile(const HeadShape& shape, const uint8_t* from, int t, const WideStretch& to) {
+  constexpr int HALF = TILE / 2;
+  const int dim = shape.dim;
+  alignas(64) int8_t bytes[64];
+  for (int i = 0; i < TILE * dim; i += 64) {
+    store(bytes, load<i32x16>(from + shape.k + i) ^ splat_i32(static_cast<int32_t>(0x80808080u)));
+    int32_t* k = to.k + t * TILE * dim / 2 + i / 2;
+    store(k, widen_i8(bytes)), store(k + 16, widen_i8(bytes + 32));
+  }
+  const int8_t* v = reinterpret_cast<const int8_t*>(from + shape.v);
+  for (int pair = 0; pair < HALF; pair++, v += 2 * dim)
+    for (int d = 0; d < dim; d += 16)
+      store(to.v + (d / 16 * (STRETCH / 2) + t * HALF + pair) * 16, widen_i8(v + 2 * d));
+}
+
+// The same for int4, whose codes become operands.
+MS_INLINE void widen_tile4(const HeadShape& shape, const uint8_t* from, int t, const WideStretch& to) {
+  const int dim = shape.dim;
+  for (int d = 0; d < dim; d += 8) {
+    int32_t* k = to.k + (t * dim / 4 + d / 4) * TILE;
+    store(k, operands<false>(K_BYTES, from + shape.k + d * 8));
+    store(k + TILE, operands<true>(K_BYTES, from + shape.k + d * 8));
+  }
+  for (int d = 0; d < dim; d += 32)
+    for (int quad = 0; quad < 4; quad++) {
+      const uint8_t* codes = from + shape.v + d * 8 + quad * 64;
+      int32_t* v = to.v + (d / 16 * (STRETCH / 4) + t * 4 + quad) * 16;
+      store(v, operands<false>(LEVELS, codes));
+      if (d + 16 < dim) store(v + STRETCH / 4 * 16, operands<true>(LEVELS, codes));
+    }
+}
+
 // Computes query rows [from, to) of a sequence and one K/V head.
 class RowTask {
  public:
@@ -41,15 +74,15 @@ class RowTask {
       : call_(call), seq_(seq), kv_head_(kv_head), from_(from), to_(to), dim_(call.shape.dim) {
     const HeadShape& shape = call.shape;
     const int count = (to - from + TILE_ROWS - 1) / TILE_ROWS, groups = shape.num_groups;
-    const size_t tile_size = static_cast<size_t>(dim_ / 2 + 2 * dim_ + 9) * TILE_ROWS;
+    const size_t tile_size = static_cast<size_t>(dim_ / 2 + 2 * dim_ + groups + 9) * TILE_ROWS;
     const size_t need = STRETCH * (dim_ + groups * 3 + 2) + MAX_GROUPS + count * tile_size +
-                        TILE_ROWS * (STRETCH + groups * (STRETCH / 2 + 2)) + 16;
+                        TILE_ROWS * (STRETCH + groups * (STRETCH / 2 + 6)) + 16;
     if (memory().size() < need) memory().resize(need);
     at_ = memory().data() + -reinterpret_cast<uintptr_t>(memory().data()) % 64 / 4;
     stretch_ = {ints(STRETCH * dim_ / 2), ints(STRETCH * dim_ / 2), take(STRETCH * groups), take(STRETCH * groups),
                 take(STRETCH * groups), take(MAX_GROUPS), take(STRETCH), take(STRETCH), 0, 0};
     buffers_ = {take(STRETCH * TILE_ROWS), ints(groups * (STRETCH / 2) * TILE_ROWS), take(groups * TILE_ROWS),
-             take(groups * TILE_ROWS)};
+                take(groups * TILE_ROWS), take(groups * 4 * TILE_ROWS)};
     tiles().resize(count);
     for (int i = 0; i < count; i++) begin(tiles()[i], first_of(i), end_of(i));
   }
@@ -96,10 +129,13 @@ class RowTask {
 
   // Loads rows [from, to) into a tile. The remaining lanes are copies of the last row.
   void begin(RowTile& tile, int from, int to) {
-    tile = {(to - from + 15) / 16, ints(dim_ / 2 * TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS),
+    const HeadShape& shape = call_.shape;
+    const int words = shape.bits == 4 ? dim_ / 4 : dim_ / 2;  // of a rounded row
+    tile = {(to - from + 15) / 16, ints(words * TILE_ROWS), ints(shape.num_groups * TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS),
             take(TILE_ROWS), take(dim_ * TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS), take(dim_ * TILE_ROWS),
             ints(TILE_ROWS), ints(TILE_ROWS), ints(TILE_ROWS), 0, 0, 0, 0};
     alignas(64) int16_t rounded[16][MAX_HEAD_DIM];
+    int32_t offsets[MAX_GROUPS];
     for (int c = 0; c < tile.vecs; c++) {
       for (int i = 0; i < 16; i++) {
         const int lane = c * 16 + i, row = from + lane < to ? from + lane : to - 1, head = head_of(row);
@@ -108,14 +144,18 @@ class RowTask {
         tile.low[lane] = call_.low_of(position), tile.high[lane] = call_.high_of(seq_, position);
         tile.position[lane] = position;
         tile.slope[lane] = call_.layer.slopes ? call_.layer.slopes[head] : 0.0f;
-        const float step_value = round_row(query(row), dim_, rounded[i]);
+        int8_t* bytes = reinterpret_cast<int8_t*>(rounded[i]);
+        const float step_value = shape.bits == 4 ? round_query_to_bytes(query(row), shape, bytes, offsets)
+                                                 : round_row(query(row), dim_, rounded[i]);
         tile.q_scale[lane] = step_value * (call_.layer.scale * LOG2E);
+        for (int g = 0; g < shape.num_groups && shape.bits == 4; g++)
+          tile.offset[(g * tile.vecs + c) * 16 + i] = offsets[g];
       }
-      for (int pair = 0; pair < dim_ / 2; pair += 16) {
+      for (int word = 0; word < words; word += 16) {
         f32x16 x[16];
-        for (int i = 0; i < 16; i++) x[i] = load<f32x16>(rounded[i] + 2 * pair);
+        for (int i = 0; i < 16; i++) x[i] = load<f32x16>(rounded[i] + 2 * word);
         transpose(x);
-        for (int i = 0; i < 16 && pair + i < dim_ / 2; i++) store(tile.q + ((pair + i) * tile.vecs + c) * 16, x[i]);
+        for (int i = 0; i < 16 && word + i < words; i++) store(tile.q + ((word + i) * tile.vecs + c) * 16, x[i]);
       }
     }
     const int last = tile.vecs * 16 - 1;
@@ -127,20 +167,12 @@ class RowTask {
   // Widens the stretch of tokens from position `first` on, up to `high`, for all tiles.
   void widen(int first, int high) {
     const HeadShape& shape = call_.shape;
-    const int left = (high - first + TILE - 1) / TILE, half = TILE / 2;
+    const int left = (high - first + TILE - 1) / TILE;
     stretch_.first = first, stretch_.tiles = left < STRETCH_TILES ? left : STRETCH_TILES;
     for (int t = 0; t < stretch_.tiles; t++) {
       const uint8_t* from = call_.head_at(seq_, first / TILE + t, kv_head_);
-      alignas(64) int8_t bytes[64];
-      for (int i = 0; i < TILE * dim_; i += 64) {
-        store(bytes, load<i32x16>(from + shape.k + i) ^ splat_i32(static_cast<int32_t>(0x80808080u)));
-        int32_t* to = stretch_.k + t * TILE * dim_ / 2 + i / 2;
-        store(to, widen_i8(bytes)), store(to + 16, widen_i8(bytes + 32));
-      }
-      const int8_t* v = reinterpret_cast<const int8_t*>(from + shape.v);
-      for (int pair = 0; pair < half; pair++, v += 2 * dim_)
-        for (int d = 0; d < dim_; d += 16)
-          store(stretch_.v + (d / 16 * (STRETCH / 2) + t * half + pair) * 16, widen_i8(v + 2 * d));
+      if (shape.bits == 4) widen_tile4(shape, from, t, stretch_);
+      else widen_tile(shape, from, t, stretch_);
       for (int g = 0; g < shape.num_groups; g++) {
         const int at = g * STRETCH + t * TILE;
         store(stretch_.k_scale + at, from_half(reinterpret_cast<const uint16_t*>(from + shape.k_scales) + g * TILE));
@@ -163,7 +195,7 @@ class RowTask {
       const float* scale = stretch_.v_scale + g * STRETCH;
       for (int t = 0; t < stretch_.tiles; t++) largest = max_magnitude(largest, load<f32x16>(scale + t * TILE));
       stretch_.v_top[g] = reduce_magnitude(largest);
-      const float step = steps_of(stretch_.v_top[g]);
+      const float step = steps_of(stretch_.v_top[g], shape.bits);
       for (int t = 0; t < stretch_.tiles; t++)
         store(stretch_.v_weight + g * STRETCH + t * TILE, load<f32x16>(scale + t * TILE) * step);
     }
@@ -184,7 +216,7 @@ class RowTask {
     from = from > 0 ? from / AT_ONCE * AT_ONCE : 0;
     to = ((to < end ? to : end) + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     if (from >= to) return;
-    const TileStretch run_tile = tile_stretch_for(tile.vecs, std::make_index_sequence<TILE_VECS>{});
+    const TileStretch run_tile = tile_stretch_for(call_.shape.bits, tile.vecs, std::make_index_sequence<TILE_VECS>{});
     run_tile(call_.shape, call_.layer, tile, stretch_, from, to, buffers_);
   }
 
@@ -204,6 +236,7 @@ class RowTask {
         float* lse = call_.lse ? call_.lse + step_row(first + i) * call_.layer.num_heads + head : nullptr;
         const float* sinks = tile.position[lane] < seq_.kv_len ? call_.layer.sinks : nullptr;
         inverse[i] = finish_row(sinks, head, tile.total_m[lane], tile.total_l[lane], lse);
+        if (call_.shape.bits == 4) inverse[i] /= static_cast<float>(hadamard_block(dim_));
       }
       for (int d = 0; d < dim_; d += 16) {
         f32x16 x[16];
@@ -212,6 +245,7 @@ class RowTask {
         transpose(x);
         for (int i = 0; i < count; i++) store(result(first + i) + d, x[i]);
       }
+      for (int i = 0; i < count && call_.shape.bits == 4; i++) hadamard(result(first + i), dim_);
     }
   }
 

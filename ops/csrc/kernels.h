@@ -159,11 +159,11 @@ struct Router {
   int num_groups, num_top_groups, group_best;
 };
 
-// Locates one layer's K and V in a tile of TILE tokens (see kv_tiles.inl).
+// Locates one layer's K and V in a tile of TILE tokens (see kv_shape.inl). bits: 8 or 4, of a value.
 constexpr int TILE = 16, MAX_HEAD_DIM = 512, MAX_PLAIN_DIM = 1024, MAX_GROUPS = MAX_HEAD_DIM / 8;
 struct CacheLayer {
   size_t offset_bytes;  // from the start of a tile
-  int num_kv_heads, head_dim, group;
+  int num_kv_heads, head_dim, group, bits;
 };
 
 struct AttentionLayer {

@@ -1,39 +1,17 @@
-// The storage format of int8 K/V, and the kernel that writes it. Included once per instruction set.
+// The storage format of int8 K/V, and the kernel that writes K/V of either format. Included once per
+// instruction set.
 //
-// A range is a series of tiles of 16 tokens. A layer's part of a tile has for each K/V head:
-//   scales of K, then of V, [2][D/group][16 tokens] fp16,
+// After its scales (kv_shape.inl), a head's part of a tile has
 //   K [D/4][16 tokens][4] unsigned bytes (value + 128),
 //   V [8 pairs of tokens][D][2] signed bytes.
 // In this order a register holds 16 tokens of K or 16 dimensions of V, ready for the 8-bit and
-// 16-bit dot product instructions, and all heads of a tile are one contiguous run.
+// 16-bit dot product instructions.
 //
 // The kernel rotates, quantizes and writes several lanes at a time, where a lane is one token's K and
 // V of one head. A lane's bytes do not depend on the other lanes.
 
 namespace MS_ISA {
 namespace {
-
-struct HeadShape {
-  int dim, group, num_groups;
-  size_t k_scales, v_scales, k, v, bytes;  // offsets in a head's part of a tile, and its size
-  explicit HeadShape(const CacheLayer& c)
-      : dim(c.head_dim), group(c.group), num_groups(c.head_dim / c.group) {
-    k_scales = 0;
-    v_scales = static_cast<size_t>(num_groups) * TILE * 2;
-    k = 2 * v_scales;
-    v = k + static_cast<size_t>(TILE) * dim;
-    bytes = v + static_cast<size_t>(TILE) * dim;
-  }
-};
-
-// One token's K and V of one head, to be written to lane t of the tile at `at`.
-struct Lane {
-  const float *k, *v;
-  uint8_t* at;
-  int t, row;
-  bool is_cold;  // the first lane of this tile in this task, whose lines are in no cache
-};
-constexpr int MAX_LANES = 16, MAX_LANE_FLOATS = 2048;
 
 // Writes N dimensions (16 or 8) from d on to a lane of K.
 template <int N>
@@ -113,6 +91,7 @@ __attribute__((noinline)) void store_block(const HeadShape& shape, const Lane* l
 MS_INLINE void touch_lane(const HeadShape& shape, const Lane& lane) {
   for (int d = 0; d < shape.dim; d += 16) prefetch(lane.k + d), prefetch(lane.v + d);
   if (!lane.is_cold) return;
+  if (shape.bits == 4) return touch_lane4(shape, lane);
   for (size_t line = 0; line < shape.k; line += 64) __builtin_prefetch(lane.at + line, 1, 3);
   for (int d = 0; d < shape.dim; d += 4) __builtin_prefetch(lane.at + shape.k + d * TILE, 1, 3);
   for (int d = 0; d < 2 * shape.dim; d += 64)
@@ -181,7 +160,7 @@ void append_kv(const Step& step, const CacheLayer& layer, const float* k, const 
   for (int s = 0; s < step.num_sequences; s++) rows += step.sequences[s].num_rows;
   const int most = MAX_LANE_FLOATS / shape.dim < MAX_LANES ? MAX_LANE_FLOATS / shape.dim : MAX_LANES;
   const int share = 1 + 4096 / (layer.num_kv_heads * shape.dim);
-  const auto store_some = shape.group >= 16 ? store_block<16> : store_block<8>;
+  const auto store_some = shape.bits == 4 ? store_block4 : shape.group >= 16 ? store_block<16> : store_block<8>;
   ms::Team::get().parallel((rows + share - 1) / share, [&](int task) {
     const int first = next_tile(step, task * share, rows), end = next_tile(step, (task + 1) * share, rows);
     if (first >= end) return;

@@ -17,12 +17,13 @@ using namespace ms;
 
 namespace {
 
-class Int8Attention {
+// Attention over K/V with `bits` of 8 or 4.
+class QuantizedAttention {
  public:
-  Int8Attention(size_t offset_bytes, int num_heads, int num_kv_heads, int head_dim, int group, float scale,
-                int window, float soft_cap, std::vector<float> slopes, std::vector<float> sinks)
+  QuantizedAttention(size_t offset_bytes, int num_heads, int num_kv_heads, int head_dim, int group, int bits,
+                     float scale, int window, float soft_cap, std::vector<float> slopes, std::vector<float> sinks)
       : slopes_(std::move(slopes)), sinks_(std::move(sinks)) {
-    layer_ = {{offset_bytes, num_kv_heads, head_dim, group}, num_heads, scale, window, soft_cap,
+    layer_ = {{offset_bytes, num_kv_heads, head_dim, group, bits}, num_heads, scale, window, soft_cap,
               slopes_.empty() ? nullptr : slopes_.data(), sinks_.empty() ? nullptr : sinks_.data()};
   }
   void append(const StepPlan& step, uintptr_t k, uintptr_t v, size_t stride, uintptr_t cos, uintptr_t sin,
@@ -173,10 +174,10 @@ NB_MODULE(_native, m) {
   nb::class_<StepPlan>(m, "StepPlan")
       .def(nb::init<uintptr_t, size_t, const std::vector<size_t>&, const std::vector<int>&,
                     const std::vector<int>&, bool>());
-  nb::class_<Int8Attention>(m, "Int8Attention")
-      .def(nb::init<size_t, int, int, int, int, float, int, float, std::vector<float>, std::vector<float>>())
-      .def("append", &Int8Attention::append)
-      .def("attend", &Int8Attention::attend, "step"_a, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "lse"_a,
+  nb::class_<QuantizedAttention>(m, "QuantizedAttention")
+      .def(nb::init<size_t, int, int, int, int, int, float, int, float, std::vector<float>, std::vector<float>>())
+      .def("append", &QuantizedAttention::append)
+      .def("attend", &QuantizedAttention::attend, "step"_a, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "lse"_a,
            "phase"_a = 0, "sums"_a = 0);
   m.def("prefill_plain", &prefill_plain);
   m.def("merge_partials", &merge_partials);

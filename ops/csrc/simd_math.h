@@ -294,6 +294,31 @@ MS_INLINE i32x16 dot_i16(i32x16 acc, i32x16 v, i32x16 p) {
   return acc + low + (v >> 16) * (p >> 16);
 #endif
 }
+// The same as dot_u8_i8, for factors of which two products fit in 16 bits.
+MS_INLINE i32x16 dot_small(i32x16 acc, i32x16 w, i32x16 x) {
+#if defined(MS_PAIRS_OF_BYTES)
+  return add_pairs(acc, dot_pairs_u8_i8(i32x16{}, w, x));
+#else
+  return dot_u8_i8(acc, w, x);
+#endif
+}
+// Returns table[i] for each byte i < 16 of `indices`.
+MS_INLINE i32x16 look_up(const int8_t (&table)[16], i32x16 indices) {
+#if defined(__AVX512BW__)
+  return (i32x16)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(table)), (__m512i)indices);
+#elif defined(__AVX2__)
+  const __m256i twice = _mm256_broadcastsi128_si256(load<__m128i>(table));
+  return by_pieces<i32x16>([=](auto i) MS_LAMBDA { return _mm256_shuffle_epi8(twice, (__m256i)i); }, indices);
+#elif defined(__aarch64__)
+  const int8x16_t entries = vld1q_s8(table);
+  return by_pieces<i32x16>([=](auto i) MS_LAMBDA { return vqtbl1q_s8(entries, (uint8x16_t)i); }, indices);
+#else
+  uint8_t bytes[64];
+  store(bytes, indices);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(table[byte]);
+  return load<i32x16>(bytes);
+#endif
+}
 // Widens 32 signed bytes to 32 signed 16-bit words.
 MS_INLINE i32x16 widen_i8(const int8_t* p) {
 #if defined(__AVX512BW__)

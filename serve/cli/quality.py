@@ -107,10 +107,12 @@ def evaluate(
 def _configs(config: EngineConfig, variants: Sequence[Variant]) -> list[EngineConfig]:
     """Returns a configuration for each variant; ConfigError if one is not supported."""
     vocab_size = read_spec(config.model_path).vocab_size
-    configs = [
-        replace(config, dtype=dtype, kv_dtype=kv_dtype, model=model or config.model)
-        for dtype, kv_dtype, model in variants
-    ]
+    configs = []
+    for dtype, kv_dtype, model in variants:
+        one = replace(config, dtype=dtype, kv_dtype=kv_dtype)
+        if model:
+            one = with_directory(replace(one, model=model, served_model_name=None))
+        configs.append(one)
     for one in configs:
         spec = read_spec(one.model_path)
         if spec.vocab_size != vocab_size:
@@ -123,7 +125,7 @@ def _configs(config: EngineConfig, variants: Sequence[Variant]) -> list[EngineCo
 
 def _named(config: EngineConfig, reference: EngineConfig) -> str:
     """Returns the start of a row's name, which names a model that is not that of the others."""
-    return "" if config.model == reference.model else f"{config.model_path.name}: "
+    return "" if config.model == reference.model else f"{config.model_name}: "
 
 
 class _Store:

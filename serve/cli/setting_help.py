@@ -93,8 +93,13 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "packed_cache_bytes": Option(
         MODEL, "Most packed weights in that directory; by default 64GiB.", is_size=True
     ),
-    "kv_dtype": Option(MODEL, "Type of K/V: auto, int8, bfloat16 or float32.", choices=KV_DTYPES),
-    "kv_group": Option(MODEL, "Values that share a scale in int8 K/V."),
+    "kv_dtype": Option(
+        MODEL,
+        "Type of K/V: auto, int8, int4 (longer contexts, less exact), bfloat16 or float32.",
+        choices=KV_DTYPES,
+        flags=("--kv-cache-dtype",),
+    ),
+    "kv_group": Option(MODEL, "Values that share a scale in int8 and int4 K/V."),
     "max_model_len": Option(MODEL, "Longest sequence in tokens; by default the model's."),
     "compute_threads": Option(MODEL, "Cores that compute; by default all."),
     "tokenize_threads": Option(MODEL, "Threads that tokenize prompts."),

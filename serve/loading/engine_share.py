@@ -7,12 +7,13 @@ from typing import Protocol
 
 import torch
 
+from memory.attention.tiled import TILED_TYPES
 from memory.nodes.attach import AttachRequest
 from memory.nodes.engine_lanes import EngineLanes
 from memory.nodes.new_token_attention import (
-    Int8NewTokenAttention,
     NewTokenAttention,
     PlainNewTokenAttention,
+    TiledNewTokenAttention,
 )
 from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.staging import HOST_STAGING, Staging
@@ -63,8 +64,9 @@ class HostShare:
         self, template: AttachRequest, tail_cache: PromptTailCache | None
     ) -> NewTokenAttention:
         config, layers = self._config, template.layers
-        if self._precision.kv == "int8":
+        kv = self._precision.kv
+        if kv in TILED_TYPES:
             rows, sequences = config.batched_tokens, config.max_num_seqs
-            return Int8NewTokenAttention(layers, config.kv_group, rows, sequences, tail_cache)
-        dtype = getattr(torch, self._precision.kv)
+            return TiledNewTokenAttention(layers, kv, config.kv_group, rows, sequences, tail_cache)
+        dtype = getattr(torch, kv)
         return PlainNewTokenAttention(layers, dtype, self.backend, tail_cache)

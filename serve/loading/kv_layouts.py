@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memory.attention.grouped import group_layers
-from memory.attention.int8 import Int8KVLayout
-from memory.attention.kv_layout import KVLayout
+from memory.attention.layouts import Layout, make_layout
 from memory.attention.seam import AttentionLayer, layers_in
 from memory.pages.layer_groups import LayerGroup
 from serve.config import EngineConfig
@@ -19,15 +18,11 @@ from serve.loading.precision import Precision
 if TYPE_CHECKING:
     from memory.attention.cuda import CudaKVLayout
 
-Layout = KVLayout | Int8KVLayout
-
 
 def kv_layout(
     config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
 ) -> Layout:
-    if precision.kv == "int8":
-        return Int8KVLayout(layers, config.kv_group)
-    return KVLayout(layers, getattr(torch, precision.kv))
+    return make_layout(layers, precision.kv, config.kv_group)
 
 
 def device_layout(

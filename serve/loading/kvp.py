@@ -10,10 +10,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from memory.attention.int8 import Int8KVLayout
-from memory.attention.kv_layout import KVLayout
+from memory.attention.layouts import Layout, make_layout
 from memory.attention.seam import AttentionLayer, PlannedAttention
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
@@ -86,7 +83,7 @@ class Segments:
     def over(
         self,
         inner: PlannedAttention,
-        layout: Int8KVLayout | KVLayout,
+        layout: Layout,
         where: tuple[int, int],
         backend: Backend,
     ) -> PlannedAttention:
@@ -205,11 +202,7 @@ class SegmentSizes:
         else:
             found = node_sizes(self.setting, config.holders, connect, config.memory_node_bytes)
             bytes_, _, whole, max_message = found
-        layout: Int8KVLayout | KVLayout
-        if precision.kv == "int8":
-            layout = Int8KVLayout(layers, config.kv_group)
-        else:
-            layout = KVLayout(layers, getattr(torch, precision.kv))
+        layout = make_layout(layers, precision.kv, config.kv_group)
         whole = min(whole, MAX_PAGES // _FEWEST_PAGES * bytes_)
         self.geometry: PageGeometry = page_geometry(
             [layout.token_bytes], [None], "head", len(parts), whole

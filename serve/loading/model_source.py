@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from memory.attention.seam import AttentionLayer
+from memory.attention.tiled import TILED_TYPES
 from ops import Backend, get_backend
 from ops.cpu import native_library
 from ops.cpu.heap import keep_freed_memory
@@ -150,7 +151,7 @@ def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -
     has_attention = native_library.instruction_set() != "portable" and all(
         layer.head_dim % 16 == 0 for layer in layers
     )
-    if precision.kv == "int8" or has_attention:
+    if precision.kv in TILED_TYPES or has_attention:
         torch.set_num_threads(1)
 
 

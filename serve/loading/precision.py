@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memory.attention.int8 import Int8KVLayout
 from memory.attention.seam import AttentionLayer
+from memory.attention.tiled import TILED_TYPES, TiledKVLayout
 from ops import best_backend
 from ops.cpu import native_library
 from ops.kv_tiles import MAX_HEAD_DIM
@@ -91,7 +91,7 @@ def resolve_precision(
         weights = dtype
     is_int8 = weights != "plain"
     kv = config.kv_dtype
-    can_int8 = Int8KVLayout.supports(spec.attention_layers)
+    can_int8 = TiledKVLayout.supports(spec.attention_layers, "int8")
     if kv == "auto":
         kv = "int8" if is_int8 and can_int8 else _name(compute)
         kv_reason = "as the products"
@@ -99,14 +99,31 @@ def resolve_precision(
             kv = "bfloat16"  # the compute type is fp32, twice the bytes
             kv_reason = f"int8 K/V has no heads of {_some(_head_dims(spec))}"
             logger.log(level, "kv_dtype auto: bfloat16 (%s)", kv_reason)
-    if kv == "int8":
-        _require(backend, "kv_dtype", kv)
-        if not can_int8:
-            raise ConfigError(
-                "kv_dtype int8 needs a head_dim of a multiple of 16 up to 512, not "
-                f"{_some(_head_dims(spec))}"
-            )
+    if kv in TILED_TYPES:
+        _require_kv(backend, kv, spec)
     return Precision(compute, weights, kv, packed, backend, reason, kv_reason)
+
+
+def _require_kv(backend: str, kv: str, spec: ModelSpec) -> None:
+    """Raises ConfigError if K/V of a model cannot be int8, or int4."""
+    if kv == "int4" and backend != "cpu":
+        others = "auto, int8" if backend == "cuda" else "auto"
+        raise ConfigError(
+            f"kv_dtype int4 needs the cpu back end, not {backend}; use {others}, bfloat16 or"
+            " float32"
+        )
+    _require(backend, "kv_dtype", kv)
+    if TiledKVLayout.supports(spec.attention_layers, kv):
+        return
+    if kv == "int4" and any(layer.value_dim is not None for layer in spec.attention_layers):
+        raise ConfigError(
+            f"kv_dtype int4 is not available for the latents of {spec.model_type}; use auto, int8,"
+            " bfloat16 or float32"
+        )
+    raise ConfigError(
+        f"kv_dtype {kv} needs a head_dim of a multiple of 16 up to 512, not "
+        f"{_some(_head_dims(spec))}"
+    )
 
 
 def _head_dims(spec: ModelSpec) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memory.attention.grouped import GroupedAttention, group_layers
+from memory.attention.layouts import Layout
 from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
 from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
@@ -23,7 +24,7 @@ from memory.pages.virtual_memory import VirtualMemory
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.kv_layouts import Layout, kv_layout, stored_layers
+from serve.loading.kv_layouts import kv_layout, stored_layers
 from serve.loading.kv_sizing import reserving, size_kv
 from serve.loading.precision import Precision
 from serve.loading.runtime import group_attention

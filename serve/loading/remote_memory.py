@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from memory.attention.grouped import group_layers
-from memory.attention.int8 import Int8KVLayout
-from memory.attention.kv_layout import KVLayout
+from memory.attention.layouts import make_layout
 from memory.attention.seam import AttentionLayer, layers_in
+from memory.attention.tiled import TILED_TYPES
 from memory.kv_memory import KVMemory
 from memory.nodes.attach import AttachRequest, NodeLayout, accounting_bytes
 from memory.nodes.edit_log import EditLog
@@ -279,11 +279,7 @@ def _geometry(
     token_bytes = []
     for _, ids in groups:
         chosen = layers_in(layers, ids)
-        layout: Int8KVLayout | KVLayout
-        if precision.kv == "int8":
-            layout = Int8KVLayout(chosen, config.kv_group)
-        else:
-            layout = KVLayout(chosen, getattr(torch, precision.kv))
+        layout = make_layout(chosen, precision.kv, config.kv_group)
         token_bytes.append(layout.token_bytes)
     windows = [window for window, _ in groups]
     return page_geometry(token_bytes, windows, partition, len(config.memory_nodes), node_bytes)
@@ -296,7 +292,7 @@ def _wire_format(
     if config.memory_wire == "auto":
         rows = _WIRE_TYPES.get(precision.compute, WireType.FLOAT32)
         # k is rotated in fp32 before it is quantized.
-        return WireFormat(rows, WireType.FLOAT32 if precision.kv == "int8" else rows)
+        return WireFormat(rows, WireType.FLOAT32 if precision.kv in TILED_TYPES else rows)
     if config.memory_wire == "int8" and not all(fits_int8(layer.head_dim) for layer in layers):
         raise ConfigError("memory_wire int8: the model's head_dim is not a multiple of 16")
     rows = WireType[config.memory_wire.upper()]

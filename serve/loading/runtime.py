@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 
 from memory.attention.chunked import ChunkedAttention
 from memory.attention.grouped import GroupedAttention, group_layers
-from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
-from memory.attention.kv_layout import KVCache, KVLayout
-from memory.attention.local import LocalAttention
+from memory.attention.layouts import Layout, local_attention
 from memory.attention.seam import PlannedAttention, layers_in
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
@@ -178,7 +176,7 @@ def _load_local(
 def _segments(
     config: EngineConfig,
     precision: Precision,
-    layouts: list[KVLayout | Int8KVLayout],
+    layouts: list[Layout],
     groups: list[tuple[int | None, list[int]]],
     sizes: KVSizes,
 ) -> Segments | None:
@@ -221,7 +219,7 @@ def _has_idle_core(config: EngineConfig) -> bool:
 
 def _attention(
     kv: KVManager,
-    layouts: list[KVLayout | Int8KVLayout],
+    layouts: list[Layout],
     groups: list[tuple[int | None, list[int]]],
     address: int,
     backend: Backend,
@@ -239,18 +237,14 @@ def _attention(
 
 
 def group_attention(
-    layout: KVLayout | Int8KVLayout,
+    layout: Layout,
     address: int,
     num_bytes: int,
     window: int | None,
     backend: Backend,
 ) -> PlannedAttention:
     """Makes the attention of a layer group whose ranges take num_bytes from `address` on."""
-    part: PlannedAttention
-    if isinstance(layout, Int8KVLayout):
-        part = Int8LocalAttention(layout, address)
-    else:
-        part = LocalAttention(layout.layers, KVCache(layout, address, num_bytes), backend)
+    part = local_attention(layout, address, num_bytes, backend)
     chunk = layout.layers[0].chunk
     if chunk is None or window is None:
         return part

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
-from memory.attention.int8 import Int8KVLayout
-from memory.attention.kv_layout import KVLayout
+from memory.attention.layouts import Layout
 from memory.attention.partial import partial_attention
 from memory.attention.seam import AttentionLayer, PlannedAttention
 from memory.attention.segmented import SegmentedAttention
+from memory.attention.tiled import TiledKVLayout
 from memory.nodes.segment_links import HasPartitions, Locate, SegmentLinks
 from ops.backend import Backend
 
 
 def fold_segments(
     inner: PlannedAttention,
-    layout: Int8KVLayout | KVLayout,
+    layout: Layout,
     where: tuple[int, int],
     backend: Backend,
     segment_tokens: int,
@@ -30,7 +30,7 @@ def fold_segments(
     partial = partial_attention(layout, address, end - address, backend)
     links = None
     if held is not None:
-        wide = isinstance(layout, Int8KVLayout)
+        wide = isinstance(layout, TiledKVLayout)
         nodes, locate, begun_away = held
         links = SegmentLinks(layers, nodes, backend, locate, begun_away, rotates_wide=wide)
     return SegmentedAttention(inner, partial, layers, backend, segment_tokens, links)

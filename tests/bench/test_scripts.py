@@ -170,6 +170,30 @@ def test_kv_memory_quick(tmp_path):
     assert len(mib) == 2 and mib[1] < 0.5 * mib[0], "2,048 tokens, windows of 256"
 
 
+@pytest.mark.skipif(not native_library.is_available(), reason="needs the compiled library")
+def test_kv_formats_quick(tmp_path):
+    """Formats of more bits change less, and the rotation helps keys."""
+    lines = [x.split("│") for x in printed("bench.kernels.kv_formats", tmp_path).splitlines()]
+    rows = [(x[1].strip(), float(x[4])) for x in lines if len(x) > 4 and x[4].strip()[0].isdigit()]
+    keys = dict(rows[:10])
+    assert keys["fp32"] == 0 < keys["int8, groups of 64"] < keys["int4"] / 20
+    steps = keys["even steps per token, rotated"], keys["even steps per token"]
+    assert keys["int4, last 128 int8"] < keys["int4"] and steps[0] < steps[1] < 0.02
+
+
+@pytest.mark.skipif(not native_library.is_available(), reason="needs the compiled library")
+def test_long_decode_quick(tmp_path):
+    lines = [x.split("│") for x in printed("bench.engine.long_decode", tmp_path).splitlines()]
+    rows = [[cell.strip() for cell in x[1:-1]] for x in lines if len(x) > 6]
+    assert [row[:4] for row in rows] == [
+        ["int8", "144", "1", "2,048"],
+        ["int4", "112", "1", "2,048"],
+        ["int8", "144", "2", "1,500"],
+        ["int4", "112", "2", "1,500"],
+    ]
+    assert all(float(row[5].replace(",", "")) > 0 for row in rows)
+
+
 def test_prefix_cache_quick(tmp_path):
     rows = [
         line for line in printed("bench.engine.prefix_cache", tmp_path).splitlines() if "│" in line

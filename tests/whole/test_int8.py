@@ -56,11 +56,12 @@ def _outputs(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
-def test_tokens_do_not_depend_on_the_batch_or_the_chunks(family, dtype):
+@pytest.mark.parametrize("precision", ["int8", "int8/int4", "bfloat16", "float32"])
+def test_tokens_do_not_depend_on_the_batch_or_the_chunks(family, precision):
     path = str(checkpoint(family, "base"))
     prompts, params = _requests(320, 5, 12)
-    settings = {"dtype": dtype, "max_model_len": 140}
+    dtype, kv_dtype = parse_precision(precision)
+    settings = {"dtype": dtype, "kv_dtype": kv_dtype, "max_model_len": 140}
     with LLM(path, max_num_seqs=12, **settings) as llm:
         together = _outputs(llm, prompts, params)
         alone = [_outputs(llm, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
@@ -72,16 +73,18 @@ def test_tokens_do_not_depend_on_the_batch_or_the_chunks(family, dtype):
 
 
 @pytest.mark.small_pages
-def test_tokens_are_the_same_after_preemption():
-    """Log-probabilities too are exact, since prefill rows equal decode rows in int8."""
+@pytest.mark.parametrize(("kv_dtype", "num_pages"), [("int8", 12), ("int4", 8)])
+def test_tokens_are_the_same_after_preemption(kv_dtype, num_pages):
+    """Log-probabilities too are exact, since prefill rows equal decode rows in int8 and int4."""
     path = str(checkpoint("llama", "base"))
     prompts, params = _requests(320, 6, 12)
     params = [replace(p, max_tokens=45) for p in params]
-    settings = {"dtype": "int8", "max_model_len": 140, "max_num_seqs": 12, "kv_page_bytes": 4096}
+    settings = {"dtype": "int8", "kv_dtype": kv_dtype, "max_model_len": 140, "max_num_seqs": 12}
+    settings["kv_page_bytes"] = 4096
     with LLM(path, **settings) as llm:
         roomy = _outputs(llm, prompts, params)
         assert llm.stats().num_preemptions == 0
-    with LLM(path, kv_cache_bytes=12 * 4096, memory_policy="prompt_only", **settings) as llm:
+    with LLM(path, kv_cache_bytes=num_pages * 4096, memory_policy="prompt_only", **settings) as llm:
         assert _outputs(llm, prompts, params) == roomy
         assert llm.stats().num_preemptions > 0
         assert llm.stats().pages_in_use == 0
@@ -92,37 +95,43 @@ def _head_dim(family: str) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("precision", ["int8", "int8/float32", "float32/int8", "float32/bfloat16"])
+@pytest.mark.parametrize(
+    "precision", ["int8", "int8/float32", "float32/int8", "float32/bfloat16", "float32/int4"]
+)
 def test_every_family_is_close_to_fp32(family, precision):
     """Random checkpoints have flat distributions, so KL shows every error."""
     rng = random.Random(1)
     tokens = [rng.randrange(2, 320) for _ in range(60)]
-    if precision.endswith("/int8") and _head_dim(family) % TILE_TOKENS:
-        pytest.skip("int8 K/V needs heads of a multiple of 16")
+    if precision.endswith(("/int8", "/int4")) and _head_dim(family) % TILE_TOKENS:
+        pytest.skip("K/V in tiles needs heads of a multiple of 16")
     plain = logprobs_of(checkpoint(family, "base"), "float32", tokens)
     other = logprobs_of(checkpoint(family, "base"), precision, tokens)
     kl = divergence(plain, other)
     bound = 0.01 if precision.startswith("int8") else 0.001
+    if precision.endswith("int4"):
+        bound = 0.2  # half a step of 4 bits is 16 times that of 8, and KL grows with the square
     assert 0 < float(kl.mean()) < bound
     assert float(kl.max()) < 10 * bound
 
 
 def test_int8_keeps_the_perplexity_of_the_default_model():
     """`--dtype auto` relies on at most 0.5 % each for the products and the K/V."""
-    precisions = ["float32", "int8/float32", "float32/int8", "int8"]
+    precisions = ["float32", "int8/float32", "float32/int8", "int8", "float32/int4"]
     results = evaluate(
         "default",
         HELDOUT.read_text(encoding="utf-8"),
         [parse_precision(p) for p in precisions],
         max_tokens=3000,
     )
-    reference, products, kv, both = results
+    reference, products, kv, both, int4_kv = results
     assert reference.kl == 0.0 and reference.agreement == 1.0
     assert abs(products.change_from(reference)) < 0.005
     assert abs(kv.change_from(reference)) < 0.005
     assert abs(both.change_from(reference)) < 0.01
     assert 0.0 < kv.kl < products.kl < 0.01
     assert both.kv_bytes_per_token < reference.kv_bytes_per_token / 3
+    assert kv.kl < int4_kv.kl < 0.003 and abs(int4_kv.change_from(reference)) < 0.01
+    assert int4_kv.kv_bytes_per_token < 0.56 * kv.kv_bytes_per_token
 
 
 def test_the_default_model_runs_in_int8_by_default(caplog):

@@ -37,13 +37,16 @@ def cached(outputs) -> list[int]:
     return [output.metrics.num_cached_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float32", "bfloat16"])
-def test_a_hit_changes_no_bit(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("int8", "auto"), ("int8", "int4"), ("float32", "auto"), ("bfloat16", "auto")],
+)
+def test_a_hit_changes_no_bit(dtype, kv_dtype):
     prompts = [prompt(), prompt(5), prompt(5, 6, 7), prompt(*range(10, 40))]
-    path = str(checkpoint("llama"))
-    with LLM(path, dtype=dtype, prefix_cache=False, **SETTINGS) as llm:
+    path, types = str(checkpoint("llama")), {"dtype": dtype, "kv_dtype": kv_dtype}
+    with LLM(path, prefix_cache=False, **types, **SETTINGS) as llm:
         expected = answers([llm.generate(p, greedy())[0] for p in prompts])
-    with LLM(path, dtype=dtype, **SETTINGS) as llm:
+    with LLM(path, **types, **SETTINGS) as llm:
         one_by_one = [llm.generate(p, greedy())[0] for p in prompts]
         at_once = llm.generate(prompts, greedy())
         stats = llm.stats()
@@ -78,15 +81,18 @@ def test_invalid_salts_are_refused(salt):
         SamplingParams(cache_salt=salt)
 
 
-def test_evictions_and_preemptions_change_no_token():
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_evictions_and_preemptions_change_no_token(kv_dtype):
     """There are more prefixes than pages."""
     path = str(checkpoint("llama"))
     prompts = [{"prompt_token_ids": [k, *PREFIX[: 20 + 7 * k]]} for k in range(3, 13)]
-    small = SETTINGS | {"kv_cache_bytes": 120 << 10, "max_model_len": 200}
+    types = {"dtype": "int8", "kv_dtype": kv_dtype}
+    size = {"int8": 120 << 10, "int4": 66 << 10}[kv_dtype]
+    small = SETTINGS | {"kv_cache_bytes": size, "max_model_len": 200}
     small["memory_policy"] = "prompt_only"
-    with LLM(path, dtype="int8", prefix_cache=False, **SETTINGS) as llm:
+    with LLM(path, prefix_cache=False, **types, **SETTINGS) as llm:
         expected = answers(llm.generate(prompts, greedy(70)))
-    with LLM(path, dtype="int8", **small) as llm:
+    with LLM(path, **types, **small) as llm:
         assert answers(llm.generate(prompts, greedy(70))) == expected
         assert answers(llm.generate(prompts, greedy(70))) == expected
         stats = llm.stats()

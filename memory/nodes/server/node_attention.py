@@ -16,15 +16,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memory.attention.int8 import Int8KVLayout, Int8LocalAttention, append, int8_ops
 from memory.attention.kv_layout import KVCache, KVLayout, store_rows, values_of
 from memory.attention.local import LocalAttention
 from memory.attention.partial import (
-    Int8PartialAttention,
     PartialAttention,
     PlainPartialAttention,
+    TiledPartialAttention,
 )
 from memory.attention.seam import AttentionLayer, PlannedAttention
+from memory.attention.tiled import TiledKVLayout, TiledLocalAttention, append, tiled_ops
 from memory.nodes.wire import Append, Query
 from memory.pages.layer_groups import READ_BLOCK
 from ops.backend import Backend, KeyValues
@@ -53,18 +53,18 @@ class NodeAttention(Protocol):
         """Writes k and v, [A, Hk, D] each, or k alone where V is a part of it."""
 
 
-class Int8NodeAttention:
-    """NodeAttention over int8 K/V."""
+class TiledNodeAttention:
+    """NodeAttention over K/V in tiles."""
 
-    def __init__(self, layout: Int8KVLayout, address: int, range_bytes: int) -> None:
+    def __init__(self, layout: TiledKVLayout, address: int, range_bytes: int) -> None:
         """The first range begins at `address`; ranges are range_bytes apart."""
         self._layout = layout
         self._address = address
         self._range_bytes = range_bytes
-        self._ops = int8_ops(layout)
+        self._ops = tiled_ops(layout)
         self.range_tokens = range_bytes // layout.token_bytes
-        self.local: PlannedAttention = Int8LocalAttention(layout, address, is_eager=True)
-        self.partial: PartialAttention = Int8PartialAttention(layout, address, is_eager=True)
+        self.local: PlannedAttention = TiledLocalAttention(layout, address, is_eager=True)
+        self.partial: PartialAttention = TiledPartialAttention(layout, address, is_eager=True)
 
     def _step(
         self, ranges: list[int], rows: list[int], keys: list[int], prefix_only: bool

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from memory.attention.int8 import Int8KVLayout
 from memory.attention.seam import Attention, AttentionStep, Ticket
+from memory.attention.tiled import TiledKVLayout
 from memory.nodes.attach import AttachRequest, NodeLayout
-from memory.nodes.server.node_attention import Int8NodeAttention, NodeAttention, PlainNodeAttention
+from memory.nodes.server.node_attention import NodeAttention, PlainNodeAttention, TiledNodeAttention
 from memory.nodes.server.node_segments import BegunSegments, SegmentQueries
 from memory.nodes.server.page_slots import PageSlots
 from memory.nodes.wire import (
@@ -105,8 +105,8 @@ class NodeSession:
         layout = self.layout.groups[number]
         start, end = self.layout.group_offsets[number : number + 2]
         range_bytes = self.layout.range_bytes(number)
-        if isinstance(layout, Int8KVLayout):
-            return Int8NodeAttention(layout, address + start, range_bytes)
+        if isinstance(layout, TiledKVLayout):
+            return TiledNodeAttention(layout, address + start, range_bytes)
         return PlainNodeAttention(layout, address + start, range_bytes, end - start, backend)
 
     def close(self) -> None:

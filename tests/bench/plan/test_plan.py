@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +15,9 @@ from bench.common.checkpoints import random_checkpoint
 from bench.plan.cost import Machine, MachineCost, all_reduce_s
 from bench.plan.efficiency import BOUND, Efficiency, expected
 from bench.plan.hardware import Device, Link, load_devices
+from bench.plan.run import find_precision
 from bench.plan.shapes import KV, WEIGHTS, Precision, known_models, load_shape, make_shape
-from memory.attention.int8 import Int8KVLayout
-from memory.attention.kv_layout import KVLayout
+from memory.attention.layouts import make_layout
 from serve.config import DEFAULT_MODEL, default_model_path
 from serve.errors import ConfigError, ModelLoadError
 from serve.models import read_spec
@@ -131,12 +130,20 @@ def test_the_embedded_model_is_its_own_checkpoint() -> None:
     assert replace(read, name="default") == named
     assert load_shape(str(default_model_path() / "config.json")) == read
     layers = read_spec(default_model_path()).attention_layers
-    laid_out = {
-        "int8": Int8KVLayout(layers, 64).token_bytes,
-        "bfloat16": KVLayout(layers, torch.bfloat16).token_bytes,
-        "float32": KVLayout(layers, torch.float32).token_bytes,
-    }
+    laid_out = {kind: make_layout(layers, kind, 64).token_bytes for kind in KV}
     assert {kind: named.kv_token_bytes(Precision("float32", kind)) for kind in KV} == laid_out
+
+
+def test_int4_kv_is_for_cpus_and_never_taken_by_itself() -> None:
+    shape, devices = load_shape("llama-3.2-1b"), load_devices()
+    assert find_precision("int4", "auto", shape).kv == "int8"
+    precision = find_precision("int8", "int4", shape)
+    assert shape.kv_token_bytes(precision) == 16 * 8 * (64 + 8)  # 4 bits, and 2 bytes for 32
+    cpu = devices["zen5-2vcpu"]
+    cost = MachineCost(shape, precision, Machine(cpu), expected(cpu.kind, precision))
+    assert cost.attention.decode(1, 10_000).memory_s > 0
+    with pytest.raises(ConfigError, match="h100-sxm: K/V in int4 is for CPUs"):
+        MachineCost(shape, precision, Machine(devices["h100-sxm"]), BOUND)
 
 
 def test_a_checkpoint_of_which_the_bytes_are_known(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from bench.plan.serving import (
     serve,
 )
 from bench.plan.shapes import Precision, load_shape
-from memory.attention.int8 import Int8KVLayout
+from memory.attention.tiled import TiledKVLayout
 from memory.pages.layer_groups import LayerGroup
 from serve.config import EngineConfig, default_model_path
 from serve.errors import ConfigError
@@ -58,7 +58,7 @@ def served(found: Serving | str) -> Serving:
 def test_capacity_is_what_the_engine_maps() -> None:
     """The plan's tokens equal those of the engine's pages, but for padding."""
     spec = read_spec(default_model_path())
-    layout = Int8KVLayout(spec.attention_layers, 64)
+    layout = TiledKVLayout(spec.attention_layers, "int8", 64)
     config = EngineConfig(kv_cache_bytes=64 << 20)
     sizes = size_kv(config, spec, [LayerGroup(layout.token_bytes, layout.tile_tokens)])
     mapped = sizes.num_pages * sizes.page_bytes // sizes.groups[0].token_bytes

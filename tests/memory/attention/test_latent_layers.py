@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
-from memory.attention.kv_layout import KVCache, KVLayout
-from memory.attention.local import LocalAttention
+from memory.attention.layouts import local_attention, make_layout
 from memory.attention.seam import AttentionLayer, AttentionStep
+from memory.attention.tiled import TiledKVLayout
 from ops import get_backend
 from ops.cpu import native_library
 from ops.reference import ReferenceBackend, attention_fp64, round_latent
@@ -41,19 +40,13 @@ STEPS = [
 
 class Memory:
     def __init__(self, kind, layers=LAYERS, is_eager=False):
-        if kind == "int8":
-            self.layout = Int8KVLayout(layers, 64)
-        else:
-            self.layout = KVLayout(layers, getattr(torch, kind))
+        self.layout = make_layout(layers, kind, 64)
         size = 3 * MAX_LEN * self.layout.token_bytes
         self.buffer = ctypes.create_string_buffer(size + 64)
         address = ctypes.addressof(self.buffer)
         address += -address % 64
-        if kind == "int8":
-            self.attention = Int8LocalAttention(self.layout, address, is_eager)
-        else:
-            cache = KVCache(self.layout, address, size)
-            self.attention = LocalAttention(layers, cache, get_backend("cpu"), is_eager)
+        backend = get_backend("cpu")
+        self.attention = local_attention(self.layout, address, size, backend, is_eager=is_eager)
         self.attention.buffer = self.buffer  # which lives as long as the attention
 
 
@@ -236,11 +229,11 @@ def test_layers_that_cuda_does_not_support(change, kind):
 
 def test_layers_that_int8_does_not_support():
     whole = AttentionLayer(4, 1, 64, 0.1, value_dim=48)
-    assert Int8KVLayout.supports([whole])
+    assert TiledKVLayout.supports([whole], "int8")
     for changed in (
         AttentionLayer(4, 1, 64, 0.1, value_dim=40),
         AttentionLayer(4, 2, 64, 0.1, value_dim=48),
         AttentionLayer(4, 1, 64, 0.1, 100, value_dim=48),
         AttentionLayer(4, 1, 64, 0.1, soft_cap=2.0, value_dim=48),
     ):
-        assert not Int8KVLayout.supports([whole, changed])
+        assert not TiledKVLayout.supports([whole, changed], "int8")

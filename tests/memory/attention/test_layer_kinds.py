@@ -6,19 +6,20 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from memory.attention.grouped import GroupedAttention, group_layers
-from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
-from memory.attention.kv_layout import KVCache, KVLayout
-from memory.attention.local import LocalAttention
+from memory.attention.kv_layout import KVLayout
+from memory.attention.layouts import local_attention, make_layout
 from memory.attention.seam import AttentionLayer, AttentionStep, kv_owner, layers_in
+from memory.attention.tiled import TILED_TYPES
 from ops import get_backend
 from ops.cpu import native_library
-from ops.reference import attention_fp64, round_kv
-from quant.kv import fitting_group
+from ops.reference import attention_fp64, round_kv, round_kv4
+from quant.kv import fitting_group, fitting_int4_group
 
 pytestmark = pytest.mark.usefixtures("seeded")
 MAX_LEN = 320
@@ -53,19 +54,13 @@ class Memory:
         self.buffers = []
         for _, ids in groups:
             layers = layers_in(LAYERS, ids)
-            if kind == "int8":
-                layout = Int8KVLayout(layers, 64)
-            else:
-                layout = KVLayout(layers, getattr(torch, kind))
+            layout = make_layout(layers, kind, 64)
             size = 3 * MAX_LEN * layout.token_bytes
             self.buffers.append(ctypes.create_string_buffer(size + 64))
             address = ctypes.addressof(self.buffers[-1])
             address += -address % 64
-            if kind == "int8":
-                parts.append(Int8LocalAttention(layout, address, is_eager))
-            else:
-                cache = KVCache(layout, address, size)
-                parts.append(LocalAttention(layers, cache, get_backend("cpu"), is_eager))
+            backend = get_backend("cpu")
+            parts.append(local_attention(layout, address, size, backend, is_eager=is_eager))
         self.attention = GroupedAttention(parts, [ids for _, ids in groups])
 
 
@@ -127,6 +122,10 @@ def as_stored(x, layer):
     return round_kv(x, fitting_group(layer.head_dim, 64))
 
 
+def as_stored4(x, layer):
+    return round_kv4(x.float(), fitting_int4_group(layer.head_dim, 64)).double()
+
+
 def as_given(x, layer):
     return x
 
@@ -135,13 +134,14 @@ KINDS = [
     ("float32", torch.float32, as_given, 1e-5),
     ("bfloat16", torch.bfloat16, as_given, 3e-2),
     ("int8", torch.float32, as_stored, 3e-3),
+    ("int4", torch.float32, as_stored4, 3e-2),  # q is rounded to 8 bits
 ]
 
 
 @pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.parametrize(("kind", "dtype", "rounded", "tolerance"), KINDS)
 def test_local_attention_equals_the_reference(kind, dtype, rounded, tolerance, is_eager):
-    if kind == "int8" and not native_library.is_available():
+    if kind in TILED_TYPES and not native_library.is_available():
         pytest.skip("native kernels not built")
     memory = Memory(kind, is_eager)
     run(memory.attention, dtype, against_fp64(rounded, tolerance))
@@ -198,13 +198,9 @@ def test_cuda_attention_equals_the_reference(kind):
 # ---- sizes and errors
 
 
-@pytest.mark.parametrize("kind", ["int8", "float32"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "float32"])
 def test_a_shared_layer_takes_no_memory(kind):
-    def layout(layers):
-        if kind == "int8":
-            return Int8KVLayout(layers, 64)
-        return KVLayout(layers, torch.float32)
-
+    layout = partial(make_layout, kv_dtype=kind, group=64)
     own = [layer for layer in LAYERS if layer.shares is None]
     assert layout(LAYERS).token_bytes == layout(own).token_bytes
     assert layout(LAYERS).offsets[5:] == [layout(LAYERS).offsets[i] for i in (1, 0, 4)]

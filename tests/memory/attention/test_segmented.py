@@ -54,7 +54,7 @@ def inputs_of(count, seed):
     return [torch.randn(count, heads, 32, generator=generator) for heads in (8, 4, 4)]
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "float32"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "float32"])
 def test_attention_is_the_fold_of_its_segments_in_order(kv_dtype):
     rig, backend = Segmented(layers_of(1), kv_dtype), get_backend("cpu")
     q, k, v = inputs_of(400, 1)

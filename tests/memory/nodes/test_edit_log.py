@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from memory.attention.int8 import Int8KVLayout
 from memory.attention.seam import AttentionLayer
+from memory.attention.tiled import TiledKVLayout
 from memory.kv_manager import KVManager
 from memory.nodes.attach import AttachRequest, NodeLayout
 from memory.nodes.edit_log import EditLog
@@ -30,7 +30,7 @@ class NodeModel(KVModel):
 
     def __init__(self, shard: Shard, windows) -> None:
         layers = [AttentionLayer(8, 8, 64, 0.125, window) for window in windows]
-        sizes = [Int8KVLayout([layer], 64).token_bytes for layer in layers]
+        sizes = [TiledKVLayout([layer], "int8", 64).token_bytes for layer in layers]
         geometry = page_geometry(sizes, windows, shard.partition, shard.count, 1 << 20)
         slots = geometry.range_slots(MAX_LEN)
         self.shard = shard

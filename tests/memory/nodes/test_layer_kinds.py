@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from memory.attention.seam import AttentionLayer
+from memory.attention.tiled import TILED_TYPES
 from memory.nodes.attach import AttachRequest, NodeLayout
 from memory.nodes.wire import FULL_WIRE, ErrorCode, WireError, WireFormat, WireType
 from tests.memory.nodes.test_own_rows import Local, steps_of
@@ -57,12 +58,12 @@ def close(one, other) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("names", ["a", "ab"])
 @pytest.mark.parametrize(("window", "tail_bytes"), [(None, 0), (None, 1 << 22), (40, 0)])
 def test_results_have_the_bits_of_local_attention(kv_dtype, names, window, tail_bytes):
     layers = layers_with(window)
-    dtype = torch.float32 if kv_dtype == "int8" else getattr(torch, kv_dtype)
+    dtype = torch.float32 if kv_dtype in TILED_TYPES else getattr(torch, kv_dtype)
     kind = WireType.BFLOAT16 if dtype is torch.bfloat16 else WireType.FLOAT32
     wire = WireFormat(kind, kind)
     rig = RemoteRig(layers, tuple(names), "head", kv_dtype, wire, tail_bytes=tail_bytes)
@@ -70,7 +71,7 @@ def test_results_have_the_bits_of_local_attention(kv_dtype, names, window, tail_
     rig.close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
 def test_a_node_with_all_heads(kv_dtype):
     layers = layers_with(40)
     rig = RemoteRig(layers, ("a",), "request", kv_dtype, FULL_WIRE)
@@ -88,10 +89,11 @@ def test_merged_results_are_close_to_local_attention(names, tail_bytes):
     rig.close()
 
 
-def test_merged_int8_results_are_close_to_local_attention():
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_merged_results_of_rounded_kv_are_close_to_local_attention(kv_dtype):
     layers = layers_with(None)
-    rig = RemoteRig(layers, ("a", "b"), "sequence", "int8", FULL_WIRE)
-    local = Local(layers, "int8")
+    rig = RemoteRig(layers, ("a", "b"), "sequence", kv_dtype, FULL_WIRE)
+    local = Local(layers, kv_dtype)
     run(
         rig,
         local,

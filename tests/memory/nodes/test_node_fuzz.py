@@ -13,7 +13,7 @@ from tests.support.engine.raw_engine import REQUEST, RawEngine, Witness
 
 MAP, UNMAP, COPY, RELEASE = EditKind
 PAGES = REQUEST.num_pages
-KV_DTYPES = ["float32", "bfloat16", "int8"]
+KV_DTYPES = ["float32", "bfloat16", "int8", "int4"]
 
 
 class Fuzzer:

@@ -10,10 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
-from memory.attention.kv_layout import KVCache, KVLayout
-from memory.attention.local import LocalAttention
+from memory.attention.layouts import local_attention, make_layout
 from memory.attention.seam import AttentionStep
+from memory.attention.tiled import TILED_TYPES
 from memory.nodes.wire import ErrorCode, WireFormat, WireType
 from ops import get_backend
 from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness
@@ -28,19 +27,12 @@ class Local:
     """Local attention over ranges of MAX_LEN tokens."""
 
     def __init__(self, layers, kv_dtype):
-        if kv_dtype == "int8":
-            layout = Int8KVLayout(layers, 64)
-        else:
-            layout = KVLayout(layers, getattr(torch, kv_dtype))
+        layout = make_layout(layers, kv_dtype, 64)
         size = NUM_RANGES * MAX_LEN * layout.token_bytes
         self._memory = ctypes.create_string_buffer(size + 64)
         address = ctypes.addressof(self._memory)
         address += -address % 64
-        if kv_dtype == "int8":
-            self._attention = Int8LocalAttention(layout, address)
-        else:
-            cache = KVCache(layout, address, size)
-            self._attention = LocalAttention(layers, cache, get_backend("cpu"))
+        self._attention = local_attention(layout, address, size, get_backend("cpu"))
 
     def step(self, rows, inputs):
         """rows: (number of the range, number of rows, tokens after them)."""
@@ -70,12 +62,12 @@ def steps_of(pick, lengths):
             yield [(name, n, lengths[name]) for name, n in sorted(rows.items(), key=lambda x: x[1])]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("names", ["a", "ab", "abcd"])
 @pytest.mark.parametrize(("windows", "tail_bytes"), [((), 0), ((), 1 << 22), ((None, 40), 0)])
 def test_results_have_the_bits_of_local_attention(kv_dtype, names, windows, tail_bytes):
     layers = layers_of(2, windows=windows)
-    dtype = torch.float32 if kv_dtype == "int8" else getattr(torch, kv_dtype)
+    dtype = torch.float32 if kv_dtype in TILED_TYPES else getattr(torch, kv_dtype)
     kind = WireType.BFLOAT16 if dtype is torch.bfloat16 else WireType.FLOAT32
     rig = RemoteRig(
         layers, tuple(names), "head", kv_dtype, WireFormat(kind, kind), tail_bytes=tail_bytes

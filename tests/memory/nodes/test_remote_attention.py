@@ -16,18 +16,22 @@ from memory.nodes.node_states import NodeStates
 from memory.nodes.server.node import MemoryNode
 from memory.nodes.wire import FULL_WIRE, WireFormat, WireType
 from ops import get_backend
+from ops.reference import round_kv4
+from quant.kv import fitting_int4_group
 from tests.support.nodes.remote_rig import MIB, RemoteRig, layers_of, reference
 from transport.base import TransportTimeoutError
 from transport.direct import direct_pair
 
-BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2, "int4": 3e-2}
 
 
 class Histories:
     """Holds each sequence's q, k and v, layer by layer."""
 
-    def __init__(self, layers, seed=0):
+    def __init__(self, layers, seed=0, kv_dtype=None):
+        """kv_dtype: results are expected from int4 K/V as it is rounded."""
         self.layers = layers
+        self.is_int4 = kv_dtype == "int4"
         self.generator = torch.Generator().manual_seed(seed)
         self.keys = {}
         self.values = {}
@@ -48,7 +52,10 @@ class Histories:
                 empty = k[:0]
                 self.keys[at] = torch.cat([self.keys.get(at, empty), k])
                 self.values[at] = torch.cat([self.values.get(at, empty), v])
-                outs.append(reference(layer, q, self.keys[at], self.values[at]))
+                kv = self.keys[at], self.values[at]
+                if self.is_int4:
+                    kv = [round_kv4(x, fitting_int4_group(layer.head_dim, 64)) for x in kv]
+                outs.append(reference(layer, q, *kv))
                 qs.append(q)
                 ks.append(k)
                 vs.append(v)
@@ -59,7 +66,7 @@ class Histories:
 
 def run_mixed(rig, layers, kv_dtype, wire=FULL_WIRE):
     """Runs prompt chunks beside decode rows over several steps."""
-    histories = Histories(layers)
+    histories = Histories(layers, kv_dtype=kv_dtype)
     lengths = dict.fromkeys("xyz", 0)
     items = {name: rig.kv.open(600) for name in lengths}
     bound = BOUNDS[kv_dtype] + (3e-2 if wire.rows is WireType.INT8 else 0)
@@ -82,7 +89,7 @@ def run_mixed(rig, layers, kv_dtype, wire=FULL_WIRE):
         rig.kv.close(item)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(
     ("partition", "names"),
     [
@@ -103,7 +110,7 @@ def test_any_partition_gives_plain_attention(kv_dtype, partition, names):
     assert rig.nodes.leased() == 0
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
 def test_sliding_windows(kv_dtype):
     layers = layers_of(3, windows=(None, 40, 40))
     rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype)
@@ -126,7 +133,7 @@ def test_fewer_bits_on_the_wire(wire):
     rig.close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("partition", ["head", "sequence"])
 def test_prompt_tails_are_cached_until_they_are_read(kv_dtype, partition):
     layers = layers_of()
@@ -149,7 +156,7 @@ def test_a_cached_prompt_tail_needs_no_queries_to_nodes(tail_bytes, num_queries)
     rig.close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
 def test_little_memory_for_prompts_changes_nothing(kv_dtype):
     layers = layers_of()
     rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype, tail_bytes=1 << 16)
@@ -247,7 +254,7 @@ def test_prompts_on_other_nodes_continue_when_own_memory_replaces_a_node():
     rig.close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
 def test_a_prompt_that_cannot_be_cached_is_left_to_the_nodes(kv_dtype, monkeypatch):
     """Every second mapping fails, and the results stay the same."""
     layers = layers_of()

@@ -16,12 +16,13 @@ from memory.nodes.node_link import NodesLostError
 from memory.nodes.segment_links import SegmentLinks
 from memory.nodes.wire import ErrorCode, WireError, pack_plan
 from ops import get_backend
+from ops.reference import round_kv4
 from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness
 from tests.support.nodes.remote_rig import layers_of, reference
 from tests.support.nodes.segment_rig import LENGTH, MAX_LEN, Segmented
 
 FORM, FULL, STALE, RANGE, SHAPE, FAULT = ErrorCode
-BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2, "int4": 3e-2}
 SHARING = [*layers_of(2), replace(layers_of(1)[0], shares=0)]
 SINKS = [replace(layer, sinks=tuple(x / 8 for x in range(8))) for layer in layers_of(2)]
 LATENT = [AttentionLayer(4, 1, 96, 0.1, value_dim=64)] * 2
@@ -60,9 +61,12 @@ def inputs_of(layers, count, dtype, generator):
         (layers_of(2), "float32", True),
         (layers_of(2), "bfloat16", True),
         (layers_of(2), "int8", True),
+        (layers_of(2), "int4", True),
         (SINKS, "float32", False),
         (SINKS, "int8", False),
+        (SINKS, "int4", False),
         (SHARING, "int8", False),
+        (SHARING, "int4", False),
         (SHARING, "bfloat16", False),
         (LATENT, "int8", False),
         (LATENT, "float32", False),
@@ -84,28 +88,30 @@ def test_results_have_the_bits_of_local_segments(names, layers, kv_dtype, is_tur
     remote.close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_the_fold_is_attention_over_all_keys(kv_dtype):
     layers, rig = layers_of(1), Segmented(layers_of(1), kv_dtype, ("a", "b"))
     generator = torch.Generator().manual_seed(3)
     whole = torch.randn(3, MAX_LEN, 8, 32, generator=generator)
     q, k, v = whole[0], whole[1, :, :4], whole[2, :, :4]
+    stored = [round_kv4(x, 32) if kv_dtype == "int4" else x for x in (k, v)]
     length = 0
     for n in (100, 60, 1, 1, 300, 50, 1):
         rows = slice(length, length + n)
         length += n
         [out] = rig.step([(0, n, length)], [(q[rows], k[rows], v[rows])])
-        due = reference(layers[0], q[rows], k[:length], v[:length])
+        due = reference(layers[0], q[rows], *(x[:length] for x in stored))
         assert float((out - due).abs().max()) < BOUNDS[kv_dtype]
     rig.close()
 
 
-def test_int8_bits_do_not_depend_on_how_a_prompt_is_cut():
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(kv_dtype):
     layers, generator = layers_of(1), torch.Generator().manual_seed(5)
     [(q, k, v)] = inputs_of(layers, 500, torch.float32, generator)
     found = []
     for cuts in ([500], [128, 256, 500], [1, 2, 127, 129, 300, 499, 500]):
-        rig, first, outs = Segmented(layers, "int8"), 0, []
+        rig, first, outs = Segmented(layers, kv_dtype), 0, []
         for end in cuts:
             rows = slice(first, end)
             outs += rig.step([(1, end - first, end)], [(q[rows], k[rows], v[rows])])

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from memory.attention.grouped import GroupedAttention
-from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
-from memory.attention.kv_layout import KVCache, KVLayout
-from memory.attention.local import LocalAttention
+from memory.attention.layouts import local_attention, make_layout
 from memory.attention.seam import Attention, AttentionLayer, AttentionStep, PlannedAttention
+from memory.attention.tiled import TILED_TYPES
 from ops import get_backend
 from ops.cpu import native_library
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
@@ -38,14 +37,12 @@ class Local:
             self.attention = GroupedAttention(parts, ids)
 
     def _part(self, layers: list[AttentionLayer], kind: str) -> PlannedAttention:
-        layout = Int8KVLayout(layers, 32) if kind == "int8" else KVLayout(layers, torch.float32)
+        layout = make_layout(layers, kind if kind in TILED_TYPES else "float32", 32)
         size = 4 * MAX_LEN * layout.token_bytes
         buffer = ctypes.create_string_buffer(size + 64)
         self._buffers.append(buffer)
         address = -(-ctypes.addressof(buffer) // 64) * 64
-        if isinstance(layout, Int8KVLayout):
-            return Int8LocalAttention(layout, address)
-        return LocalAttention(layers, KVCache(layout, address, size), get_backend("cpu"))
+        return local_attention(layout, address, size, get_backend("cpu"))
 
     def starts(self, lengths: dict[int, int], past: dict[int, int]) -> list[int]:
         return [number * MAX_LEN for number in lengths]
@@ -111,11 +108,11 @@ def run(rig: Local | Remote, seed: int, *, is_split: bool) -> list[torch.Tensor]
     return results
 
 
-KINDS = ["plain", "int8", "grouped"]
+KINDS = ["plain", "int8", "int4", "grouped"]
 KINDS += [
     f"remote/{partition}/{dtype}"
     for partition in ("head", "sequence")
-    for dtype in ("float32", "int8")
+    for dtype in ("float32", "int8", "int4")
 ]
 
 

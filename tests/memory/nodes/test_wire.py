@@ -278,10 +278,11 @@ def test_every_field_is_needed(name):
 @pytest.mark.parametrize(
     ("head_dim", "is_fine"), [(16, True), (512, True), (20, False), (528, False), (1024, False)]
 )
-def test_int8_needs_heads_that_its_kernels_have(head_dim, is_fine):
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_tiles_need_heads_that_their_kernels_have(head_dim, is_fine, kv_dtype):
     layers = [replace(LAYER, head_dim=head_dim)] * 3
     layers[2] = replace(layers[2], window=40)
-    content = as_sent(replace(REQUEST, kv_dtype="int8", layers=layers))
+    content = as_sent(replace(REQUEST, kv_dtype=kv_dtype, layers=layers))
     assert (code_of(AttachRequest.from_json, content) is None) == is_fine
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from memory.attention.grouped import group_layers
-from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
-from memory.attention.kv_layout import KVCache, KVLayout
-from memory.attention.local import LocalAttention
+from memory.attention.layouts import local_attention, make_layout
 from memory.attention.seam import AttentionLayer, AttentionStep
+from memory.attention.tiled import TILED_TYPES
 from memory.pages.layer_groups import GroupPages, LayerGroup
 from memory.prefix.index import PrefixHasher
 from ops import get_backend
@@ -253,17 +252,14 @@ class Sequence:
     def __init__(self, kind: str, window: int) -> None:
         layer = AttentionLayer(2 * NUM_HEADS, NUM_HEADS, DIM, 0.25, window)
         name, _, dtype = kind.partition("/")
-        is_int8 = dtype == "int8"
-        layout = Int8KVLayout([layer], 16) if is_int8 else KVLayout([layer], getattr(torch, dtype))
+        is_tiled = dtype in TILED_TYPES
+        layout = make_layout([layer], dtype, 16)
         size = -(-LENGTH // 16) * 16 * layout.token_bytes
         self._memory = ctypes.create_string_buffer(size)
         self._address = ctypes.addressof(self._memory)
-        if is_int8:
-            self._attention = Int8LocalAttention(layout, self._address)
-        else:
-            cache = KVCache(layout, self._address, size)
-            self._attention = LocalAttention([layer], cache, get_backend(name))
-        self._dtype = torch.float32 if is_int8 else getattr(torch, dtype)
+        backend = get_backend("cpu" if is_tiled else name)
+        self._attention = local_attention(layout, self._address, size, backend)
+        self._dtype = torch.float32 if is_tiled else getattr(torch, dtype)
         self.pages = GroupPages(
             LayerGroup(layout.token_bytes, layout.tile_tokens, window), layout.token_bytes * 16, 1
         )
@@ -285,14 +281,14 @@ class Sequence:
 
 
 KINDS = ["cpu/float32", "cpu/bfloat16", "reference/float32"]
-KINDS += ["cpu/int8"] if native_library.is_available() else []
+KINDS += ["cpu/int8", "cpu/int4"] if native_library.is_available() else []
 
 
 @pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [1, 40, 128, 200])
 def test_no_kernel_reads_behind_the_window(kind, window):
-    """Before each row, released K/V becomes NaN (int8: the largest scales), and the bits stay
+    """Before each row, released K/V becomes NaN (in tiles: scales that are NaN), and the bits stay
     the same."""
     kept, spoiled = Sequence(kind, window), Sequence(kind, window)
     spoiled.q, spoiled.k, spoiled.v = kept.q, kept.k, kept.v

@@ -12,9 +12,12 @@ from typer.testing import CliRunner
 
 from serve import LLM
 from serve.cli import quality as evaluation
+from serve.cli.eval import parse_variant
 from serve.cli.main import app
+from serve.config import default_model_path
 from serve.errors import ConfigError
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.gguf.writer import write_gguf
 
 
 def invoke(*arguments: str) -> Any:
@@ -62,9 +65,18 @@ def test_a_table_is_written(tmp_path):
     assert '"num_tokens": 19' in table.read_text()
 
 
-def test_kv_bytes_per_token_are_those_of_a_server():
-    (result,) = evaluation.evaluate("default", "Once upon a time", [("int8", "int8")])
-    with LLM(dtype="int8", kv_dtype="int8") as llm:
+def test_a_gguf_file_is_a_variant_of_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_gguf(default_model_path(), tmp_path / "copy.gguf", "llama")
+    variants = [parse_variant(one) for one in ("float32", f"float32@{file}", "float32/int4")]
+    plain, copy, _ = evaluation.evaluate("default", "Once upon a time", variants)
+    assert copy.precision == f"copy: {plain.precision}" and copy.kl < 1e-6
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_kv_bytes_per_token_are_those_of_a_server(kv_dtype):
+    (result,) = evaluation.evaluate("default", "Once upon a time", [("int8", kv_dtype)])
+    with LLM(dtype="int8", kv_dtype=kv_dtype) as llm:
         assert llm.stats().kv_bytes_per_token == result.kv_bytes_per_token
 
 

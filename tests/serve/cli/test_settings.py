@@ -58,6 +58,11 @@ def printed(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any
     return tomllib.loads(result.stdout)
 
 
+def test_a_type_of_kv_has_the_name_that_vllm_gives_it():
+    for flag in ("--kv-dtype", "--kv-cache-dtype"):
+        assert printed(flag, "int4")["kv_dtype"] == "int4"
+
+
 def another_value(setting: Setting) -> Any:
     if setting.name in VALUES:
         return VALUES[setting.name]

@@ -8,6 +8,7 @@ import pytest
 
 from ops.cpu import native_library
 from serve import LLM, SamplingParams
+from serve.cli.eval import parse_precision
 from serve.errors import ConfigError
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.decoders import token_ids
@@ -80,12 +81,14 @@ def on_grid(
 
 
 @pytest.mark.small_pages
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("precision", ["float32", "int8", "int4", "int8/int4"])
 @pytest.mark.parametrize("grid", GRIDS[:3], ids=str)
-def test_ranks_give_the_tokens_of_one(thread_workers, grid, dtype):  # noqa: F811
+def test_ranks_give_the_tokens_of_one(thread_workers, grid, precision):  # noqa: F811
     """Prompts and decodes share steps, and prefixes are found. Pages have as many tokens on one
     rank, because fp32 attention to a found prefix may differ in the last bit."""
+    dtype, kv_dtype = parse_precision(precision)
     settings = {"dtype": dtype, "kv_cache_bytes": 1 << 20, "max_chunk_tokens": 16}
+    settings["kv_dtype"] = kv_dtype
     page_bytes = grid[0] * grid[1] * SETTINGS["kv_page_bytes"]
     alone, _ = on_grid("llama", "base", (1, 1), 3, **settings | {"kv_page_bytes": page_bytes})
     found, stats = on_grid("llama", "base", grid, 3, **settings)

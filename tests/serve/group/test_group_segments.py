@@ -92,19 +92,23 @@ def alone(model=("llama", "long"), make_load=load, one_by_one=False, **settings)
     return scores((1, 1), model, make_load, one_by_one, **settings)[0]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize(
+    ("grid", "count", "kv_dtype"),
+    [*((grid, count, "int8") for grid in GRIDS for count in (0, 1, 2)), ((2, 1), 2, "int4")],
+)
 def test_ranks_and_holders_give_the_bits_of_one_process(
     thread_workers,  # noqa: F811
     grid,
     count,
+    kv_dtype,
     tmp_path,
 ):
     """Prompts are cut into chunks beside decoding sequences, share prefixes, and cross the ends of
     segments in prefill and decode."""
     with nodes("inproc", count, tmp_path) as urls:
-        found, stats = scores(grid, **({"kvp": urls} if count else {}))
-    assert found == alone()
+        holders = {"kvp": urls} if count else {}
+        found, stats = scores(grid, kv_dtype=kv_dtype, **holders)
+    assert found == alone(kv_dtype=kv_dtype)
     assert stats.memory_nodes == count
     assert stats.prefix_hit_tokens > 0
 

@@ -92,6 +92,19 @@ def test_each_backend_has_its_own_pages(tmp_path):
         assert llm.stats().disk_loaded_pages >= 4
 
 
+def test_each_type_of_kv_has_its_own_pages(tmp_path):
+    """Pages of another type are not found, and those of the same are, after a restart."""
+    with open_llm(tmp_path / "alone", kv_dtype="int4") as llm:
+        expected = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    folder = tmp_path / "shared"
+    for kv_dtype, is_found in (("int8", False), ("int4", False), ("int4", True), ("int8", True)):
+        with open_llm(folder, kv_dtype=kv_dtype) as llm:
+            found = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+            assert (llm.stats().disk_loaded_pages >= 2) == is_found, kv_dtype
+            assert kv_dtype == "int8" or found == expected
+    assert len(list(folder.iterdir())) == 2
+
+
 def corrupt(path, how: str) -> None:
     if how == "open to others":
         path.chmod(0o666)

@@ -119,7 +119,7 @@ def test_the_context_must_fit(spec):
     ("settings", "named"),
     [
         ({"dtype": "float8"}, "dtype"),
-        ({"kv_dtype": "int4"}, "kv_dtype"),
+        ({"kv_dtype": "int5"}, "kv_dtype"),
         ({"kv_group": 12}, "kv_group"),
         ({"weight_group": 8}, "weight_group"),
         ({"weight_group": 64.0}, "weight_group"),
@@ -133,6 +133,7 @@ def test_the_context_must_fit(spec):
         ({"compute_threads": True}, "compute_threads"),
         ({"seed": 1.5}, "seed"),
         ({"dtype": "int8", "backend": "reference"}, "cpu or cuda back end"),
+        ({"kv_dtype": "int4", "backend": "reference"}, "kv_dtype int4 needs the cpu back end"),
         ({"backend": "abacus"}, "backend"),
         ({"no_such_setting": 1}, "no_such_setting"),
     ],
@@ -158,6 +159,24 @@ def test_dtype_follows_the_checkpoint(spec):
     assert _precision(spec, dtype="int8") == ("int8", "int8")
     assert _precision(spec, dtype="int8", kv_dtype="bfloat16") == ("int8", "bfloat16")
     assert _precision(spec, dtype="float32", kv_dtype="int8") == ("torch.float32", "int8")
+
+
+def test_int4_kv_is_taken_only_when_asked_for(spec):
+    half = replace(spec, torch_dtype="bfloat16")
+    assert _precision(half, dtype="int4")[1] == "int8"
+    for dtype in ("auto", "int8", "int4", "float32"):
+        assert _precision(half, dtype=dtype, kv_dtype="int4")[1] == "int4"
+
+
+def test_int4_kv_is_refused_where_there_are_no_kernels(spec):
+    latent = read_spec(checkpoint("deepseek_v3", "yarn"))
+    for model, backend, text in (
+        (spec, "cuda", "kv_dtype int4 needs the cpu back end, not cuda; use auto, int8, bfloat16"),
+        (latent, "cpu", "kv_dtype int4 is not available for the latents of deepseek_v3; use auto"),
+        (_with_heads_of(spec, 20), "cpu", "kv_dtype int4 needs a head_dim .* not 20"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            _precision(model, kv_dtype="int4", backend=backend)
 
 
 def test_auto_takes_int8_for_16_bit_checkpoints_that_tolerate_it(spec, monkeypatch):

@@ -1,26 +1,39 @@
-"""int8 K/V on real kernels and the expected attention over it, for several test files."""
+"""int8 and int4 K/V on real kernels and the expected attention over it, for several test files."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
-from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
+from ops.cpu.native_int8_attention import Int4Attention, Int8Attention, Int8AttentionStep
+from ops.reference import hadamard
+from quant.kv import (
+    TILE_TOKENS,
+    Int4KVFormat,
+    Int8KVFormat,
+    fitting_group,
+    fitting_int4_group,
+)
 
 
 class Cache:
     """K/V of one or more sequences in two layers; only the second is used."""
 
-    def __init__(self, *, heads, kv_heads, dim, group=64, tokens, sequences=1, **switches):
-        form = Int8KVFormat(kv_heads, dim, fitting_group(dim, group))
-        self.group, self.heads = form.group, heads
+    def __init__(self, *, heads, kv_heads, dim, group=64, tokens, sequences=1, bits=8, **switches):
+        form: Int4KVFormat | Int8KVFormat
+        if bits == 4:
+            form = Int4KVFormat(kv_heads, dim, fitting_int4_group(dim, group))
+        else:
+            form = Int8KVFormat(kv_heads, dim, fitting_group(dim, group))
+        self.group, self.heads, self.dim = form.group, heads, dim
         self.tile_bytes = 2 * form.tile_bytes
         self.range_bytes = -(-tokens // TILE_TOKENS) * self.tile_bytes
         # 0x7f7f is NaN in fp16, so that reading unwritten memory shows
         self.memory = torch.full((sequences * self.range_bytes + 64,), 0x7F, dtype=torch.uint8)
         self.address = self.memory.data_ptr() + -self.memory.data_ptr() % 64
-        self.op = Int8Attention(
+        self.op = (Int4Attention if bits == 4 else Int8Attention)(
             offset_bytes=form.tile_bytes,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -29,6 +42,10 @@ class Cache:
             scale=dim**-0.5,
             **switches,
         )
+
+    def used(self) -> Tensor:
+        """Returns the bytes of all sequences."""
+        return self.memory[self.address - self.memory.data_ptr() :][: len(self.memory) - 64]
 
     def step(self, sequences, num_rows, kv_lens, prefix_only=False) -> Int8AttentionStep:
         starts = [i * self.range_bytes for i in sequences]
@@ -58,3 +75,20 @@ def out_error(of_score: float, stored_v: Tensor) -> float:
     them against values up to 127 steps."""
     most = float(stored_v.abs().max()) if len(stored_v) else 0.0
     return most * (2 * of_score + 64 / 65534) + 1e-5
+
+
+def rounded_query4(q: Tensor) -> Tensor:
+    """Returns q: [T, H, D] as the int4 kernels round it: to 127ths of the largest transformed
+    value of a head."""
+    turned = hadamard(q)
+    top = turned.abs().amax(-1, keepdim=True)
+    steps = (turned * (127 / top)).round().double()
+    return hadamard(steps * (top / 127).double()) / (q.shape[-1] & -q.shape[-1])
+
+
+def out_error4(stored_v: Tensor) -> float:
+    """Bounds a result's error over int4 K/V, given rounded queries and stored K/V, by six standard
+    deviations. Each of a stretch's 64 weights has two rounding errors, its own and a carried one,
+    of up to 1 / 508 of the largest."""
+    deviation = math.sqrt(2 * 64 / 12) / 254
+    return (2e-4 + 6 * deviation) * float(stored_v.square().mean().sqrt()) + 1e-5

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 
 from memory.attention.grouped import group_layers
-from memory.attention.int8 import Int8KVLayout
-from memory.attention.kv_layout import KVLayout
+from memory.attention.layouts import make_layout
 from memory.attention.seam import AttentionLayer, AttentionStep, layers_in
-from memory.nodes.new_token_attention import Int8NewTokenAttention, PlainNewTokenAttention
+from memory.attention.tiled import TILED_TYPES
+from memory.nodes.new_token_attention import PlainNewTokenAttention, TiledNewTokenAttention
 from memory.nodes.node_set import NodeSet, make_kv_managers
 from memory.nodes.placement import page_geometry
 from memory.nodes.prompt_tail_cache import PromptTailCache
@@ -76,13 +76,8 @@ class RemoteRig:
         self.max_len = max_len
         self.nodes = Nodes(names, capacity_bytes) if nodes is None else nodes
         groups = group_layers(layers, max_len)
-        token_bytes = []
-        for _, ids in groups:
-            chosen = layers_in(layers, ids)
-            if kv_dtype == "int8":
-                token_bytes.append(Int8KVLayout(chosen, 64).token_bytes)
-            else:
-                token_bytes.append(KVLayout(chosen, getattr(torch, kv_dtype)).token_bytes)
+        layouts = [make_layout(layers_in(layers, ids), kv_dtype, 64) for _, ids in groups]
+        token_bytes = [layout.token_bytes for layout in layouts]
         geometry = page_geometry(
             token_bytes, [window for window, _ in groups], partition, len(names), 1 << 20
         )
@@ -111,8 +106,9 @@ class RemoteRig:
         if self.tail_cache is not None:
             for kv in self.kvs:
                 kv.on_close = lambda target: self.tail_cache.drop(target.start)
-        if kv_dtype == "int8":
-            new = Int8NewTokenAttention(layers, 64, MAX_ROWS, NUM_RANGES, self.tail_cache)
+        if kv_dtype in TILED_TYPES:
+            sizes = (64, MAX_ROWS, NUM_RANGES)
+            new = TiledNewTokenAttention(layers, kv_dtype, *sizes, self.tail_cache)
         else:
             new = PlainNewTokenAttention(layers, getattr(torch, kv_dtype), backend, self.tail_cache)
         self.attention = RemoteAttention(

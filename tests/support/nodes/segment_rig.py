@@ -5,14 +5,11 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 
-import torch
-
-from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
-from memory.attention.kv_layout import KVCache, KVLayout
-from memory.attention.local import LocalAttention
+from memory.attention.layouts import local_attention, make_layout
 from memory.attention.partial import partial_attention
 from memory.attention.seam import AttentionStep
 from memory.attention.segmented import SegmentedAttention
+from memory.attention.tiled import TILED_TYPES
 from memory.nodes.node_set import NodeSet, make_kv_managers
 from memory.nodes.placement import page_geometry
 from memory.nodes.segment_links import SegmentLinks
@@ -24,40 +21,33 @@ LENGTH, NUM_RANGES, MAX_LEN = 128, 5, 640
 MAX_ROWS = 2048
 
 
-def layout_of(layers, kv_dtype):
-    return (
-        Int8KVLayout(layers, 64)
-        if kv_dtype == "int8"
-        else KVLayout(layers, getattr(torch, kv_dtype))
-    )
-
-
 class Segmented:
     """Attention over NUM_RANGES sequences, whose range begins at a multiple of MAX_LEN."""
 
     def __init__(self, layers, kv_dtype, names=()):
         """names: the nodes that hold later segments."""
-        backend, layout = get_backend("cpu"), layout_of(layers, kv_dtype)
+        backend, layout = get_backend("cpu"), make_layout(layers, kv_dtype, 64)
         size = NUM_RANGES * MAX_LEN * layout.token_bytes
         self._memory = ctypes.create_string_buffer(size + 64)
         address = ctypes.addressof(self._memory)
         address += -address % 64
-        if kv_dtype == "int8":
-            inner = Int8LocalAttention(layout, address)
-        else:
-            inner = LocalAttention(layers, KVCache(layout, address, size), backend)
+        inner = local_attention(layout, address, size, backend)
         partial = partial_attention(layout, address, size, backend)
         self.set, self.ranges, links = None, {}, None
         if names:
             self._attach(layers, kv_dtype, names)
-            wide = kv_dtype == "int8"
+            wide = kv_dtype in TILED_TYPES
             links = SegmentLinks(layers, self.set, backend, self._locate, rotates_wide=wide)
         self.attention = SegmentedAttention(inner, partial, layers, backend, LENGTH, links)
 
     def _attach(self, layers, kv_dtype, names):
         self.nodes = Nodes(names)
         geometry = page_geometry(
-            [layout_of(layers, kv_dtype).token_bytes], [None], "request", len(names), 1 << 20
+            [make_layout(layers, kv_dtype, 64).token_bytes],
+            [None],
+            "request",
+            len(names),
+            1 << 20,
         )
         ids = [list(range(len(layers)))]
         template = replace(

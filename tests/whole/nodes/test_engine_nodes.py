@@ -264,13 +264,15 @@ def local_scores(dtype, kv_dtype, one_by_one):
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "scheme", "count", "partition", "more"),
     every_day(
-        (1, 4, 5),
+        (1, 2, 5, 6),
         [
             ("int8", "auto", "inproc", 2, "head", {}),
+            ("int8", "int4", "inproc", 2, "head", {}),
             ("int8", "auto", "tcp", 2, "head", {"memory_prefill": "remote"}),
             ("int8", "auto", "shm", 2, "request", {}),
             ("int8", "auto", "inproc", 3, "auto", {"memory_prefill": "remote"}),
             ("bfloat16", "int8", "inproc", 2, "head", {}),
+            ("bfloat16", "int4", "inproc", 2, "request", {"memory_prefill": "remote"}),
             ("bfloat16", "auto", "inproc", 2, "head", {"memory_prefill": "remote"}),
             ("bfloat16", "auto", "inproc", 2, "head", {}),
             ("float32", "bfloat16", "inproc", 2, "request", {}),
@@ -282,8 +284,8 @@ def test_answers_have_the_bits_of_the_local_engine(
     dtype, kv_dtype, scheme, count, partition, more, tmp_path
 ):
     """Prompts are cut into chunks beside decoding sequences, and share prefixes. Where K/V is not
-    int8, the bits depend on how prompts are cut, so requests come one by one."""
-    one_by_one = "int8" not in (dtype, kv_dtype)
+    int8 or int4, the bits depend on how prompts are cut, so requests come one by one."""
+    one_by_one = dtype != "int8" and kv_dtype not in ("int8", "int4")
     with nodes(scheme, count, tmp_path) as urls:
         remote, stats = scores_of(
             one_by_one=one_by_one,

@@ -95,10 +95,11 @@ def alone(model=DEFAULT_MODEL, vocab=4096, make_load=load, one_by_one=False, **s
 @pytest.mark.parametrize(
     ("scheme", "count", "settings"),
     every_day(
-        (0, 1, 3),
+        (0, 1, 2, 4),
         [
             ("inproc", 1, {}),
             ("inproc", 2, {}),
+            ("inproc", 2, {"kv_dtype": "int4"}),
             ("shm", 2, {"dtype": "float32", "kv_dtype": "int8"}),
             ("tcp", 2, {"max_num_batched_tokens": 300}),
             ("inproc", 1, {"dtype": "bfloat16", "kv_dtype": "int8"}),

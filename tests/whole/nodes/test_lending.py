@@ -79,15 +79,17 @@ class MostRunning:
         self._thread.join()
 
 
-def test_a_full_replica_runs_more_sequences_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize(("kv_dtype", "small"), [("int8", SMALL), ("int4", SMALL * 9 // 16)])
+def test_a_full_replica_runs_more_sequences_with_the_same_bits(tmp_path, kv_dtype, small):
     params, many = greedy(20), prompts(12)
-    with LLM(DEFAULT_MODEL, kv_cache_bytes=SMALL, **SETTINGS) as llm, MostRunning(llm) as alone:
+    own = SETTINGS | {"kv_dtype": kv_dtype, "kv_cache_bytes": small}
+    with LLM(DEFAULT_MODEL, **own) as llm, MostRunning(llm) as alone:
         expected = answers(llm.generate(many, params, use_tqdm=False))
     url = f"inproc://{tmp_path.name}"
     lends = {"lend": url, "lend_bytes": 4 * MIB, "kv_cache_bytes": 8 * MIB}
     with (
         LLM(DEFAULT_MODEL, **lends, **SETTINGS) as lender,
-        LLM(DEFAULT_MODEL, kv_cache_bytes=SMALL, borrow=[url], **SETTINGS) as llm,
+        LLM(DEFAULT_MODEL, borrow=[url], **own) as llm,
     ):
         with MostRunning(llm) as most:
             found = answers(llm.generate(many, params, use_tqdm=False))

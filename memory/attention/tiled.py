@@ -1,4 +1,5 @@
-"""int8 K/V in tiles on the reservation, and the attention seam over it on the native kernels.
+"""int8 and int4 K/V in tiles on the reservation, and the attention seam over it on the native
+kernels.
 
 A range is a row of tiles of 16 tokens, and a tile holds all layers, one after the other. A token's
 tile is (range start + position) // 16, so a kernel needs a base, one stride and a length.
@@ -18,12 +19,23 @@ from memory.attention.seam import (
     Ticket,
     kv_owner,
 )
-from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
+from ops.cpu.native_int8_attention import Int4Attention, Int8Attention, Int8AttentionStep
 from ops.cpu.native_latent_attention import LatentAttention
-from quant.kv import TILE_TOKENS, Int8KVFormat, LatentKVFormat, fitting_group, latent_format
+from quant.kv import (
+    GROUPS,
+    TILE_TOKENS,
+    Int4KVFormat,
+    Int8KVFormat,
+    LatentKVFormat,
+    kv_format,
+    latent_format,
+)
+
+TILED_TYPES = ("int8", "int4")
+Format = Int8KVFormat | Int4KVFormat | LatentKVFormat
 
 
-class Int8KVLayout:
+class TiledKVLayout:
     """The layout of all layers' K and V in one tile's bytes.
 
     A layer that shares the K/V of another has its offset.
@@ -31,15 +43,16 @@ class Int8KVLayout:
 
     tile_tokens = TILE_TOKENS
 
-    def __init__(self, layers: Sequence[AttentionLayer], group: int) -> None:
-        """group: the scale group along head_dim; a smaller one is used if it does not divide it."""
+    def __init__(self, layers: Sequence[AttentionLayer], kv_dtype: str, group: int) -> None:
+        """kv_dtype: one of TILED_TYPES. group: the scale group along head_dim; a smaller one is
+        used if it does not divide it."""
         self.layers = list(layers)
-        self.formats: list[Int8KVFormat | LatentKVFormat] = []
+        self.formats: list[Format] = []
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
         offset = 0
         for number, layer in enumerate(self.layers):
-            form = _format(layer, group)
-            assert form is not None, f"no int8 K/V for {layer}"
+            form = _format(layer, kv_dtype, group)
+            assert form is not None, f"no {kv_dtype} K/V for {layer}"
             self.formats.append(form)
             owner = kv_owner(self.layers, number)
             self.offsets.append(offset if owner == number else self.offsets[owner])
@@ -57,32 +70,29 @@ class Int8KVLayout:
         return self.tile_bytes // TILE_TOKENS
 
     @staticmethod
-    def supports(layers: Sequence[AttentionLayer]) -> bool:
-        return all(_format(layer, 8) is not None for layer in layers)
+    def supports(layers: Sequence[AttentionLayer], kv_dtype: str) -> bool:
+        return all(_format(layer, kv_dtype, GROUPS[0]) is not None for layer in layers)
 
 
-def _format(layer: AttentionLayer, group: int) -> Int8KVFormat | LatentKVFormat | None:
-    if layer.value_dim is not None:
-        has_options = layer.window is not None or layer.soft_cap or layer.sinks is not None
-        if has_options or layer.num_kv_heads != 1:
-            return None
-        return latent_format(layer.value_dim, layer.head_dim, group)
-    fitting = fitting_group(layer.head_dim, group)
-    if fitting is None:
+def _format(layer: AttentionLayer, kv_dtype: str, group: int) -> Format | None:
+    if layer.value_dim is None:
+        return kv_format(kv_dtype, layer.num_kv_heads, layer.head_dim, group)
+    has_options = layer.window is not None or layer.soft_cap or layer.sinks is not None
+    if kv_dtype != "int8" or has_options or layer.num_kv_heads != 1:
         return None
-    return Int8KVFormat(layer.num_kv_heads, layer.head_dim, fitting)
+    return latent_format(layer.value_dim, layer.head_dim, group)
 
 
-Int8Op = Int8Attention | LatentAttention
+TiledOp = Int8Attention | LatentAttention
 
 
-def int8_ops(layout: Int8KVLayout) -> list[Int8Op]:
+def tiled_ops(layout: TiledKVLayout) -> list[TiledOp]:
     """Returns the kernels' parameters of each layer of a layout."""
     parts = zip(layout.layers, layout.formats, layout.offsets, strict=True)
     return [_op(layer, form, offset) for layer, form, offset in parts]
 
 
-def _op(layer: AttentionLayer, form: Int8KVFormat | LatentKVFormat, offset_bytes: int) -> Int8Op:
+def _op(layer: AttentionLayer, form: Format, offset_bytes: int) -> TiledOp:
     if isinstance(form, LatentKVFormat):
         return LatentAttention(
             offset_bytes=offset_bytes,
@@ -93,7 +103,8 @@ def _op(layer: AttentionLayer, form: Int8KVFormat | LatentKVFormat, offset_bytes
             rope_group=form.rope_group,
             scale=layer.scale,
         )
-    return Int8Attention(
+    make = Int4Attention if isinstance(form, Int4KVFormat) else Int8Attention
+    return make(
         offset_bytes=offset_bytes,
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
@@ -106,19 +117,19 @@ def _op(layer: AttentionLayer, form: Int8KVFormat | LatentKVFormat, offset_bytes
     )
 
 
-class Int8LocalAttention:
-    """Implements PlannedAttention over int8 K/V at `address`."""
+class TiledLocalAttention:
+    """Implements PlannedAttention over K/V in tiles at `address`."""
 
     is_remote = False
 
-    def __init__(self, layout: Int8KVLayout, address: int, is_eager: bool = False) -> None:
+    def __init__(self, layout: TiledKVLayout, address: int, is_eager: bool = False) -> None:
         """is_eager: `begin` attends over earlier keys, because k and v come later."""
         self._layout = layout
         self._is_eager = is_eager
         self._address = address
-        self._ops = int8_ops(layout)
+        self._ops = tiled_ops(layout)
 
-    def plan(self, step: AttentionStep) -> Int8LocalPlan:
+    def plan(self, step: AttentionStep) -> TiledLocalPlan:
         token_bytes = self._layout.token_bytes
         native_step = Int8AttentionStep(
             self._address,
@@ -127,13 +138,13 @@ class Int8LocalAttention:
             step.num_rows,
             step.kv_lens,
         )
-        return Int8LocalPlan(self._ops, native_step, self._is_eager)
+        return TiledLocalPlan(self._ops, native_step, self._is_eager)
 
 
-class Int8LocalPlan:
+class TiledLocalPlan:
     """Attention for one step's rows."""
 
-    def __init__(self, ops: Sequence[Int8Op], step: Int8AttentionStep, is_eager: bool) -> None:
+    def __init__(self, ops: Sequence[TiledOp], step: Int8AttentionStep, is_eager: bool) -> None:
         self._ops = ops
         self._step = step
         self._is_eager = is_eager and step.num_single_rows > 0
@@ -153,7 +164,7 @@ class Int8LocalPlan:
 
 
 def append(
-    op: Int8Op, step: Int8AttentionStep, k: Tensor, v: Tensor | None, rotation: Rotation | None
+    op: TiledOp, step: Int8AttentionStep, k: Tensor, v: Tensor | None, rotation: Rotation | None
 ) -> None:
     """Stores k and v of a layer; v is None where V is a part of K."""
     if isinstance(op, LatentAttention):

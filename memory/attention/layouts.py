@@ -1,0 +1,35 @@
+"""The number formats of K/V by their names: the layout of each, and attention over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from memory.attention.kv_layout import KVCache, KVLayout
+from memory.attention.local import LocalAttention
+from memory.attention.seam import AttentionLayer, PlannedAttention
+from memory.attention.tiled import TILED_TYPES, TiledKVLayout, TiledLocalAttention
+from ops.backend import Backend
+
+Layout = KVLayout | TiledKVLayout
+
+KV_TYPES = (*TILED_TYPES, "bfloat16", "float32")
+
+
+def make_layout(layers: Sequence[AttentionLayer], kv_dtype: str, group: int) -> Layout:
+    """Returns the layout of these layers' K/V. kv_dtype: one of KV_TYPES. group: the largest number
+    of values of a head that share a scale."""
+    if kv_dtype in TILED_TYPES:
+        return TiledKVLayout(layers, kv_dtype, group)
+    return KVLayout(layers, getattr(torch, kv_dtype))
+
+
+def local_attention(
+    layout: Layout, address: int, num_bytes: int, backend: Backend, *, is_eager: bool = False
+) -> PlannedAttention:
+    """Returns attention over K/V of num_bytes at `address`. is_eager: `begin` attends over earlier
+    keys, because k and v come later."""
+    if isinstance(layout, TiledKVLayout):
+        return TiledLocalAttention(layout, address, is_eager)
+    return LocalAttention(layout.layers, KVCache(layout, address, num_bytes), backend, is_eager)
