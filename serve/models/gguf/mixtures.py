@@ -117,7 +117,78 @@ def _minimax_m2(keys: Keys) -> Json:
     }
 
 
+def _ernie4_5_moe(keys: Keys) -> Json:
+    keys.expect("expert_gating_func", SOFTMAX)
+    rows = keys.rows("ffn_gate_exps.weight")
+    keys.has("expert_shared_feed_forward_length")  # the tensors of shared experts tell it
+    return llama_like(keys, "ernie4_5_moe", use_bias=attention_bias(keys)) | {
+        "moe_num_experts": keys.num_experts,
+        "moe_k": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", rows, high=MAX_MLP),
+        "moe_num_shared_experts": keys.integer("expert_shared_count", 0, low=0),
+        "moe_layer_start_index": keys.integer("leading_dense_block_count", 0, low=0),
+        "moe_layer_interval": keys.integer("interleave_moe_layer_step", 1),
+    }
+
+
+def _hunyuan_moe(keys: Keys) -> Json:
+    keys.expect("expert_gating_func", SOFTMAX)
+    rows = keys.rows("ffn_gate_exps.weight")
+    keys.has("expert_shared_feed_forward_length")
+    return llama_like(keys, "hunyuan_v1_moe", attention_bias=attention_bias(keys)) | {
+        "num_experts": keys.num_experts,
+        "moe_topk": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", rows, high=MAX_MLP),
+        "num_shared_expert": keys.integer("expert_shared_count", 1),
+    }
+
+
+def _afmoe(keys: Keys) -> Json:
+    """Reads Arcee Trinity, whose embeddings llama.cpp always multiplies."""
+    keys.expect("expert_gating_func", SIGMOID)
+    if not keys.boolean("expert_weights_norm", False):
+        raise keys.fail("expert_weights_norm", "is not true, which is not supported")
+    rows = keys.rows("ffn_gate_exps.weight")
+    return llama_like(keys, "afmoe", attention_bias=attention_bias(keys)) | {
+        "num_experts": keys.num_experts,
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "num_shared_experts": keys.integer("expert_shared_count", 0, low=0),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", rows, high=MAX_MLP),
+        "num_dense_layers": keys.integer("leading_dense_block_count", 0, low=0),
+        "route_scale": keys.number("expert_weights_scale", 1.0),
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "layer_types": layer_types(keys, 4),
+        "mup_enabled": True,
+    }
+
+
+_LLAMA4_CHUNK = 8192  # which its files do not say, and no more the other numbers of attention
+_UNNORMALIZED = 128  # experts of the size whose queries and keys have no norms
+
+
+def _llama4(keys: Keys) -> Json:
+    """Reads the text model of Llama 4."""
+    keys.expect("attention.sliding_window", _LLAMA4_CHUNK)
+    rows = keys.rows("ffn_gate_exps.weight")
+    values = llama_like(keys, "llama4_text", attention_bias=attention_bias(keys))
+    return (
+        values
+        | local_experts(keys, SIGMOID)
+        | {
+            "intermediate_size": keys.integer("expert_feed_forward_length", rows, high=MAX_MLP),
+            "intermediate_size_mlp": values["intermediate_size"],
+            "interleave_moe_layer_step": keys.integer("interleave_moe_layer_step"),
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": _LLAMA4_CHUNK,
+            "floor_scale": _LLAMA4_CHUNK,
+            "attn_scale": 0.1,
+            "use_qk_norm": keys.num_experts != _UNNORMALIZED,
+        }
+    )
+
+
 _AFTER_ATTENTION = {"post_attention_norm": "mlp_in"}
+_GATE = {"blk.{}.attn_gate.weight": "layers.{}.self_attn.gate_proj.weight"}
 ARCHITECTURES = {
     "qwen2moe": Architecture(_qwen2_moe),
     "qwen3moe": Architecture(_qwen3_moe),
@@ -128,4 +199,8 @@ ARCHITECTURES = {
     "glm4moe": Architecture(_glm4_moe, modules=_AFTER_ATTENTION),
     "dots1": Architecture(_dots1),
     "minimax-m2": Architecture(_minimax_m2),
+    "ernie4_5-moe": Architecture(_ernie4_5_moe),
+    "hunyuan-moe": Architecture(_hunyuan_moe),
+    "afmoe": Architecture(_afmoe, tensors=_GATE),
+    "llama4": Architecture(_llama4),
 }
