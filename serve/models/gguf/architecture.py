@@ -14,6 +14,7 @@ Json = dict[str, Any]
 MAX_MLP = MAX_WIDTH * 8
 # llama.cpp's numbers of the functions that make scores of experts
 SOFTMAX, SIGMOID = 1, 2
+QKV, JOINED_QKV = ("attn_q", "attn_k", "attn_v"), "attn_qkv"
 
 
 class Constant(NamedTuple):
@@ -80,10 +81,22 @@ def llama_like(keys: Keys, model_type: str, **more: Any) -> Json:
 
 def has_biases(keys: Keys, *stems: str) -> bool:
     """Returns whether the products have biases: all of them or none."""
-    found = {keys.has_tensor(f"{stem}.bias") for stem in stems}
+    joined = keys.has_tensor(f"{JOINED_QKV}.weight")
+    found = {
+        keys.has_tensor(f"{JOINED_QKV if joined and stem in QKV else stem}.bias") for stem in stems
+    }
     if len(found) > 1:
         raise keys.fail("block_count", f"some of {', '.join(stems)} have a bias, and others none")
     return found.pop()
+
+
+def expert_size(keys: Keys) -> int:
+    """Returns the size of an expert, which older files do not say."""
+    if keys.has_tensor("ffn_gate_up_exps.weight"):
+        rows = keys.rows("ffn_gate_up_exps.weight") // 2
+    else:
+        rows = keys.rows("ffn_gate_exps.weight")
+    return keys.integer("expert_feed_forward_length", rows, high=MAX_MLP)
 
 
 def local_experts(keys: Keys, scores: int = SOFTMAX) -> Json:

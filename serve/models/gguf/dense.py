@@ -5,6 +5,7 @@ from __future__ import annotations
 from serve.models.families.fields import FULL, MAX_CONTEXT, SLIDING
 from serve.models.gguf.architecture import (
     MAX_MLP,
+    QKV,
     Architecture,
     Constant,
     Json,
@@ -201,12 +202,8 @@ def _ernie4_5(keys: Keys) -> Json:
 
 
 def _chatglm(keys: Keys) -> Json:
-    """Reads GLM-4 of 2024. The files of its first checkpoints have q, k and v in one tensor."""
-    stem = "attn_qkv" if keys.has_tensor("attn_qkv.weight") else "attn_q"
-    return partly_rotated(keys) | {
-        "model_type": "glm",
-        "attention_bias": keys.has_tensor(f"{stem}.bias"),
-    }
+    values = partly_rotated(keys) | {"model_type": "glm"}
+    return values | {"attention_bias": has_biases(keys, *QKV)}
 
 
 def _stablelm(keys: Keys) -> Json:

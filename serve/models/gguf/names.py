@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from serve.errors import ModelLoadError
 from serve.models.families import FAMILIES
 from serve.models.families.names import ExpertNames, WeightNames
-from serve.models.gguf.architecture import Architecture
+from serve.models.gguf.architecture import JOINED_QKV, QKV, Architecture
 from serve.models.gguf.keys import Keys
 from serve.models.gguf.reader import GGUFTensor
 from serve.models.gguf.rope import ROPE_TENSORS
@@ -44,7 +44,6 @@ _LATENT = {  # -> fields of LatentNames
 }
 _SHARED = {"ffn_gate_shexp": 0, "ffn_up_shexp": 1}
 _HALVES = {"gate": 0, "up": 1}  # of ffn_gate_up_exps
-_QKV, _FUSED_QKV = ("attn_q", "attn_k", "attn_v"), "attn_qkv"
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _OTHER_MODALITIES = ("v.", "a.", "mm.")
 
@@ -137,7 +136,7 @@ class _Walk:
                 if not module:  # the family has none
                     continue
                 yield from self._module(stored + stem, at + module, stem)
-            if f"{stored}{_FUSED_QKV}.weight" in self._tensors and len(names.qkv) == 3:
+            if f"{stored}{JOINED_QKV}.weight" in self._tensors and len(names.qkv) == 3:
                 yield from self._joined(at, stored)
             if self._is_latent and f"{stored}attn_kv_b.weight" not in self._tensors:
                 both = Source(f"{stored}attn_k_b.weight", values=f"{stored}attn_v_b.weight")
@@ -164,11 +163,11 @@ class _Walk:
         """Yields q, k and v of one tensor, which a file may have of any architecture."""
         dim, start = self._keys.head_dim, 0
         counts = (self._keys.num_heads, self._keys.num_kv_heads, self._keys.num_kv_heads)
-        for stem, module, count in zip(_QKV, self._names.qkv, counts, strict=True):
+        for stem, module, count in zip(QKV, self._names.qkv, counts, strict=True):
             rows = slice(start, start + count * dim)
             heads, start = self._heads.get(stem, 0), rows.stop
             for ending in ("weight", "bias"):
-                source = Source(f"{stored}{_FUSED_QKV}.{ending}", rows=rows, heads=heads)
+                source = Source(f"{stored}{JOINED_QKV}.{ending}", rows=rows, heads=heads)
                 yield f"{at}{module}.{ending}", source
 
     def _mixture(self, names: ExpertNames, at: str, stored: str) -> Iterator[tuple[str, Source]]:
@@ -196,7 +195,7 @@ class _Walk:
 
 def _products(names: WeightNames) -> dict[str, str]:
     """Returns the products of which some families store several in one tensor."""
-    qkv = _QKV if len(names.qkv) == 3 else (_FUSED_QKV,)
+    qkv = QKV if len(names.qkv) == 3 else (JOINED_QKV,)
     up = ("ffn_gate", "ffn_up") if len(names.up) == 2 else ("ffn_up",)
     return dict(zip(qkv + up, names.qkv + names.up, strict=True))
 

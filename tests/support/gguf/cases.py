@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.engine.checkpoints import ROOT, randomize, write_tokenizer
+from tests.support.engine.checkpoints import ROOT, class_of, randomize, write_tokenizer
 from tests.support.engine.variants.mixtures import GROUPS
 from tests.support.engine.variants.variant import LLAMA, LLAMA3, YARN, Json
 
@@ -308,12 +308,12 @@ def original(case: Case) -> Path:
 
 def make(path: Path, family: str, settings: Json, seed: int = 0) -> Path:
     """Writes a random model of a family, with settings over those of a small Llama."""
-    import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    config = transformers.AutoConfig.for_model(family, **(LLAMA | settings))
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model_class = class_of(family, LLAMA | settings)
+    config = model_class.config_class(**(LLAMA | settings))
+    model = model_class(config).float()
     randomize(model, seed)
     model.save_pretrained(path)
     write_tokenizer(path, num_tokens=config.vocab_size - 5)

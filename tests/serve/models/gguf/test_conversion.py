@@ -78,6 +78,25 @@ def test_every_architecture_has_a_case() -> None:
     assert made | {"qwen2vl", "qwen3vl", "qwen3vlmoe"} == set(ARCHITECTURES)
 
 
+# files of the converter's --fuse-qkv and --fuse-gate-up-exps, and of GLM's first checkpoints
+@pytest.mark.parametrize("name", ["llama-yarn-biases", "glm-biases", "qwen3_moe-base"])
+def test_joined_products_are_their_parts(name: str, tmp_path: Path) -> None:
+    case = find_case(name)
+    file = write_gguf(original(case), tmp_path / "model.gguf", case.family, is_fused=True)
+    found = {tensor.name for tensor in gguf.GGUFReader(file).tensors}
+    assert "blk.0.attn_qkv.weight" in found and "blk.0.attn_k.weight" not in found
+    assert relative(plain_logits(file), plain_logits(original(case))) < 1e-5
+
+
+def test_joined_products_are_cut_between_blocks(tmp_path: Path) -> None:
+    case = find_case("qwen3_moe-base")
+    source = original(case)
+    weights = packed(source, choose_of(str(case)))
+    file = write_gguf(source, tmp_path / "model.gguf", case.family, weights, is_fused=True)
+    plain = plain_copy(source, weights, tmp_path / "plain")
+    assert relative(plain_logits(file), plain_logits(plain)) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["llama-llama3", "qwen3_moe-base", "gpt_oss-yarn"])
 def test_quantized_weights_are_their_numbers(name: str, tmp_path: Path) -> None:
     file, plain = written(find_case(name), tmp_path, choose_of(name))
