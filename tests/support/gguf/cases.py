@@ -89,7 +89,7 @@ _GEMMA4: Json = {
     "head_dim": 16,
     "global_head_dim": 32,
     "sliding_window": 8,
-    "hidden_size_per_layer_input": 12,
+    "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 320,
     "num_kv_shared_layers": 3,
     "use_double_wide_mlp": True,

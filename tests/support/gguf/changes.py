@@ -124,9 +124,12 @@ def phi3_extra(config: Json) -> Iterator[Named]:
 
 
 def outputs_first(config: Json, name: str, tensor: Tensor) -> Iterator[Named]:
-    """Yields GPT-2's products with their outputs first."""
-    is_product = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
-    yield name, tensor.t() if is_product else tensor
+    """Yields GPT-2's products with their outputs first, as those that are packed already are."""
+    yield name, tensor.t() if is_gpt2_product(name) and tensor.is_floating_point() else tensor
+
+
+def is_gpt2_product(name: str) -> bool:
+    return name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
 
 
 def without_activation(config: Json, name: str, tensor: Tensor) -> Iterator[Named]:
