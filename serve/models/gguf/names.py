@@ -76,7 +76,10 @@ def tensor_sources(keys: Keys, architecture: Architecture, model_type: str) -> d
     loader asks for. ModelLoadError for a tensor of the file that it has no use for."""
     names = FAMILIES[model_type].names
     found: dict[str, Source] = {}
+    unused = set(architecture.unused(keys))
     for name, source in _Walk(keys, architecture, names).all():
+        if source.stored in unused:
+            continue
         # families have norms in different places, so that one name may have two candidates
         if name not in found or found[name].stored not in keys.tensors:
             found[name] = source
@@ -86,7 +89,7 @@ def tensor_sources(keys: Keys, architecture: Architecture, model_type: str) -> d
         del found[head]
         if not is_plain(keys, "token_embd.weight"):
             found[head] = found[table]
-    known = {source.stored for source in found.values()} | set(architecture.unused(keys))
+    known = {source.stored for source in found.values()} | unused
     _check_all_known(keys, known | {source.values for source in found.values()})
     return found
 
