@@ -26,7 +26,7 @@ from serve.models.gguf.reader import read_gguf
 from serve.models.mapped_file import Place
 from serve.models.parts import head_rows
 
-_TABLE = "token_embd.weight"
+_TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
 _TABLE_TYPE = "F16"
 
 
@@ -42,7 +42,8 @@ class GGUFCheckpoint(Checkpoint):
         self._start(path)
         self._keys = Keys(file)
         self._head = f"{FAMILIES[model_type].names.heads[0]}.weight"
-        self._sources = tensor_sources(self._keys, find_architecture(self._keys), model_type)
+        architecture = find_architecture(self._keys)
+        self._sources = tensor_sources(self._keys, architecture, model_type)
         self._places: dict[str, TensorEntry] = {}
         for name, source in self._sources.items():
             stored = file.entries.get(source.stored)
@@ -53,7 +54,14 @@ class GGUFCheckpoint(Checkpoint):
                 entry = entry._replace(dtype=_TABLE_TYPE)
             if source.values:
                 entry = self._expansion_entry(entry, source)
+            if source.is_transposed and entry.dtype in FLOATS:
+                entry = entry._replace(shape=entry.shape[::-1])
             self.entries[name] = entry
+        prefix = FAMILIES[model_type].names.prefixes[0]
+        constants = architecture.constants(self._keys)
+        self._constants = {prefix + name: constant for name, constant in constants.items()}
+        for name, constant in self._constants.items():
+            self.entries[name] = TensorEntry(path, constant.shape, "F32")
         num_bytes = sum(entry.end - entry.start for entry in file.entries.values())
         self._stays_cached = 2 * num_bytes <= available_memory()
 
@@ -62,12 +70,16 @@ class GGUFCheckpoint(Checkpoint):
         return name if source is None else source.stored
 
     def fetch(self, name: str, index: int | None = None, cut: Cut | None = None) -> Tensor:
+        if (constant := self._constants.get(name)) is not None:
+            return torch.full(constant.shape, constant.value)
         if self._is_table(name):
             return self._table_rows(name, cut)
         source = self._sources[name]
         if source.values:
             return self._expansion(name, cut)
         stored = self._read(name, index)
+        if source.is_transposed and self.entries[name].dtype in FLOATS:
+            stored = stored.t()
         if source.heads:
             # a cut takes some rows
             order = head_rows(source.heads, 0, self._keys.head_dim, self._keys.head_dim)
@@ -79,11 +91,25 @@ class GGUFCheckpoint(Checkpoint):
         return taken.float() - source.offset if source.offset else taken
 
     def _entry(self, stored: TensorEntry, source: Source) -> TensorEntry:
-        """Returns the place of a tensor, which may be one expert of the stored one."""
+        """Returns the place of a tensor, which may be one expert or some rows."""
         if source.is_row and len(stored.shape) == 1:
             return stored._replace(shape=(1, *stored.shape))
-        if source.expert is None:
+        if source.expert is not None:
+            stored = self._expert_entry(stored, source)
+        if source.rows is None:
             return stored
+        rows = len(range(*source.rows.indices(stored.shape[0] if stored.shape else 0)))
+        if rows != source.rows.stop - source.rows.start:
+            raise ModelLoadError(
+                f"{stored.file}: tensor {source.stored} has shape {list(stored.shape)}, which has "
+                f"no rows up to {source.rows.stop}"
+            )
+        size = (stored.end - stored.start) // stored.shape[0]
+        start, shape = stored.start + source.rows.start * size, (rows, *stored.shape[1:])
+        return stored._replace(shape=shape, start=start, end=start + rows * size)
+
+    def _expert_entry(self, stored: TensorEntry, source: Source) -> TensorEntry:
+        assert source.expert is not None, "a part of stacked experts"
         count, *shape = stored.shape or (0,)
         if count != self._keys.num_experts or not shape:
             raise ModelLoadError(
@@ -96,7 +122,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def _is_table(self, name: str) -> bool:
         """Returns whether a tensor is a quantized embedding, which is unpacked."""
-        if self._sources[name].stored != _TABLE or name == self._head:
+        if self._sources[name].stored not in _TABLES or name == self._head:
             return False
         return self._places[name].dtype not in FLOATS
 
@@ -106,7 +132,7 @@ class GGUFCheckpoint(Checkpoint):
     def _table_rows(self, name: str, cut: Cut | None) -> Tensor:
         entry, stored = self._places[name], self._read(name)
         try:
-            check_blocks(entry.dtype, _TABLE, stored)
+            check_blocks(entry.dtype, self._sources[name].stored, stored)
             found = dequantized(entry.dtype, stored, torch.float16)
         except ValueError as error:
             raise ModelLoadError(f"{entry.file}: {error}") from error

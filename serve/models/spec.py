@@ -31,6 +31,7 @@ EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # keys under which multimodal configurations hold that of their language model
 NESTED = ("text_config", "llm_config", "language_config")
 # multimodal model_types whose language model's is not theirs with "_text"
+_OUTPUTS_FIRST = ("gguf",)  # of which products are [out, in] in every family
 _WRAPPERS = {"internvl", "internvl_chat", "llava", "llava_next", "llava_onevision", "mistral3"}
 
 
@@ -222,7 +223,7 @@ def _read_packed(path: Path, config: ConfigReader, family: Family) -> Checkpoint
     if not isinstance(quantization, dict):
         raise config.fail("quantization_config", f"must be an object, not {quantization!r}")
     method = quantization.get("quant_method")
-    if family.names.is_transposed:
+    if family.names.is_transposed and method not in _OUTPUTS_FIRST:
         raise config.fail(
             "quantization_config",
             f"(quant_method {method!r}) is not supported for this model_type; use the plain model",

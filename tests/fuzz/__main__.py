@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import uvloop
 
@@ -25,23 +26,25 @@ MAX_CORPUS = 500
 
 def run_cases(
     name: str, target: Target, seed: int, *, seconds: float, most: int = sys.maxsize
-) -> int:
-    """Returns the number of cases. Raises AssertionError with the input if the target raises."""
+) -> Counter[str]:
+    """Returns the numbers of cases by what became of them. Raises AssertionError with the input if
+    the target raises."""
     rng = random.Random(seed)
     until_s = time.monotonic() + seconds
     corpus = list(target.seeds)
-    count = 0
-    while count < most and time.monotonic() < until_s:
+    found: Counter[str] = Counter()
+    while found.total() < most and time.monotonic() < until_s:
         data = mutate(rng, rng.choice(corpus))
         try:
-            target.run(data)
+            outcome = target.run(data)
         except Exception as error:
             raise AssertionError(f"{name}: {type(error).__name__} for {data[:4000]!r}") from error
-        if rng.random() < 0.01:  # mutations of mutations reach further
+        # mutations of mutations reach further
+        if outcome not in target.ends and rng.random() < 0.01:
             del corpus[MAX_CORPUS:]
             corpus.insert(len(target.seeds), data[:MAX_INPUT])
-        count += 1
-    return count
+        found[outcome or ""] += 1
+    return found
 
 
 def main() -> None:
@@ -59,11 +62,15 @@ def main() -> None:
             subprocess.run(guided, check=True)
             continue
         limits = {"seconds": options.seconds, "most": options.cases}
-        count = run_cases(name, TARGETS[name], options.seed, **limits)
+        start_s = time.monotonic()
+        found = run_cases(name, TARGETS[name], options.seed, **limits)
+        took_s = time.monotonic() - start_s
+        kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(found.items()) if kind)
         # of this process, in KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         print(
-            f"{name:>16}: {count:>9,} cases, only documented errors, at most {peak:,} MiB",
+            f"{name:>16}: {found.total():>9,} cases in {took_s:,.0f} s, only documented errors, at "
+            f"most {peak:,} MiB" + (f" ({kinds})" if kinds else ""),
             flush=True,
         )
     if LIVE in options.targets or not (options.targets or options.atheris):

@@ -1,12 +1,13 @@
 """The target for GGUF files: headers, tables of tensors, and the blocks of the tensors.
 
 An input is a description in JSON of a file, which mutations change field by field, or a file. What
-is read lies within the file and unpacks to finite numbers.
+is read lies within the file and unpacks to finite numbers; what is a model, too, is opened as one.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import struct
@@ -19,19 +20,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops import get_backend
 from quant.formats.gguf.blocks import LAYOUTS
 from quant.formats.gguf.formats import GGUF
 from quant.formats.gguf.kinds import KINDS
 from serve.errors import ModelLoadError
+from serve.models import load_model
+from serve.models.gguf.config import config_values
+from serve.models.gguf.pointer import write_pointer
 from serve.models.gguf.reader import GGUFFile, GGUFTensor, read_gguf
+from tests.support.engine.decoders import run as run_model
 from tests.support.gguf.raw_file import ARRAY, LETTERS, STRING, gguf_bytes, text
 
+BACKEND = get_backend("cpu")
 MAX_DATA = 1 << 14
 MAX_UNPACKED = 1 << 12  # weights of a tensor
 MAX_FILE = 1 << 20  # mutations multiply
 MAX_GROWTH = 64 << 20  # of the process's peak of memory by reading such a file
 BLOCKS = random.Random(0).randbytes(MAX_DATA)
-FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-gguf-")
+SMALL = bytes(byte & 0x3F for byte in BLOCKS)  # without NaN and infinity in any type
+F32, Q8_0 = 0, 8  # numbers of types
+# what becomes of an input: the header is refused, it is read but is no whole model, or it is one
+REFUSED, READ, MODEL, NO_FILE = "refused", "read, no model", "a model", "no file"
+# in memory where it can be: a disk takes longer to write a file than all else takes
+MEMORY = Path("/dev/shm")
+FOLDER = tempfile.TemporaryDirectory(
+    prefix="fuzz-gguf-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None
+)
 
 
 def _seeds() -> tuple[bytes, ...]:
@@ -55,9 +70,48 @@ def _seeds() -> tuple[bytes, ...]:
             size = 512 // KINDS[number].weights * KINDS[number].num_bytes
             at += -(-size // 64) * 64
         described.append({"version": 3, "keys": keys, "tensors": tensors, "data": at})
-    for one in described:
-        read_gguf(_written(file_of(one)))  # a seed is a right file
+    described += [_dense(), _mixture()]
+    found = [run(json.dumps(one).encode()) for one in described]
+    assert found == [READ] * 3 + [MODEL] * 2  # a seed is a right file
     return (*(json.dumps(one).encode() for one in described), file_of(described[0])[:1500])
+
+
+def _dense() -> dict[str, Any]:
+    shapes = {f"attn_{part}": [32, rows] for part, rows in (("q", 32), ("k", 16), ("v", 16))}
+    shapes |= {stem: [32, 32] for stem in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")}
+    return _model("llama", {}, shapes)
+
+
+def _mixture() -> dict[str, Any]:
+    """Describes a model with q, k and v in one tensor, and gate and up of its experts in one."""
+    shapes = {"attn_qkv": [32, 64], "attn_output": [32, 32], "ffn_gate_inp": [32, 2]}
+    shapes |= {"ffn_gate_up_exps": [32, 64, 2], "ffn_down_exps": [32, 32, 2]}
+    shapes |= {"attn_q_norm": [16], "attn_k_norm": [16]}
+    return _model("qwen3moe", {"expert_count": 2, "expert_used_count": 1}, shapes)
+
+
+def _model(arch: str, more: dict[str, int], shapes: dict[str, list[int]]) -> dict[str, Any]:
+    """Describes a model of one layer. shapes: those of its tensors, with a row's size first."""
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32}
+    sizes |= {"feed_forward_length": 32, "attention.head_count": 2, "attention.head_count_kv": 1}
+    sizes |= {"rope.dimension_count": 16, "vocab_size": 3} | more
+    keys: list[Any] = [
+        ["general.architecture", [STRING, arch]],
+        ["general.alignment", [4, 64]],
+        *([f"{arch}.{key}", [4, value]] for key, value in sizes.items()),
+        [f"{arch}.attention.layer_norm_rms_epsilon", [6, 1e-5]],
+        ["tokenizer.ggml.tokens", [ARRAY, STRING, ["a", "b", "c"]]],
+    ]
+    whole = {"token_embd": [32, 3], "output_norm": [32]}
+    layer = {"attn_norm": [32], "ffn_norm": [32]} | shapes
+    whole |= {f"blk.0.{stem}": shape for stem, shape in layer.items()}
+    tensors, at = [], 0
+    for name, shape in whole.items():
+        kind = F32 if len(shape) == 1 or "gate_inp" in name else Q8_0
+        tensors.append([f"{name}.weight", shape, kind, at])
+        size = prod(shape) // KINDS[kind].weights * KINDS[kind].num_bytes
+        at += -(-size // 64) * 64
+    return {"version": 3, "keys": keys, "tensors": tensors, "data": at, "is_model": True}
 
 
 def _number(letter: str, value: Any) -> bytes:
@@ -101,7 +155,8 @@ def file_of(described: dict[str, Any]) -> bytes:
         num_tensors=_count(described, "num_tensors"),
         alignment=64,
     )
-    return header + BLOCKS[: int(described["data"]) % (MAX_DATA + 1)]
+    blocks = SMALL if described.get("is_model") else BLOCKS
+    return header + blocks[: int(described["data"]) % (MAX_DATA + 1)]
 
 
 def _count(described: dict[str, Any], key: str) -> int | None:
@@ -114,17 +169,17 @@ def _written(data: bytes) -> Path:
     return path
 
 
-def run(data: bytes) -> None:
-    """Raises what a hostile file raises but ModelLoadError, and AssertionError for a result that is
-    no part of the file."""
+def run(data: bytes) -> str:
+    """Returns what became of an input. Raises what a hostile file raises but ModelLoadError, and
+    AssertionError for a result that is no part of the file."""
     try:
         data = file_of(json.loads(data))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         pass  # it is a file itself, or no description
     except (OverflowError, RecursionError, struct.error):
-        return
+        return NO_FILE
     if len(data) > MAX_FILE:
-        return
+        return NO_FILE
     path, before = _written(data), _peak_bytes()
     try:
         found = read_gguf(path)
@@ -135,8 +190,27 @@ def run(data: bytes) -> None:
     assert _peak_bytes() - before <= MAX_GROWTH
     if message:
         assert message.startswith(str(path)) and len(message) < 600
-    else:
-        _check(found, data)
+        return REFUSED
+    _check(found, data)
+    try:
+        _load(found)
+        message = ""
+    except ModelLoadError as error:
+        message = str(error)
+    assert _peak_bytes() - before <= MAX_GROWTH
+    assert not message or (FOLDER.name in message and len(message) < 2000)
+    return READ if message else MODEL
+
+
+def _load(found: GGUFFile) -> None:
+    """Loads a model and computes with it. ModelLoadError if it is none."""
+    values = config_values(found)
+    folder = Path(FOLDER.name)
+    (folder / "config.json").write_text(json.dumps(values, allow_nan=False))
+    write_pointer(folder, (found.path,))
+    model = load_model(folder, dtype=torch.float32, backend=BACKEND, unpack=True)
+    logits = run_model(model, [0, 0])
+    assert logits.shape == (2, values["vocab_size"])
 
 
 def _peak_bytes() -> int:

@@ -63,8 +63,12 @@ SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "</s>", "<s>", "[INST]", "<<", "
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    run: Callable[[bytes], None]
+    """run may return a word for what became of an input, of which runs count the cases. Those with
+    one of the words `ends` are not mutated further."""
+
+    run: Callable[[bytes], str | None]
     seeds: tuple[bytes, ...]
+    ends: tuple[str, ...] = ()
 
 
 def _completion(data: bytes) -> None:
@@ -186,7 +190,7 @@ TARGETS: dict[str, Target] = {
     "ranks": Target(tokenizer.run_ranks, tokenizer.RANK_SEEDS),
     "tekken": Target(tokenizer.run_tekken, tokenizer.TEKKEN_SEEDS),
     "quantized": Target(quantized.run, quantized.SEEDS),
-    "gguf": Target(gguf_file.run, gguf_file.SEEDS),
+    "gguf": Target(gguf_file.run, gguf_file.SEEDS, (gguf_file.REFUSED, gguf_file.NO_FILE)),
     "model-config": Target(model_config.run, model_config.SEEDS),
     "config": Target(_config, (b'{"hidden_size": 64, "rope": {"factor": 2.0}, "x": [1, null]}',)),
 }

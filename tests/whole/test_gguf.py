@@ -61,6 +61,19 @@ def test_tokens_equal_those_of_the_dequantized_model(name: str, kind: str, tmp_p
     assert _greedy(file) == _reference(plain_copy(source, weights, tmp_path / "plain"))
 
 
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen3_moe-base"])
+def test_a_model_in_several_files_is_served_from_its_first(name: str, tmp_path: Path) -> None:
+    case = find_case(name)
+    first = write_gguf(original(case), tmp_path / "split.gguf", case.family, split_tensors=5)
+    assert first.name.startswith("split-00001-of-000")
+    assert len(list(tmp_path.glob("split-*.gguf"))) > 2
+    assert not (tmp_path / "split.gguf").exists()
+    reference = _reference(original(case))
+    assert _greedy(first) == reference
+    # and so is the directory that holds them
+    assert _greedy(tmp_path) == reference
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
     "ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tensor", "stages"]

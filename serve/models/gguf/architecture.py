@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve.models.families.fields import FULL, MAX_CONTEXT, MAX_WIDTH, SLIDING
 from serve.models.gguf.keys import Keys
@@ -14,6 +14,14 @@ Json = dict[str, Any]
 MAX_MLP = MAX_WIDTH * 8
 # llama.cpp's numbers of the functions that make scores of experts
 SOFTMAX, SIGMOID = 1, 2
+QKV, JOINED_QKV = ("attn_q", "attn_k", "attn_v"), "attn_qkv"
+
+
+class Constant(NamedTuple):
+    """A tensor whose elements are all one number."""
+
+    shape: tuple[int, ...]
+    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +31,10 @@ class Architecture:
     values: makes the values of config.json, with its model_type. is_permuted: the rows of q and k
     are those of an interleaved rotary embedding. norm_offset: what the conversion adds to the
     weights of norms. is_latent: its attention is over latents. modules: the names of tensors that
-    differ from `names.py`, by their fields in WeightNames.
+    differ from `names.py`, by their fields in WeightNames. tensors: further tensors, with their
+    names behind the family's prefix and {} for a layer's number. constants: tensors of fp32 that
+    the file has as keys, by their names behind the prefix. unused: tensors that files may have and
+    that no model computes with.
     """
 
     values: Callable[[Keys], Json]
@@ -31,6 +42,9 @@ class Architecture:
     norm_offset: float = 0.0
     is_latent: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    constants: Callable[[Keys], Mapping[str, Constant]] = lambda keys: {}
+    unused: Callable[[Keys], Collection[str]] = lambda keys: ()
 
 
 def sizes(keys: Keys, *, eps: str = "rms_norm_eps") -> Json:
@@ -67,14 +81,26 @@ def llama_like(keys: Keys, model_type: str, **more: Any) -> Json:
 
 def has_biases(keys: Keys, *stems: str) -> bool:
     """Returns whether the products have biases: all of them or none."""
-    found = {keys.has_tensor(f"{stem}.bias") for stem in stems}
+    joined = keys.has_tensor(f"{JOINED_QKV}.weight")
+    found = {
+        keys.has_tensor(f"{JOINED_QKV if joined and stem in QKV else stem}.bias") for stem in stems
+    }
     if len(found) > 1:
         raise keys.fail("block_count", f"some of {', '.join(stems)} have a bias, and others none")
     return found.pop()
 
 
-def local_experts(keys: Keys) -> Json:
-    keys.expect("expert_gating_func", SOFTMAX)
+def expert_size(keys: Keys) -> int:
+    """Returns the size of an expert, which older files do not say."""
+    if keys.has_tensor("ffn_gate_up_exps.weight"):
+        rows = keys.rows("ffn_gate_up_exps.weight") // 2
+    else:
+        rows = keys.rows("ffn_gate_exps.weight")
+    return keys.integer("expert_feed_forward_length", rows, high=MAX_MLP)
+
+
+def local_experts(keys: Keys, scores: int = SOFTMAX) -> Json:
+    keys.expect("expert_gating_func", scores)
     return {
         "num_local_experts": keys.num_experts,
         "num_experts_per_tok": keys.integer("expert_used_count"),
@@ -98,10 +124,10 @@ def layer_types(keys: Keys, period: int) -> list[str]:
     return [SLIDING if (number + 1) % period else FULL for number in range(count)]
 
 
-def partly_rotated(keys: Keys) -> Json:
+def partly_rotated(keys: Keys, *, eps: str = "rms_norm_eps") -> Json:
     dim = keys.head_dim
     rotated = keys.integer("rope.dimension_count", low=2, high=dim)
-    return sizes(keys) | {
+    return sizes(keys, eps=eps) | {
         "intermediate_size": keys.per_layer("feed_forward_length", high=MAX_MLP),
         "rope_parameters": rope_values(keys) | {"partial_rotary_factor": rotated / dim},
     }

@@ -7,11 +7,13 @@ is a key that a row does not read.
 
 from __future__ import annotations
 
-from serve.models.gguf import dense, latent, mixtures
+from serve.models.gguf import dense, gemma4, latent, mixtures
 from serve.models.gguf.architecture import Architecture
 from serve.models.gguf.keys import Keys
 
-ARCHITECTURES = dense.ARCHITECTURES | mixtures.ARCHITECTURES | latent.ARCHITECTURES
+ARCHITECTURES = (
+    dense.ARCHITECTURES | mixtures.ARCHITECTURES | latent.ARCHITECTURES | gemma4.ARCHITECTURES
+)
 
 
 def find_architecture(keys: Keys) -> Architecture:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from serve.models.families.fields import FULL, SLIDING
+from serve.models.families.fields import FULL, MAX_CONTEXT, SLIDING
 from serve.models.gguf.architecture import (
     MAX_MLP,
+    QKV,
     Architecture,
+    Constant,
     Json,
     attention_bias,
     has_biases,
@@ -199,6 +201,51 @@ def _ernie4_5(keys: Keys) -> Json:
     return llama_like(keys, "ernie4_5", use_bias=has_biases(keys, *products))
 
 
+def _chatglm(keys: Keys) -> Json:
+    values = partly_rotated(keys) | {"model_type": "glm"}
+    return values | {"attention_bias": has_biases(keys, *QKV)}
+
+
+def _stablelm(keys: Keys) -> Json:
+    """Reads StableLM. As in llama.cpp, a block without a second norm is a parallel one; what the
+    key says is a default of the conversion where the original said nothing."""
+    keys.has("use_parallel_residual")
+    return partly_rotated(keys, eps="layer_norm_eps") | {
+        "model_type": "stablelm",
+        "use_qkv_bias": has_biases(keys, "attn_q", "attn_k", "attn_v"),
+        "qk_layernorm": keys.has_tensor("attn_q_norm.weight"),
+        "use_parallel_residual": not keys.has_tensor("ffn_norm.weight"),
+    }
+
+
+def _apertus(keys: Keys) -> Json:
+    return llama_like(keys, "apertus", attention_bias=attention_bias(keys))
+
+
+def _xielu(keys: Keys) -> dict[str, Constant]:
+    """Returns the learned numbers of the activations, which are keys without the architecture."""
+    shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+    return {
+        f"layers.{layer}.mlp.act_fn.{name}": Constant(shape, value)
+        for name, shape in shapes.items()
+        for layer, value in enumerate(keys.shared_numbers(f"xielu.{name}"))
+    }
+
+
+def _gpt2(keys: Keys) -> Json:
+    return {
+        "model_type": "gpt2",
+        "vocab_size": keys.vocab_size,
+        "n_embd": keys.hidden_size,
+        "n_layer": keys.num_layers,
+        "n_head": keys.num_heads,
+        "n_positions": keys.integer("context_length", high=MAX_CONTEXT),
+        "n_inner": keys.per_layer("feed_forward_length", high=MAX_MLP),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon", high=1.0),
+        "tie_word_embeddings": "output.weight" not in keys.tensors,
+    }
+
+
 ARCHITECTURES = {
     "llama": Architecture(_llama, is_permuted=True),
     "qwen2": Architecture(_qwen2),
@@ -220,4 +267,8 @@ ARCHITECTURES = {
     "exaone4": Architecture(_exaone4),
     "ernie4_5": Architecture(_ernie4_5),
     "hunyuan-dense": Architecture(_hunyuan),
+    "chatglm": Architecture(_chatglm),
+    "stablelm": Architecture(_stablelm),
+    "apertus": Architecture(_apertus, constants=_xielu),
+    "gpt2": Architecture(_gpt2, tensors={"position_embd.weight": "wpe.weight"}),
 }

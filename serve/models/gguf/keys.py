@@ -6,7 +6,7 @@ Keys of an architecture begin with its name, as in llama.block_count; here they 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serve.checkpoint_json import ConfigReader
@@ -84,6 +84,32 @@ class Keys(ConfigReader):
                 raise self.fail(key, "differs between layers, which is not supported")
             return ConfigReader({key: value[0]}, self._named(key)).integer(key, high=high)
         return self.integer(key, default, high=high)
+
+    def of_layers(self, key: str, types: Sequence[str], kind: str) -> int:
+        """Returns the number that a key has for all layers of a kind. types: each layer's."""
+        value = self.values.get(key)
+        if not isinstance(value, list):
+            return self.integer(key, high=MAX_HEADS)
+        if len(value) < len(types):
+            raise self.fail(key, f"must list {len(types)} numbers")
+        found = [item for item, each in zip(value, types, strict=False) if each == kind]
+        if any(item != found[0] for item in found):
+            raise self.fail(key, f"differs between layers with {kind}, which is not supported")
+        return ConfigReader({key: found[0]}, self._named(key)).integer(key, high=MAX_HEADS)
+
+    def shared_numbers(self, key: str) -> list[float]:
+        """Returns the numbers of all layers of a key that has no architecture in its name, which
+        may be one for all."""
+        given = self.file.metadata.get(key)
+        values = given if isinstance(given, list) else [given] * self.num_layers
+        if len(values) != self.num_layers:
+            raise ModelLoadError(f"{self.source}: {key} must list {self.num_layers} numbers")
+        reader = ConfigReader({}, self.source)
+        found = []
+        for value in values:
+            reader.values = {key: value}
+            found.append(reader.number(key, low=-_MAX_SINGLE, high=_MAX_SINGLE))
+        return found
 
     def _named(self, key: str) -> str:
         self._used.add(key)
@@ -167,8 +193,8 @@ class Keys(ConfigReader):
                 return found.shape[-2]
         raise ModelLoadError(f"{self.source}: tensor blk.0.{stem} is missing")
 
-    def factors(self, name: str) -> list[float] | None:
-        """Reads a tensor of positive fp32 numbers; None if there is none."""
+    def factors(self, name: str, *, high: float = 1e9) -> list[float] | None:
+        """Reads a tensor of positive fp32 numbers below `high`; None if there is none."""
         entry = self.tensors.get(name)
         if entry is None:
             return None
@@ -185,7 +211,7 @@ class Keys(ConfigReader):
         if len(data) != num_bytes:
             raise ModelLoadError(f"{at} is cut off")
         values = list(struct.unpack(f"<{entry.shape[0]}f", data))
-        if not all(0 < value < 1e9 for value in values):
+        if not all(0 < value < high for value in values):
             raise ModelLoadError(f"{at} holds a factor that is not a positive number")
         return values
 

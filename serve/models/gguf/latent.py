@@ -1,5 +1,5 @@
 """Architectures of GGUF files with multi-head latent attention: DeepSeek V2 and V3, Kimi K2,
-Moonlight, GLM-4.7-Flash.
+Moonlight, GLM-4.7-Flash, Mistral Small 4.
 
 Newer files have the expansion of the latent in two tensors, the one of keys transposed, and say the
 sizes of the latent where older ones say those of heads.
@@ -16,13 +16,13 @@ from serve.models.gguf.architecture import (
     Json,
 )
 from serve.models.gguf.keys import Keys
-from serve.models.gguf.rope import rope_values
+from serve.models.gguf.rope import original_length, rope_values
 
 _V3_EXPERTS = 256  # those of DeepSeek V3 are in groups, which its first files do not say
 
 
 def _deepseek2(keys: Keys) -> Json:
-    kind = keys.integer("expert_gating_func", SOFTMAX)
+    kind = keys.integer("expert_gating_func", SIGMOID if _is_glm(keys) else SOFTMAX)
     if kind not in (SOFTMAX, SIGMOID):
         raise keys.fail("expert_gating_func", f"{kind} is not supported")
     is_v3 = kind == SIGMOID
@@ -30,8 +30,31 @@ def _deepseek2(keys: Keys) -> Json:
     if not is_v3:
         keys.expect("expert_weights_norm", False)
         groups["topk_method"] = "group_limited_greedy" if groups["n_group"] > 1 else "greedy"
+    return _latent(keys, "deepseek_v3" if is_v3 else "deepseek_v2") | groups
+
+
+def _is_glm(keys: Keys) -> bool:
+    """Returns whether the model is GLM-4.7-Flash, whose first files do not say that scores of
+    experts are sigmoids."""
+    return keys.num_blocks in (47, 48) and keys.vocab_size == 154_880
+
+
+def _mistral4(keys: Keys) -> Json:
+    """Reads Mistral Small 4. The factor of queries at long distances is a key that its files may
+    lack; llama.cpp then computes without it, too."""
+    keys.expect("expert_gating_func", SOFTMAX)
+    values = _latent(keys, "mistral4") | _groups(keys, is_v3=False)
+    rope = values["rope_parameters"]
+    if keys.has("attention.temperature_scale"):
+        rope["llama_4_scaling_beta"] = keys.number("attention.temperature_scale")
+        rope.setdefault("original_max_position_embeddings", original_length(keys))
+        keys.expect("attention.temperature_length", rope["original_max_position_embeddings"])
+    return values
+
+
+def _latent(keys: Keys, model_type: str) -> Json:
     return {
-        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
+        "model_type": model_type,
         "vocab_size": keys.vocab_size,
         "hidden_size": keys.hidden_size,
         "num_hidden_layers": keys.num_layers,
@@ -46,7 +69,6 @@ def _deepseek2(keys: Keys) -> Json:
         "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, low=0),
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
         "norm_topk_prob": keys.boolean("expert_weights_norm", False),
-        **groups,
         **_attention(keys),
     }
 
@@ -97,4 +119,7 @@ def _rope(keys: Keys) -> Json:
     return rope
 
 
-ARCHITECTURES = {"deepseek2": Architecture(_deepseek2, is_latent=True)}
+ARCHITECTURES = {
+    "deepseek2": Architecture(_deepseek2, is_latent=True),
+    "mistral4": Architecture(_mistral4, is_latent=True),
+}

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from serve.errors import ModelLoadError
 from serve.models.families import FAMILIES
 from serve.models.families.names import ExpertNames, WeightNames
-from serve.models.gguf.architecture import Architecture
+from serve.models.gguf.architecture import JOINED_QKV, QKV, Architecture
 from serve.models.gguf.keys import Keys
+from serve.models.gguf.reader import GGUFTensor
 from serve.models.gguf.rope import ROPE_TENSORS
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ _LATENT = {  # -> fields of LatentNames
     "attn_kv_b": "kv_up",
 }
 _SHARED = {"ffn_gate_shexp": 0, "ffn_up_shexp": 1}
+_HALVES = {"gate": 0, "up": 1}  # of ffn_gate_up_exps
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _OTHER_MODALITIES = ("v.", "a.", "mm.")
 
@@ -51,17 +53,21 @@ class Source:
     """Where a tensor of the checkpoint comes from.
 
     stored: the name of the GGUF tensor. expert: the part of its first dimension; None: all of it.
-    heads: its rows are those of so many heads in the order of an interleaved rotary embedding; 0:
-    in their own order. offset: what the conversion has added. is_row: it is a matrix of one row
-    that may be stored as a vector. values: the tensor with the rest of the rows of each head, if
-    the stored one has only those of keys, transposed.
+    rows: those that are taken of the rest, where it holds several products; None: all. heads: its
+    rows are those of so many heads in the order of an interleaved rotary embedding; 0: in their own
+    order. offset: what the conversion has added. is_row: it is a matrix of one row that may be
+    stored as a vector. is_transposed: the loader asks for [in, out], unless it is quantized.
+    values: the tensor with the rest of the rows of each head, if the stored one has only those of
+    keys, transposed.
     """
 
     stored: str
     expert: int | None = None
+    rows: slice | None = None
     heads: int = 0
     offset: float = 0.0
     is_row: bool = False
+    is_transposed: bool = False
     values: str = ""
 
 
@@ -70,7 +76,10 @@ def tensor_sources(keys: Keys, architecture: Architecture, model_type: str) -> d
     loader asks for. ModelLoadError for a tensor of the file that it has no use for."""
     names = FAMILIES[model_type].names
     found: dict[str, Source] = {}
+    unused = set(architecture.unused(keys))
     for name, source in _Walk(keys, architecture, names).all():
+        if source.stored in unused:
+            continue
         # families have norms in different places, so that one name may have two candidates
         if name not in found or found[name].stored not in keys.tensors:
             found[name] = source
@@ -80,7 +89,7 @@ def tensor_sources(keys: Keys, architecture: Architecture, model_type: str) -> d
         del found[head]
         if not is_plain(keys, "token_embd.weight"):
             found[head] = found[table]
-    known = {source.stored for source in found.values()}
+    known = {source.stored for source in found.values()} | unused
     _check_all_known(keys, known | {source.values for source in found.values()})
     return found
 
@@ -95,6 +104,8 @@ class _Walk:
 
     def __init__(self, keys: Keys, architecture: Architecture, names: WeightNames) -> None:
         self._names = names
+        self._keys = keys
+        self._more = architecture.tensors
         self._offset = architecture.norm_offset
         self._num_layers = keys.num_layers
         self._num_experts = keys.num_experts
@@ -121,12 +132,15 @@ class _Walk:
         yield from self._module("output_norm", prefix + names.final_norm, "output_norm")
         yield f"{names.heads[0]}.weight", Source("output.weight")
         experts = next((way for way in names.experts if not way.is_fused), None)
+        yield from self._further(prefix)
         for layer in range(self._num_layers):
             at, stored = prefix + names.layer.format(layer), f"blk.{layer}."
             for stem, module in self._modules.items():
                 if not module:  # the family has none
                     continue
                 yield from self._module(stored + stem, at + module, stem)
+            if f"{stored}{JOINED_QKV}.weight" in self._tensors and len(names.qkv) == 3:
+                yield from self._joined(at, stored)
             if self._is_latent and f"{stored}attn_kv_b.weight" not in self._tensors:
                 both = Source(f"{stored}attn_k_b.weight", values=f"{stored}attn_v_b.weight")
                 yield f"{at}{names.latent.kv_up}.weight", both
@@ -137,13 +151,33 @@ class _Walk:
     def _module(self, stored: str, module: str, stem: str) -> Iterator[tuple[str, Source]]:
         offset = self._offset if stem.endswith("norm") else 0.0
         heads = self._heads.get(stem, 0)
-        yield f"{module}.weight", Source(f"{stored}.weight", heads=heads, offset=offset)
+        turned = self._names.is_transposed and not stem.endswith("norm")
+        weight = Source(f"{stored}.weight", heads=heads, offset=offset, is_transposed=turned)
+        yield f"{module}.weight", weight
         yield f"{module}.bias", Source(f"{stored}.bias", heads=heads)
+
+    def _further(self, prefix: str) -> Iterator[tuple[str, Source]]:
+        """Yields what only this architecture has."""
+        for stored, name in self._more.items():
+            for layer in range(self._num_layers if "{}" in stored else 1):
+                yield prefix + name.format(layer), Source(stored.format(layer))
+
+    def _joined(self, at: str, stored: str) -> Iterator[tuple[str, Source]]:
+        """Yields q, k and v of one tensor, which a file may have of any architecture."""
+        dim, start = self._keys.head_dim, 0
+        counts = (self._keys.num_heads, self._keys.num_kv_heads, self._keys.num_kv_heads)
+        for stem, module, count in zip(QKV, self._names.qkv, counts, strict=True):
+            rows = slice(start, start + count * dim)
+            heads, start = self._heads.get(stem, 0), rows.stop
+            for ending in ("weight", "bias"):
+                source = Source(f"{stored}{JOINED_QKV}.{ending}", rows=rows, heads=heads)
+                yield f"{at}{module}.{ending}", source
 
     def _mixture(self, names: ExpertNames, at: str, stored: str) -> Iterator[tuple[str, Source]]:
         yield f"{at}{names.router}.weight", Source(f"{stored}ffn_gate_inp.weight")
         yield f"{at}{names.router}.bias", Source(f"{stored}ffn_gate_inp.bias")
-        yield at + names.correction, Source(f"{stored}exp_probs_b.bias")
+        is_row = names.is_correction_row
+        yield at + names.correction, Source(f"{stored}exp_probs_b.bias", is_row=is_row)
         gate = Source(f"{stored}ffn_gate_inp_shexp.weight", is_row=True)
         yield f"{at}{names.shared_gate}.weight", gate
         for stem, number in _SHARED.items():
@@ -153,15 +187,26 @@ class _Walk:
         for part, module in modules.items():
             for ending in ("weight", "bias"):
                 source = f"{stored}ffn_{part}_exps.{ending}"
+                rows = None
+                fused = self._tensors.get(f"{stored}ffn_gate_up_exps.{ending}")
+                if fused is not None and part in _HALVES:
+                    source, size = f"{stored}ffn_gate_up_exps.{ending}", _num_rows(fused, ending)
+                    rows = slice(_HALVES[part] * size // 2, (_HALVES[part] + 1) * size // 2)
                 for expert in range(self._num_experts):
-                    yield f"{at}{module.format(expert)}.{ending}", Source(source, expert)
+                    yield f"{at}{module.format(expert)}.{ending}", Source(source, expert, rows)
 
 
 def _products(names: WeightNames) -> dict[str, str]:
     """Returns the products of which some families store several in one tensor."""
-    qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) == 3 else ("attn_qkv",)
+    qkv = QKV if len(names.qkv) == 3 else (JOINED_QKV,)
     up = ("ffn_gate", "ffn_up") if len(names.up) == 2 else ("ffn_up",)
     return dict(zip(qkv + up, names.qkv + names.up, strict=True))
+
+
+def _num_rows(tensor: GGUFTensor, ending: str) -> int:
+    """Returns the outputs of a product of each expert, by its weight or its bias."""
+    dimensions = tensor.shape[:-1] if ending == "weight" else tensor.shape
+    return dimensions[-1] if dimensions else 0
 
 
 def _check_all_known(keys: Keys, known: set[str]) -> None:

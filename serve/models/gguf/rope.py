@@ -12,9 +12,9 @@ from serve.errors import ModelLoadError
 from serve.models.families.fields import MAX_CONTEXT
 from serve.models.gguf.keys import Keys
 
-_FREQUENCIES = "rope_freqs.weight"
+FREQUENCIES = "rope_freqs.weight"
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
-ROPE_TENSORS = (_FREQUENCIES, _SHORT, _LONG)
+ROPE_TENSORS = (FREQUENCIES, _SHORT, _LONG)
 Json = dict[str, Any]
 
 
@@ -33,14 +33,14 @@ def rope_values(keys: Keys) -> Json:
     plain: Json = {"rope_type": "default", "rope_theta": base_of(keys)}
     kind, factor = _kind_and_factor(keys)
     pretrained = original_length(keys)
-    divisors = keys.factors(_FREQUENCIES)
+    divisors = keys.factors(FREQUENCIES)
     if keys.factors(_LONG) is not None:
         return plain | _longrope(keys)
     for key in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor"):
         keys.expect(f"rope.scaling.{key}", 1.0)
     if divisors is not None:
         if factor != 1.0:
-            raise ModelLoadError(f"{keys.source}: {_FREQUENCIES} beside a scaling factor")
+            raise ModelLoadError(f"{keys.source}: {FREQUENCIES} beside a scaling factor")
         return plain | {
             "rope_type": "longrope",
             "short_factor": divisors,

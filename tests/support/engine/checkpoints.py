@@ -64,7 +64,7 @@ def make_checkpoint(directory: Path, family: str, variant: str = "base", seed: i
     disable_progress_bar()
     chosen = find_variant(family, variant)
     path = directory / f"{chosen}-{seed}"
-    model_class = _class_of(family, settings_of(chosen))
+    model_class = class_of(family, settings_of(chosen))
     config = model_class.config_class(**settings_of(chosen))
     model = model_class(config).float()
     randomize(model, seed)
@@ -76,7 +76,7 @@ def make_checkpoint(directory: Path, family: str, variant: str = "base", seed: i
     return path
 
 
-def _class_of(family: str, settings: Json) -> Any:
+def class_of(family: str, settings: Json) -> Any:
     """Returns Transformers' class of a family's model."""
     import transformers
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.engine.checkpoints import ROOT, randomize, write_tokenizer
+from tests.support.engine.checkpoints import ROOT, class_of, randomize, write_tokenizer
 from tests.support.engine.variants.mixtures import GROUPS
 from tests.support.engine.variants.variant import LLAMA, LLAMA3, YARN, Json
 
@@ -37,6 +37,66 @@ _LATENT: Json = GROUPS | {
     "num_key_value_heads": 4,
 }
 _GEMMA: Json = {"sliding_window": 8, "head_dim": 32, "query_pre_attn_scalar": 32}
+_GLM: Json = {
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "layernorm_epsilon": 1e-5,
+    "seq_length": 256,
+    "rope_ratio": 5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+}
+_GPT2: Json = {
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "n_inner": 256,
+}
+_ERNIE: Json = {
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+}
+_HUNYUAN: Json = {
+    "num_experts": 6,
+    "moe_topk": [3, 3],
+    "moe_intermediate_size": [96, 96],
+    "head_dim": 16,
+    "num_shared_expert": [1, 1],
+}
+_LLAMA4: Json = {
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 80,
+}
+_MISTRAL4: Json = _LATENT | {
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+    "rope_parameters": YARN
+    | {"factor": 128.0, "original_max_position_embeddings": 16, "beta_fast": 32.0}
+    | {"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.0},
+}
+_GEMMA4: Json = {
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, FULL, SLIDING] * 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 320,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 3.0,
+    "tie_word_embeddings": True,
+    "attention_k_eq_v": False,
+}
 _BIASES: Json = {"attention_bias": True, "mlp_bias": True}
 
 
@@ -181,6 +241,45 @@ CASES = [
         {"sliding_window": None, "layer_types": [FULL, FULL], "rope_parameters": LLAMA3},
     ),
     Case("ernie4_5", "base", {"head_dim": 32}),
+    Case("glm", "biases", _GLM | {"attention_bias": True}),
+    Case("glm", "tied", _GLM | {"attention_bias": False, "tie_word_embeddings": True}),
+    Case("stablelm", "biases", {"use_qkv_bias": True}),
+    Case("stablelm", "parallel", {"use_parallel_residual": True, "qk_layernorm": True}),
+    Case("apertus", "llama3", {"rope_parameters": LLAMA3}, is_everyday=True),
+    Case("gpt2", "tied", {"tie_word_embeddings": True} | _GPT2, is_everyday=True),
+    Case("gpt2", "untied", _GPT2),
+    Case("ernie4_5_moe", "shared", _ERNIE | {"moe_num_shared_experts": 2}),
+    Case(
+        "ernie4_5_moe",
+        "intervals",
+        _ERNIE | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "moe_layer_interval": 2},
+    ),
+    Case("hunyuan_v1_moe", "base", _HUNYUAN),
+    Case(
+        "afmoe",
+        "window",
+        _EXPERTS
+        | {"num_hidden_layers": 5, "sliding_window": 8, "head_dim": 32, "mup_enabled": True}
+        | {"num_shared_experts": 1, "route_scale": 1.5, "route_norm": True, "score_func": "sigmoid"}
+        | {"num_dense_layers": 1},
+    ),
+    Case("llama4_text", "llama3", _LLAMA4 | {"rope_parameters": LLAMA3}),
+    Case(
+        "llama4_text",
+        "no-norms",
+        _LLAMA4 | {"num_local_experts": 128, "intermediate_size": 8, "use_qk_norm": False},
+    ),
+    Case("mistral4", "yarn", _MISTRAL4),
+    Case("gemma4_text", "shared", _GEMMA4, is_everyday=True),
+    Case(
+        "gemma4_text",
+        "mixture",
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "num_hidden_layers": 6}
+        | {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1}
+        | {"attention_k_eq_v": True, "sliding_window": 8, "enable_moe_block": True}
+        | {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32}
+        | {"tie_word_embeddings": True},
+    ),
 ]
 
 
@@ -209,12 +308,12 @@ def original(case: Case) -> Path:
 
 def make(path: Path, family: str, settings: Json, seed: int = 0) -> Path:
     """Writes a random model of a family, with settings over those of a small Llama."""
-    import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    config = transformers.AutoConfig.for_model(family, **(LLAMA | settings))
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model_class = class_of(family, LLAMA | settings)
+    config = model_class.config_class(**(LLAMA | settings))
+    model = model_class(config).float()
     randomize(model, seed)
     model.save_pretrained(path)
     write_tokenizer(path, num_tokens=config.vocab_size - 5)

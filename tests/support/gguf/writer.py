@@ -7,7 +7,8 @@ it. What the converter does to an architecture is a row of `rows.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import gguf
@@ -18,6 +19,15 @@ from tests.support.engine.variants.variant import Json
 from tests.support.gguf.quantized import Packed, read_tensors
 from tests.support.gguf.rows import ROWS
 
+_STACKED = re.compile(r"(?P<start>.*)\.(?P<what>experts|norms)\.(?P<number>\d+)(?P<ending>\..*)")
+_EXPERTS = ("num_local_experts", "num_experts")
+_FUSIONS = (
+    (("attn_q", "attn_k", "attn_v"), "attn_qkv", 0),
+    (("ffn_gate_exps", "ffn_up_exps"), "ffn_gate_up_exps", 1),
+)
+Written = tuple[str, Tensor, str | None]
+"""A tensor with its name in a GGUF file, and its kind if it is packed."""
+
 
 def write_gguf(
     source: Path,
@@ -26,33 +36,39 @@ def write_gguf(
     weights: Packed | None = None,
     *,
     pre: str = "gpt-2",
+    is_fused: bool = False,
+    split_tensors: int = 0,
 ) -> Path:
     """Writes a checkpoint as a GGUF file, in fp32 but for the packed weights. pre: the name of the
-    way in which texts are split."""
+    way in which texts are split. is_fused: as with the converter's --fuse-qkv and
+    --fuse-gate-up-exps. split_tensors: the most tensors of a file of a split model; the first one
+    is returned."""
     config: Json = json.loads((source / "config.json").read_text())
     row = ROWS[family]
-    writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[row.arch])
-    write_keys(writer, config)
-    row.keys(writer, config)
+    arch = gguf.MODEL_ARCH_NAMES[row.arch]
+    writer = gguf.GGUFWriter(target, arch, split_max_tensors=split_tensors)
+    if row.has_common_keys:
+        write_keys(writer, config)
+    row.keys(writer, config | {"source": str(source)})
     write_tokenizer_keys(writer, source, config["vocab_size"], pre)
-    for name, tensor, kind in gguf_tensors(source, family, weights or {}):
+    tensors = gguf_tensors(source, family, weights or {})
+    for name, tensor, kind in fused(tensors) if is_fused else tensors:
         raw = None if kind is None else gguf.GGMLQuantizationType[kind]
         writer.add_tensor(name, tensor.contiguous().numpy(), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return target
+    return target if not split_tensors else min(target.parent.glob(f"{target.stem}-*.gguf"))
 
 
-def gguf_tensors(
-    source: Path, family: str, weights: Packed
-) -> Iterator[tuple[str, Tensor, str | None]]:
+def gguf_tensors(source: Path, family: str, weights: Packed) -> Iterator[Written]:
     """Yields the tensors of a checkpoint with their names in a GGUF file, and the kinds of those
     that are packed."""
     config: Json = json.loads((source / "config.json").read_text())
     row = ROWS[family]
-    names = gguf.get_tensor_name_map(row.arch, config["num_hidden_layers"])
+    num_layers = config.get("num_hidden_layers") or config["n_layer"]
+    names = gguf.get_tensor_name_map(row.arch, num_layers)
     stacks: dict[str, dict[int, Tensor]] = {}
     kinds: dict[str, str | None] = {}
     for name, plain in read_tensors(source).items():
@@ -60,13 +76,13 @@ def gguf_tensors(
             continue
         tensor, kind = weights.get(name, (plain.float(), None))
         for changed, value in row.change(config, name, tensor):
-            start, _, rest = changed.partition(".experts.")
-            if not rest[:1].isdigit():
+            part = _STACKED.fullmatch(changed)
+            if part is None:
                 yield _mapped(names, changed), value, kind
                 continue
-            number, _, ending = rest.partition(".")
-            stack = f"{start}.experts.{ending}"
-            stacks.setdefault(stack, {})[int(number)] = value
+            is_norm = part["what"] == "norms"
+            stack = part["start"] + ("" if is_norm else ".experts") + part["ending"]
+            stacks.setdefault(stack, {})[int(part["number"])] = value
             kinds[stack] = kind
     for name, parts in stacks.items():
         stacked = torch.stack([parts[number] for number in range(len(parts))])
@@ -75,7 +91,29 @@ def gguf_tensors(
         yield name, tensor, None
 
 
+def fused(tensors: Iterable[Written]) -> Iterator[Written]:
+    """Yields q, k and v of a layer as one tensor, and gate and up of its experts as one."""
+    waiting: dict[str, dict[str, Written]] = {}
+    for written in tensors:
+        name = written[0]
+        for stems, joined, axis in _FUSIONS:
+            stem = next((stem for stem in stems if f".{stem}." in name), None)
+            if stem is None:
+                continue
+            target = name.replace(stem, joined)
+            parts = waiting.setdefault(target, {})
+            parts[stem] = written
+            if len(parts) == len(stems):
+                whole = torch.cat([parts[stem][1] for stem in stems], axis)
+                yield target, whole, written[2]
+            break
+        else:
+            yield written
+
+
 def _mapped(names: gguf.TensorNameMap, name: str) -> str:
+    if name.startswith("blk."):
+        return name
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, f"{name} has no name in GGUF"
     return found
@@ -120,11 +158,12 @@ def write_keys(writer: gguf.GGUFWriter, config: Json) -> None:
     for key in ("layer_norm_eps", "norm_epsilon"):
         if config.get(key) is not None:
             writer.add_layer_norm_eps(config[key])
-    experts = config.get("num_local_experts", config.get("num_experts"))
+    experts = next((config[key] for key in _EXPERTS if config.get(key) is not None), None)
     if experts is not None:
         writer.add_expert_count(experts)
-    if config.get("num_experts_per_tok") is not None:
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+    used = config.get("num_experts_per_tok") or config.get("top_k_experts")
+    if used is not None:
+        writer.add_expert_used_count(used)
     if config.get("n_group") is not None:
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])

@@ -19,7 +19,9 @@ from serve.models.gguf.architectures import ARCHITECTURES
 from serve.single_file.config import directory_of
 from tests.support.engine.decoders import run, token_ids
 from tests.support.gguf.cases import CASES, Case, find_case, make, original
-from tests.support.gguf.quantized import Choose, packed, plain_copy
+from tests.support.gguf.changes import is_gpt2_product
+from tests.support.gguf.quantize import dequantize, quantize
+from tests.support.gguf.quantized import Choose, packed, plain_copy, read_tensors
 from tests.support.gguf.rows import ROWS
 from tests.support.gguf.writer import write_gguf
 
@@ -76,6 +78,63 @@ def test_every_architecture_has_a_case() -> None:
     made = {gguf.MODEL_ARCH_NAMES[ROWS[case.family].arch] for case in CASES}
     # the text models of vision models, whose keys and tensors are those of Qwen 2 and 3
     assert made | {"qwen2vl", "qwen3vl", "qwen3vlmoe"} == set(ARCHITECTURES)
+
+
+# files of the converter's --fuse-qkv and --fuse-gate-up-exps, and of GLM's first checkpoints
+@pytest.mark.parametrize("name", ["llama-yarn-biases", "glm-biases", "qwen3_moe-base"])
+def test_joined_products_are_their_parts(name: str, tmp_path: Path) -> None:
+    case = find_case(name)
+    file = write_gguf(original(case), tmp_path / "model.gguf", case.family, is_fused=True)
+    found = {tensor.name for tensor in gguf.GGUFReader(file).tensors}
+    assert "blk.0.attn_qkv.weight" in found and "blk.0.attn_k.weight" not in found
+    assert relative(plain_logits(file), plain_logits(original(case))) < 1e-5
+
+
+def test_joined_products_are_cut_between_blocks(tmp_path: Path) -> None:
+    case = find_case("qwen3_moe-base")
+    source = original(case)
+    weights = packed(source, choose_of(str(case)))
+    file = write_gguf(source, tmp_path / "model.gguf", case.family, weights, is_fused=True)
+    plain = plain_copy(source, weights, tmp_path / "plain")
+    assert relative(plain_logits(file), plain_logits(plain)) < 1e-5
+
+
+def test_quantized_products_of_gpt2(tmp_path: Path) -> None:
+    """They have their outputs first, unlike plain ones of its checkpoints."""
+    source = original(find_case("gpt2-tied"))
+    tensors = read_tensors(source)
+    rows = {n: quantize("Q8_0", t.t()) for n, t in tensors.items() if is_gpt2_product(n)}
+    weights = {name: (torch.from_numpy(data), "Q8_0") for name, data in rows.items()}
+    file = write_gguf(source, tmp_path / "model.gguf", "gpt2", weights)
+    plain = plain_copy(source, {}, tmp_path / "plain")
+    for name, data in rows.items():
+        tensors[name] = torch.from_numpy(dequantize("Q8_0", data).copy()).t().contiguous()
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    assert relative(plain_logits(file), plain_logits(plain)) < 1e-5
+
+
+def test_quantized_tables_of_layers_are_looked_up_in_fp16(tmp_path: Path) -> None:
+    case = find_case("gemma4_text-shared")
+    source = original(case)
+    weights = packed(source, lambda name: "Q8_0" if "embed_tokens_per_layer" in name else None)
+    assert weights
+    file = write_gguf(source, tmp_path / "model.gguf", case.family, weights)
+    plain = plain_copy(source, weights, tmp_path / "plain")
+    tensors = load_file(plain / "model.safetensors")
+    for name in weights:
+        tensors[name] = tensors[name].half()
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    assert relative(plain_logits(file), plain_logits(plain)) < 1e-5
+
+
+def test_temperature_of_mistral4(tmp_path: Path) -> None:
+    """Its factor of queries is a key that files may have."""
+    case = find_case("mistral4-yarn")
+    rope = case.settings["rope_parameters"] | {"llama_4_scaling_beta": 0.3}
+    source = make(tmp_path / "source", case.family, case.settings | {"rope_parameters": rope})
+    file = write_gguf(source, tmp_path / "model.gguf", case.family)
+    assert relative(plain_logits(file), plain_logits(source)) < 1e-5
+    assert relative(plain_logits(file), plain_logits(original(case))) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["llama-llama3", "qwen3_moe-base", "gpt_oss-yarn"])

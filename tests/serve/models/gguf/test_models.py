@@ -157,6 +157,79 @@ WRONG: dict[str, tuple[Callable[[Keys, Tensors], object], str]] = {
 }
 
 
+OTHERS: dict[str, tuple[str, Callable[[Keys, Tensors], object], str]] = {
+    "an activation without a number": (
+        "apertus-llama3",
+        drop_key("xielu.beta"),
+        r"xielu\.beta is missing",
+    ),
+    "activations of fewer layers": (
+        "apertus-llama3",
+        set_key("xielu.alpha_p", [0.5]),
+        r"xielu\.alpha_p must list 2 numbers",
+    ),
+    "weights of experts whose sum is not 1": (
+        "afmoe-window",
+        set_key("afmoe.expert_weights_norm", False),
+        r"afmoe\.expert_weights_norm is not true",
+    ),
+    "another chunk": (
+        "llama4_text-llama3",
+        set_key("llama4.attention.sliding_window", 0),
+        r"llama4\.attention\.sliding_window is 0; only 8192 is supported",
+    ),
+    "heads that differ within a kind of layers": (
+        "gemma4_text-shared",
+        set_key("gemma4.attention.head_count_kv", [2, 2, 1, 2, 2, 2]),
+        r"gemma4\.attention\.head_count_kv differs between layers with sliding_attention",
+    ),
+    "pairs of another speed": (
+        "gemma4_text-shared",
+        lambda keys, tensors: tensors["rope_freqs.weight"].put(0, 2.0),
+        r"rope_freqs\.weight must hold 1 for the pairs that rotate",
+    ),
+    "no embedding of layers": (
+        "gemma4_text-shared",
+        drop("per_layer_token_embd.weight"),
+        r"per_layer_token_embd\.weight is missing",
+    ),
+    "positions of another context": (
+        "gpt2-tied",
+        set_key("gpt2.context_length", 128),
+        r"position_embd\.weight has shape \[256, 64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_is_wrong_in_other_architectures_is_named(case: str, tmp_path: Path) -> None:
+    name, change, message = OTHERS[case]
+    file = changed(tmp_path, name, change)
+    with pytest.raises(ModelLoadError, match=message):
+        load(file)
+
+
+def test_joined_products_with_too_few_rows(tmp_path: Path) -> None:
+    def change(keys: Keys, tensors: Tensors) -> None:
+        for layer in range(2):
+            parts = [tensors.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
+            tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)[: -1 - layer]
+
+    file = changed(tmp_path, "llama-llama3", change)
+    with pytest.raises(ModelLoadError, match=r"blk\.0\.attn_qkv\.weight has shape \[127, 64\]"):
+        load(file)
+
+
+def test_products_of_layers_that_share_keys_and_values_are_ignored(tmp_path: Path) -> None:
+    """Published checkpoints have them, and the conversion keeps them."""
+
+    def change(keys: Keys, tensors: Tensors) -> None:
+        for part in ("attn_k", "attn_v", "attn_k_norm"):
+            tensors[f"blk.5.{part}.weight"] = tensors[f"blk.2.{part}.weight"]
+
+    load(changed(tmp_path, "gemma4_text-shared", change))
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_named(case: str, tmp_path: Path) -> None:
     change, message = WRONG[case]

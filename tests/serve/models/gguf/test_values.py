@@ -19,7 +19,10 @@ from serve.models.gguf.reader import GGUFFile, read_gguf
 from tests.support.gguf.cases import find_case, original
 from tests.support.gguf.writer import write_gguf
 
-NAMES = ["llama-llama3", "phi3-short", "gemma3_text-linear", "glm4_moe-groups", "deepseek_v3-yarn"]
+NAMES = [
+    *("llama-llama3", "phi3-short", "gemma3_text-linear", "glm4_moe-groups", "deepseek_v3-yarn"),
+    *("gemma4_text-shared", "gemma4_text-mixture", "apertus-llama3", "gpt2-tied", "afmoe-window"),
+]
 ODD: list[Any] = [
     *(0, 1, -1, 3, 1 << 31, (1 << 64) - 1, True, False),
     *(0.0, -1.5, 1e-30, 1e308, math.nan, math.inf),
