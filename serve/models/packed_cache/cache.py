@@ -23,6 +23,7 @@ from serve.models.packed_cache.region import open_region
 from serve.models.packed_cache.sources import KeptTensors, NotedTensors
 from serve.models.packed_cache.writer import Contents, Made, write_file
 from serve.models.tensors import TensorSource
+from serve.regular_file import open_trusted
 from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class PackedCache:
         began = time.monotonic()
         try:
             with folders.locked(folder):
-                other = folders.open_trusted(folder / identity.file_name)
+                other = open_trusted(folder / identity.file_name)
                 if other is not None:
                     os.close(other)
                     logger.info("packed weights: another process has kept them")
@@ -121,7 +122,7 @@ class PackedCache:
 def _open(file: Path, identity: Identity) -> tuple[Index, Tensor] | None:
     """Returns the index and the data of a file, None if there is none to use. DamagedCache,
     OSError."""
-    fd = folders.open_trusted(file)
+    fd = open_trusted(file)
     if fd is None:
         return None
     began = time.monotonic()
