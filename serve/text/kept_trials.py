@@ -1,4 +1,4 @@
-"""Keeps what trials of tokenizers' files have found, so that the next start need not try them again.
+"""Keeps what trials of tokenizers' files have found, so that later starts need not try them again.
 
 A trial takes longer than all the rest of a start. Only files that were accepted are kept, by a hash
 of their content and of all that tries them. The folder is never one that comes with a model, and
@@ -69,6 +69,8 @@ def kept_answer(folder: Path, key: str) -> dict[str, Any] | None:
     finally:
         os.close(fd)
     try:
+        if len(content) > MAX_RECORD_BYTES:
+            return None
         values = json.loads(content)
         answer = values["answer"] if values["key"] == key else None
     except (ValueError, TypeError, LookupError, RecursionError):
