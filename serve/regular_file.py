@@ -6,11 +6,16 @@ next start is used only if no other user could have written it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import stat
 from pathlib import Path
+
+from serve.errors import reason
+
+MAX_RECORDS = 64  # of a kind
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +79,54 @@ def user_cache() -> Path | None:
     home = os.environ.get("HOME")
     cache = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
     return Path(cache) / "mergestep" if cache else None
+
+
+def read_record(folder: Path, name: str, max_bytes: int) -> bytes | None:
+    """Returns a small file of a private folder; None if there is none that can be trusted."""
+    fd = open_trusted(folder / name)
+    if fd is None:
+        return None
+    try:
+        content = os.read(fd, max_bytes + 1)
+        with contextlib.suppress(OSError):  # a disk that is read only
+            os.utime(fd)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return content if len(content) <= max_bytes else None
+
+
+def write_record(folder: Path, prefix: str, name: str, content: bytes) -> None:
+    """Writes a small file whole or not at all, and deletes the oldest beyond MAX_RECORDS whose
+    names have this prefix. A folder that cannot be written to, or that others can write to, keeps
+    nothing."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_trusted(folder):
+            return
+        _remove_oldest(folder, prefix)
+        unfinished = folder / f"{name}.{os.getpid()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(unfinished, flags, 0o600)
+        try:
+            os.write(fd, content)
+        finally:
+            os.close(fd)
+        unfinished.rename(folder / name)
+    except OSError as error:
+        logger.info("nothing is kept in %s for the next start: %s", folder, reason(error))
+
+
+def _remove_oldest(folder: Path, prefix: str) -> None:
+    """Deletes records, and what stopped writers left, so that one more may be written."""
+    found: list[tuple[int, Path]] = []
+    for file in folder.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            found.append((file.lstat().st_mtime_ns, file))
+    for _, file in sorted(found)[: max(0, len(found) - MAX_RECORDS + 1)]:
+        with contextlib.suppress(OSError):
+            file.unlink()
 
 
 def _is_safe(status: os.stat_result) -> bool:

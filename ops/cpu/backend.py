@@ -351,7 +351,11 @@ def _check_flash(dtype: torch.dtype) -> bool:
     """Checks both calls used here, causal and with a mask, on strided K/V."""
     numbers = torch.Generator().manual_seed(0)
     q = torch.randn(1, 2, 5, 8, generator=numbers).to(dtype)
-    k, v = torch.randn(2, 5, 3, 2, 8, generator=numbers).to(dtype)[:, :, 1].permute(0, 2, 1, 3)[:, None]
+    k, v = (
+        torch.randn(2, 5, 3, 2, 8, generator=numbers)
+        .to(dtype)[:, :, 1]
+        .permute(0, 2, 1, 3)[:, None]
+    )
     hidden = torch.ones(5, 5).triu_(1).bool()
     mask = torch.zeros(5, 5, dtype=dtype).masked_fill_(hidden, float("-inf"))
     scores = (q.double() @ k.double().transpose(-1, -2) * 0.5).masked_fill(hidden, float("-inf"))

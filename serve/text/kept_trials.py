@@ -8,27 +8,20 @@ hostile file is harmless.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
-import logging
 import math
-import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from serve.errors import reason
-from serve.regular_file import is_trusted, open_trusted
+from serve.regular_file import read_record, write_record
 from serve.text.tokenizer_file import MAX_GROWTH
-
-logger = logging.getLogger(__name__)
 
 MIN_FILE_BYTES = 128 << 10  # smaller ones are not of published models
 MAX_RECORD_BYTES = 64 << 10
-MAX_RECORDS = 64
 _MAX_SQUARES = 64
 _MAX_PATTERN_CHARS = 16
 _PREFIX = "trial-"
@@ -57,20 +50,10 @@ def trial_key(question: dict[str, Any], library: str) -> str:
 def kept_answer(folder: Path, key: str) -> dict[str, Any] | None:
     """Returns the answer of a trial that accepted the file, None if none is kept that can be
     trusted."""
-    fd = open_trusted(_record(folder, key))
-    if fd is None:
+    content = read_record(folder, _name(key), MAX_RECORD_BYTES)
+    if content is None:
         return None
     try:
-        content = os.read(fd, MAX_RECORD_BYTES + 1)
-        with contextlib.suppress(OSError):  # a disk that is read only
-            os.utime(fd)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-    try:
-        if len(content) > MAX_RECORD_BYTES:
-            return None
         values = json.loads(content)
         answer = values["answer"] if values["key"] == key else None
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -79,41 +62,15 @@ def kept_answer(folder: Path, key: str) -> dict[str, Any] | None:
 
 
 def keep_answer(folder: Path, key: str, answer: dict[str, Any]) -> None:
-    """Keeps an answer. A folder that cannot be written to, or that others can write to, keeps
-    nothing."""
+    """Keeps the answer of a trial that accepted the file."""
     content = json.dumps({"key": key, "answer": answer}).encode()
     if len(content) > MAX_RECORD_BYTES or not _is_answer(answer):
         return
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not is_trusted(folder):
-            return
-        _remove_oldest(folder)
-        unfinished = folder / f"{_PREFIX}{key}.{os.getpid()}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(unfinished, flags, 0o600)
-        try:
-            os.write(fd, content)
-        finally:
-            os.close(fd)
-        unfinished.rename(_record(folder, key))
-    except OSError as error:
-        logger.info("the tokenizer's trial is not kept in %s: %s", folder, reason(error))
+    write_record(folder, _PREFIX, _name(key), content)
 
 
-def _record(folder: Path, key: str) -> Path:
-    return folder / f"{_PREFIX}{key}.json"
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Deletes records, and what stopped writers left, so that one more may be written."""
-    found: list[tuple[int, Path]] = []
-    for file in folder.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            found.append((file.lstat().st_mtime_ns, file))
-    for _, file in sorted(found)[: max(0, len(found) - MAX_RECORDS + 1)]:
-        with contextlib.suppress(OSError):
-            file.unlink()
+def _name(key: str) -> str:
+    return f"{_PREFIX}{key}.json"
 
 
 def _is_answer(answer: Any) -> bool:

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from serve.models.packed_cache.identity import Identity
+from serve.read_ahead import BESIDE
 from serve.regular_file import is_trusted, user_cache
 
 logger = logging.getLogger(__name__)
 
-BESIDE = ".mergestep"  # in the model's directory
 ENDING, UNFINISHED = ".packed", ".unfinished"
 _LOCK = "lock"
 _LOCK_POLL_S = 0.2

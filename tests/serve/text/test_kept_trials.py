@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from serve.config import EngineConfig
-from serve.engine.loader import _kept_trials
+from serve import regular_file
 from serve.errors import ModelLoadError
+from serve.read_ahead import records_folder
 from serve.text import kept_trials, tokenizer_check
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine import tokenizer_pipelines as make
@@ -184,7 +184,7 @@ def test_damaged_records_are_not_used(content: bytes, folder: Path) -> None:
 
 
 def test_the_records_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_trials, "MAX_RECORDS", 3)
+    monkeypatch.setattr(regular_file, "MAX_RECORDS", 3)
     for number in range(5):
         kept_trials.keep_answer(folder, str(number) * 64, ANSWER)
         os.utime(records(folder)[-1], ns=(number, number))
@@ -205,13 +205,9 @@ def test_the_folder_is_never_in_a_models_directory(
 ) -> None:
     """A record in a model that was copied from a stranger would be this user's own file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-
-    def folder_of(packed_cache: str) -> Path | None:
-        return _kept_trials(EngineConfig(str(tmp_path / "model"), packed_cache=packed_cache))
-
-    assert folder_of("auto") == tmp_path / "xdg" / "mergestep" / "packed"
-    assert folder_of("off") is None
-    assert folder_of(str(tmp_path / "chosen")) == tmp_path / "chosen"
+    assert records_folder("auto") == tmp_path / "xdg" / "mergestep" / "packed"
+    assert records_folder("off") is None
+    assert records_folder(str(tmp_path / "chosen")) == tmp_path / "chosen"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
-    assert folder_of("auto") is None
+    assert records_folder("auto") is None

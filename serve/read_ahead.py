@@ -1,0 +1,151 @@
+"""Brings a file of packed weights into the page cache ahead of its reader.
+
+A thread that only faults reads as fast as the disk, in huge pages where the file system has them:
+while the reader compares checksums behind it, and, at the start of a server, while modules are
+imported. A record says which file a model was started from last. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import mmap
+import os
+import threading
+from pathlib import Path
+
+from serve.machine import available_memory
+from serve.regular_file import open_trusted, read_record, user_cache, write_record
+
+BESIDE = ".mergestep"  # in the model's directory
+STEP_BYTES = 128 << 20  # for less, the interpreter's lock would be waited for too often
+_MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13
+_POPULATE_READ = 22  # of madvise, since Linux 5.14
+_PREFIX = "last-"
+_MAX_PATH_BYTES = 4096
+_KEY_DIGITS = 32
+
+
+class ReadAhead:
+    """Reads a file, in a thread, from its beginning to its end. What cannot be read ahead is left
+    to the reader."""
+
+    def __init__(self, fd: int) -> None:
+        """fd: may be closed afterwards."""
+        status = os.fstat(fd)
+        self.file = status.st_dev, status.st_ino
+        self._size = status.st_size
+        self._end = 0
+        self._is_stopped = False
+        self._moved = threading.Condition()
+        # writable, since ctypes takes the address of nothing else; nothing writes to it
+        self._memory: mmap.mmap | None = mmap.mmap(
+            fd,
+            self._size,
+            flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+        threading.Thread(target=self._run, name="read-ahead", daemon=True).start()
+
+    def wait(self, end: int) -> None:
+        """Waits until the bytes before `end` were read, or are left to the reader."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._end >= min(end, self._size))
+
+    def stop(self) -> None:
+        """Leaves the rest to the reader."""
+        self._is_stopped = True
+        self.wait(self._size)
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        finally:
+            self._memory = None  # unmapped: it would count as this process's memory
+            self._move(self._size)
+
+    def _read(self) -> None:
+        assert self._memory is not None, "the thread runs once"
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        madvise = ctypes.CDLL(None).madvise
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        for start in range(0, self._size, STEP_BYTES):
+            num_bytes = min(STEP_BYTES, self._size - start)
+            place = ctypes.c_void_p(address + start)
+            if self._is_stopped or madvise(place, ctypes.c_size_t(num_bytes), _POPULATE_READ):
+                return
+            if start + num_bytes < self._size:
+                self._move(start + num_bytes)
+
+    def _move(self, end: int) -> None:
+        with self._moved:
+            self._end = end
+            self._moved.notify_all()
+
+
+_lock = threading.Lock()
+_begun: ReadAhead | None = None
+
+
+def read_ahead(fd: int) -> ReadAhead:
+    """Returns the thread that reads this file already, else a new one."""
+    global _begun
+    status = os.fstat(fd)
+    with _lock:
+        begun, _begun = _begun, None
+    if begun is not None and begun.file == (status.st_dev, status.st_ino):
+        return begun
+    if begun is not None:
+        begun.stop()
+    return ReadAhead(fd)
+
+
+def begin(model: Path, packed_cache: str | Path) -> None:
+    """Begins to read the file from which the model was started last, if there is memory for it.
+    packed_cache: the setting."""
+    global _begun
+    folder = records_folder(packed_cache)
+    content = folder and read_record(folder, _name(model), _MAX_PATH_BYTES)
+    if not content:
+        return
+    file = Path(os.fsdecode(content))
+    if packed_cache != "auto" and file.parent != Path(packed_cache).absolute():
+        return
+    fd = open_trusted(file)
+    if fd is None:
+        return
+    try:
+        size = os.fstat(fd).st_size
+        if 0 < size < available_memory():
+            with _lock:
+                _begun = ReadAhead(fd)
+    except (OSError, ValueError):  # no memory to map it, for example
+        pass
+    finally:
+        os.close(fd)
+
+
+def note_start(records: Path, model: Path, file: Path) -> None:
+    """Notes that a model is started from a file of packed weights. records: see records_folder.
+    model: its directory or file."""
+    content = os.fsencode(file.absolute())
+    if read_record(records, _name(model), _MAX_PATH_BYTES) != content:
+        write_record(records, _PREFIX, _name(model), content)
+
+
+def records_folder(packed_cache: str | Path) -> Path | None:
+    """Returns the folder for what a start notes for the next one, None for none. A model's own
+    directory is never it: it may come from a stranger, with records in it."""
+    if packed_cache == "off":
+        return None
+    if packed_cache != "auto":
+        return Path(packed_cache)
+    cache = user_cache()
+    return cache and cache / "packed"
+
+
+def _name(model: Path) -> str:
+    path = os.fsencode(model.resolve())
+    return f"{_PREFIX}{hashlib.sha256(path).hexdigest()[:_KEY_DIGITS]}"
