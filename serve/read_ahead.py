@@ -1,7 +1,7 @@
 """Brings a file of packed weights into the page cache ahead of its reader.
 
-A thread that only faults reads as fast as the disk, in huge pages where the file system has them:
-while the reader compares checksums behind it, and, at the start of a server, while modules are
+Threads that only fault read as fast as the disk, in huge pages where the file system has them:
+while the reader compares checksums behind them, and, at the start of a server, while modules are
 imported. A record says which file a model was started from last. Nothing heavy is imported here.
 """
 
@@ -19,7 +19,8 @@ from serve.machine import available_memory
 from serve.regular_file import open_trusted, read_record, user_cache, write_record
 
 BESIDE = ".mergestep"  # in the model's directory
-STEP_BYTES = 128 << 20  # for less, the interpreter's lock would be waited for too often
+STEP_BYTES = 32 << 20  # for less, the interpreter's lock would be waited for too often
+NUM_THREADS = 4  # so that a disk has several requests at once
 _MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13
 _POPULATE_READ = 22  # of madvise, since Linux 5.14
 _PREFIX = "last-"
@@ -28,60 +29,82 @@ _KEY_DIGITS = 32
 
 
 class ReadAhead:
-    """Reads a file, in a thread, from its beginning to its end. What cannot be read ahead is left
-    to the reader."""
+    """Reads a file from its beginning to its end, in threads that take pieces in turn. What cannot
+    be read ahead is left to the reader."""
 
     def __init__(self, fd: int) -> None:
-        """fd: may be closed afterwards."""
+        """fd: may be closed afterwards. OSError."""
         status = os.fstat(fd)
         self.file = status.st_dev, status.st_ino
         self._size = status.st_size
-        self._end = 0
         self._is_stopped = False
         self._moved = threading.Condition()
-        # writable, since ctypes takes the address of nothing else; nothing writes to it
-        self._memory: mmap.mmap | None = mmap.mmap(
-            fd,
-            self._size,
-            flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        )
-        threading.Thread(target=self._run, name="read-ahead", daemon=True).start()
+        pieces = range(0, self._size, STEP_BYTES)
+        num_threads = min(NUM_THREADS, len(pieces))
+        self._next = list(pieces[:num_threads])  # of each thread, the first piece it has not read
+        self._mapped: list[mmap.mmap | None] = [*self._mappings(fd, num_threads)]
+        for number in range(num_threads):
+            threading.Thread(
+                target=self._run, args=(number,), name="read-ahead", daemon=True
+            ).start()
 
     def wait(self, end: int) -> None:
         """Waits until the bytes before `end` were read, or are left to the reader."""
         with self._moved:
-            self._moved.wait_for(lambda: self._end >= min(end, self._size))
+            self._moved.wait_for(
+                lambda: min(self._next, default=self._size) >= min(end, self._size)
+            )
 
     def stop(self) -> None:
         """Leaves the rest to the reader."""
         self._is_stopped = True
         self.wait(self._size)
 
-    def _run(self) -> None:
+    def _mappings(self, fd: int, count: int) -> list[mmap.mmap]:
+        """Returns a mapping for each thread, of a descriptor of its own: the kernel reads ahead by
+        descriptor, and threads that share one make it read pieces in small pages."""
+        made = []
+        for _ in range(count):
+            own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                # writable, since ctypes takes the address of nothing else; nothing writes to it
+                memory = mmap.mmap(
+                    own,
+                    self._size,
+                    flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                )
+            finally:
+                os.close(own)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            made.append(memory)
+        return made
+
+    def _run(self, number: int) -> None:
         try:
-            self._read()
+            self._read(number)
         finally:
-            self._memory = None  # unmapped: it would count as this process's memory
-            self._move(self._size)
+            self._mapped[number] = None  # unmapped: it would count as this process's memory
+            self._move(number, self._size)
 
-    def _read(self) -> None:
-        assert self._memory is not None, "the thread runs once"
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+    def _read(self, number: int) -> None:
+        memory = self._mapped[number]
+        assert memory is not None, "the thread runs once"
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         madvise = ctypes.CDLL(None).madvise
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        for start in range(0, self._size, STEP_BYTES):
-            num_bytes = min(STEP_BYTES, self._size - start)
+        stride = STEP_BYTES * len(self._next)
+        for start in range(self._next[number], self._size, stride):
+            num_bytes = ctypes.c_size_t(min(STEP_BYTES, self._size - start))
             place = ctypes.c_void_p(address + start)
-            if self._is_stopped or madvise(place, ctypes.c_size_t(num_bytes), _POPULATE_READ):
+            if self._is_stopped or madvise(place, num_bytes, _POPULATE_READ):
                 return
-            if start + num_bytes < self._size:
-                self._move(start + num_bytes)
+            if start + stride < self._size:
+                self._move(number, start + stride)
 
-    def _move(self, end: int) -> None:
+    def _move(self, number: int, start: int) -> None:
         with self._moved:
-            self._end = end
+            self._next[number] = start
             self._moved.notify_all()
 
 

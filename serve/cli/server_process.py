@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import os
+import threading
 import time
 from typing import Any
 
@@ -61,7 +61,7 @@ def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> 
         gc.freeze()  # the model stays as long as the process
         load_s = time.perf_counter() - started_s
         # in a thread, since it waits for the trial of the chat template: requests do not
-        asyncio.get_running_loop().run_in_executor(None, show, load_s)
+        threading.Thread(target=show, args=(load_s,), name="start-summary", daemon=True).start()
 
     def show(load_s: float) -> None:
         with contextlib.suppress(EngineStoppedError):  # a signal was faster

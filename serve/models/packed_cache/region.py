@@ -6,7 +6,7 @@ files so: the kernel then reads the file in pieces of 2 MiB, processes that serv
 its memory, and a file that is still cached costs nothing. Elsewhere the file is read into anonymous
 huge pages, chunk by chunk and in several threads.
 
-Every chunk is compared with its checksum, behind a thread that brings it into memory
+Every chunk is compared with its checksum, behind threads that bring it into memory
 (serve/read_ahead.py).
 """
 
@@ -45,16 +45,19 @@ def open_region(fd: int, index: Index) -> tuple[Tensor, bool]:
     checksum differs."""
     mapped = _Mapping(fd, index.data_end)
     chunks = list(zip(chunks_of(index.data_end), index.checksums, strict=True))
-    # one thread reads: several would take turns in the kernel's readahead, which then reads some
-    # pieces into small pages
     ahead = read_ahead(fd)
+
+    def check(item: tuple[Span, int]) -> None:
+        chunk, checksum = item
+        ahead.wait(chunk.start + chunk.num_bytes)
+        _check(mapped.data, chunk, checksum)
+
     try:
-        for number, (chunk, checksum) in enumerate(chunks):
-            ahead.wait(chunk.start + chunk.num_bytes)
-            _check(mapped.data, chunk, checksum)
-            if number == _NUM_PROBED and not mapped.is_huge(chunk.start):
-                break
-        else:
+        probed, rest = chunks[:_NUM_PROBED], chunks[_NUM_PROBED:]
+        for item in probed:
+            check(item)
+        if not rest or mapped.is_huge(rest[0][0].start):
+            _in_threads(check, rest)
             if mapped.is_huge(index.data_end):
                 return mapped.data, True
     finally:
