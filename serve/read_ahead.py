@@ -19,8 +19,8 @@ from serve.machine import available_memory
 from serve.regular_file import open_trusted, read_record, user_cache, write_record
 
 BESIDE = ".mergestep"  # in the model's directory
-STEP_BYTES = 32 << 20  # for less, the interpreter's lock would be waited for too often
-NUM_THREADS = 4  # so that a disk has several requests at once
+STEP_BYTES = 64 << 20  # for less, the interpreter's lock would be waited for too often
+NUM_THREADS = 2  # so that a disk has several requests at once; where they meet, pages are small
 _MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13
 _POPULATE_READ = 22  # of madvise, since Linux 5.14
 _PREFIX = "last-"
