@@ -113,9 +113,9 @@ def _show(starts: dict[str, list[Start]], imports: dict[str, float], console: Co
     sizes = [tables.spread([start.rss_bytes / 2**20 for start in each]) for each in starts.values()]
     table.add_row("resident when ready, MiB", *sizes)
     console.print(table)
-    for since, mark in (("the command", None), ("listening", "listening")):
+    for since, begin in (("the command", ""), ("listening", "listening")):
         times = {
-            name: [start.at_s["first token"] - start.at_s.get(mark or "", 0.0) for start in each]
+            name: [start.at_s["first token"] - start.at_s.get(begin, 0.0) for start in each]
             for name, each in starts.items()
         }
         medians = ", ".join(f"{name} {statistics.median(row):.2f} s" for name, row in times.items())
