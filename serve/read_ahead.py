@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 from serve.machine import available_memory
 from serve.regular_file import open_trusted, read_record, user_cache, write_record
@@ -33,17 +34,17 @@ class ReadAhead:
     be read ahead is left to the reader."""
 
     def __init__(self, fd: int) -> None:
-        """fd: may be closed afterwards. OSError."""
+        """fd: may be closed afterwards."""
         status = os.fstat(fd)
         self.file = status.st_dev, status.st_ino
         self._size = status.st_size
         self._is_stopped = False
         self._moved = threading.Condition()
-        pieces = range(0, self._size, STEP_BYTES)
-        num_threads = min(NUM_THREADS, len(pieces))
-        self._next = list(pieces[:num_threads])  # of each thread, the first piece it has not read
-        self._mapped: list[mmap.mmap | None] = [*self._mappings(fd, num_threads)]
-        for number in range(num_threads):
+        # the kernel reads ahead by descriptor: threads that share one make it read small pages
+        self._files = _descriptors(fd, min(NUM_THREADS, -(-self._size // STEP_BYTES)))
+        # of each thread, the first piece that it has not read
+        self._next = [STEP_BYTES * number for number in range(len(self._files))]
+        for number in range(len(self._files)):
             threading.Thread(
                 target=self._run, args=(number,), name="read-ahead", daemon=True
             ).start()
@@ -56,48 +57,23 @@ class ReadAhead:
             )
 
     def stop(self) -> None:
-        """Leaves the rest to the reader."""
+        """Leaves the rest to the reader, after the pieces that are being read."""
         self._is_stopped = True
-        self.wait(self._size)
-
-    def _mappings(self, fd: int, count: int) -> list[mmap.mmap]:
-        """Returns a mapping for each thread, of a descriptor of its own: the kernel reads ahead by
-        descriptor, and threads that share one make it read pieces in small pages."""
-        made = []
-        for _ in range(count):
-            own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                # writable, since ctypes takes the address of nothing else; nothing writes to it
-                memory = mmap.mmap(
-                    own,
-                    self._size,
-                    flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                )
-            finally:
-                os.close(own)
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            made.append(memory)
-        return made
 
     def _run(self, number: int) -> None:
         try:
-            self._read(number)
+            with contextlib.suppress(OSError):  # no room in the address space, for example
+                self._read(number)
         finally:
-            self._mapped[number] = None  # unmapped: it would count as this process's memory
+            os.close(self._files[number])
             self._move(number, self._size)
 
     def _read(self, number: int) -> None:
-        memory = self._mapped[number]
-        assert memory is not None, "the thread runs once"
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        madvise = ctypes.CDLL(None).madvise
-        stride = STEP_BYTES * len(self._next)
+        madvise = ctypes.CDLL(None).madvise  # lets other threads run, as that of mmap does not
+        stride = STEP_BYTES * len(self._files)
         for start in range(self._next[number], self._size, stride):
-            num_bytes = ctypes.c_size_t(min(STEP_BYTES, self._size - start))
-            place = ctypes.c_void_p(address + start)
-            if self._is_stopped or madvise(place, num_bytes, _POPULATE_READ):
+            num_bytes = min(STEP_BYTES, self._size - start)
+            if self._is_stopped or not _fault(self._files[number], start, num_bytes, madvise):
                 return
             if start + stride < self._size:
                 self._move(number, start + stride)
@@ -106,6 +82,32 @@ class ReadAhead:
         with self._moved:
             self._next[number] = start
             self._moved.notify_all()
+
+
+def _descriptors(fd: int, count: int) -> list[int]:
+    """Returns descriptors of their own for the file; fewer if the process can have no more."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for _ in range(count):
+            found.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+    return found
+
+
+def _fault(fd: int, start: int, num_bytes: int, madvise: Any) -> bool:
+    """Brings a piece of a file into the page cache. Returns whether the kernel does so. The piece
+    is mapped for that time only: what is mapped counts as this process's memory."""
+    # writable, since ctypes takes the address of nothing else; nothing writes to it
+    memory = mmap.mmap(
+        fd,
+        num_bytes,
+        flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        offset=start,
+    )
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    return not madvise(place, ctypes.c_size_t(num_bytes), _POPULATE_READ)
 
 
 _lock = threading.Lock()
@@ -123,6 +125,15 @@ def read_ahead(fd: int) -> ReadAhead:
     if begun is not None:
         begun.stop()
     return ReadAhead(fd)
+
+
+def end() -> None:
+    """Ends what `begin` has begun: the file is not the one that is needed."""
+    global _begun
+    with _lock:
+        begun, _begun = _begun, None
+    if begun is not None:
+        begun.stop()
 
 
 def begin(model: Path, packed_cache: str | Path) -> None:
@@ -144,8 +155,6 @@ def begin(model: Path, packed_cache: str | Path) -> None:
         if 0 < size < available_memory():
             with _lock:
                 _begun = ReadAhead(fd)
-    except (OSError, ValueError):  # no memory to map it, for example
-        pass
     finally:
         os.close(fd)
 

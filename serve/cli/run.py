@@ -67,7 +67,7 @@ def _found(settings: RunSettings, process: ProcessSettings) -> tuple[dict[str, A
         location = find_model(model, revision=process.revision, is_quiet=process.quiet)
         values["model"] = location.model
         values.setdefault("served_model_name", location.name)
-        if config.num_ranks == 1:
+        if config.num_ranks == 1 and config.backend != "cuda":
             read_ahead.begin(Path(location.model), config.packed_cache)
     return values, http
 

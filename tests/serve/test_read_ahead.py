@@ -47,7 +47,7 @@ def test_everything_is_in_memory_in_the_end(file: Path, monkeypatch: pytest.Monk
     ahead = ReadAhead(fd)
     ahead.wait(1)
     ahead.wait(1 << 40)
-    assert not any(ahead._mapped), "they are unmapped"
+    assert str(file) not in Path("/proc/self/maps").read_text()
     page = bytearray(mmap.PAGESIZE)
     for at in range(0, file.stat().st_size, 1 << 20):
         assert os.preadv(fd, [page], at, os.RWF_NOWAIT) == len(page)
@@ -63,6 +63,24 @@ def test_nobody_waits_for_what_is_left_to_the_reader(
     ahead = opened(file)
     ahead.stop()
     ahead.wait(1 << 40)
+    monkeypatch.setattr(read_ahead.os, "open", _refuse)  # no more descriptors
+    ReadAhead(0).wait(1 << 40)
+
+
+def _refuse(*_: object) -> int:
+    raise OSError(24, "Too many open files")
+
+
+def test_what_was_begun_for_another_file_ends(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_start(cache, file.parents[1], file)
+    begin(file.parents[1], "auto")
+    begun = read_ahead._begun
+    assert begun is not None
+    read_ahead.end()
+    assert begun._is_stopped and read_ahead._begun is None
+    read_ahead.end()
 
 
 def test_a_start_begins_with_the_file_of_the_last_one(file: Path, cache: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from serve import read_ahead
 from serve.errors import reason
 from serve.models.checkpoint import Checkpoint
 from serve.models.loaded_tensors import LoadedTensors
@@ -23,7 +24,6 @@ from serve.models.packed_cache.region import open_region
 from serve.models.packed_cache.sources import KeptTensors, NotedTensors
 from serve.models.packed_cache.writer import Contents, Made, write_file
 from serve.models.tensors import TensorSource
-from serve.read_ahead import note_start
 from serve.regular_file import open_trusted
 from serve.units import format_memory
 
@@ -81,6 +81,7 @@ class PackedCache:
                 problem = reason(error) if isinstance(error, OSError) else error
                 logger.warning("packed weights: %s is not used and deleted: %s", file, problem)
                 folders.remove(file)
+        read_ahead.end()
         noted = NotedTensors(loaded)
         result = build(noted)
         if noted.is_whole:
@@ -96,7 +97,7 @@ class PackedCache:
         if self.records is not None:
             weights = {entry.file for entry in checkpoint.entries.values()}
             for model in (checkpoint.path, *sorted(weights)[:1]):
-                note_start(self.records, model, file)
+                read_ahead.note_start(self.records, model, file)
 
     def _keep(
         self,
