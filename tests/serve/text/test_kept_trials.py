@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from serve import regular_file
+from serve import LLM, regular_file
 from serve.errors import ModelLoadError
 from serve.read_ahead import records_folder
 from serve.text import kept_trials, tokenizer_check
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine import tokenizer_pipelines as make
+from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.tokenizer_files import write_config
 from tests.support.text.trials import forget
 
@@ -211,3 +212,22 @@ def test_the_folder_is_never_in_a_models_directory(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
     assert records_folder("auto") is None
+
+
+def test_an_engine_keeps_trials_where_it_keeps_packed_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_check, "MIN_FILE_BYTES", 0)
+    model = str(checkpoint("llama"))
+    settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2}
+    forget(monkeypatch)
+    with LLM(model, packed_cache="off", **settings):
+        assert not folder.exists()
+    forget(monkeypatch)
+    with LLM(model, packed_cache=str(folder), **settings) as llm:
+        ids = llm.tokenizer.encode("the quick brown fox")
+    assert [path.name[:6] for path in records(folder)] == ["trial-"]
+    forget(monkeypatch)
+    monkeypatch.setattr(tokenizer_check, "_ask", None)
+    with LLM(model, packed_cache=str(folder), **settings) as llm:
+        assert llm.tokenizer.encode("the quick brown fox") == ids
