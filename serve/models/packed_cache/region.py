@@ -34,7 +34,7 @@ from serve.read_ahead import read_ahead
 
 _MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13
 _HUGE = 2 << 20
-_NUM_PROBED = 4  # chunks
+_NUM_PROBED = 1  # chunks
 _LEAST_HUGE = 0.9  # of a mapping's bytes
 _MIN_READERS = 4  # threads, so that a disk has several requests at once
 
