@@ -1,14 +1,23 @@
 """Opens files that a user or a checkpoint names, and refuses what is not a regular file.
 
-A FIFO or a device in a file's place could wait for ever or never end.
+A FIFO or a device in a file's place could wait for ever or never end. What a server keeps for its
+next start is used only if no other user could have written it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import logging
 import os
 import stat
 from pathlib import Path
+
+from serve.errors import reason
+
+MAX_RECORDS = 64  # of a kind
+
+logger = logging.getLogger(__name__)
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -35,3 +44,91 @@ def open_regular(path: str | Path) -> io.BufferedReader:
 def _open_without_waiting(path: str, flags: int) -> int:
     # a FIFO that has replaced the file since the check would wait for a writer
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def open_trusted(file: Path) -> int | None:
+    """Returns a descriptor for reading, None if there is no file or another user could change it;
+    whose it is, and whether it is plain, is asked of the open file."""
+    if not is_trusted(file.parent):
+        return None
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
+        logger.warning("%s is another user's, or open to others: not used", file)
+        os.close(fd)
+        return None
+    return fd
+
+
+def is_trusted(folder: Path) -> bool:
+    """Returns whether a directory, and no link, is this user's or root's, and nobody else can
+    write to it."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and _is_safe(status)
+
+
+def user_cache() -> Path | None:
+    """Returns the user's folder for what can be made again; None for a user without a home, as
+    services may be."""
+    home = os.environ.get("HOME")
+    cache = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
+    return Path(cache) / "mergestep" if cache else None
+
+
+def read_record(folder: Path, name: str, max_bytes: int) -> bytes | None:
+    """Returns a small file of a private folder; None if there is none that can be trusted."""
+    fd = open_trusted(folder / name)
+    if fd is None:
+        return None
+    try:
+        content = os.read(fd, max_bytes + 1)
+        with contextlib.suppress(OSError):  # a disk that is read only
+            os.utime(fd)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return content if len(content) <= max_bytes else None
+
+
+def write_record(folder: Path, prefix: str, name: str, content: bytes) -> None:
+    """Writes a small file whole or not at all, and deletes the oldest beyond MAX_RECORDS whose
+    names have this prefix. A folder that cannot be written to, or that others can write to, keeps
+    nothing."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_trusted(folder):
+            return
+        _remove_oldest(folder, prefix)
+        unfinished = folder / f"{name}.{os.getpid()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(unfinished, flags, 0o600)
+        try:
+            os.write(fd, content)
+        finally:
+            os.close(fd)
+        unfinished.rename(folder / name)
+    except OSError as error:
+        logger.info("nothing is kept in %s for the next start: %s", folder, reason(error))
+
+
+def _remove_oldest(folder: Path, prefix: str) -> None:
+    """Deletes records, and what stopped writers left, so that one more may be written."""
+    found: list[tuple[int, Path]] = []
+    for file in folder.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            found.append((file.lstat().st_mtime_ns, file))
+    for _, file in sorted(found)[: max(0, len(found) - MAX_RECORDS + 1)]:
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+def _is_safe(status: os.stat_result) -> bool:
+    is_ours = status.st_uid in (0, os.geteuid())
+    return is_ours and not stat.S_IMODE(status.st_mode) & 0o022

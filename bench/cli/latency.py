@@ -48,6 +48,7 @@ def latency(
     dtype: str = "auto",
     compute_threads: int | None = None,
     backend: str = "auto",
+    packed_cache: str = "off",
     mixed: bool | None = None,
     json_file: Path | None = None,
     quick: bool = False,
@@ -57,8 +58,9 @@ def latency(
     model is a directory, "random:SHAPE" (bench.common.checkpoint_shapes.SHAPES), or None for the
     embedded model. None for batches or prefills takes BATCHES or PREFILLS, and None for mixed runs
     the 16 mixed requests with peers, or if the context holds them. peers are NAME=COMMAND
-    (bench/offline/peers.py), run in every round. Returns what is written to json_file after each
-    round. Raises ConfigError before anything runs.
+    (bench/offline/peers.py), run in every round. packed_cache is the setting of `serve run`; the
+    first start with one writes its file while steps are measured. Returns what is written to
+    json_file after each round. Raises ConfigError before anything runs.
     """
     tables.check_file(json_file)
     commands = parse_peers(peers)
@@ -78,6 +80,7 @@ def latency(
             dtype=dtype,
             compute_threads=compute_threads,
             backend=backend,
+            packed_cache=packed_cache,
             max_num_seqs=max(batches, default=16),
             prefix_cache=False,
             inter_token_factor=math.inf,  # as peers do; `serve bench stalls` has smaller chunks

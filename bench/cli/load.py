@@ -208,7 +208,7 @@ def _target(options: OnlineOptions) -> Target:
                 f"{options.model} is a name of `serve plan`, which only --simulate takes; a load"
                 " needs a model's directory"
             )
-        location = find_model(options.model)
+        location = find_model(options.model, revision=options.revision)
         return EngineTarget(
             Engine(location.model, served_model_name=location.name, **options.engine)
         )

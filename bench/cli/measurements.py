@@ -19,10 +19,13 @@ measurements = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="A Hugging Face directory, or random:SHAPE (such as random:llama-1b): random"
-        " weights, which the first run writes to ~/.cache/mergestep.",
+        help="A model's directory or its name on the hub, or random:SHAPE (such as"
+        " random:llama-1b): random weights, which the first run writes to ~/.cache/mergestep.",
         show_default="the embedded model",
     ),
+]
+PackedCache = Annotated[
+    str, typer.Option(help="Where packed weights are kept, as for `serve run`.", metavar="DIR")
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
 PngFile = Annotated[Path | None, typer.Option("--png", help="Draw the figures to this file.")]
@@ -36,17 +39,25 @@ Seed = Annotated[int, typer.Option(help="Seed of the requests.")]
 
 
 def _measure(target: str, settings: Mapping[str, Any]) -> Any:
-    """Imports target ("module:function"), calls it with the settings and returns its result."""
+    """Imports target ("module:function"), calls it with the settings and returns its result. A
+    revision is found, or fetched, before."""
     module, _, name = target.partition(":")
     measure = getattr(import_module(module), name)
+    settings = dict(settings)
+    revision = settings.pop("revision", None)
     set_up_logging("warning")
     with reported():
+        if revision is not None:
+            from bench.common.checkpoints import model_directory
+
+            settings["model"] = model_directory(settings["model"], revision=revision)
         return measure(**settings)
 
 
 @measurements.command()
 def throughput(
     model: Model = None,
+    revision: options.Revision = None,
     dataset: Dataset = None,
     requests: Requests = None,
     input_len: InputLen = None,
@@ -70,6 +81,7 @@ def throughput(
 @measurements.command()
 def latency(
     model: Model = None,
+    revision: options.Revision = None,
     batch: Annotated[
         str | None,
         typer.Option(help="Numbers of decoding sequences, with commas; the default is 1 to 64."),
@@ -94,6 +106,7 @@ def latency(
     dtype: options.DType = "auto",
     compute_threads: options.ComputeThreads = None,
     backend: options.Backend = "auto",
+    packed_cache: PackedCache = "off",
     json_file: JsonFile = None,
     quick: options.Quick = False,
 ) -> None:
@@ -109,15 +122,14 @@ def latency(
 @measurements.command()
 def startup(
     model: Model = None,
+    revision: options.Revision = None,
     repeats: Annotated[int | None, typer.Option(help="Repetitions; the default is 5.")] = None,
     cold: Annotated[
         bool, typer.Option(help="Also start with the model's files out of memory.")
     ] = True,
     dtype: options.DType = "auto",
     compute_threads: options.ComputeThreads = None,
-    packed_cache: Annotated[
-        str, typer.Option(help="Where packed weights are kept, as for `serve run`.", metavar="DIR")
-    ] = "auto",
+    packed_cache: PackedCache = "auto",
     limit_s: Annotated[
         float, typer.Option("--limit", help="Timeout of one start in seconds.")
     ] = 600.0,
@@ -167,6 +179,7 @@ def _need_kernels(what: str) -> None:
 @measurements.command()
 def ablation(
     model: Model = None,
+    revision: options.Revision = None,
     dataset: Dataset = None,
     requests: Requests = None,
     input_len: InputLen = None,
@@ -229,6 +242,7 @@ def compare(
 @measurements.command()
 def engine(
     model: Model = None,
+    revision: options.Revision = None,
     seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens of each answer; the default is 400.")
@@ -256,6 +270,7 @@ def engine(
 @measurements.command()
 def stalls(
     model: Model = None,
+    revision: options.Revision = None,
     qps: Annotated[
         str | None,
         typer.Option(
@@ -289,6 +304,7 @@ def stalls(
 @measurements.command()
 def http(
     model: Model = None,
+    revision: options.Revision = None,
     streams: Annotated[int, typer.Option(help="Streams at once.")] = 32,
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
     output_len: OutputLen = None,
@@ -307,6 +323,7 @@ def prefix_cache(
         str,
         typer.Argument(help="A Hugging Face directory, or random:SHAPE."),
     ] = "random:llama-1b",
+    revision: options.Revision = None,
     prefix: Annotated[
         int | None, typer.Option(help="Tokens that the prompts share; the default is 4000.")
     ] = None,
@@ -321,6 +338,7 @@ def prefix_cache(
 @measurements.command()
 def soak(
     model: Model = None,
+    revision: options.Revision = None,
     minutes: Annotated[float, typer.Option(help="Minutes of load.")] = 60.0,
     streams: Annotated[int, typer.Option(help="Streams at once.")] = 64,
     aborts: Annotated[

@@ -94,12 +94,11 @@ def _show_rates(starts: dict[str, list[Start]], rates: list[float], console: Con
     file = starts["warm"][-1].packed_file
     assert file is not None, "of which the rates are"
     num_bytes, rate = file.stat().st_size, statistics.median(rates)
-    loads = {name: statistics.median(start.load_s for start in starts[name]) for name in starts}
-    times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in loads.items())
-    console.print(f"from listening to the first token: {times}", highlight=False)
+    read_s = num_bytes / rate
+    cold_s = statistics.median(start.at_s["first token"] for start in starts["cold"])
     console.print(
-        f"the disk reads {format_memory(num_bytes)} of packed weights in {num_bytes / rate:.2f} s "
-        f"({rate / 1e9:.2f} GB/s), {num_bytes / rate / loads['cold']:.0%} of a cold start's time",
+        f"the disk reads {format_memory(num_bytes)} of packed weights in {read_s:.2f} s "
+        f"({rate / 1e9:.2f} GB/s), {read_s / cold_s:.0%} of a cold start's time",
         highlight=False,
         soft_wrap=True,
     )
@@ -114,6 +113,13 @@ def _show(starts: dict[str, list[Start]], imports: dict[str, float], console: Co
     sizes = [tables.spread([start.rss_bytes / 2**20 for start in each]) for each in starts.values()]
     table.add_row("resident when ready, MiB", *sizes)
     console.print(table)
+    for since, begin in (("the command", ""), ("listening", "listening")):
+        times = {
+            name: [start.at_s["first token"] - start.at_s.get(begin, 0.0) for start in each]
+            for name, each in starts.items()
+        }
+        medians = ", ".join(f"{name} {statistics.median(row):.2f} s" for name, row in times.items())
+        console.print(f"from {since} to the first streamed token: {medians}", highlight=False)
     phases = ", ".join(_phases(starts["warm"]))
     console.print(f"phases of warm starts, from the log: {phases}", highlight=False, soft_wrap=True)
     packages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in imports.items())

@@ -40,15 +40,16 @@ def cache_folder() -> Path:
     return Path(base) / "mergestep"
 
 
-def model_directory(model: str | Path | None) -> str | None:
+def model_directory(model: str | Path | None, *, revision: str | None = None) -> str | None:
     """Returns the model's directory, which for a GGUF file describes that, or None for the embedded
     model. "random:SHAPE" is a random checkpoint, which the first call writes, and "ORG/NAME" a
-    model of the hub, which the first call fetches. Raises ConfigError for an unknown shape, and
-    ModelLoadError."""
-    if model is None or model == DEFAULT_MODEL:
+    model of the hub, which the first call fetches. revision: of a name on the hub. Raises
+    ConfigError for an unknown shape or a revision of anything else, and ModelLoadError."""
+    if revision is None and (model is None or model == DEFAULT_MODEL):
         return None
-    if not str(model).startswith(RANDOM):
-        return str(directory_of(Path(find(str(model), tell=_tell).model)))
+    if revision is not None or not str(model).startswith(RANDOM):
+        location = find(str(model or DEFAULT_MODEL), revision=revision, tell=_tell)
+        return str(directory_of(Path(location.model)))
     shape = str(model).removeprefix(RANDOM)
     if shape not in SHAPES:
         shapes = ", ".join(RANDOM + name for name in SHAPES)

@@ -34,6 +34,9 @@ def whole_numbers(name: str, text: str | None) -> list[int] | None:
 
 
 LOAD_OPTIONS: dict[str, LoadOption] = {
+    "revision": LoadOption(
+        TARGET, "The branch, tag or commit of a MODEL that is named ORG/NAME; by default main."
+    ),
     "qps": LoadOption(
         LOAD,
         "Requests per second: R, inf (all at once), LOW:HIGH:N (N rates between them) or"

@@ -8,6 +8,7 @@ are not touched. One more process measures the time of imports.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
 import json
@@ -29,6 +30,7 @@ from pathlib import Path
 from serve.errors import MergestepError
 
 _POLL_S = 0.002
+_MAX_LINE_BYTES = 1 << 16
 _PAGE = 4096
 _MARKS = ("listening", "/health", "/ready", "first token")
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ (?:INFO|WARNING|DEBUG) +")
@@ -59,11 +61,6 @@ class Start:
         """The file of packed weights from which the server was started, as the log says."""
         found = [_FROM_FILE.search(line) for _, line in self.lines]
         return next((Path(match[1]) for match in found if match), None)
-
-    @property
-    def load_s(self) -> float:
-        """The seconds from the bound port, where imports are done, to the first token."""
-        return self.at_s["first token"] - self.at_s["listening"]
 
 
 def start_once(
@@ -138,14 +135,17 @@ def _first_token(port: int) -> None:
     with _connection(port, timeout_s=600.0) as connection:
         connection.request("GET", "/v1/models")
         name = json.loads(connection.getresponse().read())["data"][0]["id"]
-        body = {"model": name, "prompt": [5, 6, 7], "max_tokens": 1, "ignore_eos": True}
+        body = {"model": name, "prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
         connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            "POST",
+            "/v1/completions",
+            json.dumps(body | {"stream": True}),
+            {"Content-Type": "application/json"},
         )
         response = connection.getresponse()
-        text = response.read()
-        if response.status != 200:
-            raise MergestepError(f"no first token: {text[:200]!r}")
+        line = response.readline(_MAX_LINE_BYTES)
+        if response.status != 200 or not line.startswith(b"data: {"):
+            raise MergestepError(f"no first token: {line[:200]!r}")
 
 
 @contextmanager
@@ -170,6 +170,8 @@ def disk_rate(file: Path) -> float:
     size = os.fstat(descriptor).st_size // _READ_BYTES * _READ_BYTES
     buffers = [mmap.mmap(-1, _READ_BYTES) for _ in range(_NUM_READERS)]  # pages, as O_DIRECT wants
     for buffer in buffers:
+        with contextlib.suppress(OSError):  # huge pages make few, large requests
+            buffer.madvise(mmap.MADV_HUGEPAGE)
         buffer.write(bytes(_READ_BYTES))
 
     def read(reader: int) -> None:
@@ -216,7 +218,7 @@ def _is_in_memory(path: Path) -> bool:
 def import_seconds(most: int = 8) -> dict[str, float]:
     """Returns the import seconds of `serve run` by package, longest first; the packages after the
     first `most` are one entry. -X importtime measures them and adds some time itself."""
-    code = "import serve.cli.main, serve.cli.server_process"
+    code = "import gc; gc.disable(); import serve.cli.main, serve.cli.server_process"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True
     )

@@ -3,14 +3,15 @@
 Linear layers, attention and fp32 rotation run on native kernels (ops/cpu/native*.py) if the library
 is built and supports the shape. Otherwise linear layers use oneDNN's packed weights (about twice
 as fast as F.linear at small M) and attention uses torch's CPU flash kernel, which takes strided K/V
-and returns the log-sum-exp. Operators internal to torch are tried at start-up; if they fail, public
-operators replace them.
+and returns the log-sum-exp. Operators internal to torch are tried at their first use; if they fail,
+public operators replace them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -66,12 +67,20 @@ class CpuBackend:
 
     def __init__(self) -> None:
         self._reference = ReferenceBackend()
-        self._packed_types = _types_that_pass("oneDNN packed linear", _check_packed_linear)
         self._has_native = native_library.is_available()
         self.quantized: QuantizedLinears | None = NATIVE if self._has_native else None
         # without vector instructions torch's prefill attention is faster
         self._has_vectors = self._has_native and native_library.instruction_set() != "portable"
-        self._flash_types = _types_that_pass("CPU flash attention", _check_flash)
+
+    # Both are tried at their first use, which for most models never comes.
+
+    @cached_property
+    def _packed_types(self) -> set[torch.dtype]:
+        return _types_that_pass("oneDNN packed linear", _check_packed_linear)
+
+    @cached_property
+    def _flash_types(self) -> set[torch.dtype]:
+        return _types_that_pass("CPU flash attention", _check_flash)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = NO_FUSION
@@ -331,7 +340,8 @@ def _types_that_pass(what: str, check: Callable[[torch.dtype], bool]) -> set[tor
 
 
 def _check_packed_linear(dtype: torch.dtype) -> bool:
-    x, weight = torch.randn(3, 16).to(dtype), torch.randn(8, 16).to(dtype)
+    numbers = torch.Generator().manual_seed(0)  # the global one is its users'
+    x, weight = (torch.randn(rows, 16, generator=numbers).to(dtype) for rows in (3, 8))
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     y = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
     return _is_close(y, x.double() @ weight.double().T)
@@ -339,8 +349,13 @@ def _check_packed_linear(dtype: torch.dtype) -> bool:
 
 def _check_flash(dtype: torch.dtype) -> bool:
     """Checks both calls used here, causal and with a mask, on strided K/V."""
-    q = torch.randn(1, 2, 5, 8).to(dtype)
-    k, v = torch.randn(2, 5, 3, 2, 8).to(dtype)[:, :, 1].permute(0, 2, 1, 3)[:, None]
+    numbers = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 5, 8, generator=numbers).to(dtype)
+    k, v = (
+        torch.randn(2, 5, 3, 2, 8, generator=numbers)
+        .to(dtype)[:, :, 1]
+        .permute(0, 2, 1, 3)[:, None]
+    )
     hidden = torch.ones(5, 5).triu_(1).bool()
     mask = torch.zeros(5, 5, dtype=dtype).masked_fill_(hidden, float("-inf"))
     scores = (q.double() @ k.double().transpose(-1, -2) * 0.5).masked_fill(hidden, float("-inf"))

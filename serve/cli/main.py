@@ -215,6 +215,7 @@ def models(
 @app.command("eval", epilog=examples.EVAL)
 def evaluate(
     model: options.Model = DEFAULT_MODEL,
+    revision: options.Revision = None,
     text: Annotated[
         Path | None, typer.Option(help="A text file; by default the built-in held-out text.")
     ] = None,
@@ -242,7 +243,7 @@ def evaluate(
     set_up_logging("warning")
     with reported():
         run_eval(
-            find_model(model).model,
+            find_model(model, revision=revision).model,
             text,
             precision,
             max_tokens=max_tokens,
@@ -259,6 +260,7 @@ def quantize(
     model: Annotated[str, typer.Argument(help="The model, in 16 or 32 bits.", metavar="MODEL")],
     output: Annotated[Path, typer.Argument(help="The directory to write.", metavar="DIR")],
     text: Annotated[Path, typer.Option(help="A text like those that the model will read.")],
+    revision: options.Revision = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the text that are read.")] = 16384,
     window: Annotated[
         int, typer.Option(help="Tokens of a window, each read from an empty context.")
@@ -271,7 +273,7 @@ def quantize(
     set_up_logging("warning")
     with reported():
         run_quantize(
-            find_model(model).model,
+            find_model(model, revision=revision).model,
             output,
             text,
             max_tokens=max_tokens,

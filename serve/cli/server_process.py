@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import threading
 import time
+from typing import Any
 
 import uvloop
 
 from serve.cli.log_format import use_format
-from serve.cli.model_files import find_model
-from serve.cli.run_settings import RunSettings
 from serve.cli.start_summary import print_ready
-from serve.config import DEFAULT_MODEL, EngineConfig
+from serve.config import EngineConfig
 from serve.engine.engine import Engine
+from serve.errors import EngineStoppedError
 from serve.http.edge.file_limit import raise_file_limit
 from serve.http.edge.settings import HttpSettings
 from serve.http.server import HttpServer, serve_until_signal
@@ -21,20 +24,12 @@ from serve.single_file.config import with_directory
 _RANK_VARIABLES = {"WORLD_SIZE", "LWS_GROUP_SIZE"}
 
 
-def run_server(settings: RunSettings, *, revision: str | None, is_quiet: bool) -> None:
-    """Runs a server until a signal. A model of the hub that is not here is downloaded first.
+def run_server(values: dict[str, Any], http: HttpSettings, *, is_quiet: bool) -> None:
+    """Runs a server until a signal. values: the engine's settings, with a model that was found.
 
     Raises ConfigError, ModelLoadError, or OSError for the port.
     """
-    settings.make(EngineConfig)  # the error names the origin of a wrong value
-    http: HttpSettings = settings.make(HttpSettings)
     use_format(http.log_format)
-    values = settings.of(EngineConfig)
-    if "model" in values or revision is not None:
-        model = values.get("model", DEFAULT_MODEL)
-        location = find_model(model, revision=revision, is_quiet=is_quiet)
-        values["model"] = location.model
-        values.setdefault("served_model_name", location.name)
     if _RANK_VARIABLES & os.environ.keys() and _runs_rank(EngineConfig(**values)):
         return
     serve(Engine(progress=not is_quiet, **values), http, is_quiet=is_quiet)
@@ -63,7 +58,14 @@ def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> 
     started_s = time.perf_counter()
 
     def on_ready(url: str) -> None:
-        print_ready(server, engine, time.perf_counter() - started_s, is_quiet=is_quiet)
+        gc.freeze()  # the model stays as long as the process
+        load_s = time.perf_counter() - started_s
+        # in a thread, since it waits for the trial of the chat template: requests do not
+        threading.Thread(target=show, args=(load_s,), name="start-summary", daemon=True).start()
+
+    def show(load_s: float) -> None:
+        with contextlib.suppress(EngineStoppedError):  # a signal was faster
+            print_ready(server, engine, load_s, is_quiet=is_quiet)
 
     async def live() -> None:
         await serve_until_signal(server, on_ready=on_ready)

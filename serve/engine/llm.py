@@ -6,6 +6,7 @@ other engines.
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import weakref
@@ -21,7 +22,7 @@ from serve.chat.answer_plan import AnswerPlan
 from serve.chat.message_parts import MessageParts
 from serve.chat.python_chat import ChatOptions
 from serve.chat.request import ChatRequest
-from serve.config import EngineConfig, EngineSettings
+from serve.config import DEFAULT_MODEL, EngineConfig, EngineSettings
 from serve.engine.chat_prompt import encode_chat, make_chat_format
 from serve.engine.core import EngineCore
 from serve.engine.loader import load_engine
@@ -35,12 +36,15 @@ from serve.engine.outputs import (
 from serve.engine.request_table import RequestState
 from serve.engine.stats import EngineStats
 from serve.errors import RequestError
+from serve.hub.find import find
 from serve.parameter_checks import parameters_named
 from serve.pooling import PoolingParams
 from serve.request import FinishReason, Prompt, Request, TokenDelta, TokenLogprobs
 from serve.sampling_params import SamplingParams
 from serve.single_file.config import with_directory
 from serve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
 
@@ -111,18 +115,32 @@ class _Collector:
 class LLM:
     """A model for batch use: `LLM(path, dtype="auto").generate(prompts, SamplingParams(...))`.
 
-    model: a Hugging Face directory; None takes the embedded model. progress: shows a bar while
-    weights load. settings: the fields of EngineConfig.
+    model: a directory or a GGUF file, or, as a string, the name of a model on the hub
+    ("org/name", "org/name:QUANT"), which is fetched unless it is here; None takes the embedded
+    model. revision: of a name, a branch, tag or commit. progress: shows bars while a model is
+    fetched and weights load. settings: the fields of EngineConfig. Raises ModelLoadError, its
+    DownloadError, and ConfigError.
     """
 
     def __init__(
         self,
         model: str | Path | None = None,
         *,
+        revision: str | None = None,
         progress: bool = False,
         **settings: Unpack[EngineSettings],
     ) -> None:
         settings.setdefault("inter_token_factor", math.inf)  # callers read whole answers
+        if (isinstance(model, str) and model) or revision is not None:
+            location = find(
+                DEFAULT_MODEL if model is None else str(model),
+                revision=revision,
+                tell=logger.info,
+                is_quiet=not progress,
+            )
+            model = location.model
+            if settings.get("served_model_name") is None:
+                settings["served_model_name"] = location.name
         self.config = with_directory(EngineConfig.from_settings(model, **settings))
         self._loaded = load_engine(self.config, progress=progress)
         self._chat_format = make_chat_format(self._loaded.tokenizer, self.config)

@@ -32,6 +32,7 @@ from serve.loading.precision import Precision, choose_backend
 from serve.loading.runtime import Runtime, load_runtime
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.models.progress import LoadProgress
+from serve.read_ahead import records_folder
 from serve.runner.runner import Closable, ModelRunner
 from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import make_policy
@@ -188,7 +189,8 @@ def _load_parts(
     config: EngineConfig, progress: bool, is_stopped: threading.Event
 ) -> tuple[LoadedText, Runtime, MakeRecovery | None]:
     """Loads tokenizer and weights beside one another. A wrong tokenizer and is_stopped end both."""
-    text = TextLoading(config.tokenizer_path, config.model_path)
+    records = records_folder(config.packed_cache)
+    text = TextLoading(config.tokenizer_path, config.model_path, kept=records)
 
     def check() -> None:
         text.check()

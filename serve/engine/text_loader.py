@@ -35,13 +35,13 @@ class LoadedText:
             self.template.close()
 
 
-def _load(path: Path, model: Path) -> tuple[LoadedText, TextConfig]:
+def _load(path: Path, model: Path, kept: Path | None) -> tuple[LoadedText, TextConfig]:
     config = read_text_config(path)
     for note in config.notes:
         logger.info("%s", note)
     template = make_chat_template(config)  # its process starts beside the tokenizer's
     try:
-        tokenizer = Tokenizer.load(path, config, model=model)
+        tokenizer = Tokenizer.load(path, config, model=model, kept=kept)
     except BaseException:
         if template is not None:
             template.close()
@@ -62,18 +62,18 @@ def _find_problem(text: LoadedText, config: TextConfig) -> str | None:
 
 class TextLoading:
     """Tokenizer and chat template of a directory while they are loaded. model: the model's
-    directory, if it is another."""
+    directory, if it is another. kept: where trials are kept for the next start; None: nowhere."""
 
-    def __init__(self, path: Path, model: Path | None = None) -> None:
+    def __init__(self, path: Path, model: Path | None = None, *, kept: Path | None = None) -> None:
         self._loaded: Future[LoadedText] = Future()
         # A daemon thread: a process that ends does not wait for it.
         threading.Thread(
-            target=self._load, args=(path, model or path), name="mergestep-text", daemon=True
+            target=self._load, args=(path, model or path, kept), name="mergestep-text", daemon=True
         ).start()
 
-    def _load(self, path: Path, model: Path) -> None:
+    def _load(self, path: Path, model: Path, kept: Path | None) -> None:
         try:
-            text, config = _load(path, model)
+            text, config = _load(path, model, kept)
         except BaseException as error:
             self._loaded.set_exception(error)
             return

@@ -31,6 +31,7 @@ from serve.models.packed_cache.cache import DEFAULT_BYTES, PackedCache
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE, Shard
 from serve.models.tensors import MakeLinear
+from serve.read_ahead import records_folder
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +232,9 @@ def _packed_cache(config: EngineConfig, precision: Precision) -> PackedCache | N
         return None
     folder = None if config.packed_cache == "auto" else Path(config.packed_cache)
     settings = f"{precision.weights} {config.weight_group}"
-    return PackedCache(settings, folder, config.packed_cache_bytes or DEFAULT_BYTES)
+    records = records_folder(config.packed_cache) if config.num_ranks == 1 else None
+    most = config.packed_cache_bytes or DEFAULT_BYTES
+    return PackedCache(settings, folder, most, records=records)
 
 
 def _packers(

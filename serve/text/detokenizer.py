@@ -111,13 +111,12 @@ class DetokenizerFactory:
         self._tables: dict[bool, tuple[list[bytes], list[str | None]]] = {}
         if tokenizer.pieces is not None:
             pieces = tokenizer.pieces
-            texts = [_whole_text(piece) for piece in pieces]
+            texts = _whole_texts(pieces)
             self._tables[False] = (pieces, texts)
-            skipped = tokenizer.special_ids
-            self._tables[True] = (
-                [b"" if i in skipped else piece for i, piece in enumerate(pieces)],
-                ["" if i in skipped else text for i, text in enumerate(texts)],
-            )
+            shorter, without = pieces.copy(), texts.copy()
+            for index in filter(len(pieces).__gt__, tokenizer.special_ids):
+                shorter[index], without[index] = b"", ""
+            self._tables[True] = (shorter, without)
 
     def make(self, *, skip_special_tokens: bool = True, shown: tuple[str, ...] = ()) -> Detokenizer:
         """Makes the detokenizer of a sequence. shown: special tokens that are not skipped."""
@@ -132,11 +131,15 @@ class DetokenizerFactory:
         return ShownTokens(inner, {ids[token]: token for token in shown if token in ids})
 
 
-def _whole_text(piece: bytes) -> str | None:
-    try:
-        return piece.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
+def _whole_texts(pieces: list[bytes]) -> list[str | None]:
+    """Returns the text of each piece, None for one that is no whole text."""
+    texts: list[str | None] = []
+    for piece in pieces:
+        try:
+            texts.append(piece.decode())
+        except UnicodeDecodeError:
+            texts.append(None)
+    return texts
 
 
 class StopStrings:

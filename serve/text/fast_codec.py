@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -104,10 +105,12 @@ def _fast_pieces(
     kinds = [str(step.get("type")) for step in steps]
     pieces = [b""] * size
     if kinds == ["ByteLevel"]:
-        alphabet = {char: byte for byte, char in enumerate(byte_chars())}
+        alphabet = {ord(char): byte for byte, char in enumerate(byte_chars())}
         for token, index in vocab.items():
-            mapped = [alphabet.get(char, -1) for char in token]
-            pieces[index] = token.encode() if -1 in mapped else bytes(mapped)
+            try:
+                pieces[index] = codecs.charmap_encode(token, "strict", alphabet)[0]
+            except UnicodeEncodeError:  # an added token that stands for its own characters
+                pieces[index] = token.encode()
         return pieces, False
     if not kinds or not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         return None, False

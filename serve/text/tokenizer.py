@@ -88,13 +88,19 @@ class Tokenizer:
 
     @classmethod
     def load(
-        cls, path: Path, config: TextConfig | None = None, *, model: Path | None = None
+        cls,
+        path: Path,
+        config: TextConfig | None = None,
+        *,
+        model: Path | None = None,
+        kept: Path | None = None,
     ) -> Tokenizer:
         """Loads a Hugging Face directory; ModelLoadError names the file that is wrong. config: that
-        of the directory, if it has been read. model: the model's directory, if it is another."""
+        of the directory, if it has been read. model: the model's directory, if it is another.
+        kept: see check_file."""
         config = config or read_text_config(path)
         file = find_tokenizer(path)
-        codec = _load_codec(file, config)
+        codec = _load_codec(file, config, kept)
         size = _vocab_size(optional_json((model or path) / "config.json"))
         if size is not None:
             _check_size(file, codec, size)
@@ -158,16 +164,17 @@ def check_encodable(text: str) -> str:
     return text
 
 
-def _load_codec(file: Path, config: TextConfig) -> _Codec:
+def _load_codec(file: Path, config: TextConfig, kept: Path | None) -> _Codec:
     values, named = config.values, config.named_tokens
     rules = rules_of(file, values)
     if rules is None and file.name == "tokenizer.model":
-        return SentencePieceCodec(check_file(file), config)
+        return SentencePieceCodec(check_file(file, kept=kept), config)
     if file.name == TEKKEN_FILE:
         for key, token in TEKKEN_NAMES.items():
             named.setdefault(key, token)
     declared = values.get("added_tokens_decoder")
-    return FastCodec(check_file(file, declared, (*named.values(), *extra_tokens(values)), rules))
+    names = (*named.values(), *extra_tokens(values))
+    return FastCodec(check_file(file, declared, names, rules, kept=kept))
 
 
 def _vocab_size(config: dict[str, Any]) -> int | None:

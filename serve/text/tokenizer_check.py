@@ -20,6 +20,7 @@ from serve.checkpoint_json import read_bytes
 from serve.config import default_model_path
 from serve.errors import ModelLoadError, RequestError
 from serve.sandbox.worker import BoundedWorker, WorkerError
+from serve.text.kept_trials import MIN_FILE_BYTES, keep_answer, kept_answer, trial_key
 from serve.text.rank_file import RankRules, describe_ranks, encoded
 from serve.text.tokenizer_file import check_description, read_description
 
@@ -147,9 +148,11 @@ def check_file(
     declared: object = None,
     names: tuple[str, ...] = (),
     rules: RankRules | None = None,
+    *,
+    kept: Path | None = None,
 ) -> CheckedFile:
-    """Reads and checks a tokenizer's file. rules: of a file of ranks. ModelLoadError names the
-    file."""
+    """Reads and checks a tokenizer's file. rules: of a file of ranks. kept: the folder where
+    trials are kept for the next start; None: nowhere. ModelLoadError names the file."""
     data = read_bytes(path, MAX_FILE_BYTES)
     question: dict[str, Any] = {
         "file": str(path),
@@ -163,7 +166,7 @@ def check_file(
     if answer is None and path.parent == default_model_path():
         answer = _describe(data)
     elif answer is None:
-        answer = _ask(question, len(data))
+        answer = _ask_or_recall(question, len(data), kept)
         if "error" in answer:
             raise ModelLoadError(f"{path} {answer['error']}")
         _remember(key, answer)
@@ -191,6 +194,19 @@ def _describe(data: bytes) -> dict[str, Any]:
 def library_of(path: Path, rules: dict[str, Any] | None) -> str:
     """Returns the library that reads a tokenizer's file."""
     return "sentencepiece" if path.suffix == ".model" and rules is None else "tokenizers"
+
+
+def _ask_or_recall(question: dict[str, Any], size_bytes: int, kept: Path | None) -> dict[str, Any]:
+    """Returns a trial's answer, which an earlier start may have kept."""
+    if kept is None or size_bytes < MIN_FILE_BYTES:
+        return _ask(question, size_bytes)
+    trial = trial_key(question, library_of(Path(question["file"]), question["rules"]))
+    answer = kept_answer(kept, trial)
+    if answer is None:
+        answer = _ask(question, size_bytes)
+        if "error" not in answer:
+            keep_answer(kept, trial, answer)
+    return answer
 
 
 def _ask(question: dict[str, Any], size_bytes: int) -> dict[str, Any]:

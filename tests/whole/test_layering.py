@@ -107,6 +107,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/text",
         "serve/models",
         "serve/group",
+        "serve/hub",
         "serve/single_file",
     ),
     "serve/group": (

@@ -27,6 +27,7 @@ class OnlineOptions:
     ConfigError for options that exclude each other."""
 
     model: str
+    revision: str | None = None
     qps: str | None = None
     arrival: str = "poisson"
     requests: int | None = None
@@ -81,6 +82,8 @@ class OnlineOptions:
         for name in ("server_model", "api_key_file", "header", "timeout"):
             if getattr(self, name) is not None and self.url is None:
                 raise ConfigError(f"{name} goes with url")
+        if self.revision is not None and (self.url is not None or self.simulate):
+            raise ConfigError("revision goes with a model that is loaded here")
         if self.seeds < 1:
             raise ConfigError(f"seeds must be at least 1, not {self.seeds}")
         if self.warmup < 0:

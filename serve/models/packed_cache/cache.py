@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from serve import read_ahead
 from serve.errors import reason
 from serve.models.checkpoint import Checkpoint
 from serve.models.loaded_tensors import LoadedTensors
@@ -23,6 +24,7 @@ from serve.models.packed_cache.region import open_region
 from serve.models.packed_cache.sources import KeptTensors, NotedTensors
 from serve.models.packed_cache.writer import Contents, Made, write_file
 from serve.models.tensors import TensorSource
+from serve.regular_file import open_trusted
 from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -39,14 +41,16 @@ class PackedCache:
     """Where packed weights are kept, and the settings by which they are packed.
 
     folder: the only folder; None: beside the model, else the user's cache. max_bytes: of all files
-    of a folder. min_bytes: of a file; less is packed as fast as it is mapped. writer: the thread
-    that writes the file of the model that was loaded last.
+    of a folder. min_bytes: of a file; less is packed as fast as it is mapped. records: the folder
+    that notes for the next start which file it needs; None: none. writer: the thread that writes
+    the file of the model that was loaded last.
     """
 
     settings: str
     folder: Path | None = None
     max_bytes: int = DEFAULT_BYTES
     min_bytes: int = MIN_BYTES
+    records: Path | None = None
     writer: threading.Thread | None = None
 
     def build(
@@ -71,22 +75,37 @@ class PackedCache:
                 found = _open(file, identity)
                 if found is not None:
                     index, data = found
+                    self._note(checkpoint, file)
                     return build(KeptTensors(loaded, data, index.entries))
             except (DamagedCache, OSError) as error:
                 problem = reason(error) if isinstance(error, OSError) else error
                 logger.warning("packed weights: %s is not used and deleted: %s", file, problem)
                 folders.remove(file)
+        read_ahead.end()
         noted = NotedTensors(loaded)
         result = build(noted)
         if noted.is_whole:
-            arguments = candidates, identity, noted.made
+            arguments = checkpoint, candidates, identity, noted.made
             self.writer = threading.Thread(
                 target=self._keep, args=arguments, name="packed-weights", daemon=True
             )
             self.writer.start()
         return result
 
-    def _keep(self, candidates: list[Path], identity: Identity, made: list[Made]) -> None:
+    def _note(self, checkpoint: Checkpoint, file: Path) -> None:
+        """Notes the file for the directory and, since a GGUF file is one, for the weights."""
+        if self.records is not None:
+            weights = {entry.file for entry in checkpoint.entries.values()}
+            for model in (checkpoint.path, *sorted(weights)[:1]):
+                read_ahead.note_start(self.records, model, file)
+
+    def _keep(
+        self,
+        checkpoint: Checkpoint,
+        candidates: list[Path],
+        identity: Identity,
+        made: list[Made],
+    ) -> None:
         """Writes a file; runs in a thread of its own, since a disk may be slow."""
         # Linux has a niceness for each thread
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
@@ -102,7 +121,7 @@ class PackedCache:
         began = time.monotonic()
         try:
             with folders.locked(folder):
-                other = folders.open_trusted(folder / identity.file_name)
+                other = open_trusted(folder / identity.file_name)
                 if other is not None:
                     os.close(other)
                     logger.info("packed weights: another process has kept them")
@@ -116,12 +135,13 @@ class PackedCache:
         else:
             seconds = time.monotonic() - began
             logger.info("packed weights: kept in %s, in %.1f s", path, seconds)
+            self._note(checkpoint, path)
 
 
 def _open(file: Path, identity: Identity) -> tuple[Index, Tensor] | None:
     """Returns the index and the data of a file, None if there is none to use. DamagedCache,
     OSError."""
-    fd = folders.open_trusted(file)
+    fd = open_trusted(file)
     if fd is None:
         return None
     began = time.monotonic()

@@ -12,17 +12,17 @@ import fcntl
 import logging
 import os
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from serve.models.packed_cache.identity import Identity
+from serve.read_ahead import BESIDE
+from serve.regular_file import is_trusted, user_cache
 
 logger = logging.getLogger(__name__)
 
-BESIDE = ".mergestep"  # in the model's directory
 ENDING, UNFINISHED = ".packed", ".unfinished"
 _LOCK = "lock"
 _LOCK_POLL_S = 0.2
@@ -40,26 +40,8 @@ def folders(model: Path, chosen: Path | None) -> list[Path]:
         return [chosen]
     model = model.resolve()
     beside = (model if model.is_dir() else model.parent) / BESIDE
-    home = os.environ.get("HOME")  # services may have none
-    cache = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
-    return [beside, Path(cache) / "mergestep" / "packed"] if cache else [beside]
-
-
-def open_trusted(file: Path) -> int | None:
-    """Returns a descriptor for reading, None if there is no file or another user could change it;
-    whose it is, and whether it is plain, is asked of the open file."""
-    if not _is_trusted(file.parent):
-        return None
-    try:
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
-        logger.warning("packed weights: %s is another user's, or open to others: not used", file)
-        os.close(fd)
-        return None
-    return fd
+    cache = user_cache()
+    return [beside, cache / "packed"] if cache else [beside]
 
 
 def writable(candidates: list[Path]) -> Path | None:
@@ -69,7 +51,7 @@ def writable(candidates: list[Path]) -> Path | None:
             folder.mkdir(mode=0o700, parents=folder.name != BESIDE, exist_ok=True)
         except OSError:
             continue
-        if _is_trusted(folder) and os.access(folder, os.W_OK | os.X_OK):
+        if is_trusted(folder) and os.access(folder, os.W_OK | os.X_OK):
             return folder
     return None
 
@@ -134,16 +116,3 @@ def _fits(folder: Path, num_bytes: int) -> bool:
     usage = shutil.disk_usage(folder)
     left = max(_LEAST_FREE_BYTES, int(usage.total * _LEAST_FREE_SHARE))
     return usage.free - num_bytes >= left
-
-
-def _is_trusted(folder: Path) -> bool:
-    try:
-        status = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and _is_safe(status)
-
-
-def _is_safe(status: os.stat_result) -> bool:
-    is_ours = status.st_uid in (0, os.geteuid())
-    return is_ours and not stat.S_IMODE(status.st_mode) & 0o022

@@ -23,10 +23,10 @@ from ops.cpu.native_stored import NUM_BUFFERS, LayerKind
 PAGE = 4096
 DATA_START = 2 << 20
 LINE = 64  # buffers begin at multiples
-CHUNK_BYTES = 8 << 20  # with one checksum; the last chunk of a file may be shorter
+CHUNK_BYTES = 32 << 20  # with one checksum; the last chunk of a file may be shorter
 MAX_INDEX_BYTES = 256 << 20
 _MAGIC = b"mergestep packed"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<16sI4x32sQQ32s")  # version, identity, index at, index bytes, its digest
 _MAX_DIMENSIONS = 8
 

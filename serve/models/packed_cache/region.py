@@ -6,7 +6,8 @@ files so: the kernel then reads the file in pieces of 2 MiB, processes that serv
 its memory, and a file that is still cached costs nothing. Elsewhere the file is read into anonymous
 huge pages, chunk by chunk and in several threads.
 
-Every chunk is compared with its checksum, which also brings it into memory.
+Every chunk is compared with its checksum, behind threads that bring it into memory
+(serve/read_ahead.py).
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from serve.models.packed_cache.layout import (
     Span,
     chunks_of,
 )
+from serve.read_ahead import read_ahead
 
 _MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13
 _HUGE = 2 << 20
-_NUM_PROBED = 4  # chunks
+_NUM_PROBED = 1  # chunks
 _LEAST_HUGE = 0.9  # of a mapping's bytes
 _MIN_READERS = 4  # threads, so that a disk has several requests at once
 
@@ -43,15 +45,23 @@ def open_region(fd: int, index: Index) -> tuple[Tensor, bool]:
     checksum differs."""
     mapped = _Mapping(fd, index.data_end)
     chunks = list(zip(chunks_of(index.data_end), index.checksums, strict=True))
-    for number, (chunk, checksum) in enumerate(chunks):
-        # in one thread: several would take turns in the kernel's readahead, which then reads some
-        # pieces into small pages
+    ahead = read_ahead(fd)
+
+    def check(item: tuple[Span, int]) -> None:
+        chunk, checksum = item
+        ahead.wait(chunk.start + chunk.num_bytes)
         _check(mapped.data, chunk, checksum)
-        if number == _NUM_PROBED and not mapped.is_huge(chunk.start):
-            break
-    else:
-        if mapped.is_huge(index.data_end):
-            return mapped.data, True
+
+    try:
+        probed, rest = chunks[:_NUM_PROBED], chunks[_NUM_PROBED:]
+        for item in probed:
+            check(item)
+        if not rest or mapped.is_huge(rest[0][0].start):
+            _in_threads(check, rest)
+            if mapped.is_huge(index.data_end):
+                return mapped.data, True
+    finally:
+        ahead.stop()
     data = _huge_pages(index.data_end)
     _in_threads(lambda chunk: _read(fd, data, *chunk), chunks)
     return data, False

@@ -264,7 +264,10 @@ def test_a_server_starts_and_drains(tmp_path: Path) -> None:
         )
         try:
             _wait_ready(port, process)
-            assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in log.read_text()
+            end_s = time.monotonic() + 20  # the summary waits for the trial of the chat template
+            while f"curl http://127.0.0.1:{port}/v1/chat/completions" not in log.read_text():
+                assert time.monotonic() < end_s
+                time.sleep(0.05)
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 0
         finally:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ops.cpu import native_library
+from serve import read_ahead
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.model_source import _packed_cache, read_source
@@ -291,3 +292,26 @@ def test_a_chosen_folder_is_the_only_one(
     assert not kept(model) and len(list(chosen.glob("*.packed"))) == 1
     forbid_fetching(monkeypatch)
     assert torch.equal(logits(model, cache_for(folder=chosen)), want)
+
+
+def test_the_next_start_reads_the_same_file_ahead(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = tmp_path / "xdg" / "mergestep" / "packed"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    want = logits(model, cache_for(records=records))
+    (file,) = kept(model)
+    for name in (model, model / "model.safetensors"):  # as a GGUF file is named
+        read_ahead.begin(name, "auto")
+        begun = read_ahead._begun
+        assert begun is not None and begun.file[1] == file.stat().st_ino
+    forbid_fetching(monkeypatch)
+    assert torch.equal(logits(model, cache_for(records=records)), want)
+    assert read_ahead._begun is None, "the reader has taken it"
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    read_ahead.begin(model, "auto")
+    cache = cache_for(records=records)
+    cache.settings = "other"
+    logits(model, cache)
+    assert read_ahead._begun is None, "another file is needed"

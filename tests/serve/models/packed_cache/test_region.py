@@ -24,7 +24,7 @@ from serve.models.packed_cache.layout import (
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="needs the native kernels"
 )
-END = DATA_START + PAGE * 3 + CHUNK_BYTES * 5  # more than the probe, with a short chunk in the end
+END = DATA_START + PAGE * 3 + CHUNK_BYTES * 2  # more than the probe, with a short chunk in the end
 
 
 @pytest.fixture(scope="module")
