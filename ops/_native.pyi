@@ -161,6 +161,29 @@ class Int8Linear(_Linear):
         num_in: int, num_out: int, buffers: list[int], activation: int, is_gated: bool
     ) -> Int8Linear: ...
 
+class SuperblockLinear(_Linear):
+    kind: int
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        kind: int,
+        parts: list[int],
+        channel_scales: int,
+        bias: int,
+        activation: int,
+        is_gated: bool,
+    ) -> None: ...
+    @staticmethod
+    def restore(
+        num_in: int,
+        num_out: int,
+        kind: int,
+        buffers: list[int],
+        activation: int,
+        is_gated: bool,
+    ) -> SuperblockLinear: ...
+
 class PlainLinear:
     bytes: int
     product: int

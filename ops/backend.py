@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ops.superblocks import Superblocks
+
 INT4_GROUPS = (16, 32, 64, 128)
 # A sum of products of int8 fits 32 bits up to this many inputs: 2^31 / (127 * 128).
 MAX_INT8_INPUTS = 132_104
@@ -149,8 +151,11 @@ class QuantizedLinears(Protocol):
 
     int8: weights are symmetric per output channel, rounded to the nearest of 127 steps of the
     channel's largest; activations are quantized per token at run time (LLM.int8 without its
-    outliers, ZeroQuant's scheme).
+    outliers, ZeroQuant's scheme). has_superblocks: whether there are products of that name.
     """
+
+    @property
+    def has_superblocks(self) -> bool: ...
 
     def int8(
         self,
@@ -210,6 +215,17 @@ class QuantizedLinears(Protocol):
     ) -> LinearOp:
         """Rounds parts, each [out_i, in] in any float type, as `round_to_4_bits` in ops/linear.py
         does, and packs them as int4 does, concatenated along the output."""
+
+    def superblocks(
+        self,
+        weight: Superblocks,
+        bias: Tensor | None,
+        fusion: Fusion = NO_FUSION,
+        *,
+        factor: float = 1.0,
+    ) -> LinearOp:
+        """Packs the weight times factor; nothing of it is rounded. ValueError without
+        has_superblocks."""
 
     def fp8(
         self,

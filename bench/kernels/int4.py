@@ -1,10 +1,10 @@
-"""4-bit products by group size and number of rows: python -m bench.kernels.int4 [--quick].
+"""Products with 4 to 6 bits by kind, group and number of rows: python -m bench.kernels.int4.
 
 For up to 8 rows the table has the bytes read and their share of the rate of reading memory; for
 more rows, operations and their share of the rate of the int8 product of that shape. --times has how
-much faster than the int8 product it is instead. Reading memory, the int8 products and the 4-bit
-products take turns in every round, and the figures are medians. Weights rotate through more memory
-than caches hold.
+much faster than the int8 product it is instead. Reading memory, the int8 products and the others
+take turns in every round, and the figures are medians. Weights rotate through more memory than
+caches hold. q4_k, q5_k and q6_k are the k-quants of GGUF files, whose groups are given.
 """
 
 from __future__ import annotations
@@ -21,12 +21,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.kernels.ops_linear import FAR, INT4_TABLES, LINEAR_SHAPE, random_int4
+from bench.kernels.ops_linear import (
+    FAR,
+    INT4_TABLES,
+    LINEAR_SHAPE,
+    random_int4,
+    random_superblocks,
+)
 from ops import LinearOp
 from ops.cpu import native_library
 from ops.cpu.heap import keep_freed_memory
 from ops.cpu.native_ceilings import Ceilings
 from ops.cpu.native_quantized_linear import Int8Linear, NativeLinear
+from ops.superblocks import SUPERBLOCK_KINDS
 
 ROWS = (1, 4, 8, 16, 32, 128, 512)
 GROUPS = (16, 32, 64, 128)
@@ -39,6 +46,7 @@ class Reading:
     """The times of products with so many rows: an entry for every round in each list."""
 
     rows: int
+    shape: tuple[int, int]
     seconds: list[float] = field(default_factory=list)  # of one product
     int8_seconds: list[float] = field(default_factory=list)
     read_rates: list[float] = field(default_factory=list)  # bytes per second
@@ -50,7 +58,7 @@ class Reading:
     def cell(self, size_bytes: int) -> str:
         seconds = statistics.median(self.seconds)
         if self.rows > MAX_READING_ROWS:
-            operations = 2.0 * self.rows * LINEAR_SHAPE[0] * LINEAR_SHAPE[1]
+            operations = 2.0 * self.rows * self.shape[0] * self.shape[1]
             return f"{operations / seconds / 1e9:.0f} GOP/s, {self.speedup():.0%}"
         pairs = zip(self.seconds, self.read_rates, strict=True)
         share = statistics.median(size_bytes / own / read for own, read in pairs)
@@ -78,19 +86,19 @@ def some_of(ops: Sequence[NativeLinear], rows: int) -> Sequence[NativeLinear]:
 
 
 class Bench:
-    """Measures 4-bit products beside int8 products and reading memory."""
+    """Measures products beside int8 products and reading memory."""
 
-    def __init__(self, far: int, rounds: int) -> None:
-        """far: bytes of weights of each kind."""
-        self.far, self.rounds = far, rounds
+    def __init__(self, far: int, rounds: int, shape: tuple[int, int]) -> None:
+        """far: bytes of weights of each kind. shape: inputs, outputs."""
+        self.far, self.rounds, self.shape = far, rounds, shape
         self.read_rates: list[float] = []  # all that were measured, in bytes per second
         self._memory = on_huge_pages(far)
-        num_in, num_out = LINEAR_SHAPE
+        num_in, num_out = shape
         weight, count = torch.randn(num_out, num_in), max(2, far // (num_in * num_out))
         self._int8 = [Int8Linear(weight, None) for _ in range(count)]
 
     def measure(self, ops: Sequence[NativeLinear], rows: int) -> Reading:
-        reading, x = Reading(rows), torch.randn(rows, LINEAR_SHAPE[0])
+        reading, x = Reading(rows, self.shape), torch.randn(rows, self.shape[0])
         own, int8 = some_of(ops, rows), some_of(self._int8, rows)
         seconds_each(own, x)
         for _ in range(self.rounds):
@@ -103,6 +111,12 @@ class Bench:
         return reading
 
 
+def packed(bench: Bench, kind: str, group: int) -> Sequence[NativeLinear]:
+    if kind in SUPERBLOCK_KINDS:
+        return random_superblocks(kind, bench.far, bench.shape)
+    return random_int4(kind, group, bench.far, bench.shape)
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -111,9 +125,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels.int4", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round with little memory")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--kinds", default=",".join(INT4_TABLES))
+    parser.add_argument("--kinds", default=",".join((*INT4_TABLES, *SUPERBLOCK_KINDS)))
     parser.add_argument("--groups", default=",".join(map(str, GROUPS)))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--shape", default=",".join(map(str, LINEAR_SHAPE)), help="inputs,outputs")
     parser.add_argument("--times", action="store_true", help="how much faster than int8")
     sets = native_library.library().instruction_sets()
     parser.add_argument("--isa", choices=sets, default=sets[0], help="instruction set")
@@ -121,11 +136,14 @@ def main() -> None:
     native_library.library().choose_instruction_set(options.isa)
     keep_freed_memory()
     torch.set_num_threads(1)
-    bench = Bench(1 << 20 if options.quick else FAR, 1 if options.quick else options.rounds)
+    num_in, num_out = numbers(options.shape)
+    far, rounds = (1 << 20, 1) if options.quick else (FAR, options.rounds)
+    bench = Bench(far, rounds, (num_in, num_out))
     table = Table("kind", "group", *(f"M={rows}" for rows in numbers(options.rows)))
     for kind in options.kinds.split(","):
-        for group in numbers(options.groups):
-            ops = random_int4(kind, group, bench.far)
+        own = SUPERBLOCK_KINDS.get(kind)
+        for group in numbers(options.groups) if own is None else [own.group]:
+            ops = packed(bench, kind, group)
             readings = [bench.measure(ops, rows) for rows in numbers(options.rows)]
             size_bytes, is_times = ops[0].size_bytes, options.times
             cells = [f"{r.speedup():.2f}x" if is_times else r.cell(size_bytes) for r in readings]
@@ -133,8 +151,8 @@ def main() -> None:
     Console(width=160).print(table)
     rates = sorted(rate / 1e9 for rate in bench.read_rates)
     print(
-        f"isa {options.isa}, {native_library.num_threads()} threads, K={LINEAR_SHAPE[0]} "
-        f"N={LINEAR_SHAPE[1]}, reading memory {rates[len(rates) // 10]:.1f} to "
+        f"isa {options.isa}, {native_library.num_threads()} threads, K={num_in} "
+        f"N={num_out}, reading memory {rates[len(rates) // 10]:.1f} to "
         f"{rates[len(rates) * 9 // 10]:.1f} GB/s (10th and 90th percentile)"
     )
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ops import Fusion, LinearOp, Norm
 from ops.cpu.native_plain_linear import PlainLinear
-from ops.cpu.native_quantized_linear import Int4Linear, Int8Linear
+from ops.cpu.native_quantized_linear import Int4Linear, Int8Linear, SuperblockLinear
+from ops.superblocks import SUPERBLOCK, SUPERBLOCK_KINDS, Superblocks
 
 LINEAR_SHAPE = (2048, 8192)
 # The table of values of each kind of 4-bit weights.
@@ -140,12 +141,14 @@ def _onednn(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: run(x, packed, None, "none", [], "")
 
 
-def random_int4(kind: str, group: int, size_bytes: int) -> list[Int4Linear]:
+def random_int4(
+    kind: str, group: int, size_bytes: int, shape: tuple[int, int] = LINEAR_SHAPE
+) -> list[Int4Linear]:
     """Packs random codes, scales and offsets as often as fill size_bytes, but twice at least.
 
-    kind: one of INT4_TABLES. group: inputs that share a scale.
+    kind: one of INT4_TABLES. group: inputs that share a scale. shape: inputs, outputs.
     """
-    num_in, num_out = LINEAR_SHAPE
+    num_in, num_out = shape
     shape = (num_out, num_in // group)
     codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
     scales = torch.rand(shape) + 0.1
@@ -157,6 +160,30 @@ def random_int4(kind: str, group: int, size_bytes: int) -> list[Int4Linear]:
     layers = [pack(table=INT4_TABLES[kind])]
     while len(layers) < max(2, size_bytes // layers[0].size_bytes):
         layers.append(pack(table=INT4_TABLES[kind]))
+    return layers
+
+
+def random_superblocks(
+    kind: str, size_bytes: int, shape: tuple[int, int] = LINEAR_SHAPE
+) -> list[SuperblockLinear]:
+    """Packs random weights as often as fill size_bytes, but twice at least.
+
+    kind: of SUPERBLOCK_KINDS. shape: inputs, outputs.
+    """
+    (num_in, num_out), layout = shape, SUPERBLOCK_KINDS[kind]
+    halves, groups = (num_out, num_in // SUPERBLOCK), (num_out, num_in // layout.group)
+    lifts = torch.randint(0, 64, groups, dtype=torch.uint8) if layout.has_minimums else None
+    weight = Superblocks(
+        kind,
+        torch.randint(0, 1 << layout.bits, (num_out, num_in), dtype=torch.uint8),
+        torch.rand(halves).half(),
+        torch.randint(0, 64, groups, dtype=torch.int8),
+        torch.rand(halves).half() if layout.has_minimums else None,
+        lifts,
+    )
+    layers = [SuperblockLinear(weight, None)]
+    while len(layers) < max(2, size_bytes // layers[0].size_bytes):
+        layers.append(SuperblockLinear(weight, None))
     return layers
 
 

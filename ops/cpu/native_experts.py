@@ -17,7 +17,7 @@ from ops.cpu.native_library import TYPES, address, library
 from ops.cpu.native_plain_linear import PlainLinear
 from ops.cpu.native_quantized_linear import NativeLinear
 
-_INT8, _INT4, _PLAIN = range(3)  # the library's kinds of weights
+_INT8, _INT4, _PLAIN, _SUPERBLOCKS = range(4)  # the library's kinds of weights
 _ALL, _UP, _DOWN = range(3)  # the library's parts of a mixture
 
 
@@ -27,6 +27,8 @@ def kind_of(op: LinearOp) -> int | None:
         return _PLAIN
     if not isinstance(op, NativeLinear):
         return None
+    if isinstance(op.packed, library().SuperblockLinear):
+        return _SUPERBLOCKS
     return _INT4 if isinstance(op.packed, library().Int4Linear) else _INT8
 
 

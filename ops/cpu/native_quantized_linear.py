@@ -1,4 +1,4 @@
-"""Linear layers with int8 and 4-bit weights on the native kernels, for `Backend.quantized`."""
+"""Linear layers with quantized weights on the native kernels, for `Backend.quantized`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.backend import INT4_GROUPS, MAX_INT8_INPUTS, NO_FUSION, TABLES, Fusion, LinearOp
+from ops.backend import (
+    INT4_GROUPS,
+    MAX_INT8_INPUTS,
+    NO_FUSION,
+    TABLES,
+    Fusion,
+    LinearOp,
+)
 from ops.cpu.native_fusion import ACTIVATIONS, checked_bias, set_norm, sizes
 from ops.cpu.native_library import TYPES, address, library
 from ops.linear import nf4_bounds, stored4
+from ops.superblocks import SUPERBLOCK, SUPERBLOCK_KINDS, Superblocks
 
 _NF4_BOUNDS = nf4_bounds()
 
@@ -191,12 +199,57 @@ class Rounded4Linear(NativeLinear):
         super().__init__(op, num_in, num_out, fusion)
 
 
+class SuperblockLinear(NativeLinear):
+    """Codes of 4 to 6 bits with two levels of scales: QuantizedLinears.superblocks."""
+
+    def __init__(
+        self,
+        weight: Superblocks,
+        bias: Tensor | None,
+        fusion: Fusion = NO_FUSION,
+        *,
+        factor: float = 1.0,
+    ) -> None:
+        num_rows, blocks = weight.scales.shape
+        num_out, num_in = sizes(num_rows, blocks * SUPERBLOCK, fusion)
+        parts = [None if part is None else part.contiguous() for part in _parts(weight)]
+        factors, bias = torch.full((num_rows,), factor), checked_bias(bias, num_out, fusion)
+        op = library().SuperblockLinear(
+            num_in,
+            num_out,
+            list(SUPERBLOCK_KINDS).index(weight.kind),
+            [address(part) for part in parts],
+            factors.data_ptr(),
+            address(bias),
+            ACTIVATIONS[fusion.activation],
+            fusion.is_gated,
+        )
+        super().__init__(op, num_in, num_out, fusion)
+
+
+def _parts(weight: Superblocks) -> tuple[Tensor | None, ...]:
+    """Returns the tensors in the library's order, of the shapes and types that it reads."""
+    layout = SUPERBLOCK_KINDS[weight.kind]
+    rows, blocks = weight.scales.shape
+    num_in = blocks * SUPERBLOCK
+    assert int(weight.codes.max()) < 1 << layout.bits, f"codes of {layout.bits} bits"
+    parts = (weight.codes, weight.scales, weight.steps, weight.minimums, weight.lifts)
+    columns = (num_in, blocks, num_in // layout.group, blocks, num_in // layout.group)
+    types = (torch.uint8, torch.float16, torch.int8, torch.float16, torch.uint8)
+    for i, (part, width, dtype) in enumerate(zip(parts, columns, types, strict=True)):
+        assert (part is not None) == (i < 3 or layout.has_minimums), "minimums and lifts, or none"
+        assert part is None or (part.shape == (rows, width) and part.dtype == dtype), f"part {i}"
+    return parts
+
+
 class NativeLinears:
     """`QuantizedLinears` of the native kernels. RuntimeError if they are not built."""
 
     int8 = Int8Linear
     int4 = Int4Linear
     rounded4 = Rounded4Linear
+    superblocks = SuperblockLinear
+    has_superblocks = True
 
     @staticmethod
     def fp8(

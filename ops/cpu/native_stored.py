@@ -13,6 +13,7 @@ from ops.cpu.native_fusion import ACTIVATIONS
 from ops.cpu.native_library import TYPES, library
 from ops.cpu.native_plain_linear import PlainLinear
 from ops.cpu.native_quantized_linear import NativeLinear
+from ops.superblocks import SUPERBLOCK, SUPERBLOCK_KINDS
 
 NUM_BUFFERS = 3
 """Of a layer: packed weights, scales and bias, the latter two perhaps empty."""
@@ -22,8 +23,9 @@ _PLAIN_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class LayerKind(NamedTuple):
-    """What a layer's packed bytes mean. name: "int8", "int4" or a plain type; num_out: outputs
-    after gating; group, codes: of int4 (ops/csrc/kernels.h), else 0."""
+    """What a layer's packed bytes mean. name: "int8", "int4", a plain type or one of
+    SUPERBLOCK_KINDS; num_out: outputs after gating; group, codes: of int4 (ops/csrc/kernels.h),
+    else 0."""
 
     name: str
     num_in: int
@@ -67,6 +69,10 @@ def restore(kind: LayerKind, buffers: Sequence[Tensor], fusion: Fusion) -> Linea
     elif name == "int4" and group in INT4_GROUPS and codes in range(_NUM_CODES):
         packed = library().Int4Linear.restore(*sizes, group, codes, *last)
         op = NativeLinear(packed, num_in, num_out, fusion)
+    elif name in SUPERBLOCK_KINDS and num_in % SUPERBLOCK == 0:
+        number = list(SUPERBLOCK_KINDS).index(name)
+        packed = library().SuperblockLinear.restore(*sizes, number, *last)
+        op = NativeLinear(packed, num_in, num_out, fusion)
     elif name in _PLAIN_TYPES:
         dtype = _PLAIN_TYPES[name]
         packed = library().PlainLinear.restore(*sizes, TYPES[dtype], *last)
@@ -88,4 +94,7 @@ def _kind(op: LinearOp) -> tuple[LayerKind, Any] | None:
         return LayerKind("int8", op.num_in, op.num_out), packed
     if type(packed) is library().Int4Linear:
         return LayerKind("int4", op.num_in, op.num_out, packed.group, packed.codes), packed
+    if type(packed) is library().SuperblockLinear:
+        name = list(SUPERBLOCK_KINDS)[packed.kind]
+        return LayerKind(name, op.num_in, op.num_out), packed
     return None

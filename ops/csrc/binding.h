@@ -37,6 +37,9 @@ class StepPlan {
 // Binds Int8Linear, Int4Linear and PlainLinear; defined in linear.cpp.
 void bind_linear(nanobind::module_& m);
 
+// Binds SuperblockLinear; defined in superblocks.cpp.
+void bind_superblocks(nanobind::module_& m);
+
 // Binds Experts and route; defined in experts.cpp.
 void bind_experts(nanobind::module_& m);
 

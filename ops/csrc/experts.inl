@@ -5,7 +5,7 @@
 // are neighbours and its weights are read once. A row is quantized once and copied to its pairs.
 // The products' tasks are panels of blocks of an expert's rows, taken by cost, so that the threads
 // are busy to the end whatever the experts' rows. Each pair goes through the functions of gemm.inl,
-// gemm4.inl or gemm_plain.inl with the bits of a layer called alone, and a row's sum is in the order
+// gemm4.inl, gemm_superblocks.inl or gemm_plain.inl with the bits of a layer called alone, and a row's sum is in the order
 // of its k in fp32.
 
 namespace MS_ISA {
@@ -23,7 +23,7 @@ char* kept_memory(size_t bytes) {
   return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
 }
 
-// The rows of an int8 or 4-bit product of all pairs.
+// The rows of a product of all pairs with quantized weights.
 class QuantizedPairs {
  public:
   template <int WHICH>
@@ -31,9 +31,11 @@ class QuantizedPairs {
     QuantizedPairs made;
     made.products_ = products;
     const LinearInt8& op = made.base();
-    made.groups_ = products.kind == WeightKind::int4 ? op.num_in_padded / made.int4(0).group : 0;
+    made.num_sums_ = products.kind == WeightKind::int4          ? op.num_in_padded / made.int4(0).group
+                     : products.kind == WeightKind::superblocks ? sums_of_a_row(made.superblocks(0))
+                                                                : 0;
     const size_t slices = (op.num_in_padded + SLICE - 1) / SLICE, slice_stride = size_t{SLICE} * pairs;
-    char* memory = kept_memory<WHICH>(slices * slice_stride + size_t{4} * pairs * (2 + made.groups_) + 64);
+    char* memory = kept_memory<WHICH>(slices * slice_stride + size_t{4} * pairs * (2 + made.num_sums_) + 64);
     auto* scales = reinterpret_cast<float*>(memory + slices * slice_stride);
     auto* sums = reinterpret_cast<int32_t*>(scales + pairs);
     made.x_ = {reinterpret_cast<int8_t*>(memory), slice_stride, op.num_in_padded, scales, sums};
@@ -50,7 +52,9 @@ class QuantizedPairs {
   void put(const void* row, DType type, int at) const {
     constexpr Norm NONE{NormKind::none, nullptr, nullptr, 0.0f};
     QUANTIZE_ROW[static_cast<int>(type)][0](row, 0, num_in(), NONE, x_, at);
-    if (groups_) sum_row_groups(int4(0), x_, at, group_sums_ + static_cast<size_t>(at) * groups_);
+    int32_t* sums = group_sums_ + static_cast<size_t>(at) * num_sums_;
+    if (products_.kind == WeightKind::int4) sum_row_groups(int4(0), x_, at, sums);
+    if (products_.kind == WeightKind::superblocks) sum_row_superblocks(superblocks(0), x_, at, sums);
   }
 
   void copy(int from, int to) const {
@@ -61,12 +65,14 @@ class QuantizedPairs {
     }
     x_.scales[to] = x_.scales[from];
     x_.sums[to] = x_.sums[from];
-    const size_t groups = groups_;
-    std::memcpy(group_sums_ + to * groups, group_sums_ + from * groups, 4 * groups);
+    const size_t sums = num_sums_;
+    std::memcpy(group_sums_ + to * sums, group_sums_ + from * sums, 4 * sums);
   }
 
   void multiply(int expert, int panel, int first, int rows, void* out, size_t stride) const {
-    if (groups_)
+    if (products_.kind == WeightKind::superblocks)
+      panel_rows_superblocks(superblocks(expert), panel, first, rows, x_, group_sums_, out, stride, out_type(), false);
+    else if (products_.kind == WeightKind::int4)
       panel_rows4(int4(expert), panel, first, rows, x_, group_sums_, out, stride, out_type(), false);
     else
       panel_rows(*static_cast<const LinearInt8*>(products_.ops[expert]), panel, first, rows, x_, out, stride,
@@ -75,14 +81,18 @@ class QuantizedPairs {
 
  private:
   const LinearInt4& int4(int expert) const { return *static_cast<const LinearInt4*>(products_.ops[expert]); }
+  const LinearSuperblocks& superblocks(int expert) const {
+    return *static_cast<const LinearSuperblocks*>(products_.ops[expert]);
+  }
   const LinearInt8& base() const {
+    if (products_.kind == WeightKind::superblocks) return superblocks(0).base;
     return products_.kind == WeightKind::int4 ? int4(0).base : *static_cast<const LinearInt8*>(products_.ops[0]);
   }
 
   ProductList products_;
   Quantized x_;
   int32_t* group_sums_;
-  int groups_;
+  int num_sums_;  // of a row, beside the sum of all
 };
 
 // The rows of a product of all pairs with plain weights.

@@ -2,7 +2,7 @@
 //
 // A pair is a row with one of the heads. The pairs are sorted by head, so that a head's weights are
 // read once for all its rows; the tasks are those of experts.inl. Each pair goes through the functions
-// of gemm.inl, gemm4.inl or gemm_plain.inl with the bits of a layer called alone.
+// of gemm.inl, gemm4.inl, gemm_superblocks.inl or gemm_plain.inl with the bits of a layer called alone.
 
 namespace MS_ISA {
 namespace {

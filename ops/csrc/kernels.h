@@ -100,9 +100,34 @@ constexpr size_t group_bytes(int group, Codes codes) {
   return 64 + (has_offsets ? 64 : 0) + static_cast<size_t>(group) * 16;
 }
 
-// Products of one kind and shape, of a mixture's experts or of heads: addresses of LinearInt8, LinearInt4
-// or LinearPlain.
-enum class WeightKind : int { int8, int4, plain };
+// Weights of GGUF's k-quants. `packed` holds superblocks of inputs, each with groups of their own scales (see
+// gemm_superblocks.inl); base.scales holds one factor for each channel.
+constexpr int SUPERBLOCK = 256;
+enum class Superblock : int { q4_k, q5_k, q6_k };
+constexpr int NUM_SUPERBLOCK_KINDS = 3;
+struct SuperblockLayout {
+  int bits, group;
+  bool has_minimums;
+
+  constexpr int groups() const { return SUPERBLOCK / group; }
+  // Bytes of 32 outputs: of scales, minimums, and their steps, and with the codes.
+  constexpr size_t head_bytes() const { return (has_minimums ? 2 : 1) * (64 + size_t{32} * groups()); }
+  constexpr size_t bytes() const { return head_bytes() + SUPERBLOCK * 4 * bits; }
+  // Numbers of 32 bits that the kernel takes of a row's sums.
+  constexpr int sums() const { return has_minimums ? groups() / 2 : groups(); }
+};
+constexpr SuperblockLayout layout_of(Superblock kind) {
+  return kind == Superblock::q6_k ? SuperblockLayout{6, 16, false}
+                                  : SuperblockLayout{kind == Superblock::q5_k ? 5 : 4, 32, true};
+}
+struct LinearSuperblocks {
+  LinearInt8 base;
+  Superblock kind;
+};
+
+// Products of one kind and shape, of a mixture's experts or of heads: addresses of LinearInt8, LinearInt4,
+// LinearPlain or LinearSuperblocks.
+enum class WeightKind : int { int8, int4, plain, superblocks };
 struct ProductList {
   const void* const* ops;
   WeightKind kind;
@@ -319,6 +344,8 @@ struct Kernels {
   void (*linear_heads)(const ProductList&, const HeadRows&);
   // Rounds rows to int8, [rows][num_in], with a scale for each.
   void (*round_rows)(const CodedRows&, int rows, int8_t* to, float* steps);
+  void (*linear_superblocks)(const LinearSuperblocks&, const Quantized&, int rows, void* out, size_t out_stride,
+                             DType, bool add);
 };
 
 const Kernels* portable_kernels();

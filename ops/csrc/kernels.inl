@@ -14,6 +14,7 @@ using namespace ms;
 #include "rows.inl"
 #include "gemm.inl"
 #include "gemm4.inl"
+#include "gemm_superblocks.inl"
 #include "pack.inl"
 #include "rounding.inl"
 #include "gemm_plain.inl"
@@ -52,7 +53,7 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::merge_partials, MS_ISA::quantize_heads, MS_ISA::dequantize_heads,
                               MS_ISA::pack_int4, MS_ISA::all_finite, MS_ISA::mix_experts, MS_ISA::route,
                               MS_ISA::append_latent, MS_ISA::attend_latent,
-                              MS_ISA::linear_heads, MS_ISA::round_rows};
+                              MS_ISA::linear_heads, MS_ISA::round_rows, MS_ISA::linear_superblocks};
   return &all;
 }
 }  // namespace ms

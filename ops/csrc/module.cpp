@@ -167,6 +167,7 @@ NB_MODULE(_native, m) {
                                      pointer<SampledRow>(out));
   });
   bind_linear(m);
+  bind_superblocks(m);
   bind_experts(m);
   bind_heads(m);
   bind_storage(m);

@@ -11,6 +11,7 @@
 namespace ms {
 
 inline const LinearInt8& base_of(const void* op, WeightKind kind) {
+  if (kind == WeightKind::superblocks) return static_cast<const LinearSuperblocks*>(op)->base;
   return kind == WeightKind::int4 ? static_cast<const LinearInt4*>(op)->base : *static_cast<const LinearInt8*>(op);
 }
 
@@ -21,6 +22,9 @@ inline bool are_alike(const void* a, const void* b, WeightKind kind) {
            one.activation == other.activation && one.type == other.type;
   }
   if (kind == WeightKind::int4 && static_cast<const LinearInt4*>(a)->group != static_cast<const LinearInt4*>(b)->group)
+    return false;
+  if (kind == WeightKind::superblocks &&
+      static_cast<const LinearSuperblocks*>(a)->kind != static_cast<const LinearSuperblocks*>(b)->kind)
     return false;
   const LinearInt8 &one = base_of(a, kind), &other = base_of(b, kind);
   return one.num_in_padded == other.num_in_padded && one.num_in == other.num_in && one.num_out == other.num_out &&

@@ -33,6 +33,7 @@ from ops.cuda.experts import CudaExperts, can_group, is_one_kind
 from ops.cuda.heads import CudaHeads
 from ops.cuda.linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear, rounded4_linear
 from ops.reference import ReferenceBackend
+from ops.superblocks import Superblocks
 from ops.triton_kernels import partials
 from ops.triton_kernels.kv import Rotation, rotate
 from ops.triton_kernels.router import route
@@ -90,11 +91,23 @@ class CudaBackend(ReferenceBackend):
 class CudaLinears:
     """QuantizedLinears on the device."""
 
+    has_superblocks = False
+
     def __init__(self, device: torch.device) -> None:
         self.int8 = partial(Int8Linear, device=device)
         self.int4 = partial(Int4Linear, device=device)
         self.rounded4 = partial(rounded4_linear, device=device)
         self._device = device
+
+    def superblocks(
+        self,
+        weight: Superblocks,
+        bias: Tensor | None,
+        fusion: Fusion = NO_FUSION,
+        *,
+        factor: float = 1.0,
+    ) -> LinearOp:
+        raise ValueError("GPUs have no products of weights in superblocks")
 
     def fp8(
         self,

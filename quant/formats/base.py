@@ -139,7 +139,8 @@ class CutFormat(Protocol):
 class SizedFormat(Protocol):
     """A format whose tensors do not show what they take in memory."""
 
-    def memory_bytes(self, num_weights: int) -> float: ...
+    def memory_bytes(self, num_weights: int, *, has_superblocks: bool) -> float:
+        """has_superblocks: as `QuantizedLinears` has it."""
 
 
 class ExpertsFormat(ProductFormat, Protocol):

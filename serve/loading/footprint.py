@@ -76,7 +76,8 @@ def weight_bytes(
         bits, head_bits = bits + _GROUP_SCALE_BITS / config.weight_group, 8.0
     counts, packed = count_parameters(spec), ParameterCounts()
     if spec.packed is not None and precision.is_int8 and checkpoint is not None:
-        expected = expect_tensors(spec, checkpoint)
+        has_superblocks = precision.backend == "cpu"
+        expected = expect_tensors(spec, checkpoint, has_superblocks=has_superblocks)
         counts, packed = expected.counts, expected.packed_bytes
     in_file = 4 if spec.torch_dtype == "float32" else 2
     # a tied table is in memory twice: in the file's type, and packed for the last product

@@ -118,11 +118,15 @@ class PackedProducts:
             raise ModelLoadError(f"{self._checkpoint.path}: {parts[0].module}: {error}") from error
 
 
-def bytes_in_memory(form: ProductFormat, name: str, stored: TensorEntry) -> int:
+def bytes_in_memory(
+    form: ProductFormat, name: str, stored: TensorEntry, *, has_superblocks: bool = True
+) -> int:
     """Returns the bytes that one tensor of a quantized product takes when it is packed: codes stay,
-    scales of 4 bits and their offsets are fp16, and the order of inputs is negligible."""
+    scales of 4 bits and their offsets are fp16, and the order of inputs is negligible.
+    has_superblocks: as the device's `QuantizedLinears` has it."""
     if isinstance(form, SizedFormat):
-        return round(form.memory_bytes(prod(stored.shape)))
+        num_weights = prod(stored.shape)
+        return round(form.memory_bytes(num_weights, has_superblocks=has_superblocks))
     ending, num_bytes = name.rpartition(".")[2], stored.end - stored.start
     if len(stored.shape) < 2 and "absmax" not in ending:
         return 0

@@ -133,11 +133,13 @@ class ExpectedTensors:
         packed: CheckpointFormat | None,
         *,
         is_transposed: bool = False,
+        has_superblocks: bool = True,
     ) -> None:
         """checkpoint: None for counting parameters without files. is_transposed: products other
         than the head are stored [in, out]. losses: what quantized weights lose. ignored: tensors
         that may be there. plain: products that are not quantized. mixed: those whose parts have
-        different formats. packed_bytes: what quantized products take in memory, by kind."""
+        different formats. packed_bytes: what quantized products take in memory, by kind;
+        has_superblocks: as the device's `QuantizedLinears` has it."""
         self.shapes: Shapes = {}
         self.packed_rules: dict[str, TensorRule] = {}
         self.ignored: set[str] = set()
@@ -150,6 +152,7 @@ class ExpectedTensors:
         self._checkpoint = checkpoint
         self._packed = None if checkpoint is None else PackedProducts(packed, checkpoint)
         self._is_transposed = is_transposed
+        self._has_superblocks = has_superblocks
 
     def product(
         self,
@@ -256,7 +259,11 @@ class ExpectedTensors:
         rules = self._packed.rules(form, part, num_in)
         new = [name for name in rules if name not in self.packed_rules]
         entries = [(name, self._checkpoint.entries.get(name)) for name in new]
-        stored = (bytes_in_memory(form, name, entry) for name, entry in entries if entry)
+        stored = (
+            bytes_in_memory(form, name, entry, has_superblocks=self._has_superblocks)
+            for name, entry in entries
+            if entry
+        )
         if new:
             self.packed_bytes.add(kind, sum(stored) if num_bytes is None else num_bytes)
         self.packed_rules |= rules

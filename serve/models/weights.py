@@ -127,15 +127,22 @@ def load_model(
     )
 
 
-def expect_tensors(spec: ModelSpec, checkpoint: Checkpoint | None = None) -> ExpectedTensors:
+def expect_tensors(
+    spec: ModelSpec, checkpoint: Checkpoint | None = None, *, has_superblocks: bool = True
+) -> ExpectedTensors:
     """Returns the tensors that the model needs of a checkpoint, which is not checked; without one,
-    those of a checkpoint that is not quantized."""
+    those of a checkpoint that is not quantized. has_superblocks: as `ExpectedTensors` has it."""
     names = FAMILIES[spec.model_type].names
     if checkpoint is None:
         stored = Stored(names.prefixes[0], None if spec.is_tied else names.heads[0])
     else:
         stored = _find(spec, names, checkpoint)
-    expected = ExpectedTensors(checkpoint, spec.packed, is_transposed=names.is_transposed)
+    expected = ExpectedTensors(
+        checkpoint,
+        spec.packed,
+        is_transposed=names.is_transposed,
+        has_superblocks=has_superblocks,
+    )
     Assembler(spec, names, stored, expected, ReferenceBackend(), q_first=False).decoder(
         range(spec.num_layers)
     )

@@ -117,11 +117,12 @@ def test_ops_without_a_bf16_product(name):
 
 def test_int4_quick():
     """The table has bytes read for few rows, operations for more, and speed-ups when asked."""
-    command = ("-m", "bench.kernels.int4", "--quick", "--kinds", "minimums,fp4", "--groups", "32")
+    command = ("-m", "bench.kernels.int4", "--quick", "--kinds", "minimums,fp4,q6_k")
+    command = (*command, "--groups", "32")
     text = output_of(*command, "--rows", "1,16")
-    assert text.count(" GB/s, ") == text.count(" GOP/s, ") == 2
+    assert text.count(" GB/s, ") == text.count(" GOP/s, ") == 3
     assert "minimums" in text and "reading memory" in text
-    assert output_of(*command, "--rows", "1,16", "--times").count("x ") == 4
+    assert output_of(*command, "--rows", "1,16", "--times").count("x ") == 6
 
 
 def test_connections():

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops.superblocks import SUPERBLOCK_KINDS, Superblocks
 from quant.formats.gguf.kinds import BY_NAME
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -158,23 +159,29 @@ def _steps_of_6_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales, minimums
 
 
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the scales and minimums of Q4_K and Q5_K."""
-    scales, minimums = _steps_of_6_bits(blocks[..., 4:16])
-    return _flat(_half(blocks, 0) * scales), _flat(_half(blocks, 2) * minimums)
+def _halves(blocks: Tensor, at: int) -> Tensor:
+    """Returns the fp16 at a byte of each block, [rows, blocks]."""
+    return blocks.view(torch.float16)[..., at // 2]
 
 
-def _q4_k(blocks: Tensor) -> Groups:
-    return Groups(_flat(_nibbles(blocks[..., 16:], 32)), *_k_scales(blocks))
+def _with_steps(kind: str, codes: Tensor, blocks: Tensor) -> Superblocks:
+    """Returns weights of Q4_K and Q5_K."""
+    steps, lifts = map(_flat, _steps_of_6_bits(blocks[..., 4:16]))
+    scales, minimums = _halves(blocks, 0), _halves(blocks, 2)
+    return Superblocks(kind, _flat(codes), scales, steps.view(torch.int8), minimums, lifts)
 
 
-def _q5_k(blocks: Tensor) -> Groups:
+def _q4_k(blocks: Tensor) -> Superblocks:
+    return _with_steps("q4_k", _nibbles(blocks[..., 16:], 32), blocks)
+
+
+def _q5_k(blocks: Tensor) -> Superblocks:
     codes = _nibbles(blocks[..., 48:], 32).view(*blocks.shape[:2], 8, 32)
     _set_bit(codes, blocks[..., 16:48], 4)
-    return Groups(_flat(codes), *_k_scales(blocks))
+    return _with_steps("q5_k", codes, blocks)
 
 
-def _q6_k(blocks: Tensor) -> Groups:
+def _q6_k(blocks: Tensor) -> Superblocks:
     low, high = blocks[..., :128], _parted(blocks[..., 128:192], 32)
     # 64 bytes hold the lower bits of weights 0 to 63 and then those of 64 to 127
     codes = _nibbles(low, 64).view(*blocks.shape[:2], 2, 4, 32)
@@ -182,8 +189,31 @@ def _q6_k(blocks: Tensor) -> Groups:
     codes[..., 1, :] |= (high & 12) << 2
     codes[..., 2, :] |= high & 48
     codes[..., 3, :] |= (high & 192) >> 2
-    scales = _half(blocks, 208) * blocks[..., 192:208].view(torch.int8)
-    return Groups(_flat(codes).sub_(32).view(torch.int8), _flat(scales))
+    steps = _flat(blocks[..., 192:208]).view(torch.int8)
+    return Superblocks("q6_k", _flat(codes), _halves(blocks, 208), steps)
+
+
+def _multiplied(weight: Superblocks) -> Groups:
+    """Returns weights with one level of scales; codes that have no minimums are signed."""
+    kind, codes, scales, steps, minimums, lifts = weight
+
+    def product(halves: Tensor, factors: Tensor) -> Tensor:
+        return _flat(
+            halves.float()[..., None] * _parted(factors, factors.shape[1] // halves.shape[1])
+        )
+
+    if minimums is None or lifts is None:
+        middle = 1 << SUPERBLOCK_KINDS[kind].bits - 1
+        return Groups(codes.sub_(middle).view(torch.int8), product(scales, steps))
+    return Groups(codes, product(scales, steps), product(minimums, lifts))
+
+
+SUPERBLOCKS: dict[str, Callable[[Tensor], Superblocks]] = {
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+"""The kinds whose two levels of scales products keep, and what unpacks their blocks."""
 
 
 @functools.cache
@@ -230,9 +260,9 @@ LAYOUTS = {
     "Q8_0": Layout(_q8_0, 32, 8, (0,)),
     "Q2_K": Layout(_q2_k, 16, 4, (80, 82), has_minimums=True),
     "Q3_K": Layout(_q3_k, 16, 4, (108,), offset=8),
-    "Q4_K": Layout(_q4_k, 32, 4, (0, 2), has_minimums=True),
-    "Q5_K": Layout(_q5_k, 32, 8, (0, 2), has_minimums=True),
-    "Q6_K": Layout(_q6_k, 16, 8, (208,)),
+    "Q4_K": Layout(lambda blocks: _multiplied(_q4_k(blocks)), 32, 4, (0, 2), has_minimums=True),
+    "Q5_K": Layout(lambda blocks: _multiplied(_q5_k(blocks)), 32, 8, (0, 2), has_minimums=True),
+    "Q6_K": Layout(lambda blocks: _multiplied(_q6_k(blocks)), 16, 8, (208,)),
     "IQ4_NL": Layout(_iq4_nl, 32, 8, (0,)),
     "IQ4_XS": Layout(_iq4_xs, 32, 8, (0,)),
     "MXFP4": Layout(_mxfp4, 32, 4, (), table="fp4"),
@@ -242,3 +272,8 @@ LAYOUTS = {
 def unpack(kind: str, stored: Tensor) -> Groups:
     """Unpacks rows, [rows, bytes of a row] uint8."""
     return LAYOUTS[kind].unpack(blocks_of(kind, stored))
+
+
+def unpack_superblocks(kind: str, stored: Tensor) -> Superblocks:
+    """Unpacks rows, [rows, bytes of a row] uint8, of one of SUPERBLOCKS."""
+    return SUPERBLOCKS[kind](blocks_of(kind, stored))

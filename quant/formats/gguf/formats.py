@@ -3,23 +3,28 @@
     NAME.weight     [out, in], in blocks along the inputs
     fused experts   NAME [experts, out, in], with the inputs last in every model
 
-Kinds whose codes have at most 4 bits are computed as they are stored; scales are rounded to 11 bits
-where they have more. The others become int8 with a scale per output. Until then a weight is the
-file's own bytes, so that nothing unpacked waits in memory.
+Q4_K, Q5_K and Q6_K are computed as they are stored, with both levels of their scales, where the
+device has such products. Other kinds whose codes have at most 4 bits are computed as they are
+stored, too; scales are rounded to 11 bits where they have more. The others become int8 with a scale
+per output. Until then a weight is the file's own bytes, so that nothing unpacked waits in memory.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ops.backend import FP4_VALUES, NO_FUSION, Fusion, LinearOp, QuantizedLinears
 from ops.cpu.native_quantized_linear import NATIVE
+from ops.superblocks import SUPERBLOCK, SUPERBLOCK_KINDS, Superblocks
 from quant.formats.base import (
     FLOATS,
     MAX_SCALE,
@@ -30,10 +35,21 @@ from quant.formats.base import (
     TensorRule,
     joined,
 )
-from quant.formats.gguf.blocks import LAYOUTS, Groups, blocks_of, unpack
+from quant.formats.gguf.blocks import (
+    LAYOUTS,
+    SUPERBLOCKS,
+    Groups,
+    blocks_of,
+    unpack,
+    unpack_superblocks,
+)
 from quant.formats.gguf.kinds import BY_NAME, row_bytes
 from quant.formats.weights import ROUNDED, Weight8
 from quant.int4 import Int4Weight
+
+logger = logging.getLogger(__name__)
+
+Part = TypeVar("Part")
 
 METHOD = "gguf"
 _PLAIN = (*FLOATS, "F64")
@@ -68,6 +84,10 @@ class BlockWeight:
     def linear(
         self, bias: Tensor | None, fusion: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp:
+        if self.kind in SUPERBLOCKS:
+            if linears.has_superblocks:
+                return linears.superblocks(self._superblocks(), bias, fusion, factor=self.factor)
+            _warn_of_loss(self.kind)
         if LAYOUTS[self.kind].bits == 4:
             return self._int4().linear(bias, fusion, linears)
         codes, scales = self._int8()
@@ -84,6 +104,25 @@ class BlockWeight:
 
     def rows(self, order: Tensor) -> BlockWeight:
         return replace(self, parts=(joined(self.parts)[order],))
+
+    def _superblocks(self) -> Superblocks:
+        """Returns the weights of a kind of SUPERBLOCKS, without the factor."""
+        layout = SUPERBLOCK_KINDS[self.kind.lower()]
+        num_out, num_in = self.shape
+        halves, groups = (num_out, num_in // SUPERBLOCK), (num_out, num_in // layout.group)
+        whole = Superblocks(
+            self.kind.lower(),
+            _buffer(self.shape, torch.uint8),
+            torch.empty(halves, dtype=torch.float16),
+            torch.empty(groups, dtype=torch.int8),
+            torch.empty(halves, dtype=torch.float16) if layout.has_minimums else None,
+            torch.empty(groups, dtype=torch.uint8) if layout.has_minimums else None,
+        )
+        for rows, part in self._unpacked(unpack_superblocks):
+            for to, some in zip(whole[1:], part[1:], strict=True):
+                if to is not None and some is not None:
+                    to[rows] = some
+        return whole
 
     def _int4(self) -> Int4Weight:
         layout = LAYOUTS[self.kind]
@@ -108,6 +147,9 @@ class BlockWeight:
         return codes, steps
 
     def _pieces(self) -> Iterator[tuple[slice, Groups]]:
+        return self._unpacked(unpack)
+
+    def _unpacked(self, how: Callable[[str, Tensor], Part]) -> Iterator[tuple[slice, Part]]:
         """Yields slices of outputs and what they unpack to."""
         size = max(1, _PIECE_WEIGHTS // self.shape[1])
         end = 0
@@ -115,7 +157,13 @@ class BlockWeight:
             for at in range(0, len(part), size):
                 piece = part[at : at + size]
                 start, end = end, end + len(piece)
-                yield slice(start, end), unpack(self.kind, piece)
+                yield slice(start, end), how(self.kind, piece)
+
+
+@functools.cache
+def _warn_of_loss(kind: str) -> None:
+    """Says once what the weights of a kind of SUPERBLOCKS lose without products of them."""
+    logger.warning("%s", _SHORTER.get(kind, f"{kind} weights {ROUNDED}"))
 
 
 def _buffer(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -206,6 +254,8 @@ class BlockFormat:
 
     @property
     def loss(self) -> str | None:
+        if self.kind in SUPERBLOCKS:
+            return None  # on a device without such products BlockWeight.linear says it
         return f"{self.kind} weights {ROUNDED}" if self.bits == 8 else _SHORTER.get(self.kind)
 
     @property
@@ -233,8 +283,10 @@ class BlockFormat:
     ) -> BlockWeight:
         return BlockWeight(self.kind, (self._read(fetch, name, expert),))
 
-    def memory_bytes(self, num_weights: int) -> float:
+    def memory_bytes(self, num_weights: int, *, has_superblocks: bool) -> float:
         """Returns what weights take when they are packed; scales per output are negligible."""
+        if has_superblocks and self.kind in SUPERBLOCKS:
+            return num_weights * SUPERBLOCK_KINDS[self.kind.lower()].bits_in_memory() / 8
         layout = LAYOUTS[self.kind]
         if layout.bits == 8:
             return num_weights

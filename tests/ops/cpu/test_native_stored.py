@@ -16,6 +16,7 @@ from ops.cpu.native_quantized_linear import NATIVE
 from ops.cpu.native_stored import LayerKind, restore, stored
 from ops.linear import PlainLinear as Unfused
 from ops.reference import ReferenceBackend
+from tests.support.gguf.superblocks import random_superblocks
 
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="the native kernels are not built"
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 IN, OUT, GROUP = 96, 40, 32
 GATED = Fusion(Norm("rms", torch.rand(IN) + 0.5, None, 1e-6), "silu", is_gated=True)
 DENSE = Fusion(None, "gelu")
+WIDE = GATED._replace(norm=Norm("rms", torch.rand(512) + 0.5, None, 1e-6))
 
 
 def copies(op: LinearOp) -> tuple[LayerKind, list[Tensor]]:
@@ -60,6 +62,11 @@ def four_bits(fusion: Fusion, **settings: object) -> LinearOp:
     return NATIVE.int4(codes, scales, bias=None, fusion=fusion, group=GROUP, table=table, **extra)
 
 
+def superblocks(kind: str, fusion: Fusion) -> LinearOp:
+    rows = OUT * (2 if fusion.is_gated else 1)
+    return NATIVE.superblocks(random_superblocks(kind, rows, 512), torch.randn(rows), fusion)
+
+
 LAYERS: dict[str, Callable[[], tuple[LinearOp, Fusion]]] = {
     "int8": lambda: (NATIVE.int8([weight(2 * OUT)], torch.randn(2 * OUT), GATED), GATED),
     "int8 without bias": lambda: (NATIVE.int8([weight(OUT)], None, DENSE), DENSE),
@@ -71,6 +78,8 @@ LAYERS: dict[str, Callable[[], tuple[LinearOp, Fusion]]] = {
     "zeros": lambda: (four_bits(DENSE, zeros=True), DENSE),
     "minimums": lambda: (four_bits(DENSE, minimums=True), DENSE),
     "fp4": lambda: (four_bits(DENSE, table="fp4"), DENSE),
+    "q4_k": lambda: (superblocks("q4_k", WIDE), WIDE),
+    "q6_k": lambda: (superblocks("q6_k", DENSE), DENSE),
     "bf16": lambda: (PlainLinear(weight(2 * OUT).bfloat16(), torch.ones(2 * OUT), GATED), GATED),
     "fp32": lambda: (PlainLinear(weight(OUT), None, DENSE), DENSE),
 }
@@ -81,7 +90,7 @@ def test_a_restored_layer_has_the_bits(name: str) -> None:
     op, fusion = LAYERS[name]()
     kind, buffers = copies(op)
     found = restore(kind, buffers, fusion)
-    x = torch.randn(5, IN).to(getattr(op, "dtype", torch.float32))
+    x = torch.randn(5, kind.num_in).to(getattr(op, "dtype", torch.float32))
     assert torch.equal(op(x), found(x))
     again = stored(found)
     assert again is not None and again[0] == kind
@@ -123,6 +132,8 @@ def test_experts_take_restored_layers() -> None:
         lambda kind, parts: (kind._replace(num_in=1 << 40), parts),
         lambda kind, parts: (kind._replace(name="int5"), parts),
         lambda kind, parts: (kind._replace(name="int4", group=0), parts),
+        lambda kind, parts: (kind._replace(name="q6_k"), parts),
+        lambda kind, parts: (kind._replace(name="q6_k", num_in=256), parts),
         lambda kind, parts: (kind._replace(name="int4", group=32, codes=9), parts),
         lambda kind, parts: (kind, [parts[0][:-64], *parts[1:]]),
         lambda kind, parts: (kind, [parts[0], parts[1][:0], parts[2]]),

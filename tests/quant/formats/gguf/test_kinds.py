@@ -12,11 +12,13 @@ from torch import Tensor
 
 from ops.backend import Fusion, Norm
 from ops.cpu import native_library
-from quant.formats.gguf.blocks import LAYOUTS
+from ops.cpu.native_quantized_linear import NativeLinears
+from quant.formats.gguf.blocks import LAYOUTS, SUPERBLOCKS
 from quant.formats.gguf.formats import (
     FORMATS,
     GGUF,
     BlockWeight,
+    _warn_of_loss,
     check_blocks,
     dequantized,
 )
@@ -27,7 +29,7 @@ needs_kernels = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"
 )
 EVERY = tuple(LAYOUTS)
-EXACT = ("Q4_0", "Q4_1", "MXFP4")
+EXACT = ("Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 
 def random_bytes(kind: str, rows: int, blocks: int, seed: int = 0) -> Tensor:
@@ -294,4 +296,28 @@ def test_powers_that_no_product_takes_are_refused(exponent, message):
 def test_bytes_in_memory_are_those_of_the_kernels(kind):
     stored, _ = normal(kind, 512, 1024)
     op = BlockWeight(kind, (stored,)).linear(None)
-    assert op.size_bytes == pytest.approx(FORMATS[kind].memory_bytes(512 * 1024), rel=0.03)
+    assert op.size_bytes == pytest.approx(
+        FORMATS[kind].memory_bytes(512 * 1024, has_superblocks=True), rel=0.03
+    )
+
+
+class FewerLinears(NativeLinears):
+    """Linear layers of a device without products of weights in superblocks."""
+
+    has_superblocks = False
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", SUPERBLOCKS)
+def test_devices_without_superblocks_round_them_and_say_so(kind, caplog):
+    stored, plain = normal(kind, 256, 4096)
+    _warn_of_loss.cache_clear()
+    weight = BlockWeight(kind, (stored,))
+    with caplog.at_level("WARNING"):
+        ops = [weight.linear(None, linears=FewerLinears()) for _ in range(2)]
+    size = FORMATS[kind].memory_bytes(256 * 4096, has_superblocks=False)
+    assert ops[0].size_bytes == pytest.approx(size, rel=0.03)
+    (record,) = caplog.records
+    (percent,) = re.findall(r"about ([\d.]+) %", record.getMessage())
+    change = relative(ops[0](torch.eye(4096)).t(), plain)
+    assert float(percent) == pytest.approx(100 * change, rel=0.1)
