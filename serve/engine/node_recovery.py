@@ -12,11 +12,10 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from memory.kv_memory import KVPartition
-from memory.nodes.node_link import NodesLostError
-from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
+from memory.nodes.errors import NodesLostError, NoNodeError
 from memory.pages.kv_range import Range
 from memory.partitioned_kv import PartitionedKV
 from memory.segmented_kv import SegmentedKV
@@ -24,6 +23,9 @@ from serve.errors import GROUP_LOST, GenerationError, MemoryLostError, RankLostE
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from memory.nodes.node_set import NodePartition, NodeSet
 
 logger = logging.getLogger(__name__)
 

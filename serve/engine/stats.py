@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memory.kv_memory import KVMemory
-from memory.nodes.node_set import NodeSet
 from memory.segmented_kv import SegmentedKV
 from serve.engine.counters import STEP_SECONDS, TOKENS
 from serve.engine.early_rejection import EarlyRejection
@@ -15,6 +14,9 @@ from serve.engine.node_recovery import Recovery
 from serve.histogram import Histogram
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from memory.nodes.node_set import NodeSet
 
 
 @dataclass(frozen=True, slots=True)

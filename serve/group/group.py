@@ -19,7 +19,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from memory.edit_recorder import EditRecorder
-from memory.nodes.node_link import NodesLostError
+from memory.nodes.errors import NodesLostError
 from serve.group.errors import GroupLostError, StepLostError
 from serve.group.grid import Grid
 from serve.group.links import messages

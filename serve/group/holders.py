@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from memory.kv_manager import KVManager
 from memory.nodes.attach import NODE_MAPPINGS, NodeLayout, accounting_bytes, growth_of, most_pages
-from memory.nodes.node_link import NodeError, NodeLink, NodesLostError
-from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
+from memory.nodes.errors import NodesLostError, NoNodeError
+from memory.nodes.node_link import NodeError, NodeLink
+from memory.nodes.node_set import NodePartition, NodeSet
 from memory.nodes.placement import Shard
 from memory.nodes.rank_links import Granted
 from memory.nodes.wire import ErrorCode

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
-from memory.nodes.node_link import NodesLostError
+from memory.nodes.errors import NodesLostError
 from serve.errors import GROUP_LOST, MergestepError
 from serve.group.errors import GroupLostError
 from serve.group.group import Group

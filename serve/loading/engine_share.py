@@ -3,12 +3,11 @@ being prefilled, and how rows reach this machine's memory."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from memory.nodes.attach import AttachRequest
-from memory.nodes.engine_lanes import EngineLanes
 from memory.nodes.new_token_attention import (
     Int8NewTokenAttention,
     NewTokenAttention,
@@ -19,6 +18,9 @@ from memory.nodes.staging import HOST_STAGING, Staging
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.loading.precision import Precision
+
+if TYPE_CHECKING:
+    from memory.nodes.engine_lanes import EngineLanes
 
 
 class EngineShare(Protocol):
