@@ -27,6 +27,8 @@ from serve.group.group import Group
 from serve.group.links.messages import Kind
 from serve.group.links.worker_link import WorkerLink
 from serve.group.recovery import GroupRecovery
+from serve.group.stats import group_stats
+from serve.group_stats import GroupStats
 from serve.loading.kvp import SegmentSizes
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
@@ -242,6 +244,10 @@ class HeldGroupRecovery:
     @property
     def is_short(self) -> bool:
         return self._of_holders.is_short
+
+    @property
+    def group(self) -> GroupStats:
+        return group_stats(self._group)
 
     def handle_loss(self, error: NodesLostError) -> None:
         if isinstance(error, GroupLostError) or self._group.is_lost():
