@@ -204,13 +204,14 @@ def _segments(
 def log_sizes(config: EngineConfig, precision: Precision, kv: KVMemory) -> None:
     """Logs how K/V is stored."""
     logger.info(
-        "%s: %s, context %d, %d K/V pages of %d KiB or %d tokens (%s bytes a token)",
+        "%s: %s, context %d, %d K/V pages of %d KiB or %d tokens%s (%s bytes a token)",
         config.model_name,
         precision,
         kv.max_model_len,
         kv.num_pages,
         kv.page_bytes >> 10,
         kv.layout.groups[0].tokens_in(1),
+        "" if config.num_ranks == 1 else " on each rank",
         " + ".join(str(group.layers) for group in kv.layout.groups),
     )
 
