@@ -1,7 +1,8 @@
 """The seconds of a step on a grid of devices: tensor, sequence pipeline and K/V parallelism.
 
-A grid of (tp, spp, kvp), of which reports call spp pp as the option does, has kvp holders of K/V, each of spp stages of layers, each of tp devices
-that divide heads and output channels. One step on one stage takes
+A grid of (tp, spp, kvp) has kvp holders of K/V, each of spp stages of layers, each of tp devices
+that divide heads and output channels. Reports call spp "pp", as the option of `serve run` does.
+One step on one stage takes
 
     products, rows     of the stage's layers (bench/plan/cost.py on tp devices)
     attention          of the holder with the most work; rows of a prompt read the K/V before them

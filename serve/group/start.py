@@ -285,7 +285,7 @@ def make_grid(source: ModelSource) -> Grid:
     for layer in set(spec.layers):
         check_heads(layer.attention, tensor)
     starts = None if converter is None else converter.stage_starts
-    return Grid(tensor, layer_stages(spec, num_stages, starts))
+    return Grid(tensor, layer_stages(spec, num_stages, starts, config.max_model_len))
 
 
 def _check(config: EngineConfig) -> None:

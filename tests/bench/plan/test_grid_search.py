@@ -148,7 +148,9 @@ def test_no_grid_keeps_the_limits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_time_between_tokens_asks_for_grids() -> None:
     """Without --gpus their number is assumed, and ttft is in seconds as with it."""
-    done = CliRunner().invoke(app, "plan --context 10M --ttft 30 --tbt 30ms --top 1".split())
+    done = CliRunner().invoke(
+        app, ["plan", "--context", "10M", "--ttft", "30", "--tbt", "30ms", "--top", "1"]
+    )
     said = " ".join(done.output.split())
     assert done.exit_code == 0, said
     assert "--gpus is not given: grids of up to 128 GPUs" in said

@@ -173,7 +173,7 @@ def test_settings_that_a_group_does_not_have_are_named(tmp_path):
     path = str(checkpoint("llama", "base"))
     with pytest.raises(ConfigError, match="tensor_parallel_size 3: the model's 4 attention heads"):
         LLM(path, tensor_parallel_size=3, **SETTINGS)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size 9: the model has 2 layers"):
+    with pytest.raises(ConfigError, match="divided into: it has 2 layers"):
         LLM(path, pipeline_parallel_size=9, **SETTINGS)
     with pytest.raises(ConfigError, match="memory_nodes"):
         LLM(path, tensor_parallel_size=2, memory_nodes=[f"shm://{tmp_path}/node"], **SETTINGS)
