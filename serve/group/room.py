@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 def weight_bytes_of_ranks(source: ModelSource, grid: Grid) -> list[int]:
     """Returns the bytes of the weights of one rank in each stage, as predicted from the model's
-    shapes. Every rank of the first stage has the whole table of embeddings, and ranks of the last
-    one divide the head."""
+    shapes. The first stage has the table of embeddings, the last one the head."""
     config, spec, precision, *_ = source
     if spec.counts is not None:  # a converted model, whose layers are not described
         whole = weight_bytes(config, spec, precision).total
@@ -33,8 +32,8 @@ def weight_bytes_of_ranks(source: ModelSource, grid: Grid) -> list[int]:
         found = weight_bytes(config, Shard(layers=stage).spec(spec), precision)
         divided = found.blocks + found.experts
         divided += found.head if number + 1 == grid.num_stages else 0.0
-        tables = found.tables if number == 0 else 0.0
-        sizes.append(int(divided / grid.tensor + tables + found.others))
+        divided += found.tables if number == 0 else 0.0
+        sizes.append(int(divided / grid.tensor + found.others))
     return sizes
 
 
