@@ -10,12 +10,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from memory.pages.virtual_memory import VirtualMemory
 
 
-class EditKind(IntEnum):
+class MemoryEditKind(IntEnum):
     MAP = 0
     UNMAP = 1
     COPY = 2
@@ -46,7 +46,7 @@ TICKET_BITS = 8
 _KEY = struct.Struct("<qq")
 
 
-def store_edit(kind: EditKind, ticket: int, page: int, key: bytes) -> MemoryEdit:
+def store_edit(kind: MemoryEditKind, ticket: int, page: int, key: bytes) -> MemoryEdit:
     """Returns an edit of a page store. key: 16 bytes."""
     return MemoryEdit(kind | ticket << TICKET_BITS, page, *_KEY.unpack(key))
 
@@ -67,11 +67,14 @@ class StoreEdit(NamedTuple):
 
 
 def is_of_store(edit: Sequence[int]) -> bool:
-    return edit[0] % (1 << TICKET_BITS) >= EditKind.STORE
+    return edit[0] % (1 << TICKET_BITS) >= MemoryEditKind.STORE
 
 
-class EditRecorder:
-    """A VirtualMemory without memory. One thread uses it."""
+EditT = TypeVar("EditT")
+
+
+class RecordedMemory(Generic[EditT]):
+    """What records of edits share: a VirtualMemory without memory. One thread uses it."""
 
     maps_during_kernels = False
 
@@ -79,51 +82,61 @@ class EditRecorder:
         self.page_bytes = page_bytes
         self.on_release: Callable[[], None] = lambda: None
         """Called after `release`, because no step may follow soon that would carry the edits."""
-        self.has_transfers = False  # of a page store, among the recorded edits
-        self._edits: list[MemoryEdit] = []
+        self._edits: list[EditT] = []
 
-    def take(self) -> list[MemoryEdit]:
+    def take(self) -> list[EditT]:
         """Returns the recorded edits and forgets them."""
         edits, self._edits = self._edits, []
-        self.has_transfers = False
         return edits
+
+    def reserve(self, size_bytes: int) -> int:
+        return 0  # these addresses are not used: ranks and nodes reserve their own
+
+    def prepare(self, first_page: int, num_pages: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._edits.clear()
+
+
+class EditRecorder(RecordedMemory[MemoryEdit]):
+    """A VirtualMemory whose edits have the same offsets on all ranks."""
+
+    def __init__(self, page_bytes: int) -> None:
+        super().__init__(page_bytes)
+        self.has_transfers = False  # of a page store, among the recorded edits
+
+    def take(self) -> list[MemoryEdit]:
+        self.has_transfers = False
+        return super().take()
 
     def add(self, edits: Iterable[MemoryEdit]) -> None:
         """Records edits of a page store, which come after those recorded before."""
         self._edits += edits
         self.has_transfers = True
 
-    def reserve(self, size_bytes: int) -> int:
-        return 0  # ranks reserve addresses of their own
-
-    def prepare(self, first_page: int, num_pages: int) -> None:
-        pass
-
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
-        self._edits.append(MemoryEdit(EditKind.MAP, offset, first_page, num_pages))
+        self._edits.append(MemoryEdit(MemoryEditKind.MAP, offset, first_page, num_pages))
 
     def unmap(self, offset: int, num_pages: int) -> None:
-        self._edits.append(MemoryEdit(EditKind.UNMAP, offset, 0, num_pages))
+        self._edits.append(MemoryEdit(MemoryEditKind.UNMAP, offset, 0, num_pages))
 
     def copy_page(self, source: int, target: int) -> None:
-        self._edits.append(MemoryEdit(EditKind.COPY, source, target, 1))
+        self._edits.append(MemoryEdit(MemoryEditKind.COPY, source, target, 1))
 
     def release(self, first_page: int, num_pages: int) -> None:
-        self._edits.append(MemoryEdit(EditKind.RELEASE, 0, first_page, num_pages))
+        self._edits.append(MemoryEdit(MemoryEditKind.RELEASE, 0, first_page, num_pages))
         self.on_release()
-
-    def close(self) -> None:
-        self._edits.clear()
 
 
 def apply_edits(memory: VirtualMemory, edits: Iterable[tuple[int, int, int, int]]) -> None:
     """Applies recorded edits in their order. Raises OSError; the rest is then not applied."""
     for kind, first, second, count in edits:
-        if kind == EditKind.MAP:
+        if kind == MemoryEditKind.MAP:
             memory.map(first, second, count)
-        elif kind == EditKind.UNMAP:
+        elif kind == MemoryEditKind.UNMAP:
             memory.unmap(first, count)
-        elif kind == EditKind.COPY:
+        elif kind == MemoryEditKind.COPY:
             memory.copy_page(first, second)
         else:
             memory.release(second, count)

@@ -1,9 +1,10 @@
-"""The memory and the processors that this process may use."""
+"""The memory, the processors and the ports that this process may use."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -164,3 +165,13 @@ def _status_bytes(status: str, name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Returns a TCP port of an address of this machine that nothing listens on, which the system
+    chooses. Another process may take it at any time. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+    return port

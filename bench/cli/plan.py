@@ -53,7 +53,7 @@ def plan(
         str | None,
         typer.Option(
             help="SLO: time to the first token, on average: 500ms or 30s; a bare number is in ms,"
-            " with --gpus in seconds.",
+            " for grids in seconds.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
@@ -79,7 +79,7 @@ def plan(
     context: Annotated[
         str | None,
         typer.Option(
-            help="Context lengths of that table, in tokens: 8192,128K. With --gpus: the length of"
+            help="Context lengths of that table, in tokens: 8192,128K. For grids: the length of"
             " the prompt; the default is 1M."
         ),
     ] = None,
@@ -87,7 +87,8 @@ def plan(
         int | None,
         typer.Option(
             help="Search grids of up to this many GPUs (tensor, sequence pipeline and K/V"
-            " parallelism) for one long prompt. --machine names the GPU; the default is h100-sxm.",
+            " parallelism) for one long prompt; 128 with --tbt alone. --machine names the GPU; the"
+            " default is h100-sxm.",
             rich_help_panel=_GRID,
         ),
     ] = None,
@@ -141,7 +142,7 @@ def plan(
 
             run_and_report(model=None if model == DEFAULT_MODEL else Path(model))
             return
-        if gpus is not None:
+        if any(option is not None for option in (gpus, tbt, gpus_per_server)):
             budget: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
             load: dict[str, object] = {
                 "prompt": prompt,
@@ -166,7 +167,6 @@ def plan(
                 json_file=json_file,
             )
             return
-        _refuse({"tbt": tbt, "gpus-per-server": gpus_per_server}, "needs gpus")
         from bench.plan import run
 
         result = run.run(
@@ -200,9 +200,11 @@ def _refuse(options: Mapping[str, object], why: str) -> None:
 
 def _plan_grids(model: str, **options: Any) -> None:
     """Runs the search of grids; an option that is None has its default."""
-    from bench.plan.grid_run import run_grids
+    from bench.plan.grid_run import GPUS, run_grids
 
     given = {name: value for name, value in options.items() if value is not None}
+    if "num_gpus" not in given:
+        typer.echo(f"--gpus is not given: grids of up to {GPUS} GPUs")
     if not run_grids(model, **given)["is_served"]:
         raise typer.Exit(NOT_SERVED)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from serve.machine import free_port
 
 KEY = b"of no use to anybody else"
 
@@ -59,9 +60,7 @@ def node_processes(
 def _url(scheme: str, folder: Path, number: int) -> str:
     if scheme == "shm":
         return f"shm://{folder}/node{number}.sock"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"{scheme}://127.0.0.1:{probe.getsockname()[1]}"
+    return f"{scheme}://127.0.0.1:{free_port()}"
 
 
 def _start(url: str, key: Path, capacity: str, threads: int) -> subprocess.Popen[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from bench.group.fault_rounds import (
 )
 from serve import LLM
 from serve.config import EngineSettings
+from serve.machine import free_port
 
 _END_S = 30.0
 _LOOK_S = 0.05
@@ -166,7 +166,7 @@ def _run(
     more: EngineSettings = {
         "tensor_parallel_size": grid[0],
         "pipeline_parallel_size": grid[1],
-        "group_url": f"tcp://{site.here}:{_free_port(site.here)}",
+        "group_url": f"tcp://{site.here}:{free_port(site.here)}",
         "group_key_file": str(key_file),
         "group_exchange": "connections",
     }
@@ -203,10 +203,3 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as free:
-        port = free.getsockname()[1]
-    assert isinstance(port, int)
-    return port

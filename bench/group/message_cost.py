@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memory.attention.seam import AttentionStep
-from memory.edit_recorder import EditKind, MemoryEdit
+from memory.edit_recorder import MemoryEdit, MemoryEditKind
 from serve.group.links import messages
 
 _CALLS = 200
@@ -27,7 +27,7 @@ def message_cost(num_sequences: int, context: int, num_edits: int = 4) -> Messag
     """Returns the cost of a decode step's message."""
     starts = [number * (context + 64) for number in range(num_sequences)]
     step = AttentionStep(num_sequences, starts, [1] * num_sequences, [context] * num_sequences)
-    edits = [MemoryEdit(EditKind.MAP, number << 21, number, 1) for number in range(num_edits)]
+    edits = [MemoryEdit(MemoryEditKind.MAP, number << 21, number, 1) for number in range(num_edits)]
     ids = np.arange(num_sequences, dtype=np.int64)
     message = messages.pack_step(1, 2, edits, step, ids)
     return MessageCost(

@@ -15,7 +15,6 @@ import json
 import mmap
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from serve.errors import MergestepError
+from serve.machine import free_port
 
 _POLL_S = 0.002
 _MAX_LINE_BYTES = 1 << 16
@@ -68,7 +68,7 @@ def start_once(
 ) -> Start:
     """Starts a server once. Raises MergestepError with its last lines if it exits or is not ready
     within limit_s. lets_write: lets it write its packed weights before it ends."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "serve", "run", *([model] if model else [])]
     command += ["--port", str(port), "--log-level", "info", *options]
     start = Start()
@@ -112,13 +112,6 @@ def _listen(process: subprocess.Popen[str], began: float, start: Start) -> None:
         for line in lines:
             text = _STAMP.sub("", line.rstrip())
             start.lines.append((time.perf_counter() - began, text))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def _status(port: int, path: str) -> int | None:

@@ -1,7 +1,8 @@
 """The seconds of a step on a grid of devices: tensor, sequence pipeline and K/V parallelism.
 
 A grid of (tp, spp, kvp) has kvp holders of K/V, each of spp stages of layers, each of tp devices
-that divide heads and output channels. One step on one stage takes
+that divide heads and output channels. Reports call spp "pp", as the option of `serve run` does.
+One step on one stage takes
 
     products, rows     of the stage's layers (bench/plan/cost.py on tp devices)
     attention          of the holder with the most work; rows of a prompt read the K/V before them
@@ -54,16 +55,16 @@ class Grid:
     kvp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "spp", "kvp"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, number in (("tp", self.tp), ("pp", self.spp), ("kvp", self.kvp)):
+            if number < 1:
+                raise ConfigError(f"{name} must be at least 1, not {number}")
 
     @property
     def num_devices(self) -> int:
         return self.tp * self.spp * self.kvp
 
     def __str__(self) -> str:
-        return f"tp {self.tp} x spp {self.spp} x kvp {self.kvp}"
+        return f"tp {self.tp} x pp {self.spp} x kvp {self.kvp}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +298,7 @@ def _require_fitting(shape: Shape, device: Device, grid: Grid, server_devices: i
         heads = f"{shape.num_heads} heads, {shape.num_kv_heads} of K/V"
         raise ConfigError(f"tp {grid.tp} does not divide {heads}")
     if grid.spp > shape.num_layers:
-        raise ConfigError(f"spp {grid.spp} is more than the {shape.num_layers} layers")
+        raise ConfigError(f"pp {grid.spp} is more than the {shape.num_layers} layers")
     if device.kind == "gpu":
         if grid.num_devices > 1 and device.peers is None:
             raise ConfigError(f"hardware has no peers for {device.name}")

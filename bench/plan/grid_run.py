@@ -26,13 +26,13 @@ from serve.units import format_count
 
 DEVICE = "h100-sxm"
 CONTEXT = 1_000_000
-MAX_GPUS = 4096
+GPUS, MAX_GPUS = 128, 4096
 
 
 def run_grids(
     model: str,
     *,
-    num_gpus: int,
+    num_gpus: int = GPUS,
     context: int = CONTEXT,
     ttft_s: float | None = None,
     tbt_s: float | None = None,
@@ -139,7 +139,7 @@ def _table(
         limited = "Grids that keep the limits, the fewest GPUs first"
         title = limited if prompt.is_limited else "Grids, the fastest first"
     table = Table(
-        *("tp", "spp", "kvp", "GPUs", "first token", "beside streams", "ms/token", "GB a GPU"),
+        *("tp", "pp", "kvp", "GPUs", "first token", "beside streams", "ms/token", "GB a GPU"),
         *("prompt waits for", "token waits for"),
         *([] if is_served else ["misses"]),
         title=title,

@@ -3,41 +3,26 @@ nodes apply with the next plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from memory.edit_recorder import RecordedMemory
 from memory.nodes.wire import Edit, EditKind
 
 
-class EditLog:
-    """A VirtualMemory without memory. One thread uses it."""
-
-    maps_during_kernels = False
+class EditLog(RecordedMemory[Edit]):
+    """A VirtualMemory whose edits name range parts and page slots."""
 
     def __init__(self, page_bytes: int, num_ranges: int, range_slots: Sequence[int]) -> None:
         """range_slots is the number of a range's page slots in each layer group."""
-        self.page_bytes = page_bytes
-        self.on_release: Callable[[], None] = lambda: None
-        """Called after `release`, because no step may follow soon that would send the edits."""
+        super().__init__(page_bytes)
         self._num_ranges = num_ranges
         self._range_bytes = [slots * page_bytes for slots in range_slots]
-        self._edits: list[Edit] = []
-
-    def take(self) -> list[Edit]:
-        """Returns the recorded edits and forgets them."""
-        edits, self._edits = self._edits, []
-        return edits
 
     def add(self, edit: Edit) -> None:
         """Adds an edit that another log has recorded."""
         self._edits.append(edit)
         if edit.kind is EditKind.RELEASE:
             self.on_release()
-
-    def reserve(self, size_bytes: int) -> int:
-        return 0  # the engine does not use these addresses
-
-    def prepare(self, first_page: int, num_pages: int) -> None:
-        pass
 
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
         part, slot = self._locate(offset)
@@ -53,9 +38,6 @@ class EditLog:
     def release(self, first_page: int, num_pages: int) -> None:
         self._edits.append(Edit(EditKind.RELEASE, 0, 0, first_page, num_pages))
         self.on_release()
-
-    def close(self) -> None:
-        self._edits.clear()
 
     def _locate(self, offset: int) -> tuple[int, int]:
         for group, range_bytes in enumerate(self._range_bytes):

@@ -7,9 +7,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from memory.nodes.attach import AttachRequest
-from memory.nodes.engine_lanes import EngineLanes, LaneOffer, LaneStep, LinkLane
+from memory.nodes.errors import NodesLostError
 from memory.nodes.node_health import MAX_STALLED_S, AnswerPace
 from memory.nodes.outgoing import Outgoing
 from memory.nodes.placement import Shard
@@ -39,6 +40,9 @@ from transport.base import (
 from transport.control import printable
 from transport.messages import post_bytes, view_of
 
+if TYPE_CHECKING:
+    from memory.nodes.engine_lanes import EngineLanes, LaneOffer, LaneStep, LinkLane
+
 logger = logging.getLogger(__name__)
 
 _OLD_PLANS = 8  # answers to earlier plans are dropped
@@ -56,10 +60,6 @@ class NodeError(TransportError):
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(f"{code.name}: {text}")
         self.code = code
-
-
-class NodesLostError(Exception):
-    """K/V on a memory node cannot be reached and has to be computed again."""
 
 
 class NodeLink:

@@ -13,17 +13,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from memory.kv_manager import KVManager
 from memory.nodes.attach import AttachRequest, NodeLayout, growth_of
 from memory.nodes.edit_log import EditLog
-from memory.nodes.engine_lanes import EngineLanes
+from memory.nodes.errors import NoNodeError
 from memory.nodes.node_link import NodeError, NodeLink
 from memory.nodes.node_states import NodeStates
 from memory.nodes.placement import PageGeometry, Shard
 from memory.nodes.wire import FULL_WIRE, ErrorCode, WireFormat
 from transport.base import Endpoint, TransportError
+
+if TYPE_CHECKING:
+    from memory.nodes.engine_lanes import EngineLanes
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +40,6 @@ FIRST_CONNECT_S = 5.0
 
 Connect = Callable[[str, float], Endpoint]
 """Connects to (url, timeout in seconds). Raises TransportError or OSError."""
-
-
-class NoNodeError(Exception):
-    """No node can take the K/V; the message states the reason."""
 
 
 @dataclass(slots=True, eq=False)

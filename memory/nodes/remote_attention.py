@@ -19,8 +19,9 @@ from itertools import count
 import torch
 
 from memory.attention.seam import AttentionLayer, AttentionStep
+from memory.nodes.errors import NodesLostError
 from memory.nodes.new_token_attention import NewTokenAttention
-from memory.nodes.node_link import NodeLink, NodesLostError, lost
+from memory.nodes.node_link import NodeLink, lost
 from memory.nodes.node_set import NodeSet
 from memory.nodes.prompt_tail_cache import PromptTailCache, TailSpan
 from memory.nodes.remote_plan import (

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from memory.attention.kv_layout import rotate_keys
 from memory.attention.seam import AttentionLayer, Pending, Rotation, Ticket
-from memory.nodes.engine_lanes import LaneStep
 from memory.nodes.new_token_attention import NewTokenAttention
 from memory.nodes.node_link import NodeLink, lost
 from memory.nodes.placement import Shard
@@ -32,6 +31,9 @@ from memory.nodes.wire_rows import WireRows, encode, float_type
 from ops.backend import Backend, Partial
 from transport.base import Segment, TransportError
 from transport.messages import view_of
+
+if TYPE_CHECKING:
+    from memory.nodes.engine_lanes import LaneStep
 
 
 class LayerShard(NamedTuple):

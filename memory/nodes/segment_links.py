@@ -14,7 +14,8 @@ from torch import Tensor
 from memory.attention.kv_layout import rotate_keys
 from memory.attention.seam import AttentionLayer, Rotation
 from memory.attention.segments import Piece, Pieces
-from memory.nodes.node_link import NodeLink, NodesLostError, lost
+from memory.nodes.errors import NodesLostError
+from memory.nodes.node_link import NodeLink, lost
 from memory.nodes.node_set import NodePartition
 from memory.nodes.outgoing import segment_of
 from memory.nodes.wire import (

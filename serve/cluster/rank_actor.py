@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from serve.cluster.rank_process import RankProcess, RankSpec
+from serve.machine import free_port
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,5 @@ class RankActor:
 
 
 def _free_url(address: str) -> str:
-    """Returns an address with a free port, which the system chooses."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.bind((address, 0))
-        port = sock.getsockname()[1]
+    port = free_port(address)
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

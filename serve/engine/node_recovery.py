@@ -12,18 +12,21 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from memory.kv_memory import KVPartition
-from memory.nodes.node_link import NodesLostError
-from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
+from memory.nodes.errors import NodesLostError, NoNodeError
 from memory.pages.kv_range import Range
 from memory.partitioned_kv import PartitionedKV
 from memory.segmented_kv import SegmentedKV
 from serve.errors import GROUP_LOST, GenerationError, MemoryLostError, RankLostError
+from serve.group_stats import GroupStats
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from memory.nodes.node_set import NodePartition, NodeSet
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,10 @@ class Recovery(Protocol):
     def is_short(self) -> bool:
         """There is memory, but too little for a sequence of full length."""
 
+    @property
+    def group(self) -> GroupStats | None:
+        """What is known of the group; None on one rank."""
+
     def handle_loss(self, error: NodesLostError) -> None:
         """Releases what was lost, after a step has failed because of it."""
 
@@ -99,6 +106,7 @@ class NodeRecovery:
         """partitions: the K/V accounting of each partition of nodes. end: ends a sequence with an
         error. prober: looks for nodes that are missing; a thread of its own by default."""
         self.nodes = nodes
+        self.group = None
         self._partitions = list(partitions)
         self._scheduler = scheduler
         # with segments this machine computes sequences of one segment while nodes are lost

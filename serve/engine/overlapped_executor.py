@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from memory.nodes.node_link import NodesLostError
+from memory.nodes.errors import NodesLostError
 from serve.engine.pools import OutputThread
 from serve.engine.step_executor import EndSequence, StepExecutor
 from serve.runner.runner import OverlappingRunner, PendingStep, Runner, StepResult

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memory.kv_memory import KVMemory
-from memory.nodes.node_set import NodeSet
 from memory.segmented_kv import SegmentedKV
 from serve.engine.counters import STEP_SECONDS, TOKENS
 from serve.engine.early_rejection import EarlyRejection
 from serve.engine.node_recovery import Recovery
+from serve.group_stats import GroupStats
 from serve.histogram import Histogram
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from memory.nodes.node_set import NodeSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,15 @@ class EngineStats:
     disk_write_errors: failed writes. disk_refused_requests: write requests refused because there
     were too many, there was no room, or writing is paused after errors (disk_is_paused).
     kvp_holders: replicas and nodes that hold parts of sequences at present, with
-    kvp_borrowed_bytes in all. kvp_lent_bytes: K/V memory that other replicas use.
+    kvp_borrowed_bytes in all. kvp_lent_bytes: K/V memory that other replicas use. group: None on
+    one rank.
     """
 
     num_unfinished: int
     num_running: int
     num_waiting: int
     num_steps: int
+    steps_in_flight: int
     num_prefill_rows: int
     num_decode_rows: int
     num_finished: int
@@ -89,6 +94,7 @@ class EngineStats:
     memory_node_states: dict[str, str]  # by URL; healthy, late, lost or probation
     memory_node_rows: dict[str, str]  # by URL; "lane", or "endpoint: " and why there is none
     recomputed_sequences: int
+    group: GroupStats | None
     last_step_age_s: float | None
 
 
@@ -139,6 +145,7 @@ def engine_stats(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         num_steps=steps.num_steps,
+        steps_in_flight=len(scheduler.launched),
         num_prefill_rows=steps.num_prefill_rows,
         num_decode_rows=steps.num_decode_rows,
         num_finished=scheduler.num_finished,
@@ -177,6 +184,7 @@ def engine_stats(
         **_node_stats(recovery.nodes if recovery else None),
         **_kvp_stats(kv),
         recomputed_sequences=recovery.num_recomputed if recovery else 0,
+        group=recovery.group if recovery else None,
         last_step_age_s=steps.last_age_s(clock),
     )
 

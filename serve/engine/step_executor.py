@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Protocol
 
-from memory.nodes.node_link import NodesLostError
+from memory.nodes.errors import NodesLostError
 from serve.engine.output_processor import StepRecord
 from serve.engine.pools import OutputThread
 from serve.engine.stats import StepCounters

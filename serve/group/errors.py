@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memory.nodes.node_link import NodesLostError
+from memory.nodes.errors import NodesLostError
 
 
 class GroupLostError(NodesLostError):

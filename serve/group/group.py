@@ -19,7 +19,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from memory.edit_recorder import EditRecorder
-from memory.nodes.node_link import NodesLostError
+from memory.nodes.errors import NodesLostError
 from serve.group.errors import GroupLostError, StepLostError
 from serve.group.grid import Grid
 from serve.group.links import messages
@@ -29,6 +29,7 @@ from serve.group.links.worker_link import WorkerFailed, WorkerLink, end_workers
 from serve.group.rank import Rank
 from serve.group.sizes import stage_window_bytes
 from serve.group.stage_memory import StageMemory
+from serve.group_stats import StageSeconds
 from serve.loading.rank_memory import RankGeometry
 from serve.runner.batch import Batch
 from transport.arena import ExchangeError
@@ -76,6 +77,7 @@ class Group:
         self.geometry: RankGeometry | None = None
         self.num_steps = 0
         self.num_formed = 0
+        self.seconds = StageSeconds()
         self._beside = grid.stage_ranks(grid.num_stages - 1)[1:]
         self._before = [rank for rank in self.links if rank not in self._beside]
         self._key = key
@@ -223,6 +225,11 @@ class Group:
         message = messages.pack(Kind.HEAD, self.epoch, self.num_steps, len(rows))
         self._post_to(self._beside, message)
         return self.own.head(len(rows), rows)
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds of waiting for the stage before, since the group was formed."""
+        return 0.0 if self._previous is None else self._previous.waited_s
 
     def failed(self, error: BaseException) -> Exception | None:
         """Ends the epoch after a step has raised; returns what to raise instead of an error that

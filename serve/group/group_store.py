@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from memory.edit_recorder import EditKind, EditRecorder, store_edit
+from memory.edit_recorder import EditRecorder, MemoryEditKind, store_edit
 from memory.prefix.store_stats import StoreStats
 from serve.group.group import Group
 from transport.base import TransportError
@@ -27,7 +27,7 @@ _FLUSH_SHARE = 0.5  # of the time of `close`
 class _Transfer:
     """A transfer of all ranks. waiting: ranks that have not reported its end."""
 
-    kind: EditKind
+    kind: MemoryEditKind
     key: bytes
     future: Future[bool]
     waiting: set[int]
@@ -57,12 +57,14 @@ class GroupStore:
         return max(0, min(_MAX_OPEN - len(self._open), self._disk.room))
 
     def store_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
-        return self._begin(EditKind.STORE, pages)
+        return self._begin(MemoryEditKind.STORE, pages)
 
     def load_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
-        return self._begin(EditKind.LOAD, pages)
+        return self._begin(MemoryEditKind.LOAD, pages)
 
-    def _begin(self, kind: EditKind, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
+    def _begin(
+        self, kind: MemoryEditKind, pages: Sequence[tuple[bytes, int]]
+    ) -> list[Future[bool]]:
         edits, futures = [], []
         for key, page in pages:
             ticket, short = next(self._tickets), _short(key)
@@ -84,7 +86,7 @@ class GroupStore:
 
     def use(self, keys: Sequence[bytes]) -> int:
         found = [_short(key) for key in keys]
-        self._recorder.add([store_edit(EditKind.USE, 0, 0, key) for key in found])
+        self._recorder.add([store_edit(MemoryEditKind.USE, 0, 0, key) for key in found])
         return self._disk.use(found)
 
     def contains(self, key: bytes) -> bool:
@@ -98,7 +100,7 @@ class GroupStore:
 
     def _discard(self, short: bytes) -> None:
         self._disk.discard(short)  # so that `contains` knows
-        self._recorder.add([store_edit(EditKind.DISCARD, 0, 0, short)])
+        self._recorder.add([store_edit(MemoryEditKind.DISCARD, 0, 0, short)])
         self._post()
 
     def stats(self) -> StoreStats:
@@ -137,7 +139,7 @@ class GroupStore:
         if transfer.waiting:
             return
         del self._open[ticket]
-        if not transfer.works and transfer.kind is not EditKind.FLUSH:
+        if not transfer.works and transfer.kind is not MemoryEditKind.FLUSH:
             self._discard(transfer.key)
         transfer.future.set_result(transfer.works)
 
@@ -151,7 +153,7 @@ class GroupStore:
         """Has the ranks write their indices. Their tiers close when they end, which keeps memory
         that a disk may still use."""
         if not self._group.is_lost() and self._group.is_quiet:
-            futures = self._begin(EditKind.FLUSH, [(b"", 0)])
+            futures = self._begin(MemoryEditKind.FLUSH, [(b"", 0)])
             self.wait_for(futures, _FLUSH_SHARE * timeout_s)
         self._abandon()
         return True

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from memory.kv_manager import KVManager
 from memory.nodes.attach import NODE_MAPPINGS, NodeLayout, accounting_bytes, growth_of, most_pages
-from memory.nodes.node_link import NodeError, NodeLink, NodesLostError
-from memory.nodes.node_set import NodePartition, NodeSet, NoNodeError
+from memory.nodes.errors import NodesLostError, NoNodeError
+from memory.nodes.node_link import NodeError, NodeLink
+from memory.nodes.node_set import NodePartition, NodeSet
 from memory.nodes.placement import Shard
 from memory.nodes.rank_links import Granted
 from memory.nodes.wire import ErrorCode
@@ -26,6 +27,8 @@ from serve.group.group import Group
 from serve.group.links.messages import Kind
 from serve.group.links.worker_link import WorkerLink
 from serve.group.recovery import GroupRecovery
+from serve.group.stats import group_stats
+from serve.group_stats import GroupStats
 from serve.loading.kvp import SegmentSizes
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
@@ -241,6 +244,10 @@ class HeldGroupRecovery:
     @property
     def is_short(self) -> bool:
         return self._of_holders.is_short
+
+    @property
+    def group(self) -> GroupStats:
+        return group_stats(self._group)
 
     def handle_loss(self, error: NodesLostError) -> None:
         if isinstance(error, GroupLostError) or self._group.is_lost():

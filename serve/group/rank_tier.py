@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
-from memory.edit_recorder import EditKind, StoreEdit, apply_edits, is_of_store
+from memory.edit_recorder import MemoryEditKind, StoreEdit, apply_edits, is_of_store
 from memory.pages.linux_vmm import LinuxMemory
 from memory.tiers.disk_tier import DiskTier
 from serve.group.grid import Grid
@@ -56,15 +56,15 @@ class RankTier:
                 self._execute(kind, list(same), memory)
 
     def _execute(self, kind: int, edits: list[StoreEdit], memory: LinuxMemory) -> None:
-        if kind == EditKind.USE:
+        if kind == MemoryEditKind.USE:
             self.disk.use([edit.key for edit in edits])
-        elif kind == EditKind.DISCARD:
+        elif kind == MemoryEditKind.DISCARD:
             for edit in edits:
                 self.disk.discard(edit.key)
-        elif kind == EditKind.FLUSH:
+        elif kind == MemoryEditKind.FLUSH:
             self._moved.extend((edit.ticket, self.disk.flush(_FLUSH_S)) for edit in edits)
         else:
-            move = self.disk.store_many if kind == EditKind.STORE else self.disk.load_many
+            move = self.disk.store_many if kind == MemoryEditKind.STORE else self.disk.load_many
             try:
                 futures = move([(edit.key, memory.page_address(edit.page)) for edit in edits])
             except Exception:  # raised before a transfer has begun

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 
 from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
-from memory.nodes.node_link import NodesLostError
+from memory.nodes.errors import NodesLostError
 from serve.errors import GROUP_LOST, MergestepError
 from serve.group.errors import GroupLostError
 from serve.group.group import Group
 from serve.group.links.worker_link import WorkerLink
+from serve.group.stats import group_stats
+from serve.group_stats import GroupStats
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence as Running
@@ -55,6 +57,10 @@ class GroupRecovery:
         self._end = end
         self._clock = clock
         self._lost_at: float | None = None
+
+    @property
+    def group(self) -> GroupStats:
+        return group_stats(self._group)
 
     def handle_loss(self, error: NodesLostError) -> None:
         logger.warning("%s", error)

@@ -1,4 +1,4 @@
-"""How much memory each rank of a group may take for K/V."""
+"""How much memory each rank of a group takes for weights, and may take for K/V."""
 
 from __future__ import annotations
 
@@ -8,12 +8,33 @@ from collections.abc import Sequence
 
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.group.grid import Grid
 from serve.group.links.worker_link import WorkerLink
 from serve.group.rank import RankRoom
+from serve.loading.footprint import weight_bytes
+from serve.loading.model_source import ModelSource
 from serve.machine import KV_SHARE_OF_FREE_MEMORY, available_memory, local_kv_bytes
+from serve.models.shard import Shard
 from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
+
+
+def weight_bytes_of_ranks(source: ModelSource, grid: Grid) -> list[int]:
+    """Returns the bytes of the weights of one rank in each stage, as predicted from the model's
+    shapes. The first stage has the table of embeddings, the last one the head."""
+    config, spec, precision, *_ = source
+    if spec.counts is not None:  # a converted model, whose layers are not described
+        whole = weight_bytes(config, spec, precision).total
+        return [whole * count // spec.num_layers // grid.tensor for _, count in grid.stages]
+    sizes = []
+    for number, stage in enumerate(grid.stages):
+        found = weight_bytes(config, Shard(layers=stage).spec(spec), precision)
+        divided = found.blocks + found.experts
+        divided += found.head if number + 1 == grid.num_stages else 0.0
+        divided += found.tables if number == 0 else 0.0
+        sizes.append(int(divided / grid.tensor + found.others))
+    return sizes
 
 
 def kv_bytes_of_a_rank(config: EngineConfig, own: RankRoom, links: Sequence[WorkerLink]) -> int:

@@ -22,6 +22,7 @@ from serve.group.errors import StepLostError
 from serve.group.group import Group, PostedStep
 from serve.group.links.messages import NO_PLACES
 from serve.group.rank import Rank
+from serve.group.stats import timed
 from serve.runner.batch import Batch, make_batch
 from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller
 from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
@@ -78,7 +79,8 @@ class TensorRunner:
             self._group.begin(step.posted)
             masks = self._masks.begin(step.plan)
             try:
-                return self._computed(step, masks.wait)
+                with timed(self._group):
+                    return self._computed(step, masks.wait)
             finally:
                 masks.wait()  # a failed step is computed again, with its masks
         except Exception as error:

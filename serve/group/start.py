@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +29,7 @@ from serve.group.membership import Membership, read_group_key, read_membership
 from serve.group.rank import Rank, shard_of
 from serve.group.recovery import GroupRecovery
 from serve.group.remote_workers import RemoteWorkers
-from serve.group.room import kv_bytes_of_a_rank
+from serve.group.room import kv_bytes_of_a_rank, weight_bytes_of_ranks
 from serve.group.runners import PipelineRunner, TensorRunner
 from serve.group.sizes import stage_window_bytes
 from serve.group.stages import layer_stages
@@ -38,8 +39,10 @@ from serve.loading.node_connection import connect_all
 from serve.loading.precision import Precision
 from serve.loading.rank_memory import make_accounting
 from serve.loading.runtime import Runtime, log_sizes
+from serve.machine import usable_processors
 from serve.models.progress import LoadProgress
 from serve.models.shard import check_heads
+from serve.units import format_memory
 from transport.base import TransportError
 
 if TYPE_CHECKING:
@@ -49,7 +52,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AnyWorkers = LocalWorkers | RemoteWorkers
-_LOAD_S = 3600.0  # a worker reports each layer; a dead one is seen at once
+_LOAD_S = 3600.0  # a dead worker is seen at once
+_SLICE_S = 0.25
+REPORT_S = 10.0  # between two lines about workers that load
 
 
 @dataclass(slots=True)
@@ -229,13 +234,48 @@ class WorkerLoader:
         }
 
     def await_ready(self, links: Sequence[WorkerLink], check: Callable[[], object]) -> None:
-        for link in links:
-            ready = link.await_json(Kind.READY, _LOAD_S, check)
-            link.url, link.host = str(ready.get("url", "")), str(ready.get("host", ""))
-            link.sibling_url = str(ready.get("sibling_url", ""))
-            link.free_bytes = int(ready.get("free_bytes", 0))
-            link.device = str(ready.get("device", ""))
-            link.needed_bytes = int(ready.get("needed_bytes", 0))
+        """Waits until workers are loaded; logs now and then how far the slowest one is."""
+        end_s, report_s = time.monotonic() + _LOAD_S, time.monotonic() + REPORT_S
+        waiting = list(links)
+        while waiting:
+            check()
+            for link in list(waiting):  # all, since each says how far it is
+                ready = link.next_json(Kind.READY, _SLICE_S / len(waiting))
+                if ready is not None:
+                    _note_ready(link, ready)
+                    waiting.remove(link)
+            if waiting and time.monotonic() > end_s:
+                raise TransportError(f"rank {waiting[0].rank} did not load within {_LOAD_S:.0f} s")
+            if waiting and time.monotonic() > report_s:
+                report_s += REPORT_S
+                self._report(waiting)
+
+    def _report(self, waiting: Sequence[WorkerLink]) -> None:
+        """Logs the progress of the rank that has the most layers to load."""
+
+        def left(link: WorkerLink) -> int:
+            return self._num_layers(link) - link.num_layers
+
+        slowest = max(waiting, key=left)
+        logger.info(
+            "loading: rank %d has %d of %d layers; %d of %d workers are still loading",
+            slowest.rank,
+            slowest.num_layers,
+            self._num_layers(slowest),
+            len(waiting),
+            self._grid.size - 1,
+        )
+
+    def _num_layers(self, link: WorkerLink) -> int:
+        return self._grid.stages[self._grid.place(link.rank).stage][1]
+
+
+def _note_ready(link: WorkerLink, ready: dict[str, Any]) -> None:
+    link.url, link.host = str(ready.get("url", "")), str(ready.get("host", ""))
+    link.sibling_url = str(ready.get("sibling_url", ""))
+    link.free_bytes = int(ready.get("free_bytes", 0))
+    link.device = str(ready.get("device", ""))
+    link.needed_bytes = int(ready.get("needed_bytes", 0))
 
 
 def make_grid(source: ModelSource) -> Grid:
@@ -245,7 +285,7 @@ def make_grid(source: ModelSource) -> Grid:
     for layer in set(spec.layers):
         check_heads(layer.attention, tensor)
     starts = None if converter is None else converter.stage_starts
-    return Grid(tensor, layer_stages(spec, num_stages, starts))
+    return Grid(tensor, layer_stages(spec, num_stages, starts, config.max_model_len))
 
 
 def _check(config: EngineConfig) -> None:
@@ -280,12 +320,21 @@ def _as_json(config: EngineConfig) -> dict[str, object]:
 
 
 def _log_grid(source: ModelSource, grid: Grid) -> None:
-    stages = ", ".join(f"{first} to {first + count - 1}" for first, count in grid.stages)
+    stages = [
+        f"layers {first} to {first + count - 1} with {format_memory(size)}"
+        for (first, count), size in zip(
+            grid.stages, weight_bytes_of_ranks(source, grid), strict=True
+        )
+    ]
     logger.info(
-        "%d ranks: %d stages (layers %s) of %d tensor ranks, %d threads each",
+        "%d ranks: %s of %s, %s each; weights of a rank: %s",
         grid.size,
-        grid.num_stages,
-        stages,
-        grid.tensor,
-        source.config.compute_threads,
+        _counted(grid.num_stages, "stage"),
+        _counted(grid.tensor, "tensor rank"),
+        _counted(source.config.compute_threads or usable_processors(), "thread"),
+        ", ".join(stages),
     )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memory.nodes.node_link import NodesLostError
+from memory.nodes.errors import NodesLostError
 from serve.config import EngineConfig
 from serve.errors import MergestepError
 from serve.group.grid import Grid

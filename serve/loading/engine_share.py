@@ -3,13 +3,12 @@ being prefilled, and how rows reach this machine's memory."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from memory.attention.tiled import TILED_TYPES
 from memory.nodes.attach import AttachRequest
-from memory.nodes.engine_lanes import EngineLanes
 from memory.nodes.new_token_attention import (
     NewTokenAttention,
     PlainNewTokenAttention,
@@ -20,6 +19,9 @@ from memory.nodes.staging import HOST_STAGING, Staging
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.loading.precision import Precision
+
+if TYPE_CHECKING:
+    from memory.nodes.engine_lanes import EngineLanes
 
 
 class EngineShare(Protocol):

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from memory.nodes.node_set import FIRST_CONNECT_S, Connect, NodeSet, NoNodeError
+from memory.nodes.errors import NoNodeError
+from memory.nodes.node_set import FIRST_CONNECT_S, Connect, NodeSet
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
 from serve.loading.node_key import read_key

@@ -16,19 +16,16 @@ from memory.attention.layouts import Layout, local_attention
 from memory.attention.seam import PlannedAttention, layers_in
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
-from memory.nodes.node_set import NodeSet
 from memory.pages.linux_vmm import LinuxMemory
 from ops import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.disk_store import open_kv_store
-from serve.loading.engine_share import HostShare
 from serve.loading.footprint import check_weights_fit
 from serve.loading.kv_layouts import kv_layout, layer_groups
 from serve.loading.kv_sizing import KVSizes, reserving, size_kv
 from serve.loading.model_source import ModelSource, load_shard, load_weights, read_source
 from serve.loading.precision import Precision
-from serve.loading.remote_memory import open_remote_memory
 from serve.machine import local_kv_bytes, usable_processors
 from serve.models import ModelSpec, StepModel
 from serve.models.progress import LoadProgress
@@ -36,6 +33,7 @@ from serve.models.shard import WHOLE
 from serve.runner.runner import Closable, Runner
 
 if TYPE_CHECKING:
+    from memory.nodes.node_set import NodeSet
     from serve.loading.kvp import Segments
 
 logger = logging.getLogger(__name__)
@@ -66,14 +64,22 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
         return _load_cuda(source, progress)
     model = load_weights(source, progress)
     if config.memory_nodes:
-        layers = model.attention_layers()
-        local_bytes = config.kv_cache_bytes or local_kv_bytes()
-        share = HostShare(config, precision, backend, local_bytes)
-        remote = open_remote_memory(config, precision, spec, layers, backend, local_bytes, share)
-        return Runtime(
-            spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
-        )
+        return _load_remote(config, spec, precision, model, backend)
     return _load_local(config, spec, precision, model, backend)
+
+
+def _load_remote(
+    config: EngineConfig, spec: ModelSpec, precision: Precision, model: StepModel, backend: Backend
+) -> Runtime:
+    """Makes K/V and attention on memory nodes, whose modules are imported only here."""
+    from serve.loading.engine_share import HostShare
+    from serve.loading.remote_memory import open_remote_memory
+
+    layers = model.attention_layers()
+    local_bytes = config.kv_cache_bytes or local_kv_bytes()
+    share = HostShare(config, precision, backend, local_bytes)
+    remote = open_remote_memory(config, precision, spec, layers, backend, local_bytes, share)
+    return Runtime(spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes)
 
 
 def _load_cuda(source: ModelSource, progress: LoadProgress) -> Runtime:
@@ -196,13 +202,14 @@ def _segments(
 def log_sizes(config: EngineConfig, precision: Precision, kv: KVMemory) -> None:
     """Logs how K/V is stored."""
     logger.info(
-        "%s: %s, context %d, %d K/V pages of %d KiB or %d tokens (%s bytes a token)",
+        "%s: %s, context %d, %d K/V pages of %d KiB or %d tokens%s (%s bytes a token)",
         config.model_name,
         precision,
         kv.max_model_len,
         kv.num_pages,
         kv.page_bytes >> 10,
         kv.layout.groups[0].tokens_in(1),
+        "" if config.num_ranks == 1 else " on each rank",
         " + ".join(str(group.layers) for group in kv.layout.groups),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections.abc as abc
 
-from memory.nodes.node_link import NodesLostError
+from memory.nodes.errors import NodesLostError
 from serve.runner.cuda_runner import CudaRunner
 from serve.runner.runner import StepResult
 from serve.scheduler.step_plan import StepPlan

@@ -6,15 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 
-def cut_stages(
-    seconds_by_layer: Sequence[float], first_extra: float, last_extra: float, num_stages: int
-) -> list[tuple[int, int]]:
+def cut_stages(seconds_by_layer: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
     """Returns each stage's (first layer, number of layers): contiguous, at least one layer each,
     such that the slowest stage is as fast as it can be, because a pipeline runs at its pace. Among
     such cuts the others are as even as they can be (least squares).
 
-    first_extra: the seconds of the embedding, which the first stage has; last_extra: those of the
-    head, which the last one has. Raises ValueError if there are more stages than layers.
+    Raises ValueError if there are more stages than layers.
     """
     num_layers = len(seconds_by_layer)
     if not 1 <= num_stages <= num_layers:
@@ -22,8 +19,7 @@ def cut_stages(
     before = [0.0, *accumulate(seconds_by_layer)]
 
     def seconds(first: int, end: int) -> float:
-        extra = first_extra * (first == 0) + last_extra * (end == num_layers)
-        return before[end] - before[first] + extra
+        return before[end] - before[first]
 
     slowest_s, _ = _best_cut(num_layers, num_stages, seconds, max)
     # rounding must not exclude the cut that was just found

@@ -106,9 +106,7 @@ class DirectExchange:
                 group = self._open_group(f"generation {self._generation}")
                 with self._lock:
                     self._group = group
-                self._exchange = CudaExchange(
-                    group, self._device, 1, self._max_bytes, symmetric=False
-                )
+                self._exchange = CudaExchange(group, self._device, 1, self._max_bytes)
                 first = self._exchange.begin(1, self.size, torch.uint8)
                 self._exchange.complete(first, range(self.size + 1))
                 self._wait()

@@ -94,6 +94,14 @@ class WorkerLink:
                 raise TransportError(f"rank {self.rank}: {self.state}")
         raise TransportError(f"rank {self.rank} sent no {kind.name} within {timeout_s:.0f} s")
 
+    def next_json(self, kind: Kind, timeout_s: float) -> dict[str, Any] | None:
+        """As await_json for any epoch, but returns None if the next message is another one or none
+        arrives in time."""
+        content = self._take(timeout_s, kind, None)
+        if content is None and self.is_lost:
+            raise TransportError(f"rank {self.rank}: {self.state}")
+        return content
+
     def look(self, epoch: int) -> None:
         """Notes what has arrived unasked in an epoch. Raises TransportError."""
         while self._take(0.0, None, epoch) is not None:

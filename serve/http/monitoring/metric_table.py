@@ -88,6 +88,11 @@ def _coverage(sources: MetricSources) -> Sampled:
     return [((level,), share) for level, share in found if share is not None]
 
 
+def _of_stage(sources: MetricSources, what: str) -> Sampled:
+    group = sources.stats.group
+    return [] if group is None else [((str(group.stage),), getattr(group.seconds, what))]
+
+
 REQUESTS = (
     _shared("gauge", "num_requests_running", "Running sequences.", lambda r: r.stats.num_running),
     _shared("gauge", "num_requests_waiting", "Waiting sequences.", lambda r: r.stats.num_waiting),
@@ -215,6 +220,25 @@ ELSEWHERE = (
                lambda r: float(r.stats.disk_is_paused)),
 )  # fmt: skip
 
+GROUP = (
+    MetricSpec("gauge", "group_ranks", "1 for the state of each rank: up or lost.",
+               lambda r: [((str(each.stage), str(each.tensor), each.host, each.state), 1)
+                          for each in (r.stats.group.ranks if r.stats.group else ())],
+               ("stage", "tp", "host", "state")),
+    MetricSpec("counter", "stage_busy_seconds", "Seconds in which the engine's stage computed.",
+               lambda r: _of_stage(r, "busy"), ("stage",)),
+    MetricSpec("counter", "stage_wait_seconds",
+               "Seconds in which the engine's stage waited for the stage before it.",
+               lambda r: _of_stage(r, "wait"), ("stage",)),
+    MetricSpec("counter", "exchange_seconds",
+               "Seconds in which the engine's rank waited for other tensor ranks.",
+               lambda r: r.stats.group.seconds.exchange if r.stats.group else None),
+    MetricSpec("counter", "group_restarts", "How often the group was formed again after a loss.",
+               lambda r: r.stats.group.num_restarts if r.stats.group else None),
+    MetricSpec("gauge", "steps_in_flight", "Steps in the stages of the pipeline.",
+               lambda r: r.stats.steps_in_flight if r.stats.group else None),
+)  # fmt: skip
+
 SERVER = (
     MetricSpec("counter", "http_requests", "Answers by route, method and status class.",
                lambda r: list(r.http.answers.items()), ("handler", "method", "status"),
@@ -278,6 +302,7 @@ SECTIONS = {
     "Steps": STEPS,
     "Memory": MEMORY,
     "Disk and memory nodes": ELSEWHERE,
+    "Ranks of a model": GROUP,
     "Structured output": STRUCTURED,
     "Server": SERVER,
     "What is kept": KEPT,

@@ -183,7 +183,7 @@ def test_a_step_without_rows_takes_no_time() -> None:
     ("grid", "device", "message"),
     [
         (Grid(4), DEVICE, "tp 4 is more than the 2 devices of a server"),
-        (Grid(1, 5), DEVICE, "spp 5 is more than the 4 layers"),
+        (Grid(1, 5), DEVICE, "pp 5 is more than the 4 layers"),
         (Grid(1, 2), replace(DEVICE, peers=None), "no peers for unit"),
         (Grid(1, 3), replace(DEVICE, network=None), "no network for unit"),
     ],
@@ -196,5 +196,5 @@ def test_grids_that_do_not_fit(grid: Grid, device: Device, message: str) -> None
 def test_heads_that_do_not_divide() -> None:
     with pytest.raises(ConfigError, match="tp 4 does not divide 4 heads, 2 of K/V"):
         cost(Grid(4), server_devices=8)
-    with pytest.raises(ConfigError, match="spp must be at least 1, not 0"):
+    with pytest.raises(ConfigError, match="pp must be at least 1, not 0"):
         Grid(1, 0)

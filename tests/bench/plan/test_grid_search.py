@@ -146,6 +146,18 @@ def test_no_grid_keeps_the_limits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not (memory): " in said
 
 
+def test_a_time_between_tokens_asks_for_grids() -> None:
+    """Without --gpus their number is assumed, and ttft is in seconds as with it."""
+    done = CliRunner().invoke(
+        app, ["plan", "--context", "10M", "--ttft", "30", "--tbt", "30ms", "--top", "1"]
+    )
+    said = " ".join(done.output.split())
+    assert done.exit_code == 0, said
+    assert "--gpus is not given: grids of up to 128 GPUs" in said
+    assert "10 M tokens on up to 128 h100-sxm" in said and "30.1 s to the first token" in said
+    assert " pp " in said and "spp" not in said
+
+
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [("131072", 131_072), ("10M", 10_000_000), ("128K", 128_000), ("1.5m", 1_500_000)],
@@ -184,8 +196,8 @@ def test_times() -> None:
         ("--gpus 4 --machine 4xl4", "machine '4xl4' is not one of"),
         ("--gpus 4 --machine l4 --machine a10", "machine: gpus are of one kind"),
         ("--gpus 4 --top 0", "top must be at least 1"),
-        ("--tbt 30ms", "tbt needs gpus"),
-        ("--gpus-per-server 4", "gpus-per-server needs gpus"),
+        ("--tbt 30ms --tpot 30", "tpot cannot be used with gpus"),
+        ("--gpus-per-server 0", "gpus-per-server must be from 1 to 1024, not 0"),
     ],
 )
 def test_options_that_are_refused(options: str, message: str) -> None:

@@ -74,7 +74,7 @@ def test_a_grid_is_a_machine():
     [
         ("h100:8x1", "h100 is not one of"),
         ("h100-sxm:16x1", "tp 16 is more than the 8 devices"),
-        ("h100-sxm:8x17", "spp 17 is more than the 16 layers"),
+        ("h100-sxm:8x17", "pp 17 is more than the 16 layers"),
         ("l4:0x1", "tp must be at least 1"),
     ],
 )

@@ -14,8 +14,8 @@ import torch
 
 import transport
 from memory.attention.seam import AttentionStep
+from memory.nodes.errors import NodesLostError
 from memory.nodes.lane_layout import MAX_BYTES, LaneLayout, LaneTerms, fitting_rows
-from memory.nodes.node_link import NodesLostError
 from memory.nodes.server import node_lane
 from memory.nodes.server.node_loop import NodeLoop
 from memory.nodes.wire import FULL_WIRE, WireError, WireFormat, WireType

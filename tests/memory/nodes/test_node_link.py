@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
+from memory.nodes.errors import NodesLostError
 from memory.nodes.node_health import MAX_STALLED_S, NodeHealth
-from memory.nodes.node_link import NodeError, NodeLink, NodesLostError
+from memory.nodes.node_link import NodeError, NodeLink
 from memory.nodes.placement import Shard
 from memory.nodes.wire import ErrorCode, Header, Kind, NodePlan, WireType, pack_json, read_header
 from tests.support.engine.raw_engine import REQUEST

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from memory.nodes.node_set import NoNodeError
+from memory.nodes.errors import NoNodeError
 from memory.nodes.node_states import NodeStates
 from memory.nodes.server.node import MemoryNode
 from memory.nodes.wire import FULL_WIRE, WireFormat, WireType

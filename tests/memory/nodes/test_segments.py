@@ -12,7 +12,7 @@ import torch
 
 from memory.attention.seam import AttentionLayer, AttentionStep
 from memory.nodes.edit_log import EditLog
-from memory.nodes.node_link import NodesLostError
+from memory.nodes.errors import NodesLostError
 from memory.nodes.segment_links import SegmentLinks
 from memory.nodes.wire import ErrorCode, WireError, pack_plan
 from ops import get_backend

@@ -9,7 +9,7 @@ from collections import deque
 import pytest
 import torch
 
-from memory.nodes.node_link import NodesLostError
+from memory.nodes.errors import NodesLostError
 from memory.nodes.staging import DeviceStaging
 from memory.nodes.wire import FULL_WIRE, WireFormat, WireType
 from ops import get_backend

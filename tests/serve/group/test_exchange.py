@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from serve.group.exchange.arena import ArenaExchange
-from serve.group.exchange.cuda import CudaExchange, symmetric_staging
 from serve.group.exchange.slots import NUM_SLOTS, BufferTooLarge
 from serve.group.exchange.windows import _HEAD, WindowExchange
 from tests.support.group.exchange_groups import (
@@ -27,7 +25,6 @@ from tests.support.group.exchange_groups import (
     ROWS,
     arena_group,
     gloo_group,
-    symmetric_group,
     window_group,
 )
 from tests.support.profile import examples
@@ -35,7 +32,7 @@ from tests.support.transport.transport_rig import PATIENCE_S
 from transport.arena import Aborted, Arena, ExchangeError, RankMissing
 from transport.base import Segment
 
-KINDS = ["arena", "inproc", "shm", "tcp", "group", "symmetric"]
+KINDS = ["arena", "inproc", "shm", "tcp", "group"]
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
 
@@ -43,7 +40,7 @@ Make = Callable[..., list[Any]]
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch) -> Iterator[Make]:
+def made(tmp_path) -> Iterator[Make]:
     """Makes a group's exchanges, and closes them in the end."""
     urls = {"inproc": "inproc://group", "shm": f"shm://{tmp_path}/s", "tcp": "tcp://127.0.0.1:0"}
     with ExitStack() as undo:
@@ -53,8 +50,6 @@ def made(tmp_path, monkeypatch) -> Iterator[Make]:
                 group: list[Any] = arena_group(size, deadline_s)
             elif kind == "group":
                 group = gloo_group(size)
-            elif kind == "symmetric":
-                group = symmetric_group(monkeypatch, size)
             else:
                 group = window_group(urls[kind], size, deadline_s)
             for exchange in group:
@@ -324,20 +319,12 @@ def test_a_message_of_a_later_generation(made):
 # ---- groups of devices
 
 
-def test_without_a_gpu_there_is_no_symmetric_memory():
-    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    cpu = torch.device("cpu")
-    assert symmetric_staging(group, cpu, 100) is None
-    with pytest.raises(ExchangeError, match="not every rank has symmetric memory"):
-        CudaExchange(group, cpu, 1, 1, symmetric=True)
-
-
 def test_a_failure_of_the_group_is_an_exchange_error(made, monkeypatch):
-    (exchange,) = made("symmetric", 1)
+    (exchange,) = made("group", 1)
 
     def fail(*_: object) -> None:
         raise RuntimeError("NCCL: remote error")
 
-    monkeypatch.setattr(exchange._staging, "gather", fail)
+    monkeypatch.setattr(exchange, "_gather", fail)
     with pytest.raises(ExchangeError, match="remote error"):
         gathered(exchange, values(1, 1, torch.int8), [0, 1])

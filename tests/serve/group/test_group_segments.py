@@ -118,6 +118,14 @@ def few():
 
 
 @pytest.mark.parametrize("grid", GRIDS[:2], ids=str)
+def test_int4_weights_have_the_same_bits(thread_workers, grid, tmp_path):  # noqa: F811
+    with nodes("inproc", 2, tmp_path) as urls:
+        found, _ = scores(grid, make_load=few, kvp=urls, dtype="int4")
+    assert found == alone(make_load=few, dtype="int4")
+    assert found != alone(make_load=few)
+
+
+@pytest.mark.parametrize("grid", GRIDS[:2], ids=str)
 def test_fp32_sequences_that_run_alone_have_the_same_bits(thread_workers, grid, tmp_path):  # noqa: F811
     """Beside others, and after a prefix hit, their last bits depend on the chunks, on one process
     too."""

@@ -19,6 +19,7 @@ import pytest
 
 from ops.cpu import native_library
 from serve import LLM, SamplingParams
+from serve.machine import free_port
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.decoders import token_ids
 from tests.support.source_tree import ROOT
@@ -95,13 +96,6 @@ class Ranks:
         for process in self.processes.values():
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert isinstance(port, int)
-    return port
 
 
 @pytest.fixture

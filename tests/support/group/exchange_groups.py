@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import transport
-from serve.group.exchange import cuda as cuda_exchange
 from serve.group.exchange.arena import ArenaExchange
-from serve.group.exchange.cuda import CudaExchange, SymmetricStaging
+from serve.group.exchange.cuda import CudaExchange
 from serve.group.exchange.slots import ring_bytes
 from serve.group.exchange.windows import WindowExchange
 from tests.support.transport.transport_rig import KEY, PATIENCE_S
@@ -67,36 +61,3 @@ def gloo_group(size: int) -> list[CudaExchange]:
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(make, range(size)))
-
-
-class FakeHandle:
-    """Symmetric memory of threads, with the calls of torch's that are used."""
-
-    def __init__(self, rank: int, memories: Sequence[Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.world_size = rank, len(memories)
-        self._memories, self._barrier = memories, barrier
-
-    def barrier(self, channel: int = 0) -> None:
-        self._barrier.wait(PATIENCE_S)
-
-    def get_buffer(
-        self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0
-    ) -> Tensor:
-        count = sizes[0] * sizes[1]
-        return self._memories[rank].view(dtype)[storage_offset:][:count].view(sizes)
-
-
-def symmetric_group(monkeypatch: pytest.MonkeyPatch, size: int) -> list[CudaExchange]:
-    half_bytes = ROWS * ROW_BYTES
-    memories = [torch.zeros(2 * half_bytes, dtype=torch.uint8) for _ in range(size)]
-    barrier = threading.Barrier(size)
-
-    def staging(group: Any, *_: object) -> SymmetricStaging:
-        return SymmetricStaging(FakeHandle(group.rank(), memories, barrier), half_bytes)
-
-    monkeypatch.setattr(cuda_exchange, "symmetric_staging", staging)
-    cpu = torch.device("cpu")
-    return [
-        CudaExchange(dist.ProcessGroup(dist.HashStore(), rank, size), cpu, ROWS, ROW_BYTES)
-        for rank in range(size)
-    ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from serve.machine import free_port
 
 ROOT = Path(__file__).parents[3]
 
@@ -17,9 +18,7 @@ ROOT = Path(__file__).parents[3]
 @contextlib.contextmanager
 def serve_run(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Runs `serve run` with the embedded model in a process; yields the process and its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     # Its log goes to a file: a pipe that nobody reads would fill and hold up the server.
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
