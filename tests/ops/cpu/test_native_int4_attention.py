@@ -19,17 +19,17 @@ REFERENCE = ReferenceBackend()
 LEVELS = torch.tensor([-64, -50, -39, -30, -23, -16, -9, -3, 3, 9, 16, 23, 30, 39, 50, 64.0])
 CASES = [
     {"heads": 4, "kv_heads": 2, "dim": 64, "length": 37},
-    {"heads": 8, "kv_heads": 2, "dim": 64, "length": 700},
-    {"heads": 4, "kv_heads": 4, "dim": 128, "length": 1100, "group": 64},
+    {"heads": 8, "kv_heads": 2, "dim": 64, "length": 560},
+    {"heads": 4, "kv_heads": 4, "dim": 128, "length": 530, "group": 64},
     {"heads": 4, "kv_heads": 1, "dim": 32, "length": 65, "group": 16},
-    {"heads": 4, "kv_heads": 2, "dim": 16, "length": 530},
+    {"heads": 4, "kv_heads": 2, "dim": 16, "length": 200},
     {"heads": 6, "kv_heads": 2, "dim": 80, "length": 200},
     {"heads": 14, "kv_heads": 2, "dim": 96, "length": 130},
     {"heads": 24, "kv_heads": 2, "dim": 256, "length": 70, "group": 256},
-    {"heads": 8, "kv_heads": 2, "dim": 64, "length": 900, "window": 100},
+    {"heads": 8, "kv_heads": 2, "dim": 64, "length": 300, "window": 100},
     {"heads": 8, "kv_heads": 2, "dim": 64, "length": 90, "soft_cap": 2.0},
-    {"heads": 4, "kv_heads": 2, "dim": 64, "length": 600, "slopes": [0.5, 0.25, 0.1, 0.01]},
-    {"heads": 4, "kv_heads": 2, "dim": 64, "length": 600, "sinks": [0.0, 3.0, -5.0, 60.0]},
+    {"heads": 4, "kv_heads": 2, "dim": 64, "length": 150, "slopes": [0.5, 0.25, 0.1, 0.01]},
+    {"heads": 4, "kv_heads": 2, "dim": 64, "length": 150, "sinks": [0.0, 3.0, -5.0, 60.0]},
 ]
 
 
@@ -104,27 +104,27 @@ def test_a_row_that_sees_one_token_returns_its_value(isa):
 
 def test_small_weights_beside_a_large_one_keep_their_sum(isa):
     """63 weights of a third of a rounding step each are a twelfth of all weight."""
-    cache = Cache(heads=1, kv_heads=1, dim=64, bits=4, tokens=64)
+    cache = Cache(heads=1, kv_heads=1, dim=64, group=32, bits=4, tokens=64)
     k = torch.zeros(64, 1, 64)
     k[0] = 1.0
     stored_k = round_kv4(k, 32)
     q = torch.full((64, 1, 64), math.log(254 * 3) / 8 / float(stored_k[0].mean()))
-    v = torch.ones(64, 1, 64)
-    v[0] = -1.0
+    v = torch.randn(1, 1, 64).repeat(64, 1, 1)
+    v[0] *= -1
     cache.fill(k, v)
     out = cache.attend(q, 64)[-1]
     expected = attention_fp64(rounded_query4(q), stored_k, round_kv4(v, 32), 64**-0.5)[0][-1]
-    assert float((out - expected).abs().max()) < 0.03
+    assert float((out - expected).norm() / expected.norm()) < 0.03  # 0.09 if they are left out
 
 
 def test_rows_of_other_sequences_and_threads_change_nothing(isa):
-    lengths = [1, 5, 17, 64, 300, 513, 700]
+    lengths = [1, 5, 17, 64, 300, 513, 600]
     shape = {"heads": 4, "kv_heads": 2, "dim": 32}
-    cache = Cache(**shape, bits=4, tokens=700, sequences=len(lengths))
-    k, v = torch.randn(2, len(lengths), 700, 2, 32)
+    cache = Cache(**shape, bits=4, tokens=600, sequences=len(lengths))
+    k, v = torch.randn(2, len(lengths), 600, 2, 32)
     for i, length in enumerate(lengths):
         cache.fill(k[i, :length], v[i, :length], i, chunk=[7, 100, 1000][i % 3])
-    rows = [1, 1, 1, 1, 40, 2, 700]
+    rows = [1, 1, 1, 1, 40, 2, 600]
     q = torch.randn(sum(rows), 4, 32)
     together = cache.op.attend(cache.step(range(len(lengths)), rows, lengths), q)
     threads = native_library.num_threads()
@@ -153,15 +153,15 @@ def test_chunks_and_instruction_sets_store_the_same_bytes(dim):
 
 
 def test_instruction_sets_with_fused_sums_compute_the_same_bits():
-    cache = Cache(heads=12, kv_heads=2, dim=80, bits=4, tokens=700)
-    k, v = torch.randn(2, 700, 2, 80)
+    cache = Cache(heads=12, kv_heads=2, dim=80, bits=4, tokens=600)
+    k, v = torch.randn(2, 600, 2, 80)
     cache.fill(k, v)
     q, found, before = torch.randn(90, 12, 80), [], native_library.instruction_set()
     for name in native_library.library().instruction_sets():
         if name == "portable":
             continue
         native_library.library().choose_instruction_set(name)
-        found.append(cache.attend(q, 700))
+        found.append(cache.attend(q, 600))
     native_library.library().choose_instruction_set(before)
     assert all(torch.equal(one, found[0]) for one in found)
 

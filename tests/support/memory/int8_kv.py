@@ -82,7 +82,7 @@ def rounded_query4(q: Tensor) -> Tensor:
     value of a head."""
     turned = hadamard(q)
     top = turned.abs().amax(-1, keepdim=True)
-    steps = (turned * (127 / top)).round().double()
+    steps = (turned * (torch.tensor(127.0) / top)).round().double()
     return hadamard(steps * (top / 127).double()) / (q.shape[-1] & -q.shape[-1])
 
 
