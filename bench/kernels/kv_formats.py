@@ -60,19 +60,18 @@ def _as_is(x: Tensor) -> Tensor:
 
 
 def _int8(x: Tensor) -> Tensor:
-    groups = x.unflatten(-1, (-1, _INT8_GROUP))
+    groups = x.reshape(*x.shape[:-1], -1, _INT8_GROUP)
     scale = _half(groups.abs().amax(-1, keepdim=True) / 127)
-    return ((groups / scale).round() * scale).flatten(-2)
+    return ((groups / scale).round() * scale).reshape(x.shape)
 
 
-def _int4(x: Tensor, dim: int, group: int) -> Tensor:
-    """Rounds groups of numbers along dim to 16 even steps from their least to their largest."""
-    groups = x.unflatten(dim, (-1, group))
-    within = dim + 1 if dim >= 0 else dim
-    low = groups.amin(within, keepdim=True).half().float()
-    scale = _half((groups.amax(within, keepdim=True) - low) / 15)
+def _even(x: Tensor, group: int) -> Tensor:
+    """Rounds groups of neighbouring numbers to 16 even steps from their least to their largest."""
+    groups = x.reshape(*x.shape[:-1], -1, group)
+    low = groups.amin(-1, keepdim=True).half().float()
+    scale = _half((groups.amax(-1, keepdim=True) - low) / 15)
     codes = ((groups - low) / scale).round().clamp(0, 15)
-    return (codes * scale + low).flatten(dim if dim >= 0 else dim - 1, within)
+    return (codes * scale + low).reshape(x.shape)
 
 
 def _half(scale: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ def _half(scale: Tensor) -> Tensor:
 
 
 def _per_token(x: Tensor) -> Tensor:
-    return _int4(x, -1, _GROUP)
+    return _even(x, _GROUP)
 
 
 def _rotated(x: Tensor) -> Tensor:
@@ -106,7 +105,8 @@ def _turned(x: Tensor) -> Tensor:
 def _per_channel(x: Tensor) -> Tensor:
     """Tokens after the last whole group are not rounded here; no row reads them in 4 bits."""
     whole = len(x) // _CHANNEL_TOKENS * _CHANNEL_TOKENS
-    return torch.cat((_int4(x[:whole], 0, _CHANNEL_TOKENS), x[whole:])) if whole else x
+    rounded = _even(x[:whole].movedim(0, -1), _CHANNEL_TOKENS).movedim(-1, 0)
+    return torch.cat((rounded, x[whole:])) if whole else x
 
 
 _AS_IS = Format("fp32", _as_is, 32)

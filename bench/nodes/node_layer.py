@@ -181,6 +181,6 @@ def _attention(url: str) -> tuple[KVManager, RemoteAttention, NodeSet]:
         groups=geometry.groups,
         in_background=False,
     )
-    new = TiledNewTokenAttention(layers, 64, _ROWS * _PREFIX, _ROWS)
+    new = TiledNewTokenAttention(layers, "int8", 64, _ROWS * _PREFIX, _ROWS)
     attention = RemoteAttention(layers, new, backend, nodes, kv.range_tokens, _ROWS, FULL_WIRE)
     return kv, attention, nodes
