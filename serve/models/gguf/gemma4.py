@@ -127,7 +127,7 @@ def _rotated_part(keys: Keys, dim: int) -> float:
     ModelLoadError for other divisors."""
     divisors = keys.factors(FREQUENCIES, high=_NEVER * 1.001)
     if divisors is None:
-        return 1.0
+        raise ModelLoadError(f"{keys.source}: tensor {FREQUENCIES} is missing")
     rotated = divisors.count(_UNSCALED)
     others = divisors[rotated:]
     if len(divisors) != dim // 2 or any(value < _NEVER * 0.999 for value in others):

@@ -188,6 +188,11 @@ OTHERS: dict[str, tuple[str, Callable[[Keys, Tensors], object], str]] = {
         lambda keys, tensors: tensors["rope_freqs.weight"].put(0, 2.0),
         r"rope_freqs\.weight must hold 1 for the pairs that rotate",
     ),
+    "no speeds of pairs": (
+        "gemma4_text-mixture",
+        drop("rope_freqs.weight"),
+        r"rope_freqs\.weight is missing",
+    ),
     "no embedding of layers": (
         "gemma4_text-shared",
         drop("per_layer_token_embd.weight"),
