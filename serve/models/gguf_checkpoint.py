@@ -96,17 +96,12 @@ class GGUFCheckpoint(Checkpoint):
             return stored._replace(shape=(1, *stored.shape))
         if source.expert is not None:
             stored = self._expert_entry(stored, source)
-        if source.rows is None:
+        if source.rows is None or not stored.shape:
             return stored
-        rows = len(range(*source.rows.indices(stored.shape[0] if stored.shape else 0)))
-        if rows != source.rows.stop - source.rows.start:
-            raise ModelLoadError(
-                f"{stored.file}: tensor {source.stored} has shape {list(stored.shape)}, which has "
-                f"no rows up to {source.rows.stop}"
-            )
+        first, end, _ = source.rows.indices(stored.shape[0])
         size = (stored.end - stored.start) // stored.shape[0]
-        start, shape = stored.start + source.rows.start * size, (rows, *stored.shape[1:])
-        return stored._replace(shape=shape, start=start, end=start + rows * size)
+        start, shape = stored.start + first * size, (end - first, *stored.shape[1:])
+        return stored._replace(shape=shape, start=start, end=stored.start + end * size)
 
     def _expert_entry(self, stored: TensorEntry, source: Source) -> TensorEntry:
         assert source.expert is not None, "a part of stacked experts"

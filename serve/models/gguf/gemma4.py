@@ -15,6 +15,7 @@ from serve.models.families.fields import (
     SLIDING,
 )
 from serve.models.gguf.architecture import (
+    JOINED_QKV,
     MAX_MLP,
     SOFTMAX,
     Architecture,
@@ -94,8 +95,9 @@ def _heads(keys: Keys, types: list[str]) -> Json:
         keys.expect(key, size)
     counts = {kind: keys.of_layers("attention.head_count_kv", types, kind) for kind in set(types)}
     is_k_v = not any(
-        f"blk.{layer}.attn_v.weight" in keys.tensors
+        f"blk.{layer}.{stem}.weight" in keys.tensors
         for layer, kind in enumerate(types)
+        for stem in ("attn_v", JOINED_QKV)
         if kind == FULL
     )
     whole, windowed = counts.get(FULL), counts.get(SLIDING, counts.get(FULL))
@@ -127,7 +129,7 @@ def _rotated_part(keys: Keys, dim: int) -> float:
     ModelLoadError for other divisors."""
     divisors = keys.factors(FREQUENCIES, high=_NEVER * 1.001)
     if divisors is None:
-        return 1.0
+        raise ModelLoadError(f"{keys.source}: tensor {FREQUENCIES} is missing")
     rotated = divisors.count(_UNSCALED)
     others = divisors[rotated:]
     if len(divisors) != dim // 2 or any(value < _NEVER * 0.999 for value in others):

@@ -104,7 +104,6 @@ class _Walk:
 
     def __init__(self, keys: Keys, architecture: Architecture, names: WeightNames) -> None:
         self._names = names
-        self._keys = keys
         self._more = architecture.tensors
         self._offset = architecture.norm_offset
         self._num_layers = keys.num_layers
@@ -163,12 +162,15 @@ class _Walk:
                 yield prefix + name.format(layer), Source(stored.format(layer))
 
     def _joined(self, at: str, stored: str) -> Iterator[tuple[str, Source]]:
-        """Yields q, k and v of one tensor, which a file may have of any architecture."""
-        dim, start = self._keys.head_dim, 0
-        counts = (self._keys.num_heads, self._keys.num_kv_heads, self._keys.num_kv_heads)
-        for stem, module, count in zip(QKV, self._names.qkv, counts, strict=True):
-            rows = slice(start, start + count * dim)
-            heads, start = self._heads.get(stem, 0), rows.stop
+        """Yields q, k and v of one tensor, which a file may have of any architecture. There are as
+        many rows of q as inputs of the product behind the attention."""
+        num_rows = (self._tensors[f"{stored}{JOINED_QKV}.weight"].shape or (0,))[0]
+        output = self._tensors.get(f"{stored}attn_output.weight")
+        q_end = output.shape[-1] if output is not None and output.shape else 0
+        k_end = q_end + max(0, num_rows - q_end) // 2
+        parts = (slice(q_end), slice(q_end, k_end), slice(k_end, num_rows))
+        for stem, module, rows in zip(QKV, self._names.qkv, parts, strict=True):
+            heads = self._heads.get(stem, 0)
             for ending in ("weight", "bias"):
                 source = Source(f"{stored}{JOINED_QKV}.{ending}", rows=rows, heads=heads)
                 yield f"{at}{module}.{ending}", source

@@ -241,6 +241,7 @@ CASES = [
         {"sliding_window": None, "layer_types": [FULL, FULL], "rope_parameters": LLAMA3},
     ),
     Case("ernie4_5", "base", {"head_dim": 32}),
+    Case("internlm3", "base", {"head_dim": 32}),
     Case("glm", "biases", _GLM | {"attention_bias": True}),
     Case("glm", "tied", _GLM | {"attention_bias": False, "tie_word_embeddings": True}),
     Case("stablelm", "biases", {"use_qkv_bias": True}),

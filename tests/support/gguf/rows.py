@@ -66,6 +66,7 @@ ROWS = {
     "arcee": Row(_ARCH.ARCEE, changes.permuted, row_keys.llama_keys, changes.llama_extra),
     "exaone4": Row(_ARCH.EXAONE4, keys=row_keys.window_pattern, extra=changes.llama_extra),
     "ernie4_5": Row(_ARCH.ERNIE4_5),
+    "internlm3": Row(_ARCH.LLAMA, changes.permuted, row_keys.llama_keys, changes.llama_extra),
     "glm": Row(_ARCH.CHATGLM, keys=row_keys.chatglm_keys, has_common_keys=False),
     "stablelm": Row(_ARCH.STABLELM, keys=row_keys.stablelm_keys, has_common_keys=False),
     "gpt2": Row(_ARCH.GPT2, changes.outputs_first, row_keys.gpt2_keys, has_common_keys=False),

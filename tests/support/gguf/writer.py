@@ -106,9 +106,12 @@ def fused(tensors: Iterable[Written]) -> Iterator[Written]:
             if len(parts) == len(stems):
                 whole = torch.cat([parts[stem][1] for stem in stems], axis)
                 yield target, whole, written[2]
+                del waiting[target]
             break
         else:
             yield written
+    for parts in waiting.values():  # of layers that lack one of them
+        yield from parts.values()
 
 
 def _mapped(names: gguf.TensorNameMap, name: str) -> str:

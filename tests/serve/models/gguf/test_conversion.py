@@ -80,8 +80,11 @@ def test_every_architecture_has_a_case() -> None:
     assert made | {"qwen2vl", "qwen3vl", "qwen3vlmoe"} == set(ARCHITECTURES)
 
 
+NAMES_OF_JOINED = ["llama-yarn-biases", "glm-biases", "qwen3_moe-base", "gemma4_text-shared"]
+
+
 # files of the converter's --fuse-qkv and --fuse-gate-up-exps, and of GLM's first checkpoints
-@pytest.mark.parametrize("name", ["llama-yarn-biases", "glm-biases", "qwen3_moe-base"])
+@pytest.mark.parametrize("name", NAMES_OF_JOINED)
 def test_joined_products_are_their_parts(name: str, tmp_path: Path) -> None:
     case = find_case(name)
     file = write_gguf(original(case), tmp_path / "model.gguf", case.family, is_fused=True)

@@ -72,3 +72,19 @@ def test_any_shape_and_type_of_a_tensor(file: GGUFFile, tmp_path: Path) -> None:
     for name in file.entries:
         for entries in changed_entries(file, name):
             describe(replace(file, entries=entries), tmp_path)
+
+
+def test_first_files_of_glm_4_7_flash_do_not_say_how_experts_are_scored(tmp_path: Path) -> None:
+    case = find_case("deepseek_v3-yarn")
+    whole = read_gguf(write_gguf(original(case), tmp_path / "model.gguf", case.family))
+
+    def with_rows(rows: int) -> GGUFFile:
+        table = whole.entries["token_embd.weight"]
+        entries = whole.entries | {"token_embd.weight": table._replace(shape=(rows, 64))}
+        keys = whole.metadata | {"deepseek2.block_count": 47, "deepseek2.vocab_size": rows}
+        del keys["deepseek2.expert_gating_func"]
+        return replace(whole, metadata=keys, entries=entries)
+
+    assert config_values(with_rows(154_880))["model_type"] == "deepseek_v3"
+    with pytest.raises(ModelLoadError, match="expert_weights_norm is True"):
+        config_values(with_rows(154_881))
