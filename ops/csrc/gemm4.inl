@@ -66,13 +66,13 @@ MS_INLINE void read_halves(const uint8_t* from, f32x16 (&to)[2]) {
 }
 
 #if defined(MS_PAIRS_OF_BYTES)
-// Adds four quads to the sums of all rows. weights(h, q): the factors of a half of the panel for quad q.
-// Eight products of factors up to 31 fit 16 bits.
-template <int MR, class F>
+// Adds quads to the sums of all rows. weights(h, q): the factors of a half of the panel for quad q.
+// Eight products of factors up to 31, of four quads, fit 16 bits, and four of factors up to 63.
+template <int QUADS, int MR, class F>
 MS_INLINE void add_quads_in_pairs(i32x16 (&sum)[MR][2], const int8_t* x, F&& weights) {
   unroll<2>([&](auto h) MS_LAMBDA {
     i32x16 pairs[MR] = {};
-    unroll<4>([&](auto q) MS_LAMBDA {
+    unroll<QUADS>([&](auto q) MS_LAMBDA {
       const i32x16 w = weights(h, q);
       unroll<MR>([&](auto m) MS_LAMBDA {
         pairs[m] = dot_pairs_u8_i8(pairs[m], w, splat_bytes(x + m * SLICE + 4 * q));
@@ -136,7 +136,7 @@ MS_INLINE void add_group(i32x16 (&sum)[MR][2], const GroupHead<CODES>& head, Lin
   if constexpr (!has_table(CODES)) {
     for (int q = 0; q < quads; q += 4, x += 16) {
       const uint8_t* at = lines.at;
-      add_quads_in_pairs(sum, x, [&](auto h, int i) MS_LAMBDA { return head.weights(load<i32x16>(at + 64 * i), h); });
+      add_quads_in_pairs<4>(sum, x, [&](auto h, int i) MS_LAMBDA { return head.weights(load<i32x16>(at + 64 * i), h); });
       unroll<4>([&](auto) MS_LAMBDA { lines.next(); });
     }
     return;

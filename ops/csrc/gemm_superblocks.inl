@@ -74,6 +74,16 @@ struct Unit<6> {
 template <int MR, int BITS, int GROUP, class Lines>
 MS_INLINE void add_codes(i32x16 (&sum)[MR][2], Lines& lines, const int8_t* x) {
   using U = Unit<BITS>;
+#if defined(MS_PAIRS_OF_BYTES)
+  constexpr int QUADS = BITS == 6 ? 2 : 4;
+  for (int k = 0; k < GROUP; k += 4 * QUADS, x += 4 * QUADS) {
+    const uint8_t* at = lines.at;
+    add_quads_in_pairs<QUADS>(sum, x, [&](auto h, auto q) MS_LAMBDA {
+      return U::template codes<q % U::QUADS * 2 + h>(at + 64 * U::LINES * (q / U::QUADS));
+    });
+    unroll<QUADS / U::QUADS * U::LINES>([&](auto) MS_LAMBDA { lines.next(); });
+  }
+#else
   for (int k = 0; k < GROUP; k += 4 * U::QUADS, x += 4 * U::QUADS) {
     unroll<U::QUADS>([&](auto q) MS_LAMBDA {
 #if defined(MS_AVX_VNNI)
@@ -89,6 +99,7 @@ MS_INLINE void add_codes(i32x16 (&sum)[MR][2], Lines& lines, const int8_t* x) {
     });
     unroll<U::LINES>([&](auto) MS_LAMBDA { lines.next(); });
   }
+#endif
 }
 
 // Computes c[MR][32] (+)= x[MR][blocks] * w[blocks]. sums: of each row, as sum_row_superblocks writes them.

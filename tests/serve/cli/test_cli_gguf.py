@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from serve.loading.precision import resolve_precision
 from serve.models import read_spec
 from serve.models.open_checkpoint import open_checkpoint
 from serve.single_file.config import with_directory
-from tests.support.gguf.cases import find_case, original
+from tests.support.gguf.cases import find_case, make, original
 from tests.support.gguf.quantized import packed
 from tests.support.gguf.writer import write_gguf
 
@@ -70,6 +71,23 @@ def test_what_a_quantized_file_takes(tmp_path: Path) -> None:
     assert takes.head == size / 2 + size / 32 * 2
     assert takes.tables == 2 * size  # the embedding is looked up in fp16
     assert footprint(config, spec, precision, takes).max_sequences > 0
+
+
+def test_k_quants_take_what_they_become_on_the_device(tmp_path: Path) -> None:
+    """A CPU has products of Q6_K, and a GPU computes with int8."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+    source = make(tmp_path / "source", "llama", wide)
+    file = write_gguf(source, tmp_path / "k.gguf", "llama", packed(source, lambda _: "Q6_K"))
+    config = with_directory(EngineConfig(str(file), backend="cpu"))
+    spec = read_spec(config.model_path)
+    checkpoint, precision = (
+        open_checkpoint(config.model_path, spec),
+        resolve_precision(config, spec),
+    )
+    takes = weight_bytes(config, spec, precision, checkpoint)
+    on_gpu = weight_bytes(config, spec, replace(precision, backend="cuda"), checkpoint)
+    assert takes.blocks == pytest.approx(on_gpu.blocks * 6.5625 / 8)
+    assert on_gpu.head == spec.vocab_size * spec.hidden_size
 
 
 def test_eval_compares_the_file_s_own_weights(tmp_path: Path) -> None:
