@@ -18,15 +18,7 @@ from memory.nodes.new_token_attention import NewTokenAttention
 from memory.nodes.node_link import NodeLink, lost
 from memory.nodes.placement import Shard
 from memory.nodes.staging import Staging
-from memory.nodes.wire import (
-    HEADER_BYTES,
-    ErrorCode,
-    Header,
-    Kind,
-    WireError,
-    WireFormat,
-    WireType,
-)
+from memory.nodes.wire import HEADER_BYTES, ErrorCode, Header, Kind, WireError, WireFormat, WireType
 from memory.nodes.wire_rows import WireRows, encode, float_type
 from ops.backend import Backend, Partial
 from transport.base import Segment, TransportError
