@@ -273,7 +273,8 @@ def round_kv4(x: Tensor, group: int) -> Tensor:
     shares = torch.tensor(_TOPS4) * (1.0 / 64.0)
     scales = _scale_above(parts.abs().amax(-1, keepdim=True) * shares)
     best, least = torch.zeros_like(parts), torch.full_like(parts[..., :1], torch.inf)
-    for scale in scales.split(1, dim=-1):
+    for i in range(scales.shape[-1]):
+        scale = scales[..., i : i + 1]
         inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
         levels = _nearest_level(parts.abs() * inverse)
         rest = (parts.abs() * inverse - levels).square().reshape(*parts.shape[:-1], -1, 16)

@@ -117,6 +117,26 @@ def test_small_weights_beside_a_large_one_keep_their_sum(isa):
     assert float((out - expected).norm() / expected.norm()) < 0.03  # 0.09 if they are left out
 
 
+@pytest.mark.parametrize("rest", [0.1, 0.01, 0.001])
+def test_a_sink_with_small_values_leaves_the_others_their_part(isa, rest):
+    """One token has nearly all the weight and a hundredth of the others' values."""
+    length, dim = 256, 64
+    cache = Cache(heads=1, kv_heads=1, dim=dim, group=32, bits=4, tokens=length)
+    k = torch.full((length, 1, dim), 1e-7)
+    k[0, 0, 0] += math.log((1 - rest) / rest * (length - 1))
+    q = torch.zeros(length, 1, dim)
+    q[:, 0, 0] = dim**0.5
+    v = torch.randn(length, 1, dim) + 0.3
+    v[0] *= 0.01
+    cache.fill(k, v)
+    found = cache.attend(q, length)
+    stored_k, stored_v = round_kv4(k, 32), round_kv4(v, 32)
+    expected, _ = attention_fp64(rounded_query4(q), stored_k, stored_v, dim**-0.5)
+    for row in (63, 200, length - 1):
+        error = (found[row] - expected[row]).norm() / expected[row].norm()
+        assert float(error) < 0.03, f"row {row}"
+
+
 def test_rows_of_other_sequences_and_threads_change_nothing(isa):
     lengths = [1, 5, 17, 64, 300, 513, 600]
     shape = {"heads": 4, "kv_heads": 2, "dim": 32}
