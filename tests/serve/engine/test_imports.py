@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.engine.child import output_of
 
-DISTRIBUTED = ("serve.group", "serve.cluster", "serve.converter", "memory.nodes", "transport")
+DISTRIBUTED = ("serve.group.", "serve.cluster.", "serve.converter.", "memory.nodes.", "transport.")
 CODE = f"""
 import sys
 import serve.cli.server_process
@@ -13,7 +13,7 @@ from serve import LLM, SamplingParams
 with LLM(kv_cache_bytes=64 << 20) as llm:
     llm.generate("a", SamplingParams(max_tokens=2))
 for name in sys.modules:
-    if name.startswith({DISTRIBUTED}):
+    if (name + ".").startswith({DISTRIBUTED}):
         print(name)
 """
 
