@@ -75,7 +75,7 @@ def stored(cache: Cache, length: int) -> torch.Tensor:
     return hadamard(values) / (dim & -dim)
 
 
-@pytest.mark.parametrize(("dim", "group"), [(64, 32), (80, 16), (16, 16), (96, 32), (128, 128)])
+@pytest.mark.parametrize(("dim", "group"), [(64, 32), (80, 16), (16, 16), (96, 32), (128, 32)])
 def test_the_stored_values_are_those_of_the_reference(isa, dim, group):
     cache = Cache(heads=1, kv_heads=1, dim=dim, group=group, bits=4, tokens=50)
     k, v = torch.randn(2, 50, 1, dim) * torch.logspace(-6, 3, 50)[:, None, None]
