@@ -166,7 +166,7 @@ def _weights(exported: Exported, shard: Shard) -> tuple[Counter[str], int]:
 def test_a_stage_begins_where_the_hidden_state_alone_is_carried():
     """Between the two attentions of a layer of DiffLlama it is not."""
     assert export(foreign("diffllama"), torch.float32).stage_starts == [0, 2]
-    with pytest.raises(ConfigError, match="pipeline_parallel_size 3 .* has 2 parts"):
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size 3 .* has 2 parts"):
         _found("diffllama", (1, 3))
 
 
