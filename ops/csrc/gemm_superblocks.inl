@@ -165,6 +165,11 @@ MS_INLINE int sums_of_a_row(const LinearSuperblocks& op) {
   return op.base.num_in_padded / SUPERBLOCK * layout_of(op.kind).sums();
 }
 
+// Bytes from the read position of a stream to the prefetched one. With a page (AHEAD) one row of Q4_K
+// reads 21 GB/s instead of 31, Q5_K and Q6_K 27 instead of 32 (AMD EPYC): the processor's own prefetcher
+// does the rest, and better.
+constexpr size_t NEAR = 256;
+
 void panel_rows_superblocks(const LinearSuperblocks& op, int panel, int first_row, int rows, const Quantized& x,
                             const int32_t* sums, void* out, size_t out_stride, DType type, bool add) {
   alignas(64) float c[MAX_BLOCK_ROWS * PANEL];
@@ -182,7 +187,7 @@ void panel_rows_superblocks(const LinearSuperblocks& op, int panel, int first_ro
       if (parts > 1 && b + some == all) touch_output(op.base, panel, first_row + m, mr, out, out_stride, type);
       // as in panel_rows4
       const bool reads_next = parts > 1 && p < 2;
-      const uint8_t* ahead = slice + (parts == 1 ? AHEAD : some * bytes * (4 + p) / 2);
+      const uint8_t* ahead = slice + (parts == 1 ? NEAR : some * bytes * (4 + p) / 2);
       if (p > 1) ahead = reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE);
       (reads_next ? MICRO_SUPERBLOCKS<2> : MICRO_SUPERBLOCKS<3>)[kind].at[mr - 1](
           slice, xs + m * SLICE, sums + static_cast<size_t>(first_row + m) * stride + b * layout.sums(), stride,
