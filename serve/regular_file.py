@@ -64,8 +64,8 @@ def open_trusted(file: Path) -> int | None:
 
 
 def is_trusted(folder: Path) -> bool:
-    """Returns whether a directory, and no link, is this user's or root's, and nobody else can
-    write to it."""
+    """Returns whether the path is a directory (a link to one does not count) that belongs to this
+    user or root and that nobody else can write to."""
     try:
         status = folder.lstat()
     except OSError:

@@ -23,7 +23,7 @@ from bench.load.results.metrics import percentile
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
-from ops.cpu.native_int8_attention import Int8Attention, Int8AttentionStep
+from ops.cpu.native_tiled_attention import Int8Attention, TiledAttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat
 from serve.config import EngineConfig
 from serve.loading.runtime import Runtime, load_runtime
@@ -203,9 +203,9 @@ class Layout:
         ]
         self.taken: list[float] = []
 
-    def step(self, starts: list[int], rows: int, context: int) -> Int8AttentionStep:
+    def step(self, starts: list[int], rows: int, context: int) -> TiledAttentionStep:
         n = len(starts)
-        return Int8AttentionStep(self.address, self.tile_stride, starts, [rows] * n, [context] * n)
+        return TiledAttentionStep(self.address, self.tile_stride, starts, [rows] * n, [context] * n)
 
     def fill(self, starts: list[int], context: int) -> None:
         k = torch.randn(len(starts) * context, _KV_HEADS, _DIM)

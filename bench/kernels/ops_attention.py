@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bench.kernels.ops_linear import FAR, Case, Timed
 from ops.backend import KeyValues
-from ops.cpu.native_int8_attention import Int4Attention, Int8Attention, Int8AttentionStep
 from ops.cpu.native_plain_attention import decode_attention, prefill_attention
+from ops.cpu.native_tiled_attention import Int4Attention, Int8Attention, TiledAttentionStep
 from quant.kv import TILE_TOKENS, Int4KVFormat, Int8KVFormat
 
 HEADS, KV_HEADS = 32, 8
@@ -26,7 +26,7 @@ Bits = Literal[8, 4]
 _PREFILLS: tuple[tuple[str, Bits], ...] = (("prefill attention", 8), ("int4 prefill attention", 4))
 
 
-def _attend_all(kv: QuantizedKV, step: Int8AttentionStep, q: Tensor) -> None:
+def _attend_all(kv: QuantizedKV, step: TiledAttentionStep, q: Tensor) -> None:
     for op in kv.ops:
         op.attend(step, q)
 
@@ -74,13 +74,13 @@ class QuantizedKV:
 
     def step(
         self, rows: int, starts: Sequence[int] | None = None, *, prefix_only: bool = False
-    ) -> Int8AttentionStep:
+    ) -> TiledAttentionStep:
         """Returns a step with the last `rows` positions of each sequence, or of the sequences that
         begin at `starts`. With prefix_only it attends only to the positions before them."""
         starts = self.starts if starts is None else starts
         n = len(starts)
         where = (self.address, self.tile_bytes)
-        return Int8AttentionStep(
+        return TiledAttentionStep(
             *where, starts, [rows] * n, [self.context] * n, prefix_only=prefix_only
         )
 

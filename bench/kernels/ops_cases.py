@@ -41,10 +41,10 @@ from bench.kernels.ops_linear import (
 from ops import Fusion, Norm
 from ops.cpu import sampling
 from ops.cpu.native_ceilings import Ceilings
-from ops.cpu.native_int8_attention import Int8AttentionStep
 from ops.cpu.native_partials import merge_into
 from ops.cpu.native_quantized_linear import Int8Linear
 from ops.cpu.native_rotation import rotate_
+from ops.cpu.native_tiled_attention import TiledAttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat
 from serve.request import Request
 from serve.runner.sampler import sample
@@ -203,7 +203,7 @@ def _append_case(rows: int, dim: int, far: int) -> Case:
 
 def _append_all(
     kv: QuantizedKV,
-    calls: abc.Sequence[tuple[Int8AttentionStep, Tensor, Tensor]],
+    calls: abc.Sequence[tuple[TiledAttentionStep, Tensor, Tensor]],
     rotation: tuple[Tensor, Tensor],
 ) -> None:
     """Appends the rows of all steps. It gets kv to keep it alive, as steps have only addresses."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bench.kernels.ops_linear import FAR, Case, Timed
-from ops.cpu.native_int8_attention import Int8AttentionStep
 from ops.cpu.native_latent_attention import LatentAttention
+from ops.cpu.native_tiled_attention import TiledAttentionStep
 from quant.kv import TILE_TOKENS, latent_format
 
 VALUE_DIM, ROPE_DIM = 512, 64
@@ -46,8 +46,8 @@ class Latents:
         ]
         starts = [i * range_bytes for i in range(sequences)]
         whole = [context] * sequences
-        self.step = Int8AttentionStep(address, tile_bytes, starts, [1] * sequences, whole)
-        filled = Int8AttentionStep(address, tile_bytes, starts, whole, whole)
+        self.step = TiledAttentionStep(address, tile_bytes, starts, [1] * sequences, whole)
+        filled = TiledAttentionStep(address, tile_bytes, starts, whole, whole)
         k = torch.randn(sequences * context, 1, VALUE_DIM + ROPE_DIM)
         for op in self.ops:
             op.append(filled, k, None, None)

@@ -20,7 +20,7 @@ from memory.attention.local import LocalAttention
 from memory.attention.seam import AttentionLayer, AttentionStep, Rotation, Ticket
 from memory.attention.tiled import TiledKVLayout, append, tiled_ops
 from ops.backend import Backend, Partial
-from ops.cpu.native_int8_attention import Int8AttentionStep
+from ops.cpu.native_tiled_attention import TiledAttentionStep
 
 
 class OwnPart(Protocol):
@@ -74,10 +74,10 @@ class TiledPartialAttention:
         self._is_eager = is_eager
         self.ops = tiled_ops(layout)
 
-    def _step(self, step: AttentionStep, *, prefix_only: bool) -> Int8AttentionStep:
+    def _step(self, step: AttentionStep, *, prefix_only: bool) -> TiledAttentionStep:
         token_bytes = self._layout.token_bytes
         starts = [start * token_bytes for start in step.starts]
-        return Int8AttentionStep(
+        return TiledAttentionStep(
             self._address,
             self._layout.tile_bytes,
             starts,
@@ -95,7 +95,7 @@ class TiledPartialAttention:
 
 
 class _TiledPrefix:
-    def __init__(self, parent: TiledPartialAttention, step: Int8AttentionStep) -> None:
+    def __init__(self, parent: TiledPartialAttention, step: TiledAttentionStep) -> None:
         self._ops, self._step = parent.ops, step
 
     def attend(self, layer: int, q: Tensor) -> Partial:
@@ -105,7 +105,7 @@ class _TiledPrefix:
 
 class _TiledOwn:
     def __init__(
-        self, parent: TiledPartialAttention, step: Int8AttentionStep, is_eager: bool
+        self, parent: TiledPartialAttention, step: TiledAttentionStep, is_eager: bool
     ) -> None:
         self._ops, self._step, self._is_eager = parent.ops, step, is_eager
 

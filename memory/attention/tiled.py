@@ -19,8 +19,13 @@ from memory.attention.seam import (
     Ticket,
     kv_owner,
 )
-from ops.cpu.native_int8_attention import Int4Attention, Int8Attention, Int8AttentionStep
 from ops.cpu.native_latent_attention import LatentAttention
+from ops.cpu.native_tiled_attention import (
+    Int4Attention,
+    Int8Attention,
+    TiledAttention,
+    TiledAttentionStep,
+)
 from quant.kv import (
     GROUPS,
     TILE_TOKENS,
@@ -83,7 +88,7 @@ def _format(layer: AttentionLayer, kv_dtype: str, group: int) -> Format | None:
     return latent_format(layer.value_dim, layer.head_dim, group)
 
 
-TiledOp = Int8Attention | LatentAttention
+TiledOp = TiledAttention | LatentAttention
 
 
 def tiled_ops(layout: TiledKVLayout) -> list[TiledOp]:
@@ -131,7 +136,7 @@ class TiledLocalAttention:
 
     def plan(self, step: AttentionStep) -> TiledLocalPlan:
         token_bytes = self._layout.token_bytes
-        native_step = Int8AttentionStep(
+        native_step = TiledAttentionStep(
             self._address,
             self._layout.tile_bytes,
             [start * token_bytes for start in step.starts],
@@ -144,7 +149,7 @@ class TiledLocalAttention:
 class TiledLocalPlan:
     """Attention for one step's rows."""
 
-    def __init__(self, ops: Sequence[TiledOp], step: Int8AttentionStep, is_eager: bool) -> None:
+    def __init__(self, ops: Sequence[TiledOp], step: TiledAttentionStep, is_eager: bool) -> None:
         self._ops = ops
         self._step = step
         self._is_eager = is_eager and step.num_single_rows > 0
@@ -164,7 +169,7 @@ class TiledLocalPlan:
 
 
 def append(
-    op: TiledOp, step: Int8AttentionStep, k: Tensor, v: Tensor | None, rotation: Rotation | None
+    op: TiledOp, step: TiledAttentionStep, k: Tensor, v: Tensor | None, rotation: Rotation | None
 ) -> None:
     """Stores k and v of a layer; v is None where V is a part of K."""
     if isinstance(op, LatentAttention):

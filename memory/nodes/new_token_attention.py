@@ -21,7 +21,7 @@ from memory.attention.seam import AttentionLayer
 from memory.attention.tiled import TiledKVLayout, TiledOp, append, tiled_ops
 from memory.nodes.prompt_tail_cache import PromptTailCache, TailSpan
 from ops.backend import Backend, KeyValues
-from ops.cpu.native_int8_attention import Int8AttentionStep
+from ops.cpu.native_tiled_attention import TiledAttentionStep
 from quant.kv import TILE_TOKENS
 
 
@@ -48,7 +48,7 @@ class _TiledRun(NamedTuple):
 
     first: int
     end: int
-    steps: dict[int, Int8AttentionStep]
+    steps: dict[int, TiledAttentionStep]
 
 
 class TiledNewTokenAttention:
@@ -100,21 +100,23 @@ class TiledNewTokenAttention:
             row += sum(rows)
         return runs
 
-    def _kept(self, spans: Sequence[TailSpan], rows: list[int]) -> dict[int, Int8AttentionStep]:
+    def _kept(self, spans: Sequence[TailSpan], rows: list[int]) -> dict[int, TiledAttentionStep]:
         assert self._tail_cache is not None and isinstance(self._tail_cache.layout, TiledKVLayout)
         layout = self._tail_cache.layout
         starts = [span.start * layout.token_bytes for span in spans]
         lengths = [span.num_tokens for span in spans]
-        step = Int8AttentionStep(self._tail_cache.address, layout.tile_bytes, starts, rows, lengths)
+        step = TiledAttentionStep(
+            self._tail_cache.address, layout.tile_bytes, starts, rows, lengths
+        )
         return {0: step}
 
-    def _own(self, rows: list[int]) -> dict[int, Int8AttentionStep]:
+    def _own(self, rows: list[int]) -> dict[int, TiledAttentionStep]:
         tiles = [0]
         for n in rows:
             tiles.append(tiles[-1] + -(-n // TILE_TOKENS))
         assert tiles[-1] * max(self._tile_bytes) <= self._memory.numel(), f"{tiles[-1]} tiles"
         return {
-            size: Int8AttentionStep(
+            size: TiledAttentionStep(
                 self._address, size, [tile * size for tile in tiles[:-1]], rows, rows
             )
             for size in set(self._tile_bytes)

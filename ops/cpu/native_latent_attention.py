@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.cpu.native_int8_attention import Int8AttentionStep
 from ops.cpu.native_library import address, library
 from ops.cpu.native_rotation import check_rotation
+from ops.cpu.native_tiled_attention import TiledAttentionStep
 
 
 class LatentAttention:
@@ -45,7 +45,7 @@ class LatentAttention:
 
     def append(
         self,
-        step: Int8AttentionStep,
+        step: TiledAttentionStep,
         k: Tensor,
         v: Tensor | None,
         rotation: tuple[Tensor, Tensor] | None,
@@ -62,12 +62,12 @@ class LatentAttention:
             cos, sin, half = rotation[0].data_ptr(), rotation[1].data_ptr(), rotation[0].shape[1]
         self._op.append(step.plan, k.data_ptr(), k.stride(0), cos, sin, half)
 
-    def begin(self, step: Int8AttentionStep, q: Tensor) -> None:
-        """Does nothing: attend computes all (see Int8Attention)."""
+    def begin(self, step: TiledAttentionStep, q: Tensor) -> None:
+        """Does nothing: attend computes all (see TiledAttention)."""
 
     def attend(
         self,
-        step: Int8AttentionStep,
+        step: TiledAttentionStep,
         q: Tensor,
         lse: Tensor | None = None,
         begun: Tensor | None = None,

@@ -28,7 +28,7 @@ from memory.attention.tiled import TiledKVLayout, TiledLocalAttention, append, t
 from memory.nodes.wire import Append, Query
 from memory.pages.layer_groups import READ_BLOCK
 from ops.backend import Backend, KeyValues
-from ops.cpu.native_int8_attention import Int8AttentionStep
+from ops.cpu.native_tiled_attention import TiledAttentionStep
 
 
 class NodeAttention(Protocol):
@@ -68,9 +68,9 @@ class TiledNodeAttention:
 
     def _step(
         self, ranges: list[int], rows: list[int], keys: list[int], prefix_only: bool
-    ) -> Int8AttentionStep:
+    ) -> TiledAttentionStep:
         starts = [index * self._range_bytes for index in ranges]
-        return Int8AttentionStep(
+        return TiledAttentionStep(
             self._address, self._layout.tile_bytes, starts, rows, keys, prefix_only=prefix_only
         )
 
@@ -91,12 +91,12 @@ class TiledNodeAttention:
         )
 
     def query(self, plan: object, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        assert isinstance(plan, Int8AttentionStep)
+        assert isinstance(plan, TiledAttentionStep)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         return self._ops[layer].attend(plan, q.float(), lse), lse
 
     def append(self, plan: object, layer: int, k: Tensor, v: Tensor | None) -> None:
-        assert isinstance(plan, Int8AttentionStep)
+        assert isinstance(plan, TiledAttentionStep)
         append(self._ops[layer], plan, k, v, None)
 
 

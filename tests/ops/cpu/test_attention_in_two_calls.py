@@ -22,11 +22,13 @@ LENGTHS = [1, 2, 16, 17, 64, 65, 128, 511, 512, 513, 576, 577, 1024, 1025, 1200]
 NAN = float("nan")
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("window", [None, 1, 40, 64, 500, 600])
-def test_int8_rows_have_the_same_bits_in_one_call_and_in_two(isa, window):
+def test_rows_have_the_same_bits_in_one_call_and_in_two(isa, window, bits):
     """The rows' own keys are written between the calls; a sequence with several rows is among
     them."""
     shape = {"heads": 4, "kv_heads": 2, "dim": 64, "group": 32, "window": window}
+    shape["bits"] = bits
     rows = [1] * len(LENGTHS) + [5]
     lengths = [*LENGTHS, 600]
     whole, parts = (Cache(**shape, tokens=1200, sequences=len(rows)) for _ in range(2))

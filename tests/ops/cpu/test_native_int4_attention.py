@@ -137,27 +137,6 @@ def test_a_sink_with_small_values_leaves_the_others_their_part(isa, rest):
         assert float(error) < 0.03, f"row {row}"
 
 
-def test_rows_of_other_sequences_and_threads_change_nothing(isa):
-    lengths = [1, 5, 17, 64, 300, 513, 600]
-    shape = {"heads": 4, "kv_heads": 2, "dim": 32}
-    cache = Cache(**shape, bits=4, tokens=600, sequences=len(lengths))
-    k, v = torch.randn(2, len(lengths), 600, 2, 32)
-    for i, length in enumerate(lengths):
-        cache.fill(k[i, :length], v[i, :length], i, chunk=[7, 100, 1000][i % 3])
-    rows = [1, 1, 1, 1, 40, 2, 600]
-    q = torch.randn(sum(rows), 4, 32)
-    together = cache.op.attend(cache.step(range(len(lengths)), rows, lengths), q)
-    threads = native_library.num_threads()
-    native_library.set_num_threads(1)
-    assert torch.equal(cache.op.attend(cache.step(range(len(lengths)), rows, lengths), q), together)
-    native_library.set_num_threads(threads)
-    first = 0
-    for i, (n, length) in enumerate(zip(rows, lengths, strict=True)):
-        part = slice(first, first + n)
-        assert torch.equal(cache.attend(q[part], length, i), together[part]), f"sequence {i}"
-        first += n
-
-
 @pytest.mark.parametrize("dim", [48, 64])
 def test_chunks_and_instruction_sets_store_the_same_bytes(dim):
     k, v = torch.randn(2, 100, 2, dim)
@@ -219,29 +198,6 @@ def test_a_nan_spoils_the_rows_that_see_it(isa, which):
         spoilt[at:, 2:] = True  # the second K/V head
     assert not bool(out[spoilt].isfinite().any())
     assert torch.equal(out[~spoilt], expected[~spoilt])
-
-
-@pytest.mark.parametrize("window", [None, 1, 64, 500])
-def test_rows_have_the_same_bits_in_one_call_and_in_two(isa, window):
-    """The rows' own keys are written between the calls."""
-    lengths = [1, 2, 17, 64, 65, 128, 512, 513, 577, 1200, 600]
-    rows = [1] * 10 + [5]
-    shape = {"heads": 4, "kv_heads": 2, "dim": 64, "bits": 4, "window": window}
-    whole, parts = (Cache(**shape, tokens=1200, sequences=len(rows)) for _ in range(2))
-    own = []
-    for i, (n, length) in enumerate(zip(rows, lengths, strict=True)):
-        k, v = torch.randn(2, length, 2, 64)
-        whole.fill(k, v, i)
-        parts.fill(k[:-n], v[:-n], i)
-        own.append((k[-n:], v[-n:]))
-    q = torch.randn(sum(rows), 4, 64)
-    lse, again = torch.empty(q.shape[:2]), torch.empty(q.shape[:2])
-    expected = whole.op.attend(whole.step(range(len(rows)), rows, lengths), q, lse)
-    step = parts.step(range(len(rows)), rows, lengths)
-    begun = parts.op.begin(step, q)
-    parts.op.append(step, *(torch.cat(x) for x in zip(*own, strict=True)), None)
-    assert torch.equal(parts.op.attend(step, q, again, begun), expected)
-    assert torch.equal(again, lse)
 
 
 def test_an_empty_step(isa):

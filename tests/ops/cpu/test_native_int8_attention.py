@@ -82,9 +82,11 @@ def test_a_sink_with_small_values_leaves_the_others_their_precision(isa, rest):
         assert torch.equal(cache.attend(q[row : row + 1], row + 1), found[row : row + 1])
 
 
-def test_rows_of_other_sequences_change_nothing(isa):
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_of_other_sequences_change_nothing(isa, bits):
     lengths = [1, 5, 17, 64, 300, 513, 700]
-    cache = Cache(heads=4, kv_heads=2, dim=32, tokens=700, sequences=len(lengths))
+    shape = {"heads": 4, "kv_heads": 2, "dim": 32, "bits": bits}
+    cache = Cache(**shape, tokens=700, sequences=len(lengths))
     k, v = torch.randn(2, len(lengths), 700, 2, 32)
     for i, length in enumerate(lengths):
         cache.fill(k[i, :length], v[i, :length], i, chunk=[7, 100, 1000][i % 3])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ops.cpu import native_library
-from ops.cpu.native_int8_attention import Int8AttentionStep
 from ops.cpu.native_latent_attention import LatentAttention
+from ops.cpu.native_tiled_attention import TiledAttentionStep
 from ops.reference import ReferenceBackend, attention_fp64, round_latent
 from quant.kv import TILE_TOKENS, latent_format
 from tests.support.memory.int8_kv import out_error, score_error
@@ -52,7 +52,7 @@ class Latents:
 
     def step(self, rows, lengths, ranges=(0,), **options):
         starts = [index * self.range_bytes for index in ranges]
-        return Int8AttentionStep(
+        return TiledAttentionStep(
             self.address, self.tile_bytes, starts, list(rows), list(lengths), **options
         )
 

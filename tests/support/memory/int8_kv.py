@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ops.cpu.native_int8_attention import Int4Attention, Int8Attention, Int8AttentionStep
+from ops.cpu.native_tiled_attention import Int4Attention, Int8Attention, TiledAttentionStep
 from ops.reference import hadamard
 from quant.kv import (
     TILE_TOKENS,
@@ -47,9 +47,9 @@ class Cache:
         """Returns the bytes of all sequences."""
         return self.memory[self.address - self.memory.data_ptr() :][: len(self.memory) - 64]
 
-    def step(self, sequences, num_rows, kv_lens, prefix_only=False) -> Int8AttentionStep:
+    def step(self, sequences, num_rows, kv_lens, prefix_only=False) -> TiledAttentionStep:
         starts = [i * self.range_bytes for i in sequences]
-        return Int8AttentionStep(
+        return TiledAttentionStep(
             self.address, self.tile_bytes, starts, num_rows, kv_lens, prefix_only=prefix_only
         )
 

@@ -12,7 +12,7 @@ from ops.cpu.native_library import BEGIN, FINISH, address, library
 from ops.cpu.native_rotation import check_rotation
 
 
-class Int8AttentionStep:
+class TiledAttentionStep:
     """The sequences of one step over int8 or int4 K/V, shared by all layers."""
 
     def __init__(
@@ -40,16 +40,16 @@ class Int8AttentionStep:
         )
 
 
-class Int8Attention:
-    """One layer over int8 K/V. append rotates, quantizes and stores; attend computes attention.
+class TiledAttention:
+    """One layer over K/V in tiles. append rotates, quantizes and stores; attend computes attention.
 
     window: keys a row sees, itself included; soft_cap: cap * tanh(score / cap); slopes: ALiBi, one
     per head; sinks: a logit per head that is added to the denominator only. A prefix_only step
     leaves sinks out, because they belong to the part with the row's own key.
     """
 
-    bits = 8
-    min_group = 8
+    bits: int
+    min_group: int
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Int8Attention:
         )
 
     def append(
-        self, step: Int8AttentionStep, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None
+        self, step: TiledAttentionStep, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None
     ) -> None:
         """Stores k, v: [T, Hk, D] fp32 with dense heads and equal strides."""
         assert k.dtype == v.dtype == torch.float32
@@ -99,7 +99,7 @@ class Int8Attention:
             cos, sin, half = rotation[0].data_ptr(), rotation[1].data_ptr(), rotation[0].shape[1]
         self._op.append(step.plan, k.data_ptr(), v.data_ptr(), k.stride(0), cos, sin, half)
 
-    def begin(self, step: Int8AttentionStep, q: Tensor) -> Tensor:
+    def begin(self, step: TiledAttentionStep, q: Tensor) -> Tensor:
         """Begins `attend`, before the step's k and v are appended: single rows attend over the
         earlier keys, as far as these fill whole runs of the kernel. Returns what attend takes as
         `begun`. The step is not prefix_only."""
@@ -110,7 +110,7 @@ class Int8Attention:
 
     def attend(
         self,
-        step: Int8AttentionStep,
+        step: TiledAttentionStep,
         q: Tensor,
         lse: Tensor | None = None,
         begun: Tensor | None = None,
@@ -127,7 +127,7 @@ class Int8Attention:
         self._attend(step, q, out.data_ptr(), address(lse), *phase)
         return out
 
-    def _attend(self, step: Int8AttentionStep, q: Tensor, out: int, lse: int, *phase: int) -> None:
+    def _attend(self, step: TiledAttentionStep, q: Tensor, out: int, lse: int, *phase: int) -> None:
         """phase: none for one call; else its number and the address of the sums."""
         heads, _, dim = self._shape
         assert q.dtype == torch.float32 and q.shape == (step.num_rows, heads, dim)
@@ -136,8 +136,15 @@ class Int8Attention:
         self._op.attend(step.plan, q.data_ptr(), q.stride(0), out, heads * dim, lse, *phase)
 
 
-class Int4Attention(Int8Attention):
-    """The same over int4 K/V, whose groups have at least 16 numbers.
+class Int8Attention(TiledAttention):
+    """One layer over int8 K/V."""
+
+    bits = 8
+    min_group = 8
+
+
+class Int4Attention(TiledAttention):
+    """One layer over int4 K/V, whose groups have at least 16 numbers.
 
     Stored K, V and q are transformed (ops/csrc/kv_tiles4.inl), which callers do not see. Values are
     `ops.reference.round_kv4`; q is rounded to 8 bits, so that a score's error by q is about a tenth
