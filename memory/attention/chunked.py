@@ -30,8 +30,13 @@ def split_chunks(step: AttentionStep, chunk: int) -> AttentionStep:
     starts: list[int] = []
     num_rows: list[int] = []
     kv_lens: list[int] = []
-    for start, rows, length in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
+    num_decodes = step.num_decodes
+    for i, (start, rows, length) in enumerate(
+        zip(step.starts, step.num_rows, step.kv_lens, strict=True)
+    ):
         first = length - rows
+        if i < step.num_decodes:
+            num_decodes += (length - 1) // chunk - first // chunk
         while first < length:
             begin = first // chunk * chunk
             end = min(length, begin + chunk)
@@ -39,4 +44,4 @@ def split_chunks(step: AttentionStep, chunk: int) -> AttentionStep:
             num_rows.append(end - first)
             kv_lens.append(end - begin)
             first = end
-    return AttentionStep(step.num_decodes, starts, num_rows, kv_lens)
+    return AttentionStep(num_decodes, starts, num_rows, kv_lens)

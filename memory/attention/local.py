@@ -1,7 +1,8 @@
 """Attention over K/V in this machine's memory: the seam's local implementation.
 
-`finish` appends the rows of the step, then runs the decode kernel on the first num_decodes rows
-and the prefill kernel on each remaining sequence. Layers above do not see this split.
+`finish` appends the rows of the step, then runs the decode kernel on the rows of the first
+num_decodes sequences and the prefill kernel on each remaining sequence. Layers above do not see
+this split.
 """
 
 from __future__ import annotations
@@ -51,13 +52,20 @@ class LocalPlan:
         for start, num_rows, kv_len in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
             rows.extend(range(start + kv_len - num_rows, start + kv_len))
         self._rows = torch.tensor(rows, dtype=torch.int64)
+        starts, kv_lens, n = step.starts, step.kv_lens, step.num_decodes
+        self._num_decode_rows = num_decode_rows = sum(step.num_rows[:n])
+        if num_decode_rows > n:  # each row has a view of its own, which ends with its key
+            decoded = list(zip(starts[:n], step.num_rows[:n], kv_lens[:n], strict=True))
+            starts = [start for start, rows, _ in decoded for _ in range(rows)] + [*starts[n:]]
+            lens = [end for _, rows, length in decoded for end in range(length - rows + 1, length + 1)]
+            kv_lens = lens + [*kv_lens[n:]]
         self._views: list[list[KeyValues]] = [
             parent.cache.views(start, kv_len)
-            for start, kv_len in zip(step.starts, step.kv_lens, strict=True)
+            for start, kv_len in zip(starts, kv_lens, strict=True)
         ]
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
-        parent, num_decodes = self._parent, self._step.num_decodes
+        parent, num_decodes = self._parent, self._num_decode_rows
         begun = None
         if parent.is_eager and num_decodes:
             rows = q[:num_decodes].to(parent.cache.layout.dtype)
@@ -67,7 +75,7 @@ class LocalPlan:
 
     def _decode_caches(self, layer: int) -> list[KeyValues]:
         window = self._parent.layers[layer].window
-        return [_last(views[layer], window) for views in self._views[: self._step.num_decodes]]
+        return [_last(views[layer], window) for views in self._views[: self._num_decode_rows]]
 
     def finish(
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
@@ -100,7 +108,7 @@ class LocalPlan:
         layer, q, begun = ticket
         shape, backend = self._parent.layers[layer], self._parent.backend
         cap, sinks = shape.soft_cap, self._parent.sinks[layer]
-        num_decodes = self._step.num_decodes
+        num_decodes = self._num_decode_rows
         parts: list[Partial] = []
         if num_decodes:
             caches, rows = self._decode_caches(layer), q[:num_decodes]
@@ -109,9 +117,9 @@ class LocalPlan:
             )
             parts.append(part)
         row = num_decodes
-        for index in range(num_decodes, len(self._views)):
-            n = self._step.num_rows[index]
-            cache = _reached(self._views[index][layer], n, shape.window)
+        num_rows = self._step.num_rows[self._step.num_decodes :]
+        for views, n in zip(self._views[num_decodes:], num_rows, strict=True):
+            cache = _reached(views[layer], n, shape.window)
             rows = q[row : row + n]
             part = backend.prefill_attention(
                 rows, cache, shape.scale, shape.window, soft_cap=cap, sinks=sinks

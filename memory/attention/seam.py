@@ -72,8 +72,10 @@ def layers_in(layers: Sequence[AttentionLayer], numbers: Sequence[int]) -> list[
 class AttentionStep:
     """The K/V side of one step. Sequences are in the order of their rows, decode rows first.
 
-    num_decodes: the number of leading sequences with one row each. starts: where each sequence's
-    range begins, in tokens. num_rows: each sequence's rows. kv_lens: its keys after this step.
+    num_decodes: the number of leading sequences whose rows are decoded: the result of each is to
+    the last bit that of a step with this row alone. Most have one row. starts: where each
+    sequence's range begins, in tokens. num_rows: each sequence's rows. kv_lens: its keys after this
+    step.
     """
 
     num_decodes: int

@@ -59,6 +59,10 @@ class TokenHistory:
         self.follow(token_ids)
         return torch.from_numpy(self._buffer[: self._length])
 
+    def forget_after(self, num_tokens: int) -> None:
+        """Forgets tokens that the list does not begin with any more."""
+        self._length = min(self._length, num_tokens)
+
     def follow(self, token_ids: Sequence[int]) -> int:
         """Copies the new tokens to the array at `address`; returns the number of tokens."""
         length = len(token_ids)
@@ -116,6 +120,11 @@ class SamplingInputs:
         top_k = min(max(top_k, 0), _MAX_INT32)
         self._numbers = (temperature, min_p, repetition, presence, frequency, top_k, logged)
         self._num_prompt = num_prompt
+
+    def forget_after(self, num_tokens: int) -> None:
+        """Forgets tokens after the first num_tokens, which were packed but are not the text's."""
+        if self.history is not None:
+            self.history.forget_after(num_tokens)
 
     def pack(
         self, to: bytearray, row: int, token_ids: Sequence[int], is_held: bool, mask: int = 0

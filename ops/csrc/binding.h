@@ -52,4 +52,7 @@ void bind_storage(nanobind::module_& m);
 // Binds LatentAttention; defined in latent.cpp.
 void bind_latent(nanobind::module_& m);
 
+// Binds SuffixIndex and SuffixCursor; defined in suffix_index.cpp.
+void bind_suffix_index(nanobind::module_& m);
+
 }  // namespace ms

@@ -39,8 +39,9 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class StepRecord:
-    """The results of a step: tokens[i] and logprobs[i] belong to sequences[i]. finished: the
-    sequences that ended, with or without a token. error: the error that ended them, if any."""
+    """The results of a step: tokens[i] and logprobs[i] belong to sequences[i], which is there once
+    for each of its tokens. finished: the sequences that ended, with or without a token. error: the
+    error that ended them, if any."""
 
     sequences: list[Sequence]
     tokens: list[int]
@@ -192,14 +193,14 @@ class OutputProcessor:
         """Pushes the record's deltas, then wakes the consumers. It never raises: an error in a
         detokenizer or in a sink ends only the sequence it belongs to."""
         sinks: dict[int, Sink] = {}
-        ended = set(map(id, record.finished)) if record.finished else ()
+        last = _last_places(record) if record.finished else {}
         logprobs = record.logprobs
         now_s, last_step_s = record.now_s, self._last_step_s
         num_consecutive = 0  # sequences whose previous token came with the previous step
         for i, sequence in enumerate(record.sequences):
             state = sequence.output
             assert isinstance(state, OutputState)
-            if state.is_done or (ended and id(sequence) in ended):
+            if state.is_done or (last and last.get(id(sequence)) == i):
                 continue
             if state.last_token_s == last_step_s:
                 num_consecutive += 1
@@ -220,15 +221,17 @@ class OutputProcessor:
         if record.sequences:
             self._last_step_s = now_s
         if record.finished:
-            self._finish_all(record, sinks)
+            self._finish_all(record, last, sinks)
         for sink in sinks.values():
             try:
                 sink.wake()
             except Exception:
                 logger.exception("a consumer cannot be woken")
 
-    def _finish_all(self, record: StepRecord, sinks: dict[int, Sink]) -> None:
-        last = {id(s): i for i, s in enumerate(record.sequences)}
+    def _finish_all(
+        self, record: StepRecord, last: dict[int, int], sinks: dict[int, Sink]
+    ) -> None:
+        """last: the places of the last tokens of sequences that have some."""
         now_s = record.now_s
         for sequence in record.finished:
             state = sequence.output
@@ -311,3 +314,9 @@ class OutputProcessor:
     def _note_end(sequence: Sequence, times: RequestTimes, now_s: float) -> None:
         times.finished_s = now_s
         times.num_preemptions += sequence.num_preemptions
+
+
+def _last_places(record: StepRecord) -> dict[int, int]:
+    """Returns where the last token of each ended sequence is; most end with a token."""
+    ended = set(map(id, record.finished))
+    return {id(s): i for i, s in enumerate(record.sequences) if id(s) in ended}

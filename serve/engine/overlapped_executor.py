@@ -145,7 +145,7 @@ class OverlappedExecutor(StepExecutor):
         if is_pipeline and result.late:
             plan = take_back_late(self._scheduler, plan, result.late)
         plan, result = _without_ended(plan, result)
-        self._deliver(plan, result, self._scheduler.update(plan, result.tokens), now_s)
+        self._apply(plan, result, now_s)
         return True
 
     def _wait(self, launched: LaunchedStep) -> StepResult:

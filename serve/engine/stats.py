@@ -101,22 +101,28 @@ class EngineStats:
 @dataclass(slots=True)
 class StepCounters:
     """Counts completed steps and their rows. num_mixed_steps: steps with prefill and decode rows.
+    num_draft_tokens, num_accepted_tokens: the drafts' tokens in steps, and those that agreed.
     last_s: the end of the last step. seconds: times of steps that did not fail."""
 
     num_steps: int = 0
     num_mixed_steps: int = 0
     num_prefill_rows: int = 0
     num_decode_rows: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     last_s: float | None = None
     rows: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     seconds: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
 
-    def add(self, plan: StepPlan, now_s: float) -> None:
-        num_prefill_rows = plan.num_total_rows - plan.num_decodes
+    def add(self, plan: StepPlan, now_s: float, num_accepted: int = 0) -> None:
+        num_prefill_rows = plan.num_prompt_rows
         self.num_steps += 1
         self.num_mixed_steps += bool(plan.num_decodes and num_prefill_rows)
         self.num_decode_rows += plan.num_decodes
         self.num_prefill_rows += num_prefill_rows
+        if plan.num_drafted:
+            self.num_draft_tokens += plan.num_drafted
+            self.num_accepted_tokens += num_accepted
         self.rows.observe(plan.num_total_rows)
         self.last_s = now_s
 

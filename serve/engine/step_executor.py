@@ -99,7 +99,16 @@ class StepExecutor:
         now_s = self._record_time(plan, began_s)
         if result.late:
             plan = plan.without_late(result.late)
-        self._deliver(plan, result, self._scheduler.update(plan, result.tokens), now_s)
+        self._apply(plan, result, now_s)
+
+    def _apply(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
+        """Updates the scheduler with a step's tokens, and delivers them."""
+        if result.counts is None:
+            self._deliver(plan, result, self._scheduler.update(plan, result.tokens), now_s)
+            return
+        counts = [*result.counts]
+        finished = self._scheduler.update(plan, result.tokens, counts)
+        self._deliver(plan, result.cut_to(counts), finished, now_s)
 
     def _record_time(
         self, plan: StepPlan, began_s: float | None, made_s: float | None = None
@@ -122,7 +131,8 @@ class StepExecutor:
         self, plan: StepPlan, result: StepResult, finished: list[Sequence], now_s: float
     ) -> None:
         """Counts a step and gives its tokens and the ended sequences to pool 3."""
-        self.counts.add(plan, now_s)
+        num_accepted = sum(result.counts) - len(result.counts) if result.counts else 0
+        self.counts.add(plan, now_s, num_accepted)
         for part in result.prompts:
             part.take()
         if result.sampled or finished:

@@ -103,7 +103,8 @@ class TensorRunner:
         self._group.own.settle()
         if logits is None:
             return StepResult([], [], None, prompts)
-        return self._sample(logits, sampled, prompts, late_masks())
+        num_drafted = step.plan.num_drafted
+        return self._sample(logits, sampled, prompts, late_masks(), num_drafted=num_drafted)
 
     def _flush(self) -> None:
         """Sends the recorded edits, unless they have to come after those of a step in flight."""

@@ -17,7 +17,8 @@ class Batch:
     """The rows of one step. input_ids, positions: [T] int64, packed by sequence, decode rows first.
 
     sampled has the sequences that get a token, in row order, and sample_rows ([len(sampled)]
-    int64) their last rows. attention is the K/V side of the step.
+    int64) their last rows; a sequence with a draft is there once for each of its rows. attention is
+    the K/V side of the step.
     """
 
     input_ids: Tensor
@@ -35,12 +36,20 @@ def make_batch(plan: StepPlan) -> Batch:
     kv_lens: list[int] = []
     sampled: list[Sequence] = []
     sample_rows: list[int] = []
-    for sequence, rows, samples in zip(plan.sequences, plan.num_rows, plan.samples, strict=True):
+    num_decodes = plan.num_decodes if plan.num_drafted else 0
+    planned = zip(plan.sequences, plan.num_rows, plan.samples, strict=True)
+    for index, (sequence, rows, samples) in enumerate(planned):
         first = sequence.num_computed_tokens
         end = first + rows
         if rows == 1:
             input_ids.append(sequence.token_ids[first])
             positions.append(first)
+        elif index < num_decodes:
+            sample_rows.extend(range(len(input_ids), len(input_ids) + rows - 1))
+            sampled.extend([sequence] * (rows - 1))
+            input_ids.append(sequence.token_ids[first])
+            input_ids.extend(sequence.draft_ids)
+            positions.extend(range(first, end))
         else:
             input_ids.extend(sequence.token_ids[first:end])
             positions.extend(range(first, end))

@@ -22,10 +22,21 @@ NO_SEQUENCES: frozenset[Sequence] = frozenset()
 _MAX_THREADS = 4
 
 
+def _masked(plan: StepPlan) -> list[Sequence]:
+    """Returns the sequences that are sampled with a mask, or whose drafts are."""
+    pairs = zip(plan.sequences, plan.samples, strict=True)
+    masked = [s for s, samples in pairs if s.mask is not None and samples]
+    return [s for s in masked if s.next_mask or (s.draft_ids and _is_draft_masked(s))]
+
+
+def _is_draft_masked(sequence: Sequence) -> bool:
+    assert sequence.mask is not None
+    return sequence.mask.is_needed(len(sequence.token_ids) + len(sequence.draft_ids))
+
+
 def has_masks(plan: StepPlan) -> bool:
     """Returns whether the plan samples a sequence with a mask."""
-    pairs = zip(plan.sequences, plan.samples, strict=True)
-    return any(s.mask is not None and samples and s.next_mask for s, samples in pairs)
+    return bool(_masked(plan))
 
 
 class _Stage(Enum):
@@ -37,10 +48,11 @@ class _Stage(Enum):
 class _Job:
     """A sequence's next mask. The sequence gets no token until the mask has been used."""
 
-    __slots__ = ("num_late", "sequence", "stage")
+    __slots__ = ("draft", "num_late", "sequence", "stage")
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
+        self.draft = sequence.draft_ids
         self.stage = _Stage.QUEUED
         self.num_late = 0
 
@@ -51,9 +63,12 @@ class _Job:
         return self.sequence.mask.cost_s / (1 + self.num_late)
 
     def fill(self) -> None:
-        assert self.sequence.mask is not None
+        sequence, mask = self.sequence, self.sequence.mask
+        assert mask is not None
         try:
-            self.sequence.mask.fill(self.sequence.token_ids)
+            mask.fill(sequence.token_ids)
+            if self.draft:
+                mask.fill_draft(sequence.token_ids, self.draft)
         finally:
             self.stage = _Stage.FILLED
 
@@ -103,8 +118,7 @@ class MaskFiller:
 
     def begin(self, plan: StepPlan) -> FillingMasks:
         """Starts the masks of the plan's sampled sequences. Their tokens must be on the host."""
-        pairs = zip(plan.sequences, plan.samples, strict=True)
-        masked = [s for s, samples in pairs if s.mask is not None and samples and s.next_mask]
+        masked = _masked(plan)
         if not masked:
             return _NO_MASKS
         if self._pool is None:

@@ -18,6 +18,7 @@ from memory.pages.kv_range import Range
 from serve.models import StepModel, run_interleaved
 from serve.request import TokenLogprobs
 from serve.runner.batch import make_batch
+from serve.runner.draft_rows import kept_rows, sampler_rows
 from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller
 from serve.runner.prompt_reader import PromptReader, prompt_row_requests
 from serve.runner.sampler import sample
@@ -47,26 +48,47 @@ class ForwardResult(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The result of a step. tokens[i] belongs to sampled[i], in the plan's order. prompts has the
-    results of prompt rows, and late the sequences that get no token because their mask was not
-    ready."""
+    """The result of a step. tokens[i] belongs to sampled[i], in the plan's order; a sequence is
+    there once for each of its tokens. prompts has the results of prompt rows, and late the
+    sequences that get no token because their mask was not ready. counts has the number of tokens of
+    each sequence; None: one each."""
 
     sampled: list[Sequence]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None
     prompts: abc.Sequence[PromptPart] = ()
     late: frozenset[Sequence] = NO_SEQUENCES
+    counts: list[int] | None = None
 
     def without(self, removed: abc.Collection[Sequence]) -> StepResult:
         """Returns the result without the tokens of `removed`. Prompt results stay, because several
         outputs may share them."""
         kept = [i for i, sequence in enumerate(self.sampled) if sequence not in removed]
+        counts, at = self.counts, 0
+        if counts is not None:
+            firsts = [at := at + n for n in [0, *counts[:-1]]]
+            pairs = zip(counts, firsts, strict=True)
+            counts = [n for n, first in pairs if self.sampled[first] not in removed]
+        return self.of_rows(kept)._replace(counts=counts)
+
+    def of_rows(self, rows: list[int]) -> StepResult:
+        """Returns the result with these tokens only."""
         logprobs = self.logprobs
         return self._replace(
-            sampled=[self.sampled[i] for i in kept],
-            tokens=[self.tokens[i] for i in kept],
-            logprobs=None if logprobs is None else [logprobs[i] for i in kept],
+            sampled=[self.sampled[i] for i in rows],
+            tokens=[self.tokens[i] for i in rows],
+            logprobs=None if logprobs is None else [logprobs[i] for i in rows],
         )
+
+    def cut_to(self, counts: list[int]) -> StepResult:
+        """Returns the result with the first counts[j] tokens of the j-th sequence."""
+        assert self.counts is not None
+        rows: list[int] = []
+        first = 0
+        for count, most in zip(counts, self.counts, strict=True):
+            rows.extend(range(first, first + count))
+            first += most
+        return self.of_rows(rows)._replace(counts=counts)
 
 
 def sampled_result(
@@ -74,15 +96,22 @@ def sampled_result(
     sampled: list[Sequence],
     prompts: abc.Sequence[PromptPart],
     late: frozenset[Sequence],
+    *,
+    num_drafted: int = 0,
 ) -> StepResult:
-    """Samples the tokens of a step; logits: [len(sampled), vocab]. Late sequences get none."""
+    """Samples the tokens of a step; logits: [len(sampled), vocab]. Late sequences get none.
+    num_drafted: the draft tokens in the step, whose sequences repeat in `sampled`."""
     if late:
         kept = [i for i, sequence in enumerate(sampled) if sequence not in late]
         if not kept:
             return StepResult([], [], None, prompts, late)
         sampled, logits = [sampled[i] for i in kept], logits[kept]
-    result = sample(logits, sampled)
-    return StepResult(sampled, result.token_ids, result.logprobs, prompts, late)
+    rows = sampler_rows(sampled) if num_drafted else sampled
+    result = StepResult(sampled, *sample(logits, rows), prompts, late)
+    if not num_drafted:
+        return result
+    kept = kept_rows(sampled, result.tokens)
+    return result.of_rows(kept.rows)._replace(counts=kept.counts)
 
 
 def upcoming_tokens(plan: StepPlan) -> list[tuple[Range, int]]:
@@ -223,13 +252,13 @@ class ModelRunner:
             logits = self._model.logits(hidden if sample_rows is None else hidden[sample_rows])
         finally:
             late = masks.wait()  # a failed step is computed again, with its masks
-        return sampled_result(logits, sampled, prompts, late)
+        return sampled_result(logits, sampled, prompts, late, num_drafted=plan.num_drafted)
 
     def _timed(
         self, microbatches: MicrobatchPolicy, plan: StepPlan, launched: abc.Callable[[], None]
     ) -> ForwardResult:
         """Computes the step in the mode that the policy chooses, and reports its time."""
-        work = plan.num_decodes, plan.num_total_rows - plan.num_decodes
+        work = plan.num_decodes, plan.num_prompt_rows
         is_split = microbatches.splits(*work)
         started_s = self._clock()
         result = (self._microbatched if is_split else self._whole)(plan, launched)
@@ -265,8 +294,14 @@ class ModelRunner:
             rows_at[index] = row
             row += plan.num_rows[index]
         sampled = [index for index, samples in enumerate(plan.samples) if samples]
-        last_rows = [rows_at[index] + plan.num_rows[index] - 1 for index in sampled]
-        return ForwardResult(hidden, [plan.sequences[i] for i in sampled], last_rows, rows_at)
+        sample_rows: list[int] = []
+        sequences: list[Sequence] = []
+        for index in sampled:
+            end = rows_at[index] + plan.num_rows[index]
+            first = rows_at[index] if index < plan.num_decodes else end - 1
+            sample_rows.extend(range(first, end))
+            sequences.extend([plan.sequences[index]] * (end - first))
+        return ForwardResult(hidden, sequences, sample_rows, rows_at)
 
     def close(self) -> None:
         self._masks.close()

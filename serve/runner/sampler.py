@@ -47,11 +47,12 @@ def sample(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Sampled:
     if all(each.is_plain for each in inputs) and not any(forbids_stop) and not any(masks):
         return Sampled(sampling.argmax(logits), None)
     packed = sampling.packed_rows(len(inputs))
-    for i, (each, sequence, mask) in enumerate(zip(inputs, sequences, masks, strict=True)):
+    for i in reversed(range(len(inputs))):  # of the rows of one sequence the longest comes first
+        token_ids, mask = sequences[i].token_ids, masks[i]
         if mask is None:
-            each.pack(packed, i, sequence.token_ids, bool(forbids_stop[i]))
+            inputs[i].pack(packed, i, token_ids, bool(forbids_stop[i]))
         else:  # the mask excludes the forbidden stop tokens itself
-            each.pack(packed, i, sequence.token_ids, False, mask.address)
+            inputs[i].pack(packed, i, token_ids, False, mask.address)
     sampled = sampling.sample(logits, packed)
     logprobs = _logprobs_of(inputs, sampled) if any(each.has_logprobs for each in inputs) else None
     return Sampled(sampled["token"].tolist(), logprobs)

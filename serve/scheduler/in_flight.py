@@ -58,7 +58,7 @@ def roll_back(scheduler: Scheduler, plan: StepPlan) -> None:
         if sequence.status is SequenceStatus.RUNNING:
             sequence.num_computed_tokens = plan.contexts[index]
         if plan.samples[index]:
-            scheduler.truncate(sequence, plan.contexts[index] + plan.num_rows[index])
+            scheduler.truncate(sequence, plan.num_known(index))
     plan.contexts = None
 
 
@@ -69,11 +69,12 @@ def take_back_late(scheduler: Scheduler, plan: StepPlan, late: Collection[Sequen
     for index in plan.unfinished():
         sequence = plan.sequences[index]
         if sequence in late:
-            sequence.rows_in_flight -= 1
+            num_rows = plan.num_rows[index] if index < plan.num_decodes else 1
+            sequence.rows_in_flight -= num_rows
             sequence.recheck_at = 0
             if sequence.status is SequenceStatus.RUNNING:
-                sequence.num_computed_tokens -= 1
-            scheduler.truncate(sequence, plan.contexts[index] + plan.num_rows[index])
+                sequence.num_computed_tokens -= num_rows
+            scheduler.truncate(sequence, plan.num_known(index))
     return plan.without_late(late)
 
 

@@ -31,6 +31,7 @@ from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, fi
 from serve.scheduler.starved_prompts import StarvedPrompts
 from serve.scheduler.steady_decode import decode_rows, streams_beside
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan, make_plan
+from serve.scheduler.step_results import Drafting, apply_tokens
 from serve.scheduler.step_time import StepWork
 from serve.scheduler.waiting_queue import WaitingQueue
 
@@ -73,6 +74,7 @@ class Scheduler:
         self.launched: deque[StepPlan] = deque()  # the steps in flight, the oldest first
         self.num_stages = 1
         self._refusals = Refusals()
+        self.drafting: Drafting | None = None  # None: steps have no drafts
 
     def use_pipeline(self, num_stages: int) -> None:
         """Plans for a pipeline of so many stages, which samples in the last one."""
@@ -117,8 +119,12 @@ class Scheduler:
         self._is_short = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
-        has_preempted = self.num_preemptions > num_preemptions
-        return make_plan(decodes, chunks, 0 if has_preempted else num_certain)
+        if self.num_preemptions > num_preemptions:
+            num_certain = 0
+        plan = make_plan(decodes, chunks, num_certain)
+        if self.drafting is not None and plan is not None:
+            self.drafting.extend(plan, num_certain, rows - plan.num_total_rows)
+        return plan
 
     def _num_ready(self) -> int:
         """Returns the waiting sequences that lack nothing but rows."""
@@ -314,40 +320,30 @@ class Scheduler:
         """Learns, before update(), from a step that took `seconds`, or those of stage_seconds()."""
         self.chunks.observe(plan, seconds, self.num_steps, work)
 
-    def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
+    def update(
+        self, plan: StepPlan, tokens: list[int], counts: list[int] | None = None
+    ) -> list[Sequence]:
         """Applies a step's result and returns the sequences that ended; their pages are free.
-        tokens[j] belongs to the j-th sampled sequence. The plan holds no finished sequence. If it
-        was launched (in_flight.py), it is the oldest in flight, and its rows are counted."""
+        tokens[j] belongs to the j-th sampled sequence, or counts[j] tokens in their order, of which
+        fewer are left in counts[j] if the sequence ends before the last. The plan holds no finished
+        sequence. If it was launched (in_flight.py), it is the oldest in flight, and its rows are
+        counted."""
         finished: list[Sequence] = []
-        next_token = iter(tokens)
-        contexts, num_usual = plan.contexts, plan.num_decodes
-        if contexts is not None:
-            self.launched.popleft()
-        # A one-row sequence may be an unfinished or a prompt-only prompt.
-        if contexts is not None or not all(plan.samples[:num_usual]):
-            num_usual = 0
-        for sequence, token in zip(plan.sequences[:num_usual], next_token, strict=False):
-            sequence.num_computed_tokens = end = sequence.num_computed_tokens + 1
-            sequence.token_ids.append(token)
-            is_due = end >= sequence.recheck_at or token in sequence.stop_ids
-            if is_due or sequence.mask is not None:
-                self._apply_token(sequence, end, token, finished)
-        for index in range(num_usual, len(plan.sequences)):
-            sequence, rows = plan.sequences[index], plan.num_rows[index]
-            token = next(next_token) if plan.samples[index] else PENDING_TOKEN
-            if contexts is None:
-                sequence.num_computed_tokens = end = sequence.num_computed_tokens + rows
-            else:
-                sequence.rows_in_flight -= rows
-                end = contexts[index] + rows
-            if token != PENDING_TOKEN:
-                sequence.token_ids[end : end + 1] = [token]  # appends, or replaces PENDING_TOKEN
-            self._apply_token(sequence, end, token, finished)
+        is_usual = counts is None and plan.contexts is None and all(plan.samples)
+        if not is_usual or plan.num_decodes < len(plan.sequences):
+            apply_tokens(self, plan, tokens, counts, finished)
+        else:
+            for sequence, token in zip(plan.sequences, tokens, strict=True):
+                sequence.num_computed_tokens = end = sequence.num_computed_tokens + 1
+                sequence.token_ids.append(token)
+                is_due = end >= sequence.recheck_at or token in sequence.stop_ids
+                if is_due or sequence.mask is not None:
+                    self.apply_token(sequence, end, token, finished)
         if finished:
             self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING]
         return finished
 
-    def _apply_token(self, sequence: Sequence, end: int, token: int, ended: list[Sequence]) -> None:
+    def apply_token(self, sequence: Sequence, end: int, token: int, ended: list[Sequence]) -> None:
         """Caches complete pages of the first `end` tokens, and finishes a sequence that ends with
         `token`, which is PENDING_TOKEN if none was sampled."""
         if end >= sequence.next_cacheable_at:
@@ -397,3 +393,5 @@ class Scheduler:
             self.policy.stopped(sequence)
         self.policy.ended(sequence)
         self.waiting.ended(sequence)
+        if self.drafting is not None:
+            self.drafting.ended(sequence)

@@ -56,6 +56,8 @@ class Sequence:
     recheck_at: int = 0
     rows_in_flight: int = 0  # always 0 where steps are not overlapped
     last_step: int = 0  # the number of the last step that had rows of it, in a pipeline
+    # The tokens that its newest plan computes behind its last one, in case they are sampled.
+    draft_ids: list[int] = field(default_factory=list)
     kv_range: Range | None = None
     page_keys: list[bytes] = field(default_factory=list)  # of its pages in the prefix cache
     next_cacheable_at: int = 0  # computed tokens at which its next page is complete
@@ -68,6 +70,7 @@ class Sequence:
     stop_token: int | None = None
     output: object = None  # state of the output thread; opaque here
     history: object = None  # state of the sampler; opaque here
+    drafting: object = None  # state of what proposes its draft_ids; opaque here
     prompt_outputs: PromptOutputs | None = None  # computed from the prompt's own rows
     mask: SequenceMask | None = None  # the allowed next tokens; None: all
     error: str | None = None  # with finish_reason ERROR, if the sequence itself is the cause

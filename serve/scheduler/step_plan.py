@@ -14,10 +14,12 @@ from serve.scheduler.sequence import Sequence, SequenceStatus
 class StepPlan:
     """The rows of one step.
 
-    sequences: in row order, those with one row first. num_rows[i]: the rows of sequences[i].
-    num_decodes: the number of sequences with one row. samples[i]: whether a token is sampled from
-    the last row of sequences[i]: the step computes its last known token, and it is not a prompt
-    without an answer. contexts[i]: the computed tokens before the step; None until its launch.
+    sequences: in row order, those that decode first. num_rows[i]: the rows of sequences[i].
+    num_decodes: the number of sequences that decode: each has a row, and one more for each of its
+    draft_ids, of which there are num_drafted in all. samples[i]: whether a token is sampled from
+    the last row of sequences[i], or from all of them if it decodes: the step computes its last
+    known token, and it is not a prompt without an answer. contexts[i]: the computed tokens before
+    the step; None until its launch.
     """
 
     sequences: list[Sequence]
@@ -26,18 +28,31 @@ class StepPlan:
     samples: list[bool]
     num_total_rows: int
     contexts: list[int] | None = None
+    num_drafted: int = 0
+
+    @property
+    def num_prompt_rows(self) -> int:
+        return self.num_total_rows - self.num_decodes - self.num_drafted
+
+    def num_known(self, index: int) -> int:
+        """Returns the tokens of sequences[index] that a launched plan has computed, without those
+        of its draft."""
+        assert self.contexts is not None
+        return self.contexts[index] + (1 if index < self.num_decodes else self.num_rows[index])
 
     def subset(self, indices: Iterable[int]) -> StepPlan:
         """Returns a plan of sequences[i] for each i of `indices`, which rise."""
         indices = list(indices)
         num_rows = [self.num_rows[i] for i in indices]
+        num_decodes = sum(i < self.num_decodes for i in indices)
         return StepPlan(
             sequences=[self.sequences[i] for i in indices],
             num_rows=num_rows,
-            num_decodes=sum(i < self.num_decodes for i in indices),
+            num_decodes=num_decodes,
             samples=[self.samples[i] for i in indices],
             num_total_rows=sum(num_rows),
             contexts=None if self.contexts is None else [self.contexts[i] for i in indices],
+            num_drafted=sum(num_rows[:num_decodes]) - num_decodes,
         )
 
     def without_late(self, late: Collection[Sequence]) -> StepPlan:

@@ -42,7 +42,7 @@ _FIRST_MARGIN = 0.2
 class StepWork:
     """The amount of work in a step.
 
-    num_decodes counts the sequences with one row, num_context the tokens before those rows,
+    num_decodes counts the decode rows, those of drafts included, num_context the tokens before those rows,
     num_rows all rows, num_pairs the pairs of a prompt row and a token before it, and num_chunks
     the sequences with prompt rows. samples says whether any token is sampled.
     """
@@ -61,7 +61,8 @@ class StepWork:
         contexts = plan.contexts
         if contexts is None:
             contexts = [s.num_computed_tokens for s in plan.sequences]
-        work = cls(num_decodes, sum(contexts[:num_decodes]), num_decodes)
+        rows = num_decodes + plan.num_drafted
+        work = cls(rows, sum(contexts[:num_decodes]), rows)
         for context, rows in zip(contexts[num_decodes:], plan.num_rows[num_decodes:], strict=True):
             work.add(rows, context)
         work.samples = any(plan.samples)

@@ -227,6 +227,7 @@ class SequenceMask:
         self._buffer = np.zeros(num_words(vocab_size + 1), dtype=np.uint32)
         self.bits = self._buffer[: num_words(vocab_size)]
         self.address = self.bits.ctypes.data
+        self.draft_bits: list[Bits] = []  # of the rows of the draft, as far as they can matter
 
     def fill(self, token_ids: Sequence[int]) -> None:
         """Fills the mask of the token after these, prompt included. Sets `error`, never raises."""
@@ -237,6 +238,23 @@ class SequenceMask:
             self._budget.add_mask(self.cost_s)
         if self.error is not None:
             self.bits[:] = self._whole  # the next token is never delivered
+
+    def fill_draft(self, token_ids: Sequence[int], draft: Sequence[int]) -> None:
+        """Fills the masks of the tokens after each further token of a draft, once fill() has
+        returned. It ends where the mask forbids the draft or cannot be made."""
+        self.draft_bits = []
+        first, tokens = self.bits.copy(), list(token_ids)
+        for token in draft:
+            if self.error is not None or not self._has(token):
+                break
+            tokens.append(token)
+            self.fill(tokens)
+            if self.error is None:
+                self.draft_bits.append(self.bits.copy())
+            else:
+                self.error = None  # it is the draft's, not the sequence's
+                break
+        self.bits[:] = first
 
     def is_needed(self, num_tokens: int) -> bool:
         """Returns whether the mask of the token after this many may forbid any. What it returns

@@ -21,6 +21,7 @@ from serve.histogram import Histogram
 from serve.http.edge.counters import LAG_POLL_S, MAX_REASONS, HttpCounters
 from serve.request import FinishReason, Request
 from serve.scheduler.sequence import Sequence, make_sequences
+from serve.scheduler.step_plan import StepPlan
 
 
 def test_a_value_counts_in_the_first_bucket_that_holds_it() -> None:
@@ -172,7 +173,7 @@ def test_counting_takes_less_than_a_hundredth_of_a_step() -> None:
 def _cost_s(num_sequences: int, repeats: int = 200) -> float:
     """Returns the seconds to count a step in which every sequence gets a token."""
     counts, counters = StepCounters(), RequestCounters()
-    plan: Any = SimpleNamespace(num_decodes=num_sequences, num_total_rows=num_sequences)
+    plan = StepPlan([], [], num_sequences, [], num_sequences)
     states = [SimpleNamespace(last_token_s=0.5, num_output=0) for _ in range(num_sequences)]
     began = time.perf_counter()
     for _ in range(repeats):

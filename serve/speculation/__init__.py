@@ -1,0 +1,1 @@
+"""Speculative decoding: what proposes tokens, and how many of them a step computes."""

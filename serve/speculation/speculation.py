@@ -1,0 +1,155 @@
+"""Decides in each step which sequences get drafts, and how long they are.
+
+A step of n decode rows takes T(n) seconds by the step-time model and yields, without drafts, a
+token for each sequence. A draft's j-th token adds a row, and a token with the probability p^j,
+where p is the learned rate of agreement. Rows are added in the order of this probability, as long
+as the step's tokens per second grow by it: p^j / (T(n + 1) - T(n)) must exceed the present tokens
+over T(n), with a margin for what the model does not know. (The same aim as the goodput of Liu et
+al., TurboSpec, arXiv 2406.14066.) So one sequence is drafted far ahead, and many sequences, whose
+rows are dear, hardly or not at all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from memory.kv_memory import KVMemory
+from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_plan import StepPlan
+from serve.scheduler.step_time import StepTimeModel, StepWork
+from serve.speculation.acceptance import Acceptance, Trials
+from serve.speculation.drafter import Draft, Drafter
+
+MOST_DRAFT_TOKENS = 15
+"""Grammars follow a sequence as long as no more of its last tokens change."""
+
+_MARGIN = 1.1
+# As long as nothing is known of a step's time, so many rows are taken to cost nothing.
+_FREE_ROWS = 8
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """What is kept with a sequence. kind: of its last draft."""
+
+    trials: Trials = field(default_factory=Trials)
+    kind: int = 0
+
+
+class Speculation:
+    """Implements Drafting (serve/scheduler/step_results.py) with one drafter."""
+
+    def __init__(
+        self, drafter: Drafter, model: StepTimeModel, kv: KVMemory, most_tokens: int
+    ) -> None:
+        """most_tokens: of one draft."""
+        self.drafter = drafter
+        self._model = model
+        self._kv = kv
+        self._most = min(most_tokens, MOST_DRAFT_TOKENS)
+        self._acceptance = Acceptance(drafter.first_guesses)
+        self._num_decodes = 0
+
+    def extend(self, plan: StepPlan, num_certain: int, num_rows: int) -> None:
+        sequences = plan.sequences[:num_certain]
+        self._num_decodes = num_certain
+        for sequence in sequences:
+            if sequence.draft_ids:
+                sequence.draft_ids = []
+        if not sequences or plan.num_prompt_rows:
+            return
+        drafts = self.drafter.propose(sequences, self._most)
+        offers = [
+            (i, draft)
+            for i, draft in enumerate(drafts)
+            if draft is not None and self._cut(sequences[i], draft)
+        ]
+        if not offers:
+            return
+        lengths = self._lengths(plan, sequences, offers, num_rows)
+        for (i, draft), length in zip(offers, lengths, strict=True):
+            sequence = sequences[i]
+            if not (length and self._has_room(sequence, length)):
+                continue
+            state = _state_of(sequence)
+            state.kind = draft.kind
+            sequence.draft_ids = draft.token_ids[:length]
+            plan.num_rows[i] += length
+            plan.num_total_rows += length
+            plan.num_drafted += length
+
+    def _cut(self, sequence: Sequence, draft: Draft) -> bool:
+        """Cuts a draft before the sequence's last possible token; returns whether any is left."""
+        if sequence.mask is not None and sequence.mask.job is not None:
+            return False  # its mask is late, and was begun without a draft
+        del draft.token_ids[max(0, sequence.max_tokens_total - len(sequence.token_ids) - 1) :]
+        return bool(draft.token_ids)
+
+    def _has_room(self, sequence: Sequence, length: int) -> bool:
+        """Returns whether there are pages for a draft; those that others need are not taken."""
+        target = sequence.kv_range
+        assert target is not None
+        need = len(sequence.token_ids) + length
+        if need <= target.capacity:
+            return True
+        is_plentiful = self._kv.num_available > self._num_decodes + 1
+        return is_plentiful and self._kv.grow(target, need, sequence.num_computed_tokens)
+
+    def _lengths(
+        self,
+        plan: StepPlan,
+        sequences: list[Sequence],
+        offers: list[tuple[int, Draft]],
+        num_rows: int,
+    ) -> list[int]:
+        """Returns how many tokens of each offer are worth their rows."""
+        states = [_state_of(sequences[i]) for i, _ in offers]
+        acceptance = self._acceptance
+        rates = [
+            acceptance.rate(draft.kind, state.trials)
+            for (_, draft), state in zip(offers, states, strict=True)
+        ]
+        context = sum([s.num_computed_tokens for s in sequences])
+        rows = plan.num_total_rows
+        tokens, seconds = float(rows), self._seconds(rows, context)
+        queue = [(-rate, n) for n, rate in enumerate(rates)]
+        heapq.heapify(queue)
+        lengths = [0] * len(offers)
+        while queue and num_rows > 0:
+            negative, n = queue[0]
+            after_s = self._seconds(rows + 1, context)
+            if -negative * seconds < _MARGIN * tokens * (after_s - seconds):
+                break
+            rows, num_rows, seconds = rows + 1, num_rows - 1, after_s
+            tokens -= negative
+            lengths[n] += 1
+            if lengths[n] < len(offers[n][1].token_ids):
+                heapq.heapreplace(queue, (negative * rates[n], n))
+            else:
+                heapq.heappop(queue)
+        idle = [state.trials for state, length in zip(states, lengths, strict=True) if not length]
+        if idle:
+            acceptance.rest(idle)
+        return lengths
+
+    def _seconds(self, rows: int, context: int) -> float:
+        seconds = self._model.predict(StepWork(rows, context, rows, samples=True))
+        return seconds or 1.0 + max(0, rows - _FREE_ROWS)
+
+    def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        state = _state_of(sequence)
+        self._acceptance.learn(state.kind, state.trials, num_drafted, num_accepted)
+
+    def ended(self, sequence: Sequence) -> None:
+        self.drafter.ended(sequence)
+        sequence.drafting = None
+        sequence.draft_ids = []
+
+
+def _state_of(sequence: Sequence) -> _Drafting:
+    state = sequence.drafting
+    if state is None:
+        state = sequence.drafting = _Drafting()
+    assert isinstance(state, _Drafting)
+    return state
