@@ -21,11 +21,13 @@ from serve.node_addresses import (
 )
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from serve.setting_checks import (
+    check_choices,
     check_counts,
     check_folder,
     check_folders,
     check_predictor,
     check_reasoning,
+    check_texts,
     check_times,
 )
 
@@ -34,6 +36,7 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 PARTITIONS = ("auto", "head", "request", "sequence")  # as memory.nodes.placement, which has torch
 MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.scheduler.admission
 QUEUE_POLICIES = ("fcfs", "priority", "mlfq", "fair")  # as in serve.scheduler
+SPECULATIONS = ("lookup", "off")
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
 GROUP_EXCHANGES = ("auto", "host", "connections")
@@ -42,6 +45,23 @@ MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (16, 32, 64, 128)  # as the kernels have them; their module is slow to import
 DEFAULT_MODEL = "default"
 _DEFAULT_BATCHED_TOKENS = 256
+_CHOICES = {
+    "load_format": LOAD_FORMATS,
+    "dtype": DTYPES,
+    "weight_group": WEIGHT_GROUPS,
+    "kv_dtype": KV_DTYPES,
+    "kv_group": KV_GROUPS,
+    "memory_policy": MEMORY_POLICIES,
+    "order": QUEUE_POLICIES,
+    "speculation": SPECULATIONS,
+    "memory_partition": PARTITIONS,
+    "memory_node_encryption": NODE_ENCRYPTIONS,
+    "memory_prefill": MEMORY_PREFILLS,
+    "memory_wire": MEMORY_WIRES,
+    "group_exchange": GROUP_EXCHANGES,
+    "tool_parser": TOOL_PARSERS,
+    "reasoning_parser": REASONING_PARSERS,
+}
 REASONING_BUDGET_MESSAGE = "I have to stop thinking here and answer with what I have so far."
 
 
@@ -78,6 +98,8 @@ class EngineSettings(TypedDict, total=False):
     memory_policy: str
     length_predictor: LengthPredictor | None
     order: str
+    speculation: str
+    max_draft_tokens: int
     ttft_slo: float | None
     memory_nodes: tuple[str, ...]
     memory_partition: str
@@ -162,6 +184,11 @@ class EngineConfig:
     order: the queue policy: "fcfs" (first come, first served), "priority" (the lower
         SamplingParams.priority first), "mlfq" (short requests do not wait for long ones) or "fair"
         (every client gets its share). It also picks the victims of preemption.
+    speculation: what proposes tokens that a step computes ahead, which changes no answer: "lookup"
+        (what followed the same words before, in the prompt, the answer or the client's other
+        answers) or "off".
+    max_draft_tokens: the most of these tokens that a sequence has in a step, up to 15; how many are
+        worth their time is learned.
     ttft_slo: seconds; a request whose first token is predicted to come later is refused at once.
     memory_nodes: the addresses of memory nodes that hold the K/V and compute attention over it
         (`serve node`); kv_cache_bytes of this machine are used only when no node is left.
@@ -238,6 +265,8 @@ class EngineConfig:
     memory_policy: str = "predicted"
     length_predictor: LengthPredictor | None = None
     order: str = "fcfs"
+    speculation: str = "lookup"
+    max_draft_tokens: int = 15
     ttft_slo: float | None = None
     memory_nodes: tuple[str, ...] = ()
     memory_partition: str = "auto"
@@ -269,7 +298,8 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_names()
+        check_texts(self, ("model", "served_model_name"))
+        check_choices(self, _CHOICES)
         check_counts(self)
         for name in ("converter", "prefix_cache", "tune", "bounded_json"):
             if type(getattr(self, name)) is not bool:
@@ -289,36 +319,6 @@ class EngineConfig:
         page = self.kv_page_bytes
         if page is not None and page % 4096:
             raise ConfigError(f"kv_page_bytes must be a multiple of 4096, not {page}")
-
-    def _check_names(self) -> None:
-        for setting in ("model", "served_model_name"):
-            name = getattr(self, setting)
-            if name is not None and (not isinstance(name, str) or not name):
-                raise ConfigError(f"{setting} must be a non-empty string, not {name!r}")
-        for setting, known in (
-            ("load_format", LOAD_FORMATS),
-            ("dtype", DTYPES),
-            ("kv_dtype", KV_DTYPES),
-            ("memory_policy", MEMORY_POLICIES),
-            ("order", QUEUE_POLICIES),
-            ("memory_partition", PARTITIONS),
-            ("memory_node_encryption", NODE_ENCRYPTIONS),
-            ("memory_prefill", MEMORY_PREFILLS),
-            ("memory_wire", MEMORY_WIRES),
-            ("group_exchange", GROUP_EXCHANGES),
-            ("tool_parser", TOOL_PARSERS),
-            ("reasoning_parser", REASONING_PARSERS),
-        ):
-            if getattr(self, setting) not in known:
-                names = ", ".join(known)
-                raise ConfigError(
-                    f"{setting} must be one of {names}, not {getattr(self, setting)!r}"
-                )
-        for setting, groups in (("weight_group", WEIGHT_GROUPS), ("kv_group", KV_GROUPS)):
-            group = getattr(self, setting)
-            if type(group) is not int or group not in groups:
-                names = ", ".join(map(str, groups))
-                raise ConfigError(f"{setting} must be one of {names}, not {group!r}")
 
     def _check_nodes(self) -> None:
         for setting in ("memory_nodes", "kvp", "borrow"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from serve.errors import ConfigError
 
 MAX_MESSAGE_CHARS = 1024
+MAX_DRAFT_TOKENS = 15  # grammars follow a sequence as long as no more of its last tokens change
 MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
 
 
@@ -17,6 +19,25 @@ class _Counts(Protocol):
 
     @property
     def max_num_seqs(self) -> int: ...
+
+    @property
+    def max_draft_tokens(self) -> int: ...
+
+
+def check_texts(config: object, names: Iterable[str]) -> None:
+    for setting in names:
+        name = getattr(config, setting)
+        if name is not None and (not isinstance(name, str) or not name):
+            raise ConfigError(f"{setting} must be a non-empty string, not {name!r}")
+
+
+def check_choices(config: object, choices: Mapping[str, Collection[object]]) -> None:
+    """Checks settings that have one of a few values."""
+    for setting, known in choices.items():
+        value = getattr(config, setting)
+        if value not in known or type(value) not in {type(each) for each in known}:
+            names = ", ".join(map(str, known))
+            raise ConfigError(f"{setting} must be one of {names}, not {value!r}")
 
 
 def check_times(slo_ms: object, factor: object, restart_s: object, ttft_s: object) -> None:
@@ -89,6 +110,10 @@ def check_counts(settings: _Counts) -> None:
         value = getattr(settings, name)
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+    drafted = settings.max_draft_tokens
+    if type(drafted) is not int or not 1 <= drafted <= MAX_DRAFT_TOKENS:
+        text = f"max_draft_tokens must be an integer from 1 to {MAX_DRAFT_TOKENS}, not {drafted!r}"
+        raise ConfigError(text)
     most = settings.max_num_seqs
     if most > MAX_NUM_SEQS:
         raise ConfigError(f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {most}")

@@ -19,6 +19,7 @@ from serve.config import (
     NODE_ENCRYPTIONS,
     PARTITIONS,
     QUEUE_POLICIES,
+    SPECULATIONS,
 )
 from serve.http.edge.settings import LOG_FORMATS, UNKNOWN_FIELDS
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
@@ -193,6 +194,15 @@ ENGINE_OPTIONS: dict[str, Option] = {
         SCHEDULING,
         f"Queue policy: {', '.join(QUEUE_POLICIES[:-1])} or {QUEUE_POLICIES[-1]}.",
         choices=QUEUE_POLICIES,
+    ),
+    "speculation": Option(
+        SCHEDULING,
+        "What proposes tokens that a step computes ahead, without changing an answer: lookup (what"
+        " followed the same words before) or off.",
+        choices=SPECULATIONS,
+    ),
+    "max_draft_tokens": Option(
+        SCHEDULING, "Most of these tokens of one sequence in a step, up to 15."
     ),
     "kv_cache_bytes": Option(
         MEMORY,

@@ -39,6 +39,7 @@ from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
 from serve.scheduler.waiting_queue import make_queue
+from serve.speculation import make_drafting
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
@@ -141,15 +142,17 @@ def _load(
         bounded_json=config.bounded_json,
         reasoning=reasoning_end(tokenizer, config),
     )
+    scheduler = parts.scheduler(
+        SchedulerLimits.of(config),
+        kv,
+        make_policy(config.memory_policy, kv, batched, config.length_predictor),
+        PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
+        make_queue(config.order),
+    )
+    scheduler.drafting = make_drafting(config, scheduler, kv, runner)
     core = parts.core(
         runner=runner,
-        scheduler=parts.scheduler(
-            SchedulerLimits.of(config),
-            kv,
-            make_policy(config.memory_policy, kv, batched, config.length_predictor),
-            PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
-            make_queue(config.order),
-        ),
+        scheduler=scheduler,
         kv=kv,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(_eos(defaults, spec, tokenizer)),

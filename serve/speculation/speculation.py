@@ -21,9 +21,6 @@ from serve.scheduler.step_time import StepTimeModel, StepWork
 from serve.speculation.acceptance import Acceptance, Trials
 from serve.speculation.drafter import Draft, Drafter
 
-MOST_DRAFT_TOKENS = 15
-"""Grammars follow a sequence as long as no more of its last tokens change."""
-
 _MARGIN = 1.1
 # As long as nothing is known of a step's time, so many rows are taken to cost nothing.
 _FREE_ROWS = 8
@@ -47,7 +44,7 @@ class Speculation:
         self.drafter = drafter
         self._model = model
         self._kv = kv
-        self._most = min(most_tokens, MOST_DRAFT_TOKENS)
+        self._most = most_tokens
         self._acceptance = Acceptance(drafter.first_guesses)
         self._num_decodes = 0
 

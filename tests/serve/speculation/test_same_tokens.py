@@ -1,0 +1,90 @@
+"""Drafts change no token and no log-probability, in any model, precision and mixture of requests."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from typing import Any
+
+import pytest
+
+from serve import LLM, SamplingParams
+from tests.support.engine.checkpoints import LONG_VARIANTS, VARIANTS, checkpoint
+from tests.support.engine.variants.table import is_first
+from tests.support.profile import every_day
+from tests.support.speculation.scripted import Answers, draft_by_script, num_accepted
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DTYPES = ("float32", "int8", "bfloat16", "int4")
+FIRST = [variant for variant in VARIANTS if is_first(variant)]
+CASES = list(product(FIRST, DTYPES))
+LLAMA = [i for i, (variant, _) in enumerate(CASES) if variant.family == "llama"]
+OFTEN = [i for i, (v, dtype) in enumerate(CASES) if v.family in ("gemma2", "olmoe", "deepseek_v3", "llama4_text") and dtype == "int8"]
+
+
+def requests(vocab_size: int, count: int, most: int) -> tuple[list[Any], list[SamplingParams]]:
+    """Returns prompts and parameters of every kind that depends on the tokens before."""
+    rng = random.Random(7)
+    prompts, params = [], []
+    for i in range(count):
+        size = rng.choice((1, 7, 30, 90))
+        prompts.append({"prompt_token_ids": [rng.randrange(2, vocab_size) for _ in range(size)]})
+        some = SamplingParams(
+            max_tokens=rng.randint(2, most),
+            temperature=rng.choice((0.0, 0.0, 0.8, 1.3)),
+            top_k=rng.choice((0, 20)),
+            top_p=rng.choice((1.0, 0.9)),
+            seed=i,
+            repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
+            frequency_penalty=rng.choice((0.0, 0.0, 0.4)),
+            logprobs=rng.choice((None, None, 0, 3)),
+            min_tokens=0 if i % 3 else 2,
+            stop_token_ids=() if i % 3 else tuple(range(40, 80)),
+            ignore_eos=bool(i % 4),
+            n=1 + (i % 7 == 6),
+        )
+        params.append(some)
+    return prompts, params
+
+
+def answers_of(prompts: list[Any], outputs: list[Any]) -> Answers:
+    pairs = zip(prompts, outputs, strict=True)
+    return {tuple(p["prompt_token_ids"]): [list(o.token_ids) for o in each.outputs] for p, each in pairs}
+
+
+def results(outputs: list[Any]) -> list[Any]:
+    """Returns all of the outputs that a client sees."""
+    return [
+        (o.token_ids, o.text, o.finish_reason, o.stop_reason, o.cumulative_logprob, o.logprobs)
+        for each in outputs
+        for o in each.outputs
+    ]
+
+
+def check(path: str, count: int, most: int, **settings: Any) -> None:
+    """Computes the same requests without drafts, with right ones, and with some wrong ones."""
+    with LLM(path, prefix_cache=False, speculation="off", **settings) as llm:
+        prompts, params = requests(300, count, most)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers = answers_of(prompts, outputs)
+        for rate in (1.0, 0.7):
+            draft_by_script(llm, answers, rate)
+            before = num_accepted(llm)
+            assert results(llm.generate(prompts, params, use_tqdm=False)) == results(outputs)
+            assert num_accepted(llm) > before + 10
+        assert llm.stats().pages_in_use == 0
+
+
+@pytest.mark.parametrize(("variant", "dtype"), every_day([*LLAMA, *OFTEN], CASES), ids=str)
+def test_every_family(variant, dtype):
+    path = str(checkpoint(variant.family, variant.name))
+    check(path, 14, 30, dtype=dtype, max_num_seqs=5, max_model_len=160)
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"), every_day([1], list(product(LONG_VARIANTS, DTYPES))), ids=str
+)
+def test_behind_windows(variant, dtype):
+    """Pages behind a window are released, and a chunk's end comes within a draft."""
+    path = str(checkpoint(variant.family, variant.name))
+    check(path, 6, 150, dtype=dtype, max_num_seqs=4, kv_page_bytes=4096)
