@@ -228,9 +228,7 @@ class OutputProcessor:
             except Exception:
                 logger.exception("a consumer cannot be woken")
 
-    def _finish_all(
-        self, record: StepRecord, last: dict[int, int], sinks: dict[int, Sink]
-    ) -> None:
+    def _finish_all(self, record: StepRecord, last: dict[int, int], sinks: dict[int, Sink]) -> None:
         """last: the places of the last tokens of sequences that have some."""
         now_s = record.now_s
         for sequence in record.finished:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from memory.kv_memory import KVMemory
 from serve.config import EngineConfig
+from serve.loading.runtime import Runtime
 from serve.runner.runner import OverlappingRunner, Runner
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_results import Drafting
 
+_TILED = ("int8", "int4")
+
 
 def make_drafting(
-    config: EngineConfig, scheduler: Scheduler, kv: KVMemory, runner: Runner
+    config: EngineConfig, scheduler: Scheduler, runtime: Runtime, runner: Runner
 ) -> Drafting | None:
-    """Returns what gives drafts to the engine's steps; None if they are off, or if the runner does
-    not take them."""
-    if config.speculation == "off" or config.memory_nodes:
+    """Returns what gives drafts to the engine's steps; None if they are off, or if the rows of a
+    draft would not have the bits of single rows where this engine computes attention."""
+    if config.speculation == "off" or not _is_exact(config, runtime):
         return None
     if isinstance(runner, OverlappingRunner) and runner.tokens_on_device:
         return None
@@ -24,4 +26,14 @@ def make_drafting(
     if not prompt_lookup.is_available():
         return None
     drafter = prompt_lookup.PromptLookup()
-    return Speculation(drafter, scheduler.chunks.model, kv, config.max_draft_tokens)
+    return Speculation(drafter, scheduler.chunks.model, runtime.kv, config.max_draft_tokens)
+
+
+def _is_exact(config: EngineConfig, runtime: Runtime) -> bool:
+    """Returns whether several rows of a sequence have the bits of single ones. K/V in tiles is
+    attended to by one kernel; plain K/V by two, of which only local memory takes the right one."""
+    if config.memory_nodes:
+        assert runtime.nodes is not None
+        return runtime.precision.kv in _TILED and not runtime.nodes.prefix_only
+    has_segments = config.holders or runtime.kv.max_model_len > config.kvp_segment_tokens
+    return not has_segments or runtime.precision.kv in _TILED

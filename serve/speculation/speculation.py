@@ -75,6 +75,8 @@ class Speculation:
             plan.num_rows[i] += length
             plan.num_total_rows += length
             plan.num_drafted += length
+        if plan.num_drafted:
+            _sort(plan)
 
     def _cut(self, sequence: Sequence, draft: Draft) -> bool:
         """Cuts a draft before the sequence's last possible token; returns whether any is left."""
@@ -150,3 +152,12 @@ def _state_of(sequence: Sequence) -> _Drafting:
         state = sequence.drafting = _Drafting()
     assert isinstance(state, _Drafting)
     return state
+
+
+def _sort(plan: StepPlan) -> None:
+    """Puts decoding sequences with one row first, as attention takes them."""
+    order = sorted(range(plan.num_decodes), key=lambda i: plan.num_rows[i] > 1)
+    order += range(plan.num_decodes, len(plan.sequences))
+    plan.sequences = [plan.sequences[i] for i in order]
+    plan.num_rows = [plan.num_rows[i] for i in order]
+    plan.samples = [plan.samples[i] for i in order]

@@ -8,18 +8,25 @@ from typing import Any
 
 import pytest
 
+from bench.common.scripted_drafts import Answers
 from serve import LLM, SamplingParams
 from tests.support.engine.checkpoints import LONG_VARIANTS, VARIANTS, checkpoint
 from tests.support.engine.variants.table import is_first
+from tests.support.group.thread_workers import thread_workers  # noqa: F401
+from tests.support.nodes.served_nodes import MIB, nodes
 from tests.support.profile import every_day
-from tests.support.speculation.scripted import Answers, draft_by_script, num_accepted
+from tests.support.speculation.scripted import draft_by_script, num_accepted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = ("float32", "int8", "bfloat16", "int4")
 FIRST = [variant for variant in VARIANTS if is_first(variant)]
 CASES = list(product(FIRST, DTYPES))
 LLAMA = [i for i, (variant, _) in enumerate(CASES) if variant.family == "llama"]
-OFTEN = [i for i, (v, dtype) in enumerate(CASES) if v.family in ("gemma2", "olmoe", "deepseek_v3", "llama4_text") and dtype == "int8"]
+OFTEN = [
+    i
+    for i, (variant, dtype) in enumerate(CASES)
+    if variant.family in ("gemma2", "olmoe", "deepseek_v3", "llama4_text") and dtype == "int8"
+]
 
 
 def requests(vocab_size: int, count: int, most: int) -> tuple[list[Any], list[SamplingParams]]:
@@ -49,7 +56,10 @@ def requests(vocab_size: int, count: int, most: int) -> tuple[list[Any], list[Sa
 
 def answers_of(prompts: list[Any], outputs: list[Any]) -> Answers:
     pairs = zip(prompts, outputs, strict=True)
-    return {tuple(p["prompt_token_ids"]): [list(o.token_ids) for o in each.outputs] for p, each in pairs}
+    return {
+        tuple(prompt["prompt_token_ids"]): [list(o.token_ids) for o in each.outputs]
+        for prompt, each in pairs
+    }
 
 
 def results(outputs: list[Any]) -> list[Any]:
@@ -61,18 +71,36 @@ def results(outputs: list[Any]) -> list[Any]:
     ]
 
 
-def check(path: str, count: int, most: int, **settings: Any) -> None:
-    """Computes the same requests without drafts, with right ones, and with some wrong ones."""
-    with LLM(path, prefix_cache=False, speculation="off", **settings) as llm:
-        prompts, params = requests(300, count, most)
+def check(
+    path: str, count: int, most: int, elsewhere: dict[str, Any] | None = None, **settings: Any
+) -> None:
+    """Computes the same requests without drafts, with right ones, and with some wrong ones.
+    elsewhere: settings of an engine that is to give the same answers with drafts only. Prompts are
+    not cut into chunks, on which the last bits of plain K/V depend."""
+    prompts, params = requests(300, count, most)
+    settings |= {"prefix_cache": False, "speculation": "off", "max_num_batched_tokens": 600}
+    with LLM(path, **settings) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        answers = answers_of(prompts, outputs)
-        for rate in (1.0, 0.7):
-            draft_by_script(llm, answers, rate)
-            before = num_accepted(llm)
-            assert results(llm.generate(prompts, params, use_tqdm=False)) == results(outputs)
-            assert num_accepted(llm) > before + 10
-        assert llm.stats().pages_in_use == 0
+        if elsewhere is None:
+            check_drafted(llm, prompts, params, outputs)
+    if elsewhere is not None:
+        settings |= {"speculation": "lookup"} | elsewhere
+        with LLM(path, **settings) as llm:
+            assert llm._loaded.core._scheduler.drafting is not None
+            check_drafted(llm, prompts, params, outputs)
+
+
+def check_drafted(
+    llm: LLM, prompts: list[Any], params: list[SamplingParams], outputs: list[Any]
+) -> None:
+    """Computes requests with drafts; outputs: what they must give."""
+    answers = answers_of(prompts, outputs)
+    for rate in (1.0, 0.7):
+        draft_by_script(llm, answers, rate)
+        before = num_accepted(llm)
+        assert results(llm.generate(prompts, params, use_tqdm=False)) == results(outputs)
+        assert num_accepted(llm) > before + 10
+    assert llm.stats().pages_in_use == 0
 
 
 @pytest.mark.parametrize(("variant", "dtype"), every_day([*LLAMA, *OFTEN], CASES), ids=str)
@@ -88,3 +116,28 @@ def test_behind_windows(variant, dtype):
     """Pages behind a window are released, and a chunk's end comes within a draft."""
     path = str(checkpoint(variant.family, variant.name))
     check(path, 6, 150, dtype=dtype, max_num_seqs=4, kv_page_bytes=4096)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_on_ranks(thread_workers, grid, dtype):  # noqa: F811
+    tensor, stages = grid
+    ranks = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+    check(str(checkpoint("llama")), 10, 30, ranks, dtype=dtype, max_num_seqs=5, max_model_len=160)
+
+
+@pytest.mark.parametrize("partition", ["head", "request"])
+def test_on_memory_nodes(partition, tmp_path):
+    with nodes("inproc", 2, tmp_path) as urls:
+        there = {"memory_nodes": urls, "memory_partition": partition, "kv_cache_bytes": 16 * MIB}
+        check(
+            str(checkpoint("llama")), 10, 30, there, dtype="int8", max_num_seqs=5, max_model_len=160
+        )
+
+
+def test_over_segments(tmp_path):
+    """Drafts cross the ends of segments, which holders have."""
+    lengths = {"max_model_len": 600, "kvp_segment_tokens": 128}
+    with nodes("inproc", 2, tmp_path) as urls:
+        path, there = str(checkpoint("llama", "long")), {"kvp": urls}
+        check(path, 8, 200, there, dtype="int8", max_num_seqs=4, **lengths)

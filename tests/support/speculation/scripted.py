@@ -1,53 +1,26 @@
-"""A drafter that knows the answers and is wrong at a given rate."""
+"""Drafts of known answers that are as long as they can be, whatever a row costs."""
 
 from __future__ import annotations
 
-import collections.abc as abc
-import random
-
+from bench.common import scripted_drafts
+from bench.common.scripted_drafts import Answers
 from serve import LLM
-from serve.scheduler.sequence import Sequence
-from serve.speculation.drafter import Draft
-from serve.speculation.speculation import Speculation
-
-Answers = dict[tuple[int, ...], list[list[int]]]
-"""From a prompt to the tokens of its outputs."""
+from serve.scheduler.step_time import StepTimeModel, StepWork
 
 
-class ScriptedDrafter:
-    """Proposes the tokens of known answers, each with the probability `rate` of being right."""
+class FreeRows(StepTimeModel):
+    """Predicts that all steps take as long, so that every draft is worth its rows."""
 
-    first_guesses = (0.99,)  # so that even what fails is tried
+    def __init__(self) -> None:
+        super().__init__(1)
 
-    def __init__(self, answers: Answers, rate: float, seed: int = 0) -> None:
-        self._answers, self._rate = answers, rate
-        self._rng = random.Random(seed)
-
-    def propose(self, sequences: abc.Sequence[Sequence], most: int) -> list[Draft | None]:
-        return [self._propose(sequence, most) for sequence in sequences]
-
-    def _propose(self, sequence: Sequence, most: int) -> Draft | None:
-        outputs = self._answers.get(tuple(sequence.request.prompt_token_ids))
-        if outputs is None:
-            return None
-        begin = sequence.num_output_tokens
-        rest = outputs[sequence.index][begin : begin + most]
-        tokens = [t if self._rng.random() < self._rate else t ^ 1 for t in rest]
-        return Draft(tokens, 0) if tokens else None
-
-    def ended(self, sequence: Sequence) -> None:
-        """Keeps nothing for a sequence."""
-
-    def close(self) -> None:
-        """Keeps nothing."""
+    def predict(self, work: StepWork) -> float:
+        return 1.0
 
 
-def draft_by_script(llm: LLM, answers: Answers, rate: float, *, most: int = 7) -> None:
-    """From now on the engine's steps have drafts of these answers."""
-    core = llm._loaded.core
-    scheduler = core._scheduler
-    drafter = ScriptedDrafter(answers, rate)
-    scheduler.drafting = Speculation(drafter, scheduler.chunks.model, core.kv, most)
+def draft_by_script(llm: LLM, answers: Answers, rate: float) -> None:
+    """From now on the engine's steps have drafts whose tokens are right at this rate."""
+    scripted_drafts.draft_by_script(llm, answers, rate, most=7, model=FreeRows())
 
 
 def num_accepted(llm: LLM) -> int:
