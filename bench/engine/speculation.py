@@ -16,6 +16,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def measure(
     return {name: statistics.median(rates) for name, rates in found.items()}
 
 
-def sampled(batch: int, number: int, vocab: int) -> Requests:
+def sampled(batch: int, vocab: int, number: int) -> Requests:
     """Returns requests that differ from those of any other number."""
     prompts = [
         {
@@ -159,8 +160,8 @@ def lookup(rig: Rig, batches: list[int], vocab: int, rounds: int) -> Table:
     arms: dict[str, Arm] = {"none": rig.without, "lookup": rig.with_lookup}
     for batch in batches:
         tasks: dict[str, Callable[[int], Requests]] = {
-            "an edited prompt": lambda number, n=batch: edited(n, number),  # type: ignore[misc]
-            "sampled": lambda number, n=batch: sampled(n, number, vocab),  # type: ignore[misc]
+            "an edited prompt": partial(edited, batch),
+            "sampled": partial(sampled, batch, vocab),
         }
         for name, make in tasks.items():
             found = measure(rig, make, arms, rounds)

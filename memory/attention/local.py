@@ -56,12 +56,11 @@ class LocalPlan:
         self._num_decode_rows = num_decode_rows = sum(step.num_rows[:n])
         if num_decode_rows > n:  # each row has a view of its own, which ends with its key
             decoded = list(zip(starts[:n], step.num_rows[:n], kv_lens[:n], strict=True))
-            starts = [start for start, rows, _ in decoded for _ in range(rows)] + [*starts[n:]]
-            lens = [end for _, rows, length in decoded for end in range(length - rows + 1, length + 1)]
-            kv_lens = lens + [*kv_lens[n:]]
+            ends = [length - rows + 1 + i for _, rows, length in decoded for i in range(rows)]
+            starts = [*(start for start, rows, _ in decoded for _ in range(rows)), *starts[n:]]
+            kv_lens = [*ends, *kv_lens[n:]]
         self._views: list[list[KeyValues]] = [
-            parent.cache.views(start, kv_len)
-            for start, kv_len in zip(starts, kv_lens, strict=True)
+            parent.cache.views(start, kv_len) for start, kv_len in zip(starts, kv_lens, strict=True)
         ]
 
     def begin(self, layer: int, q: Tensor) -> Ticket:

@@ -149,7 +149,7 @@ def _load(
         PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
         make_queue(config.order),
     )
-    scheduler.drafting = make_drafting(config, scheduler, runtime, runner)
+    scheduler.drafting = make_drafting(config, scheduler, runtime)
     core = parts.core(
         runner=runner,
         scheduler=scheduler,

@@ -10,6 +10,7 @@ import collections.abc as abc
 import contextlib
 import logging
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -123,9 +124,18 @@ class TensorRunner:
             self._masks.close()
 
 
-Sample = abc.Callable[
-    [Tensor, list[Sequence], abc.Sequence[PromptPart], frozenset[Sequence]], StepResult
-]
+class Sample(Protocol):
+    """Samples the tokens of a step (serve/runner/runner.py: sampled_result)."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        sampled: list[Sequence],
+        prompts: abc.Sequence[PromptPart],
+        late: frozenset[Sequence],
+        *,
+        num_drafted: int,
+    ) -> StepResult: ...
 
 
 def _sampling(own: Rank) -> tuple[Sample, abc.Callable[[Tensor], Tensor]]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ops.cuda.device_sampler import DeviceSampler, Kind
 from serve.runner.runner import StepResult
-from serve.runner.sampling_rows import rows_of, sampled
+from serve.runner.sampling_rows import rows_of
+from serve.runner.sampling_rows import sampled as fetched_tokens
 from serve.runner.step_device import StepDevice
 from serve.scheduler.prompt_outputs import PromptPart
 from serve.scheduler.sequence import Sequence
@@ -44,18 +45,21 @@ class DeviceStepSampler:
     def __call__(
         self,
         logits: Tensor,
-        sequences: list[Sequence],
+        sampled: list[Sequence],
         prompts: abc.Sequence[PromptPart],
         late: frozenset[Sequence],
+        *,
+        num_drafted: int = 0,
     ) -> StepResult:
-        """Returns the tokens of a step whose masks are complete; logits: [len(sequences), vocab],
+        """Returns the tokens of a step whose masks are complete; logits: [len(sampled), vocab],
         which are overwritten. Late sequences get none."""
-        slots = [s.kv_range.index for s in sequences if s.kv_range is not None]
-        plan = self._sampler.plan(rows_of(sequences, slots))
+        assert not num_drafted, "drafts are not sampled on the device"
+        slots = [s.kv_range.index for s in sampled if s.kv_range is not None]
+        plan = self._sampler.plan(rows_of(sampled, slots))
         self._sampler.upload(plan)
         self._sampler.run(logits, plan.kind)
-        fetched = self._sampler.fetch(plan.kind, len(sequences))
+        fetched = self._sampler.fetch(plan.kind, len(sampled))
         self._device.wait()
-        found = sampled(plan, fetched)
-        result = StepResult(sequences, found.token_ids, found.logprobs, prompts, late)
+        found = fetched_tokens(plan, fetched)
+        result = StepResult(sampled, found.token_ids, found.logprobs, prompts, late)
         return result.without(late) if late else result

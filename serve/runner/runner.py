@@ -110,8 +110,8 @@ def sampled_result(
     result = StepResult(sampled, *sample(logits, rows), prompts, late)
     if not num_drafted:
         return result
-    kept = kept_rows(sampled, result.tokens)
-    return result.of_rows(kept.rows)._replace(counts=kept.counts)
+    agreed = kept_rows(sampled, result.tokens)
+    return result.of_rows(agreed.rows)._replace(counts=agreed.counts)
 
 
 def upcoming_tokens(plan: StepPlan) -> list[tuple[Range, int]]:

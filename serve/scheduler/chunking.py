@@ -253,8 +253,8 @@ class ChunkPolicy:
             # a step of a pipeline may end whenever num_steps has the same remainder
             self._num_observed += 1
             num_steps = self._num_observed
-        is_decoding = plan.num_decodes == len(plan.sequences)
-        if is_decoding and self.model.knows_decoding and num_steps % _LEARN_EVERY:
+        is_usual = plan.num_decodes == len(plan.sequences) and not plan.num_drafted
+        if is_usual and self.model.knows_decoding and num_steps % _LEARN_EVERY:
             return  # the next step is much like this one, and learning takes time between steps
         self.model.learn(StepWork.of(plan) if work is None else work, seconds)
 

@@ -42,9 +42,9 @@ _FIRST_MARGIN = 0.2
 class StepWork:
     """The amount of work in a step.
 
-    num_decodes counts the decode rows, those of drafts included, num_context the tokens before those rows,
-    num_rows all rows, num_pairs the pairs of a prompt row and a token before it, and num_chunks
-    the sequences with prompt rows. samples says whether any token is sampled.
+    num_decodes counts the decode rows, those of drafts included, num_context the tokens of their
+    sequences before them, num_rows all rows, num_pairs the pairs of a prompt row and a token before
+    it, and num_chunks the sequences with prompt rows. samples says whether any token is sampled.
     """
 
     num_decodes: int = 0

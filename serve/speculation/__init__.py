@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from serve.config import EngineConfig
 from serve.loading.runtime import Runtime
-from serve.runner.runner import OverlappingRunner, Runner
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_results import Drafting
 
 _TILED = ("int8", "int4")
 
 
-def make_drafting(
-    config: EngineConfig, scheduler: Scheduler, runtime: Runtime, runner: Runner
-) -> Drafting | None:
+def make_drafting(config: EngineConfig, scheduler: Scheduler, runtime: Runtime) -> Drafting | None:
     """Returns what gives drafts to the engine's steps; None if they are off, or if the rows of a
     draft would not have the bits of single rows where this engine computes attention."""
     if config.speculation == "off" or not _is_exact(config, runtime):
         return None
-    if isinstance(runner, OverlappingRunner) and runner.tokens_on_device:
-        return None
+    if runtime.precision.backend == "cuda":
+        return None  # tokens are on the device when the next step is planned
     from serve.speculation import prompt_lookup
     from serve.speculation.speculation import Speculation
 

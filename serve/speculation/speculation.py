@@ -24,6 +24,8 @@ from serve.speculation.drafter import Draft, Drafter
 _MARGIN = 1.1
 # As long as nothing is known of a step's time, so many rows are taken to cost nothing.
 _FREE_ROWS = 8
+# A step has at most so many rows more than any before: the model does not know what they cost.
+_MORE_ROWS = 2
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class Speculation:
         self._most = most_tokens
         self._acceptance = Acceptance(drafter.first_guesses)
         self._num_decodes = 0
+        self._most_rows = 0  # of any step with drafts
 
     def extend(self, plan: StepPlan, num_certain: int, num_rows: int) -> None:
         sequences = plan.sequences[:num_certain]
@@ -76,6 +79,7 @@ class Speculation:
             plan.num_total_rows += length
             plan.num_drafted += length
         if plan.num_drafted:
+            self._most_rows = max(self._most_rows, plan.num_total_rows)
             _sort(plan)
 
     def _cut(self, sequence: Sequence, draft: Draft) -> bool:
@@ -111,6 +115,7 @@ class Speculation:
         ]
         context = sum([s.num_computed_tokens for s in sequences])
         rows = plan.num_total_rows
+        num_rows = min(num_rows, max(self._most_rows - rows, 0) + _MORE_ROWS)
         tokens, seconds = float(rows), self._seconds(rows, context)
         queue = [(-rate, n) for n, rate in enumerate(rates)]
         heapq.heapify(queue)

@@ -1,4 +1,4 @@
-"""Drafts change no token and no log-probability, in any model, precision and mixture of requests."""
+"""Drafts change no token and no log-probability: any model, any precision, mixed requests."""
 
 from __future__ import annotations
 
