@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class EngineStats:
     """A snapshot of counters.
 
+    num_draft_tokens, num_accepted_tokens: tokens of drafts, and those that agreed.
     memory_utilisation: pages in use over all pages, mean over the steps. predicted_peak_pages:
     of the running sequences and the last one that was considered for admission. coverage_p50,
     coverage_p90: share of answers within the quantile predicted on their arrival. These are None
@@ -52,6 +53,8 @@ class EngineStats:
     steps_in_flight: int
     num_prefill_rows: int
     num_decode_rows: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_finished: int
     num_preemptions: int
     num_priority_preemptions: int
@@ -101,13 +104,15 @@ class EngineStats:
 @dataclass(slots=True)
 class StepCounters:
     """Counts completed steps and their rows. num_mixed_steps: steps with prefill and decode rows.
-    num_draft_tokens, num_accepted_tokens: the drafts' tokens in steps, and those that agreed.
+    num_drafts: drafts of one sequence in one step. num_draft_tokens, num_accepted_tokens: their
+    tokens, and those that agreed.
     last_s: the end of the last step. seconds: times of steps that did not fail."""
 
     num_steps: int = 0
     num_mixed_steps: int = 0
     num_prefill_rows: int = 0
     num_decode_rows: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     last_s: float | None = None
@@ -121,6 +126,7 @@ class StepCounters:
         self.num_decode_rows += plan.num_decodes
         self.num_prefill_rows += num_prefill_rows
         if plan.num_drafted:
+            self.num_drafts += sum([rows > 1 for rows in plan.num_rows[: plan.num_decodes]])
             self.num_draft_tokens += plan.num_drafted
             self.num_accepted_tokens += num_accepted
         self.rows.observe(plan.num_total_rows)
@@ -154,6 +160,8 @@ def engine_stats(
         steps_in_flight=len(scheduler.launched),
         num_prefill_rows=steps.num_prefill_rows,
         num_decode_rows=steps.num_decode_rows,
+        num_draft_tokens=steps.num_draft_tokens,
+        num_accepted_tokens=steps.num_accepted_tokens,
         num_finished=scheduler.num_finished,
         num_preemptions=scheduler.num_preemptions,
         num_priority_preemptions=scheduler.num_priority_preemptions,
