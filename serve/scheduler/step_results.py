@@ -25,6 +25,10 @@ class Drafting(Protocol):
         """Gives drafts to some of the plan's first num_certain sequences, which decode: at most
         num_rows rows."""
 
+    def wants_tokens(self, plan: StepPlan) -> bool:
+        """Returns whether the tokens of this plan, which a device with tokens of its own computes,
+        have to be known before the next step is planned."""
+
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Takes note of how many tokens of a draft agreed."""
 

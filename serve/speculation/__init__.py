@@ -15,15 +15,18 @@ def make_drafting(config: EngineConfig, scheduler: Scheduler, runtime: Runtime) 
     draft would not have the bits of single rows where this engine computes attention."""
     if config.speculation == "off" or not _is_exact(config, runtime):
         return None
-    if runtime.precision.backend == "cuda":
-        return None  # tokens are on the device when the next step is planned
+    is_cuda = runtime.precision.backend == "cuda"
+    if is_cuda and (config.num_ranks > 1 or config.memory_nodes):
+        return None
     from serve.speculation import prompt_lookup
     from serve.speculation.speculation import Speculation
 
     if not prompt_lookup.is_available():
         return None
     drafter = prompt_lookup.PromptLookup()
-    return Speculation(drafter, scheduler.chunks.model, runtime.kv, config.max_draft_tokens)
+    most = config.max_draft_tokens
+    device_rows = min(config.max_num_seqs, config.batched_tokens) if is_cuda else None
+    return Speculation(drafter, scheduler.chunks.model, runtime.kv, most, device_rows)
 
 
 def _is_exact(config: EngineConfig, runtime: Runtime) -> bool:
