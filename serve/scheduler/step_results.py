@@ -9,13 +9,11 @@ beyond its computed tokens, where the next step writes. Integers only: no torch,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections import deque
+from typing import Protocol
 
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus
 from serve.scheduler.step_plan import StepPlan
-
-if TYPE_CHECKING:
-    from serve.scheduler.scheduler import Scheduler
 
 
 class Drafting(Protocol):
@@ -36,8 +34,19 @@ class Drafting(Protocol):
         """Takes note of a sequence that has ended, for whatever reason."""
 
 
+class Updated(Protocol):
+    """The scheduler, as far as tokens change it."""
+
+    launched: deque[StepPlan]
+    drafting: Drafting | None
+
+    def apply_token(
+        self, sequence: Sequence, end: int, token: int, ended: list[Sequence]
+    ) -> None: ...
+
+
 def apply_tokens(
-    scheduler: Scheduler,
+    scheduler: Updated,
     plan: StepPlan,
     tokens: list[int],
     counts: list[int] | None,
@@ -76,7 +85,7 @@ def apply_tokens(
 
 
 def _give(
-    scheduler: Scheduler, sequence: Sequence, known: int, own: list[int], ended: list[Sequence]
+    scheduler: Updated, sequence: Sequence, known: int, own: list[int], ended: list[Sequence]
 ) -> int:
     """Gives a sequence with `known` tokens its new ones, until it ends; returns how many it has
     got."""
