@@ -165,11 +165,6 @@ MS_INLINE int sums_of_a_row(const LinearSuperblocks& op) {
   return op.base.num_in_padded / SUPERBLOCK * layout_of(op.kind).sums();
 }
 
-// Bytes from the read position of a stream to the prefetched one. With a page (AHEAD) one row of Q4_K
-// reads 21 GB/s instead of 31, Q5_K and Q6_K 27 instead of 32 (AMD EPYC): the processor's own prefetcher
-// does the rest, and better.
-constexpr size_t NEAR = 256;
-
 void panel_rows_superblocks(const LinearSuperblocks& op, int panel, int first_row, int rows, const Quantized& x,
                             const int32_t* sums, void* out, size_t out_stride, DType type, bool add) {
   alignas(64) float c[MAX_BLOCK_ROWS * PANEL];
