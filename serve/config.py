@@ -35,7 +35,8 @@ DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "int4-searched", "nf4",
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 PARTITIONS = ("auto", "head", "request", "sequence")  # as memory.nodes.placement, which has torch
 MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.scheduler.admission
-QUEUE_POLICIES = ("fcfs", "priority", "mlfq", "fair")  # as in serve.scheduler
+LENGTH_PREDICTORS = ("auto", "learned", "history")
+QUEUE_POLICIES = ("fcfs", "priority", "mlfq", "fair", "srpt")  # as in serve.scheduler
 SPECULATIONS = ("lookup", "off")
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
@@ -96,7 +97,8 @@ class EngineSettings(TypedDict, total=False):
     kv_cache_dir: str | Path | None
     kv_disk_bytes: int | None
     memory_policy: str
-    length_predictor: LengthPredictor | None
+    length_predictor: str | LengthPredictor
+    length_predictor_file: str | Path | None
     order: str
     speculation: str
     max_draft_tokens: int
@@ -179,11 +181,14 @@ class EngineConfig:
         fits; "worst_case" requires room for max_tokens of every sequence, so that none is
         preempted and few run; "prompt_only" requires room for the sequence's present tokens and
         for one more page of each running sequence.
-    length_predictor: an object that predicts the lengths of answers for "predicted", from Python
-        only; None learns them from past answers.
+    length_predictor: how "predicted" and "srpt" predict the lengths of answers: "learned" (from
+        past answers, the prompt and the model's hidden state), "history" (from past answers),
+        "auto" (learned for "srpt", else history), or, from Python only, an object that does.
+    length_predictor_file: a file that keeps what "learned" has learned over restarts.
     order: the queue policy: "fcfs" (first come, first served), "priority" (the lower
-        SamplingParams.priority first), "mlfq" (short requests do not wait for long ones) or "fair"
-        (every client gets its share). It also picks the victims of preemption.
+        SamplingParams.priority first), "mlfq" (short requests do not wait for long ones), "fair"
+        (every client gets its share) or "srpt" (the one with the shortest predicted rest first). It
+        also picks the victims of preemption.
     speculation: what proposes tokens that a step computes ahead, which changes no answer: "lookup"
         (what followed the same words before, in the prompt, the answer or the client's other
         answers) or "off".
@@ -263,7 +268,8 @@ class EngineConfig:
     kv_cache_dir: str | Path | None = None
     kv_disk_bytes: int | None = None
     memory_policy: str = "predicted"
-    length_predictor: LengthPredictor | None = None
+    length_predictor: str | LengthPredictor = "auto"
+    length_predictor_file: str | Path | None = None
     order: str = "fcfs"
     speculation: str = "lookup"
     max_draft_tokens: int = 15
@@ -309,8 +315,9 @@ class EngineConfig:
         )
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
-        if self.length_predictor is not None:
-            check_predictor(self.length_predictor, self.memory_policy)
+        check_predictor(
+            self.length_predictor, self.length_predictor_file, self.memory_policy, LENGTH_PREDICTORS
+        )
         if self.tokenizer is not None:
             check_folder("tokenizer", self.tokenizer)
         check_reasoning(self.reasoning_budget, self.reasoning_budget_message)

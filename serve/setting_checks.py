@@ -79,7 +79,19 @@ def check_folder(setting: str, folder: object) -> None:
         raise ConfigError(f"{setting} must be a path, not {folder!r}")
 
 
-def check_predictor(predictor: object, policy: str) -> None:
+def check_predictor(predictor: object, file: object, policy: str, names: tuple[str, ...]) -> None:
+    if file is not None:
+        check_folder("length_predictor_file", file)
+        if predictor not in ("auto", "learned") or policy != "predicted":
+            raise ConfigError(
+                "length_predictor_file needs length_predictor learned and memory_policy predicted"
+            )
+    if isinstance(predictor, str):
+        if predictor not in names:
+            raise ConfigError(
+                f"unknown length_predictor {predictor!r}; known: {', '.join(names)}, or an object"
+            )
+        return
     for method in ("quantile", "observe", "observe_cut"):
         if not callable(getattr(predictor, method, None)):
             raise ConfigError(f"length_predictor has no method {method}")

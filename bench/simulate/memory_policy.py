@@ -47,8 +47,9 @@ from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
 from serve.request import Request
 from serve.sampling_params import SamplingParams
-from serve.scheduler.admission import MemoryPolicy, OraclePolicy, PredictedPolicy, make_policy
+from serve.scheduler.admission import OraclePolicy, PredictedPolicy, make_policy
 from serve.scheduler.length_predictor import Coverage
+from serve.scheduler.memory_policy import MemoryPolicy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import SchedulerLimits

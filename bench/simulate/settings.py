@@ -78,10 +78,17 @@ class SimulationSettings:
         prefix cache."""
         engine, kv = self.engine, self.make_kv()
         has_cache = engine.prefix_cache and has_prefixes
+        # a simulated model has neither words nor hidden states, so past answers predict
+        predictor = engine.length_predictor
         return Scheduler(
             SchedulerLimits.of(engine),
             kv,
-            make_policy(engine.memory_policy, kv, engine.batched_tokens, engine.length_predictor),
+            make_policy(
+                engine.memory_policy,
+                kv,
+                engine.batched_tokens,
+                None if isinstance(predictor, str) else predictor,
+            ),
             PrefixHasher(kv.page_end, b"simulation") if has_cache else None,
             make_queue(engine.order),
         )

@@ -24,7 +24,7 @@ from serve.http.edge.settings import HttpSettings
 ENV_PREFIX = "MERGESTEP_"
 CONFIG_ENV = "MERGESTEP_CONFIG"
 # Settings that are Python objects and cannot be written as text.
-IN_PYTHON_ONLY = frozenset({"length_predictor"})
+IN_PYTHON_ONLY: frozenset[str] = frozenset()
 # Environment variables that other modules read.
 _OTHER_ENVS = frozenset({CONFIG_ENV, "MERGESTEP_API_KEY"})
 _MAX_INTEGER = (1 << 63) - 1

@@ -12,6 +12,7 @@ from serve.config import (
     DTYPES,
     GROUP_EXCHANGES,
     KV_DTYPES,
+    LENGTH_PREDICTORS,
     LOAD_FORMATS,
     MEMORY_POLICIES,
     MEMORY_PREFILLS,
@@ -226,6 +227,15 @@ ENGINE_OPTIONS: dict[str, Option] = {
         MEMORY,
         "Admission by memory: predicted, worst_case or prompt_only.",
         choices=MEMORY_POLICIES,
+    ),
+    "length_predictor": Option(
+        MEMORY,
+        "What lengths of answers are predicted from: learned (past answers, the prompt and the"
+        " model's hidden state), history (past answers) or auto (learned for the order srpt).",
+        choices=LENGTH_PREDICTORS,
+    ),
+    "length_predictor_file": Option(
+        MEMORY, "File that keeps what --length-predictor learned has learned over restarts."
     ),
     "memory_nodes": Option(
         NODES,

@@ -9,9 +9,9 @@ from serve.engine.counters import PoolCounters, RequestCounters
 from serve.engine.pools import OutputThread
 from serve.engine.step_executor import StepExecutor
 from serve.kept import Kept, size_of
-from serve.scheduler.admission import MemoryPolicy, PredictedPolicy
+from serve.scheduler.admission import PredictedPolicy
 from serve.scheduler.fair_queue import FairQueue
-from serve.scheduler.length_predictor import HistoryPredictor
+from serve.scheduler.memory_policy import MemoryPolicy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.structured.masks import MaskMaker
@@ -70,7 +70,7 @@ class CoreView:
             "prefix_index": size_of(*scheduler.kv.index_tables()),
             "host_tier": Kept(store.host_bytes // page_bytes, store.host_bytes),
             "disk_index": Kept(store.entries, store.entries * _DISK_ENTRY_BYTES),
-            "length_predictor": size_of(_histories(scheduler.policy)),
+            "length_predictor": size_of(*_histories(scheduler.policy)),
             "fair_queue": size_of(queue.counters if isinstance(queue, FairQueue) else ()),
             "step_time_model": size_of((scheduler.chunks.model,)),
             "step_traces": size_of(*[trace.steps for trace in self.traces.open]),
@@ -96,10 +96,10 @@ class CoreView:
         }
 
 
-def _histories(policy: MemoryPolicy) -> Collection[object]:
-    """Returns the past lengths from which a policy predicts; empty for a user's own predictor."""
-    predictor = policy.predictor if isinstance(policy, PredictedPolicy) else None
-    return predictor.histories if isinstance(predictor, HistoryPredictor) else ()
+def _histories(policy: MemoryPolicy) -> tuple[Collection[object], ...]:
+    """Returns what a policy predicts lengths from, the past ones first; those are empty for a
+    user's own predictor."""
+    return policy.lengths.tables if isinstance(policy, PredictedPolicy) else ((),)
 
 
 def _view_of(sequence: Sequence) -> SequenceView:

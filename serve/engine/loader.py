@@ -32,6 +32,8 @@ from serve.loading.precision import Precision, choose_backend
 from serve.loading.runtime import Runtime, load_runtime
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.models.progress import LoadProgress
+from serve.prediction.saved import PredictorFile
+from serve.prediction.start import start_prediction
 from serve.read_ahead import records_folder
 from serve.runner.runner import Closable, ModelRunner
 from serve.sampling_params import SamplingParams
@@ -67,6 +69,7 @@ class LoadedEngine:
     precision: Precision | None = None
     kv: KVMemory | None = None
     lender: Closable | None = None
+    lengths_file: PredictorFile | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -78,6 +81,8 @@ class LoadedEngine:
         if self.lender is not None:
             self.lender.close()
         self.core.shutdown()
+        if self.lengths_file is not None:
+            self.lengths_file.close()
         if self.template is not None:
             self.template.close()
 
@@ -129,9 +134,12 @@ def _load(
     tokenizer = text.tokenizer
     spec, kv, max_model_len = runtime.spec, runtime.kv, runtime.kv.max_model_len
     batched = config.batched_tokens
+    prediction = start_prediction(config, spec.hidden_size, _shape_of(spec))
     runner = runtime.runner
     if runner is None:
-        runner = ModelRunner(runtime.model, kv, runtime.attention, memory=runtime.memory)
+        runner = ModelRunner(
+            runtime.model, kv, runtime.attention, memory=runtime.memory, states=prediction.reader
+        )
     request_limits = RequestLimits(
         max_model_len,
         spec.vocab_size,
@@ -145,7 +153,7 @@ def _load(
     scheduler = parts.scheduler(
         SchedulerLimits.of(config),
         kv,
-        make_policy(config.memory_policy, kv, batched, config.length_predictor),
+        make_policy(config.memory_policy, kv, batched, prediction.predictor),
         PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
         make_queue(config.order),
     )
@@ -173,7 +181,13 @@ def _load(
         text.chat_problem,
         runtime.precision,
         runtime.kv,
+        lengths_file=prediction.file,
     )
+
+
+def _shape_of(spec: ModelSpec) -> str:
+    """Returns what distinguishes models whose hidden states are not comparable."""
+    return f"{spec.num_layers} layers of {spec.hidden_size}, {spec.vocab_size} tokens"
 
 
 def _open_lender(config: EngineConfig, loaded: LoadedEngine) -> None:

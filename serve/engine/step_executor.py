@@ -135,6 +135,8 @@ class StepExecutor:
         self.counts.add(plan, now_s, num_accepted)
         for part in result.prompts:
             part.take()
+        for state in result.states:
+            self._scheduler.policy.saw_state(*state)
         if result.sampled or finished:
             self._output.add(
                 StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)

@@ -311,8 +311,9 @@ def _both(check: Callable[[], object], links: Sequence[WorkerLink]) -> Callable[
 
 
 def _as_json(config: EngineConfig) -> dict[str, object]:
-    """Returns the settings as JSON; workers have no length predictor."""
-    values = dataclasses.asdict(replace(config, length_predictor=None))
+    """Returns the settings as JSON; workers predict no lengths."""
+    own = replace(config, length_predictor="history", length_predictor_file=None)
+    values = dataclasses.asdict(own)
     values["model"] = str(config.model_path)
     return {
         name: str(value) if isinstance(value, Path) else value for name, value in values.items()

@@ -16,6 +16,7 @@ from memory.attention.seam import PlannedAttention
 from memory.kv_memory import KVMemory
 from memory.pages.kv_range import Range
 from serve.models import StepModel, run_interleaved
+from serve.prediction.hidden_reader import HiddenReader, HiddenSketch
 from serve.request import TokenLogprobs
 from serve.runner.batch import make_batch
 from serve.runner.draft_rows import kept_rows, sampler_rows
@@ -51,7 +52,7 @@ class StepResult(NamedTuple):
     """The result of a step. tokens[i] belongs to sampled[i], in the plan's order; a sequence is
     there once for each of its tokens. prompts has the results of prompt rows, and late the
     sequences that get no token because their mask was not ready. counts has the number of tokens of
-    each sequence; None: one each."""
+    each sequence; None: one each. states has the sketches of hidden states that were due."""
 
     sampled: list[Sequence]
     tokens: list[int]
@@ -59,6 +60,7 @@ class StepResult(NamedTuple):
     prompts: abc.Sequence[PromptPart] = ()
     late: frozenset[Sequence] = NO_SEQUENCES
     counts: list[int] | None = None
+    states: abc.Sequence[HiddenSketch] = ()
 
     def without(self, removed: abc.Collection[Sequence]) -> StepResult:
         """Returns the result without the tokens of `removed`. Prompt results stay, because several
@@ -219,10 +221,12 @@ class ModelRunner:
         *,
         memory: Closable | None = None,
         microbatches: MicrobatchPolicy | None = None,
+        states: HiddenReader | None = None,
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
         """microbatches: decides when a step is computed as two micro-batches that alternate. By
-        default this is learned when attention is remote, and never done when it is local."""
+        default this is learned when attention is remote, and never done when it is local. states:
+        reads the hidden states that lengths are predicted from."""
         self._model = model
         self._kv = kv
         self._attention = attention
@@ -231,6 +235,7 @@ class ModelRunner:
         if microbatches is None and attention.is_remote:
             microbatches = LearnedMicrobatches()
         self._microbatches = microbatches
+        self._states = states
         self._num_steps = 0
         self._masks = MaskFiller()
 
@@ -252,10 +257,24 @@ class ModelRunner:
             prompts = PromptReader(self._model, hidden, requests).parts() if requests else ()
             if not sampled:
                 return StepResult([], [], None, prompts)
-            logits = self._model.logits(hidden if sample_rows is None else hidden[sample_rows])
+            if sample_rows is not None:
+                hidden = hidden[sample_rows]
+            logits = self._model.logits(hidden)
+            states = () if self._states is None else self._read_states(hidden, sampled)
         finally:
             late = masks.wait()  # a failed step is computed again, with its masks
-        return sampled_result(logits, sampled, prompts, late, num_drafted=plan.num_drafted)
+        result = sampled_result(logits, sampled, prompts, late, num_drafted=plan.num_drafted)
+        return result._replace(states=states) if states else result
+
+    def _read_states(
+        self, hidden: torch.Tensor, sampled: list[Sequence]
+    ) -> abc.Sequence[HiddenSketch]:
+        """Reads the hidden states that are due; those of drafts may belong to other texts."""
+        assert self._states is not None
+        firsts = [i for i, s in enumerate(sampled) if not i or sampled[i - 1] is not s]
+        if len(firsts) == len(sampled):
+            return self._states.read(hidden, sampled)
+        return self._states.read(hidden[firsts], [sampled[i] for i in firsts])
 
     def _timed(
         self, microbatches: MicrobatchPolicy, plan: StepPlan, launched: abc.Callable[[], None]

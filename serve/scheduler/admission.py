@@ -25,8 +25,10 @@ from serve.scheduler.length_predictor import (
     Coverage,
     GuardedPredictor,
     HistoryPredictor,
+    SequencePredictor,
 )
 from serve.scheduler.memory_forecast import ForecastEntry, MemoryForecast
+from serve.scheduler.memory_policy import MemoryPolicy
 from serve.scheduler.sequence import Sequence
 
 _NUM_FORECASTS = 4
@@ -34,61 +36,6 @@ _NUM_FORECASTS = 4
 _MAX_ENTRIES = 256
 # A sequence that did not fit is rechecked at every 16th step, even if no memory was freed.
 RECHECK_STEPS = 16
-
-
-class MemoryPolicy:
-    """The base: admits everything, learns nothing. step: the scheduler's number of steps, or of
-    passes through a pipeline, in each of which a sequence gets a token."""
-
-    predicted_peak_pages: int | None = None
-    """The predicted peak at the last call of `admits`."""
-
-    num_stages = 1
-    """The stages of the pipeline that computes the steps."""
-
-    def admits(
-        self,
-        sequence: Sequence,
-        running: list[Sequence],
-        step: int,
-        hit: PrefixHit | None = None,
-    ) -> bool:
-        """Returns whether the sequence may run beside the running ones, with this prefix hit. Its
-        present tokens fit."""
-        return True
-
-    def arrived(self, sequence: Sequence) -> None:
-        """Notes a sequence that was queued."""
-
-    def started(self, sequence: Sequence, step: int) -> None:
-        """Notes a sequence that was admitted."""
-
-    def stopped(self, sequence: Sequence) -> None:
-        """Notes a running sequence that freed its pages: finished or preempted, by its status."""
-
-    def preempted_by_priority(self, sequence: Sequence) -> None:
-        """Notes a sequence preempted for a more urgent one, not because memory ran out."""
-        self.stopped(sequence)
-
-    def ended(self, sequence: Sequence) -> None:
-        """Notes a finished sequence, running or waiting; its finish_reason is set."""
-
-    def coverage(self) -> tuple[float | None, float | None]:
-        """Returns the shares of answers within the P50 and P90 predicted on arrival, or None."""
-        return None, None
-
-    def steps_left(self, step: int) -> list[int]:
-        """Returns the predicted steps until each running sequence ends, rising; empty if nothing is
-        predicted. Any thread may call it."""
-        return []
-
-    def mean_steps(self) -> float:
-        """Returns the mean of the steps that a running sequence is predicted to take in all."""
-        return 0.0
-
-    def still_refuses(self, sequence: Sequence, step: int) -> bool:
-        """Returns whether `admits` would refuse again, whatever the hit: nothing has changed."""
-        return False
 
 
 def _num_shared(kv: KVMemory, hit: PrefixHit | None) -> int:
@@ -181,6 +128,7 @@ class ForecastPolicy(MemoryPolicy):
         self._missing_rows = 0  # of those
         self._asked: tuple[Sequence, list[int]] | None = None
         self._refused: Sequence | None = None
+        self._stale: set[int] = set()  # keys of running sequences that are predicted anew
 
     @property
     def capacity_pages(self) -> int:
@@ -256,6 +204,12 @@ class ForecastPolicy(MemoryPolicy):
         if self._refused is sequence:
             self._refused = None
 
+    def _redraw(self, sequence: Sequence) -> None:
+        """Draws the lengths of a running sequence again before the next forecast."""
+        key = self._keys.get(sequence)
+        if key is not None:
+            self._stale.add(key)
+
     def _lengths(self, sequence: Sequence) -> list[int]:
         return [self._draw(sequence, k) for k in range(len(self._forecasts))]
 
@@ -284,6 +238,7 @@ class ForecastPolicy(MemoryPolicy):
                 still.append(key)
                 self._missing_rows += missing
         self._prefilling = still
+        self._settle_stale(len(forecasts), step)
         for k, forecast in enumerate(forecasts):
             for _, _, key in forecast.overdue(step):
                 member = self._members[key]
@@ -291,6 +246,16 @@ class ForecastPolicy(MemoryPolicy):
                 if member.lengths[k] <= member.sequence.num_output_tokens:
                     member.lengths[k] = self._draw(member.sequence, k)
                 self._replace_entry(k, key, step)
+
+    def _settle_stale(self, num_forecasts: int, step: int) -> None:
+        """Draws the lengths of sequences that are predicted anew. Their prompts are computed."""
+        for key in self._stale:
+            member = self._members.get(key)
+            if member is not None:  # else it has stopped since
+                for k in range(num_forecasts):
+                    member.lengths[k] = self._draw(member.sequence, k)
+                    self._replace_entry(k, key, step)
+        self._stale.clear()
 
     def _replace_entry(self, k: int, key: int, first: int) -> None:
         """Replaces the sequence's entry in forecast k: its next token comes in step `first`."""
@@ -330,9 +295,14 @@ class PredictedPolicy(ForecastPolicy):
     STEP = 0.01
     MAX_RESERVE = 0.3
 
-    def __init__(self, kv: KVMemory, rows: int, predictor: LengthPredictor | None = None) -> None:
+    def __init__(
+        self, kv: KVMemory, rows: int, predictor: LengthPredictor | SequencePredictor | None = None
+    ) -> None:
         super().__init__(kv, self._draw_length, _NUM_FORECASTS, rows)
-        self.predictor = HistoryPredictor() if predictor is None else predictor
+        predictor = HistoryPredictor() if predictor is None else predictor
+        if not isinstance(predictor, SequencePredictor):
+            predictor = SequencePredictor(predictor)
+        self.lengths = predictor
         self.reserve = 0.05
         self.coverages = (Coverage(0.5), Coverage(0.9))
         self._random = random.Random(0)
@@ -347,13 +317,24 @@ class PredictedPolicy(ForecastPolicy):
         if k == 0:
             self._offset = self._random.random()
         level = (self._offset + k / _NUM_FORECASTS) % 1.0
-        return self.predictor.quantile(sequence.request, sequence.num_output_tokens, level)
+        return self.lengths.quantile(sequence, level)
 
     def arrived(self, sequence: Sequence) -> None:
-        request = sequence.request
+        self.lengths.arrived(sequence)
         self._arrivals[sequence] = [
-            self.predictor.quantile(request, 0, coverage.level) for coverage in self.coverages
+            self.lengths.quantile(sequence, coverage.level) for coverage in self.coverages
         ]
+        sequence.predicted_length = self._arrivals[sequence][0]
+
+    def expected_length(self, sequence: Sequence) -> int:
+        return self.lengths.quantile(sequence, 0.5)
+
+    def saw_state(self, sequence: Sequence, num_output: int, sketch: object) -> None:
+        if sequence.is_finished:
+            return
+        self.lengths.saw_state(sequence, num_output, sketch)
+        sequence.predicted_length = 0
+        self._redraw(sequence)
 
     def stopped(self, sequence: Sequence) -> None:
         super().stopped(sequence)
@@ -369,10 +350,7 @@ class PredictedPolicy(ForecastPolicy):
             self.reserve = max(0.0, self.reserve - self.STEP * self.TARGET)
         length = sequence.num_output_tokens
         predicted = self._arrivals.pop(sequence)
-        if sequence.finish_reason is FinishReason.STOP:
-            self.predictor.observe(sequence.request, length)
-        elif length:
-            self.predictor.observe_cut(sequence.request, length)
+        self.lengths.ended(sequence, is_whole=sequence.finish_reason is FinishReason.STOP)
         longest = sequence.request.params.max_tokens
         if longest and sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             for coverage, quantile in zip(self.coverages, predicted, strict=True):
@@ -388,13 +366,15 @@ def make_policy(
     name: str,
     kv: KVMemory,
     max_num_batched_tokens: int,
-    predictor: LengthPredictor | None = None,
+    predictor: LengthPredictor | SequencePredictor | None = None,
 ) -> MemoryPolicy:
-    """Returns one of MEMORY_POLICIES. predictor: a user's own, for "predicted"."""
+    """Returns one of MEMORY_POLICIES. predictor: for "predicted", a user's own or that of
+    serve/prediction; None predicts from past lengths."""
     if name == "worst_case":
         return WorstCasePolicy(kv)
     if name == "prompt_only":
         return PromptOnlyPolicy(kv)
     assert name == "predicted", name
-    guarded = None if predictor is None else GuardedPredictor(predictor)
-    return PredictedPolicy(kv, max_num_batched_tokens, guarded)
+    if predictor is not None and not isinstance(predictor, SequencePredictor):
+        predictor = GuardedPredictor(predictor)
+    return PredictedPolicy(kv, max_num_batched_tokens, predictor)

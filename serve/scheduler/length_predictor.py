@@ -1,23 +1,27 @@
 """Predicts the lengths of outputs from the distribution of past ones, given the tokens so far.
 
 It uses integers and floats only. A predictor is any object with the three methods of
-LengthPredictor; the setting length_predictor of LLM and Engine takes a learned one.
+LengthPredictor; the setting length_predictor of LLM and Engine takes one. SequencePredictor is what
+the scheduler calls: it knows a request's sequences one by one.
 """
 
 from __future__ import annotations
 
+import collections.abc as abc
 import logging
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from math import sqrt
+from typing import Any
 
 from serve.length_predictor import LengthPredictor
 from serve.request import Request
+from serve.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
 _SHRINK = 30  # outputs after which a level weighs as much as the levels above it
-_PRIOR_MEDIAN = 128.0
+PRIOR_MEDIAN = 128.0
 _GOLDEN = 0.6180339887498949
 
 
@@ -38,8 +42,12 @@ class _History:
         self._arrived.append(length)
         insort(self.lengths, length)
 
+    def in_order(self) -> list[int]:
+        """Returns the lengths in order of arrival. Any thread may call it."""
+        return list(self._arrived.copy())
 
-class _LengthDistribution:
+
+class LengthDistribution:
     """A mixture of histories over a log-logistic prior, as a survival function."""
 
     __slots__ = ("_parts", "_prior_weight")
@@ -58,7 +66,7 @@ class _LengthDistribution:
 
     def survival(self, length: int) -> float:
         """Returns the probability that an output is longer than `length`; it is never 0."""
-        ratio = length / _PRIOR_MEDIAN
+        ratio = length / PRIOR_MEDIAN
         probability = self._prior_weight / (1.0 + ratio * sqrt(ratio))  # the shape is 1.5
         for lengths, count, weight in self._parts:
             probability += weight * (count - bisect_right(lengths, length))
@@ -93,14 +101,71 @@ class _LengthDistribution:
 
 
 def _prior_quantile(num_output: int, level: float, longest: int) -> int:
-    """Returns what _LengthDistribution.quantile returns for the prior alone."""
+    """Returns what LengthDistribution.quantile returns for the prior alone."""
     if level >= 1.0:
         return longest
-    odds = (1.0 + (num_output / _PRIOR_MEDIAN) ** 1.5) / (1.0 - level) - 1.0
-    return int(min(_PRIOR_MEDIAN * odds ** (2 / 3), longest)) + 1
+    odds = (1.0 + (num_output / PRIOR_MEDIAN) ** 1.5) / (1.0 - level) - 1.0
+    return int(min(PRIOR_MEDIAN * odds ** (2 / 3), longest)) + 1
 
 
-_Keys = tuple[tuple[str, int], tuple[str, int]]
+Key = tuple[str, int]
+
+
+class HistoryTable:
+    """The last `window` lengths of each key, and the last 4 * window of all.
+
+    It keeps at most max_keys histories and drops the least recently used."""
+
+    def __init__(self, *, window: int = 256, max_keys: int = 1024) -> None:
+        self._window = window
+        self._max_keys = max_keys
+        self._overall = _History(4 * window)
+        self.histories: OrderedDict[Key, _History] = OrderedDict()
+        self._draw = 0.5
+        self._last: tuple[tuple[Key, ...], LengthDistribution] | None = None  # still valid
+
+    def distribution(self, keys: tuple[Key, ...]) -> LengthDistribution:
+        """Returns the distribution of lengths with these keys, the most specific one first."""
+        if self._last is not None and self._last[0] == keys:
+            return self._last[1]
+        histories = []
+        for key in keys:
+            history = self.histories.get(key)
+            if history is not None:
+                self.histories.move_to_end(key)
+                histories.append(history)
+        distribution = LengthDistribution([*histories, self._overall])
+        self._last = keys, distribution
+        return distribution
+
+    def add(self, keys: tuple[Key, ...], length: int) -> None:
+        """Notes a length with these keys."""
+        self._last = None
+        self._overall.add(length)
+        for key in keys:
+            history = self.histories.get(key)
+            if history is None:
+                history = self.histories[key] = _History(self._window)
+            self.histories.move_to_end(key)
+            history.add(length)
+        while len(self.histories) > self._max_keys:
+            self.histories.popitem(last=False)
+
+    @property
+    def overall(self) -> list[int]:
+        """The last lengths of all keys, the oldest first."""
+        return self._overall.in_order()
+
+    def restore(self, overall: abc.Iterable[int]) -> None:
+        """Takes lengths over into a new table, which belong to no key."""
+        for length in overall:
+            self._overall.add(length)
+
+    def drawn_beyond(self, keys: tuple[Key, ...], length: int) -> int:
+        """Returns a length drawn from beyond `length`, at which an answer was cut off."""
+        self._draw = (self._draw + _GOLDEN) % 1.0
+        # At most twice as long, because later draws use this one.
+        return self.distribution(keys).quantile(length, self._draw, 2 * length + 1)
 
 
 class HistoryPredictor:
@@ -118,72 +183,47 @@ class HistoryPredictor:
     it or to count it as complete would both make long outputs look rare. A request with a fixed
     length (ignore_eos without stops) is predicted as max_tokens and not learned.
 
-    It keeps at most max_keys histories of `window` lengths and drops the least recently used.
     quantile takes 10 us (about 12 bisection steps of 3 bisections each), and observe 3 us (3
     insertions into sorted lists).
     """
 
     def __init__(self, *, window: int = 256, max_keys: int = 1024) -> None:
-        self._window = window
-        self._max_keys = max_keys
-        self._overall = _History(4 * window)
-        self.histories: OrderedDict[tuple[str, int], _History] = OrderedDict()
-        self._draw = 0.5
-        self._last: tuple[_Keys, _LengthDistribution] | None = None  # still valid
+        self._table = HistoryTable(window=window, max_keys=max_keys)
 
     def __len__(self) -> int:
         """Number of keys that have a history."""
-        return len(self.histories)
+        return len(self._table.histories)
+
+    @property
+    def histories(self) -> OrderedDict[Key, Any]:
+        """The histories by key."""
+        return self._table.histories
+
+    @property
+    def table(self) -> HistoryTable:
+        return self._table
 
     def quantile(self, request: Request, num_output: int, level: float) -> int:
         longest = _longest(request)
-        if _has_fixed_length(request):
+        if has_fixed_length(request):
             return longest
         if longest <= num_output + 1:
             return num_output + 1
-        predicted = self._distribution(request).quantile(num_output, level, longest)
+        distribution = self._table.distribution(_keys(request))
+        predicted = distribution.quantile(num_output, level, longest)
         return max(predicted, request.params.min_tokens)
 
     def observe(self, request: Request, num_output: int) -> None:
-        if not _has_fixed_length(request):
-            self._add(request, num_output)
+        if not has_fixed_length(request):
+            self._table.add(_keys(request), num_output)
 
     def observe_cut(self, request: Request, num_output: int) -> None:
-        if num_output <= 0 or _has_fixed_length(request):
-            return
-        self._draw = (self._draw + _GOLDEN) % 1.0
-        # At most twice the tokens so far, because later draws use this one.
-        length = self._distribution(request).quantile(num_output, self._draw, 2 * num_output + 1)
-        self._add(request, length)
-
-    def _distribution(self, request: Request) -> _LengthDistribution:
-        keys = _keys(request)
-        if self._last is not None and self._last[0] == keys:
-            return self._last[1]
-        histories = []
-        for key in keys:
-            history = self.histories.get(key)
-            if history is not None:
-                self.histories.move_to_end(key)
-                histories.append(history)
-        distribution = _LengthDistribution([*histories, self._overall])
-        self._last = keys, distribution
-        return distribution
-
-    def _add(self, request: Request, length: int) -> None:
-        self._last = None
-        self._overall.add(length)
-        for key in _keys(request):
-            history = self.histories.get(key)
-            if history is None:
-                history = self.histories[key] = _History(self._window)
-            self.histories.move_to_end(key)
-            history.add(length)
-        while len(self.histories) > self._max_keys:
-            self.histories.popitem(last=False)
+        if num_output > 0 and not has_fixed_length(request):
+            keys = _keys(request)
+            self._table.add(keys, self._table.drawn_beyond(keys, num_output))
 
 
-def _keys(request: Request) -> _Keys:
+def _keys(request: Request) -> tuple[Key, ...]:
     """Returns (client, bucket) and, as bucket -1, the client. Requests without a client share
     one."""
     client = request.client or ""
@@ -195,7 +235,8 @@ def _longest(request: Request) -> int:
     return request.params.max_tokens
 
 
-def _has_fixed_length(request: Request) -> bool:
+def has_fixed_length(request: Request) -> bool:
+    """Returns whether the answer has max_tokens tokens unless it is aborted."""
     params = request.params
     return params.ignore_eos and not params.stop_ids and not params.stop_strings
 
@@ -237,6 +278,47 @@ class GuardedPredictor:
         if not self._has_logged:
             self._has_logged = True
             logger.exception("length_predictor failed; past outputs predict instead")
+
+
+class SequencePredictor:
+    """Predicts the answers of sequences as a LengthPredictor predicts those of requests.
+
+    serve/prediction/learned.py has one that also learns from what a sequence shows of itself.
+    """
+
+    def __init__(self, predictor: LengthPredictor) -> None:
+        self._predictor = predictor
+
+    @property
+    def histories(self) -> abc.Collection[object]:
+        """The past lengths that are kept; empty for a user's own predictor."""
+        predictor = self._predictor
+        return predictor.histories if isinstance(predictor, HistoryPredictor) else ()
+
+    @property
+    def tables(self) -> tuple[abc.Collection[object], ...]:
+        """All that is kept; the past lengths come first."""
+        return (self.histories,)
+
+    def arrived(self, sequence: Sequence) -> None:
+        """Notes a sequence that was queued."""
+
+    def quantile(self, sequence: Sequence, level: float) -> int:
+        """Returns the quantile of the answer's length, given the tokens that it has."""
+        return self._predictor.quantile(sequence.request, sequence.num_output_tokens, level)
+
+    def saw_state(self, sequence: Sequence, num_output: int, sketch: Any) -> None:
+        """Notes a sketch of the hidden state of a running sequence, [SKETCH_SIZE], from when it
+        had num_output tokens. It never comes without a reader of hidden states."""
+
+    def ended(self, sequence: Sequence, *, is_whole: bool) -> None:
+        """Learns from a finished sequence, whose answer ended by itself if is_whole. An answer
+        without a token teaches nothing, unless it is whole."""
+        length = sequence.num_output_tokens
+        if is_whole:
+            self._predictor.observe(sequence.request, length)
+        elif length:
+            self._predictor.observe_cut(sequence.request, length)
 
 
 class Coverage:

@@ -22,8 +22,9 @@ from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit, Range
 from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason
-from serve.scheduler.admission import MemoryPolicy, PromptOnlyPolicy
+from serve.scheduler.admission import PromptOnlyPolicy
 from serve.scheduler.chunking import ChunkPolicy, StepDraft
+from serve.scheduler.memory_policy import MemoryPolicy
 from serve.scheduler.preempted_pages import PreemptedPages
 from serve.scheduler.prefix_lookup import PrefixLookup
 from serve.scheduler.refusals import Refusals
@@ -61,12 +62,12 @@ class Scheduler:
         self.waiting = WaitingQueue() if queue is None else queue
         self.chunks = ChunkPolicy(limits)
         self.waiting.prefill_seconds = prefill_seconds = self.chunks.model.prefill_seconds
+        self.waiting.expected_length = self.policy.expected_length
         self.prefixes = PrefixLookup(kv, hasher, prefill_seconds)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_priority_preemptions = 0  # those made for priority, not for lack of memory
-        self.num_finished = 0
-        self.num_steps = 0
+        self.num_finished = self.num_steps = 0
         self.num_page_steps = 0  # pages in use, summed over all steps
         self._preempted = PreemptedPages(kv)
         self._starved = StarvedPrompts()

@@ -59,6 +59,8 @@ class Sequence:
     # The tokens that its newest plan computes behind its last one, in case they are sampled.
     draft_ids: list[int] = field(default_factory=list)
     kv_range: Range | None = None
+    predicted_length: int = 0  # the median that was predicted for the answer; 0: ask again
+    state_due_at: int = 0  # tokens at which its hidden state is read for the next prediction
     page_keys: list[bytes] = field(default_factory=list)  # of its pages in the prefix cache
     next_cacheable_at: int = 0  # computed tokens at which its next page is complete
     is_fetch_requested: bool = False  # its pages were requested from the store

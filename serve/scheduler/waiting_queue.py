@@ -6,6 +6,7 @@
     mlfq      skip-join multi-level feedback (FastServe, arXiv 2305.05920): a sequence that has
               run for long is preempted for those that have not
     fair      virtual token counter (arXiv 2401.00588): the client that was served least is next
+    srpt      the sequence with the shortest predicted remaining work (TRAIL, arXiv 2410.01035)
 
 A queue policy only orders sequences; the scheduler decides what fits and when it preempts. What a
 preempted sequence has computed stays in the prefix cache or goes to its page store, so that
@@ -40,6 +41,10 @@ class WaitingQueue:
     def __init__(self) -> None:
         # seconds to compute num_tokens of which num_cached are cached; the scheduler sets it
         self.prefill_seconds: Callable[[int, int], float] = lambda num_tokens, num_cached: 0.0
+        # the predicted length of a sequence's answer; the scheduler sets it
+        self.expected_length: Callable[[Sequence], int] = lambda sequence: (
+            sequence.max_tokens_total - sequence.num_prompt_tokens
+        )
         self.now_s = 0.0
         self._waiting: list[QueueEntry] = []
         self._arrivals: dict[Sequence, int] = {}
@@ -148,6 +153,7 @@ QUEUES = {
     "priority": "serve.scheduler.waiting_queue:PriorityQueue",
     "mlfq": "serve.scheduler.mlfq_queue:MlfqQueue",
     "fair": "serve.scheduler.fair_queue:FairQueue",
+    "srpt": "serve.scheduler.srpt_queue:SrptQueue",
 }
 """The class of each queue policy in serve.config.QUEUE_POLICIES, imported when it is chosen."""
 

@@ -118,7 +118,7 @@ def test_lengths_are_learned_per_client_and_reported():
                 stream = rig.engine.submit(PROMPT, wanted, client="an app")
                 await rig.engine.collect(stream)
             policy = rig.engine.loaded.core._scheduler.policy
-            assert ("an app", -1) in policy.predictor.histories
+            assert ("an app", -1) in policy.lengths.histories
             while (stats := rig.engine.stats()).num_unfinished:
                 await asyncio.sleep(0.005)  # a stop string ends the last request a moment later
             assert stats.num_finished == 60

@@ -106,7 +106,9 @@ def test_length_limits_waste_no_rows():
 def test_a_stop_token_is_seen_one_step_late_and_the_row_in_flight_is_not_counted():
     bench = Bench(policy="predicted", cache=True)
     lengths = []
-    bench.scheduler.policy.predictor.observe = lambda request, length: lengths.append(length)
+    bench.scheduler.policy.lengths._predictor.observe = lambda request, length: lengths.append(
+        length
+    )
     sequence = bench.add(**stopping(6))
     other = bench.add("other", num_tokens=30)
     while not sequence.is_finished:
@@ -127,7 +129,9 @@ def test_a_stop_token_is_seen_one_step_late_and_the_row_in_flight_is_not_counted
 def test_an_abort_drops_tokens_in_flight(num_steps):
     bench = Bench(policy="predicted")
     cut = []
-    bench.scheduler.policy.predictor.observe_cut = lambda request, length: cut.append(length)
+    bench.scheduler.policy.lengths._predictor.observe_cut = lambda request, length: cut.append(
+        length
+    )
     sequence = bench.add(num_tokens=30, ignore_eos=False)
     for _ in range(num_steps):
         bench.step()

@@ -203,7 +203,7 @@ def test_a_users_predictor_is_used_and_observes():
             [{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4), use_tqdm=False
         )
         policy = llm._loaded.core._scheduler.policy
-        assert isinstance(policy.predictor, GuardedPredictor)
+        assert isinstance(policy.lengths._predictor, GuardedPredictor)
         assert len(custom.observed) <= 1
 
 

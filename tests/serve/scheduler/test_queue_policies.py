@@ -9,6 +9,7 @@ import pytest
 from serve.config import QUEUE_POLICIES
 from serve.scheduler.fair_queue import FairQueue
 from serve.scheduler.mlfq_queue import MlfqQueue
+from serve.scheduler.srpt_queue import SrptQueue
 from serve.scheduler.waiting_queue import PriorityQueue, WaitingQueue, make_queue
 from tests.support.engine.fakes import make_request
 from tests.support.engine.queue_rig import at_rate, drained, make, name_of, names, seq
@@ -235,4 +236,5 @@ def test_queue_policies_have_names():
         PriorityQueue,
         MlfqQueue,
         FairQueue,
+        SrptQueue,
     ]
