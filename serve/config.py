@@ -23,6 +23,7 @@ from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from serve.setting_checks import (
     check_choices,
     check_counts,
+    check_drafts,
     check_folder,
     check_folders,
     check_predictor,
@@ -36,7 +37,7 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 PARTITIONS = ("auto", "head", "request", "sequence")  # as memory.nodes.placement, which has torch
 MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.scheduler.admission
 QUEUE_POLICIES = ("fcfs", "priority", "mlfq", "fair")  # as in serve.scheduler
-SPECULATIONS = ("lookup", "off")
+SPECULATIONS = ("lookup", "model", "off")
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
 GROUP_EXCHANGES = ("auto", "host", "connections")
@@ -99,6 +100,7 @@ class EngineSettings(TypedDict, total=False):
     length_predictor: LengthPredictor | None
     order: str
     speculation: str
+    draft_model: str | Path | None
     max_draft_tokens: int
     ttft_slo: float | None
     memory_nodes: tuple[str, ...]
@@ -186,7 +188,9 @@ class EngineConfig:
         (every client gets its share). It also picks the victims of preemption.
     speculation: what proposes tokens that a step computes ahead, which changes no answer: "lookup"
         (what followed the same words before, in the prompt, the answer or the client's other
-        answers) or "off".
+        answers), "model" (that, and what draft_model proposes) or "off".
+    draft_model: the directory of a small model with the same tokenizer, for speculation "model". A
+        part of the K/V memory is its own.
     max_draft_tokens: the most of these tokens that a sequence has in a step, up to 15; how many are
         worth their time is learned.
     ttft_slo: seconds; a request whose first token is predicted to come later is refused at once.
@@ -266,6 +270,7 @@ class EngineConfig:
     length_predictor: LengthPredictor | None = None
     order: str = "fcfs"
     speculation: str = "lookup"
+    draft_model: str | Path | None = None
     max_draft_tokens: int = 15
     ttft_slo: float | None = None
     memory_nodes: tuple[str, ...] = ()
@@ -313,6 +318,7 @@ class EngineConfig:
             check_predictor(self.length_predictor, self.memory_policy)
         if self.tokenizer is not None:
             check_folder("tokenizer", self.tokenizer)
+        check_drafts(self)
         check_reasoning(self.reasoning_budget, self.reasoning_budget_message)
         check_folders(self.kv_cache_dir, self.packed_cache, has_prefixes=self.prefix_cache)
         self._check_nodes()

@@ -318,7 +318,7 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, seconds: float, work: StepWork | None = None) -> None:
         """Learns, before update(), from a step that took `seconds`, or those of stage_seconds()."""
-        self.chunks.observe(plan, seconds, self.num_steps, work)
+        self.chunks.observe(plan, seconds - plan.draft_s, self.num_steps, work)
 
     def update(
         self, plan: StepPlan, tokens: list[int], counts: list[int] | None = None

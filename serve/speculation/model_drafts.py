@@ -1,0 +1,176 @@
+"""Decides for which sequences a draft model computes drafts, and how many tokens, before it does.
+
+A draft's token costs a row of the target's step, and a share of a step of the draft model, which
+computes one token of all drafts together. The tokens are added by depth: the j-th of all drafts
+that go on costs D(m) + T(n + m) - T(n) seconds for m sequences and gives the sum of their p^j
+tokens, where T and D are the learned times of the two models. A depth is added as long as it raises
+the tokens per second, with a margin. A prompt that the draft model has not computed is worth its
+time only if the rest of the answer is long enough; it is computed in chunks that delay no step by
+more than a part of its time.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+from typing import TYPE_CHECKING, NamedTuple
+
+from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_time import StepTimeModel, StepWork
+from serve.speculation.acceptance import Acceptance, Trials
+
+if TYPE_CHECKING:
+    from serve.speculation.draft_model import DraftModel
+
+MARGIN = 1.1
+_GUESS = 0.6
+# So many missing tokens are computed with a draft's first token, more of them before the draft.
+_MOST_MISSING = 16
+_CHUNK_SHARE = 0.5  # of the target's step, for chunks of prompts
+_FIRST_CHUNK = 16  # rows at least, and as long as nothing is known of their time
+_FIRST_DEPTH = 2  # of drafts, as long as nothing is known of their time
+# The rest of an answer is taken to be as long as it is now, and at least so many tokens.
+_LEAST_REST = 64
+
+
+class Candidate(NamedTuple):
+    """A sequence that may have a draft. number: of it in the step. most: tokens of its draft. rate:
+    the probability that one agrees if those before did."""
+
+    number: int
+    sequence: Sequence
+    trials: Trials
+    most: int
+    rate: float
+
+
+class Choice(NamedTuple):
+    """depths: the tokens of each draft. saved_s: what a token of the target takes less with it."""
+
+    depths: list[int]
+    saved_s: float
+
+
+class ModelDrafts:
+    """Drafts of a small model for the sequences of a step."""
+
+    def __init__(self, model: DraftModel, target: StepTimeModel) -> None:
+        self.model = model
+        self.acceptance = Acceptance((_GUESS,))
+        self._target = target
+
+    def rate(self, trials: Trials) -> float:
+        return self.acceptance.rate(0, trials)
+
+    def learn(self, trials: Trials, num_drafted: int, num_accepted: int) -> None:
+        self.acceptance.learn(0, trials, num_drafted, num_accepted)
+
+    def propose(
+        self, candidates: list[Candidate], num_decodes: int, context: int, num_rows: int
+    ) -> dict[int, list[int]]:
+        """Returns the drafts by the candidates' numbers. context: tokens of all num_decodes
+        sequences of the step, which may have num_rows more rows."""
+        base = StepWork(num_decodes, context, num_decodes, samples=True)
+        seconds = self._target.predict(base)
+        if not seconds or not candidates:
+            return {}
+        missing = [self.model.num_missing(each.sequence) for each in candidates]
+        choice = self._choose(candidates, base, num_rows)
+        behind = [
+            (each, count)
+            for each, count, depth in zip(candidates, missing, choice.depths, strict=True)
+            if depth and count > _MOST_MISSING
+        ]
+        if behind:
+            self._catch_up(behind, choice.saved_s, seconds)
+            candidates = [
+                each
+                for each, count in zip(candidates, missing, strict=True)
+                if count <= _MOST_MISSING
+            ]
+            choice = self._choose(candidates, base, num_rows)
+        pairs = list(zip(candidates, choice.depths, strict=True))
+        idle = [each.trials for each, depth in pairs if not depth]
+        if idle:
+            self.acceptance.rest(idle)
+        drafted = [(each, depth) for each, depth in pairs if depth]
+        if not drafted:
+            return {}
+        drafts = self.model.draft([each.sequence for each, _ in drafted], [n for _, n in drafted])
+        return {each.number: draft for (each, _), draft in zip(drafted, drafts, strict=True)}
+
+    def _choose(self, candidates: list[Candidate], base: StepWork, num_rows: int) -> Choice:
+        """Returns how many tokens of each candidate are worth their time. base: the step without
+        drafts."""
+        depths = [0] * len(candidates)
+        rows, context = base.num_rows, base.num_context
+        tokens, start_s = float(rows), self._target.predict(base)
+        seconds = start_s
+        live = sorted(range(len(candidates)), key=lambda i: -candidates[i].rate)
+        gains = [each.rate for each in candidates]
+        depth = 0
+        while True:
+            live = [i for i in live if candidates[i].most > depth][:num_rows]
+            step_s, row_s = self._costs(live, candidates, rows, context)
+            if step_s is None:  # of the draft model nothing is known
+                is_first = depth < _FIRST_DEPTH
+                cost_s = 0.0
+            else:
+                least = MARGIN * tokens * row_s / seconds
+                live = [i for i in live if gains[i] >= least]
+                is_first, cost_s = False, step_s + row_s * len(live)
+            gain = sum([gains[i] for i in live])
+            is_worth = gain * seconds >= MARGIN * tokens * cost_s and step_s is not None
+            if not live or not (is_worth or is_first):
+                break
+            depth, num_rows, rows = depth + 1, num_rows - len(live), rows + len(live)
+            tokens, seconds = tokens + gain, seconds + cost_s
+            for i in live:
+                depths[i] = depth
+                gains[i] *= candidates[i].rate
+        return Choice(depths, start_s / base.num_rows - seconds / tokens)
+
+    def _costs(
+        self, live: list[int], candidates: list[Candidate], rows: int, context: int
+    ) -> tuple[float | None, float]:
+        """Returns what a step of the draft model takes for the drafts that go on, less what each of
+        them adds, and what each adds to the steps of both models. None: not known."""
+        count = len(live)
+        if not count:
+            return 0.0, 0.0
+        own = sum([len(candidates[i].sequence.token_ids) for i in live])
+        predict = self.model.time.predict
+        all_s = predict(StepWork(count, own, count, samples=True))
+        one_s = all_s if count == 1 else predict(StepWork(1, own // count, 1, samples=True))
+        added_s = (all_s - one_s) / (count - 1) if count > 1 else 0.0
+        now_s = self._target.predict(StepWork(rows, context, rows, samples=True))
+        after_s = self._target.predict(StepWork(rows + count, context, rows + count, samples=True))
+        row_s = max(0.0, added_s) + max(0.0, after_s - now_s) / count
+        return (one_s - max(0.0, added_s) if all_s else None), row_s
+
+    def _catch_up(
+        self, behind: abc.Sequence[tuple[Candidate, int]], saved_s: float, step_s: float
+    ) -> None:
+        """Computes a chunk of prompts, if drafts save more time than that takes."""
+        time = self.model.time
+        chunks: list[tuple[Sequence, int]] = []
+        left_s, left = _CHUNK_SHARE * step_s, time.rows_per_step
+        for each, count in behind:
+            sequence = each.sequence
+            rest = sequence.max_tokens_total - len(sequence.token_ids)
+            rest = min(rest, max(_LEAST_REST, sequence.num_output_tokens))
+            if time.prefill_seconds(count) > saved_s * rest and time.prefill_seconds(count):
+                continue
+            context = len(sequence.token_ids) - count
+            rows = min(_FIRST_CHUNK, count, left)
+            if time.prefill_seconds(rows):
+                work = StepWork()
+                rows = min(max(rows, time.most_rows(work, context, min(count, left), left_s)), left)
+            if rows < 1:
+                break
+            chunks.append((sequence, rows))
+            left -= rows
+            left_s -= time.prefill_seconds(rows)
+            if left_s <= 0:
+                break
+        if chunks:
+            self.model.catch_up(chunks)
