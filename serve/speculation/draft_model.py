@@ -28,6 +28,7 @@ from serve.runner.draft_rows import DraftedTokens
 from serve.runner.sampler import sample, sampling_settings
 from serve.scheduler.sequence import Sequence, SequenceStatus
 from serve.scheduler.step_time import StepTimeModel, StepWork
+from serve.speculation.drafter import MOST_MISSING
 
 # A range is opened with so many tokens' room beyond those that the sequence has.
 _ROOM = 16
@@ -309,8 +310,15 @@ class DraftModel:
 
 
 def _work_of(parts: list[_Part]) -> StepWork:
-    """Returns the work of a step before it is computed."""
+    """Returns the work of a step before it is computed. A few rows of a sequence, which come before
+    the first token of a draft, count as decode rows."""
     work = StepWork(samples=True)
     for part in parts:
-        work.add(len(part.tokens), part.text.num_computed)
+        rows, context = len(part.tokens), part.text.num_computed
+        if rows > MOST_MISSING:
+            work.add(rows, context)
+            continue
+        work.num_decodes += rows
+        work.num_rows += rows
+        work.num_context += context
     return work

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_time import StepTimeModel, StepWork
 from serve.speculation.acceptance import Acceptance, Trials
+from serve.speculation.drafter import MOST_MISSING
 
 if TYPE_CHECKING:
     from serve.speculation.draft_model import DraftModel
 
 MARGIN = 1.1
 _GUESS = 0.6
-# So many missing tokens are computed with a draft's first token, more of them before the draft.
-_MOST_MISSING = 16
+_LONGEST_PAUSE = 8  # steps in which drafts are not considered, after none was worth its time
 _CHUNK_SHARE = 0.5  # of the target's step, for chunks of prompts
 _FIRST_CHUNK = 16  # rows at least, and as long as nothing is known of their time
 _FIRST_DEPTH = 2  # of drafts, as long as nothing is known of their time
@@ -57,6 +57,13 @@ class ModelDrafts:
         self.model = model
         self.acceptance = Acceptance((_GUESS,))
         self._target = target
+        self._pause = self._last_pause = 0
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the next step is not considered. Ask it once for each step."""
+        self._pause -= 1
+        return self._pause >= 0
 
     def rate(self, trials: Trials) -> float:
         return self.acceptance.rate(0, trials)
@@ -70,24 +77,25 @@ class ModelDrafts:
         """Returns the drafts by the candidates' numbers. context: tokens of all num_decodes
         sequences of the step, which may have num_rows more rows."""
         base = StepWork(num_decodes, context, num_decodes, samples=True)
-        seconds = self._target.predict(base)
+        seconds = _rows_seconds(self._target, num_decodes, base)
         if not seconds or not candidates:
             return {}
         missing = [self.model.num_missing(each.sequence) for each in candidates]
-        choice = self._choose(candidates, base, num_rows)
+        choice = self._choose(candidates, missing, base, num_rows)
+        if any(choice.depths):
+            self._last_pause = 0
+        else:
+            self._pause = self._last_pause = min(2 * self._last_pause + 1, _LONGEST_PAUSE)
         behind = [
             (each, count)
             for each, count, depth in zip(candidates, missing, choice.depths, strict=True)
-            if depth and count > _MOST_MISSING
+            if depth and count > MOST_MISSING
         ]
         if behind:
             self._catch_up(behind, choice.saved_s, seconds)
-            candidates = [
-                each
-                for each, count in zip(candidates, missing, strict=True)
-                if count <= _MOST_MISSING
-            ]
-            choice = self._choose(candidates, base, num_rows)
+            ready = [i for i, count in enumerate(missing) if count <= MOST_MISSING]
+            candidates, missing = ([each[i] for i in ready] for each in (candidates, missing))
+            choice = self._choose(candidates, missing, base, num_rows)
         pairs = list(zip(candidates, choice.depths, strict=True))
         idle = [each.trials for each, depth in pairs if not depth]
         if idle:
@@ -98,29 +106,25 @@ class ModelDrafts:
         drafts = self.model.draft([each.sequence for each, _ in drafted], [n for _, n in drafted])
         return {each.number: draft for (each, _), draft in zip(drafted, drafts, strict=True)}
 
-    def _choose(self, candidates: list[Candidate], base: StepWork, num_rows: int) -> Choice:
-        """Returns how many tokens of each candidate are worth their time. base: the step without
-        drafts."""
+    def _choose(
+        self, candidates: list[Candidate], missing: list[int], base: StepWork, num_rows: int
+    ) -> Choice:
+        """Returns how many tokens of each candidate are worth their time. missing: its tokens that
+        the draft model has not computed. base: the step without drafts."""
         depths = [0] * len(candidates)
-        rows, context = base.num_rows, base.num_context
-        tokens, start_s = float(rows), self._target.predict(base)
-        seconds = start_s
+        tokens, start_s = float(base.num_rows), _rows_seconds(self._target, base.num_rows, base)
+        seconds, rows, depth = start_s, base.num_rows, 0
         live = sorted(range(len(candidates)), key=lambda i: -candidates[i].rate)
         gains = [each.rate for each in candidates]
-        depth = 0
-        while True:
-            live = [i for i in live if candidates[i].most > depth][:num_rows]
-            step_s, row_s = self._costs(live, candidates, rows, context)
-            if step_s is None:  # of the draft model nothing is known
-                is_first = depth < _FIRST_DEPTH
-                cost_s = 0.0
-            else:
-                least = MARGIN * tokens * row_s / seconds
-                live = [i for i in live if gains[i] >= least]
-                is_first, cost_s = False, step_s + row_s * len(live)
-            gain = sum([gains[i] for i in live])
-            is_worth = gain * seconds >= MARGIN * tokens * cost_s and step_s is not None
-            if not live or not (is_worth or is_first):
+        while live := [i for i in live if candidates[i].most > depth][:num_rows]:
+            counts = [1 if depth or missing[i] > MOST_MISSING else missing[i] for i in live]
+            own_s, row_s = self._depth_seconds(rows, counts, base)
+            if not own_s and depth >= _FIRST_DEPTH:
+                break  # nothing is known of the draft model yet
+            if own_s:
+                live = [i for i in live if gains[i] * seconds >= MARGIN * tokens * row_s]
+            gain, cost_s = sum([gains[i] for i in live]), own_s + row_s * len(live)
+            if not live or gain * seconds < MARGIN * tokens * cost_s:
                 break
             depth, num_rows, rows = depth + 1, num_rows - len(live), rows + len(live)
             tokens, seconds = tokens + gain, seconds + cost_s
@@ -129,23 +133,15 @@ class ModelDrafts:
                 gains[i] *= candidates[i].rate
         return Choice(depths, start_s / base.num_rows - seconds / tokens)
 
-    def _costs(
-        self, live: list[int], candidates: list[Candidate], rows: int, context: int
-    ) -> tuple[float | None, float]:
-        """Returns what a step of the draft model takes for the drafts that go on, less what each of
-        them adds, and what each adds to the steps of both models. None: not known."""
-        count = len(live)
-        if not count:
-            return 0.0, 0.0
-        own = sum([len(candidates[i].sequence.token_ids) for i in live])
-        predict = self.model.time.predict
-        all_s = predict(StepWork(count, own, count, samples=True))
-        one_s = all_s if count == 1 else predict(StepWork(1, own // count, 1, samples=True))
+    def _depth_seconds(self, rows: int, counts: list[int], base: StepWork) -> tuple[float, float]:
+        """Returns what another token of each of these drafts takes: a part for all, 0 if it is not
+        known, and one for each. counts: rows of each in the draft model's step."""
+        most, count, time = sum(counts), len(counts), self.model.time
+        all_s, one_s = (_rows_seconds(time, many, base) for many in (most, most // count))
         added_s = (all_s - one_s) / (count - 1) if count > 1 else 0.0
-        now_s = self._target.predict(StepWork(rows, context, rows, samples=True))
-        after_s = self._target.predict(StepWork(rows + count, context, rows + count, samples=True))
-        row_s = max(0.0, added_s) + max(0.0, after_s - now_s) / count
-        return (one_s - max(0.0, added_s) if all_s else None), row_s
+        more_s = _rows_seconds(self._target, rows + count, base)
+        more_s -= _rows_seconds(self._target, rows, base)
+        return all_s - added_s * count, added_s + more_s / count
 
     def _catch_up(
         self, behind: abc.Sequence[tuple[Candidate, int]], saved_s: float, step_s: float
@@ -174,3 +170,8 @@ class ModelDrafts:
                 break
         if chunks:
             self.model.catch_up(chunks)
+
+
+def _rows_seconds(model: StepTimeModel, rows: int, base: StepWork) -> float:
+    """Returns the time of so many rows that decode, with the context of `base`."""
+    return model.predict(StepWork(rows, base.num_context, rows, samples=True))

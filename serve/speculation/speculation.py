@@ -76,7 +76,7 @@ class Speculation:
         if not sequences or plan.num_prompt_rows:
             return
         drafts = self.drafter.propose(sequences, self._most)
-        if self._by_model is not None:
+        if self._by_model is not None and not self._by_model.is_resting:
             self._draft_by_model(self._by_model, plan, sequences, drafts, num_rows)
         offers = [
             (i, draft)
