@@ -127,7 +127,7 @@ async def _at_turn(
 async def _open_target(
     plan: AblationPlan, variant: Variant, short_bytes: int
 ) -> AsyncIterator[RecordingTarget]:
-    settings: dict[str, Any] = {"prefix_cache": False, "seed": 0}
+    settings: dict[str, Any] = {"prefix_cache": False, "speculation": "off", "seed": 0}
     settings["max_num_seqs"] = plan.max_num_seqs
     settings |= plan.settings | variant.settings
     if variant.is_short:

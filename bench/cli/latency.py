@@ -83,6 +83,7 @@ def latency(
             packed_cache=packed_cache,
             max_num_seqs=max(batches, default=16),
             prefix_cache=False,
+            speculation="off",  # steps of one token each are measured
             inter_token_factor=math.inf,  # as peers do; `serve bench stalls` has smaller chunks
         )
 

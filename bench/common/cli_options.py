@@ -167,6 +167,7 @@ ENGINE_SETTINGS = (
     "prefix_cache",
     "memory_policy",
     "order",
+    "speculation",
     "ttft_slo",
     "compute_threads",
     "backend",

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 def server(model: str | None, dtype: str) -> Iterator[str]:
     """Runs `serve run` on a free port and yields its URL when it is ready."""
     command = [sys.executable, "-m", "serve", "run", *([model] if model else [])]
-    command += ["--port", "0", "--dtype", dtype]
+    command += ["--port", "0", "--dtype", dtype, "--speculation", "off"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -112,7 +112,7 @@ async def measure(model: str | None, dtype: str, shape: Shape, rounds: int) -> d
     rates: dict[str, list[float]] = {"http": [], "in_process": []}
     with server(model, dtype) as url:
         async with (
-            Engine(model, dtype=dtype) as engine,
+            Engine(model, dtype=dtype, speculation="off") as engine,
             aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
             ) as session,

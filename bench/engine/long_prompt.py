@@ -174,6 +174,7 @@ async def measure(path: Path, load: Load, slo_ms: float | None, chunk: int | Non
         inter_token_slo_ms=slo_ms,
         inter_token_factor=math.inf,
         prefix_cache=False,
+        speculation="off",
         kv_cache_bytes=1 << 30,
     ) as engine:
         client = Client(engine, load)

@@ -217,8 +217,8 @@ def by_model(
             before = llm.stats()
             found = measure(rig, partial(sampled, batch, vocab), arms, args.rounds)
             after = llm.stats()
-            drafted = after.draft_tokens - before.draft_tokens
-            agreed = (after.accepted_draft_tokens - before.accepted_draft_tokens) / max(1, drafted)
+            drafted = after.num_draft_tokens - before.num_draft_tokens
+            agreed = (after.num_accepted_tokens - before.num_accepted_tokens) / max(1, drafted)
             gain = found["model"] / found["none"]
             cells = [f"{found['none']:.1f}", f"{gain:.2f}x", str(drafted), f"{agreed:.0%}"]
             rows.append([str(batch), *cells])

@@ -170,6 +170,7 @@ def stalls(
         load=functools.partial(load_engine, parts=Parts(scheduler=switched_scheduler(made))),
         dtype=dtype,
         prefix_cache=False,
+        speculation="off",
         seed=0,
     )
     head = tables.Head.now(f"stalls, {engine.model_name}")

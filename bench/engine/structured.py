@@ -119,7 +119,9 @@ def step_times(rounds: int, num_tokens: int) -> dict[str, float]:
     }
     times: dict[str, list[float]] = {name: [] for name in cases}
     prompts = [[5 + i] * 8 for i in range(ROWS)]
-    with LLM(str(default_model_path()), max_num_seqs=ROWS, prefix_cache=False) as llm:
+    with LLM(
+        str(default_model_path()), max_num_seqs=ROWS, prefix_cache=False, speculation="off"
+    ) as llm:
         for number in range(rounds + 1):
             for name, params in cases.items():
                 each = [params or cases["masked" if i == 0 else "free"] for i in range(ROWS)]

@@ -103,6 +103,7 @@ class Sizes:
             "max_model_len": max(self.long, self.context + self.steps, _STREAMS) + 8,
             "kv_cache_bytes": 1 << 30,
             "prefix_cache": False,
+            "speculation": "off",
         } | (pace or {"inter_token_factor": 1e9})
 
 

@@ -112,6 +112,7 @@ def measure_capacity(folder: Path, is_quick: bool) -> Result:
         "max_model_len": length + answer,
         "max_num_seqs": 64,
         "prefix_cache": False,
+        "speculation": "off",
         "kv_cache_bytes": local,
     }
     rows = [_serve(model, prompts, answer, settings)]

@@ -201,7 +201,7 @@ async def check(seconds: float, seed: int = 0) -> tuple[float, list[RateResult]]
     """Runs the real engine for `seconds` at each of SHARES of its capacity, in ROUNDS parts.
     Returns the capacity in requests per second and a result for each share."""
     results: list[RateResult] = []
-    async with EngineTarget(engine := Engine()) as target:
+    async with EngineTarget(engine := Engine(speculation="off")) as target:
         rig = Rig(engine, target)
         await rig.run(math.inf, 64, seed)  # warms up: memory is touched
         count = max(64, int(40 * seconds))

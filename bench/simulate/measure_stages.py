@@ -121,6 +121,7 @@ async def _serve(
     settings: dict[str, Any] = {
         "compute_threads": num_stages,
         "prefix_cache": False,
+        "speculation": "off",
         "max_num_batched_tokens": rows,
         "max_num_seqs": min(32, rows),
         "max_model_len": longest + 1,

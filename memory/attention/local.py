@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from memory.attention.kv_layout import KVCache, rotate_keys, store_rows, values_of
-from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
+from memory.attention.seam import (
+    AttentionLayer,
+    AttentionStep,
+    Finished,
+    Rotation,
+    Ticket,
+    single_rows,
+)
 from memory.pages.layer_groups import READ_BLOCK
 from ops.backend import Backend, KeyValues, Partial
 
@@ -47,24 +54,20 @@ class LocalPlan:
 
     def __init__(self, parent: LocalAttention, step: AttentionStep) -> None:
         self._parent = parent
-        self._step = step
         rows: list[int] = []
         for start, num_rows, kv_len in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
             rows.extend(range(start + kv_len - num_rows, start + kv_len))
         self._rows = torch.tensor(rows, dtype=torch.int64)
-        starts, kv_lens, n = step.starts, step.kv_lens, step.num_decodes
-        self._num_decode_rows = num_decode_rows = sum(step.num_rows[:n])
-        if num_decode_rows > n:  # each row has a view of its own, which ends with its key
-            decoded = list(zip(starts[:n], step.num_rows[:n], kv_lens[:n], strict=True))
-            ends = [length - rows + 1 + i for _, rows, length in decoded for i in range(rows)]
-            starts = [*(start for start, rows, _ in decoded for _ in range(rows)), *starts[n:]]
-            kv_lens = [*ends, *kv_lens[n:]]
+        if sum(step.num_rows[: step.num_decodes]) > step.num_decodes:
+            step = single_rows(step)
+        self._step = step
         self._views: list[list[KeyValues]] = [
-            parent.cache.views(start, kv_len) for start, kv_len in zip(starts, kv_lens, strict=True)
+            parent.cache.views(start, kv_len)
+            for start, kv_len in zip(step.starts, step.kv_lens, strict=True)
         ]
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
-        parent, num_decodes = self._parent, self._num_decode_rows
+        parent, num_decodes = self._parent, self._step.num_decodes
         begun = None
         if parent.is_eager and num_decodes:
             rows = q[:num_decodes].to(parent.cache.layout.dtype)
@@ -74,7 +77,7 @@ class LocalPlan:
 
     def _decode_caches(self, layer: int) -> list[KeyValues]:
         window = self._parent.layers[layer].window
-        return [_last(views[layer], window) for views in self._views[: self._num_decode_rows]]
+        return [_last(views[layer], window) for views in self._views[: self._step.num_decodes]]
 
     def finish(
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
@@ -107,7 +110,7 @@ class LocalPlan:
         layer, q, begun = ticket
         shape, backend = self._parent.layers[layer], self._parent.backend
         cap, sinks = shape.soft_cap, self._parent.sinks[layer]
-        num_decodes = self._num_decode_rows
+        num_decodes = self._step.num_decodes
         parts: list[Partial] = []
         if num_decodes:
             caches, rows = self._decode_caches(layer), q[:num_decodes]
@@ -116,9 +119,9 @@ class LocalPlan:
             )
             parts.append(part)
         row = num_decodes
-        num_rows = self._step.num_rows[self._step.num_decodes :]
-        for views, n in zip(self._views[num_decodes:], num_rows, strict=True):
-            cache = _reached(views[layer], n, shape.window)
+        for index in range(num_decodes, len(self._views)):
+            n = self._step.num_rows[index]
+            cache = _reached(self._views[index][layer], n, shape.window)
             rows = q[row : row + n]
             part = backend.prefill_attention(
                 rows, cache, shape.scale, shape.window, soft_cap=cap, sinks=sinks

@@ -84,6 +84,20 @@ class AttentionStep:
     kv_lens: Sequence[int]
 
 
+def single_rows(step: AttentionStep) -> AttentionStep:
+    """Returns the step with a sequence for each decoded row, which ends with the row's key."""
+    n = step.num_decodes
+    decoded = list(zip(step.starts[:n], step.num_rows[:n], step.kv_lens[:n], strict=True))
+    ends = [length - rows + 1 + i for _, rows, length in decoded for i in range(rows)]
+    starts = [start for start, rows, _ in decoded for _ in range(rows)]
+    return AttentionStep(
+        len(starts),
+        [*starts, *step.starts[n:]],
+        [*[1] * len(starts), *step.num_rows[n:]],
+        [*ends, *step.kv_lens[n:]],
+    )
+
+
 class Ticket(NamedTuple):
     """A layer and its queries, which `begin` returns and `finish` takes. begun: the sums over
     earlier keys, where `begin` attends."""

@@ -97,7 +97,10 @@ class OverlappedExecutor(StepExecutor):
             plan = plan.without_late(pending.late)
         self._in_flight.append(LaunchedStep(plan, pending, now_s))
         apply_launch(self._scheduler, plan)
-        if len(self._in_flight) >= self._device.depth:
+        drafting = self._scheduler.drafting
+        if drafting is not None and drafting.wants_tokens(plan) and self._device.tokens_on_device:
+            self.drain()
+        elif len(self._in_flight) >= self._device.depth:
             self.complete_oldest()
 
     def complete_oldest(self) -> bool:

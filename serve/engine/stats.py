@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class EngineStats:
     """A snapshot of counters.
 
+    num_draft_tokens, num_accepted_tokens: tokens of drafts, and those that agreed.
     memory_utilisation: pages in use over all pages, mean over the steps. predicted_peak_pages:
     of the running sequences and the last one that was considered for admission. coverage_p50,
     coverage_p90: share of answers within the quantile predicted on their arrival. These are None
@@ -42,8 +43,7 @@ class EngineStats:
     were too many, there was no room, or writing is paused after errors (disk_is_paused).
     kvp_holders: replicas and nodes that hold parts of sequences at present, with
     kvp_borrowed_bytes in all. kvp_lent_bytes: K/V memory that other replicas use. group: None on
-    one rank. draft_pages_in_use: of the draft model's K/V memory. draft_tokens: drafted tokens that
-    steps have computed, accepted_draft_tokens: those that agreed.
+    one rank. draft_pages_in_use: of the draft model's K/V memory.
     """
 
     num_unfinished: int
@@ -53,6 +53,8 @@ class EngineStats:
     steps_in_flight: int
     num_prefill_rows: int
     num_decode_rows: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_finished: int
     num_preemptions: int
     num_priority_preemptions: int
@@ -70,8 +72,6 @@ class EngineStats:
     pages_total: int
     pages_cached: int
     draft_pages_in_use: int
-    draft_tokens: int
-    accepted_draft_tokens: int
     prefix_asked_tokens: int
     prefix_hit_tokens: int
     prefix_evicted_pages: int
@@ -105,13 +105,15 @@ class EngineStats:
 @dataclass(slots=True)
 class StepCounters:
     """Counts completed steps and their rows. num_mixed_steps: steps with prefill and decode rows.
-    num_draft_tokens, num_accepted_tokens: the drafts' tokens in steps, and those that agreed.
+    num_drafts: drafts of one sequence in one step. num_draft_tokens, num_accepted_tokens: their
+    tokens, and those that agreed.
     last_s: the end of the last step. seconds: times of steps that did not fail."""
 
     num_steps: int = 0
     num_mixed_steps: int = 0
     num_prefill_rows: int = 0
     num_decode_rows: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     last_s: float | None = None
@@ -125,6 +127,7 @@ class StepCounters:
         self.num_decode_rows += plan.num_decodes
         self.num_prefill_rows += num_prefill_rows
         if plan.num_drafted:
+            self.num_drafts += sum([rows > 1 for rows in plan.num_rows[: plan.num_decodes]])
             self.num_draft_tokens += plan.num_drafted
             self.num_accepted_tokens += num_accepted
         self.rows.observe(plan.num_total_rows)
@@ -158,6 +161,8 @@ def engine_stats(
         steps_in_flight=len(scheduler.launched),
         num_prefill_rows=steps.num_prefill_rows,
         num_decode_rows=steps.num_decode_rows,
+        num_draft_tokens=steps.num_draft_tokens,
+        num_accepted_tokens=steps.num_accepted_tokens,
         num_finished=scheduler.num_finished,
         num_preemptions=scheduler.num_preemptions,
         num_priority_preemptions=scheduler.num_priority_preemptions,
@@ -175,8 +180,6 @@ def engine_stats(
         pages_total=kv.num_pages,
         pages_cached=kv.num_cached,
         draft_pages_in_use=scheduler.drafting.num_pages_in_use if scheduler.drafting else 0,
-        draft_tokens=steps.num_draft_tokens,
-        accepted_draft_tokens=steps.num_accepted_tokens,
         prefix_asked_tokens=prefixes.num_asked_tokens,
         prefix_hit_tokens=prefixes.num_hit_tokens,
         prefix_evicted_pages=prefixes.num_evicted,

@@ -19,13 +19,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memory.attention.seam import Attention, AttentionStep
+from memory.attention.seam import Attention, AttentionStep, single_rows
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.pages.kv_range import Range
 from ops.cuda.attention import PrefillChunk
 from ops.cuda.device_sampler import DeviceSampler, Fetched, Kind, SamplingPlan
 from serve.models import Decoder
+from serve.runner.draft_rows import sampled_sequences, sampler_rows
 from serve.runner.graph_shapes import StepShape, StepShapes
 from serve.runner.mask_filler import NO_SEQUENCES, FillingMasks, MaskFiller, has_masks
 from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
@@ -64,6 +65,7 @@ class _Step:
     fetched: Fetched | None = None
     reader: PromptReader | None = None
     late: frozenset[Sequence] = NO_SEQUENCES
+    num_drafted: int = 0
 
     def wait(self) -> StepResult:
         assert self.event is not None
@@ -74,6 +76,8 @@ class _Step:
         assert self.fetched is not None
         tokens = sampled(self.sampling, self.fetched)
         result = StepResult(self.sampled, tokens.token_ids, tokens.logprobs, prompts)
+        if self.num_drafted:
+            result = result.agreed()
         return result.without(self.late) if self.late else result
 
 
@@ -213,7 +217,7 @@ class CudaRunner:
         targets = [s.kv_range for s in plan.sequences if s.kv_range is not None]
         self._kv.commit(targets)
         self._num_steps += 1
-        has_prompts = plan.num_total_rows > plan.num_decodes
+        has_prompts = plan.num_prompt_rows > 0
         if self._kv.maps_ahead and (has_prompts or self._num_steps % MAP_AHEAD_EVERY == 0):
             self._kv.map_ahead(upcoming_tokens(plan))
         shape = self._shapes.of(plan)
@@ -226,11 +230,13 @@ class CudaRunner:
             shape.decodes,
             is_captured=shape.is_captured,
         )
-        pairs = zip(plan.sequences, plan.samples, strict=True)
-        sequences = [s for s, samples in pairs if samples]
+        sequences = sampled_sequences(plan)
         slots = [s.kv_range.index for s in sequences if s.kv_range is not None]
-        sampling = self._sampler.plan(rows_of(sequences, slots))
-        step = _Step(sequences, sampling, targets, prompt_row_requests(plan))
+        rows = sampler_rows(sequences) if plan.num_drafted else sequences
+        sampling = self._sampler.plan(rows_of(rows, slots))
+        step = _Step(
+            sequences, sampling, targets, prompt_row_requests(plan), num_drafted=plan.num_drafted
+        )
         masks = self._masks.begin(plan)
         try:
             step.event = slot.event = self._submit(
@@ -371,4 +377,5 @@ def _attention_step(plan: StepPlan) -> AttentionStep:
     kv_lens = [
         s.num_computed_tokens + rows for s, rows in zip(plan.sequences, plan.num_rows, strict=True)
     ]
-    return AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens)
+    step = AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens)
+    return single_rows(step) if plan.num_drafted else step

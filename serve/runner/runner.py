@@ -80,6 +80,12 @@ class StepResult(NamedTuple):
             logprobs=None if logprobs is None else [logprobs[i] for i in rows],
         )
 
+    def agreed(self) -> StepResult:
+        """Returns the result of a step with drafts, of whose rows all tokens are here, with the
+        tokens that are kept."""
+        kept = kept_rows(self.sampled, self.tokens)
+        return self.of_rows(kept.rows)._replace(counts=kept.counts)
+
     def cut_to(self, counts: list[int]) -> StepResult:
         """Returns the result with the first counts[j] tokens of the j-th sequence."""
         assert self.counts is not None
@@ -108,10 +114,7 @@ def sampled_result(
         sampled, logits = [sampled[i] for i in kept], logits[kept]
     rows = sampler_rows(sampled) if num_drafted else sampled
     result = StepResult(sampled, *sample(logits, rows), prompts, late)
-    if not num_drafted:
-        return result
-    agreed = kept_rows(sampled, result.tokens)
-    return result.of_rows(agreed.rows)._replace(counts=agreed.counts)
+    return result.agreed() if num_drafted else result
 
 
 def upcoming_tokens(plan: StepPlan) -> list[tuple[Range, int]]:

@@ -29,7 +29,10 @@ def fill(pinned: Tensor, plan: StepPlan, padded_rows: int) -> None:
     size_bytes = block_bytes(padded_rows)
     block: npt.NDArray[np.int64] = pinned[:size_bytes].numpy().view(np.int64)
     tokens, positions, slots, sampled = block.reshape(NUM_FIELDS, padded_rows)
+    # of the sequences that decode, those with a draft come last
     num_decodes = plan.num_decodes
+    if plan.num_drafted:
+        num_decodes = sum([rows == 1 for rows in plan.num_rows[:num_decodes]])
     decodes = plan.sequences[:num_decodes]
     tokens[:num_decodes] = [s.token_ids[s.num_computed_tokens] for s in decodes]
     positions[:num_decodes] = [s.num_computed_tokens for s in decodes]
@@ -38,15 +41,28 @@ def fill(pinned: Tensor, plan: StepPlan, padded_rows: int) -> None:
     for index in range(num_decodes, len(plan.sequences)):
         sequence, rows = plan.sequences[index], plan.num_rows[index]
         first = sequence.num_computed_tokens
-        tokens[row : row + rows] = sequence.token_ids[first : first + rows]
+        known = sequence.token_ids[first : first + rows]
+        tokens[row : row + rows] = known + sequence.draft_ids[: rows - len(known)]
         positions[row : row + rows] = np.arange(first, first + rows)
         slots[row : row + rows] = sequence.kv_range.index  # type: ignore[union-attr]
         row += rows
     block.reshape(NUM_FIELDS, padded_rows)[:3, row:] = 0
-    last_rows = np.cumsum(plan.num_rows) - 1
-    sample_rows = last_rows[np.asarray(plan.samples, dtype=bool)]
+    ends = np.cumsum(plan.num_rows)
+    sample_rows = ends[np.asarray(plan.samples, dtype=bool)] - 1
+    if plan.num_drafted:
+        sample_rows = np.array(_drafted_sample_rows(plan, ends.tolist()))
     sampled[: len(sample_rows)] = sample_rows
     sampled[len(sample_rows) :] = 0
+
+
+def _drafted_sample_rows(plan: StepPlan, ends: list[int]) -> list[int]:
+    """Returns the sampled rows of a plan with drafts: all rows of those that decode."""
+    rows: list[int] = []
+    for index, (end, samples) in enumerate(zip(ends, plan.samples, strict=True)):
+        if samples:
+            first = end - plan.num_rows[index] if index < plan.num_decodes else end - 1
+            rows.extend(range(first, end))
+    return rows
 
 
 def fields(device_block: Tensor, padded_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -140,6 +140,8 @@ def finish_reason_after(
     """Returns why this newest known token ends the sequence, or None. length: the number of tokens
     with it; None: all."""
     length = len(sequence.token_ids) if length is None else length
+    if sequence.mask is not None:
+        sequence.mask.settle(length)
     if token in sequence.stop_ids and length > sequence.min_tokens_total:
         sequence.stop_token = token
         is_cut = sequence.mask is not None and sequence.mask.is_cut

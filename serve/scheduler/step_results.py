@@ -9,13 +9,11 @@ beyond its computed tokens, where the next step writes. Integers only: no torch,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections import deque
+from typing import Protocol
 
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus
 from serve.scheduler.step_plan import StepPlan
-
-if TYPE_CHECKING:
-    from serve.scheduler.scheduler import Scheduler
 
 
 class Drafting(Protocol):
@@ -24,6 +22,10 @@ class Drafting(Protocol):
     def extend(self, plan: StepPlan, num_certain: int, num_rows: int) -> None:
         """Gives drafts to some of the plan's first num_certain sequences, which decode: at most
         num_rows rows."""
+
+    def wants_tokens(self, plan: StepPlan) -> bool:
+        """Returns whether the tokens of this plan, which a device with tokens of its own computes,
+        have to be known before the next step is planned."""
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Takes note of how many tokens of a draft agreed."""
@@ -39,8 +41,19 @@ class Drafting(Protocol):
         """The pages of K/V memory of its own that sequences hold. Any thread may ask."""
 
 
+class Updated(Protocol):
+    """The scheduler, as far as tokens change it."""
+
+    launched: deque[StepPlan]
+    drafting: Drafting | None
+
+    def apply_token(
+        self, sequence: Sequence, end: int, token: int, ended: list[Sequence]
+    ) -> None: ...
+
+
 def apply_tokens(
-    scheduler: Scheduler,
+    scheduler: Updated,
     plan: StepPlan,
     tokens: list[int],
     counts: list[int] | None,
@@ -79,7 +92,7 @@ def apply_tokens(
 
 
 def _give(
-    scheduler: Scheduler, sequence: Sequence, known: int, own: list[int], ended: list[Sequence]
+    scheduler: Updated, sequence: Sequence, known: int, own: list[int], ended: list[Sequence]
 ) -> int:
     """Gives a sequence with `known` tokens its new ones, until it ends; returns how many it has
     got."""

@@ -42,8 +42,9 @@ def make_drafting(
                 " use kv_dtype int8"
             )
         return None
-    if runtime.precision.backend == "cuda":
-        return None  # tokens are on the device when the next step is planned
+    is_cuda = runtime.precision.backend == "cuda"
+    if is_cuda and (config.num_ranks > 1 or config.memory_nodes):
+        return None
     from serve.speculation import prompt_lookup
     from serve.speculation.speculation import Speculation
 
@@ -57,8 +58,10 @@ def make_drafting(
 
         size, has_prefixes = runtime.spec.vocab_size, config.prefix_cache
         model = DraftModel(draft, size, config.batched_tokens, has_prefixes=has_prefixes)
-    drafter, most = prompt_lookup.PromptLookup(), config.max_draft_tokens
-    return Speculation(drafter, scheduler.chunks.model, runtime.kv, most, model)
+    drafter = prompt_lookup.PromptLookup()
+    most = config.max_draft_tokens
+    device_rows = min(config.max_num_seqs, config.batched_tokens) if is_cuda else None
+    return Speculation(drafter, scheduler.chunks.model, runtime.kv, most, device_rows, model)
 
 
 def _is_exact(config: EngineConfig, runtime: Runtime) -> bool:

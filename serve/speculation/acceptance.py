@@ -11,10 +11,10 @@ from __future__ import annotations
 import collections.abc as abc
 from dataclasses import dataclass
 
-_KIND_TRIALS = 3.0  # what the rate of a kind weighs beside a sequence's own trials
+_KIND_TRIALS = 6.0  # what the rate of a kind weighs beside a sequence's own trials
 _GUESS_TRIALS = 2.0  # what the first guess weighs beside the trials of a kind
 _KEPT_OF_KIND = 0.99  # of the earlier trials, at each draft
-_KEPT_OF_SEQUENCE = 0.8
+_KEPT_OF_SEQUENCE = 0.9
 _KEPT_AT_REST = 0.995  # at each step without a draft
 
 

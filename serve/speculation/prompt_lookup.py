@@ -29,6 +29,7 @@ _LEAST_ANSWER = 16
 _SEPARATOR = -1
 # The tokens with which a new sequence is looked for in earlier answers.
 _FIRST_TOKENS = 32
+_TOKENS_A_STEP = 4096  # a millisecond
 
 Client = tuple[str | None, str | None]
 
@@ -67,12 +68,15 @@ class _Text:
     cursor: Any | None
     num_seen: int = 0
 
-    def follow(self, token_ids: list[int]) -> None:
-        new = token_ids[self.num_seen :] if self.num_seen else token_ids
+    def follow(self, token_ids: list[int]) -> bool:
+        """Takes new tokens; returns whether all of them, as a long prompt takes several steps."""
+        begin = self.num_seen
+        new = token_ids[begin : begin + _TOKENS_A_STEP]
         self.index.extend(new)
+        self.num_seen = begin + len(new)
         if self.cursor is not None:
-            self.cursor.advance(new[-_FIRST_TOKENS:] if not self.num_seen else new)
-        self.num_seen = len(token_ids)
+            self.cursor.advance(new if begin else new[-_FIRST_TOKENS:])
+        return self.num_seen == len(token_ids)
 
 
 class PromptLookup:
@@ -92,7 +96,8 @@ class PromptLookup:
         text = self._texts.get(sequence)
         if text is None:
             text = self._texts[sequence] = self._begin(sequence)
-        text.follow(sequence.token_ids)
+        if not text.follow(sequence.token_ids):
+            return None
         length, tokens = text.index.follow(_LEAST_MATCH, most)
         kind = 0
         if text.cursor is not None:

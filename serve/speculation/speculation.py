@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memory.kv_memory import KVMemory
-from serve.scheduler.sequence import Sequence
+from serve.scheduler.sequence import PENDING_TOKEN, Sequence
 from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import StepTimeModel, StepWork
 from serve.speculation.acceptance import Acceptance, Trials
@@ -35,6 +35,8 @@ _OF_MODEL = -1  # the kind of a draft model's drafts
 _FREE_ROWS = 8
 # A step has at most so many rows more than any before: the model does not know what they cost.
 _MORE_ROWS = 2
+# How many steps a device launches ahead between two trials of drafts.
+_FEWEST_AHEAD, _MOST_AHEAD = 8, 64
 
 
 @dataclass(slots=True)
@@ -55,9 +57,12 @@ class Speculation:
         model: StepTimeModel,
         kv: KVMemory,
         most_tokens: int,
+        device_rows: int | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """most_tokens: of one draft. draft_model: drafts what the drafter does not."""
+        """most_tokens: of one draft. device_rows: the most rows that are sampled in a step, where a
+        device keeps the tokens and launches steps ahead; None elsewhere. draft_model: drafts what
+        the drafter does not."""
         self.drafter = drafter
         self._by_model = None if draft_model is None else ModelDrafts(draft_model, model)
         self._model = model
@@ -66,6 +71,9 @@ class Speculation:
         self._acceptance = Acceptance(drafter.first_guesses)
         self._num_decodes = 0
         self._most_rows = 0  # of any step with drafts
+        self._device_rows = device_rows
+        self._num_ahead = 0  # steps that are still launched ahead before drafts are tried again
+        self._next_ahead = _FEWEST_AHEAD
 
     def extend(self, plan: StepPlan, num_certain: int, num_rows: int) -> None:
         sequences = plan.sequences[:num_certain]
@@ -75,6 +83,10 @@ class Speculation:
                 sequence.draft_ids = []
         if not sequences or plan.num_prompt_rows:
             return
+        if self._device_rows is not None:
+            num_rows = min(num_rows, self._device_rows - plan.num_total_rows)
+            if any(s.token_ids[-1] == PENDING_TOKEN for s in sequences):
+                return
         drafts = self.drafter.propose(sequences, self._most)
         if self._by_model is not None and not self._by_model.is_resting:
             self._draft_by_model(self._by_model, plan, sequences, drafts, num_rows)
@@ -132,10 +144,26 @@ class Speculation:
         """Returns how many of num_rows rows the step may have more."""
         return min(num_rows, max(self._most_rows - plan.num_total_rows, 0) + _MORE_ROWS)
 
+    def wants_tokens(self, plan: StepPlan) -> bool:
+        """A step with drafts cannot be launched ahead, nor another one behind it. So steps are
+        launched ahead as long as no draft is worth its rows; then one waits, now and then, for the
+        tokens before it, to see whether any is."""
+        if plan.num_drafted or plan.num_prompt_rows:
+            self._num_ahead, self._next_ahead = 0, _FEWEST_AHEAD
+            return plan.num_drafted > 0
+        if not self._num_ahead:
+            self._num_ahead = self._next_ahead
+            self._next_ahead = min(2 * self._next_ahead, _MOST_AHEAD)
+            return True
+        self._num_ahead -= 1
+        return False
+
     def _cut(self, sequence: Sequence, draft: Draft) -> bool:
         """Cuts a draft before the sequence's last possible token; returns whether any is left."""
         if sequence.mask is not None and sequence.mask.job is not None:
             return False  # its mask is late, and was begun without a draft
+        if self._device_rows is not None and sequence.request.params.has_penalties:
+            return False  # the device counts a sequence's tokens once in a step
         del draft.token_ids[max(0, sequence.max_tokens_total - len(sequence.token_ids) - 1) :]
         return bool(draft.token_ids)
 

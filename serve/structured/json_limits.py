@@ -48,6 +48,9 @@ class JsonForm:
     completes: bool
 
 
+JsonState = tuple[float, int, list[int] | None, int, int | None]
+
+
 class JsonLimits:
     """The limits of one sequence. max_output: the most tokens that it may have. reports_cut: see
     is_cut."""
@@ -68,6 +71,15 @@ class JsonLimits:
         was: a client that set no limit gets a text that is whole by its form, and the libraries of
         clients throw away one that was cut."""
         return self._reports_cut and self._cut_at is not None
+
+    @property
+    def state(self) -> JsonState:
+        """What the next call depends on, besides its arguments; set it to go back."""
+        return self._look_at, self._looked_at, self._way, self._text_at, self._cut_at
+
+    @state.setter
+    def state(self, state: JsonState) -> None:
+        self._look_at, self._looked_at, self._way, self._text_at, self._cut_at = state
 
     @property
     def _first_look(self) -> float:

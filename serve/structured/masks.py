@@ -13,12 +13,13 @@ from serve.request import Request
 from serve.sampling_params import SamplingParams
 from serve.structured.bits import Bits, bits_of
 from serve.structured.json_limits import JsonForm, JsonLimits
+from serve.structured.mask_budget import MaskBudget
 from serve.structured.reasoning_limit import (
     ReasoningEnd,
     ReasoningLimit,
     ReasoningLimits,
 )
-from serve.structured.token_mask import BadWords, MaskBudget, Matcher, SequenceMask
+from serve.structured.token_mask import BadWords, Matcher, SequenceMask
 from serve.structured_output import StructuredOutput
 from serve.text.reasoning_prompt import is_reasoning_open
 from serve.text.tokenizer import Tokenizer

@@ -16,11 +16,12 @@ import numpy as np
 
 from serve.request import FinishReason
 from serve.structured.bits import Bits, all_bits, bits_of, num_words
+from serve.structured.mask_budget import MaskBudget
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from serve.structured.json_limits import JsonLimits
+    from serve.structured.json_limits import JsonLimits, JsonState
     from serve.structured.reasoning_limit import ReasoningLimit
 
 logger = logging.getLogger(__name__)
@@ -33,44 +34,8 @@ REQUEST_FAULTS = frozenset({TOO_COMPLEX, NOTHING_ALLOWED})
 # The output's last tokens that the limits of JSON look at: more than a number has.
 RECENT_TOKENS = 64
 
-# The number of last tokens that may have changed: more than two steps in flight have.
+# The number of last tokens that may have changed: more than two steps in flight or a draft have.
 _LOOK_BACK = 16
-
-
-# A request may overdraw this many seconds of CPU time, for its masks and for consuming tokens
-# between two steps, while all other requests wait. A mask (more with a larger vocabulary) or a
-# token that takes less than its usual time earns the difference.
-_MASKS_S, _USUAL_MASK_S, _USUAL_MASK_S_PER_TOKEN = 1.0, 0.5e-3, 20e-9
-_TOKENS_S, _USUAL_TOKEN_S = 5e-3, 0.1e-3
-
-
-class MaskBudget:
-    """The CPU time that the masks of a request may still take.
-
-    Any thread may use it; an update may get lost when two threads do so at once.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self._usual_mask_s = _USUAL_MASK_S + _USUAL_MASK_S_PER_TOKEN * vocab_size
-        self._masks_s, self._tokens_s = _MASKS_S, _TOKENS_S
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether the masks have taken more than the budget."""
-        return self._masks_s <= 0
-
-    @property
-    def may_consume(self) -> bool:
-        """Whether a token may be consumed between two steps, or only with the next mask."""
-        return self._tokens_s > 0
-
-    def add_mask(self, seconds: float) -> None:
-        """Charges the time of a mask."""
-        self._masks_s = min(_MASKS_S, self._masks_s + self._usual_mask_s - seconds)
-
-    def add_token(self, seconds: float) -> None:
-        """Charges the time of a token that was consumed between two steps."""
-        self._tokens_s = min(_TOKENS_S, self._tokens_s + _USUAL_TOKEN_S - seconds)
 
 
 class Matcher:
@@ -228,9 +193,14 @@ class SequenceMask:
         self.bits = self._buffer[: num_words(vocab_size)]
         self.address = self.bits.ctypes.data
         self.draft_bits: list[Bits] = []  # of the rows of the draft, as far as they can matter
+        self._num_before = 0  # tokens before that draft
+        self._states: list[JsonState] = []  # of `json`, after the first row and each draft row
 
     def fill(self, token_ids: Sequence[int]) -> None:
         """Fills the mask of the token after these, prompt included. Sets `error`, never raises."""
+        if self._states:
+            self.settle(len(token_ids))
+            self._states = []
         if self.error is None and self._matcher is not None and self._budget.is_spent:
             self._give_up("its masks took too long")
         if self.error is None:
@@ -244,17 +214,27 @@ class SequenceMask:
         returned. It ends where the mask forbids the draft or cannot be made."""
         self.draft_bits = []
         first, tokens = self.bits.copy(), list(token_ids)
+        states = [] if self._json is None else [self._json.state]
         for token in draft:
             if self.error is not None or not self._has(token):
                 break
             tokens.append(token)
             self.fill(tokens)
-            if self.error is None:
-                self.draft_bits.append(self.bits.copy())
-            else:
+            if self.error is not None:
                 self.error = None  # it is the draft's, not the sequence's
                 break
+            self.draft_bits.append(self.bits.copy())
+            if self._json is not None:
+                states.append(self._json.state)
         self.bits[:] = first
+        self._num_before, self._states = len(token_ids), states
+
+    def settle(self, num_tokens: int) -> None:
+        """Forgets what only a draft has led to: of its rows, those count that were sampled for the
+        sequence's first num_tokens tokens."""
+        if self._states and self._json is not None:
+            place = max(0, num_tokens - self._num_before - 1)
+            self._json.state = self._states[min(place, len(self._states) - 1)]
 
     def is_needed(self, num_tokens: int) -> bool:
         """Returns whether the mask of the token after this many may forbid any. What it returns

@@ -40,6 +40,7 @@ VALUES: dict[str, Any] = {
     "kvp_segment_tokens": 4096,
     "lend": "tcp://a:1",
     "log_level": "debug",
+    "max_draft_tokens": 7,
     "memory_nodes": ["tcp://a:1", "tcp://b:2"],
     "weight_group": 32,
 }

@@ -36,6 +36,7 @@ SETTINGS = {
     "max_chunk_tokens": 16,
     "kv_page_bytes": 4096,
     "kv_cache_bytes": 1 << 20,
+    "speculation": "off",  # calls are counted
 }
 GRIDS = [(2, 1), (1, 2), (2, 2)]
 RANKS = [(grid, rank) for grid in GRIDS for rank in range(grid[0] * grid[1])]

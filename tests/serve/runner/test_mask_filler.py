@@ -11,9 +11,10 @@ from serve.config import default_model_path
 from serve.request import FinishReason
 from serve.runner.mask_filler import MaskFiller
 from serve.scheduler.step_plan import StepPlan
-from serve.structured import token_mask
+from serve.structured import mask_budget
 from serve.structured.compiler import GrammarCompiler
-from serve.structured.token_mask import TOO_COMPLEX, MaskBudget, Matcher, SequenceMask
+from serve.structured.mask_budget import MaskBudget
+from serve.structured.token_mask import TOO_COMPLEX, Matcher, SequenceMask
 from serve.structured_output import StructuredOutput
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine.fakes import make_seq
@@ -208,7 +209,7 @@ def test_the_first_mask_of_a_grammar_is_computed_once(compiler):
 
 def test_tokens_that_are_consumed_late_end_a_text_with_eos(compiler, monkeypatch):
     """A token that is slow to consume is consumed with the next mask, not between two steps."""
-    monkeypatch.setattr(token_mask, "_USUAL_TOKEN_S", -1.0)  # the budget never recovers
+    monkeypatch.setattr(mask_budget, "_USUAL_TOKEN_S", -1.0)  # the budget never recovers
     (mask,) = masks_of(compiler, "[xyz]", 1)
     mask.fill([1])
     letter = next(i for i in range(2, 4096) if mask.bits[i >> 5] >> (i & 31) & 1)

@@ -39,7 +39,7 @@ def check(target: str, draft: str, most: int = 30, **settings: Any) -> tuple[int
         assert stats.pages_in_use == stats.draft_pages_in_use == 0
         assert not model._texts and not model._refused
         model._kv.check_integrity()
-    return stats.draft_tokens, stats.accepted_draft_tokens
+    return stats.num_draft_tokens, stats.num_accepted_tokens
 
 
 FAMILIES = [
@@ -87,7 +87,7 @@ def test_preemption():
         assert results(llm.generate(prompts, params, use_tqdm=False)) == expected
         stats = llm.stats()
         assert stats.num_preemptions
-        assert stats.accepted_draft_tokens > 50
+        assert stats.num_accepted_tokens > 50
         assert stats.pages_in_use == stats.draft_pages_in_use == 0
 
 
@@ -138,7 +138,7 @@ def test_grammars(draft):
     with drafting(LLAMA, draft) as llm:
         always_draft(llm)
         assert results(llm.generate(prompts, params, use_tqdm=False)) == expected
-        assert llm.stats().draft_tokens > 5
+        assert llm.stats().num_draft_tokens > 5
         assert llm.stats().draft_pages_in_use == 0
 
 
@@ -172,9 +172,9 @@ def test_smaller_vocabulary_and_context():
         model._kv.max_model_len = 48
         prompts = [{"prompt_token_ids": [319, 5]}, {"prompt_token_ids": list(range(9, 60))}]
         llm.generate(prompts, few, use_tqdm=False)
-        assert llm.stats().draft_tokens == 0
+        assert llm.stats().num_draft_tokens == 0
         llm.generate([{"prompt_token_ids": [7, 5]}], few[:1], use_tqdm=False)
-        assert llm.stats().draft_tokens > 0
+        assert llm.stats().num_draft_tokens > 0
         assert not model._refused
 
 
@@ -189,7 +189,7 @@ def test_no_room():
         kept = model._kv.allocator
         held = [kept.take() for _ in range(kept.num_free - model._kv.pages_for(200))]
         assert results(llm.generate(prompts, params, use_tqdm=False)) == expected
-        assert llm.stats().accepted_draft_tokens > 20
+        assert llm.stats().num_accepted_tokens > 20
         assert llm.stats().draft_pages_in_use == len(held)
 
 

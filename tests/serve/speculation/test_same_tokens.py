@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import product
 from typing import Any
 
@@ -98,3 +99,29 @@ def test_over_segments(tmp_path):
     with nodes("inproc", 2, tmp_path) as urls:
         path, there = str(checkpoint("llama", "long")), {"kvp": urls}
         check(path, 8, 200, there, dtype="int8", max_num_seqs=4, **lengths)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_steps_that_fail(dtype, monkeypatch):
+    """Every fourth step fails before or after it is computed, and its halves are computed again."""
+    settings = {"max_num_seqs": 5, "max_model_len": 160, "prefix_cache": False}
+    with LLM(str(checkpoint("llama")), dtype=dtype, speculation="off", **settings) as llm:
+        prompts, params = requests(300, 10, 30)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        draft_by_script(llm, answers_of(prompts, outputs), 0.8)
+        runner, numbers = llm._loaded.core._executor._runner, itertools.count()
+        run = runner.run
+
+        def failing(plan, launched):
+            number = next(numbers)
+            if number % 8 == 3 and len(plan.sequences) > 1:
+                raise RuntimeError("injected before")
+            result = run(plan, launched)
+            if number % 8 == 7 and len(plan.sequences) > 1:
+                raise RuntimeError("injected after")
+            return result
+
+        monkeypatch.setattr(runner, "run", failing)
+        assert results(llm.generate(prompts, params, use_tqdm=False)) == results(outputs)
+        assert num_accepted(llm) > 50
+        assert llm.stats().pages_in_use == 0

@@ -13,8 +13,9 @@ from serve.config import default_model_path
 from serve.errors import RequestError
 from serve.request import FinishReason
 from serve.scheduler.sequence import PENDING_TOKEN
-from serve.structured import grammar_worker, token_mask
+from serve.structured import grammar_worker, mask_budget
 from serve.structured.compiler import GrammarCompiler
+from serve.structured.mask_budget import MaskBudget
 from serve.structured.token_mask import (
     NOTHING_ALLOWED,
     TOO_COMPLEX,
@@ -261,8 +262,8 @@ def test_masks_of_one_request_share_a_budget(compiler, tokenizer, monkeypatch):
         "_USUAL_MASK_S": 0,
         "_USUAL_MASK_S_PER_TOKEN": 0,
     }.items():
-        monkeypatch.setattr(token_mask, name, seconds)
-    budget = token_mask.MaskBudget(tokenizer.vocab_size)
+        monkeypatch.setattr(mask_budget, name, seconds)
+    budget = MaskBudget(tokenizer.vocab_size)
     given = compiler, tokenizer, "json_object", ""
     first, second = (grammar_mask(*given, budget=budget) for _ in range(2))
     assert allowed(first, []) and first.error is None
