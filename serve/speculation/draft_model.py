@@ -88,7 +88,8 @@ class _DraftedRow:
 
 
 class DraftModel:
-    """A small model and its K/V. Only the compute thread calls it. time: predicts its steps."""
+    """A small model and its K/V. Only the compute thread calls it. time: predicts its steps, which
+    clock times."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class DraftModel:
         """vocab_size: the target's. rows_per_step: of a step that computes a prompt only.
         has_prefixes: K/V of common prefixes is shared and kept."""
         self.time = StepTimeModel(rows_per_step)
-        self._clock = clock
+        self.clock = clock
         self._model, self._attention, self._kv = runtime.model, runtime.attention, runtime.kv
         self._own_vocab = runtime.spec.vocab_size
         self._vocab_size = vocab_size
@@ -143,9 +144,9 @@ class DraftModel:
                 parts.append(_Part(sequence, text, tokens[first:end], []))
         if not parts:
             return
-        work, began_s = _work_of(parts), self._clock()
+        work, began_s = _work_of(parts), self.clock()
         self._forward(parts)
-        self.time.learn(work, self._clock() - began_s)
+        self.time.learn(work, self.clock() - began_s)
         for part in parts:
             self._insert_prefix(part.sequence, part.text)
 
@@ -163,9 +164,9 @@ class DraftModel:
                 parts.append(_Part(sequence, text, tokens[text.num_computed :], draft, depth))
         if not parts:
             return drafts
-        work, began_s = _work_of(parts), self._clock()
+        work, began_s = _work_of(parts), self.clock()
         self._extend(parts)
-        now_s = self._clock()
+        now_s = self.clock()
         self.time.learn(work, now_s - began_s)
         began_s, num_rows, num_steps, work = now_s, 0, 0, StepWork(samples=True)
         while parts := [part for part in parts if self._goes_on(part)]:
@@ -175,7 +176,7 @@ class DraftModel:
         if num_steps:  # the steps are learned as one
             work.num_decodes = work.num_rows = -(-num_rows // num_steps)
             work.num_context //= num_steps
-            self.time.learn(work, (self._clock() - began_s) / num_steps)
+            self.time.learn(work, (self.clock() - began_s) / num_steps)
         return drafts
 
     def _goes_on(self, part: _Part) -> bool:

@@ -15,7 +15,6 @@ Two drafters may be combined: lookup costs nothing, so its drafts come first; a 
 from __future__ import annotations
 
 import heapq
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -131,14 +130,14 @@ class Speculation:
             rate = models.rate(state.model_trials)
             if draft is None or self._acceptance.rate(draft.kind, state.trials) < rate:
                 candidates.append(Candidate(i, sequence, state.model_trials, most, rate))
-        began_s = time.perf_counter()
+        began_s = models.model.clock()
         context = sum([s.num_computed_tokens for s in sequences])
         num_rows = self._most_added(plan, num_rows)
         found = models.propose(candidates, len(sequences), context, num_rows)
         for i, tokens in found.items():
             if tokens:
                 drafts[i] = Draft(tokens, _OF_MODEL)
-        plan.draft_s = time.perf_counter() - began_s
+        plan.draft_s = models.model.clock() - began_s
 
     def _most_added(self, plan: StepPlan, num_rows: int) -> int:
         """Returns how many of num_rows rows the step may have more."""
