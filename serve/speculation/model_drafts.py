@@ -98,7 +98,7 @@ class ModelDrafts:
             choice = self._choose(candidates, missing, base, num_rows)
         pairs = list(zip(candidates, choice.depths, strict=True))
         idle = [each.trials for each, depth in pairs if not depth]
-        if idle:
+        for _ in range(1 + max(0, self._pause) if idle else 0):  # for the steps of the pause too
             self.acceptance.rest(idle)
         drafted = [(each, depth) for each, depth in pairs if depth]
         if not drafted:

@@ -125,7 +125,7 @@ def test_never_slower_and_near_the_best(seconds, drafts, batch, rate):
     assert speed > 0.88 * best(batch, seconds, drafts, rate) / 1.01
 
 
-@pytest.mark.parametrize("prompt", [100, 2000])
+@pytest.mark.parametrize("prompt", [100, 10000])
 def test_prompts(prompt):
     """A prompt is computed if the rest of the answer is worth it; else it costs nothing."""
     machine = Machine(1, cpu, small, prompt)
@@ -139,10 +139,10 @@ def test_prompts(prompt):
 
 def test_answers_get_longer():
     """The rest of an answer is expected to be as long as the answer is."""
-    machine = Machine(1, cpu, small, 1000)
+    machine = Machine(1, cpu, small, 20000)
     [sequence] = machine.sequences
     machine.speed(0.9, 50)
-    assert not machine.drafts.num_drafted
+    assert machine.drafts.missing[sequence] > 19900, "a chunk, to learn what one takes"
     sequence.token_ids.extend([9] * 2000)
     machine.speed(0.9, 50)
-    assert machine.drafts.num_drafted
+    assert machine.drafts.missing[sequence] < 18000
