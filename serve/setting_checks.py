@@ -86,8 +86,6 @@ def check_drafts(settings: _Drafts) -> None:
             raise ConfigError("speculation model needs draft_model, a directory")
         return
     check_folder("draft_model", model)
-    if settings.speculation != "model":
-        raise ConfigError(f"draft_model needs speculation model, not {settings.speculation}")
     for setting in ("memory_nodes", "kvp", "borrow"):
         if getattr(settings, setting):
             raise ConfigError(f"draft_model needs all K/V on this machine: leave out {setting}")

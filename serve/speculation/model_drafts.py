@@ -94,7 +94,7 @@ class ModelDrafts:
         if behind:
             self._catch_up(behind, choice.saved_s, seconds)
             ready = [i for i, count in enumerate(missing) if count <= MOST_MISSING]
-            candidates, missing = ([each[i] for i in ready] for each in (candidates, missing))
+            candidates, missing = [candidates[i] for i in ready], [missing[i] for i in ready]
             choice = self._choose(candidates, missing, base, num_rows)
         pairs = list(zip(candidates, choice.depths, strict=True))
         idle = [each.trials for each, depth in pairs if not depth]

@@ -135,7 +135,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/converter": ("serve", "serve/models", "serve/models/families"),
     "serve/runner": ("serve", "serve/scheduler", "serve/models"),
     "serve/scheduler": ("serve", "serve/structured"),
-    "serve/speculation": ("serve", "serve/loading", "serve/scheduler"),
+    "serve/speculation": ("serve", "serve/loading", "serve/runner", "serve/scheduler"),
     "serve/structured": ("serve", "serve/text", "serve/sandbox"),
     "serve/text": ("serve", "serve/sandbox"),
     "serve/models/packed_cache": ("serve", "serve/models"),

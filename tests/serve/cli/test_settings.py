@@ -31,6 +31,7 @@ from tests.support.profile import examples
 ROOT = Path(__file__).parents[3]
 # Valid values beside the default, for settings whose kind alone does not give one.
 VALUES: dict[str, Any] = {
+    "speculation": "off",
     "borrow": ["tcp://a:1", "tcp://b:2"],
     "cors_origins": ["https://a.example", "http://localhost:3000"],
     "host": "localhost",

@@ -207,7 +207,7 @@ def test_wrong_settings():
     with pytest.raises(ConfigError, match="speculation model needs draft_model"):
         EngineConfig(speculation="model")
     with pytest.raises(ConfigError, match="draft_model needs speculation model"):
-        EngineConfig(draft_model=LLAMA)
+        LLM(LLAMA, draft_model=LLAMA, speculation="lookup")
     with pytest.raises(ConfigError, match="leave out tensor_parallel_size"):
         EngineConfig(draft_model=LLAMA, speculation="model", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"draft_model: .* gives tokens other ids"):
