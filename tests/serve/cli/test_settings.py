@@ -31,7 +31,6 @@ from tests.support.profile import examples
 ROOT = Path(__file__).parents[3]
 # Valid values beside the default, for settings whose kind alone does not give one.
 VALUES: dict[str, Any] = {
-    "speculation": "off",
     "borrow": ["tcp://a:1", "tcp://b:2"],
     "cors_origins": ["https://a.example", "http://localhost:3000"],
     "host": "localhost",
@@ -43,6 +42,7 @@ VALUES: dict[str, Any] = {
     "log_level": "debug",
     "max_draft_tokens": 7,
     "memory_nodes": ["tcp://a:1", "tcp://b:2"],
+    "speculation": "off",
     "weight_group": 32,
 }
 PLAIN = {name: item for name, item in SETTINGS.items() if not item.option.is_secret}

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from ops.cpu.sampling import SamplingInputs
 from serve import LLM, Engine, SamplingParams
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.speculation.draft_model import _Text
 from serve.structured_output import StructuredOutput
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.profile import every_day
@@ -212,3 +214,15 @@ def test_wrong_settings():
         EngineConfig(draft_model=LLAMA, speculation="model", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"draft_model: .* gives tokens other ids"):
         drafting("default", LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_computed"),
+    [([1, 2, 3, 7, 4], 4), ([1, 2, 3, 4], 3), ([1, 2, 3, 7, 8, 9, 5], 5), ([1, 2], 1)],
+)
+def test_only_accepted_tokens_stay_computed(tokens, num_computed):
+    """Of three draft tokens behind three known ones, the first two have K/V."""
+    text = _Text(target=None, inputs=SamplingInputs(seed=0, temperature=0.0))  # type: ignore[arg-type]
+    text.num_known, text.drafted, text.num_computed = 3, [7, 8, 9], 5
+    text.settle(tokens)
+    assert (text.num_computed, text.drafted) == (num_computed, [])
