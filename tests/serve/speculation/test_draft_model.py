@@ -218,7 +218,13 @@ def test_wrong_settings():
 
 @pytest.mark.parametrize(
     ("tokens", "num_computed"),
-    [([1, 2, 3, 7, 4], 4), ([1, 2, 3, 4], 3), ([1, 2, 3, 7, 8, 9, 5], 5), ([1, 2], 1)],
+    [
+        ([1, 2, 3, 7, 4], 4),
+        ([1, 2, 3, 7, 4, 6], 4),
+        ([1, 2, 3, 4], 3),
+        ([1, 2, 3, 7, 8, 9, 5], 5),
+        ([1, 2], 1),
+    ],
 )
 def test_only_accepted_tokens_stay_computed(tokens, num_computed):
     """Of three draft tokens behind three known ones, the first two have K/V."""
