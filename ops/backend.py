@@ -25,8 +25,15 @@ NF4_VALUES = tuple(
 )
 # The values of FP4 e2m1 by code, as the Open Compute Project's microscaling formats define it.
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# The meanings of 4-bit codes: whole numbers, or indexes into NF4_VALUES or FP4_VALUES.
-TABLES = ("int4", "nf4", "fp4")
+# The values of GGUF's IQ4_NL and IQ4_XS by code.
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+TABLE_VALUES: dict[str, tuple[float, ...]] = {
+    "nf4": NF4_VALUES,
+    "fp4": FP4_VALUES,
+    "iq4": IQ4_VALUES,
+}
+# The meanings of 4-bit codes: whole numbers, or indexes into one of TABLE_VALUES.
+TABLES = ("int4", *TABLE_VALUES)
 
 
 class Norm(NamedTuple):
@@ -195,9 +202,10 @@ class QuantizedLinears(Protocol):
                     without; with minimums: [out, groups] fp32, codes * scales - minimums
             nf4     NF4_VALUES[codes]
             fp4     FP4_VALUES[codes]
+            iq4     IQ4_VALUES[codes]
 
         Scales and minimums are stored as fp16 times a power of two per channel. For fp16 and bf16
-        scales of int4 and nf4 that is exact within 1 : 2^14 of the channel's largest; with
+        scales of int4, nf4 and iq4 that is exact within 1 : 2^14 of the channel's largest; with
         minimums, both have 11 bits within 1 : 2^28 of the larger. The scales of fp4 are stored
         exactly: e8m0 scales within 1 : 2^38 and all of e4m3 are. ValueError that names the output
         for others. A scale whose group has only zeros does not matter.

@@ -12,7 +12,7 @@ from torch import Tensor
 from ops.backend import INT4_GROUPS, NF4_VALUES, TABLES, Backend, Fusion, LinearOp, Norm
 
 # The kernels' values are whole numbers: a table's values times this.
-_UNITS = {"int4": 1, "nf4": 127, "fp4": 2}
+_UNITS = {"int4": 1, "nf4": 127, "fp4": 2, "iq4": 1}
 MAX_ZERO = 16  # of 4-bit codes
 HEADROOM = 15  # of the scales of FP4 and of minimums; fp16 ends at 2^16
 # A searched scale makes a group's largest magnitude about minus this many steps. The first two are

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.backend import FP4_VALUES, NF4_VALUES, NO_FUSION, Fusion, LinearOp, QuantizedLinears
+from ops.backend import NO_FUSION, TABLE_VALUES, Fusion, LinearOp, QuantizedLinears
 from ops.cpu.native_quantized_linear import NATIVE
 from ops.linear import round_to_4_bits
 
@@ -53,7 +53,7 @@ class Int4Weight(NamedTuple):
         """Returns the dequantized weight, [out, in] fp32."""
         out = self.codes.float()
         if self.table != "int4":
-            values = torch.tensor(NF4_VALUES if self.table == "nf4" else FP4_VALUES)
+            values = torch.tensor(TABLE_VALUES[self.table], dtype=torch.float32)
             out = values[self.codes.int()]
         for group, scales in enumerate(self.scales.unbind(1)):
             part = out[:, group * self.group : (group + 1) * self.group]

@@ -21,14 +21,15 @@ class ScriptedDrafter:
     first_guesses = (0.5,)
 
     def __init__(self, answers: Answers, rate: float, seed: int = 0) -> None:
-        self._answers, self._rate = answers, rate
+        """answers: may be exchanged later."""
+        self.answers, self._rate = answers, rate
         self._rng = random.Random(seed)
 
     def propose(self, sequences: List[Sequence], most: int) -> list[Draft | None]:
         return [self._propose(sequence, most) for sequence in sequences]
 
     def _propose(self, sequence: Sequence, most: int) -> Draft | None:
-        outputs = self._answers.get(tuple(sequence.request.prompt_token_ids))
+        outputs = self.answers.get(tuple(sequence.request.prompt_token_ids))
         if outputs is None:
             return None
         begin = sequence.num_output_tokens
@@ -43,12 +44,10 @@ class ScriptedDrafter:
         """Keeps nothing."""
 
 
-def draft_by_script(
-    llm: LLM, answers: Answers, rate: float, *, most: int = 15, model: StepTimeModel | None = None
-) -> None:
-    """From now on the engine's steps have drafts of these answers. model: predicts the time of
-    steps, the engine's own by default."""
+def scripted_speculation(
+    llm: LLM, drafter: ScriptedDrafter, *, most: int = 15, model: StepTimeModel | None = None
+) -> Speculation:
+    """Returns what gives these drafts to the steps of an engine. model: predicts the time of steps,
+    the engine's own by default."""
     core = llm._loaded.core
-    scheduler = core._scheduler
-    drafter = ScriptedDrafter(answers, rate)
-    scheduler.drafting = Speculation(drafter, model or scheduler.chunks.model, core.kv, most)
+    return Speculation(drafter, model or core._scheduler.chunks.model, core.kv, most)

@@ -27,9 +27,10 @@ from rich.table import Table
 from bench.common import tables
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import write_random
-from bench.common.scripted_drafts import draft_by_script
+from bench.common.scripted_drafts import ScriptedDrafter, scripted_speculation
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
+from serve.scheduler.step_results import Drafting
 from serve.structured_output import StructuredOutput
 
 RATES = (0.0, 0.3, 0.6, 0.9)
@@ -63,6 +64,10 @@ class Rig:
     def without(self, *_: object) -> None:
         """From now on there are no drafts."""
         self._scheduler.drafting = None
+
+    def use(self, drafting: Drafting) -> None:
+        """From now on there are these drafts."""
+        self._scheduler.drafting = drafting
 
     def with_own(self, *_: object) -> None:
         """From now on there are the drafts that the engine has by default."""
@@ -140,10 +145,13 @@ def scripted(rig: Rig, batches: list[int], vocab: int, rounds: int) -> Table:
     table = Table("batch", "no drafts, tokens/s", *names)
 
     def arm(rate: float) -> Arm:
+        drafter = ScriptedDrafter({}, rate)
+        drafting = scripted_speculation(rig.llm, drafter)
+
         def begin(requests: Requests, answers: list[list[int]]) -> None:
             pairs = zip(requests[0], answers, strict=True)
-            known = {tuple(prompt["prompt_token_ids"]): [answer] for prompt, answer in pairs}
-            draft_by_script(rig.llm, known, rate)
+            drafter.answers = {tuple(p["prompt_token_ids"]): [answer] for p, answer in pairs}
+            rig.use(drafting)
 
         return begin
 
@@ -151,7 +159,7 @@ def scripted(rig: Rig, batches: list[int], vocab: int, rounds: int) -> Table:
         name: arm(rate) for name, rate in zip(names, RATES, strict=True)
     }
     for batch in batches:
-        found = measure(rig, lambda number, n=batch: sampled(n, number, vocab), arms, rounds)  # type: ignore[misc]
+        found = measure(rig, partial(sampled, batch, vocab), arms, rounds)
         cells = [f"{found[name] / found['none']:.2f}x" for name in names]
         table.add_row(str(batch), f"{found['none']:.1f}", *cells)
     return table

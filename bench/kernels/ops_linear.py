@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from ops import Fusion, LinearOp, Norm
+from ops.backend import TABLE_VALUES
 from ops.cpu.native_plain_linear import PlainLinear
 from ops.cpu.native_quantized_linear import Int4Linear, Int8Linear, SuperblockLinear
 from ops.superblocks import SUPERBLOCK, SUPERBLOCK_KINDS, Superblocks
 
 LINEAR_SHAPE = (2048, 8192)
 # The table of values of each kind of 4-bit weights.
-INT4_TABLES = {"int4": "int4", "zeros": "int4", "minimums": "int4", "nf4": "nf4", "fp4": "fp4"}
+INT4_TABLES = {
+    **dict.fromkeys(("int4", "zeros", "minimums"), "int4"),
+    **{table: table for table in TABLE_VALUES},
+}
 # The kind and the group of each case: bench.kernels.int4 has all groups.
 INT4_CASES = {
     "int4": ("int4", 64),

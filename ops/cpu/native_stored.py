@@ -18,7 +18,7 @@ from ops.superblocks import SUPERBLOCK, SUPERBLOCK_KINDS
 NUM_BUFFERS = 3
 """Of a layer: packed weights, scales and bias, the latter two perhaps empty."""
 _MAX_SIZE = 1 << 26  # of inputs and outputs
-_NUM_CODES = 5  # of the library's enumeration Codes
+_NUM_CODES = 6  # of the library's enumeration Codes
 _PLAIN_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

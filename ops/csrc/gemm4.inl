@@ -16,24 +16,25 @@
 namespace MS_ISA {
 namespace {
 
-// The NF4 values of QLoRA (arXiv 2305.14314) in 127ths and the FP4 values (e2m1) in halves, plus 128.
+// The NF4 values of QLoRA (arXiv 2305.14314) in 127ths, the FP4 values (e2m1) in halves, and those of IQ4_NL,
+// plus 128.
 alignas(16) constexpr uint8_t NF4_BYTES[16] = {1,   40,  61,  78,  92,  105, 116, 128,
                                                138, 148, 159, 171, 184, 199, 220, 255};
 alignas(16) constexpr uint8_t FP4_BYTES[16] = {128, 129, 130, 131, 132, 134, 136, 140,
                                                128, 127, 126, 125, 124, 122, 120, 116};
-constexpr bool has_table(Codes codes) { return codes == Codes::nf4 || codes == Codes::fp4; }
+alignas(16) constexpr uint8_t IQ4_BYTES[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                               129, 141, 153, 166, 181, 197, 217, 241};
+constexpr bool has_table(Codes codes) { return codes == Codes::nf4 || codes == Codes::fp4 || codes == Codes::iq4; }
 // Returns the binary order of what the bytes of codes have in excess, or -1 for nothing.
 constexpr int offset_bits(Codes codes) {
   if (has_table(codes)) return 7;
   return codes == Codes::with_minimums ? -1 : codes == Codes::centred ? 3 : 4;
 }
 
-// Converts codes, bytes of 0..15, to their unsigned factors. The compiler loads a constant table where
+// Returns the table's byte for each code, bytes of 0..15. The compiler loads a constant table where
 // registers are scarce, which is faster than to keep one.
-template <Codes CODES>
-MS_INLINE i32x16 factors(i32x16 codes) {
-  if (!has_table(CODES)) return codes;
-  constexpr const uint8_t(&TABLE)[16] = CODES == Codes::nf4 ? NF4_BYTES : FP4_BYTES;
+template <const uint8_t (&TABLE)[16]>
+MS_INLINE i32x16 table_bytes(i32x16 codes) {
 #if defined(__AVX512BW__)
   const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)TABLE));
   return (i32x16)_mm512_shuffle_epi8(table, (__m512i)codes);
@@ -49,6 +50,15 @@ MS_INLINE i32x16 factors(i32x16 codes) {
   for (int i = 0; i < 64; i++) bytes[i] = TABLE[bytes[i]];
   return load<i32x16>(bytes);
 #endif
+}
+
+// Converts codes, bytes of 0..15, to their unsigned factors.
+template <Codes CODES>
+MS_INLINE i32x16 factors(i32x16 codes) {
+  if constexpr (CODES == Codes::nf4) return table_bytes<NF4_BYTES>(codes);
+  if constexpr (CODES == Codes::fp4) return table_bytes<FP4_BYTES>(codes);
+  if constexpr (CODES == Codes::iq4) return table_bytes<IQ4_BYTES>(codes);
+  return codes;
 }
 
 // Returns what is added to the codes of 32 outputs, in each of a lane's four bytes: 16 minus the zero
@@ -206,6 +216,7 @@ constexpr Micro4Table MICRO4[] = {
     micro4_table<Codes::with_minimums, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
     micro4_table<Codes::nf4, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
     micro4_table<Codes::fp4, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
+    micro4_table<Codes::iq4, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
 };
 
 void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const Quantized& x,

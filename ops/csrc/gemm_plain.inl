@@ -204,7 +204,7 @@ void plain_panel(const LinearPlain& op, int panel, int first_row, int rows, cons
     const uint8_t* slice = w + static_cast<size_t>(s) * 128;
     const char* xs = x.values + s / SLICE_STEPS * x.slice_stride + static_cast<size_t>(first_row) * S::ROW_BYTES;
     if (groups == 1) {  // every weight is read once, as a stream
-      MICRO_PLAIN<S, true, 3>.at[rows - 1](slice, xs, c, some, s == 0, slice + AHEAD, xs);
+      MICRO_PLAIN<S, true, 3>.at[rows - 1](slice, xs, c, some, s == 0, slice + NEAR, xs);
       continue;
     }
     const bool is_last = s + some == steps;

@@ -6,9 +6,9 @@
 //                  - minimum[n, b] * sum over groups g of b of lift[n, g] * sum over k in g of x[m, k])
 //               * x_scale[m] * channel_scale[n] + bias[n])
 //
-// These are the k-quants of GGUF files as they are: steps and lifts are whole numbers of a byte. v is the
-// unsigned code with minimums, and without them the code minus half of its range: there the sum of a group
-// starts at minus that half times the sum of the group's x. The sums of groups and the sum over lifts are
+// These are the k-quants and IQ4_XS of GGUF files as they are: steps and lifts are whole numbers of a byte. v
+// is the unsigned code with minimums, and without them the code minus half of its range, or a table's value:
+// there the sum of a group starts at minus that half, or 128, times the sum of the group's x. The sums of groups and the sum over lifts are
 // exact integers, and what is added in fp32 is added in a fixed order, so a row has the same bits in any batch.
 //
 // Weights are packed in panels of 32 outputs, a panel from end to end in superblocks: 32 fp16 scales,
@@ -70,26 +70,38 @@ struct Unit<6> {
   }
 };
 
+// Returns the factors of the codes I of a unit.
+template <Superblock KIND, int I>
+MS_INLINE i32x16 unit_factors(const uint8_t* at) {
+  const i32x16 codes = Unit<layout_of(KIND).bits>::template codes<I>(at);
+  if constexpr (layout_of(KIND).has_table) return table_bytes<IQ4_BYTES>(codes);
+  return codes;
+}
+
 // Adds the products of a group to its sums.
-template <int MR, int BITS, int GROUP, class Lines>
+template <int MR, Superblock KIND, class Lines>
 MS_INLINE void add_codes(i32x16 (&sum)[MR][2], Lines& lines, const int8_t* x) {
-  using U = Unit<BITS>;
+  constexpr SuperblockLayout LAYOUT = layout_of(KIND);
+  using U = Unit<LAYOUT.bits>;
 #if defined(MS_PAIRS_OF_BYTES)
-  constexpr int QUADS = BITS == 6 ? 2 : 4;
-  for (int k = 0; k < GROUP; k += 4 * QUADS, x += 4 * QUADS) {
-    const uint8_t* at = lines.at;
-    add_quads_in_pairs<QUADS>(sum, x, [&](auto h, auto q) MS_LAMBDA {
-      return U::template codes<q % U::QUADS * 2 + h>(at + 64 * U::LINES * (q / U::QUADS));
-    });
-    unroll<QUADS / U::QUADS * U::LINES>([&](auto) MS_LAMBDA { lines.next(); });
+  if constexpr (!LAYOUT.has_table) {
+    constexpr int QUADS = LAYOUT.bits == 6 ? 2 : 4;
+    for (int k = 0; k < LAYOUT.group; k += 4 * QUADS, x += 4 * QUADS) {
+      const uint8_t* at = lines.at;
+      add_quads_in_pairs<QUADS>(sum, x, [&](auto h, auto q) MS_LAMBDA {
+        return U::template codes<q % U::QUADS * 2 + h>(at + 64 * U::LINES * (q / U::QUADS));
+      });
+      unroll<QUADS / U::QUADS * U::LINES>([&](auto) MS_LAMBDA { lines.next(); });
+    }
+    return;
   }
-#else
-  for (int k = 0; k < GROUP; k += 4 * U::QUADS, x += 4 * U::QUADS) {
+#endif
+  for (int k = 0; k < LAYOUT.group; k += 4 * U::QUADS, x += 4 * U::QUADS) {
     unroll<U::QUADS>([&](auto q) MS_LAMBDA {
 #if defined(MS_AVX_VNNI)
-      add_quad(sum, x + 4 * q, [&](auto h) MS_LAMBDA { return U::template codes<2 * q + h>(lines.at); });
+      add_quad(sum, x + 4 * q, [&](auto h) MS_LAMBDA { return unit_factors<KIND, 2 * q + h>(lines.at); });
 #else
-      const i32x16 w0 = U::template codes<2 * q>(lines.at), w1 = U::template codes<2 * q + 1>(lines.at);
+      const i32x16 w0 = unit_factors<KIND, 2 * q>(lines.at), w1 = unit_factors<KIND, 2 * q + 1>(lines.at);
       unroll<MR>([&](auto m) MS_LAMBDA {
         const i32x16 xs = splat_bytes(x + 4 * q + m * SLICE);
         sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
@@ -99,7 +111,6 @@ MS_INLINE void add_codes(i32x16 (&sum)[MR][2], Lines& lines, const int8_t* x) {
     });
     unroll<U::LINES>([&](auto) MS_LAMBDA { lines.next(); });
   }
-#endif
 }
 
 // Computes c[MR][32] (+)= x[MR][blocks] * w[blocks]. sums: of each row, as sum_row_superblocks writes them.
@@ -119,7 +130,7 @@ __attribute__((noinline)) void micro_superblocks(const uint8_t* w, const int8_t*
       i32x16 sum[MR][2] = {};
       if constexpr (!LAYOUT.has_minimums)
         unroll<MR>([&](auto m) MS_LAMBDA { sum[m][0] = sum[m][1] = splat_i32(sums[m * stride + g]); });
-      add_codes<MR, LAYOUT.bits, LAYOUT.group>(sum, lines, x);
+      add_codes<MR, KIND>(sum, lines, x);
       unroll<2>([&](auto h) MS_LAMBDA {
         const f32x16 factor = to_float(from_i8(reinterpret_cast<const int8_t*>(steps) + 16 * h));
         unroll<MR>([&](auto m) MS_LAMBDA { total[m][h] = fma(to_float(sum[m][h]), factor, total[m][h]); });
@@ -158,17 +169,13 @@ constexpr SuperblockTable MICRO_SUPERBLOCKS[] = {
     superblock_table<Superblock::q4_k, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
     superblock_table<Superblock::q5_k, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
     superblock_table<Superblock::q6_k, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
+    superblock_table<Superblock::iq4_xs, CACHE>(std::make_index_sequence<MAX_ROWS4>{}),
 };
 
 // Returns how many numbers sum_row_superblocks writes.
 MS_INLINE int sums_of_a_row(const LinearSuperblocks& op) {
   return op.base.num_in_padded / SUPERBLOCK * layout_of(op.kind).sums();
 }
-
-// Bytes from the read position of a stream to the prefetched one. With a page (AHEAD) one row of Q4_K
-// reads 21 GB/s instead of 31, Q5_K and Q6_K 27 instead of 32 (AMD EPYC): the processor's own prefetcher
-// does the rest, and better.
-constexpr size_t NEAR = 256;
 
 void panel_rows_superblocks(const LinearSuperblocks& op, int panel, int first_row, int rows, const Quantized& x,
                             const int32_t* sums, void* out, size_t out_stride, DType type, bool add) {
@@ -200,7 +207,7 @@ void panel_rows_superblocks(const LinearSuperblocks& op, int panel, int first_ro
 
 // Computes what the kernel takes of the sums of row m's groups, negated: with minimums [superblocks][2]
 // [groups / 4] times four signed bytes, the multiples of 128 and the rests; without them [groups] times
-// half of the codes' range.
+// what the factors of codes have in excess.
 MS_INLINE void sum_row_superblocks(const LinearSuperblocks& op, const Quantized& x, int m, int32_t* to) {
   const SuperblockLayout layout = layout_of(op.kind);
   const i32x16 ones = in_bytes(1);
@@ -213,7 +220,7 @@ MS_INLINE void sum_row_superblocks(const LinearSuperblocks& op, const Quantized&
     auto* high = reinterpret_cast<int8_t*>(to);
     for (int g = 0; g < groups; g++) {
       if (!layout.has_minimums) {
-        to[g] = negated[g] * (1 << (layout.bits - 1));
+        to[g] = negated[g] * (1 << layout.offset_bits());
         continue;
       }
       const int low = (negated[g] + 64 & 127) - 64;

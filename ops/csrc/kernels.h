@@ -84,9 +84,9 @@ struct LinearPlain {
   DType type;
 };
 
-// The value of a 4-bit code is code - 8, code - the zero point of its group, code, or an NF4 or
-// FP4 value. The scaled codes of with_minimums have the minimum of their group subtracted.
-enum class Codes : int { centred, with_zeros, with_minimums, nf4, fp4 };
+// The value of a 4-bit code is code - 8, code - the zero point of its group, code, or a value of NF4,
+// FP4 or IQ4_NL. The scaled codes of with_minimums have the minimum of their group subtracted.
+enum class Codes : int { centred, with_zeros, with_minimums, nf4, fp4, iq4 };
 
 // `packed` holds groups of inputs, each with its own scales (see gemm4.inl); base.scales holds one
 // factor for each channel.
@@ -100,16 +100,18 @@ constexpr size_t group_bytes(int group, Codes codes) {
   return 64 + (has_offsets ? 64 : 0) + static_cast<size_t>(group) * 16;
 }
 
-// Weights of GGUF's k-quants. `packed` holds superblocks of inputs, each with groups of their own scales (see
+// Weights of GGUF's k-quants and IQ4_XS. `packed` holds superblocks of inputs, each with groups of their own scales (see
 // gemm_superblocks.inl); base.scales holds one factor for each channel.
 constexpr int SUPERBLOCK = 256;
-enum class Superblock : int { q4_k, q5_k, q6_k };
-constexpr int NUM_SUPERBLOCK_KINDS = 3;
+enum class Superblock : int { q4_k, q5_k, q6_k, iq4_xs };
+constexpr int NUM_SUPERBLOCK_KINDS = 4;
 struct SuperblockLayout {
   int bits, group;
-  bool has_minimums;
+  bool has_minimums, has_table;
 
   constexpr int groups() const { return SUPERBLOCK / group; }
+  // The binary order of what the factors of codes without minimums have in excess.
+  constexpr int offset_bits() const { return has_table ? 7 : bits - 1; }
   // Bytes of 32 outputs: of scales, minimums, and their steps, and with the codes.
   constexpr size_t head_bytes() const { return (has_minimums ? 2 : 1) * (64 + size_t{32} * groups()); }
   constexpr size_t bytes() const { return head_bytes() + SUPERBLOCK * 4 * bits; }
@@ -117,8 +119,9 @@ struct SuperblockLayout {
   constexpr int sums() const { return has_minimums ? groups() / 2 : groups(); }
 };
 constexpr SuperblockLayout layout_of(Superblock kind) {
-  return kind == Superblock::q6_k ? SuperblockLayout{6, 16, false}
-                                  : SuperblockLayout{kind == Superblock::q5_k ? 5 : 4, 32, true};
+  if (kind == Superblock::q6_k) return {6, 16, false, false};
+  if (kind == Superblock::iq4_xs) return {4, 32, false, true};
+  return {kind == Superblock::q5_k ? 5 : 4, 32, true, false};
 }
 struct LinearSuperblocks {
   LinearInt8 base;

@@ -132,7 +132,7 @@ class Int4Linear : public QuantizedLinear {
 
   static int padding(int group) { return group < 64 ? 64 : group; }
   static Codes kind(uintptr_t zeros, uintptr_t minimums, int table) {
-    if (table) return table == 1 ? Codes::nf4 : Codes::fp4;
+    if (table) return static_cast<Codes>(static_cast<int>(Codes::nf4) + table - 1);
     return zeros ? Codes::with_zeros : minimums ? Codes::with_minimums : Codes::centred;
   }
   static size_t panel_bytes(int num_in, int group, Codes codes) {

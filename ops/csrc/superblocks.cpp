@@ -1,4 +1,4 @@
-// Binds linear layers with weights in superblocks, the k-quants of GGUF files (gemm_superblocks.inl).
+// Binds linear layers with weights in superblocks, k-quants and IQ4_XS of GGUF files (gemm_superblocks.inl).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ops.backend import NO_FUSION, Fusion
 from ops.cuda.linear import interleaved, norm_on, packed_bias, placed_rows, require_fp8
+from ops.cuda.upload import on_device
 from ops.triton_kernels.block_fp8 import E4M3, GROUP, BlockWeight, block_product, quantize_groups
 from ops.triton_kernels.rows import norm_rows
 
@@ -36,7 +37,7 @@ class BlockFp8Linear:
         self.num_out = num_rows // 2 if fusion.is_gated else num_rows
         codes = torch.zeros(num_rows, groups * GROUP, dtype=E4M3, device=device)
         for some, to in placed_rows(parts, fusion.is_gated):
-            codes[to, : self.num_in] = some.to(device)
+            codes[to, : self.num_in] = on_device(some, device)
         order = interleaved(torch.arange(num_rows, device=device), fusion)
         placed = scales.to(device, torch.float32)[order].t().contiguous()
         self.weight = BlockWeight(codes, placed, packed_bias(bias, num_rows, fusion, device))

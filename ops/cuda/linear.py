@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ops.backend import MAX_INT8_INPUTS, NO_FUSION, Fusion, Norm
 from ops.cuda import tune
+from ops.cuda.upload import on_device
 from ops.linear import round_to_4_bits, stored4
 from ops.triton_kernels.linear import ScaledWeight, library_linear, scaled_linear, split_scratch
 from ops.triton_kernels.linear4 import int4_linear, pack_int4
@@ -113,10 +114,10 @@ class ScaledLinear(CudaLinear):
         steps = torch.empty(num_rows, dtype=torch.float32, device=device)
         for some, to in placed_rows(parts, fusion.is_gated):
             if scales is None:
-                codes[to, :num_in], steps[to] = round_weight(some.to(device), dtype)
+                codes[to, :num_in], steps[to] = round_weight(on_device(some, device), dtype)
             else:
                 assert some.dtype == dtype, f"{some.dtype}"
-                codes[to, :num_in] = some.to(device)
+                codes[to, :num_in] = on_device(some, device)
         if scales is not None:
             assert scales.shape == (num_rows,), f"{scales.shape}"
             steps = interleaved(scales.to(device, torch.float32), fusion)
@@ -209,9 +210,10 @@ class Int4Linear(CudaLinear):
         order = interleaved(torch.arange(num_rows, device=device), fusion)
 
         def placed(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device)[order]
+            return None if tensor is None else on_device(tensor, device)[order]
 
-        codes, scales, zeros = codes.to(device)[order], scales.to(device)[order], placed(zeros)
+        codes, scales = on_device(codes, device)[order], on_device(scales, device)[order]
+        zeros = placed(zeros)
         stored = stored4(
             codes,
             scales,
@@ -248,7 +250,7 @@ def rounded4_linear(
 ) -> Int4Linear:
     """Implements QuantizedLinears.rounded4 on a device, with the temporary memory of one part."""
     how = {"is_nf4": is_nf4, "is_searched": is_searched}
-    rounded = [round_to_4_bits(part.to(device), group, **how) for part in parts]
+    rounded = [round_to_4_bits(on_device(part, device), group, **how) for part in parts]
     codes, scales = (torch.cat(each) for each in zip(*rounded, strict=True))
     table = "nf4" if is_nf4 else "int4"
     return Int4Linear(codes, scales, None, bias, fusion, group=group, table=table, device=device)
@@ -266,7 +268,8 @@ class PlainLinear:
         device: torch.device,
     ) -> None:
         """Copies weight: [out, in] and bias: [out] to the device. Rows are cast to their type."""
-        self.weight = weight.to(device, copy=True).contiguous()
+        placed = on_device(weight, device)
+        self.weight = (placed.clone() if placed is weight else placed).contiguous()
         self.bias = None if bias is None else bias.to(device, weight.dtype, copy=True)
         self.fusion = fusion
         num_in = weight.shape[1]

@@ -28,16 +28,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.backend import TABLES
+from ops.backend import IQ4_VALUES, TABLES
 from ops.linear import Stored4
 from ops.triton_kernels.linear import Tile, scale_and_finish, tile_place
 from ops.triton_kernels.rows import ACTIVATIONS, Quantized
 
 # The number of outputs whose bytes for a chunk of inputs are contiguous.
 PANEL = 16
-# The NF4_VALUES of ops/backend.py, in 127ths, and its FP4_VALUES, in halves.
-NF4_CODES = (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
-FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+# The TABLE_VALUES of ops/backend.py: those of NF4 in 127ths, of FP4 in halves.
+CODES = {
+    "nf4": (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127),
+    "fp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "iq4": IQ4_VALUES,
+}
 
 
 class Int4Weight(NamedTuple):
@@ -97,10 +100,9 @@ def _look_up_words(values) -> str:
         }}"""
 
 
-_NF4_LOW, _NF4_HIGH = tl.constexpr(_word(NF4_CODES[:8])), tl.constexpr(_word(NF4_CODES[8:]))
-_FP4_LOW, _FP4_HIGH = tl.constexpr(_word(FP4_CODES[:8])), tl.constexpr(_word(FP4_CODES[8:]))
-_NF4_WORDS = tl.constexpr(_look_up_words(NF4_CODES))
-_FP4_WORDS = tl.constexpr(_look_up_words(FP4_CODES))
+_NF4_LOW, _FP4_LOW, _IQ4_LOW = (tl.constexpr(_word(codes[:8])) for codes in CODES.values())
+_NF4_HIGH, _FP4_HIGH, _IQ4_HIGH = (tl.constexpr(_word(codes[8:])) for codes in CODES.values())
+_NF4_WORDS, _FP4_WORDS, _IQ4_WORDS = map(tl.constexpr, map(_look_up_words, CODES.values()))
 
 
 @triton.jit
@@ -118,9 +120,9 @@ def unpack(packed, zeros, TABLE: tl.constexpr, ASM: tl.constexpr):
     TABLE: an index of TABLES. ASM processes four bytes at a time, which the interpreter cannot:
     (c | 128) - z never borrows from another byte.
     """
-    LOW: tl.constexpr = _NF4_LOW if TABLE == 1 else _FP4_LOW
-    HIGH: tl.constexpr = _NF4_HIGH if TABLE == 1 else _FP4_HIGH
-    WORDS: tl.constexpr = _NF4_WORDS if TABLE == 1 else _FP4_WORDS
+    LOW: tl.constexpr = _NF4_LOW if TABLE == 1 else (_FP4_LOW if TABLE == 2 else _IQ4_LOW)
+    HIGH: tl.constexpr = _NF4_HIGH if TABLE == 1 else (_FP4_HIGH if TABLE == 2 else _IQ4_HIGH)
+    WORDS: tl.constexpr = _NF4_WORDS if TABLE == 1 else (_FP4_WORDS if TABLE == 2 else _IQ4_WORDS)
     if ASM and TABLE:
         low, high = tl.inline_asm_elementwise(
             WORDS, "=&r,=&r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4

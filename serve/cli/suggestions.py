@@ -10,6 +10,8 @@ from typer.core import TyperGroup
 # options of other servers: what to give instead here
 _ELSEWHERE = {
     "--enable-auto-tool-choice": "leave it out: tools are always on",
+    "--speculative-config": "use --speculation; how long drafts are is learned",
+    "--num-speculative-tokens": "use --max-draft-tokens",
     "--gpu-memory-utilization": "use --kv-cache-bytes, a size such as 8GiB",
     "--tool-call-parser": "use --tool-parser",
 }

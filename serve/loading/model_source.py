@@ -114,6 +114,10 @@ def _packing(precision: Precision) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
+        if precision.backend == "cuda":
+            from ops.cuda.upload import free_uploaders  # only this back end has them
+
+            free_uploaders()
 
 
 def _check_for_cuda(config: EngineConfig) -> None:

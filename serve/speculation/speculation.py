@@ -161,8 +161,9 @@ class Speculation:
         """Cuts a draft before the sequence's last possible token; returns whether any is left."""
         if sequence.mask is not None and sequence.mask.job is not None:
             return False  # its mask is late, and was begun without a draft
-        if self._device_rows is not None and sequence.request.params.has_penalties:
-            return False  # the device counts a sequence's tokens once in a step
+        is_special = sequence.mask is not None or sequence.request.params.has_penalties
+        if is_special and self._device_rows is not None:
+            return False  # a device has one mask and one row of counts for a sequence
         del draft.token_ids[max(0, sequence.max_tokens_total - len(sequence.token_ids) - 1) :]
         return bool(draft.token_ids)
 

@@ -52,7 +52,7 @@ def test_tokens_equal_those_of_the_original(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-llama3", "qwen2-tied"])
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "IQ4_NL"])
 @pytest.mark.exhaustive
 def test_tokens_equal_those_of_the_dequantized_model(name: str, kind: str, tmp_path: Path) -> None:
     source = original(find_case(name))

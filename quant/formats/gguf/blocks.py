@@ -18,8 +18,6 @@ from torch import Tensor
 from ops.superblocks import SUPERBLOCK_KINDS, Superblocks
 from quant.formats.gguf.kinds import BY_NAME
 
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
 
 class Groups(NamedTuple):
     """Unpacked rows. codes: [rows, in] uint8 or int8; scales, minimums: [rows, groups] fp32."""
@@ -194,7 +192,7 @@ def _q6_k(blocks: Tensor) -> Superblocks:
 
 
 def _multiplied(weight: Superblocks) -> Groups:
-    """Returns weights with one level of scales; codes that have no minimums are signed."""
+    """Returns weights with one level of scales; codes without minimums and a table are signed."""
     kind, codes, scales, steps, minimums, lifts = weight
 
     def product(halves: Tensor, factors: Tensor) -> Tensor:
@@ -202,47 +200,30 @@ def _multiplied(weight: Superblocks) -> Groups:
             halves.float()[..., None] * _parted(factors, factors.shape[1] // halves.shape[1])
         )
 
+    if SUPERBLOCK_KINDS[kind].has_table:
+        return Groups(codes, product(scales, steps))
     if minimums is None or lifts is None:
         middle = 1 << SUPERBLOCK_KINDS[kind].bits - 1
         return Groups(codes.sub_(middle).view(torch.int8), product(scales, steps))
     return Groups(codes, product(scales, steps), product(minimums, lifts))
 
 
+def _iq4_xs(blocks: Tensor) -> Superblocks:
+    places = torch.arange(0, 8, 2, dtype=torch.uint8)
+    high = blocks[..., 2:4, None].bitwise_right_shift(places).flatten(-2) & 3
+    steps = _nibbles(blocks[..., 4:8], 1).flatten(-3) | high << 4
+    signed = _flat(steps.view(torch.int8) - 32)
+    codes = _flat(_nibbles(blocks[..., 8:], 16))
+    return Superblocks("iq4_xs", codes, _halves(blocks, 0), signed)
+
+
 SUPERBLOCKS: dict[str, Callable[[Tensor], Superblocks]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_XS": _iq4_xs,
 }
 """The kinds whose two levels of scales products keep, and what unpacks their blocks."""
-
-
-@functools.cache
-def _iq4_table() -> Tensor:
-    """Returns the values of the codes in two bytes, [2^16] int32: of both bytes' lower bits, then
-    of their higher bits, as four bytes."""
-    pair = torch.cartesian_prod(torch.arange(256), torch.arange(256)).flip(-1)  # the lower byte
-    codes = torch.stack((pair & 15, pair >> 4), 1).flatten(1)
-    return torch.tensor(IQ4_VALUES, dtype=torch.int8)[codes].view(torch.int32).flatten()
-
-
-def _iq4_values(packed: Tensor) -> Tensor:
-    """Unpacks [rows, blocks, n * 16] to [rows, n * 32] int8. A look-up costs more than all else, so
-    one serves four weights."""
-    numbers = packed.contiguous().view(torch.int16).int().bitwise_and_(0xFFFF)
-    values = _iq4_table()[numbers].view(torch.int16)
-    return _flat(values.view(len(packed), -1, 8, 2).transpose(-1, -2)).view(torch.int8)
-
-
-def _iq4_nl(blocks: Tensor) -> Groups:
-    return Groups(_iq4_values(blocks[..., 2:]), _half(blocks, 0)[..., 0])
-
-
-def _iq4_xs(blocks: Tensor) -> Groups:
-    places = torch.arange(0, 8, 2, dtype=torch.uint8)
-    high = blocks[..., 2:4, None].bitwise_right_shift(places).flatten(-2) & 3
-    steps = _nibbles(blocks[..., 4:8], 1).flatten(-3) | high << 4
-    scales = _half(blocks, 0) * (steps.float() - 32)
-    return Groups(_iq4_values(blocks[..., 8:]), _flat(scales))
 
 
 def _mxfp4(blocks: Tensor) -> Groups:
@@ -263,8 +244,8 @@ LAYOUTS = {
     "Q4_K": Layout(lambda blocks: _multiplied(_q4_k(blocks)), 32, 4, (0, 2), has_minimums=True),
     "Q5_K": Layout(lambda blocks: _multiplied(_q5_k(blocks)), 32, 8, (0, 2), has_minimums=True),
     "Q6_K": Layout(lambda blocks: _multiplied(_q6_k(blocks)), 16, 8, (208,)),
-    "IQ4_NL": Layout(_iq4_nl, 32, 8, (0,)),
-    "IQ4_XS": Layout(_iq4_xs, 32, 8, (0,)),
+    "IQ4_NL": Layout(_q4_0, 32, 4, (0,), table="iq4"),
+    "IQ4_XS": Layout(lambda blocks: _multiplied(_iq4_xs(blocks)), 32, 4, (0,), table="iq4"),
     "MXFP4": Layout(_mxfp4, 32, 4, (), table="fp4"),
 }
 

@@ -3,8 +3,8 @@
     NAME.weight     [out, in], in blocks along the inputs
     fused experts   NAME [experts, out, in], with the inputs last in every model
 
-Q4_K, Q5_K and Q6_K are computed as they are stored, with both levels of their scales, where the
-device has such products. Other kinds whose codes have at most 4 bits are computed as they are
+Q4_K, Q5_K, Q6_K and IQ4_XS are computed as they are stored, with both levels of their scales, where
+the device has such products. Other kinds whose codes have at most 4 bits are computed as they are
 stored, too; scales are rounded to 11 bits where they have more. The others become int8 with a scale
 per output. Until then a weight is the file's own bytes, so that nothing unpacked waits in memory.
 """
@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ops.backend import FP4_VALUES, NO_FUSION, Fusion, LinearOp, QuantizedLinears
+from ops.backend import NO_FUSION, TABLE_VALUES, Fusion, LinearOp, QuantizedLinears
 from ops.cpu.native_quantized_linear import NATIVE
 from ops.superblocks import SUPERBLOCK, SUPERBLOCK_KINDS, Superblocks
 from quant.formats.base import (
@@ -63,6 +63,7 @@ _SHORTER = {
         ("Q2_K", "scales and minimums", 0.05),
         ("Q3_K", "scales", 0.02),
         ("Q4_K", "scales and minimums", 0.06),
+        ("IQ4_XS", "scales", 0.02),
     )
 }
 
@@ -180,10 +181,11 @@ def _buffer(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _values(kind: str, groups: Groups) -> Tensor:
     """Returns the plain weights, [rows, in] fp32."""
     layout = LAYOUTS[kind]
-    if layout.table == "fp4":
-        values = torch.tensor(FP4_VALUES)[groups.codes.int()]
-    else:
+    if layout.table == "int4":
         values = groups.codes.float()
+    else:
+        table = torch.tensor(TABLE_VALUES[layout.table], dtype=torch.float32)
+        values = table[groups.codes.int()]
     parts = values.view(*groups.scales.shape, layout.group)
     if layout.offset:
         parts -= layout.offset

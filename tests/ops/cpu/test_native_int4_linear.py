@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ops import Fusion, Norm
-from ops.backend import FP4_VALUES, INT4_GROUPS, NF4_VALUES, NO_FUSION
+from ops.backend import INT4_GROUPS, NF4_VALUES, NO_FUSION, TABLE_VALUES
 from ops.cpu import native_library
 from ops.cpu.native_fusion import ACTIVATIONS
 from ops.cpu.native_quantized_linear import NATIVE, Int8Linear
@@ -26,7 +26,7 @@ pytestmark = [
 REFERENCE = ReferenceBackend()
 FUSED = [(kind, gated) for kind in ACTIVATIONS if kind for gated in (False, True)]
 FUSED.remove(("swiglu_oai", False))  # it exists only with gates
-KINDS = ["centred", "zeros", "minimums", "nf4", "fp4"]
+KINDS = ["centred", "zeros", "minimums", *TABLE_VALUES]
 SHAPES = [
     (1, 64, 32),
     (3, 100, 70),
@@ -36,7 +36,6 @@ SHAPES = [
     (200, 96, 32),
     (4, 17, 40),
 ]
-VALUES = {"nf4": NF4_VALUES, "fp4": FP4_VALUES}
 
 
 def random_weight(num_out: int, num_in: int, kind: str, group: int = 64) -> Int4Weight:
@@ -47,7 +46,7 @@ def random_weight(num_out: int, num_in: int, kind: str, group: int = 64) -> Int4
         scales,
         torch.randint(0, MAX_ZERO + 1, shape, dtype=torch.uint8) if kind == "zeros" else None,
         group,
-        kind if kind in VALUES else "int4",
+        kind if kind in TABLE_VALUES else "int4",
         minimums=(scales * 20 * torch.randn(shape)).half().float() if kind == "minimums" else None,
     )
 
@@ -62,8 +61,9 @@ def plain(weight: Int4Weight) -> Tensor:
     scales = spread(weight.scales, weight)
     if weight.channel_scales is not None:
         scales *= weight.channel_scales.double()[:, None]
-    if weight.table in VALUES:
-        return torch.tensor(VALUES[weight.table]).double()[weight.codes.long()] * scales
+    if weight.table in TABLE_VALUES:
+        values = torch.tensor(TABLE_VALUES[weight.table], dtype=torch.float32)
+        return values.double()[weight.codes.long()] * scales
     if weight.minimums is not None:
         return weight.codes.double() * scales - spread(weight.minimums, weight)
     zeros = 8.0 if weight.zeros is None else spread(weight.zeros, weight)

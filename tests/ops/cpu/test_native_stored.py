@@ -80,6 +80,8 @@ LAYERS: dict[str, Callable[[], tuple[LinearOp, Fusion]]] = {
     "fp4": lambda: (four_bits(DENSE, table="fp4"), DENSE),
     "q4_k": lambda: (superblocks("q4_k", WIDE), WIDE),
     "q6_k": lambda: (superblocks("q6_k", DENSE), DENSE),
+    "iq4": lambda: (four_bits(DENSE, table="iq4"), DENSE),
+    "iq4_xs": lambda: (superblocks("iq4_xs", WIDE), WIDE),
     "bf16": lambda: (PlainLinear(weight(2 * OUT).bfloat16(), torch.ones(2 * OUT), GATED), GATED),
     "fp32": lambda: (PlainLinear(weight(OUT), None, DENSE), DENSE),
 }

@@ -26,7 +26,7 @@ from ops.cuda.backend import CudaLinears
 from ops.cuda.linear import Fp8Linear, PlainLinear
 from ops.reference import ReferenceBackend, _activate
 from ops.triton_kernels.linear import ScaledWeight, Tile, scaled_linear
-from ops.triton_kernels.linear4 import FP4_CODES, NF4_CODES, int4_linear, unpack
+from ops.triton_kernels.linear4 import CODES, int4_linear, unpack
 from ops.triton_kernels.rows import quantize_rows
 from quant.formats.weights import Weight8
 from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
@@ -66,12 +66,20 @@ def fp4(weight: torch.Tensor, group: int) -> Int4Weight:
     )
 
 
+def iq4(weight: torch.Tensor, group: int) -> Int4Weight:
+    """Returns random codes of IQ4_NL with scales of either sign."""
+    scales = torch.randn(len(weight), -(-weight.shape[1] // group)).half().float() / 1024
+    codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
+    return Int4Weight(codes, scales, None, group, "iq4")
+
+
 KINDS = {
     "int4": quantize_int4,
     "zeros": with_zeros,
     "nf4": quantize_nf4,
     "minimums": with_minimums,
     "fp4": fp4,
+    "iq4": iq4,
 }
 
 
@@ -98,8 +106,8 @@ def check_close(found: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def test_values_are_the_cpu_kernels():
-    assert [n / 127 for n in NF4_CODES] == list(NF4_VALUES)
-    assert [n / 2 for n in FP4_CODES] == list(FP4_VALUES)
+    assert [n / 127 for n in CODES["nf4"]] == list(NF4_VALUES)
+    assert [n / 2 for n in CODES["fp4"]] == list(FP4_VALUES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -131,14 +139,14 @@ def test_int4_products(group, quantize):
         assert all(torch.equal(outs[0], other) for other in outs)
 
 
-# Every kind and every edge twice each day.
+# Every kind and every edge at least twice each day.
 @pytest.mark.parametrize(
     ("kind", "group", "edge"),
     every_day(
-        (0, 1, 4, 5, 6, 8),
+        (0, 1, 4, 5, 6, 8, 9, 11),
         [
             (*kind, edge)
-            for kind in (("zeros", 32), ("minimums", 64), ("fp4", 16))
+            for kind in (("zeros", 32), ("minimums", 64), ("fp4", 16), ("iq4", 32))
             for edge in EDGES
         ],
     ),

@@ -222,6 +222,7 @@ def int4_cases() -> Iterator[Case]:
     yield int4_case("fp4_stream_16", Tile(8, 32, 256, 2, 4, swap=True), TABLE=2, group=16, arch=90)
     yield int4_case("minimums_stream", Tile(8, 32, 256, 2, 4, swap=True), MINIMUMS=True, arch=90)
     yield int4_case("fp4_large", Tile(128, 128, 64, 8, 4, swap=True), TABLE=2, group=32, arch=90)
+    yield int4_case("iq4_large", Tile(128, 128, 64, 8, 4, swap=True), TABLE=3, group=32, arch=90)
     yield int4_case("minimums_large", Tile(128, 128, 64, 8, 4, swap=True), MINIMUMS=True, arch=90)
     yield int4_case("int4_large", Tile(128, 128, 64, 8, 4, swap=True), group=128, arch=90)
 
@@ -239,7 +240,7 @@ def compiled() -> dict[str, Compiled]:
 
 
 def test_nothing_spills_and_all_fits(compiled):
-    assert len(compiled) == 21
+    assert len(compiled) == 22
     for name, one in compiled.items():
         arch = next((a for a in SHARED_LIMITS if name.endswith(str(a))), 90)
         assert one.stack == 0, f"{name}: {one.stack} bytes of stack"
@@ -265,6 +266,7 @@ def test_products_use_tensor_cores(compiled):
             "int8_large_residual",
             "int4_large",
             "fp4_large",
+            "iq4_large",
             "minimums_large",
         ),
         "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32": (

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ops.backend import IQ4_VALUES
 from ops.superblocks import SUPERBLOCK, SUPERBLOCK_KINDS, Superblocks
 
 
 def random_superblocks(kind: str, num_out: int, num_in: int) -> Superblocks:
     """Returns weights of about 0.02, with all codes, steps and lifts that files may have."""
-    bits, group, has_minimums = SUPERBLOCK_KINDS[kind]
+    bits, group, has_minimums, _ = SUPERBLOCK_KINDS[kind]
     blocks, groups = (num_out, num_in // SUPERBLOCK), (num_out, num_in // group)
     codes = torch.randint(0, 1 << bits, (num_out, num_in), dtype=torch.uint8)
     if not has_minimums:
@@ -25,14 +26,16 @@ def random_superblocks(kind: str, num_out: int, num_in: int) -> Superblocks:
 
 def terms(weight: Superblocks) -> tuple[Tensor, Tensor | None]:
     """Returns the products of scales and codes, [out, in] float64, and what is subtracted."""
-    bits, group, has_minimums = SUPERBLOCK_KINDS[weight.kind]
+    bits, group, has_minimums, has_table = SUPERBLOCK_KINDS[weight.kind]
 
     def spread(halves: Tensor, factors: Tensor) -> Tensor:
         whole = halves.double().repeat_interleave(SUPERBLOCK // group, 1) * factors.double()
         return whole.repeat_interleave(group, 1)
 
-    middle = 0 if has_minimums else 1 << bits - 1
-    scaled = (weight.codes.double() - middle) * spread(weight.scales, weight.steps)
+    values = weight.codes.double() - (0 if has_minimums else 1 << bits - 1)
+    if has_table:
+        values = torch.tensor(IQ4_VALUES).double()[weight.codes.long()]
+    scaled = values * spread(weight.scales, weight.steps)
     if weight.minimums is None or weight.lifts is None:
         return scaled, None
     return scaled, spread(weight.minimums, weight.lifts)

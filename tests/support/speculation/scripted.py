@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import collections.abc as abc
 
-from bench.common import scripted_drafts
-from bench.common.scripted_drafts import Answers
+from bench.common.scripted_drafts import Answers, ScriptedDrafter, scripted_speculation
 from serve import LLM
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_time import StepTimeModel, StepWork
@@ -26,7 +25,9 @@ class FreeRows(StepTimeModel):
 
 def draft_by_script(llm: LLM, answers: Answers, rate: float) -> None:
     """From now on the engine's steps have drafts whose tokens are right at this rate."""
-    scripted_drafts.draft_by_script(llm, answers, rate, most=7, model=FreeRows())
+    drafter = ScriptedDrafter(answers, rate)
+    drafting = scripted_speculation(llm, drafter, most=7, model=FreeRows())
+    llm._loaded.core._scheduler.drafting = drafting
 
 
 def num_accepted(llm: LLM) -> int:

@@ -29,7 +29,7 @@ needs_kernels = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"
 )
 EVERY = tuple(LAYOUTS)
-EXACT = ("Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+EXACT = ("Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS")
 
 
 def random_bytes(kind: str, rows: int, blocks: int, seed: int = 0) -> Tensor:

@@ -170,11 +170,18 @@ def kinds_of_q4_k_m(name: str) -> str:
     return next((kind for part, kind in _MIXED.items() if part in name), "Q4_K")
 
 
+def kinds_of_iq4(name: str) -> str:
+    return "IQ4_NL" if "down_proj" in name else "IQ4_XS"
+
+
 @_needs_native
+@pytest.mark.parametrize("choose", [kinds_of_q4_k_m, kinds_of_iq4], ids=["Q4_K_M", "IQ4"])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied"])
-def test_packed_weights_lose_what_rows_of_int8_lose(is_tied: bool, tmp_path: Path) -> None:
+def test_packed_weights_lose_what_rows_of_int8_lose(
+    choose: Choose, is_tied: bool, tmp_path: Path
+) -> None:
     """The bound is that of the same numbers with plain weights of 8 bits: 4 bits lose nothing."""
     case = Case("llama", "wide", _WIDE | {"tie_word_embeddings": is_tied})
-    file, plain = written(case, tmp_path, kinds_of_q4_k_m)
+    file, plain = written(case, tmp_path, choose)
     exact = plain_logits(plain)
     assert relative(packed_logits(file), exact) < 1.2 * relative(packed_logits(plain), exact)
