@@ -23,6 +23,8 @@ from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from serve.setting_checks import (
     check_choices,
     check_counts,
+    check_drafts,
+    check_flags,
     check_folder,
     check_folders,
     check_predictor,
@@ -37,7 +39,7 @@ PARTITIONS = ("auto", "head", "request", "sequence")  # as memory.nodes.placemen
 MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.scheduler.admission
 LENGTH_PREDICTORS = ("auto", "learned", "history")
 QUEUE_POLICIES = ("fcfs", "priority", "mlfq", "fair", "srpt")  # as in serve.scheduler
-SPECULATIONS = ("lookup", "off")
+SPECULATIONS = ("lookup", "model", "off")
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
 GROUP_EXCHANGES = ("auto", "host", "connections")
@@ -101,6 +103,7 @@ class EngineSettings(TypedDict, total=False):
     length_predictor_file: str | Path | None
     order: str
     speculation: str
+    draft_model: str | Path | None
     max_draft_tokens: int
     ttft_slo: float | None
     memory_nodes: tuple[str, ...]
@@ -191,7 +194,8 @@ class EngineConfig:
         also picks the victims of preemption.
     speculation: what proposes tokens that a step computes ahead, which changes no answer: "lookup"
         (what followed the same words before, in the prompt, the answer or the client's other
-        answers) or "off".
+        answers), "model" (that, and what draft_model proposes) or "off".
+    draft_model: a small model with the same tokenizer, for "model"; part of the K/V memory is its.
     max_draft_tokens: the most of these tokens that a sequence has in a step, up to 15; how many are
         worth their time is learned.
     ttft_slo: seconds; a request whose first token is predicted to come later is refused at once.
@@ -272,6 +276,7 @@ class EngineConfig:
     length_predictor_file: str | Path | None = None
     order: str = "fcfs"
     speculation: str = "lookup"
+    draft_model: str | Path | None = None
     max_draft_tokens: int = 15
     ttft_slo: float | None = None
     memory_nodes: tuple[str, ...] = ()
@@ -307,9 +312,7 @@ class EngineConfig:
         check_texts(self, ("model", "served_model_name"))
         check_choices(self, _CHOICES)
         check_counts(self)
-        for name in ("converter", "prefix_cache", "tune", "bounded_json"):
-            if type(getattr(self, name)) is not bool:
-                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        check_flags(self, ("converter", "prefix_cache", "tune", "bounded_json"))
         check_times(
             self.inter_token_slo_ms, self.inter_token_factor, self.group_restart_s, self.ttft_slo
         )
@@ -320,6 +323,7 @@ class EngineConfig:
         )
         if self.tokenizer is not None:
             check_folder("tokenizer", self.tokenizer)
+        check_drafts(self)
         check_reasoning(self.reasoning_budget, self.reasoning_budget_message)
         check_folders(self.kv_cache_dir, self.packed_cache, has_prefixes=self.prefix_cache)
         self._check_nodes()

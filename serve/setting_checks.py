@@ -20,6 +20,16 @@ class _Counts(Protocol):
     @property
     def max_num_seqs(self) -> int: ...
 
+
+class _Drafts(Protocol):
+    """The settings of speculation, and those that exclude a draft model."""
+
+    @property
+    def speculation(self) -> str: ...
+
+    @property
+    def draft_model(self) -> object: ...
+
     @property
     def max_draft_tokens(self) -> int: ...
 
@@ -29,6 +39,12 @@ def check_texts(config: object, names: Iterable[str]) -> None:
         name = getattr(config, setting)
         if name is not None and (not isinstance(name, str) or not name):
             raise ConfigError(f"{setting} must be a non-empty string, not {name!r}")
+
+
+def check_flags(config: object, names: Iterable[str]) -> None:
+    for name in names:
+        if type(getattr(config, name)) is not bool:
+            raise ConfigError(f"{name} must be true or false, not {getattr(config, name)!r}")
 
 
 def check_choices(config: object, choices: Mapping[str, Collection[object]]) -> None:
@@ -64,6 +80,26 @@ def check_reasoning(budget: object, message: object) -> None:
         raise ConfigError(
             f"reasoning_budget_message must be a string of at most {MAX_MESSAGE_CHARS} characters"
         )
+
+
+def check_drafts(settings: _Drafts) -> None:
+    drafted, model = settings.max_draft_tokens, settings.draft_model
+    if type(drafted) is not int or not 1 <= drafted <= MAX_DRAFT_TOKENS:
+        text = f"max_draft_tokens must be an integer from 1 to {MAX_DRAFT_TOKENS}, not {drafted!r}"
+        raise ConfigError(text)
+    if model is None:
+        if settings.speculation == "model":
+            raise ConfigError("speculation model needs draft_model, a directory")
+        return
+    check_folder("draft_model", model)
+    for setting in ("memory_nodes", "kvp", "borrow"):
+        if getattr(settings, setting):
+            raise ConfigError(f"draft_model needs all K/V on this machine: leave out {setting}")
+    if getattr(settings, "converter", False):
+        raise ConfigError("draft_model needs a model of a known family: leave out converter")
+    for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(settings, setting) != 1:
+            raise ConfigError(f"draft_model needs a model in one process: leave out {setting}")
 
 
 def check_folders(kv_cache_dir: object, packed_cache: object, *, has_prefixes: bool) -> None:
@@ -122,10 +158,6 @@ def check_counts(settings: _Counts) -> None:
         value = getattr(settings, name)
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} must be a positive integer, not {value!r}")
-    drafted = settings.max_draft_tokens
-    if type(drafted) is not int or not 1 <= drafted <= MAX_DRAFT_TOKENS:
-        text = f"max_draft_tokens must be an integer from 1 to {MAX_DRAFT_TOKENS}, not {drafted!r}"
-        raise ConfigError(text)
     most = settings.max_num_seqs
     if most > MAX_NUM_SEQS:
         raise ConfigError(f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {most}")

@@ -7,12 +7,14 @@ tokens per second, over those without drafts.
     scripted  drafts of the known answers, whose tokens are right at a given rate
     lookup    prompt lookup where the answer is the prompt with a few edits: a grammar allows only
               that text, as the weights are random; and in sampled answers, which repeat little
+    model     a draft model: the target itself, its first layers, and one that agrees in nothing
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import write_random
 from bench.common.scripted_drafts import ScriptedDrafter, scripted_speculation
 from serve import LLM, SamplingParams
+from serve.config import EngineConfig
 from serve.scheduler.step_results import Drafting
 from serve.structured_output import StructuredOutput
 
@@ -66,7 +69,7 @@ class Rig:
         """From now on there are these drafts."""
         self._scheduler.drafting = drafting
 
-    def with_lookup(self, *_: object) -> None:
+    def with_own(self, *_: object) -> None:
         """From now on there are the drafts that the engine has by default."""
         self._scheduler.drafting = self._own
 
@@ -165,7 +168,7 @@ def scripted(rig: Rig, batches: list[int], vocab: int, rounds: int) -> Table:
 def lookup(rig: Rig, batches: list[int], vocab: int, rounds: int) -> Table:
     """Measures prompt lookup where answers are edited prompts, and where little repeats."""
     table = Table("task", "batch", "no drafts, tokens/s", "lookup")
-    arms: dict[str, Arm] = {"none": rig.without, "lookup": rig.with_lookup}
+    arms: dict[str, Arm] = {"none": rig.without, "lookup": rig.with_own}
     for batch in batches:
         tasks: dict[str, Callable[[int], Requests]] = {
             "an edited prompt": partial(edited, batch),
@@ -178,17 +181,69 @@ def lookup(rig: Rig, batches: list[int], vocab: int, rounds: int) -> Table:
     return table
 
 
+def draft_models(shape: str, folder: Path) -> dict[str, str]:
+    """Returns directories of draft models by what they are. Random weights depend on a tensor's
+    name only, so that a model with fewer layers has the target's first ones."""
+    if shape == "default":
+        source = EngineConfig.from_settings(None).model_path
+        config = json.loads((source / "config.json").read_text())
+        path = folder / "first-layers"
+        shutil.copytree(source, path)
+        (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+        return {"itself": "default", "its first 2 layers": str(path)}
+    config = config_of(shape)
+    small = {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    found = {}
+    for name, changed in {
+        "its first layer": {"num_hidden_layers": 1},
+        "a small model": small,
+    }.items():
+        path = folder / name.replace(" ", "-")
+        path.mkdir()
+        write_random(path, config | changed, name, has_weights=False)
+        found[name] = str(path)
+    return found
+
+
+def by_model(
+    model: str | None, draft: str, settings: dict[str, Any], args: argparse.Namespace, vocab: int
+) -> list[list[str]]:
+    """Measures a draft model. Returns for each batch the tokens per second without drafts, those
+    with drafts over these, the draft tokens in steps, and how many of them agreed."""
+    rows = []
+    with LLM(model, speculation="model", draft_model=draft, **settings) as llm:
+        rig = Rig(llm)
+        arms: dict[str, Arm] = {"none": rig.without, "model": rig.with_own}
+        for batch in args.batch:
+            before = llm.stats()
+            found = measure(rig, partial(sampled, batch, vocab), arms, args.rounds)
+            after = llm.stats()
+            drafted = after.num_draft_tokens - before.num_draft_tokens
+            agreed = (after.num_accepted_tokens - before.num_accepted_tokens) / max(1, drafted)
+            gain = found["model"] / found["none"]
+            cells = [f"{found['none']:.1f}", f"{gain:.2f}x", str(drafted), f"{agreed:.0%}"]
+            rows.append([str(batch), *cells])
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="llama-1b", help="of random weights; or 'default'")
     parser.add_argument("--batch", type=int, nargs="*", default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--part", choices=("scripted", "lookup"))
+    parser.add_argument("--part", choices=("scripted", "lookup", "model"))
     args = parser.parse_args()
     console = tables.console()
     console.print(str(tables.Head.now("speculative decoding")), soft_wrap=True)
     settings: dict[str, Any] = {"max_num_seqs": max(args.batch), "prefix_cache": False}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as drafts:
         if args.shape == "default":
             model, vocab = None, 4096
         else:
@@ -196,6 +251,16 @@ def main() -> None:
             write_random(Path(folder), config, args.shape, has_weights=False)
             model, vocab = folder, config["vocab_size"]
             settings |= {"load_format": "random", "dtype": "int8", "max_model_len": 2048}
+        if args.part in (None, "model"):
+            table = Table(
+                "draft model", "batch", "no drafts, tokens/s", "drafts", "drafted", "agree"
+            )
+            for name, draft in draft_models(args.shape, Path(drafts)).items():
+                for row in by_model(model, draft, settings, args, vocab):
+                    table.add_row(name, *row)
+            console.print(table)
+        if args.part == "model":
+            return
         with LLM(model, **settings) as llm:
             rig = Rig(llm)
             if args.part != "lookup":

@@ -69,6 +69,9 @@ def _found(settings: RunSettings, process: ProcessSettings) -> tuple[dict[str, A
         values.setdefault("served_model_name", location.name)
         if config.num_ranks == 1 and config.backend != "cuda":
             read_ahead.begin(Path(location.model), config.packed_cache)
+    if config.draft_model is not None:
+        draft = find_model(str(config.draft_model), is_quiet=process.quiet)
+        values["draft_model"] = draft.model
     return values, http
 
 

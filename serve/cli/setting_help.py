@@ -199,8 +199,13 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "speculation": Option(
         SCHEDULING,
         "What proposes tokens that a step computes ahead, without changing an answer: lookup (what"
-        " followed the same words before) or off.",
+        " followed the same words before), model (also draft_model) or off.",
         choices=SPECULATIONS,
+    ),
+    "draft_model": Option(
+        SCHEDULING,
+        "A small model with the same tokenizer, as for the model, for speculation model.",
+        metavar="DIR",
     ),
     "max_draft_tokens": Option(
         SCHEDULING, "Most of these tokens of one sequence in a step, up to 15."

@@ -9,8 +9,7 @@
 A request goes from pool 1 to the loop as a message: a callable in the loop's inbox, which runs
 between two steps. A step's tokens go from the loop to pool 3 as a StepRecord, while the next step
 is on the device. So the loop's state needs no lock, and between two steps the compute thread does
-only the loop's own work. The asyncio interface (engine.py) and the offline one (llm.py) use
-EngineCore; EngineCore knows neither.
+only the loop's own work. The asyncio interface (engine.py) and the offline one (llm.py) use it.
 """
 
 from __future__ import annotations
@@ -242,6 +241,8 @@ class EngineCore:
         if self._recovery is not None:
             self._recovery.update_nodes()
         self.kv.trim()
+        if self._scheduler.drafting is not None:
+            self._scheduler.drafting.trim()
         if self.kv.prefixes.write_unwritten():
             return _WRITE_WAIT_S
         return None if self._recovery is None else _IDLE_TRIM_S
@@ -271,8 +272,7 @@ class EngineCore:
             self._executor.pause()
             self.kv.prefixes.wait(_FETCH_WAIT_S)
         elif not self._scheduler.running:
-            # Start-up has checked that one sequence of max_model_len fits. It may not fit into
-            # what is left after memory nodes are lost.
+            # Start-up has checked that one sequence fits; after the loss of nodes it may not.
             is_short = self._recovery is not None and self._recovery.is_short
             assert is_short, "work, but nothing can be scheduled"
             self._executor.pause()

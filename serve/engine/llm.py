@@ -141,6 +141,9 @@ class LLM:
             model = location.model
             if settings.get("served_model_name") is None:
                 settings["served_model_name"] = location.name
+        if isinstance(draft := settings.get("draft_model"), str) and draft:
+            draft = find(draft, tell=logger.info, is_quiet=not progress).model
+            settings["draft_model"] = draft
         self.config = with_directory(EngineConfig.from_settings(model, **settings))
         self._loaded = load_engine(self.config, progress=progress)
         self._chat_format = make_chat_format(self._loaded.tokenizer, self.config)

@@ -26,8 +26,9 @@ from serve.engine.core import EngineCore
 from serve.engine.node_recovery import MakeRecovery, NodeRecovery
 from serve.engine.pools import ComputeThread
 from serve.engine.request_limits import RequestLimits
-from serve.engine.text_loader import LoadedText, TextLoading
+from serve.engine.text_loader import LoadedText, TextLoading, check_same_ids
 from serve.errors import EngineStoppedError, ModelLoadError, RequestError
+from serve.loading.draft_model import DraftWeights, draft_path, load_draft_weights
 from serve.loading.precision import Precision, choose_backend
 from serve.loading.runtime import Runtime, load_runtime
 from serve.models import ModelSpec, read_generation_defaults, read_spec
@@ -41,7 +42,7 @@ from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
 from serve.scheduler.waiting_queue import make_queue
-from serve.speculation import make_drafting
+from serve.speculation import TwoModels, make_drafting
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
@@ -130,26 +131,19 @@ def _load(
     else:
         config = _with_device_defaults(config, read_spec(path))
     defaults = _generation_defaults(path, config.converter)
-    text, runtime, make_recovery = _load_parts(config, progress, is_stopped)
+    text, weights, runtime, make_recovery = _load_parts(config, progress, is_stopped)
     tokenizer = text.tokenizer
-    spec, kv, max_model_len = runtime.spec, runtime.kv, runtime.kv.max_model_len
+    spec, kv = runtime.spec, runtime.kv
     batched = config.batched_tokens
     prediction = start_prediction(config, spec.hidden_size, _shape_of(spec))
+    draft = None if weights is None else weights.with_kv(config)
     runner = runtime.runner
     if runner is None:
+        memory = runtime.memory if draft is None else TwoModels(draft, runtime.memory)
         runner = ModelRunner(
-            runtime.model, kv, runtime.attention, memory=runtime.memory, states=prediction.reader
+            runtime.model, kv, runtime.attention, memory=memory, states=prediction.reader
         )
-    request_limits = RequestLimits(
-        max_model_len,
-        spec.vocab_size,
-        config.max_num_waiting,
-        config.max_num_seqs,
-        config.ttft_slo,
-        spec.embed_size,
-        bounded_json=config.bounded_json,
-        reasoning=reasoning_end(tokenizer, config),
-    )
+    request_limits = _limits_of(config, runtime, tokenizer)
     scheduler = parts.scheduler(
         SchedulerLimits.of(config),
         kv,
@@ -157,7 +151,7 @@ def _load(
         PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
         make_queue(config.order),
     )
-    scheduler.drafting = make_drafting(config, scheduler, runtime)
+    scheduler.drafting = make_drafting(config, scheduler, runtime, draft)
     core = parts.core(
         runner=runner,
         scheduler=scheduler,
@@ -185,6 +179,19 @@ def _load(
     )
 
 
+def _limits_of(config: EngineConfig, runtime: Runtime, tokenizer: Tokenizer) -> RequestLimits:
+    return RequestLimits(
+        runtime.kv.max_model_len,
+        runtime.spec.vocab_size,
+        config.max_num_waiting,
+        config.max_num_seqs,
+        config.ttft_slo,
+        runtime.spec.embed_size,
+        bounded_json=config.bounded_json,
+        reasoning=reasoning_end(tokenizer, config),
+    )
+
+
 def _shape_of(spec: ModelSpec) -> str:
     """Returns what distinguishes models whose hidden states are not comparable."""
     return f"{spec.num_layers} layers of {spec.hidden_size}, {spec.vocab_size} tokens"
@@ -204,7 +211,7 @@ def _open_lender(config: EngineConfig, loaded: LoadedEngine) -> None:
 
 def _load_parts(
     config: EngineConfig, progress: bool, is_stopped: threading.Event
-) -> tuple[LoadedText, Runtime, MakeRecovery | None]:
+) -> tuple[LoadedText, DraftWeights | None, Runtime, MakeRecovery | None]:
     """Loads tokenizer and weights beside one another. A wrong tokenizer and is_stopped end both."""
     records = records_folder(config.packed_cache)
     text = TextLoading(config.tokenizer_path, config.model_path, kept=records)
@@ -219,21 +226,26 @@ def _load_parts(
             check()
         return text.result()
 
+    draft, kv_share = None, 1.0
     try:
+        if config.draft_model is not None:
+            check_same_ids(config.tokenizer_path, wait().tokenizer, draft_path(config))
+            draft = load_draft_weights(config, LoadProgress(progress, check=check))
+            kv_share = 1.0 - draft.kv_share
         runtime, make_recovery = _load_weights(
-            config, LoadProgress(progress, check=check, finish=wait)
+            config, LoadProgress(progress, check=check, finish=wait), kv_share
         )
     except BaseException:
         text.discard()
         raise
-    return text.result(), runtime, make_recovery
+    return text.result(), draft, runtime, make_recovery
 
 
 def _load_weights(
-    config: EngineConfig, progress: LoadProgress
+    config: EngineConfig, progress: LoadProgress, kv_share: float
 ) -> tuple[Runtime, MakeRecovery | None]:
     if config.num_ranks == 1:
-        runtime = load_runtime(config, progress)
+        runtime = load_runtime(config, progress, kv_share=kv_share)
         if runtime.nodes is None:
             return runtime, None
         return runtime, functools.partial(NodeRecovery, runtime.nodes, runtime.kv.partitions)

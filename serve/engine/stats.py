@@ -43,7 +43,7 @@ class EngineStats:
     were too many, there was no room, or writing is paused after errors (disk_is_paused).
     kvp_holders: replicas and nodes that hold parts of sequences at present, with
     kvp_borrowed_bytes in all. kvp_lent_bytes: K/V memory that other replicas use. group: None on
-    one rank.
+    one rank. draft_pages_in_use: of the draft model's K/V memory.
     """
 
     num_unfinished: int
@@ -71,6 +71,7 @@ class EngineStats:
     pages_mapped: int
     pages_total: int
     pages_cached: int
+    draft_pages_in_use: int
     prefix_asked_tokens: int
     prefix_hit_tokens: int
     prefix_evicted_pages: int
@@ -178,6 +179,7 @@ def engine_stats(
         pages_mapped=kv.num_mapped,
         pages_total=kv.num_pages,
         pages_cached=kv.num_cached,
+        draft_pages_in_use=scheduler.drafting.num_pages_in_use if scheduler.drafting else 0,
         prefix_asked_tokens=prefixes.num_asked_tokens,
         prefix_hit_tokens=prefixes.num_hit_tokens,
         prefix_evicted_pages=prefixes.num_evicted,

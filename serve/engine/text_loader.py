@@ -6,6 +6,7 @@ conversations, so that what cannot work is known at the start.
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import threading
 from concurrent.futures import Future, wait
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve.engine.chat_prompt import make_chat_template
+from serve.errors import ConfigError
 from serve.text.chat_template import ChatTemplate
+from serve.text.rank_patterns import find_tokenizer
 from serve.text.tokenizer import Tokenizer
 from serve.text.tokenizer_config import TextConfig, read_text_config
 
@@ -58,6 +61,23 @@ def _find_problem(text: LoadedText, config: TextConfig) -> str | None:
     problem = f"{config.template_file}: {problem}"
     logger.warning("chats cannot be served, but completions can: %s", problem)
     return problem
+
+
+def check_same_ids(path: Path, tokenizer: Tokenizer, draft: Path) -> None:
+    """Raises ConfigError unless the draft model's tokenizer gives tokens the ids of the engine's,
+    which is that of `path`."""
+    files = find_tokenizer(path), find_tokenizer(draft)
+    if filecmp.cmp(*files, shallow=False):
+        return
+    other = Tokenizer.load(draft)
+    try:
+        if not tokenizer.has_ids_of(other):
+            raise ConfigError(
+                f"draft_model: {files[1]} gives tokens other ids than {files[0]}; a draft model has"
+                " the model's tokenizer"
+            )
+    finally:
+        other.close()
 
 
 class TextLoading:

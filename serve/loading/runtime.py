@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from memory.attention.chunked import ChunkedAttention
@@ -54,8 +54,11 @@ class Runtime:
     runner: Runner | None = None  # set on devices with a runner of their own
 
 
-def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> Runtime:
-    """Loads the weights and reserves the K/V. Call it in the compute thread."""
+def load_runtime(
+    config: EngineConfig, progress: LoadProgress | None = None, *, kv_share: float = 1.0
+) -> Runtime:
+    """Loads the weights and reserves the K/V. Call it in the compute thread. kv_share: the part of
+    this machine's K/V memory that is the model's; the rest is a draft model's."""
     progress = progress or LoadProgress()
     source = read_source(config)
     config, spec, precision, backend, _ = source
@@ -65,7 +68,12 @@ def load_runtime(config: EngineConfig, progress: LoadProgress | None = None) -> 
     model = load_weights(source, progress)
     if config.memory_nodes:
         return _load_remote(config, spec, precision, model, backend)
-    return _load_local(config, spec, precision, model, backend)
+    free_bytes = None
+    if kv_share < 1.0 and config.kv_cache_bytes is None:
+        free_bytes = int(local_kv_bytes() * kv_share)
+    elif config.kv_cache_bytes is not None:
+        config = replace(config, kv_cache_bytes=max(1, int(config.kv_cache_bytes * kv_share)))
+    return load_local(config, spec, precision, model, backend, free_bytes)
 
 
 def _load_remote(
@@ -121,10 +129,15 @@ def _load_cuda(source: ModelSource, progress: LoadProgress) -> Runtime:
     )
 
 
-def _load_local(
-    config: EngineConfig, spec: ModelSpec, precision: Precision, model: StepModel, backend: Backend
+def load_local(
+    config: EngineConfig,
+    spec: ModelSpec,
+    precision: Precision,
+    model: StepModel,
+    backend: Backend,
+    free_bytes: int | None = None,
 ) -> Runtime:
-    """Makes K/V and attention in this machine's memory."""
+    """Makes K/V and attention in this machine's memory. free_bytes: see size_kv."""
     layers = model.attention_layers()
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = [kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
@@ -133,6 +146,7 @@ def _load_local(
         config,
         spec,
         layer_groups(layouts, windows, config.kvp_segment_tokens if config.holders else None),
+        free_bytes=free_bytes,
     )
     for layout, padded in zip(layouts, sizes.groups, strict=True):
         layout.pad(padded.token_bytes * padded.tile_tokens)

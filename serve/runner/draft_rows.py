@@ -29,9 +29,9 @@ class DraftMask(NamedTuple):
         return int(self.bits.ctypes.data)
 
 
-class _DraftedTokens:
-    """Tokens of a sequence and the first of its draft, of which the sampler reads the length and
-    the end."""
+class DraftedTokens:
+    """Tokens of a sequence and of its draft, which may grow; the sampler reads the length and the
+    end."""
 
     __slots__ = ("_draft", "_known")
 
@@ -52,7 +52,7 @@ class DraftRow:
     def __init__(self, sequence: Sequence, num_drafted: int) -> None:
         self.sequence = sequence
         self.request, self.seed = sequence.request, sequence.seed
-        self.token_ids = _DraftedTokens(sequence.token_ids, sequence.draft_ids[:num_drafted])
+        self.token_ids = DraftedTokens(sequence.token_ids, sequence.draft_ids[:num_drafted])
         self.num_prompt_tokens = sequence.num_prompt_tokens
         self.stop_ids, self.min_tokens_total = sequence.stop_ids, sequence.min_tokens_total
         self.mask = sequence.mask

@@ -24,12 +24,11 @@ from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason
 from serve.scheduler.admission import PromptOnlyPolicy
 from serve.scheduler.chunking import ChunkPolicy, StepDraft
+from serve.scheduler.held_back import Refusals, StarvedPrompts
 from serve.scheduler.memory_policy import MemoryPolicy
 from serve.scheduler.preempted_pages import PreemptedPages
 from serve.scheduler.prefix_lookup import PrefixLookup
-from serve.scheduler.refusals import Refusals
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, finish_reason_after
-from serve.scheduler.starved_prompts import StarvedPrompts
 from serve.scheduler.steady_decode import decode_rows, streams_beside
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan, make_plan
 from serve.scheduler.step_results import Drafting, apply_tokens
@@ -319,7 +318,7 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, seconds: float, work: StepWork | None = None) -> None:
         """Learns, before update(), from a step that took `seconds`, or those of stage_seconds()."""
-        self.chunks.observe(plan, seconds, self.num_steps, work)
+        self.chunks.observe(plan, seconds - plan.draft_s, self.num_steps, work)
 
     def update(
         self, plan: StepPlan, tokens: list[int], counts: list[int] | None = None

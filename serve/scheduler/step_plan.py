@@ -19,7 +19,7 @@ class StepPlan:
     draft_ids, of which there are num_drafted in all. samples[i]: whether a token is sampled from
     the last row of sequences[i], or from all of them if it decodes: the step computes its last
     known token, and it is not a prompt without an answer. contexts[i]: the computed tokens before
-    the step; None until its launch.
+    the step; None until its launch. draft_s: the seconds that another model took for the drafts.
     """
 
     sequences: list[Sequence]
@@ -29,6 +29,7 @@ class StepPlan:
     num_total_rows: int
     contexts: list[int] | None = None
     num_drafted: int = 0
+    draft_s: float = 0.0
 
     @property
     def num_prompt_rows(self) -> int:

@@ -33,6 +33,13 @@ class Drafting(Protocol):
     def ended(self, sequence: Sequence) -> None:
         """Takes note of a sequence that has ended, for whatever reason."""
 
+    def trim(self) -> None:
+        """Returns unused memory to the system, while nothing runs."""
+
+    @property
+    def num_pages_in_use(self) -> int:
+        """The pages of K/V memory of its own that sequences hold. Any thread may ask."""
+
 
 class Updated(Protocol):
     """The scheduler, as far as tokens change it."""

@@ -11,7 +11,11 @@ from serve.single_file.directory import single_file
 
 def with_directory(config: EngineConfig) -> EngineConfig:
     """Returns the settings with the directory of the model's file, which gives the model its name;
-    those of other models as they are. ModelLoadError says what is wrong with the file."""
+    those of other models as they are. The same for the draft model. ModelLoadError says what is
+    wrong with the file."""
+    if config.draft_model not in (None, DEFAULT_MODEL):
+        draft = directory_of(Path(config.draft_model).expanduser())
+        config = replace(config, draft_model=str(draft))
     if config.model == DEFAULT_MODEL:
         return config
     found = single_file(config.model_path, has_tokenizer=config.tokenizer is not None)

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from serve.config import EngineConfig
+from serve.errors import ConfigError
 from serve.loading.runtime import Runtime
+from serve.runner.runner import Closable
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_results import Drafting
 
 _TILED = ("int8", "int4")
 
 
-def make_drafting(config: EngineConfig, scheduler: Scheduler, runtime: Runtime) -> Drafting | None:
+@dataclass(frozen=True, slots=True)
+class TwoModels:
+    """The memory of a draft model and of its target, which are closed together."""
+
+    draft: Runtime
+    memory: Closable
+
+    def close(self) -> None:
+        self.draft.kv.close_all()
+        self.draft.memory.close()
+        self.memory.close()
+
+
+def make_drafting(
+    config: EngineConfig, scheduler: Scheduler, runtime: Runtime, draft: Runtime | None = None
+) -> Drafting | None:
     """Returns what gives drafts to the engine's steps; None if they are off, or if the rows of a
-    draft would not have the bits of single rows where this engine computes attention."""
-    if config.speculation == "off" or not _is_exact(config, runtime):
+    draft would not have the bits of single rows where this engine computes attention. draft: a
+    draft model. ConfigError if there is one, and it would never be used."""
+    if config.speculation == "off":
+        return None
+    if not _is_exact(config, runtime):
+        if draft is not None:
+            raise ConfigError(
+                "draft_model needs K/V in tiles if sequences are longer than kvp_segment_tokens:"
+                " use kv_dtype int8"
+            )
         return None
     is_cuda = runtime.precision.backend == "cuda"
     if is_cuda and (config.num_ranks > 1 or config.memory_nodes):
@@ -22,11 +49,19 @@ def make_drafting(config: EngineConfig, scheduler: Scheduler, runtime: Runtime) 
     from serve.speculation.speculation import Speculation
 
     if not prompt_lookup.is_available():
+        if draft is not None:
+            raise ConfigError("draft_model needs the native kernels, which are not built")
         return None
+    model = None
+    if draft is not None:
+        from serve.speculation.draft_model import DraftModel
+
+        size, has_prefixes = runtime.spec.vocab_size, config.prefix_cache
+        model = DraftModel(draft, size, config.batched_tokens, has_prefixes=has_prefixes)
     drafter = prompt_lookup.PromptLookup()
     most = config.max_draft_tokens
     device_rows = min(config.max_num_seqs, config.batched_tokens) if is_cuda else None
-    return Speculation(drafter, scheduler.chunks.model, runtime.kv, most, device_rows)
+    return Speculation(drafter, scheduler.chunks.model, runtime.kv, most, device_rows, model)
 
 
 def _is_exact(config: EngineConfig, runtime: Runtime) -> bool:

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from serve.scheduler.sequence import Sequence
 
+MOST_MISSING = 15
+"""Tokens that a draft model computes with the first token of a draft; more are computed before."""
+
 
 @dataclass(slots=True)
 class Draft:

@@ -7,12 +7,16 @@ as the step's tokens per second grow by it: p^j / (T(n + 1) - T(n)) must exceed 
 over T(n), with a margin for what the model does not know. (The same aim as the goodput of Liu et
 al., TurboSpec, arXiv 2406.14066.) So one sequence is drafted far ahead, and many sequences, whose
 rows are dear, hardly or not at all.
+
+Two drafters may be combined: lookup costs nothing, so its drafts come first; a draft model
+(model_drafts.py) drafts where its tokens agree more often. What it took counts in the comparison.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from memory.kv_memory import KVMemory
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence
@@ -20,8 +24,12 @@ from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import StepTimeModel, StepWork
 from serve.speculation.acceptance import Acceptance, Trials
 from serve.speculation.drafter import Draft, Drafter
+from serve.speculation.model_drafts import MARGIN, Candidate, ModelDrafts
 
-_MARGIN = 1.1
+if TYPE_CHECKING:
+    from serve.speculation.draft_model import DraftModel
+
+_OF_MODEL = -1  # the kind of a draft model's drafts
 # As long as nothing is known of a step's time, so many rows are taken to cost nothing.
 _FREE_ROWS = 8
 # A step has at most so many rows more than any before: the model does not know what they cost.
@@ -32,14 +40,15 @@ _FEWEST_AHEAD, _MOST_AHEAD = 8, 64
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is kept with a sequence. kind: of its last draft."""
+    """What is kept with a sequence. kind: of its last draft. trials: of lookup's drafts."""
 
     trials: Trials = field(default_factory=Trials)
+    model_trials: Trials = field(default_factory=Trials)
     kind: int = 0
 
 
 class Speculation:
-    """Implements Drafting (serve/scheduler/step_results.py) with one drafter."""
+    """Implements Drafting (serve/scheduler/step_results.py) with one drafter, or with two."""
 
     def __init__(
         self,
@@ -48,10 +57,13 @@ class Speculation:
         kv: KVMemory,
         most_tokens: int,
         device_rows: int | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """most_tokens: of one draft. device_rows: the most rows that are sampled in a step, where a
-        device keeps the tokens and launches steps ahead; None elsewhere."""
+        device keeps the tokens and launches steps ahead; None elsewhere. draft_model: drafts what
+        the drafter does not."""
         self.drafter = drafter
+        self._by_model = None if draft_model is None else ModelDrafts(draft_model, model)
         self._model = model
         self._kv = kv
         self._most = most_tokens
@@ -75,6 +87,8 @@ class Speculation:
             if any(s.token_ids[-1] == PENDING_TOKEN for s in sequences):
                 return
         drafts = self.drafter.propose(sequences, self._most)
+        if self._by_model is not None and not self._by_model.is_resting:
+            self._draft_by_model(self._by_model, plan, sequences, drafts, num_rows)
         offers = [
             (i, draft)
             for i, draft in enumerate(drafts)
@@ -96,6 +110,38 @@ class Speculation:
         if plan.num_drafted:
             self._most_rows = max(self._most_rows, plan.num_total_rows)
             _sort(plan)
+
+    def _draft_by_model(
+        self,
+        models: ModelDrafts,
+        plan: StepPlan,
+        sequences: list[Sequence],
+        drafts: list[Draft | None],
+        num_rows: int,
+    ) -> None:
+        """Puts drafts of the draft model where it agrees more often than what is there."""
+        candidates: list[Candidate] = []
+        for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+            most = min(self._most, sequence.max_tokens_total - len(sequence.token_ids) - 1)
+            most = min(most, models.model.most_drafted(sequence))
+            if most < 1 or (sequence.mask is not None and sequence.mask.job is not None):
+                continue
+            state = _state_of(sequence)
+            rate = models.rate(state.model_trials)
+            if draft is None or self._acceptance.rate(draft.kind, state.trials) < rate:
+                candidates.append(Candidate(i, sequence, state.model_trials, most, rate))
+        began_s = models.model.clock()
+        context = sum([s.num_computed_tokens for s in sequences])
+        num_rows = self._most_added(plan, num_rows)
+        found = models.propose(candidates, len(sequences), context, num_rows)
+        for i, tokens in found.items():
+            if tokens:
+                drafts[i] = Draft(tokens, _OF_MODEL)
+        plan.draft_s = models.model.clock() - began_s
+
+    def _most_added(self, plan: StepPlan, num_rows: int) -> int:
+        """Returns how many of num_rows rows the step may have more."""
+        return min(num_rows, max(self._most_rows - plan.num_total_rows, 0) + _MORE_ROWS)
 
     def wants_tokens(self, plan: StepPlan) -> bool:
         """A step with drafts cannot be launched ahead, nor another one behind it. So steps are
@@ -140,22 +186,22 @@ class Speculation:
     ) -> list[int]:
         """Returns how many tokens of each offer are worth their rows."""
         states = [_state_of(sequences[i]) for i, _ in offers]
-        acceptance = self._acceptance
         rates = [
-            acceptance.rate(draft.kind, state.trials)
-            for (_, draft), state in zip(offers, states, strict=True)
+            self._rate(draft.kind, state) for (_, draft), state in zip(offers, states, strict=True)
         ]
         context = sum([s.num_computed_tokens for s in sequences])
         rows = plan.num_total_rows
-        num_rows = min(num_rows, max(self._most_rows - rows, 0) + _MORE_ROWS)
-        tokens, seconds = float(rows), self._seconds(rows, context)
+        num_rows = self._most_added(plan, num_rows)
+        # what the drafts took belongs to the step, however many of their tokens it computes
+        draft_s, known_s = plan.draft_s, self._seconds(rows, context)
+        tokens, seconds = float(rows), known_s + draft_s
         queue = [(-rate, n) for n, rate in enumerate(rates)]
         heapq.heapify(queue)
         lengths = [0] * len(offers)
         while queue and num_rows > 0:
             negative, n = queue[0]
-            after_s = self._seconds(rows + 1, context)
-            if -negative * seconds < _MARGIN * tokens * (after_s - seconds):
+            after_s = self._seconds(rows + 1, context) + draft_s
+            if -negative * seconds < MARGIN * tokens * (after_s - seconds):
                 break
             rows, num_rows, seconds = rows + 1, num_rows - 1, after_s
             tokens -= negative
@@ -164,10 +210,19 @@ class Speculation:
                 heapq.heapreplace(queue, (negative * rates[n], n))
             else:
                 heapq.heappop(queue)
-        idle = [state.trials for state, length in zip(states, lengths, strict=True) if not length]
+        idle = [
+            state.trials
+            for (_, draft), state, length in zip(offers, states, lengths, strict=True)
+            if not length and draft.kind != _OF_MODEL
+        ]
         if idle:
-            acceptance.rest(idle)
+            self._acceptance.rest(idle)
         return lengths
+
+    def _rate(self, kind: int, state: _Drafting) -> float:
+        if kind == _OF_MODEL and self._by_model is not None:
+            return self._by_model.rate(state.model_trials)
+        return self._acceptance.rate(kind, state.trials)
 
     def _seconds(self, rows: int, context: int) -> float:
         seconds = self._model.predict(StepWork(rows, context, rows, samples=True))
@@ -175,12 +230,25 @@ class Speculation:
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         state = _state_of(sequence)
+        if state.kind == _OF_MODEL and self._by_model is not None:
+            self._by_model.learn(state.model_trials, num_drafted, num_accepted)
+            return
         self._acceptance.learn(state.kind, state.trials, num_drafted, num_accepted)
 
     def ended(self, sequence: Sequence) -> None:
         self.drafter.ended(sequence)
+        if self._by_model is not None:
+            self._by_model.model.ended(sequence)
         sequence.drafting = None
         sequence.draft_ids = []
+
+    def trim(self) -> None:
+        if self._by_model is not None:
+            self._by_model.model.trim()
+
+    @property
+    def num_pages_in_use(self) -> int:
+        return 0 if self._by_model is None else self._by_model.model.num_pages_in_use
 
 
 def _state_of(sequence: Sequence) -> _Drafting:

@@ -134,6 +134,18 @@ class Tokenizer:
             return ""
         return self.pieces[token_id].decode("utf-8", errors="replace")
 
+    def has_ids_of(self, other: Tokenizer) -> bool:
+        """Returns whether the same tokens have the same ids, up to the end of the smaller
+        vocabulary: a model's may end with ids that are not used."""
+        size = min(self.vocab_size, other.vocab_size)
+        mine, others = (
+            {token: i for token, i in each.special_token_ids.items() if i < size}
+            for each in (self, other)
+        )
+        if mine != others:
+            return False
+        return all(self.token_text(i) == other.token_text(i) for i in range(size))
+
     def worker_bytes(self) -> int:
         """Returns the resident memory of the child process that encodes large texts."""
         return self._codec.large.worker_bytes()

@@ -137,7 +137,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/runner": ("serve", "serve/prediction", "serve/scheduler", "serve/models"),
     "serve/prediction": ("serve", "serve/scheduler"),
     "serve/scheduler": ("serve", "serve/structured"),
-    "serve/speculation": ("serve", "serve/loading", "serve/scheduler"),
+    "serve/speculation": ("serve", "serve/loading", "serve/runner", "serve/scheduler"),
     "serve/structured": ("serve", "serve/text", "serve/sandbox"),
     "serve/text": ("serve", "serve/sandbox"),
     "serve/models/packed_cache": ("serve", "serve/models"),

@@ -42,6 +42,7 @@ VALUES: dict[str, Any] = {
     "log_level": "debug",
     "max_draft_tokens": 7,
     "memory_nodes": ["tcp://a:1", "tcp://b:2"],
+    "speculation": "off",
     "weight_group": 32,
 }
 PLAIN = {name: item for name, item in SETTINGS.items() if not item.option.is_secret}

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import random
 from itertools import product
 from typing import Any
 
 import pytest
 
-from bench.common.scripted_drafts import Answers
 from serve import LLM, SamplingParams
 from tests.support.engine.checkpoints import LONG_VARIANTS, VARIANTS, checkpoint
 from tests.support.engine.variants.table import is_first
 from tests.support.group.thread_workers import thread_workers  # noqa: F401
 from tests.support.nodes.served_nodes import MIB, nodes
 from tests.support.profile import every_day
+from tests.support.speculation.mixed_requests import answers_of, requests, results
 from tests.support.speculation.scripted import draft_by_script, num_accepted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,48 +27,6 @@ OFTEN = [
     for i, (variant, dtype) in enumerate(CASES)
     if variant.family in ("gemma2", "olmoe", "deepseek_v3", "llama4_text") and dtype == "int8"
 ]
-
-
-def requests(vocab_size: int, count: int, most: int) -> tuple[list[Any], list[SamplingParams]]:
-    """Returns prompts and parameters of every kind that depends on the tokens before."""
-    rng = random.Random(7)
-    prompts, params = [], []
-    for i in range(count):
-        size = rng.choice((1, 7, 30, 90))
-        prompts.append({"prompt_token_ids": [rng.randrange(2, vocab_size) for _ in range(size)]})
-        some = SamplingParams(
-            max_tokens=rng.randint(2, most),
-            temperature=rng.choice((0.0, 0.0, 0.8, 1.3)),
-            top_k=rng.choice((0, 20)),
-            top_p=rng.choice((1.0, 0.9)),
-            seed=i,
-            repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
-            frequency_penalty=rng.choice((0.0, 0.0, 0.4)),
-            logprobs=rng.choice((None, None, 0, 3)),
-            min_tokens=0 if i % 3 else 2,
-            stop_token_ids=() if i % 3 else tuple(range(40, 80)),
-            ignore_eos=bool(i % 4),
-            n=1 + (i % 7 == 6),
-        )
-        params.append(some)
-    return prompts, params
-
-
-def answers_of(prompts: list[Any], outputs: list[Any]) -> Answers:
-    pairs = zip(prompts, outputs, strict=True)
-    return {
-        tuple(prompt["prompt_token_ids"]): [list(o.token_ids) for o in each.outputs]
-        for prompt, each in pairs
-    }
-
-
-def results(outputs: list[Any]) -> list[Any]:
-    """Returns all of the outputs that a client sees."""
-    return [
-        (o.token_ids, o.text, o.finish_reason, o.stop_reason, o.cumulative_logprob, o.logprobs)
-        for each in outputs
-        for o in each.outputs
-    ]
 
 
 def check(
