@@ -61,7 +61,7 @@ def run(name: str, policy: str, count: int) -> Result:
 
 def measure(is_quick: bool) -> dict[str, dict[str, Result]]:
     """Returns {load: {policy: result}}, computed in two processes."""
-    count = 60 if is_quick else 500
+    count = 60 if is_quick else 120
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         jobs = {
             name: {policy: pool.submit(run, name, policy, count) for policy in POLICIES}
