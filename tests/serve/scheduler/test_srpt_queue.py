@@ -151,7 +151,7 @@ def test_nobody_starves_beside_a_flood_of_short_requests(seed, slots, pages):
     queue.expected_length = lambda sequence: wrong_length(sequence, rng.uniform(0.2, 3))
     longs = [rig.add(f"l{i}", rng.choice([4, 40]), rng.randint(20, 40)) for i in range(3)]
     number = 0
-    while rig.now_s < 4.0 and not all(s.is_finished for s in longs):
+    while rig.now_s < 8.0 and not all(s.is_finished for s in longs):
         while len(rig.scheduler.waiting) < 4:
             number += 1
             rig.add(f"s{number}", 4, rng.randint(1, 4))
