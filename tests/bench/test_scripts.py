@@ -31,7 +31,7 @@ def test_order_quick():
     """Every order on both memories; the one that is made for it is best at it. Where there is
     room for all, slack helps the short ones in every order."""
     for memory, results in last_json(output_of("-m", "bench.simulate.order", "--quick")).items():
-        assert list(results) == ["fcfs", "priority", "mlfq", "fair"]
+        assert list(results) == ["fcfs", "priority", "mlfq", "fair", "srpt"]
         p99 = {order: result["short_ttft_p99_s"] for order, result in results.items()}
         most = 0.5 if memory == "tight" else 1.5
         assert max(p99["mlfq"], p99["priority"]) < most * p99["fcfs"], memory
