@@ -65,7 +65,7 @@ def open_trusted(file: Path) -> int | None:
 
 def is_trusted(folder: Path) -> bool:
     """Returns whether the path is a directory (a link to one does not count) that belongs to this
-    user or root and that nobody else can write to."""
+    user or to root, and that is writable for its owner only."""
     try:
         status = folder.lstat()
     except OSError:

@@ -19,6 +19,7 @@ class ScriptedDrafter:
     """Proposes the tokens of known answers, each with the probability `rate` of being right."""
 
     first_guesses = (0.5,)
+    kept_bytes = 0, 0
 
     def __init__(self, answers: Answers, rate: float, seed: int = 0) -> None:
         """answers: may be exchanged later."""
@@ -39,9 +40,6 @@ class ScriptedDrafter:
 
     def ended(self, sequence: Sequence) -> None:
         """Keeps nothing for a sequence."""
-
-    def close(self) -> None:
-        """Keeps nothing."""
 
 
 def scripted_speculation(

@@ -7,6 +7,7 @@ tokens per second, over those without drafts.
     scripted  drafts of the known answers, whose tokens are right at a given rate
     lookup    prompt lookup where the answer is the prompt with a few edits: a grammar allows only
               that text, as the weights are random; and in sampled answers, which repeat little
+    index     the suffix automaton of prompt lookup alone, on random tokens that repeat as words do
     model     a draft model: the target itself, its first layers, and one that agrees in nothing
 """
 
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +31,7 @@ from bench.common import tables
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import write_random
 from bench.common.scripted_drafts import ScriptedDrafter, scripted_speculation
+from ops.cpu import native_library
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.scheduler.step_results import Drafting
@@ -233,15 +237,33 @@ def by_model(
     return rows
 
 
+def index_cost(count: int = 100_000, rounds: int = 9) -> tuple[float, float]:
+    """Returns the median nanoseconds and the bytes of a token in the index of a text."""
+    rng = random.Random(0)  # few tokens are frequent and many are rare (Zipf)
+    tokens = [min(int(rng.paretovariate(0.7)), 50_000) for _ in range(count)]
+    seconds = []
+    for _ in range(rounds):
+        index = native_library.library().SuffixIndex()
+        began_s = time.perf_counter()
+        index.extend(tokens)
+        seconds.append(time.perf_counter() - began_s)
+    return 1e9 * statistics.median(seconds) / count, index.bytes / count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="llama-1b", help="of random weights; or 'default'")
     parser.add_argument("--batch", type=int, nargs="*", default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--part", choices=("scripted", "lookup", "model"))
+    parser.add_argument("--part", choices=("scripted", "lookup", "index", "model"))
     args = parser.parse_args()
     console = tables.console()
     console.print(str(tables.Head.now("speculative decoding")), soft_wrap=True)
+    if args.part in (None, "index"):
+        nanoseconds, num_bytes = index_cost()
+        console.print(f"suffix automaton: {nanoseconds:.0f} ns and {num_bytes:.0f} bytes a token")
+    if args.part == "index":
+        return
     settings: dict[str, Any] = {"max_num_seqs": max(args.batch), "prefix_cache": False}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as drafts:
         if args.shape == "default":

@@ -63,7 +63,7 @@ class CoreView:
         """Returns what the core keeps between requests, by name: exact sizes of what is counted in
         pages, estimates for tables. It takes about a millisecond."""
         scheduler, prefixes = self._scheduler, self._scheduler.kv.prefixes
-        store, queue = prefixes.store_stats(), scheduler.waiting
+        store, queue, drafting = prefixes.store_stats(), scheduler.waiting, scheduler.drafting
         num_mapped, page_bytes = scheduler.kv.num_mapped, scheduler.kv.page_bytes
         sizes = {
             "kv_pages": Kept(num_mapped, num_mapped * page_bytes),
@@ -71,6 +71,7 @@ class CoreView:
             "host_tier": Kept(store.host_bytes // page_bytes, store.host_bytes),
             "disk_index": Kept(store.entries, store.entries * _DISK_ENTRY_BYTES),
             "length_predictor": size_of(*_histories(scheduler.policy)),
+            "prompt_lookup": Kept(*(drafting.kept_bytes if drafting else (0, 0))),
             "fair_queue": size_of(queue.counters if isinstance(queue, FairQueue) else ()),
             "step_time_model": size_of((scheduler.chunks.model,)),
             "step_traces": size_of(*[trace.steps for trace in self.traces.open]),

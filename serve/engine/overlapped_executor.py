@@ -97,8 +97,8 @@ class OverlappedExecutor(StepExecutor):
             plan = plan.without_late(pending.late)
         self._in_flight.append(LaunchedStep(plan, pending, now_s))
         apply_launch(self._scheduler, plan)
-        drafting = self._scheduler.drafting
-        if drafting is not None and drafting.wants_tokens(plan) and self._device.tokens_on_device:
+        drafting = self._scheduler.drafting if self._device.tokens_on_device else None
+        if drafting is not None and drafting.wants_tokens(plan):
             self.drain()
         elif len(self._in_flight) >= self._device.depth:
             self.complete_oldest()

@@ -26,7 +26,7 @@ from memory.pages.kv_range import Range
 from ops.cuda.attention import PrefillChunk
 from ops.cuda.device_sampler import DeviceSampler, Fetched, Kind, SamplingPlan
 from serve.models import Decoder
-from serve.runner.draft_rows import sampled_sequences, sampler_rows
+from serve.runner.draft_rows import sampler_rows
 from serve.runner.graph_shapes import StepShape, StepShapes
 from serve.runner.mask_filler import NO_SEQUENCES, FillingMasks, MaskFiller, has_masks
 from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
@@ -230,7 +230,7 @@ class CudaRunner:
             shape.decodes,
             is_captured=shape.is_captured,
         )
-        sequences = sampled_sequences(plan)
+        sequences = plan.sampled_sequences()
         slots = [s.kv_range.index for s in sequences if s.kv_range is not None]
         rows = sampler_rows(sequences) if plan.num_drafted else sequences
         sampling = self._sampler.plan(rows_of(rows, slots))

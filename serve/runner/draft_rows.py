@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from ops.cpu.sampling import SamplingInputs
 from serve.scheduler.sequence import Sequence
-from serve.scheduler.step_plan import StepPlan
 
 
 class DraftMask(NamedTuple):
@@ -109,16 +108,3 @@ def kept_rows(sampled: abc.Sequence[Sequence], tokens: abc.Sequence[int]) -> Kep
             is_masked = sequence.mask.is_needed(len(sequence.token_ids) + num_drafted)
             agrees = not is_masked or num_drafted <= len(sequence.mask.draft_bits)
     return Kept(rows, counts)
-
-
-def sampled_sequences(plan: StepPlan) -> list[Sequence]:
-    """Returns the sequences that a plan samples, once for each of their sampled rows."""
-    pairs = zip(plan.sequences, plan.samples, strict=True)
-    if not plan.num_drafted:
-        return [s for s, samples in pairs if samples]
-    return [
-        sequence
-        for index, (sequence, samples) in enumerate(pairs)
-        if samples
-        for _ in range(plan.num_rows[index] if index < plan.num_decodes else 1)
-    ]

@@ -315,15 +315,11 @@ class ModelRunner:
         for index in (index for half in halves for index in half):
             rows_at[index] = row
             row += plan.num_rows[index]
-        sampled = [index for index, samples in enumerate(plan.samples) if samples]
         sample_rows: list[int] = []
-        sequences: list[Sequence] = []
-        for index in sampled:
+        for index in [index for index, samples in enumerate(plan.samples) if samples]:
             end = rows_at[index] + plan.num_rows[index]
-            first = rows_at[index] if index < plan.num_decodes else end - 1
-            sample_rows.extend(range(first, end))
-            sequences.extend([plan.sequences[index]] * (end - first))
-        return ForwardResult(hidden, sequences, sample_rows, rows_at)
+            sample_rows.extend(range(end - plan.num_sampled(index), end))
+        return ForwardResult(hidden, plan.sampled_sequences(), sample_rows, rows_at)
 
     def close(self) -> None:
         self._masks.close()

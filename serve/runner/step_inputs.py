@@ -60,8 +60,7 @@ def _drafted_sample_rows(plan: StepPlan, ends: list[int]) -> list[int]:
     rows: list[int] = []
     for index, (end, samples) in enumerate(zip(ends, plan.samples, strict=True)):
         if samples:
-            first = end - plan.num_rows[index] if index < plan.num_decodes else end - 1
-            rows.extend(range(first, end))
+            rows.extend(range(end - plan.num_sampled(index), end))
     return rows
 
 

@@ -69,7 +69,7 @@ def take_back_late(scheduler: Scheduler, plan: StepPlan, late: Collection[Sequen
     for index in plan.unfinished():
         sequence = plan.sequences[index]
         if sequence in late:
-            num_rows = plan.num_rows[index] if index < plan.num_decodes else 1
+            num_rows = plan.num_sampled(index)
             sequence.rows_in_flight -= num_rows
             sequence.recheck_at = 0
             if sequence.status is SequenceStatus.RUNNING:

@@ -35,6 +35,20 @@ class StepPlan:
     def num_prompt_rows(self) -> int:
         return self.num_total_rows - self.num_decodes - self.num_drafted
 
+    def num_sampled(self, index: int) -> int:
+        """Returns how many of the last rows of sequences[index] are sampled, if any is: all of one
+        that decodes."""
+        return self.num_rows[index] if index < self.num_decodes else 1
+
+    def sampled_sequences(self) -> list[Sequence]:
+        """Returns the sequences that are sampled, once for each of their sampled rows."""
+        pairs = zip(self.sequences, self.samples, strict=True)
+        if not self.num_drafted:
+            return [s for s, samples in pairs if samples]
+        return [
+            s for i, (s, samples) in enumerate(pairs) if samples for _ in range(self.num_sampled(i))
+        ]
+
     def num_known(self, index: int) -> int:
         """Returns the tokens of sequences[index] that a launched plan has computed, without those
         of its draft."""

@@ -1,10 +1,10 @@
 """Applies the tokens of a step to its sequences, those of drafts included.
 
 A draft has tokens that a sequence will perhaps get, computed before it has them. A decoding
-sequence whose plan has d draft tokens has d + 1 rows. The sampler keeps the tokens of
-the first rows, as long as they agree with the draft (serve/runner/draft_rows.py), so a step gives
-it 1 to d + 1 tokens, which are those of as many steps without a draft. The K/V of the other rows is
-beyond its computed tokens, where the next step writes. Integers only: no torch, no asyncio.
+sequence whose plan has d draft tokens has d + 1 rows. The sampler keeps the tokens of the first
+rows, as long as they agree with the draft (serve/runner/draft_rows.py), so a step gives it 1 to
+d + 1 tokens, which are those of as many steps without a draft. The K/V of the other rows is beyond
+its computed tokens, where the next step writes. Integers only: no torch, no asyncio.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Drafting(Protocol):
 
     def trim(self) -> None:
         """Returns unused memory to the system, while nothing runs."""
+
+    @property
+    def kept_bytes(self) -> tuple[int, int]:
+        """The texts that are kept to look for drafts in, and their bytes. Any thread may ask."""
 
     @property
     def num_pages_in_use(self) -> int:

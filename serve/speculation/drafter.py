@@ -33,8 +33,9 @@ class Drafter(Protocol):
         """Returns a draft of at most `most` tokens for each sequence, or None. All tokens of the
         sequences are known."""
 
+    @property
+    def kept_bytes(self) -> tuple[int, int]:
+        """The texts that are kept, and their bytes. Any thread may ask."""
+
     def ended(self, sequence: Sequence) -> None:
         """Frees what is kept for a sequence."""
-
-    def close(self) -> None:
-        """Frees all that is kept."""

@@ -59,9 +59,8 @@ class ModelDrafts:
         self._target = target
         self._pause = self._last_pause = 0
 
-    @property
-    def is_resting(self) -> bool:
-        """Whether the next step is not considered. Ask it once for each step."""
+    def rests(self) -> bool:
+        """Begins a step; returns whether it is one in which no draft is considered."""
         self._pause -= 1
         return self._pause >= 0
 

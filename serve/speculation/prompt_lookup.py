@@ -114,6 +114,11 @@ class PromptLookup:
         cursor = None if answers is None else self._library.SuffixCursor(answers.index)
         return _Text(self._library.SuffixIndex(), cursor)
 
+    @property
+    def kept_bytes(self) -> tuple[int, int]:
+        indexes = [each.index for kept in (self._texts, self._clients) for each in [*kept.values()]]
+        return len(indexes), sum([index.bytes for index in indexes])
+
     def ended(self, sequence: Sequence) -> None:
         text = self._texts.pop(sequence, None)
         answer = sequence.token_ids[sequence.num_prompt_tokens :]
@@ -125,10 +130,6 @@ class PromptLookup:
         answers.add(answer)
         if len(self._clients) > _MOST_CLIENTS:
             self._clients.popitem(last=False)
-
-    def close(self) -> None:
-        self._texts.clear()
-        self._clients.clear()
 
 
 def _client_of(sequence: Sequence) -> Client:

@@ -34,6 +34,8 @@ _OF_MODEL = -1  # the kind of a draft model's drafts
 _FREE_ROWS = 8
 # A step has at most so many rows more than any before: the model does not know what they cost.
 _MORE_ROWS = 2
+# Masks that take longer are not made for drafts as well.
+_DEAR_MASK_S = 0.5e-3
 # How many steps a device launches ahead between two trials of drafts.
 _FEWEST_AHEAD, _MOST_AHEAD = 8, 64
 
@@ -68,7 +70,6 @@ class Speculation:
         self._kv = kv
         self._most = most_tokens
         self._acceptance = Acceptance(drafter.first_guesses)
-        self._num_decodes = 0
         self._most_rows = 0  # of any step with drafts
         self._device_rows = device_rows
         self._num_ahead = 0  # steps that are still launched ahead before drafts are tried again
@@ -76,7 +77,6 @@ class Speculation:
 
     def extend(self, plan: StepPlan, num_certain: int, num_rows: int) -> None:
         sequences = plan.sequences[:num_certain]
-        self._num_decodes = num_certain
         for sequence in sequences:
             if sequence.draft_ids:
                 sequence.draft_ids = []
@@ -87,7 +87,7 @@ class Speculation:
             if any(s.token_ids[-1] == PENDING_TOKEN for s in sequences):
                 return
         drafts = self.drafter.propose(sequences, self._most)
-        if self._by_model is not None and not self._by_model.is_resting:
+        if self._by_model is not None and not self._by_model.rests():
             self._draft_by_model(self._by_model, plan, sequences, drafts, num_rows)
         offers = [
             (i, draft)
@@ -99,7 +99,7 @@ class Speculation:
         lengths = self._lengths(plan, sequences, offers, num_rows)
         for (i, draft), length in zip(offers, lengths, strict=True):
             sequence = sequences[i]
-            if not (length and self._has_room(sequence, length)):
+            if not (length and self._has_room(sequence, length, num_certain)):
                 continue
             state = _state_of(sequence)
             state.kind = draft.kind
@@ -124,7 +124,7 @@ class Speculation:
         for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
             most = min(self._most, sequence.max_tokens_total - len(sequence.token_ids) - 1)
             most = min(most, models.model.most_drafted(sequence))
-            if most < 1 or (sequence.mask is not None and sequence.mask.job is not None):
+            if most < 1 or not _may_draft(sequence):
                 continue
             state = _state_of(sequence)
             rate = models.rate(state.model_trials)
@@ -159,22 +159,22 @@ class Speculation:
 
     def _cut(self, sequence: Sequence, draft: Draft) -> bool:
         """Cuts a draft before the sequence's last possible token; returns whether any is left."""
-        if sequence.mask is not None and sequence.mask.job is not None:
-            return False  # its mask is late, and was begun without a draft
+        if not _may_draft(sequence):
+            return False
         is_special = sequence.mask is not None or sequence.request.params.has_penalties
         if is_special and self._device_rows is not None:
             return False  # a device has one mask and one row of counts for a sequence
         del draft.token_ids[max(0, sequence.max_tokens_total - len(sequence.token_ids) - 1) :]
         return bool(draft.token_ids)
 
-    def _has_room(self, sequence: Sequence, length: int) -> bool:
-        """Returns whether there are pages for a draft; those that others need are not taken."""
+    def _has_room(self, sequence: Sequence, length: int, num_decodes: int) -> bool:
+        """Returns whether there are pages for a draft and for each of num_decodes sequences."""
         target = sequence.kv_range
         assert target is not None
         need = len(sequence.token_ids) + length
         if need <= target.capacity:
             return True
-        is_plentiful = self._kv.num_available > self._num_decodes + 1
+        is_plentiful = self._kv.num_available > num_decodes + 1
         return is_plentiful and self._kv.grow(target, need, sequence.num_computed_tokens)
 
     def _lengths(
@@ -247,6 +247,10 @@ class Speculation:
             self._by_model.model.trim()
 
     @property
+    def kept_bytes(self) -> tuple[int, int]:
+        return self.drafter.kept_bytes
+
+    @property
     def num_pages_in_use(self) -> int:
         return 0 if self._by_model is None else self._by_model.model.num_pages_in_use
 
@@ -257,6 +261,13 @@ def _state_of(sequence: Sequence) -> _Drafting:
         state = sequence.drafting = _Drafting()
     assert isinstance(state, _Drafting)
     return state
+
+
+def _may_draft(sequence: Sequence) -> bool:
+    """Returns False where the mask is late and was begun without a draft, or takes so long that
+    those of a draft would be late."""
+    mask = sequence.mask
+    return mask is None or (mask.job is None and mask.cost_s < _DEAR_MASK_S)
 
 
 def _sort(plan: StepPlan) -> None:

@@ -211,7 +211,8 @@ class SequenceMask:
 
     def fill_draft(self, token_ids: Sequence[int], draft: Sequence[int]) -> None:
         """Fills the masks of the tokens after each further token of a draft, once fill() has
-        returned. It ends where the mask forbids the draft or cannot be made."""
+        returned. It ends where the mask forbids the draft or cannot be made. The request's budget
+        is not charged: it must not end sooner with drafts than without."""
         self.draft_bits = []
         first, tokens = self.bits.copy(), list(token_ids)
         states = [] if self._json is None else [self._json.state]
@@ -219,7 +220,7 @@ class SequenceMask:
             if self.error is not None or not self._has(token):
                 break
             tokens.append(token)
-            self.fill(tokens)
+            self._guarded(lambda: self._fill(tokens))
             if self.error is not None:
                 self.error = None  # it is the draft's, not the sequence's
                 break

@@ -7,6 +7,7 @@ import pytest
 from serve import LLM, SamplingParams
 from serve.errors import RequestError
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.preempted import until_preempted
 
 PREFIX = [(7 * i) % 90 + 3 for i in range(100)]
 pytestmark = pytest.mark.small_pages
@@ -94,8 +95,8 @@ def test_evictions_and_preemptions_change_no_token(kv_dtype):
         expected = answers(llm.generate(prompts, greedy(70)))
     with LLM(path, **types, **small) as llm:
         assert answers(llm.generate(prompts, greedy(70))) == expected
-        assert answers(llm.generate(prompts, greedy(70))) == expected
+        again = until_preempted(llm, lambda: llm.generate(prompts, greedy(70)))
+        assert answers(again) == expected
         stats = llm.stats()
-        assert stats.num_preemptions > 0
         assert stats.prefix_evicted_pages > 0
         assert stats.pages_in_use == 0

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class LateEvent:
-    """An event that has happened a little after somebody began to wait for it."""
+    """An event of the device's work, which ends a millisecond after `synchronize` was called."""
 
     def __init__(self) -> None:
         self.is_pending = False

@@ -10,6 +10,7 @@ from serve import LLM, SamplingParams
 from serve.models import FAMILIES
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.foreign import FOREIGN, eager_greedy, foreign
+from tests.support.engine.preempted import until_preempted
 from tests.support.nodes.served_nodes import MIB, nodes
 from tests.support.profile import every_day
 
@@ -82,13 +83,9 @@ def test_preemption_changes_no_token(family):
         memory_policy="prompt_only",
         kv_cache_bytes=_pages(family) * 4096,
     ) as llm:
-        for rounds in range(1, 9):  # how many run side by side depends on when each arrives
-            outputs = llm.generate(targets * rounds, GREEDY, use_tqdm=False)
-            if llm.stats().num_preemptions > 0:
-                break
-        else:
-            pytest.fail("no sequence was preempted")
-    assert _tokens(outputs) == _expected(family, targets) * rounds
+        twice = targets * 2
+        outputs = until_preempted(llm, lambda: llm.generate(twice, GREEDY, use_tqdm=False))
+    assert _tokens(outputs) == _expected(family, targets) * 2
 
 
 def _pages(family: str) -> int:

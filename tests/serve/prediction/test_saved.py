@@ -21,7 +21,7 @@ def kept(tmp_path):
     file = PredictorFile(tmp_path / "lengths", predictor, MODEL)
     world = World(predictor)
     for _ in range(200):
-        world.serve("somebody", by_token=True, by_state=True)
+        world.serve("client-a", by_token=True, by_state=True)
     file.close()
     file.close()
     return tmp_path / "lengths", predictor
@@ -52,7 +52,7 @@ def test_a_restart_predicts_as_before(kept):
 
 def test_no_client_and_no_prompt_is_written(kept):
     path, _ = kept
-    assert b"somebody" not in path.read_bytes()
+    assert b"client-a" not in path.read_bytes()
     assert path.stat().st_size < 1 << 20
     assert [each.name for each in path.parent.iterdir()] == ["lengths"]
 

@@ -23,15 +23,13 @@ class AllRight:
     """Proposes as many tokens as are asked for; whether they are right is decided elsewhere."""
 
     first_guesses = (0.5,)
+    kept_bytes = 0, 0
 
     def propose(self, sequences: Any, most: int) -> list[Draft | None]:
         return [Draft([7] * most, 0) for _ in sequences]
 
     def ended(self, sequence: Sequence) -> None:
         """Keeps nothing for a sequence."""
-
-    def close(self) -> None:
-        """Keeps nothing."""
 
 
 class Room:
@@ -65,9 +63,12 @@ class Machine:
     def __init__(self, batch: int, seconds: Callable[[int], float], seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.model = StepTimeModel(256)
-        self.drafting = Speculation(AllRight(), self.model, Room(), MOST)  # type: ignore[arg-type]
+        self.drafting = self.make_drafting()
         self.sequences = sequences_of(batch)
         self.seconds = seconds
+
+    def make_drafting(self) -> Speculation:
+        return Speculation(AllRight(), self.model, Room(), MOST)  # type: ignore[arg-type]
 
     def step(self, rate: float) -> tuple[int, float]:
         """Returns a step's tokens and seconds, if a draft's tokens agree at this rate."""
@@ -84,7 +85,7 @@ class Machine:
             tokens += accepted + 1
         seconds = self.seconds(plan.num_total_rows) * self.rng.uniform(0.97, 1.05)
         self.model.learn(StepWork.of(plan), seconds)
-        return tokens, seconds
+        return tokens, seconds + plan.draft_s
 
     def speed(self, rate: float, steps: int = 400) -> float:
         """Returns the tokens per second, the first steps included."""

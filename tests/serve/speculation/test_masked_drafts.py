@@ -12,10 +12,10 @@ import pytest
 
 from serve import LLM, SamplingParams
 from serve.structured_output import StructuredOutput
-from tests.serve.speculation.test_same_tokens import answers_of, results
+from tests.serve.speculation.test_same_tokens import results
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.thinking import thinking_checkpoint
-from tests.support.speculation.scripted import draft_by_script, num_accepted
+from tests.support.speculation.scripted import check_drafted, draft_by_script
 
 SCHEMA = {
     "type": "object",
@@ -54,14 +54,7 @@ def requests() -> tuple[list[Any], list[SamplingParams]]:
 
 
 def check(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> None:
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    answers = answers_of(prompts, outputs)
-    for rate in (1.0, 0.8):
-        draft_by_script(llm, answers, rate)
-        before = num_accepted(llm)
-        assert results(llm.generate(prompts, params, use_tqdm=False)) == results(outputs)
-        assert num_accepted(llm) > before + 10
-    assert llm.stats().pages_in_use == 0
+    check_drafted(llm, prompts, params, llm.generate(prompts, params, use_tqdm=False))
 
 
 def test_grammars_and_bad_words() -> None:

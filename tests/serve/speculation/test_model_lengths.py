@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from serve.scheduler.sequence import Sequence
-from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import StepTimeModel, StepWork
 from serve.speculation.speculation import Speculation
-from tests.serve.speculation.test_lengths import MOST, Room, busy, cpu, sequences_of
+from tests.serve.speculation.test_lengths import MOST, Machine, Room, busy, cpu
 from tests.support.speculation.scripted import NoLookup
 
 Seconds = Callable[[int], float]
@@ -58,41 +57,22 @@ class TimedDrafts:
         self.now_s += seconds
 
 
-class Machine:
+class TwoMachines(Machine):
     """Steps of two models, with some noise."""
 
     def __init__(self, batch: int, seconds: Seconds, drafts: Seconds, prompt: int = 1) -> None:
-        self.rng = random.Random(batch)
-        self.model = StepTimeModel(256)
-        self.drafts = TimedDrafts(drafts, self.rng, prompt)
+        self.drafts = TimedDrafts(drafts, random.Random(batch), prompt)
+        super().__init__(batch, seconds, seed=batch)
+
+    def make_drafting(self) -> Speculation:
         room: Any = Room()
-        self.drafting = Speculation(NoLookup(), self.model, room, MOST, None, self.drafts)  # type: ignore[arg-type]
-        self.sequences = sequences_of(batch)
-        self.seconds = seconds
+        return Speculation(NoLookup(), self.model, room, MOST, None, self.drafts)  # type: ignore[arg-type]
 
     def step(self, rate: float) -> tuple[int, float]:
-        """Returns a step's tokens and seconds, if a draft's tokens agree at this rate."""
-        n = len(self.sequences)
-        plan = StepPlan([*self.sequences], [1] * n, n, [True] * n, n)
         began_s = self.drafts.now_s
-        self.drafting.extend(plan, n, 256 - n)
-        assert plan.draft_s == self.drafts.now_s - began_s
-        tokens = 0
-        for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True):
-            accepted = 0
-            while accepted < rows - 1 and self.rng.random() < rate:
-                accepted += 1
-            if rows > 1:
-                self.drafting.learn(sequence, rows - 1, accepted)
-            tokens += accepted + 1
-        seconds = self.seconds(plan.num_total_rows) * self.rng.uniform(0.97, 1.05)
-        self.model.learn(StepWork.of(plan), seconds)
-        return tokens, seconds + plan.draft_s
-
-    def speed(self, rate: float, steps: int = 400) -> float:
-        """Returns the tokens per second, the first steps included."""
-        done = [self.step(rate) for _ in range(steps)]
-        return sum([tokens for tokens, _ in done]) / sum([seconds for _, seconds in done])
+        tokens, seconds = super().step(rate)
+        assert seconds > self.drafts.now_s - began_s, "the drafts' time is in the step's"
+        return tokens, seconds
 
 
 def small(rows: int) -> float:
@@ -120,7 +100,7 @@ def best(batch: int, seconds: Seconds, drafts: Seconds, rate: float) -> float:
 @pytest.mark.parametrize("seconds", [cpu, busy])
 def test_never_slower_and_near_the_best(seconds, drafts, batch, rate):
     without = batch / (seconds(batch) * 1.01)  # the noise's mean
-    speed = Machine(batch, seconds, drafts).speed(rate)
+    speed = TwoMachines(batch, seconds, drafts).speed(rate)
     assert speed > 0.98 * without
     assert speed > 0.88 * best(batch, seconds, drafts, rate) / 1.01
 
@@ -128,18 +108,18 @@ def test_never_slower_and_near_the_best(seconds, drafts, batch, rate):
 @pytest.mark.parametrize("prompt", [100, 10000])
 def test_prompts(prompt):
     """A prompt is computed if the rest of the answer is worth it; else it costs nothing."""
-    machine = Machine(1, cpu, small, prompt)
+    machine = TwoMachines(1, cpu, small, prompt)
     [sequence] = machine.sequences
     sequence.max_tokens_total = len(sequence.token_ids) + 40
     machine.speed(0.9, 40)
     assert (machine.drafts.num_drafted > 0) == (prompt == 100)
-    machine = Machine(1, cpu, small, prompt)
+    machine = TwoMachines(1, cpu, small, prompt)
     assert machine.speed(0.0, 400) > 0.97 / (cpu(1) * 1.01)
 
 
 def test_answers_get_longer():
     """The rest of an answer is expected to be as long as the answer is."""
-    machine = Machine(1, cpu, small, 20000)
+    machine = TwoMachines(1, cpu, small, 20000)
     [sequence] = machine.sequences
     machine.speed(0.9, 50)
     assert machine.drafts.missing[sequence] > 19900, "a chunk, to learn what one takes"

@@ -109,6 +109,3 @@ def test_what_is_kept_is_bounded(monkeypatch):
         assert sum(map(len, answers._texts)) <= 200
     newest = sequence_of([1, *range(1900, 1904)], 1, client="8")
     assert proposed(lookup, newest) == list(range(1904, 1908))
-    lookup.close()
-    assert not lookup._texts
-    assert not lookup._clients

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from serve import LLM, SamplingParams
+from serve import LLM
 from tests.support.engine.checkpoints import LONG_VARIANTS, VARIANTS, checkpoint
 from tests.support.engine.variants.table import is_first
 from tests.support.group.thread_workers import thread_workers  # noqa: F401
 from tests.support.nodes.served_nodes import MIB, nodes
 from tests.support.profile import every_day
 from tests.support.speculation.mixed_requests import answers_of, requests, results
-from tests.support.speculation.scripted import draft_by_script, num_accepted
+from tests.support.speculation.scripted import check_drafted, draft_by_script, num_accepted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = ("float32", "int8", "bfloat16", "int4")
@@ -47,19 +47,6 @@ def check(
         with LLM(path, **settings) as llm:
             assert llm._loaded.core._scheduler.drafting is not None
             check_drafted(llm, prompts, params, outputs)
-
-
-def check_drafted(
-    llm: LLM, prompts: list[Any], params: list[SamplingParams], outputs: list[Any]
-) -> None:
-    """Computes requests with drafts; outputs: what they must give."""
-    answers = answers_of(prompts, outputs)
-    for rate in (1.0, 0.7):
-        draft_by_script(llm, answers, rate)
-        before = num_accepted(llm)
-        assert results(llm.generate(prompts, params, use_tqdm=False)) == results(outputs)
-        assert num_accepted(llm) > before + 10
-    assert llm.stats().pages_in_use == 0
 
 
 @pytest.mark.parametrize(("variant", "dtype"), every_day([*LLAMA, *OFTEN], CASES), ids=str)

@@ -16,6 +16,7 @@ from serve.structured import grammar_worker
 from serve.structured.token_mask import NOTHING_ALLOWED, REQUEST_FAULTS, TOO_COMPLEX, Matcher
 from serve.structured_output import StructuredOutput
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.preempted import until_preempted
 
 SCHEMA = {
     "type": "object",
@@ -95,8 +96,7 @@ def test_n_sequences_have_matchers_of_their_own():
 def test_preempted_sequences_continue_with_the_same_tokens(alone):
     settings = {"kv_page_bytes": 8192, "memory_policy": "prompt_only", "max_model_len": 192}
     with make_llm(kv_cache_bytes=13 * 8192, **settings) as llm:
-        results = llm.generate(*mixed_prompts(), use_tqdm=False)
-        assert sum(result.metrics.num_preemptions for result in results) > 0
+        results = until_preempted(llm, lambda: llm.generate(*mixed_prompts(), use_tqdm=False))
     outputs = [result.outputs[0] for result in results]
     assert tokens(outputs[:4]) == alone[0]
     assert tokens(outputs[4:]) == alone[1]

@@ -272,3 +272,16 @@ def test_masks_of_one_request_share_a_budget(compiler, tokenizer, monkeypatch):
     plain = SequenceMask(tokenizer.vocab_size, num_prompt=3, budget=budget)
     plain.fill(PROMPT)
     assert plain.error is None
+
+
+def test_masks_of_a_draft_are_charged_to_nobody(compiler, tokenizer):
+    """A request with drafts does not spend its budget sooner than without. After a draft the mask
+    is what it was."""
+    budget = MaskBudget(tokenizer.vocab_size)
+    mask = grammar_mask(compiler, tokenizer, "json_object", "", budget=budget)
+    mask.fill(PROMPT)
+    bits, before = mask.bits.copy(), vars(budget).copy()
+    mask.fill_draft(PROMPT, tokenizer.encode('{"a": 1}', add_special_tokens=False))
+    assert len(mask.draft_bits) > 1
+    assert vars(budget) == before
+    assert (mask.bits == bits).all()

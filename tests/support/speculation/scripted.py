@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import collections.abc as abc
+from typing import Any
 
 from bench.common.scripted_drafts import Answers, ScriptedDrafter, scripted_speculation
-from serve import LLM
+from serve import LLM, SamplingParams
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_time import StepTimeModel, StepWork
 from serve.speculation.draft_model import DraftModel
 from serve.speculation.drafter import Draft
 from serve.speculation.speculation import Speculation
+from tests.support.speculation.mixed_requests import answers_of, results
 
 
 class FreeRows(StepTimeModel):
@@ -35,19 +37,30 @@ def num_accepted(llm: LLM) -> int:
     return llm._loaded.core._executor.counts.num_accepted_tokens
 
 
+def check_drafted(
+    llm: LLM, prompts: list[Any], params: list[SamplingParams], outputs: list[Any]
+) -> None:
+    """Computes requests with drafts; outputs: what they must give."""
+    answers = answers_of(prompts, outputs)
+    for rate in (1.0, 0.7):
+        draft_by_script(llm, answers, rate)
+        before = num_accepted(llm)
+        assert results(llm.generate(prompts, params, use_tqdm=False)) == results(outputs)
+        assert num_accepted(llm) > before + 10
+    assert llm.stats().pages_in_use == 0
+
+
 class NoLookup:
     """A drafter without drafts."""
 
     first_guesses = (0.5,)
+    kept_bytes = 0, 0
 
     def propose(self, sequences: abc.Sequence[Sequence], most: int) -> list[Draft | None]:
         return [None] * len(sequences)
 
     def ended(self, sequence: Sequence) -> None:
         """Keeps nothing for a sequence."""
-
-    def close(self) -> None:
-        """Keeps nothing."""
 
 
 class Costs(FreeRows):
