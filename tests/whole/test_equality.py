@@ -15,9 +15,9 @@ import pytest
 
 from serve import LLM, SamplingParams
 from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint, reference_greedy
-from tests.support.engine.preempted import until_preempted
 from tests.support.engine.variants import classic
 from tests.support.engine.variants.table import is_first
+from tests.support.preempted import until_preempted
 
 NUM_TOKENS = 20
 PROMPT_LENGTHS = (1, 5, 23, 70)

@@ -19,7 +19,7 @@ from serve.models import read_spec
 from serve.sampling_params import MAX_LOGPROBS
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.logprobs import divergence, logprobs_of
-from tests.support.engine.preempted import until_preempted
+from tests.support.preempted import until_preempted
 
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"

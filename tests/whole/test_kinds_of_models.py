@@ -26,7 +26,7 @@ from serve.scheduler.step_time import StepTimeModel
 from serve.structured_output import StructuredOutput
 from tests.support.engine.checkpoints import checkpoint, reference_greedy
 from tests.support.engine.logprobs import divergence, logprobs_of
-from tests.support.engine.preempted import until_preempted
+from tests.support.preempted import until_preempted
 
 pytestmark = [
     pytest.mark.small_pages,

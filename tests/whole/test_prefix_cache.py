@@ -7,7 +7,7 @@ import pytest
 from serve import LLM, SamplingParams
 from serve.errors import RequestError
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.engine.preempted import until_preempted
+from tests.support.preempted import until_preempted
 
 PREFIX = [(7 * i) % 90 + 3 for i in range(100)]
 pytestmark = pytest.mark.small_pages

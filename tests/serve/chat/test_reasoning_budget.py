@@ -15,8 +15,8 @@ from serve import LLM, SamplingParams
 from serve.config import REASONING_BUDGET_MESSAGE
 from serve.errors import ConfigError, RequestError
 from serve.structured_output import StructuredOutput
-from tests.support.engine.preempted import until_preempted
 from tests.support.engine.thinking import ALWAYS, thinking_checkpoint
+from tests.support.preempted import until_preempted
 
 USER = [{"role": "user", "content": "hello"}]
 END = f"\n\n{REASONING_BUDGET_MESSAGE}\n</think>\n\n"

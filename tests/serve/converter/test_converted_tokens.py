@@ -10,8 +10,8 @@ from serve import LLM, SamplingParams
 from serve.models import FAMILIES
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.foreign import FOREIGN, eager_greedy, foreign
-from tests.support.engine.preempted import until_preempted
 from tests.support.nodes.served_nodes import MIB, nodes
+from tests.support.preempted import until_preempted
 from tests.support.profile import every_day
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,7 +19,7 @@ from serve.config import EngineConfig
 from serve.loading.runtime import load_runtime
 from serve.scheduler.step_time import StepTimeModel
 from tests.support.engine.checkpoints import LONG_VARIANTS, checkpoint, reference_greedy
-from tests.support.engine.preempted import until_preempted
+from tests.support.preempted import until_preempted
 from tests.support.profile import every_day
 
 pytestmark = pytest.mark.small_pages

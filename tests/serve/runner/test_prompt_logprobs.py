@@ -17,8 +17,8 @@ from serve.models import Decoder
 from serve.runner import prompt_reader as prompt_rows
 from serve.runner.runner import ModelRunner
 from tests.support.engine.checkpoints import checkpoint, reference_logits
-from tests.support.engine.preempted import until_preempted
 from tests.support.nodes.served_nodes import nodes
+from tests.support.preempted import until_preempted
 
 VOCABULARY = 320
 # Both sides compute in fp32; rounding in another order moves logits of a few tens by less.

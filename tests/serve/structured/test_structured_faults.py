@@ -16,7 +16,7 @@ from serve.structured import grammar_worker
 from serve.structured.token_mask import NOTHING_ALLOWED, REQUEST_FAULTS, TOO_COMPLEX, Matcher
 from serve.structured_output import StructuredOutput
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.engine.preempted import until_preempted
+from tests.support.preempted import until_preempted
 
 SCHEMA = {
     "type": "object",
