@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from quant.kv import GROUPS as KV_GROUPS
+from serve import setting_checks
 from serve.errors import ConfigError
 from serve.length_predictor import LengthPredictor
 from serve.node_addresses import (
@@ -39,7 +40,6 @@ PARTITIONS = ("auto", "head", "request", "sequence")  # as memory.nodes.placemen
 MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.scheduler.admission
 LENGTH_PREDICTORS = ("auto", "learned", "history")
 QUEUE_POLICIES = ("fcfs", "priority", "mlfq", "fair", "srpt")  # as in serve.scheduler
-SPECULATIONS = ("lookup", "model", "off")
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
 GROUP_EXCHANGES = ("auto", "host", "connections")
@@ -56,7 +56,7 @@ _CHOICES = {
     "kv_group": KV_GROUPS,
     "memory_policy": MEMORY_POLICIES,
     "order": QUEUE_POLICIES,
-    "speculation": SPECULATIONS,
+    "speculation": setting_checks.SPECULATIONS,
     "memory_partition": PARTITIONS,
     "memory_node_encryption": NODE_ENCRYPTIONS,
     "memory_prefill": MEMORY_PREFILLS,
@@ -188,14 +188,15 @@ class EngineConfig:
         past answers, the prompt and the model's hidden state), "history" (from past answers),
         "auto" (learned for "srpt", else history), or, from Python only, an object that does.
     length_predictor_file: a file that keeps what "learned" has learned over restarts.
-    order: the queue policy: "fcfs" (first come, first served), "priority" (the lower
-        SamplingParams.priority first), "mlfq" (short requests do not wait for long ones), "fair"
-        (every client gets its share) or "srpt" (the one with the shortest predicted rest first). It
-        also picks the victims of preemption.
+    order: the queue policy, which also picks the victims of preemption: "fcfs" (first come, first
+        served), "priority" (the lower SamplingParams.priority first), "mlfq" (short requests do not
+        wait for long ones), "fair" (every client gets its share) or "srpt" (the one with the
+        shortest predicted rest first).
     speculation: what proposes tokens that a step computes ahead, which changes no answer: "lookup"
         (what followed the same words before, in the prompt, the answer or the client's other
-        answers), "model" (that, and what draft_model proposes) or "off".
-    draft_model: a small model with the same tokenizer, for "model"; part of the K/V memory is its.
+        answers), that and one of "model" (what draft_model proposes), "mtp" (the checkpoint's head
+        that predicts further tokens) or "eagle3" (a head in draft_model), or "off".
+    draft_model: a small model with the same tokenizer, which shares the K/V memory, or a head.
     max_draft_tokens: the most of these tokens that a sequence has in a step, up to 15; how many are
         worth their time is learned.
     ttft_slo: seconds; a request whose first token is predicted to come later is refused at once.

@@ -11,6 +11,9 @@ from serve.errors import ConfigError
 
 MAX_MESSAGE_CHARS = 1024
 MAX_DRAFT_TOKENS = 15  # grammars follow a sequence as long as no more of its last tokens change
+SPECULATIONS = ("lookup", "model", "mtp", "eagle3", "off")
+DRAFT_HEADS = ("mtp", "eagle3")
+_WITH_DRAFT_MODEL = ("model", "eagle3")
 MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
 
 
@@ -87,19 +90,24 @@ def check_drafts(settings: _Drafts) -> None:
     if type(drafted) is not int or not 1 <= drafted <= MAX_DRAFT_TOKENS:
         text = f"max_draft_tokens must be an integer from 1 to {MAX_DRAFT_TOKENS}, not {drafted!r}"
         raise ConfigError(text)
-    if model is None:
-        if settings.speculation == "model":
-            raise ConfigError("speculation model needs draft_model, a directory")
+    chosen = f"speculation {settings.speculation}"
+    if settings.speculation in _WITH_DRAFT_MODEL:
+        if model is None:
+            raise ConfigError(f"{chosen} needs draft_model, a directory")
+        check_folder("draft_model", model)
+    elif model is not None:
+        names = " or ".join(_WITH_DRAFT_MODEL)
+        raise ConfigError(f"draft_model needs speculation {names}, not {settings.speculation}")
+    if settings.speculation not in (*_WITH_DRAFT_MODEL, *DRAFT_HEADS):
         return
-    check_folder("draft_model", model)
     for setting in ("memory_nodes", "kvp", "borrow"):
         if getattr(settings, setting):
-            raise ConfigError(f"draft_model needs all K/V on this machine: leave out {setting}")
+            raise ConfigError(f"{chosen} needs all K/V on this machine: leave out {setting}")
     if getattr(settings, "converter", False):
-        raise ConfigError("draft_model needs a model of a known family: leave out converter")
+        raise ConfigError(f"{chosen} needs a model of a known family: leave out converter")
     for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(settings, setting) != 1:
-            raise ConfigError(f"draft_model needs a model in one process: leave out {setting}")
+            raise ConfigError(f"{chosen} needs a model in one process: leave out {setting}")
 
 
 def check_folders(kv_cache_dir: object, packed_cache: object, *, has_prefixes: bool) -> None:

@@ -20,10 +20,10 @@ from serve.config import (
     NODE_ENCRYPTIONS,
     PARTITIONS,
     QUEUE_POLICIES,
-    SPECULATIONS,
 )
 from serve.http.edge.settings import LOG_FORMATS, UNKNOWN_FIELDS
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
+from serve.setting_checks import SPECULATIONS
 
 SERVER = "Server"
 SECURITY = "Security"
@@ -199,12 +199,13 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "speculation": Option(
         SCHEDULING,
         "What proposes tokens that a step computes ahead, without changing an answer: lookup (what"
-        " followed the same words before), model (also draft_model) or off.",
+        " followed the same words before), that and model, mtp (the checkpoint's own head) or"
+        " eagle3, or off.",
         choices=SPECULATIONS,
     ),
     "draft_model": Option(
         SCHEDULING,
-        "A small model with the same tokenizer, as for the model, for speculation model.",
+        "A small model with the same tokenizer (speculation model), or an EAGLE-3 head.",
         metavar="DIR",
     ),
     "max_draft_tokens": Option(

@@ -42,7 +42,7 @@ from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
 from serve.scheduler.waiting_queue import make_queue
-from serve.speculation import TwoModels, make_drafting
+from serve.speculation import TwoModels, make_drafting, make_head_drafts
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
@@ -137,11 +137,16 @@ def _load(
     batched = config.batched_tokens
     prediction = start_prediction(config, spec.hidden_size, _shape_of(spec))
     draft = None if weights is None else weights.with_kv(config)
-    runner = runtime.runner
+    runner, head = runtime.runner, make_head_drafts(config, runtime)
     if runner is None:
         memory = runtime.memory if draft is None else TwoModels(draft, runtime.memory)
         runner = ModelRunner(
-            runtime.model, kv, runtime.attention, memory=memory, states=prediction.reader
+            runtime.model,
+            kv,
+            runtime.attention,
+            memory=memory,
+            states=prediction.reader,
+            follower=head,
         )
     request_limits = _limits_of(config, runtime, tokenizer)
     scheduler = parts.scheduler(
@@ -151,7 +156,7 @@ def _load(
         PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
         make_queue(config.order),
     )
-    scheduler.drafting = make_drafting(config, scheduler, runtime, draft)
+    scheduler.drafting = make_drafting(config, scheduler, runtime, draft, head)
     core = parts.core(
         runner=runner,
         scheduler=scheduler,
@@ -228,7 +233,7 @@ def _load_parts(
 
     draft, kv_share = None, 1.0
     try:
-        if config.draft_model is not None:
+        if config.speculation == "model":
             check_same_ids(config.tokenizer_path, wait().tokenizer, draft_path(config))
             draft = load_draft_weights(config, LoadProgress(progress, check=check))
             kv_share = 1.0 - draft.kv_share

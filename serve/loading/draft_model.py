@@ -39,10 +39,8 @@ class DraftWeights:
 
 
 def draft_path(config: EngineConfig) -> Path:
-    """Returns the directory of the draft model. ConfigError if it would not be used."""
+    """Returns the directory of the draft model."""
     assert config.draft_model is not None
-    if config.speculation != "model":
-        raise ConfigError(f"draft_model needs speculation model, not {config.speculation}")
     is_default = config.draft_model == DEFAULT_MODEL
     return default_model_path() if is_default else Path(config.draft_model).expanduser()
 

@@ -25,13 +25,18 @@ from serve.errors import ConfigError
 from serve.loading.precision import ROUNDED_TO_4_BITS, Precision, choose_backend, resolve_precision
 from serve.machine import usable_processors
 from serve.models import Decoder, ModelSpec, StageModel, StepModel, load_model, read_spec
+from serve.models.checkpoint import Checkpoint
 from serve.models.checksums import check_manifest
+from serve.models.families.head_spec import HeadSpec
+from serve.models.loaded_tensors import LoadedTensors
 from serve.models.open_checkpoint import files_of, stored_files
 from serve.models.packed_cache.cache import DEFAULT_BYTES, PackedCache
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE, Shard
 from serve.models.tensors import MakeLinear
+from serve.models.weights import joining
 from serve.read_ahead import records_folder
+from serve.setting_checks import DRAFT_HEADS
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +67,8 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
     converter = Converter(config) if config.converter else None
     spec = read_spec(config.model_path) if converter is None else converter.spec
     config = replace(config, backend=choose_backend(config, spec))
+    if config.speculation in DRAFT_HEADS:
+        spec = _with_draft_head(config, spec)
     if config.backend == "cuda":
         _check_for_cuda(config)
         if local_rank is not None and torch.cuda.is_available():
@@ -77,6 +84,21 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
     else:
         files_of(config.model_path)  # a missing file is named before a lack of memory
     return ModelSource(config, spec, precision, backend, converter)
+
+
+def _with_draft_head(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
+    """Adds what the settings draft with. ConfigError where it would not be computed."""
+    if config.backend == "cuda":
+        raise ConfigError(
+            f"speculation {config.speculation} needs the cpu back end, not cuda: use backend cpu"
+        )
+    if config.speculation == "mtp":
+        from serve.models.draft_heads.mtp import read_mtp
+
+        return replace(spec, draft_head=read_mtp(config.model_path, spec))
+    from serve.models.draft_heads.eagle3 import read_eagle3
+
+    return replace(spec, draft_head=read_eagle3(_head_path(config), spec)[0])
 
 
 def load_weights(source: ModelSource, progress: LoadProgress) -> StepModel:
@@ -97,9 +119,12 @@ def load_part(source: ModelSource, progress: LoadProgress, shard: Shard) -> Stag
 
 def load_shard(source: ModelSource, progress: LoadProgress, shard: Shard) -> Decoder:
     """Loads the weights of a shard of a decoder."""
-    config, _, precision, backend, _ = source
+    config, spec, precision, backend, _ = source
     with _packing(precision):
-        model = _load_model(config, precision, backend, progress, shard)
+        head = spec.draft_head if config.speculation == "mtp" else None
+        model = _load_model(config, precision, backend, progress, shard, head)
+        if config.speculation == "eagle3":
+            _add_eagle3(source, model)
     _leave_cores_to_native(precision, model.attention_layers())
     return model
 
@@ -207,6 +232,7 @@ def _load_model(
     backend: Backend,
     progress: LoadProgress,
     shard: Shard = WHOLE,
+    draft_head: HeadSpec | None = None,
 ) -> Decoder:
     path = config.model_path
     q_first = bool(config.memory_nodes)  # nodes start as soon as they have q
@@ -226,7 +252,39 @@ def _load_model(
         progress=progress,
         shard=shard,
         packed_cache=_packed_cache(config, precision),
+        draft_head=draft_head,
     )
+
+
+def _head_path(config: EngineConfig) -> Path:
+    return Path(str(config.draft_model)).expanduser()
+
+
+def _add_eagle3(source: ModelSource, model: Decoder) -> None:
+    """Loads a head in the model's precision and adds it to the model."""
+    from serve.models.draft_heads.eagle3 import load_eagle3, read_eagle3
+
+    config, _, precision, backend, _ = source
+    plain = joining(backend.pack_linear)
+    make_linear, make_head = _packers(config, precision, backend) or (plain, plain)
+    is_int8 = precision.is_int8
+
+    def tensors(checkpoint: Checkpoint) -> LoadedTensors:
+        return LoadedTensors(
+            checkpoint,
+            None,
+            backend,
+            precision.compute,
+            make_linear,
+            make_head,
+            weight_dtype=None if is_int8 else precision.compute,
+            unpack=not is_int8,
+            is_transposed=False,
+        )
+
+    path, is_random = _head_path(config), config.load_format == "random"
+    head, block = read_eagle3(path, model.spec)
+    model.add_draft_head(load_eagle3(path, head, block, model, tensors, is_random=is_random))
 
 
 def _packed_cache(config: EngineConfig, precision: Precision) -> PackedCache | None:

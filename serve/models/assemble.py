@@ -13,6 +13,8 @@ from serve.models.assemble_latent import LatentAssembler
 from serve.models.assemble_mlp import MlpAssembler
 from serve.models.blocks import AttentionHalf, AttentionWeights, Block, PerLayerInput
 from serve.models.decoder import DecoderWeights, Lookup, PerLayerTables
+from serve.models.draft_heads.head import HeadWeights
+from serve.models.families.head_spec import MTP, HeadSpec
 from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, QKNorm
 from serve.models.families.names import WeightNames
 from serve.models.parts import Part, Rows, head_rows
@@ -62,13 +64,29 @@ class Assembler:
             self._add_embedding(weights)
         for index in layers:
             at = prefix + self._names.layer.format(index)
-            weights.blocks.append(self._block(spec.layers[index], at))
+            weights.blocks.append(self.block(spec.layers[index], at))
             self._source.end_layer()
         if shard.is_last(spec.num_layers):
             self._add_head(weights)
         if spec.per_layer_vocab:
             weights.per_layer = self._per_layer_tables(prefix)
+        if spec.draft_head is not None and spec.draft_head.kind == MTP:
+            weights.draft = self._mtp_layer(spec.draft_head)
         return weights
+
+    def _mtp_layer(self, head: HeadSpec) -> HeadWeights:
+        """Builds the layer behind the others. The embedding and the head that many checkpoints
+        store with it are those of the model."""
+        at = self._stored.prefix + self._names.layer.format(self._spec.num_layers)
+        return HeadWeights(
+            block=self.block(head.layer, at),
+            join=self._source.product(
+                [Part(f"{at}eh_proj", head.hidden_size)], 2 * head.hidden_size
+            ),
+            embed_norm=self.norm(f"{at}enorm"),
+            state_norm=self.norm(f"{at}hnorm"),
+            final_norm=self.norm(f"{at}shared_head.norm"),
+        )
 
     def _add_embedding(self, weights: DecoderWeights) -> None:
         """Adds what turns token ids into the first hidden state. A rank has some columns of the
@@ -92,7 +110,7 @@ class Assembler:
     def _add_head(self, weights: DecoderWeights) -> None:
         """Adds what turns the last hidden state into logits."""
         spec, names, prefix, shard = self._spec, self._names, self._stored.prefix, self._shard
-        norm = self._norm(prefix + names.final_norm) if spec.has_final_norm else None
+        norm = self.norm(prefix + names.final_norm) if spec.has_final_norm else None
         if spec.embed_size != spec.hidden_size:
             outer = Part(prefix + names.project_out, spec.embed_size)
             fusion = Fusion(norm)
@@ -120,24 +138,26 @@ class Assembler:
                 f"{prefix}embed_tokens_per_layer.weight", spec.per_layer_vocab, width
             ),
             project=self._source.product([project], spec.hidden_size, scale=spec.hidden_size**-0.5),
-            norm=self._norm(f"{prefix}per_layer_projection_norm", size),
+            norm=self.norm(f"{prefix}per_layer_projection_norm", size),
         )
 
-    def _block(self, layer: LayerSpec, at: str) -> Block:
+    def block(self, layer: LayerSpec, at: str, num_in: int | None = None) -> Block:
+        """Builds a block whose tensors' names begin with `at`. num_in: the size of what attention
+        reads; None: the hidden size."""
         names, norms = self._names, layer.norms
-        attn_in = self._norm(at + names.attn_in) if "attn_in" in norms else None
+        attn_in = self.norm(at + names.attn_in) if "attn_in" in norms else None
         mlp_in = attn_in if layer.is_parallel else None
         if "mlp_in" in norms:
-            mlp_in = self._norm(at + names.mlp_in)
-        mlps = MlpAssembler(self._spec, names, self._source, self._backend, self._norm, self._shard)
+            mlp_in = self.norm(at + names.mlp_in)
+        mlps = MlpAssembler(self._spec, names, self._source, self._backend, self.norm, self._shard)
         after = {
-            place: self._norm(at + getattr(names, place)) if place in norms else None
+            place: self.norm(at + getattr(names, place)) if place in norms else None
             for place in ("attn_out", "mlp_out", "attn_sum", "mlp_sum")
         }
         per_layer = self._per_layer_input(layer, at) if layer.per_layer_input else None
         scalar = self._source.vector(at + names.scalar, (1,)) if layer.has_scalar else None
         return Block(
-            attention=self._attention(layer.attention, at, Fusion(attn_in)),
+            attention=self._attention(layer.attention, at, Fusion(attn_in), num_in),
             mlp=mlps.mlp(layer.mlp, at, mlp_in),
             is_parallel=layer.is_parallel,
             per_layer=per_layer,
@@ -155,13 +175,13 @@ class Assembler:
         return PerLayerInput(
             gate=self._source.product([Part(gate, size)], hidden, fusion=fusion),
             project=self._source.product([Part(project, hidden)], size),
-            norm=self._norm(f"{at}post_per_layer_input_norm"),
+            norm=self.norm(f"{at}post_per_layer_input_norm"),
         )
 
     # -- attention
 
     def _attention(
-        self, spec: AttentionSpec | LatentSpec, at: str, fusion: Fusion
+        self, spec: AttentionSpec | LatentSpec, at: str, fusion: Fusion, num_in: int | None
     ) -> AttentionHalf:
         rotation = None if spec.rope is None else self._rotations[spec.rope]
         if isinstance(spec, LatentSpec):
@@ -171,6 +191,7 @@ class Assembler:
             )
             return latent.attention(fusion, rotation, q_first=self._q_first)
         hidden, source, shard = self._spec.hidden_size, self._source, self._shard
+        num_in = num_in or hidden
         own = shard.attention(spec)
         assert isinstance(own, AttentionSpec)
         q, kv = self._qkv_parts(spec, at)
@@ -179,12 +200,12 @@ class Assembler:
         q_op: LinearOp | None = None
         kv_op: LinearOp | None = None
         if self._q_first or not kv:
-            q_op = source.product(q, hidden, has_bias=spec.has_qkv_bias, fusion=fusion)
+            q_op = source.product(q, num_in, has_bias=spec.has_qkv_bias, fusion=fusion)
             if kv:
-                kv_op = source.product(kv, hidden, has_bias=spec.has_qkv_bias, fusion=fusion)
+                kv_op = source.product(kv, num_in, has_bias=spec.has_qkv_bias, fusion=fusion)
         else:
             kv_op = source.product(
-                _merged([*q, *kv]), hidden, has_bias=spec.has_qkv_bias, fusion=fusion
+                _merged([*q, *kv]), num_in, has_bias=spec.has_qkv_bias, fusion=fusion
             )
         o = source.product(
             [shard.part(Part(at + self._names.o, hidden))],
@@ -271,7 +292,7 @@ class Assembler:
         order = order.to(weight.device)
         return weight[order] if norm.scope == "all" else weight[..., order[:dim]]
 
-    def _norm(self, name: str, size: int | None = None) -> Norm:
+    def norm(self, name: str, size: int | None = None) -> Norm:
         spec, source = self._spec, self._source
         shape = (spec.hidden_size if size is None else size,)
         if not spec.has_norm_weight:

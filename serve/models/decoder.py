@@ -19,6 +19,7 @@ from ops.backend import Backend, LinearOp, Norm
 from ops.linear import apply_norm
 from ops.sharded import Columns
 from serve.models.blocks import Block, RowInputs
+from serve.models.draft_heads.head import DraftHead, HeadWeights
 from serve.models.rope import RotaryTable
 from serve.models.spec import ModelSpec
 
@@ -57,7 +58,7 @@ class DecoderWeights:
 
     embed: [vocab, embed_size], positions: [rows, hidden] in the file's type. The first product
     after the blocks (project_out or head) includes the final norm. final_norm is the head's, for
-    callers that need the head's input.
+    callers that need the head's input. draft: those of a head that drafts.
     """
 
     blocks: list[Block]
@@ -68,6 +69,7 @@ class DecoderWeights:
     head: LinearOp | None = None
     final_norm: Norm | None = None
     per_layer: PerLayerTables | None = None
+    draft: HeadWeights | None = None
 
 
 Slices = Generator[None, None, Tensor]
@@ -160,9 +162,15 @@ class Decoder:
         self.weights = weights
         self.dtype = dtype
         self.device = device
-        self._backend = backend
-        max_len = max_model_len or spec.max_model_len
-        self._rotary = [RotaryTable(rope, max_len, device) for rope in spec.ropes]
+        self.backend = backend
+        self.max_model_len = max_model_len or spec.max_model_len
+        self._rotary = [RotaryTable(rope, self.max_model_len, device) for rope in spec.ropes]
+        self.draft_head: DraftHead | None = None
+        self._taken_at: frozenset[int] = frozenset()
+        self._taken: dict[int, Tensor] = {}
+        if weights.draft is not None:
+            assert spec.draft_head is not None
+            self.add_draft_head(DraftHead(spec.draft_head, weights.draft, self, self._rotary))
 
     @property
     def head(self) -> LinearOp | None:
@@ -173,10 +181,24 @@ class Decoder:
     def head(self, op: LinearOp) -> None:
         self.weights.head = op
 
+    @property
+    def final_norm(self) -> Norm | None:
+        """The norm that the last product includes."""
+        return self.weights.final_norm
+
+    def add_draft_head(self, head: DraftHead) -> None:
+        """Adds a head, whose K/V is a further layer. It is computed by those who draft with it."""
+        self.draft_head = head
+        self._taken_at = frozenset(head.spec.reads)
+        self.spec = replace(self.spec, draft_head=head.spec)
+
     def attention_layers(self) -> list[AttentionLayer]:
+        blocks = self.weights.blocks
+        if self.draft_head is not None:
+            blocks = [*blocks, self.draft_head.weights.block]
         return [
             replace(layer, sinks=block.attention.sinks)
-            for layer, block in zip(self.spec.attention_layers, self.weights.blocks, strict=True)
+            for layer, block in zip(self.spec.attention_layers, blocks, strict=True)
         ]
 
     def forward(
@@ -217,11 +239,24 @@ class Decoder:
             per_layer = self._per_layer_inputs(self.weights.per_layer, input_ids, embedded)
         inputs = RowInputs(rotations, positions, per_layer)
         for index, block in enumerate(self.weights.blocks):
+            if index in self._taken_at:
+                self._taken[index] = x.clone()  # the block may overwrite it
             pending = block.attention.attend(index, x, inputs, attention)
             yield
             number = self._first_layer + index
-            x = block.finish(self._backend, pending.wait(), x, inputs, number)
+            x = block.finish(self.backend, pending.wait(), x, inputs, number)
         return x.clone() if self._is_sharded else x
+
+    def taken_states(self, hidden: Tensor) -> list[Tensor]:
+        """Returns the inputs of the layers that the draft head reads, [T, hidden] each, of the last
+        pass, whose result is `hidden`."""
+        assert self.draft_head is not None
+        last = self.spec.num_layers
+        return [hidden if at == last else self._taken[at] for at in self.draft_head.spec.reads]
+
+    def embed_tokens(self, input_ids: Tensor) -> Tensor:
+        """Returns the embeddings [T, hidden] of tokens, for models without learned positions."""
+        return self._embed(input_ids, input_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns [R, vocab] fp32 for hidden: [R, hidden] of `forward`."""
@@ -237,7 +272,7 @@ class Decoder:
         if self.weights.project_out is not None:
             return self.weights.project_out(hidden)
         norm = self.weights.final_norm
-        return hidden if norm is None else apply_norm(self._backend, hidden, norm)
+        return hidden if norm is None else apply_norm(self.backend, hidden, norm)
 
     def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         weights = self.weights
@@ -257,7 +292,7 @@ class Decoder:
         size = tables.norm.weight.shape[0]
         shape = (len(x), -1, size)
         embedded = tables.embed(input_ids, self.dtype).view(shape)
-        projected: Tensor = self._backend.rms_norm(
+        projected: Tensor = self.backend.rms_norm(
             tables.project(x).view(shape), tables.norm.weight, tables.norm.eps
         )
         total: Tensor = (projected + embedded * size**0.5) * 2**-0.5

@@ -18,6 +18,7 @@ from quant.formats.read import read_format
 from serve.checkpoint_json import ConfigReader, read_json
 from serve.errors import ModelLoadError
 from serve.models.families import FAMILIES
+from serve.models.families.head_spec import HeadSpec
 from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MixtureSpec
 from serve.models.families.names import Family
 from serve.models.families.rope_spec import RopeSpec
@@ -47,6 +48,7 @@ class ModelSpec:
     of the table of per-layer embeddings. tolerates_int8: dtype auto may choose int8. packed: the
     storage format of a quantized checkpoint. is_nested: config.json is that of a multimodal model.
     counts: the numbers of weights of a converted model, which has no row in the table of families.
+    draft_head: a head that is loaded with the model, to draft; its K/V is a further layer.
     """
 
     model_type: str
@@ -77,6 +79,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     is_nested: bool = False
     counts: ParameterCounts | None = field(default=None, compare=False)
+    draft_head: HeadSpec | None = None
 
     @property
     def num_layers(self) -> int:
@@ -84,8 +87,10 @@ class ModelSpec:
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        """The layers as the attention seam sees them; sinks are known when weights are."""
-        return [attention_layer(layer) for layer in self.layers]
+        """The layers as the attention seam sees them, a draft head's last; sinks are known when
+        weights are."""
+        head = () if self.draft_head is None else (self.draft_head.layer,)
+        return [attention_layer(layer) for layer in (*self.layers, *head)]
 
     @property
     def mixtures(self) -> list[MixtureSpec]:
@@ -167,6 +172,11 @@ def _with_defaults(config: ConfigReader, family: Family) -> ConfigReader:
         given |= EXPERT_COUNTS
     missing = {key: value for key, value in family.nested_defaults.items() if key not in given}
     return ConfigReader(config.values | missing, config.source)
+
+
+def read_language_config(path: Path) -> ConfigReader:
+    """Returns the reader of the language model's configuration in a directory."""
+    return _language_model(read_config(path))
 
 
 def _language_model(config: ConfigReader) -> ConfigReader:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from serve.models.assemble import Assembler, Stored
 from serve.models.checkpoint import FLOATS, Checkpoint, check_rule
 from serve.models.decoder import Decoder, DecoderWeights
 from serve.models.families import FAMILIES
+from serve.models.families.head_spec import HeadSpec
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 from serve.models.families.names import WeightNames
 from serve.models.loaded_tensors import LoadedTensors, TensorCache
@@ -54,6 +56,7 @@ def load_model(
     shard: Shard = WHOLE,
     packed_cache: TensorCache | None = None,
     make_tensors: Callable[..., LoadedTensors] = LoadedTensors,
+    draft_head: HeadSpec | None = None,
 ) -> Decoder:
     """Loads a Hugging Face directory, or a shard of it, as a decoder that computes in `dtype`.
 
@@ -65,10 +68,10 @@ def load_model(
     weights made on the device, for measurements; only config.json is read. max_model_len: the
     longest context that is served, which decides LongRoPE's factors; None: the model's.
     packed_cache: keeps packed weights between starts; its settings say how make_linear packs.
-    make_tensors: makes the source of the tensors. ModelLoadError says what is wrong with the
-    checkpoint.
+    make_tensors: makes the source of the tensors. draft_head: an MTP layer that is loaded, too.
+    ModelLoadError says what is wrong with the checkpoint.
     """
-    spec = read_spec(path)
+    spec = replace(read_spec(path), draft_head=draft_head)
     names = FAMILIES[spec.model_type].names
     checkpoint = (
         RandomCheckpoint(path, backend.device) if is_random else open_checkpoint(path, spec)
@@ -107,6 +110,8 @@ def load_model(
     else:
         part = f"{shard.rank} of {shard.size}, layers {shard.numbers(spec.num_layers)}"
         settings = f"{dtype} {keep_weight_dtype} {unpack} {q_first} {part}"
+        if draft_head is not None:
+            settings += f", {draft_head.kind}"
         weights = packed_cache.build(checkpoint, loaded, settings, build)
     checkpoint.release()
     if loaded.num_ungrouped and backend.quantized is not None:
@@ -262,13 +267,16 @@ class CheckedNames:
         kv_scales = {n for n in self._checkpoint.entries if n.rpartition(".")[2] in KV_SCALES}
         if kv_scales:
             logger.info("%d scales of K/V are not used: see kv_dtype", len(kv_scales))
+        endings = self._names.ignored
+        if self._spec.draft_head is not None:  # copies of the model's own tables
+            endings += ("shared_head.head.weight", f"{self._spec.num_layers}.embed_tokens.weight")
         unused = sorted(
             name
             for name in self._checkpoint.entries.keys() - kv_scales
             if name not in expected.shapes
             and name not in expected.packed_rules
             and name not in expected.ignored
-            and not name.endswith(self._names.ignored)
+            and not name.endswith(endings)
         )
         for name in [name for name in unused if _is_within(name, modules)]:
             if not self._checkpoint.is_zero(name):

@@ -210,6 +210,13 @@ class OverlappingRunner(Runner, Protocol):
         """Returns whether the plan needs all its tokens on the host before it can be launched."""
 
 
+class Follower(Protocol):
+    """Reads the hidden states of all rows."""
+
+    def keep(self, plan: StepPlan, hidden: torch.Tensor) -> None:
+        """Takes the result of a step, [T, hidden], before it is sampled."""
+
+
 class ModelRunner:
     """Runs a model on this machine, one step at a time."""
 
@@ -222,11 +229,13 @@ class ModelRunner:
         memory: Closable | None = None,
         microbatches: MicrobatchPolicy | None = None,
         states: HiddenReader | None = None,
+        follower: Follower | None = None,
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
         """microbatches: decides when a step is computed as two micro-batches that alternate. By
         default this is learned when attention is remote, and never done when it is local. states:
-        reads the hidden states that lengths are predicted from."""
+        reads the hidden states that lengths are predicted from. follower: reads those of all rows,
+        where attention is local."""
         self._model = model
         self._kv = kv
         self._attention = attention
@@ -236,6 +245,7 @@ class ModelRunner:
             microbatches = LearnedMicrobatches()
         self._microbatches = microbatches
         self._states = states
+        self._follower = follower
         self._num_steps = 0
         self._masks = MaskFiller()
 
@@ -253,6 +263,9 @@ class ModelRunner:
             else:
                 computed = self._timed(self._microbatches, plan, launched)
             hidden, sampled, sample_rows, rows_at = computed
+            if self._follower is not None:
+                assert rows_at is None, "the rows are in the plan's order"
+                self._follower.keep(plan, hidden)
             requests = prompt_row_requests(plan, rows_at)
             prompts = PromptReader(self._model, hidden, requests).parts() if requests else ()
             if not sampled:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.runtime import Runtime
+from serve.models import Decoder
 from serve.runner.runner import Closable
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_results import Drafting
+
+if TYPE_CHECKING:
+    from serve.speculation.drafter import DraftSource
+    from serve.speculation.head_drafts import HeadDrafts
 
 _TILED = ("int8", "int4")
 
@@ -27,19 +33,35 @@ class TwoModels:
         self.memory.close()
 
 
+def make_head_drafts(config: EngineConfig, runtime: Runtime) -> HeadDrafts | None:
+    """Returns what drafts with the head beside the model; None if there is none."""
+    model = runtime.model
+    if not isinstance(model, Decoder) or model.draft_head is None:
+        return None
+    from serve.speculation.head_drafts import HeadDrafts
+
+    size, rows = runtime.spec.vocab_size, config.batched_tokens
+    return HeadDrafts(model.draft_head, runtime.attention, runtime.kv, size, rows)
+
+
 def make_drafting(
-    config: EngineConfig, scheduler: Scheduler, runtime: Runtime, draft: Runtime | None = None
+    config: EngineConfig,
+    scheduler: Scheduler,
+    runtime: Runtime,
+    draft: Runtime | None = None,
+    head: HeadDrafts | None = None,
 ) -> Drafting | None:
     """Returns what gives drafts to the engine's steps; None if they are off, or if the rows of a
     draft would not have the bits of single rows where this engine computes attention. draft: a
-    draft model. ConfigError if there is one, and it would never be used."""
+    draft model. ConfigError if there is one, or a head, and it would never be used."""
     if config.speculation == "off":
         return None
+    is_asked = draft is not None or head is not None
     if not _is_exact(config, runtime):
-        if draft is not None:
+        if is_asked:
             raise ConfigError(
-                "draft_model needs K/V in tiles if sequences are longer than kvp_segment_tokens:"
-                " use kv_dtype int8"
+                f"speculation {config.speculation} needs K/V in tiles if sequences are longer than"
+                " kvp_segment_tokens: use kv_dtype int8"
             )
         return None
     is_cuda = runtime.precision.backend == "cuda"
@@ -49,10 +71,11 @@ def make_drafting(
     from serve.speculation.speculation import Speculation
 
     if not prompt_lookup.is_available():
-        if draft is not None:
-            raise ConfigError("draft_model needs the native kernels, which are not built")
+        if is_asked:
+            name = f"speculation {config.speculation}"
+            raise ConfigError(f"{name} needs the native kernels, which are not built")
         return None
-    model = None
+    model: DraftSource | None = head
     if draft is not None:
         from serve.speculation.draft_model import DraftModel
 

@@ -4,10 +4,6 @@ For each sequence that has drafts there is a range of this memory. The model com
 chunks, and then, a token at a time and all sequences together, what follows. Draft tokens that the
 target accepts are computed already; behind those that it rejects, the next draft overwrites the
 K/V. A sequence for which there is no room, or that is too long, has no drafts.
-
-Tokens are drawn as the sampler does for the target, with the random number of the same seed and
-position: two distributions that are alike then mostly give the same token.
-(Leviathan, Kalman, Matias, Speculative Decoding, 2023, draws them independently.)
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ from __future__ import annotations
 import collections.abc as abc
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -24,11 +19,9 @@ from memory.pages.kv_range import Range
 from memory.prefix.index import PrefixHasher
 from ops.cpu.sampling import SamplingInputs
 from serve.loading.runtime import Runtime
-from serve.runner.draft_rows import DraftedTokens
-from serve.runner.sampler import sample, sampling_settings
 from serve.scheduler.sequence import Sequence, SequenceStatus
-from serve.scheduler.step_time import StepTimeModel, StepWork
-from serve.speculation.drafter import MOST_MISSING
+from serve.scheduler.step_time import StepTimeModel
+from serve.speculation.drafted_rows import draft_in_steps, drafting_inputs, draw, work_of
 
 # A range is opened with so many tokens' room beyond those that the sequence has.
 _ROOM = 16
@@ -62,29 +55,30 @@ class _Text:
 
 @dataclass(slots=True)
 class _Part:
-    """The tokens that a step computes of one sequence. draft: what is drafted so far; depth: the
-    most tokens of it."""
+    """A DraftPart. missing: the tokens that are computed before the first one of the draft."""
 
     sequence: Sequence
     text: _Text
-    tokens: list[int]
+    missing: list[int]
     draft: list[int]
     depth: int = 0
 
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the next step."""
+        return self.draft[-1:] or self.missing
 
-class _DraftedRow:
-    """Takes the place of a sequence in the sampler, after the tokens of its draft. Masks are left
-    out: the target's sampler ends a draft where its mask forbids it."""
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
 
-    mask = next_mask = None
+    @property
+    def num_computed(self) -> int:
+        return self.text.num_computed
 
-    def __init__(self, part: _Part) -> None:
-        sequence = part.sequence
-        self.request, self.seed = sequence.request, sequence.seed
-        self.token_ids = DraftedTokens(sequence.token_ids, part.draft)
-        self.num_prompt_tokens = sequence.num_prompt_tokens
-        self.stop_ids, self.min_tokens_total = sequence.stop_ids, sequence.min_tokens_total
-        self.history = part.text.inputs
+    @property
+    def inputs(self) -> SamplingInputs:
+        return self.text.inputs
 
 
 class DraftModel:
@@ -144,7 +138,7 @@ class DraftModel:
                 parts.append(_Part(sequence, text, tokens[first:end], []))
         if not parts:
             return
-        work, began_s = _work_of(parts), self.clock()
+        work, began_s = work_of(parts), self.clock()
         self._forward(parts)
         self.time.learn(work, self.clock() - began_s)
         for part in parts:
@@ -164,38 +158,14 @@ class DraftModel:
                 parts.append(_Part(sequence, text, tokens[text.num_computed :], draft, depth))
         if not parts:
             return drafts
-        work, began_s = _work_of(parts), self.clock()
-        self._extend(parts)
-        now_s = self.clock()
-        self.time.learn(work, now_s - began_s)
-        began_s, num_rows, num_steps, work = now_s, 0, 0, StepWork(samples=True)
-        while parts := [part for part in parts if self._goes_on(part)]:
-            self._extend(parts)
-            num_steps, num_rows = num_steps + 1, num_rows + len(parts)
-            work.num_context += sum([part.text.num_computed for part in parts])
-        if num_steps:  # the steps are learned as one
-            work.num_decodes = work.num_rows = -(-num_rows // num_steps)
-            work.num_context //= num_steps
-            self.time.learn(work, (self.clock() - began_s) / num_steps)
+        draft_in_steps(parts, self._extend, self._vocab_size, self.time, self.clock)
         return drafts
-
-    def _goes_on(self, part: _Part) -> bool:
-        """Returns whether a draft gets another token."""
-        draft, sequence = part.draft, part.sequence
-        if draft[-1] >= self._vocab_size:
-            draft.pop()
-            return False
-        length = len(sequence.token_ids) + len(draft)
-        is_end = draft[-1] in sequence.stop_ids and length > sequence.min_tokens_total
-        part.tokens = draft[-1:]
-        return len(draft) < part.depth and not is_end
 
     def _extend(self, parts: list[_Part]) -> None:
         """Computes the parts' tokens, and gives each draft the token that follows."""
         hidden, ends = self._forward(parts)
         logits = self._model.logits(hidden if len(ends) == len(hidden) else hidden[ends])
-        tokens = sample(logits, [_DraftedRow(part) for part in parts]).token_ids  # type: ignore[misc]
-        for part, token in zip(parts, tokens, strict=True):
+        for part, token in zip(parts, draw(logits, parts), strict=True):
             part.draft.append(token)
 
     def _forward(self, parts: list[_Part]) -> tuple[torch.Tensor, list[int]]:
@@ -253,19 +223,11 @@ class DraftModel:
             hit = None if hit is None else self._kv.match(keys, len(sequence.token_ids) - 1)
             if not self._kv.can_fit(size, hit=hit):
                 return None
-        text = _Text(self._kv.open(size, hit), self._inputs_of(sequence))
+        text = _Text(self._kv.open(size, hit), drafting_inputs(sequence, self._own_vocab))
         text.page_keys = keys
         text.num_computed = 0 if hit is None else hit.num_tokens
         self._texts[sequence] = text
         return text
-
-    def _inputs_of(self, sequence: Sequence) -> SamplingInputs:
-        settings: dict[str, Any] = sampling_settings(sequence) | {"num_logprobs": None}
-        size = self._own_vocab
-        if settings["biases"]:
-            settings["biases"] = {t: b for t, b in settings["biases"].items() if t < size}
-        settings["forbidden"] = [token for token in settings["forbidden"] if token < size]
-        return SamplingInputs(**settings)
 
     def _close_preempted(self) -> None:
         """Frees the memory of sequences that wait."""
@@ -306,20 +268,9 @@ class DraftModel:
         if text is not None:
             self._kv.close(text.target)
 
+    def follow(self) -> float:
+        """Does nothing: prompts are computed when drafts are worth it. Returns the seconds."""
+        return 0.0
+
     def trim(self) -> None:
         self._kv.trim()
-
-
-def _work_of(parts: list[_Part]) -> StepWork:
-    """Returns the work of a step before it is computed. A few rows of a sequence, which come before
-    the first token of a draft, count as decode rows."""
-    work = StepWork(samples=True)
-    for part in parts:
-        rows, context = len(part.tokens), part.text.num_computed
-        if rows > MOST_MISSING:
-            work.add(rows, context)
-            continue
-        work.num_decodes += rows
-        work.num_rows += rows
-        work.num_context += context
-    return work

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_time import StepTimeModel
 
 MOST_MISSING = 15
 """Tokens that a draft model computes with the first token of a draft; more are computed before."""
@@ -39,3 +40,40 @@ class Drafter(Protocol):
 
     def ended(self, sequence: Sequence) -> None:
         """Frees what is kept for a sequence."""
+
+
+class DraftSource(Protocol):
+    """What computes drafts, which takes time: a small model, or a head beside the model. Only the
+    compute thread calls it. time: predicts its steps, which clock times."""
+
+    time: StepTimeModel
+
+    @property
+    def clock(self) -> abc.Callable[[], float]: ...
+
+    @property
+    def num_pages_in_use(self) -> int:
+        """The pages of memory of its own that sequences hold."""
+
+    def follow(self) -> float:
+        """Computes what must not wait until there are drafts. Returns the seconds."""
+
+    def most_drafted(self, sequence: Sequence) -> int:
+        """Returns how many tokens can be drafted for a sequence; 0 if it can have none."""
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Returns how many of a sequence's tokens are computed before its draft."""
+
+    def catch_up(self, chunks: abc.Sequence[tuple[Sequence, int]]) -> None:
+        """Computes tokens that sequences have, about as many as their chunks say."""
+
+    def draft(
+        self, sequences: abc.Sequence[Sequence], depths: abc.Sequence[int]
+    ) -> list[list[int]]:
+        """Returns what may follow each sequence, at most depths[i] > 0 tokens."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """Frees what a sequence has."""
+
+    def trim(self) -> None:
+        """Returns unused memory to the system, while nothing runs."""

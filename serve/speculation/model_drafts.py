@@ -1,4 +1,4 @@
-"""Decides for which sequences a draft model computes drafts, and how many tokens, before it does.
+"""Decides which sequences a draft model or a head drafts for, and how long the drafts are.
 
 A draft's token costs a row of the target's step, and a share of a step of the draft model, which
 computes one token of all drafts together. The tokens are added by depth: the j-th of all drafts
@@ -12,15 +12,12 @@ more than a part of its time.
 from __future__ import annotations
 
 import collections.abc as abc
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_time import StepTimeModel, StepWork
 from serve.speculation.acceptance import Acceptance, Trials
-from serve.speculation.drafter import MOST_MISSING
-
-if TYPE_CHECKING:
-    from serve.speculation.draft_model import DraftModel
+from serve.speculation.drafter import MOST_MISSING, DraftSource
 
 MARGIN = 1.1
 _GUESS = 0.6
@@ -53,7 +50,7 @@ class Choice(NamedTuple):
 class ModelDrafts:
     """Drafts of a small model for the sequences of a step."""
 
-    def __init__(self, model: DraftModel, target: StepTimeModel) -> None:
+    def __init__(self, model: DraftSource, target: StepTimeModel) -> None:
         self.model = model
         self.acceptance = Acceptance((_GUESS,))
         self._target = target

@@ -16,18 +16,14 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from memory.kv_memory import KVMemory
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence
 from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import StepTimeModel, StepWork
 from serve.speculation.acceptance import Acceptance, Trials
-from serve.speculation.drafter import Draft, Drafter
+from serve.speculation.drafter import Draft, Drafter, DraftSource
 from serve.speculation.model_drafts import MARGIN, Candidate, ModelDrafts
-
-if TYPE_CHECKING:
-    from serve.speculation.draft_model import DraftModel
 
 _OF_MODEL = -1  # the kind of a draft model's drafts
 # As long as nothing is known of a step's time, so many rows are taken to cost nothing.
@@ -59,11 +55,11 @@ class Speculation:
         kv: KVMemory,
         most_tokens: int,
         device_rows: int | None = None,
-        draft_model: DraftModel | None = None,
+        draft_model: DraftSource | None = None,
     ) -> None:
         """most_tokens: of one draft. device_rows: the most rows that are sampled in a step, where a
-        device keeps the tokens and launches steps ahead; None elsewhere. draft_model: drafts what
-        the drafter does not."""
+        device keeps the tokens and launches steps ahead; None elsewhere. draft_model: a model
+        or a head that drafts what the drafter does not."""
         self.drafter = drafter
         self._by_model = None if draft_model is None else ModelDrafts(draft_model, model)
         self._model = model
@@ -76,6 +72,8 @@ class Speculation:
         self._next_ahead = _FEWEST_AHEAD
 
     def extend(self, plan: StepPlan, num_certain: int, num_rows: int) -> None:
+        if self._by_model is not None:
+            plan.draft_s = self._by_model.model.follow()
         sequences = plan.sequences[:num_certain]
         for sequence in sequences:
             if sequence.draft_ids:
@@ -137,7 +135,7 @@ class Speculation:
         for i, tokens in found.items():
             if tokens:
                 drafts[i] = Draft(tokens, _OF_MODEL)
-        plan.draft_s = models.model.clock() - began_s
+        plan.draft_s += models.model.clock() - began_s
 
     def _most_added(self, plan: StepPlan, num_rows: int) -> int:
         """Returns how many of num_rows rows the step may have more."""

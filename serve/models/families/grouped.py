@@ -55,6 +55,6 @@ def _dots1(config: ConfigReader) -> Fields:
 
 
 FAMILIES = {
-    "glm4_moe": Family(_glm4_moe, mixture_names(), "GLM-4.5 to 4.7, GLM-4.5-Air"),
+    "glm4_moe": Family(_glm4_moe, mixture_names(), "GLM-4.5 to 4.7, GLM-4.5-Air", has_mtp=True),
     "dots1": Family(_dots1, mixture_names(), "dots.llm1"),
 }

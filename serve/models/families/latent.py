@@ -163,8 +163,10 @@ def _mistral4(config: ConfigReader) -> Fields:
 _NAMES = WeightNames(experts=(ExpertNames(), FUSED))
 FAMILIES = {
     "deepseek_v2": Family(_deepseek_v2, _NAMES, "DeepSeek V2 and V2-Lite"),
-    "deepseek_v3": Family(_deepseek_v3, _NAMES, "DeepSeek V3 and R1, Moonlight, Kimi K2"),
-    "glm4_moe_lite": Family(_glm4_moe_lite, _NAMES, "GLM-4.7-Flash"),
+    "deepseek_v3": Family(
+        _deepseek_v3, _NAMES, "DeepSeek V3 and R1, Moonlight, Kimi K2", has_mtp=True
+    ),
+    "glm4_moe_lite": Family(_glm4_moe_lite, _NAMES, "GLM-4.7-Flash", has_mtp=True),
     "mistral4": Family(_mistral4, _NAMES, "Mistral Small 4"),
     "kimi_k2": Family(_deepseek_v3, _NAMES, "Kimi K2"),
 }

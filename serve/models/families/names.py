@@ -111,10 +111,12 @@ class Family:
     """One row of the table.
 
     fields: reads config.json. names: the tensors' names. title: the models that people know it by.
-    nested_defaults: values of keys that configurations of multimodal models leave out.
+    nested_defaults: values of keys that configurations of multimodal models leave out. has_mtp:
+    checkpoints may have an MTP layer behind the others, with the names of DeepSeek-V3.
     """
 
     fields: Callable[[ConfigReader], Fields]
     names: WeightNames = WeightNames()
     title: str = ""
     nested_defaults: Mapping[str, object] = field(default_factory=dict)
+    has_mtp: bool = False

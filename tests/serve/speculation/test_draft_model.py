@@ -208,7 +208,7 @@ def test_memory_is_divided():
 def test_wrong_settings():
     with pytest.raises(ConfigError, match="speculation model needs draft_model"):
         EngineConfig(speculation="model")
-    with pytest.raises(ConfigError, match="draft_model needs speculation model"):
+    with pytest.raises(ConfigError, match="draft_model needs speculation model or eagle3"):
         LLM(LLAMA, draft_model=LLAMA, speculation="lookup")
     with pytest.raises(ConfigError, match="leave out tensor_parallel_size"):
         EngineConfig(draft_model=LLAMA, speculation="model", tensor_parallel_size=2)

@@ -31,6 +31,9 @@ class TimedDrafts:
     def clock(self) -> float:
         return self.now_s
 
+    def follow(self) -> float:
+        return 0.0
+
     def most_drafted(self, sequence: Sequence) -> int:
         return 1 << 16
 

@@ -9,7 +9,6 @@ from bench.common.scripted_drafts import Answers, ScriptedDrafter, scripted_spec
 from serve import LLM, SamplingParams
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_time import StepTimeModel, StepWork
-from serve.speculation.draft_model import DraftModel
 from serve.speculation.drafter import Draft
 from serve.speculation.speculation import Speculation
 from tests.support.speculation.mixed_requests import answers_of, results
@@ -77,9 +76,9 @@ class Costs(FreeRows):
         return 1e-9 * num_tokens
 
 
-def always_draft(llm: LLM) -> DraftModel:
-    """From now on the engine's draft model drafts whatever it costs, nothing else does, and its
-    drafts are computed. Returns it."""
+def always_draft(llm: LLM) -> Any:
+    """From now on the engine's draft model, or head, drafts whatever it costs, nothing else does,
+    and its drafts are computed. Returns it."""
     drafting = llm._loaded.core._scheduler.drafting
     assert isinstance(drafting, Speculation) and drafting._by_model is not None
     drafting._model = drafting._by_model._target = Costs(1.0)
