@@ -197,8 +197,7 @@ class EngineConfig:
         answers), that and one of "model" (what draft_model proposes), "mtp" (the checkpoint's head
         that predicts further tokens) or "eagle3" (a head in draft_model), or "off".
     draft_model: a small model with the same tokenizer, which shares the K/V memory, or a head.
-    max_draft_tokens: the most of these tokens that a sequence has in a step, up to 15; how many are
-        worth their time is learned.
+    max_draft_tokens: the most of them in a sequence's step, up to 15; how many pay is learned.
     ttft_slo: seconds; a request whose first token is predicted to come later is refused at once.
     memory_nodes: the addresses of memory nodes that hold the K/V and compute attention over it
         (`serve node`); kv_cache_bytes of this machine are used only when no node is left.

@@ -15,7 +15,7 @@ from torch import Tensor
 from memory.attention.seam import Attention, AttentionStep, PlannedAttention, Rotation, Ticket
 from ops import LinearOp
 from serve.models import Decoder
-from serve.models.blocks import AttentionWeights, DenseMlp
+from serve.models.layers.blocks import AttentionWeights, DenseMlp
 
 ROWS = 8
 MS = 1e-3

@@ -92,6 +92,8 @@ class ConvertedModel:
     """An exported model with its weights, or a shard of it. The attention object it is given holds
     the K/V."""
 
+    draft_head = None  # none is loaded with it
+
     def __init__(self, exported: Exported, weights: Weights, device: torch.device) -> None:
         shard, whole = weights.shard, exported.spec
         self.spec = shard.spec(whole)

@@ -14,7 +14,7 @@ from ops.backend import LinearOp
 from ops.cuda import tune
 from ops.cuda.linear import CudaLinear
 from serve.models import Decoder
-from serve.models.blocks import AttentionWeights, Block, DenseMlp, MixtureMlp
+from serve.models.layers.blocks import AttentionWeights, Block, DenseMlp, MixtureMlp
 from serve.runner.graph_shapes import StepShapes
 
 logger = logging.getLogger(__name__)

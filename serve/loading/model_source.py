@@ -27,7 +27,6 @@ from serve.machine import usable_processors
 from serve.models import Decoder, ModelSpec, StageModel, StepModel, load_model, read_spec
 from serve.models.checkpoint import Checkpoint
 from serve.models.checksums import check_manifest
-from serve.models.families.head_spec import HeadSpec
 from serve.models.loaded_tensors import LoadedTensors
 from serve.models.open_checkpoint import files_of, stored_files
 from serve.models.packed_cache.cache import DEFAULT_BYTES, PackedCache
@@ -119,10 +118,9 @@ def load_part(source: ModelSource, progress: LoadProgress, shard: Shard) -> Stag
 
 def load_shard(source: ModelSource, progress: LoadProgress, shard: Shard) -> Decoder:
     """Loads the weights of a shard of a decoder."""
-    config, spec, precision, backend, _ = source
+    config, _, precision, _, _ = source
     with _packing(precision):
-        head = spec.draft_head if config.speculation == "mtp" else None
-        model = _load_model(config, precision, backend, progress, shard, head)
+        model = _load_model(source, progress, shard)
         if config.speculation == "eagle3":
             _add_eagle3(source, model)
     _leave_cores_to_native(precision, model.attention_layers())
@@ -226,14 +224,8 @@ class Converter:
         )
 
 
-def _load_model(
-    config: EngineConfig,
-    precision: Precision,
-    backend: Backend,
-    progress: LoadProgress,
-    shard: Shard = WHOLE,
-    draft_head: HeadSpec | None = None,
-) -> Decoder:
+def _load_model(source: ModelSource, progress: LoadProgress, shard: Shard) -> Decoder:
+    config, spec, precision, backend, _ = source
     path = config.model_path
     q_first = bool(config.memory_nodes)  # nodes start as soon as they have q
     is_random = config.load_format == "random"
@@ -252,7 +244,7 @@ def _load_model(
         progress=progress,
         shard=shard,
         packed_cache=_packed_cache(config, precision),
-        draft_head=draft_head,
+        draft_head=spec.draft_head if config.speculation == "mtp" else None,
     )
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from ops.backend import Backend, Fusion, LinearOp, Norm
 from serve.models.assemble_latent import LatentAssembler
 from serve.models.assemble_mlp import MlpAssembler
-from serve.models.blocks import AttentionHalf, AttentionWeights, Block, PerLayerInput
 from serve.models.decoder import DecoderWeights, Lookup, PerLayerTables
-from serve.models.draft_heads.head import HeadWeights
 from serve.models.families.head_spec import MTP, HeadSpec
 from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, QKNorm
 from serve.models.families.names import WeightNames
+from serve.models.layers.blocks import AttentionHalf, AttentionWeights, Block, PerLayerInput
+from serve.models.layers.draft_head import HeadWeights
 from serve.models.parts import Part, Rows, head_rows
 from serve.models.shard import WHOLE, Shard
 from serve.models.spec import ModelSpec

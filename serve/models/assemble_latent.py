@@ -7,7 +7,7 @@ from torch import Tensor
 from ops.backend import Backend, Fusion, HeadsOp
 from serve.models.families.layer_spec import LatentSpec
 from serve.models.families.names import WeightNames
-from serve.models.latent import LatentAttention
+from serve.models.layers.latent import LatentAttention
 from serve.models.parts import Part, head_rows
 from serve.models.shard import Shard
 from serve.models.spec import ModelSpec

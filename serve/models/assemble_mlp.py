@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ops.backend import NO_FUSION, Backend, Fusion, LinearOp, Norm, Router, RouterKind
-from serve.models.blocks import DenseMlp, MixtureMlp, Mlp, SideBySideMlp
 from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 from serve.models.families.names import ExpertNames, WeightNames
+from serve.models.layers.blocks import DenseMlp, MixtureMlp, Mlp, SideBySideMlp
 from serve.models.parts import Part
 from serve.models.shard import Shard
 from serve.models.spec import ModelSpec

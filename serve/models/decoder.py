@@ -18,9 +18,9 @@ from memory.attention.seam import Attention, AttentionLayer
 from ops.backend import Backend, LinearOp, Norm
 from ops.linear import apply_norm
 from ops.sharded import Columns
-from serve.models.blocks import Block, RowInputs
-from serve.models.draft_heads.head import DraftHead, HeadWeights
-from serve.models.rope import RotaryTable
+from serve.models.layers.blocks import Block, RowInputs
+from serve.models.layers.draft_head import DraftHead, HeadWeights
+from serve.models.layers.rope import RotaryTable
 from serve.models.spec import ModelSpec
 
 
@@ -106,6 +106,10 @@ class StepModel(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def draft_head(self) -> DraftHead | None:
+        """A head that was loaded with it."""
+
     def attention_layers(self) -> list[AttentionLayer]: ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor: ...
@@ -165,7 +169,7 @@ class Decoder:
         self.backend = backend
         self.max_model_len = max_model_len or spec.max_model_len
         self._rotary = [RotaryTable(rope, self.max_model_len, device) for rope in spec.ropes]
-        self.draft_head: DraftHead | None = None
+        self._draft_head: DraftHead | None = None
         self._taken_at: frozenset[int] = frozenset()
         self._taken: dict[int, Tensor] = {}
         if weights.draft is not None:
@@ -182,20 +186,32 @@ class Decoder:
         self.weights.head = op
 
     @property
+    def draft_head(self) -> DraftHead | None:
+        return self._draft_head
+
+    @property
+    def num_layers(self) -> int:
+        return self.spec.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
     def final_norm(self) -> Norm | None:
         """The norm that the last product includes."""
         return self.weights.final_norm
 
     def add_draft_head(self, head: DraftHead) -> None:
         """Adds a head, whose K/V is a further layer. It is computed by those who draft with it."""
-        self.draft_head = head
+        self._draft_head = head
         self._taken_at = frozenset(head.spec.reads)
         self.spec = replace(self.spec, draft_head=head.spec)
 
     def attention_layers(self) -> list[AttentionLayer]:
         blocks = self.weights.blocks
-        if self.draft_head is not None:
-            blocks = [*blocks, self.draft_head.weights.block]
+        if self._draft_head is not None:
+            blocks = [*blocks, self._draft_head.weights.block]
         return [
             replace(layer, sinks=block.attention.sinks)
             for layer, block in zip(self.spec.attention_layers, blocks, strict=True)
@@ -250,9 +266,9 @@ class Decoder:
     def taken_states(self, hidden: Tensor) -> list[Tensor]:
         """Returns the inputs of the layers that the draft head reads, [T, hidden] each, of the last
         pass, whose result is `hidden`."""
-        assert self.draft_head is not None
+        assert self._draft_head is not None
         last = self.spec.num_layers
-        return [hidden if at == last else self._taken[at] for at in self.draft_head.spec.reads]
+        return [hidden if at == last else self._taken[at] for at in self._draft_head.spec.reads]
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         """Returns the embeddings [T, hidden] of tokens, for models without learned positions."""

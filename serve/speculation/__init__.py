@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.runtime import Runtime
-from serve.models import Decoder
 from serve.runner.runner import Closable
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_results import Drafting
+from serve.setting_checks import DRAFT_HEADS
 
 if TYPE_CHECKING:
     from serve.speculation.drafter import DraftSource
@@ -35,13 +35,13 @@ class TwoModels:
 
 def make_head_drafts(config: EngineConfig, runtime: Runtime) -> HeadDrafts | None:
     """Returns what drafts with the head beside the model; None if there is none."""
-    model = runtime.model
-    if not isinstance(model, Decoder) or model.draft_head is None:
+    if config.speculation not in DRAFT_HEADS:
         return None
     from serve.speculation.head_drafts import HeadDrafts
 
-    size, rows = runtime.spec.vocab_size, config.batched_tokens
-    return HeadDrafts(model.draft_head, runtime.attention, runtime.kv, size, rows)
+    head, size, rows = runtime.model.draft_head, runtime.spec.vocab_size, config.batched_tokens
+    assert head is not None, "it is loaded with the model"
+    return HeadDrafts(head, runtime.attention, runtime.kv, size, rows)
 
 
 def make_drafting(

@@ -23,7 +23,7 @@ from torch import Tensor
 from memory.attention.seam import AttentionStep, PlannedAttention
 from memory.kv_memory import KVMemory
 from ops.cpu.sampling import SamplingInputs
-from serve.models.draft_heads.head import DraftHead
+from serve.models.layers.draft_head import DraftHead
 from serve.scheduler.sequence import Sequence, SequenceStatus
 from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import StepTimeModel

@@ -21,15 +21,15 @@ from serve.errors import ModelLoadError
 from serve.models.assemble import Assembler, Stored
 from serve.models.checkpoint import Checkpoint
 from serve.models.decoder import Decoder
-from serve.models.draft_heads.head import DraftHead, HeadWeights
 from serve.models.families import FAMILIES
 from serve.models.families.fields import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from serve.models.families.head_spec import EAGLE3, HeadSpec
+from serve.models.layers.draft_head import DraftHead, HeadWeights
+from serve.models.layers.rope import RotaryTable
 from serve.models.loaded_tensors import LoadedTensors
 from serve.models.open_checkpoint import open_checkpoint
 from serve.models.parts import Part
 from serve.models.random_checkpoint import RandomCheckpoint
-from serve.models.rope import RotaryTable
 from serve.models.spec import ModelSpec
 from serve.models.tensors import ExpectedTensors, TensorSource
 from serve.models.weights import CheckedNames

@@ -17,8 +17,8 @@ from ops.cuda.linear import Int8Linear, PlainLinear
 from ops.reference import ReferenceBackend
 from serve.loading import cuda_tuning
 from serve.models import Decoder
-from serve.models.blocks import AttentionWeights, Block, DenseMlp
 from serve.models.families.layer_spec import AttentionSpec, LayerSpec, MlpSpec
+from serve.models.layers.blocks import AttentionWeights, Block, DenseMlp
 from serve.runner.graph_shapes import StepShapes
 
 CPU = torch.device("cpu")

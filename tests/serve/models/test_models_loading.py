@@ -22,7 +22,7 @@ from ops.cpu.native_quantized_linear import NATIVE
 from ops.reference import ReferenceBackend
 from serve.errors import ModelLoadError
 from serve.models import load_model, read_generation_defaults, read_spec
-from serve.models.blocks import MixtureMlp
+from serve.models.layers.blocks import MixtureMlp
 from serve.models.progress import LoadProgress
 from tests.support.engine.checkpoints import (
     checkpoint,

@@ -13,8 +13,8 @@ from ops import get_backend
 from ops.cpu import native_library
 from ops.cpu.native_quantized_linear import NATIVE
 from serve.models import load_model
-from serve.models.blocks import AttentionHalf, AttentionWeights
-from serve.models.latent import LatentAttention
+from serve.models.layers.blocks import AttentionHalf, AttentionWeights
+from serve.models.layers.latent import LatentAttention
 from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint
 from tests.support.engine.decoders import ListAttention, run, token_ids
 from tests.support.engine.quantized import CASES, write

@@ -16,10 +16,9 @@ from torch import Tensor
 from memory.attention.seam import Attention
 from ops.backend import Backend, LinearOp, Norm
 from ops.linear import apply_norm
-from serve.models.blocks import Block, RowInputs
 from serve.models.families.head_spec import MTP, HeadSpec
-from serve.models.rope import RotaryTable
-from serve.models.spec import ModelSpec
+from serve.models.layers.blocks import Block, RowInputs
+from serve.models.layers.rope import RotaryTable
 
 
 @dataclass(slots=True)
@@ -49,7 +48,10 @@ class Target(Protocol):
     backend: Backend
 
     @property
-    def spec(self) -> ModelSpec: ...
+    def num_layers(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     @property
     def final_norm(self) -> Norm | None: ...
@@ -117,7 +119,7 @@ class DraftHead:
             residual = normed if self.spec.is_residual_normed else states
             residual = residual.clone()
         inputs = RowInputs([table.lookup(positions) for table in self._rotary], positions)
-        number = model.spec.num_layers
+        number = model.num_layers
         pending = weights.block.attention.attend(number, x, inputs, attention)
         x = weights.block.finish(backend, pending.wait(), residual, inputs, number)
         if weights.final_norm is not None:
@@ -137,5 +139,5 @@ class DraftHead:
         own = self.weights.head(states).float()
         if self.weights.token_ids is None:
             return own
-        logits = own.new_full((len(own), self._model.spec.vocab_size), -torch.inf)
+        logits = own.new_full((len(own), self._model.vocab_size), -torch.inf)
         return logits.index_copy_(1, self.weights.token_ids, own)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from memory.attention.seam import Attention, Pending
 from ops.backend import Backend, HeadsOp, LinearOp
-from serve.models.blocks import RowInputs, query_factors
 from serve.models.families.layer_spec import LatentSpec
+from serve.models.layers.blocks import RowInputs, query_factors
 
 
 @dataclass(slots=True)
