@@ -22,9 +22,11 @@ from rich.table import Table
 from bench.common import tables
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import write_random
+from bench.common.scripted_drafts import ScriptedDrafter
 from bench.engine.speculation import RATES, Arm, Requests, Rig, measure, sampled
 from serve import LLM
 from serve.scheduler.sequence import Sequence
+from serve.speculation.speculation import Speculation
 
 
 def write_head(path: Path, model: dict[str, Any]) -> None:
@@ -54,17 +56,23 @@ class ScriptedHead:
     """A head whose tokens are replaced by those of known answers, right at a given rate."""
 
     def __init__(self, rig: Rig) -> None:
-        scheduler, runner = rig.llm._loaded.core._scheduler, rig.llm._loaded.core._runner
-        self._rig, self._runner, self._follower = rig, runner, runner._follower  # type: ignore[attr-defined]
-        self._drafts = scheduler.drafting._by_model.model  # type: ignore[union-attr]
-        self._compute, self._drafts.draft = self._drafts.draft, self._draft
+        core: Any = rig.llm._loaded.core
+        drafting = core._scheduler.drafting
+        assert isinstance(drafting, Speculation) and drafting._by_model is not None
+        # lookup would find the answers of the arm before
+        drafting.drafter = ScriptedDrafter({}, 0.0)
+        drafts: Any = drafting._by_model.model
+        self._compute, drafts.draft = drafts.draft, self._draft
+        self.rig = rig
+        self._runner = core._runner
+        self._follower = self._runner._follower
         self._answers: dict[tuple[int, ...], list[int]] = {}
         self._rate = 0.0
         self._rng = random.Random(0)
 
     def without(self, *_: object) -> None:
-        self._runner._follower = None  # type: ignore[attr-defined]
-        self._rig.without()
+        self._runner._follower = None
+        self.rig.without()
 
     def right_at(self, rate: float) -> Arm:
         """Returns what lets the head draft tokens that are right at this rate."""
@@ -73,8 +81,8 @@ class ScriptedHead:
             prompts = [tuple(prompt["prompt_token_ids"]) for prompt in requests[0]]
             self._answers = dict(zip(prompts, answers, strict=True))
             self._rate = rate
-            self._runner._follower = self._follower  # type: ignore[attr-defined]
-            self._rig.with_own()
+            self._runner._follower = self._follower
+            self.rig.with_own()
 
         return begin
 
@@ -112,7 +120,7 @@ def main() -> None:
             arms |= {name: scripted.right_at(rate) for name, rate in zip(names, RATES, strict=True)}
             for batch in args.batch:
                 make = partial(sampled, batch, config["vocab_size"])
-                found = measure(scripted._rig, make, arms, args.rounds)
+                found = measure(scripted.rig, make, arms, args.rounds)
                 cells = [f"{found[name] / found['none']:.2f}x" for name in names]
                 table.add_row(str(batch), f"{found['none']:.1f}", *cells)
     console.print(table)

@@ -30,15 +30,15 @@ from serve.scheduler.step_time import StepTimeModel
 from serve.speculation.drafted_rows import draft_in_steps, drafting_inputs, draw, work_of
 
 # So many states of a sequence are computed together if it has no drafts.
-_MOST_PENDING = 64
+_MOST_PENDING = 32
 # Pages that are left to sequences when drafts ask for one.
 _SPARE_PAGES = 2
 
 
 @dataclass(slots=True)
 class _Text:
-    """What the head has of one sequence: its K/V of the first `end` positions, and the states of
-    the positions that follow, in pieces [rows, hidden]."""
+    """What the head has of one sequence: its K/V of the first `end` positions, and what the
+    model's states of the positions that follow are read from, in pieces [rows, any]."""
 
     inputs: SamplingInputs
     end: int = 0
@@ -122,7 +122,7 @@ class HeadDrafts:
     def keep(self, plan: StepPlan, hidden: Tensor) -> None:
         """Keeps the states of a step. hidden: [T, hidden], the model's result, in the plan's
         order."""
-        states, row = self._head.read(hidden), 0
+        states, row = self._head.take(hidden), 0
         for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True):
             text = self._texts.get(sequence)
             if text is None:
@@ -207,7 +207,7 @@ class HeadDrafts:
         """Returns the rows whose states are there."""
         first = text.end + 1
         next_ids = sequence.token_ids[first : first + text.num_pending]
-        return _Part(sequence, text, text.take(), next_ids)
+        return _Part(sequence, text, self._head.read(text.take()), next_ids)
 
     def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
         target = sequence.kv_range

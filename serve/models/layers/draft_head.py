@@ -89,12 +89,16 @@ class DraftHead:
         weight = norm.weight.float()
         return torch.where(weight == 0, torch.zeros_like(weight), 1.0 / weight)
 
-    def read(self, hidden: Tensor) -> Tensor:
-        """Returns what the head reads of the model's last pass, [T, hidden_size]. hidden: its
-        result."""
+    def take(self, hidden: Tensor) -> Tensor:
+        """Returns the model's states of its last pass that read() needs, [T, any]. hidden: the
+        result of the pass."""
         if self._is_mtp:
-            return self._model.normed(hidden)
-        return self.weights.join(torch.cat(self._model.taken_states(hidden), dim=1))
+            return hidden
+        return torch.cat(self._model.taken_states(hidden), dim=1)
+
+    def read(self, taken: Tensor) -> Tensor:
+        """Returns what the head reads of the rows that were taken, [T, hidden_size]."""
+        return self._model.normed(taken) if self._is_mtp else self.weights.join(taken)
 
     def forward(
         self, next_ids: Tensor, positions: Tensor, states: Tensor, attention: Attention
