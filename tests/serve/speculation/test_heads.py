@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from serve import LLM, Engine, SamplingParams
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
+from serve.loading import model_source
+from serve.models.packed_cache.cache import PackedCache
 from serve.structured_output import StructuredOutput
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.decoders import edit_tensors
@@ -229,29 +233,33 @@ def test_grammars(folder):
         assert results(llm.generate(prompts, params, use_tqdm=False)) == expected
 
 
-def test_packed_weights_are_kept_with_the_layer(folder, tmp_path):
-    """The second start finds the MTP layer among the packed weights; one without it does not."""
+def test_packed_weights_are_kept_with_the_layer(folder, tmp_path, monkeypatch):
+    """A start with the MTP layer and one without it have files of their own; the second start with
+    it drafts as the first one did."""
+    small = functools.partial(PackedCache, min_bytes=0)
+    monkeypatch.setattr(model_source, "PackedCache", small)
     settings = SMALL | settings_of(folder, "mtp", "glm4_moe", "one-group")
     settings |= {"dtype": "int8", "packed_cache": str(tmp_path)}
-    prompt = {"prompt_token_ids": [9, 8, 7]}
-    drafts = []
-    for speculation in ("mtp", "off", "mtp"):
+    drafts: list[list[list[int]]] = []
+    for number, speculation in enumerate(("mtp", "off", "mtp")):
         with LLM(**settings | {"speculation": speculation}) as llm:
+            found: list[list[int]] = []
             if speculation == "mtp":
                 head = always_draft(llm)
-                found: list[list[int]] = []
+                head.draft = functools.partial(_note, found, head.draft)
                 drafts.append(found)
-                draft = head.draft
-
-                def noted(*args: Any, draft: Any = draft, found: Any = found) -> Any:
-                    found.extend(draft(*args))
-                    return found[-1:]
-
-                head.draft = noted
-            llm.generate(prompt, GREEDY, use_tqdm=False)
+            llm.generate({"prompt_token_ids": [9, 8, 7]}, GREEDY, use_tqdm=False)
+            while len(list(tmp_path.glob("*.packed"))) < min(2, number + 1):
+                time.sleep(0.01)
     assert drafts[0] == drafts[1]
     assert len(drafts[0]) > 3
-    assert len(list(tmp_path.iterdir())) > 1
+    assert len(list(tmp_path.glob("*.packed"))) == 2
+
+
+def _note(found: list[list[int]], draft: Any, *args: Any) -> list[list[int]]:
+    drafts: list[list[int]] = draft(*args)
+    found.extend([list(each) for each in drafts])
+    return drafts
 
 
 def test_abort_drops_the_states(folder):
