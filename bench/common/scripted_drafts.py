@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence as List
 
 from serve import LLM
+from serve.engine.core import EngineCore
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_time import StepTimeModel
 from serve.speculation.drafter import Draft
@@ -47,5 +48,15 @@ def scripted_speculation(
 ) -> Speculation:
     """Returns what gives these drafts to the steps of an engine. model: predicts the time of steps,
     the engine's own by default."""
-    core = llm._loaded.core
+    return speculation_of(llm._loaded.core, drafter, most=most, model=model)
+
+
+def speculation_of(
+    core: EngineCore,
+    drafter: ScriptedDrafter,
+    *,
+    most: int = 15,
+    model: StepTimeModel | None = None,
+) -> Speculation:
+    """Does the same for an engine's core."""
     return Speculation(drafter, model or core._scheduler.chunks.model, core.kv, most)
