@@ -9,6 +9,7 @@ from serve import LLM
 from serve.engine.core import EngineCore
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_time import StepTimeModel
+from serve.speculation.draft_ledger import DraftLedger
 from serve.speculation.drafter import Draft
 from serve.speculation.speculation import Speculation
 
@@ -59,4 +60,6 @@ def speculation_of(
     model: StepTimeModel | None = None,
 ) -> Speculation:
     """Does the same for an engine's core."""
-    return Speculation(drafter, model or core._scheduler.chunks.model, core.kv, most)
+    ledger = DraftLedger() if model is None else None
+    steps = model or core._scheduler.chunks.model
+    return Speculation(drafter, steps, core.kv, most, ledger=ledger)

@@ -12,6 +12,7 @@ Beside prompts, the same choice counts their rows as progress, too (beside_promp
 
 Two drafters may be combined: lookup costs nothing, so its drafts come first; a draft model
 (model_drafts.py) drafts where its tokens agree more often. What it took counts in the comparison.
+Whether all this pays is measured as well (draft_ledger.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import StepTimeModel, StepWork
 from serve.speculation.acceptance import Acceptance, Trials
 from serve.speculation.beside_prompts import DraftsBesidePrompts, Offer, Room
+from serve.speculation.draft_ledger import DraftLedger
 from serve.speculation.drafter import Draft, Drafter
 from serve.speculation.model_drafts import MARGIN, Candidate, ModelDrafts
 
@@ -64,10 +66,11 @@ class Speculation:
         most_tokens: int,
         device_rows: int | None = None,
         draft_model: DraftModel | None = None,
+        ledger: DraftLedger | None = None,
     ) -> None:
         """most_tokens: of one draft. device_rows: the most rows that are sampled in a step, where a
         device keeps the tokens and launches steps ahead; None elsewhere. draft_model: drafts what
-        the drafter does not."""
+        the drafter does not. ledger: measures steps that follow each other and do not overlap."""
         self.drafter = drafter
         self._by_model = None if draft_model is None else ModelDrafts(draft_model, model)
         self._model = model
@@ -77,6 +80,7 @@ class Speculation:
         self._most_rows = 0  # of any step with drafts and no prompt
         self._beside = DraftsBesidePrompts(model)
         self._device_rows = device_rows
+        self._ledger = ledger
         self._num_ahead = 0  # steps that are still launched ahead before drafts are tried again
         self._next_ahead = _FEWEST_AHEAD
 
@@ -91,12 +95,31 @@ class Speculation:
             if sequence.draft_ids:
                 sequence.draft_ids = []
         has_prompts = plan.num_prompt_rows > 0
+        ledger = self._ledger
+        if ledger is not None and not ledger.begin():
+            return
         if not sequences or (has_prompts and not self._drafts_beside_prompts):
             return
         if self._device_rows is not None:
             num_rows = min(num_rows, self._device_rows - plan.num_total_rows)
             if any(s.token_ids[-1] == PENDING_TOKEN for s in sequences):
                 return
+        if ledger is not None and not has_prompts:
+            context = sum([s.num_computed_tokens for s in sequences])
+            work = StepWork(plan.num_decodes, context, plan.num_decodes, samples=True)
+            if not ledger.count(plan.num_decodes, self._model.predict(work)):
+                return
+        self._draft(plan, sequences, num_rows, limit_s)
+        if ledger is not None:
+            if self._by_model is not None and self._by_model.has_caught_up:
+                ledger.invested()
+            else:
+                ledger.found(plan.num_drafted)
+
+    def _draft(
+        self, plan: StepPlan, sequences: list[Sequence], num_rows: int, limit_s: float
+    ) -> None:
+        has_prompts = plan.num_prompt_rows > 0
         drafts = self.drafter.propose(sequences, self._most)
         if self._by_model is not None and not has_prompts and not self._by_model.rests():
             self._draft_by_model(self._by_model, plan, sequences, drafts, num_rows)
@@ -266,6 +289,8 @@ class Speculation:
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         state = _state_of(sequence)
+        if self._ledger is not None:
+            self._ledger.accepted(num_accepted)
         if state.kind == _OF_MODEL and self._by_model is not None:
             self._by_model.learn(state.model_trials, num_drafted, num_accepted)
             return
@@ -273,6 +298,8 @@ class Speculation:
 
     def ended(self, sequence: Sequence) -> None:
         self.drafter.ended(sequence)
+        if self._ledger is not None:
+            self._ledger.disturbed()  # the next step may come later
         if self._by_model is not None:
             self._by_model.model.ended(sequence)
         sequence.drafting = None
