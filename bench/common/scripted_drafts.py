@@ -6,8 +6,10 @@ import random
 from collections.abc import Sequence as List
 
 from serve import LLM
+from serve.engine.core import EngineCore
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_time import StepTimeModel
+from serve.speculation.draft_ledger import DraftLedger
 from serve.speculation.drafter import Draft
 from serve.speculation.speculation import Speculation
 
@@ -47,5 +49,17 @@ def scripted_speculation(
 ) -> Speculation:
     """Returns what gives these drafts to the steps of an engine. model: predicts the time of steps,
     the engine's own by default."""
-    core = llm._loaded.core
-    return Speculation(drafter, model or core._scheduler.chunks.model, core.kv, most)
+    return speculation_of(llm._loaded.core, drafter, most=most, model=model)
+
+
+def speculation_of(
+    core: EngineCore,
+    drafter: ScriptedDrafter,
+    *,
+    most: int = 15,
+    model: StepTimeModel | None = None,
+) -> Speculation:
+    """Does the same for an engine's core."""
+    ledger = DraftLedger() if model is None else None
+    steps = model or core._scheduler.chunks.model
+    return Speculation(drafter, steps, core.kv, most, ledger=ledger)

@@ -30,10 +30,11 @@ class SwitchedChunks(ChunkPolicy):
         level: int = 0,
         num_ready: int = 0,
         beside: Collection[Sequence] = (),
+        num_drafts: int = 0,
     ) -> StepBudget:
         if self.static_rows is not None and (decodes or beside):
-            rows = min(rows, self.static_rows)
-        return super().begin(prompts, decodes, rows, now_s, level, num_ready, beside)
+            rows = min(rows, self.static_rows + num_drafts)
+        return super().begin(prompts, decodes, rows, now_s, level, num_ready, beside, num_drafts)
 
     def _limit_s(self, decodes: StepWork, num_prompts: int) -> float:
         if self.static_rows is not None:

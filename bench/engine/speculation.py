@@ -8,6 +8,7 @@ tokens per second, over those without drafts.
     lookup    prompt lookup where the answer is the prompt with a few edits: a grammar allows only
               that text, as the weights are random; and in sampled answers, which repeat little
     index     the suffix automaton of prompt lookup alone, on random tokens that repeat as words do
+    beside    scripted drafts of streams, while prompts arrive all the time
     model     a draft model: the target itself, its first layers, and one that agrees in nothing
 """
 
@@ -31,6 +32,7 @@ from bench.common import tables
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import write_random
 from bench.common.scripted_drafts import ScriptedDrafter, scripted_speculation
+from bench.engine.speculation_beside import beside
 from ops.cpu import native_library
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
@@ -255,7 +257,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-1b", help="of random weights; or 'default'")
     parser.add_argument("--batch", type=int, nargs="*", default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--part", choices=("scripted", "lookup", "index", "model"))
+    parser.add_argument("--part", choices=("scripted", "lookup", "index", "beside", "model"))
     args = parser.parse_args()
     console = tables.console()
     console.print(str(tables.Head.now("speculative decoding")), soft_wrap=True)
@@ -281,7 +283,9 @@ def main() -> None:
                 for row in by_model(model, draft, settings, args, vocab):
                     table.add_row(name, *row)
             console.print(table)
-        if args.part == "model":
+        if args.part in (None, "beside"):
+            console.print(beside(model, settings, args.batch, vocab, args.rounds))
+        if args.part in ("model", "beside"):
             return
         with LLM(model, **settings) as llm:
             rig = Rig(llm)

@@ -207,6 +207,7 @@ class ChunkPolicy:
         self._max_rows = min(limits.max_num_batched_tokens, limits.max_chunk_tokens)
         self.model = StepTimeModel(self._max_rows)
         self.limit: int | None = None  # the prompt rows for which the last step had room
+        self.limit_s = math.inf  # the longest predicted time of the last step with prompts
         self.num_stages = 1
         self._num_observed = 0
         self._now_s = 0.0
@@ -221,6 +222,7 @@ class ChunkPolicy:
         level: int = 0,
         num_ready: int = 0,
         beside: Collection[Sequence] = (),
+        num_drafts: int = 0,
     ) -> StepBudget:
         """Begins a step with `rows` left beside the decodes.
 
@@ -229,11 +231,14 @@ class ChunkPolicy:
         a level. `level` is the one whose requests may be admitted. Only long prompts of this
         level make room for other prompts, and less urgent prompts come after them.
         num_ready: the waiting sequences for which there are slots and perhaps memory. beside:
-        sequences that bound the step's time, too, although it has no rows of them."""
+        sequences that bound the step's time, too, although it has no rows of them. num_drafts: the
+        rows of drafts that the decodes may get, in the same limits."""
         work = _decode_work(decodes)
         bound = _decode_work([*decodes, *beside]) if beside else work
-        limit_s = self._limit_s(bound, len(prompts) + num_ready)
-        budget = StepBudget(self.model, work, rows, limit_s, self._owed_s, level)
+        self.limit_s = limit_s = self._limit_s(bound, len(prompts) + num_ready)
+        work.num_decodes += num_drafts
+        work.num_rows += num_drafts
+        budget = StepBudget(self.model, work, rows - num_drafts, limit_s, self._owed_s, level)
         self._now_s = now_s
         if len(prompts) > 1:
             prompts = sorted(prompts, key=lambda item: (item[0], self._slack_at_start(item[1])))

@@ -110,8 +110,9 @@ class Scheduler:
             prompts = [(self._level_of(s), s) for s in prefilling]
             level = self._level_of_next(prompts)
             beside = streams_beside(self.running, decodes, self.num_stages)
-            left, num_ready = rows - num_certain, self._num_ready()
-            budget = self.chunks.begin(prompts, decodes, left, now_s, level, num_ready, beside)
+            left, ready = rows - num_certain, self._num_ready()
+            kept = self.drafting.reserve(left) if self.drafting and decodes else 0
+            budget = self.chunks.begin(prompts, decodes, left, now_s, level, ready, beside, kept)
             self._fill(StepDraft(budget, decodes, chunks), now_s)
             self.chunks.end(budget)
         if self.waiting.preempts:
@@ -123,7 +124,8 @@ class Scheduler:
             num_certain = 0
         plan = make_plan(decodes, chunks, num_certain)
         if self.drafting is not None and plan is not None:
-            self.drafting.extend(plan, num_certain, rows - plan.num_total_rows)
+            limit_s = self.chunks.limit_s
+            self.drafting.extend(plan, num_certain, rows - plan.num_total_rows, limit_s)
         return plan
 
     def _num_ready(self) -> int:

@@ -9,6 +9,7 @@ its computed tokens, where the next step writes. Integers only: no torch, no asy
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Protocol
 
@@ -19,9 +20,15 @@ from serve.scheduler.step_plan import StepPlan
 class Drafting(Protocol):
     """Decides which sequences of a step have drafts, and how long they are."""
 
-    def extend(self, plan: StepPlan, num_certain: int, num_rows: int) -> None:
+    def reserve(self, num_rows: int) -> int:
+        """Returns for how many rows of drafts the prompts of a step leave room; together they have
+        num_rows."""
+
+    def extend(
+        self, plan: StepPlan, num_certain: int, num_rows: int, limit_s: float = math.inf
+    ) -> None:
         """Gives drafts to some of the plan's first num_certain sequences, which decode: at most
-        num_rows rows."""
+        num_rows rows. Beside prompts, the step's predicted time stays within limit_s."""
 
     def wants_tokens(self, plan: StepPlan) -> bool:
         """Returns whether the tokens of this plan, which a device with tokens of its own computes,

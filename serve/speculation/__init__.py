@@ -68,6 +68,7 @@ def make_drafting(
     if is_cuda and (config.num_ranks > 1 or config.memory_nodes):
         return None
     from serve.speculation import prompt_lookup
+    from serve.speculation.draft_ledger import DraftLedger
     from serve.speculation.speculation import Speculation
 
     if not prompt_lookup.is_available():
@@ -84,7 +85,11 @@ def make_drafting(
     drafter = prompt_lookup.PromptLookup()
     most = config.max_draft_tokens
     device_rows = min(config.max_num_seqs, config.batched_tokens) if is_cuda else None
-    return Speculation(drafter, scheduler.chunks.model, runtime.kv, most, device_rows, model)
+    overlaps = is_cuda or config.pipeline_parallel_size > 1
+    ledger = None if overlaps else DraftLedger()
+    return Speculation(
+        drafter, scheduler.chunks.model, runtime.kv, most, device_rows, model, ledger
+    )
 
 
 def _is_exact(config: EngineConfig, runtime: Runtime) -> bool:

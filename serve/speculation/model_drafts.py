@@ -55,9 +55,11 @@ class ModelDrafts:
         self.acceptance = Acceptance((_GUESS,))
         self._target = target
         self._pause = self._last_pause = 0
+        self.has_caught_up = False  # with prompts, in the last step
 
     def rests(self) -> bool:
         """Begins a step; returns whether it is one in which no draft is considered."""
+        self.has_caught_up = False
         self._pause -= 1
         return self._pause >= 0
 
@@ -166,6 +168,7 @@ class ModelDrafts:
                 break
         if chunks:
             self.model.catch_up(chunks)
+            self.has_caught_up = True
 
 
 def _rows_seconds(model: StepTimeModel, rows: int, base: StepWork) -> float:

@@ -8,13 +8,17 @@ over T(n), with a margin for what the model does not know. (The same aim as the 
 al., TurboSpec, arXiv 2406.14066.) So one sequence is drafted far ahead, and many sequences, whose
 rows are dear, hardly or not at all.
 
+Beside prompts, the same choice counts their rows as progress, too (beside_prompts.py).
+
 Two drafters may be combined: lookup costs nothing, so its drafts come first; a draft model
 (model_drafts.py) drafts where its tokens agree more often. What it took counts in the comparison.
+Whether all this pays is measured as well (draft_ledger.py).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field
 
 from memory.kv_memory import KVMemory
@@ -22,6 +26,8 @@ from serve.scheduler.sequence import PENDING_TOKEN, Sequence
 from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import StepTimeModel, StepWork
 from serve.speculation.acceptance import Acceptance, Trials
+from serve.speculation.beside_prompts import DraftsBesidePrompts, Offer, Room
+from serve.speculation.draft_ledger import DraftLedger
 from serve.speculation.drafter import Draft, Drafter, DraftSource
 from serve.speculation.model_drafts import MARGIN, Candidate, ModelDrafts
 
@@ -56,36 +62,66 @@ class Speculation:
         most_tokens: int,
         device_rows: int | None = None,
         draft_model: DraftSource | None = None,
+        ledger: DraftLedger | None = None,
     ) -> None:
         """most_tokens: of one draft. device_rows: the most rows that are sampled in a step, where a
-        device keeps the tokens and launches steps ahead; None elsewhere. draft_model: a model
-        or a head that drafts what the drafter does not."""
+        device keeps the tokens and launches steps ahead; None elsewhere. draft_model: a model or a
+        head that drafts what the drafter does not. ledger: measures steps that follow each other
+        and do not overlap."""
         self.drafter = drafter
         self._by_model = None if draft_model is None else ModelDrafts(draft_model, model)
         self._model = model
         self._kv = kv
         self._most = most_tokens
         self._acceptance = Acceptance(drafter.first_guesses)
-        self._most_rows = 0  # of any step with drafts
+        self._most_rows = 0  # of any step with drafts and no prompt
+        self._beside = DraftsBesidePrompts(model)
         self._device_rows = device_rows
+        self._ledger = ledger
         self._num_ahead = 0  # steps that are still launched ahead before drafts are tried again
         self._next_ahead = _FEWEST_AHEAD
 
-    def extend(self, plan: StepPlan, num_certain: int, num_rows: int) -> None:
+    def reserve(self, num_rows: int) -> int:
+        return self._beside.reserve(num_rows)
+
+    def extend(
+        self, plan: StepPlan, num_certain: int, num_rows: int, limit_s: float = math.inf
+    ) -> None:
+        ledger = self._ledger
+        rests = ledger is not None and not ledger.begin()
         if self._by_model is not None:
             plan.draft_s = self._by_model.model.follow()
         sequences = plan.sequences[:num_certain]
         for sequence in sequences:
             if sequence.draft_ids:
                 sequence.draft_ids = []
-        if not sequences or plan.num_prompt_rows:
+        has_prompts = plan.num_prompt_rows > 0
+        if rests:
+            return
+        if not sequences or (has_prompts and not self._drafts_beside_prompts):
             return
         if self._device_rows is not None:
             num_rows = min(num_rows, self._device_rows - plan.num_total_rows)
             if any(s.token_ids[-1] == PENDING_TOKEN for s in sequences):
                 return
+        if ledger is not None and not has_prompts:
+            context = sum([s.num_computed_tokens for s in sequences])
+            work = StepWork(plan.num_decodes, context, plan.num_decodes, samples=True)
+            if not ledger.count(plan.num_decodes, self._model.predict(work)):
+                return
+        self._draft(plan, sequences, num_rows, limit_s)
+        if ledger is not None:
+            if self._by_model is not None and self._by_model.has_caught_up:
+                ledger.invested()
+            else:
+                ledger.found(plan.num_drafted)
+
+    def _draft(
+        self, plan: StepPlan, sequences: list[Sequence], num_rows: int, limit_s: float
+    ) -> None:
+        has_prompts = plan.num_prompt_rows > 0
         drafts = self.drafter.propose(sequences, self._most)
-        if self._by_model is not None and not self._by_model.rests():
+        if self._by_model is not None and not has_prompts and not self._by_model.rests():
             self._draft_by_model(self._by_model, plan, sequences, drafts, num_rows)
         offers = [
             (i, draft)
@@ -94,10 +130,11 @@ class Speculation:
         ]
         if not offers:
             return
-        lengths = self._lengths(plan, sequences, offers, num_rows)
+        room = Room(num_rows, limit_s)
+        lengths = self._lengths(plan, sequences, offers, room)
         for (i, draft), length in zip(offers, lengths, strict=True):
             sequence = sequences[i]
-            if not (length and self._has_room(sequence, length, num_certain)):
+            if not (length and self._has_room(sequence, length, len(plan.sequences))):
                 continue
             state = _state_of(sequence)
             state.kind = draft.kind
@@ -106,8 +143,15 @@ class Speculation:
             plan.num_total_rows += length
             plan.num_drafted += length
         if plan.num_drafted:
-            self._most_rows = max(self._most_rows, plan.num_total_rows)
+            if not has_prompts:
+                self._most_rows = max(self._most_rows, plan.num_total_rows)
             _sort(plan)
+
+    @property
+    def _drafts_beside_prompts(self) -> bool:
+        """A device launches steps with prompts ahead, before the tokens are known that drafts
+        follow."""
+        return self._device_rows is None
 
     def _draft_by_model(
         self,
@@ -165,14 +209,14 @@ class Speculation:
         del draft.token_ids[max(0, sequence.max_tokens_total - len(sequence.token_ids) - 1) :]
         return bool(draft.token_ids)
 
-    def _has_room(self, sequence: Sequence, length: int, num_decodes: int) -> bool:
-        """Returns whether there are pages for a draft and for each of num_decodes sequences."""
+    def _has_room(self, sequence: Sequence, length: int, num_sequences: int) -> bool:
+        """Returns whether there are pages for a draft and for each of num_sequences."""
         target = sequence.kv_range
         assert target is not None
         need = len(sequence.token_ids) + length
         if need <= target.capacity:
             return True
-        is_plentiful = self._kv.num_available > num_decodes + 1
+        is_plentiful = self._kv.num_available > num_sequences + 1
         return is_plentiful and self._kv.grow(target, need, sequence.num_computed_tokens)
 
     def _lengths(
@@ -180,14 +224,38 @@ class Speculation:
         plan: StepPlan,
         sequences: list[Sequence],
         offers: list[tuple[int, Draft]],
-        num_rows: int,
+        room: Room,
     ) -> list[int]:
-        """Returns how many tokens of each offer are worth their rows."""
+        """Returns how many tokens of each offer are worth their rows, and rests the others."""
         states = [_state_of(sequences[i]) for i, _ in offers]
         rates = [
             self._rate(draft.kind, state) for (_, draft), state in zip(offers, states, strict=True)
         ]
-        context = sum([s.num_computed_tokens for s in sequences])
+        if plan.num_prompt_rows:
+            pairs = zip(offers, rates, strict=True)
+            made = [Offer(len(draft.token_ids), rate) for (_, draft), rate in pairs]
+            lengths = self._beside.lengths(plan, made, room)
+        else:
+            context = sum([s.num_computed_tokens for s in sequences])
+            lengths = self._lengths_alone(plan, context, offers, rates, room.num_rows)
+        idle = [
+            state.trials
+            for (_, draft), state, length in zip(offers, states, lengths, strict=True)
+            if not length and draft.kind != _OF_MODEL
+        ]
+        if idle:
+            self._acceptance.rest(idle)
+        return lengths
+
+    def _lengths_alone(
+        self,
+        plan: StepPlan,
+        context: int,
+        offers: list[tuple[int, Draft]],
+        rates: list[float],
+        num_rows: int,
+    ) -> list[int]:
+        """Returns the lengths in a step without prompts, whose sequences have `context` tokens."""
         rows = plan.num_total_rows
         num_rows = self._most_added(plan, num_rows)
         # what the drafts took belongs to the step, however many of their tokens it computes
@@ -208,13 +276,6 @@ class Speculation:
                 heapq.heapreplace(queue, (negative * rates[n], n))
             else:
                 heapq.heappop(queue)
-        idle = [
-            state.trials
-            for (_, draft), state, length in zip(offers, states, lengths, strict=True)
-            if not length and draft.kind != _OF_MODEL
-        ]
-        if idle:
-            self._acceptance.rest(idle)
         return lengths
 
     def _rate(self, kind: int, state: _Drafting) -> float:
@@ -228,6 +289,8 @@ class Speculation:
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         state = _state_of(sequence)
+        if self._ledger is not None:
+            self._ledger.accepted(num_accepted)
         if state.kind == _OF_MODEL and self._by_model is not None:
             self._by_model.learn(state.model_trials, num_drafted, num_accepted)
             return
@@ -235,6 +298,8 @@ class Speculation:
 
     def ended(self, sequence: Sequence) -> None:
         self.drafter.ended(sequence)
+        if self._ledger is not None:
+            self._ledger.disturbed()  # the next step may come later
         if self._by_model is not None:
             self._by_model.model.ended(sequence)
         sequence.drafting = None

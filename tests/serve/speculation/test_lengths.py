@@ -142,6 +142,3 @@ def test_limits():
         plan = StepPlan([sequence], [1], 1, [True], 1)
     machine.drafting.extend(plan, 1, 1)
     assert plan.num_drafted == 1, "no more rows than the step has"
-    prompt = StepPlan([sequence, *sequences_of(1)], [1, 9], 1, [True, True], 10)
-    machine.drafting.extend(prompt, 1, 100)
-    assert not sequence.draft_ids, "beside prompts there are no drafts"

@@ -10,6 +10,7 @@ import pytest
 
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_time import StepTimeModel, StepWork
+from serve.speculation.draft_ledger import DraftLedger
 from serve.speculation.speculation import Speculation
 from tests.serve.speculation.test_lengths import MOST, Machine, Room, busy, cpu
 from tests.support.speculation.scripted import NoLookup
@@ -69,12 +70,15 @@ class TwoMachines(Machine):
 
     def make_drafting(self) -> Speculation:
         room: Any = Room()
-        return Speculation(NoLookup(), self.model, room, MOST, None, self.drafts)  # type: ignore[arg-type]
+        drafts: Any = self.drafts
+        ledger = DraftLedger(self.drafts.clock)
+        return Speculation(NoLookup(), self.model, room, MOST, None, drafts, ledger)
 
     def step(self, rate: float) -> tuple[int, float]:
         began_s = self.drafts.now_s
         tokens, seconds = super().step(rate)
         assert seconds > self.drafts.now_s - began_s, "the drafts' time is in the step's"
+        self.drafts.now_s = began_s + seconds
         return tokens, seconds
 
 

@@ -82,6 +82,6 @@ def always_draft(llm: LLM) -> Any:
     drafting = llm._loaded.core._scheduler.drafting
     assert isinstance(drafting, Speculation) and drafting._by_model is not None
     drafting._model = drafting._by_model._target = Costs(1.0)
-    drafting._most_rows, drafting.drafter = 64, NoLookup()
+    drafting._most_rows, drafting.drafter, drafting._ledger = 64, NoLookup(), None
     drafting._by_model.model.time = Costs(1e-5)
     return drafting._by_model.model
