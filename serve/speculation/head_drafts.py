@@ -7,6 +7,10 @@ prompts after each step, and those of a sequence that has no drafts at present w
 to be computed together. What it drafts beyond them is overwritten by the rows of the tokens that
 come.
 
+All this takes time, a layer's share of each row. So where no draft has been worth its time for
+_IDLE_STEPS steps, nothing is kept for a while; then the head begins again with the next rows of
+each sequence, and sees those only. The while grows as long as drafts are not worth it.
+
 Draft tokens never change an answer, so nothing here has to be exact: rows that were lost when a
 sequence was preempted, or that a shared prefix lacks, only make drafts worse.
 """
@@ -31,17 +35,23 @@ from serve.speculation.drafted_rows import draft_in_steps, drafting_inputs, draw
 
 # So many states of a sequence are computed together if it has no drafts.
 _MOST_PENDING = 32
+# Steps that decode without a draft until the head pauses, and for how many steps it does.
+_IDLE_STEPS = 16
+_FIRST_PAUSE, _LONGEST_PAUSE = 256, 4096
+# The head can begin at multiples of this, where a tile of K/V begins.
+_BEGIN = 16
 # Pages that are left to sequences when drafts ask for one.
 _SPARE_PAGES = 2
 
 
 @dataclass(slots=True)
 class _Text:
-    """What the head has of one sequence: its K/V of the first `end` positions, and what the
+    """What the head has of one sequence: its K/V from position `begin` to `end`, and what the
     model's states of the positions that follow are read from, in pieces [rows, any]."""
 
     inputs: SamplingInputs
-    end: int = 0
+    begin: int
+    end: int
     pieces: list[Tensor] = field(default_factory=list)
     num_pending: int = 0
 
@@ -115,6 +125,8 @@ class HeadDrafts:
         self._head, self._attention, self._kv = head, attention, kv
         self._vocab_size = vocab_size
         self._texts: dict[Sequence, _Text] = {}
+        self._num_idle = 0  # steps since the last draft
+        self._pause = self._last_pause = 0  # steps in which nothing is kept
 
     num_pages_in_use = 0
     """The head has no memory of its own."""
@@ -122,17 +134,42 @@ class HeadDrafts:
     def keep(self, plan: StepPlan, hidden: Tensor) -> None:
         """Keeps the states of a step. hidden: [T, hidden], the model's result, in the plan's
         order."""
+        if self._pauses(plan):
+            return
         states, row = self._head.take(hidden), 0
         for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True):
-            text = self._texts.get(sequence)
-            if text is None:
-                inputs = drafting_inputs(sequence, self._vocab_size)
-                text = self._texts[sequence] = _Text(inputs)
-            text.cut_to(sequence.num_computed_tokens)
-            piece = states[row : row + rows]
-            # a view would keep all rows of the step
-            text.add(piece.clone() if 4 * rows < len(states) else piece)
+            first, text = sequence.num_computed_tokens, self._text_of(sequence)
+            piece = states[row + max(0, text.begin - first) : row + rows]
             row += rows
+            if len(piece):
+                text.cut_to(max(text.begin, first))
+                # a view would keep all rows of the step
+                text.add(piece.clone() if 4 * rows < len(states) else piece)
+
+    def _pauses(self, plan: StepPlan) -> bool:
+        """Counts the steps; returns whether nothing is kept of this one."""
+        if self._pause:
+            self._pause -= 1
+            return True
+        if plan.num_decodes:
+            self._num_idle += 1
+        if self._num_idle <= _IDLE_STEPS:
+            return False
+        self._texts.clear()
+        self._num_idle = 0
+        self._pause = self._last_pause = min(2 * self._last_pause or _FIRST_PAUSE, _LONGEST_PAUSE)
+        return True
+
+    def _text_of(self, sequence: Sequence) -> _Text:
+        """Returns what there is of a sequence, or begins with it: after a prefix that was found, or
+        behind what was computed during a pause."""
+        first, text = sequence.num_computed_tokens, self._texts.get(sequence)
+        if text is None or first < text.begin - _BEGIN:
+            is_start = first == sequence.num_cached_tokens
+            begin = 0 if is_start else -(-first // _BEGIN) * _BEGIN
+            inputs = drafting_inputs(sequence, self._vocab_size)
+            text = self._texts[sequence] = _Text(inputs, begin, max(begin, first))
+        return text
 
     @torch.inference_mode()
     def follow(self) -> float:
@@ -177,6 +214,7 @@ class HeadDrafts:
         drafts: list[list[int]] = [[] for _ in sequences]
         parts: list[_Part] = []
         for sequence, depth, draft in zip(sequences, depths, drafts, strict=True):
+            self._num_idle = self._last_pause = 0
             text = self._texts[sequence]
             if text.num_pending and self._has_room(sequence, len(sequence.token_ids) + depth):
                 part = self._missing(sequence, text)
@@ -200,7 +238,7 @@ class HeadDrafts:
             return False
         last = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)
         if text.end + text.num_pending > last:
-            text.cut_to(last)
+            text.cut_to(max(text.begin, last))
         return text.num_pending > 0
 
     def _missing(self, sequence: Sequence, text: _Text) -> _Part:
@@ -244,8 +282,8 @@ class HeadDrafts:
             end = first + part.num_rows
             next_ids += part.next_ids
             positions += range(first, end)
-            starts.append(target.start)
-            lengths.append(end)
+            starts.append(target.start + part.text.begin)
+            lengths.append(end - part.text.begin)
             ends[i] = len(next_ids) - 1
             if not part.draft:  # these are rows of the sequence's own tokens
                 part.text.end = end

@@ -18,6 +18,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
 from serve.loading import model_source
 from serve.models.packed_cache.cache import PackedCache
+from serve.speculation import head_drafts
 from serve.structured_output import StructuredOutput
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.decoders import edit_tensors
@@ -109,12 +110,13 @@ class Noted:
         )
         return found
 
-    def check(self, least: int) -> None:
-        """Compares what was drafted since the last call with the reference's drafts."""
+    def check(self, least: int, begin: int = 0) -> None:
+        """Compares what was drafted since the last call with the reference's drafts. begin: the
+        first position that the head has seen."""
         assert len(self.seen) >= least
         assert max(len(found) for _, found in self.seen) >= 3
         for tokens, found in self.seen:
-            assert found == draft_of(self._reference, tokens, len(found))
+            assert found == draft_of(self._reference, tokens, len(found), begin)
         self.seen.clear()
 
 
@@ -144,8 +146,9 @@ def test_drafts_are_the_references(kind, family, variant, folder):
             assert llm.stats().prefix_hit_tokens > 50
 
 
-def test_after_a_rest(folder):
+def test_after_a_rest(folder, monkeypatch):
     """A head that has not drafted for a while has computed its rows, but for the last ones."""
+    monkeypatch.setattr(head_drafts, "_IDLE_STEPS", 1000)
     head = ("mtp", "deepseek_v3", "yarn")
     settings = PRECISE | settings_of(folder, *head)
     with LLM(**settings) as llm:
@@ -163,6 +166,30 @@ def test_after_a_rest(folder):
         llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
         noted.check(1)
     assert 20 < num_rows <= 32
+
+
+def test_after_a_pause(folder, monkeypatch):
+    """A head that has paused begins again with the rows that follow, and sees no others."""
+    monkeypatch.setattr(head_drafts, "_FIRST_PAUSE", 30)
+    head = ("mtp", "deepseek_v3", "yarn")
+    settings = PRECISE | settings_of(folder, *head)
+    with LLM(**settings) as llm:
+        noted = Noted(llm, reference_of(settings, *head))
+        begins: set[int] = set()
+        most_drafted = noted.drafts.most_drafted
+
+        def rests(sequence: Any) -> int:
+            text = noted.drafts._texts.get(sequence)
+            begins.update([] if text is None else [text.begin])
+            return most_drafted(sequence) if text is not None and text.begin else 0
+
+        noted.drafts.most_drafted = rests
+        params = SamplingParams(max_tokens=110, temperature=0.0, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+        (begin,) = begins - {0}
+        assert begin % 16 == 0
+        assert 3 + 16 + 30 <= begin <= 3 + 16 + 30 + 17
+        noted.check(5, begin)
 
 
 def perfect_mtp(folder: Path) -> Path:

@@ -94,10 +94,11 @@ class MtpReference:
         return x * scale * self.own[f"{name}.weight"]
 
 
-def draft_of(reference: Any, ids: list[int], depth: int) -> list[int]:
-    """Returns the tokens that a head drafts greedily behind ids."""
+def draft_of(reference: Any, ids: list[int], depth: int, begin: int = 0) -> list[int]:
+    """Returns the tokens that a head drafts greedily behind ids, of which it has seen those from
+    position `begin` on. Positions are relative in RoPE, so that these may count from 0."""
     with torch.no_grad():
-        states, next_ids = reference.states(ids)[: len(ids) - 1], ids[1:]
+        states, next_ids = reference.states(ids)[begin : len(ids) - 1], ids[begin + 1 :]
     draft: list[int] = []
     for _ in range(depth):
         own, logits = reference.forward(next_ids, states)
