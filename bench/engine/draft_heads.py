@@ -26,6 +26,8 @@ from bench.common.scripted_drafts import ScriptedDrafter
 from bench.engine.speculation import RATES, Arm, Requests, Rig, measure, sampled
 from serve import LLM
 from serve.scheduler.sequence import Sequence
+from serve.speculation.draft_ledger import DraftLedger
+from serve.speculation.head_drafts import HeadDrafts
 from serve.speculation.speculation import Speculation
 
 
@@ -53,49 +55,49 @@ def write_head(path: Path, model: dict[str, Any]) -> None:
 
 
 class ScriptedHead:
-    """A head whose tokens are replaced by those of known answers, right at a given rate."""
+    """The head of an engine, with tokens that are replaced by those of known answers."""
 
     def __init__(self, rig: Rig) -> None:
-        core: Any = rig.llm._loaded.core
-        drafting = core._scheduler.drafting
-        assert isinstance(drafting, Speculation) and drafting._by_model is not None
-        # lookup would find the answers of the arm before
-        drafting.drafter = ScriptedDrafter({}, 0.0)
-        drafts: Any = drafting._by_model.model
-        self._compute, drafts.draft = drafts.draft, self._draft
         self.rig = rig
-        self._runner = core._runner
-        self._follower = self._runner._follower
-        self._answers: dict[tuple[int, ...], list[int]] = {}
-        self._rate = 0.0
-        self._rng = random.Random(0)
+        core: Any = rig.llm._loaded.core
+        self._kv, self._runner, self._model = core.kv, core._runner, core._scheduler.chunks.model
+        self._head_drafts: HeadDrafts = self._runner._follower
 
     def without(self, *_: object) -> None:
+        """From now on there is no head."""
         self._runner._follower = None
         self.rig.without()
 
     def right_at(self, rate: float) -> Arm:
-        """Returns what lets the head draft tokens that are right at this rate."""
+        """Returns what lets the head draft tokens that are right at this rate. What was learned of
+        them is not that of other rates."""
+        own, rng = self._head_drafts, random.Random(0)
+        drafts: Any = HeadDrafts(
+            own._head, own._attention, self._kv, own._vocab_size, own.time.rows_per_step
+        )
+        compute, known = drafts.draft, dict[tuple[int, ...], list[int]]()
+
+        def replaced(sequences: list[Sequence], depths: list[int]) -> list[list[int]]:
+            found: list[list[int]] = compute(sequences, depths)
+            for sequence, draft in zip(sequences, found, strict=True):
+                at = sequence.num_output_tokens
+                answer = known[tuple(sequence.request.prompt_token_ids)][at : at + len(draft)]
+                for i, token in enumerate(answer):
+                    draft[i] = token if rng.random() < rate else token ^ 1
+            return found
+
+        drafts.draft = replaced
+        nothing = ScriptedDrafter({}, 0.0)  # lookup would find the answers of the arm before
+        drafting = Speculation(nothing, self._model, self._kv, 15, None, drafts, DraftLedger())
 
         def begin(requests: Requests, answers: list[list[int]]) -> None:
             prompts = [tuple(prompt["prompt_token_ids"]) for prompt in requests[0]]
-            self._answers = dict(zip(prompts, answers, strict=True))
-            self._rate = rate
-            self._runner._follower = self._follower
-            self.rig.with_own()
+            known.clear()
+            known.update(zip(prompts, answers, strict=True))
+            self._runner._follower = drafts
+            self.rig.use(drafting)
 
         return begin
-
-    def _draft(self, sequences: list[Sequence], depths: list[int]) -> list[list[int]]:
-        drafts: list[list[int]] = self._compute(sequences, depths)
-        for sequence, draft in zip(sequences, drafts, strict=True):
-            answer, at = (
-                self._answers[sequence.request.prompt_token_ids],
-                sequence.num_output_tokens,
-            )
-            for i, token in enumerate(answer[at : at + len(draft)]):
-                draft[i] = token if self._rng.random() < self._rate else token ^ 1
-        return drafts
 
 
 def main() -> None:
