@@ -88,17 +88,20 @@ class Speculation:
         self, plan: StepPlan, num_certain: int, num_rows: int, limit_s: float = math.inf
     ) -> None:
         ledger = self._ledger
-        rests = ledger is not None and not ledger.begin()
+        may_draft = ledger is None or ledger.begin()
         if self._by_model is not None:
             plan.draft_s = self._by_model.model.follow()
+            if plan.draft_s and ledger is not None:
+                ledger.invested()
+                may_draft = ledger.begin()
         sequences = plan.sequences[:num_certain]
         for sequence in sequences:
             if sequence.draft_ids:
                 sequence.draft_ids = []
         has_prompts = plan.num_prompt_rows > 0
-        if rests:
+        if not may_draft or not sequences:
             return
-        if not sequences or (has_prompts and not self._drafts_beside_prompts):
+        if has_prompts and not self._drafts_beside_prompts:
             return
         if self._device_rows is not None:
             num_rows = min(num_rows, self._device_rows - plan.num_total_rows)
