@@ -52,6 +52,20 @@ class FinishReason(Enum):
         return self.value
 
 
+@dataclass(eq=False, slots=True)
+class Prediction:
+    """A text that a request's answers are expected to repeat, and how many of the tokens that were
+    drafted from it have agreed. The compute thread counts; others read."""
+
+    token_ids: tuple[int, ...]
+    num_accepted: int = 0
+    num_rejected: int = 0
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        self.num_accepted += num_accepted
+        self.num_rejected += num_drafted - num_accepted
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A tokenized and checked prompt with its parameters.
@@ -59,7 +73,7 @@ class Request:
     params.max_tokens is resolved (never None) and params.seed is set. arrival_s: the engine's
     monotonic clock at submission. client: the user or application, where known; the lengths of
     answers are predicted per client. pooling: set where the request asks for an embedding, for
-    which no token is generated.
+    which no token is generated. prediction: that of params, tokenized.
     """
 
     request_id: str
@@ -69,6 +83,7 @@ class Request:
     arrival_s: float
     client: str | None = None
     pooling: PoolingParams | None = None
+    prediction: Prediction | None = None
 
     @property
     def reads_prompt(self) -> bool:

@@ -48,6 +48,7 @@ class SamplingParams:
     thinking_token_budget: the most tokens of reasoning; then the model is made to end it. 0: no
     reasoning; -1: no bound; None: not said, which is the engine's default in chats.
     is_reasoning_open: whether the prompt ends inside the reasoning; None looks at its end.
+    prediction: a text that the answer is expected to repeat in large part; drafts come from it.
     """
 
     n: int = 1
@@ -78,6 +79,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     thinking_token_budget: int | None = None
     is_reasoning_open: bool | None = None
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         stop = self.stop
@@ -112,6 +114,8 @@ class SamplingParams:
             check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.thinking_token_budget is not None:
             check_int("thinking_token_budget", self.thinking_token_budget, UNBOUNDED, SEED_LIMIT)
+        if self.prediction is not None and not (self.prediction and type(self.prediction) is str):
+            raise RequestError("prediction must be a text that is not empty", param="prediction")
         check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
         self._check_stops()
         self._check_logit_bias()

@@ -144,7 +144,7 @@ class EngineCore:
         now_s = self._clock() if arrived_s is None else arrived_s
         state = self._preprocessor.make_state(prompt, params, sink, now_s, request_id, client)
         compiles = self._preprocessor.masks.is_slow(state.request.params)
-        is_large = self._preprocessor.is_large(prompt, num_chars)
+        is_large = self._preprocessor.is_large(prompt, num_chars, params)
         job = partial(self._prepare, state, prompt)
         submit = partial(self._prompt_pool.submit, job, compiles=compiles, is_large=is_large)
         self._requests.add(state, submit)

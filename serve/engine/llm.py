@@ -97,6 +97,7 @@ class _Collector:
     def output(self, state: RequestState) -> RequestOutput:
         request, of_prompt = self.request, self._prompt_logprobs
         assert request is not None
+        prediction = request.prediction
         return RequestOutput(
             request.request_id,
             request.prompt,
@@ -105,6 +106,8 @@ class _Collector:
             all(o.finish_reason != FinishReason.ABORT.value for o in self.outputs),
             state.metrics(),
             None if of_prompt is None else decode_prompt_logprobs(of_prompt, self._token_text),
+            0 if prediction is None else prediction.num_accepted,
+            0 if prediction is None else prediction.num_rejected,
         )
 
     def embedding(self, state: RequestState) -> EmbeddingOutput:

@@ -83,7 +83,8 @@ def _decode_logprobs(item: TokenLogprobs, token_text: Callable[[int], str]) -> d
 @dataclass(slots=True)
 class RequestOutput:
     """A finished request: the prompt and its n completions. prompt_logprobs: per token of the
-    prompt, token id -> Logprob; None for the first one."""
+    prompt, token id -> Logprob; None for the first one. The tokens that were drafted from the
+    parameters' prediction are counted: those that agreed, and the others."""
 
     request_id: str
     prompt: str | None
@@ -92,6 +93,8 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(slots=True)

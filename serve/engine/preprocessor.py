@@ -6,6 +6,7 @@ predicting the first token's time take no time between two steps.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import abc
@@ -18,8 +19,9 @@ from serve.engine.output_processor import OutputState, Sink
 from serve.engine.request_limits import RequestLimits, check_request, check_text
 from serve.engine.request_table import RequestState
 from serve.errors import ContextLengthError, MergestepError, RequestError
+from serve.parameter_checks import parameters_named
 from serve.pooling import PoolingParams
-from serve.request import Prompt, Request
+from serve.request import Prediction, Prompt, Request
 from serve.sampling_params import SamplingParams
 from serve.scheduler.prefix_lookup import PrefixLookup
 from serve.scheduler.sequence import Sequence, make_sequences
@@ -83,9 +85,16 @@ class Preprocessor:
         self._seed = seed
         self._counter = itertools.count()
 
-    def is_large(self, prompt: Prompt | Encode, num_chars: int) -> bool:
-        """Returns whether a prompt has a large text to encode, which takes a while. num_chars: the
-        size of that of a function."""
+    def is_large(
+        self,
+        prompt: Prompt | Encode,
+        num_chars: int,
+        params: SamplingParams | PoolingParams | None = None,
+    ) -> bool:
+        """Returns whether a prompt has a large text to encode, which takes a while, or a prediction
+        has. num_chars: the size of that of a function."""
+        if isinstance(params, SamplingParams) and len(params.prediction or "") > LARGE_CHARS:
+            return True
         text: object = prompt
         if isinstance(prompt, dict):
             text = None if "prompt_token_ids" in prompt else prompt.get("prompt")
@@ -141,7 +150,10 @@ class Preprocessor:
             return replace(request, prompt=None, params=params, client=None, pooling=None)
         token_ids = self._token_ids(prompt)
         try:
-            return check_request(request, token_ids, self._limits)
+            request = check_request(request, token_ids, self._limits)
+            if request.params.prediction is None:
+                return request
+            return replace(request, prediction=self._predicted(request.params.prediction))
         except ContextLengthError:
             # freeing a million integers at once would hold the interpreter for 10 ms
             while self.is_large(prompt, 0) and isinstance(token_ids, list) and token_ids:
@@ -168,6 +180,22 @@ class Preprocessor:
     ) -> abc.Sequence[int]:
         check_text(text, self._tokenizer, self._limits, is_cut=is_cut)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _predicted(self, text: str) -> Prediction:
+        most = self._limits.max_model_len
+        with (
+            parameters_named({"prompt": "prediction"}),
+            contextlib.suppress(ContextLengthError),
+        ):
+            check_text(text, self._tokenizer, self._limits)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+            if len(token_ids) <= most:
+                return Prediction(tuple(token_ids))
+        raise RequestError(
+            f"prediction is longer than the model's context of {most} tokens",
+            param="prediction",
+            code="string_above_max_length",
+        )
 
 
 def _truncated(token_ids: abc.Sequence[int], given: dict[str, Any]) -> abc.Sequence[int]:

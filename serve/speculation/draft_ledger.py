@@ -20,6 +20,7 @@ _SHARE = 0.01
 _ALLOWED_STEPS = 2.0
 _LONGEST_REST_S = 10.0
 _MOST_SAVED_STEPS = 8.0  # what earlier drafts have saved counts for no more
+_SETTLED_STEPS = 64  # steps with drafts in which they have to save what prompts took
 _NUM_RATIOS = 15
 _FEWEST_RATIOS = 3
 _REFRESH_STEPS = 128  # steps with drafts before one without is measured again
@@ -32,7 +33,9 @@ class DraftLedger:
     def __init__(self, clock: abc.Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._ratios: list[float] = []  # of measured to predicted times of steps without drafts
-        self._saved_s = self._invested_s = self._last_rest_s = 0.0
+        self._saved_s = self._last_rest_s = 0.0
+        self._invested_s = self._repaid_s = 0.0  # since they were last compared
+        self._num_settled = 0  # steps with drafts since then
         self._rest_until_s: float | None = None
         self._num_since_plain = 0
         # of the step that runs; None: it does not count
@@ -73,15 +76,25 @@ class DraftLedger:
         plain_s = median(self._ratios) * self._predicted_s
         seconds = min(seconds, self._draft_s + _MOST_STALL * plain_s)
         tokens = self._num_decodes + self._num_accepted
-        self._saved_s += plain_s * tokens / self._num_decodes - seconds
+        saved_s = plain_s * tokens / self._num_decodes - seconds
+        self._saved_s = min(self._saved_s + saved_s, _MOST_SAVED_STEPS * plain_s)
+        self._repaid_s += saved_s
+        self._num_settled += 1
         if self._saved_s < -_ALLOWED_STEPS * plain_s:
-            lost_s, longer_s = self._invested_s - self._saved_s, 2.0 * self._last_rest_s
-            self._last_rest_s = max(lost_s / _SHARE, min(longer_s, _LONGEST_REST_S))
-            self._rest_until_s = now_s + self._last_rest_s
-            self._saved_s = self._invested_s = 0.0
-        elif self._saved_s > _MOST_SAVED_STEPS * plain_s:
-            self._saved_s = _MOST_SAVED_STEPS * plain_s
-            self._last_rest_s = self._invested_s = 0.0
+            self._rest(now_s, self._invested_s - self._saved_s)
+        elif self._num_settled >= _SETTLED_STEPS:
+            if self._repaid_s < self._invested_s:
+                self._rest(now_s, self._invested_s - self._repaid_s)
+            else:
+                self._last_rest_s = self._invested_s = self._repaid_s = 0.0
+                self._num_settled = 0
+
+    def _rest(self, now_s: float, lost_s: float) -> None:
+        longer_s = min(2.0 * self._last_rest_s, _LONGEST_REST_S)
+        self._last_rest_s = max(lost_s / _SHARE, longer_s)
+        self._rest_until_s = now_s + self._last_rest_s
+        self._saved_s = self._invested_s = self._repaid_s = 0.0
+        self._num_settled = 0
 
     def found(self, num_drafted: int) -> None:
         """The step has so many draft tokens; it was looked for them since it began."""

@@ -16,10 +16,12 @@ MOST_MISSING = 15
 @dataclass(slots=True)
 class Draft:
     """token_ids: may follow the sequence's tokens. kind: numbers drafts that are about as likely to
-    agree, from 0 to the drafter's num_kinds - 1."""
+    agree, from 0 to the drafter's num_kinds - 1. is_predicted: it is from the prediction that the
+    request came with."""
 
     token_ids: list[int]
     kind: int
+    is_predicted: bool = False
 
 
 class Drafter(Protocol):

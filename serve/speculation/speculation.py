@@ -44,11 +44,12 @@ _FEWEST_AHEAD, _MOST_AHEAD = 8, 64
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is kept with a sequence. kind: of its last draft. trials: of lookup's drafts."""
+    """What is kept with a sequence. trials: of lookup's drafts. The rest is of its last draft."""
 
     trials: Trials = field(default_factory=Trials)
     model_trials: Trials = field(default_factory=Trials)
     kind: int = 0
+    is_predicted: bool = False
 
 
 class Speculation:
@@ -140,7 +141,7 @@ class Speculation:
             if not (length and self._has_room(sequence, length, len(plan.sequences))):
                 continue
             state = _state_of(sequence)
-            state.kind = draft.kind
+            state.kind, state.is_predicted = draft.kind, draft.is_predicted
             sequence.draft_ids = draft.token_ids[:length]
             plan.num_rows[i] += length
             plan.num_total_rows += length
@@ -294,6 +295,9 @@ class Speculation:
         state = _state_of(sequence)
         if self._ledger is not None:
             self._ledger.accepted(num_accepted)
+        prediction = sequence.request.prediction
+        if prediction is not None and state.is_predicted:
+            prediction.count(num_drafted, num_accepted)
         if state.kind == _OF_MODEL and self._by_model is not None:
             self._by_model.learn(state.model_trials, num_drafted, num_accepted)
             return

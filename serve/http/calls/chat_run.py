@@ -13,6 +13,7 @@ from serve.chat.request import ChatRequest
 from serve.http.calls.context import Call
 from serve.http.calls.generation import Generation
 from serve.parameter_checks import parameters_named
+from serve.request import Prediction
 from serve.text.chat_parser import Part, Text
 
 
@@ -74,6 +75,10 @@ class ChatRun:
     @property
     def cached_tokens(self) -> int:
         return self.generation.cached_tokens
+
+    @property
+    def prediction(self) -> Prediction | None:
+        return self.generation.requests[0].prediction
 
     @property
     def reasoning_tokens(self) -> int:

@@ -29,7 +29,15 @@ USAGE = object_of(
         "completion_tokens": COUNT,
         "total_tokens": COUNT,
         "prompt_tokens_details": object_of({"cached_tokens": COUNT}),
-        "completion_tokens_details": object_of({"reasoning_tokens": COUNT}),
+        "completion_tokens_details": object_of(
+            {
+                "reasoning_tokens": COUNT,
+                "accepted_prediction_tokens": COUNT,
+                "rejected_prediction_tokens": COUNT,
+            },
+            "accepted_prediction_tokens",
+            "rejected_prediction_tokens",
+        ),
     }
 )
 _FINISH_REASON = {"enum": ["stop", "length"]}

@@ -266,5 +266,9 @@ def _delta(part: Part) -> dict[str, Any]:
 
 def _usage(run: ChatRun, completion_tokens: int) -> dict[str, Any]:
     return shapes.usage(
-        run.prompt_tokens, completion_tokens, run.cached_tokens, run.reasoning_tokens
+        run.prompt_tokens,
+        completion_tokens,
+        run.cached_tokens,
+        run.reasoning_tokens,
+        run.prediction,
     )

@@ -12,6 +12,7 @@ from typing import Any
 from serve.chat.request import ChatRequest
 from serve.errors import RequestError
 from serve.http.calls.conversation import CONVERSATION_FIELDS, conversation
+from serve.http.calls.messages import MAX_TEXT_CHARS
 from serve.http.calls.sampling_fields import (
     COMMON_FIELDS,
     MAX_TOKENS,
@@ -24,9 +25,12 @@ from serve.http.edge import limits
 from serve.http.openai.prompts import MAX_PROMPTS, prompts_field, with_options
 from serve.http.schema.fields import (
     Boolean,
+    Either,
     Integer,
+    List,
     OneOfNames,
     Record,
+    String,
     Unknown,
     Unsupported,
 )
@@ -38,6 +42,9 @@ MAX_SEQUENCES = 1024
 MAX_BEST_OF = 20
 MAX_COMPLETION_LOGPROBS = 5
 MAX_TOP_LOGPROBS = MAX_LOGPROBS
+MAX_PREDICTION_PARTS = 1024
+_TEXT = String(MAX_TEXT_CHARS, is_text=True)
+_TEXT_PART = Record({"type": OneOfNames(("text",)), "text": _TEXT}, required=("type", "text"))
 
 COMPLETION = Record(
     {
@@ -63,10 +70,21 @@ COMPLETION = Record(
     },
     required=("model", "prompt"),
 )
+PREDICTION = Record(
+    {
+        "type": OneOfNames(("content",)),
+        "content": Either(
+            {str: _TEXT, list: List(_TEXT_PART, MAX_PREDICTION_PARTS)},
+            "a string or a list of text parts",
+        ),
+    },
+    required=("type", "content"),
+)
 CHAT = Record(
     {
         **COMMON_FIELDS,
         **CONVERSATION_FIELDS,
+        "prediction": PREDICTION,
         "max_tokens": Integer(1, MAX_TOKENS),
         "max_completion_tokens": Integer(1, MAX_TOKENS),
         "logprobs": Boolean(),
@@ -172,7 +190,11 @@ def parse_chat(
     values = CHAT.check(body, "", unknown or Unknown())
     stream, include_usage, continuous_usage = stream_options(values)
     params = sampling_params(
-        values, defaults, max_tokens=_chat_max_tokens(values), logprobs=_chat_logprobs(values)
+        values,
+        defaults,
+        max_tokens=_chat_max_tokens(values),
+        logprobs=_chat_logprobs(values),
+        prediction=_prediction(values),
     )
     return ChatCall(
         values["model"],
@@ -183,6 +205,13 @@ def parse_chat(
         values.get("return_token_ids", False),
         structured_name(values),
     )
+
+
+def _prediction(values: Mapping[str, Any]) -> str | None:
+    given = values.get("prediction")
+    content = "" if given is None else given["content"]
+    text = content if isinstance(content, str) else "".join([part["text"] for part in content])
+    return text or None
 
 
 def _best_of(values: Mapping[str, Any], num_choices: int, *, stream: bool) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import orjson
 
 from serve.http.edge.large_json import json_list
-from serve.request import TokenLogprobs
+from serve.request import Prediction, TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this value too
 
@@ -30,14 +30,22 @@ class TokenTexts(Protocol):
 
 
 def usage(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    reasoning_tokens: int = 0,
+    prediction: Prediction | None = None,
 ) -> dict[str, Any]:
+    details = {"reasoning_tokens": reasoning_tokens}
+    if prediction is not None:
+        details["accepted_prediction_tokens"] = prediction.num_accepted
+        details["rejected_prediction_tokens"] = prediction.num_rejected
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "completion_tokens_details": details,
     }
 
 

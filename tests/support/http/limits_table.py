@@ -196,6 +196,7 @@ SAMPLING = (
     _http("prompts times `allowed_token_ids`", "edge.limits:ALLOWED_IDS", COUNT, _MANY),
     Limit("`bad_words`", _SAMPLING + "MAX_BAD_WORDS", COUNT, _MANY),
     Limit("length of a bad word", _SAMPLING + "MAX_BAD_WORD_LENGTH", CHARS, _LONG),
+    _http("parts of `prediction.content`", "openai.requests:MAX_PREDICTION_PARTS", COUNT, _MANY),
     _http("`logprobs`", "openai.requests:MAX_COMPLETION_LOGPROBS", COUNT, _VALUE),
     _http("`top_logprobs`", "openai.requests:MAX_TOP_LOGPROBS", COUNT, _VALUE),
     _http("a bound on reasoning", "calls.reasoning_fields:MAX_BUDGET", TOKENS, _VALUE),
