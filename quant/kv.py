@@ -16,6 +16,10 @@ MIN_INT4_GROUP, MAX_INT4_GROUP = 16, 32
 MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 1024
 _SCALE_BYTES = 2
+RECENT_BLOCK = 128
+"""The positions of a block. Where int4 K/V keeps recent tokens in int8, too, a row reads the keys
+of its own block there, from the last multiple of so many positions on. Positions alone decide, so a
+row has the same bits however its sequence was computed."""
 
 
 @dataclass(frozen=True, slots=True)

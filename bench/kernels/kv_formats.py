@@ -4,7 +4,8 @@ Every format is computed in fp32 by torch, on an fp32 model that reads windows o
 int8 and int4 K/V can be compared with formats that no kernel has: 16 even steps between a minimum
 and a maximum of 32 numbers of a head, or of a channel's 64 tokens (KIVI, arXiv 2402.02750), with
 heads as they are or rotated by a Hadamard matrix (QuaRot, arXiv 2404.00456), and recent tokens in 8
-bits. The reference is fp32 K/V. Rows of two formats are K | V.
+bits: so many last ones, or, as int4 K/V has it, those of a row's own block. The reference is fp32
+K/V. Rows of two formats are K | V.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket
 from ops import Backend
 from ops.reference import ReferenceBackend, hadamard, round_kv4
+from quant.kv import RECENT_BLOCK
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.loading.model_source import load_weights, read_source
 from serve.models import StepModel
@@ -32,6 +34,7 @@ from serve.text.tokenizer import Tokenizer
 _TEXT = Path(__file__).parents[1] / "data" / "heldout.txt"
 _GROUP, _INT8_GROUP = 32, 64
 _CHANNEL_TOKENS = 64
+_BLOCKS = (RECENT_BLOCK // 2, RECENT_BLOCK, 2 * RECENT_BLOCK)
 _MIN_AND_SCALE_BITS = 32
 
 Round = Callable[[Tensor], Tensor]
@@ -42,17 +45,23 @@ Round = Callable[[Tensor], Tensor]
 class Format:
     """A format of K or V. bits: of a number, scales included. run: the tokens that are rounded
     together; those of an unfinished run are in 8 bits. recent: a row reads so many last tokens, its
-    own included, in 8 bits, too; this memory is not in `bits`."""
+    own included, in 8 bits, too; block: those from the last multiple of it on. This memory is not
+    in `bits`."""
 
     name: str
     rounded: Round
     bits: float
     run: int = 1
     recent: int = 0
+    block: int = 0
 
 
 def _with_recent(form: Format, tokens: int) -> Format:
     return replace(form, name=f"{form.name}, last {tokens} int8", recent=tokens)
+
+
+def _with_block(form: Format, tokens: int) -> Format:
+    return replace(form, name=f"{form.name}, own block of {tokens} int8", block=tokens)
 
 
 def _as_is(x: Tensor) -> Tensor:
@@ -128,12 +137,18 @@ _TOKENS = (
 _KEYS = (
     *_TOKENS,
     _CHANNEL,
+    _with_block(_STORED, RECENT_BLOCK),
     *(_with_recent(each, tokens) for tokens in (64, 128) for each in (_STORED, _CHANNEL)),
 )
-_VALUES = (*_TOKENS, *(_with_recent(_STORED, tokens) for tokens in (64, 128)))
+_VALUES = (
+    *_TOKENS,
+    _with_block(_STORED, RECENT_BLOCK),
+    *(_with_recent(_STORED, tokens) for tokens in (64, 128)),
+)
 _PAIRS = (
     (_INT8, _INT8),
     *((keys, keys) for keys in (_PLAIN, _ROTATED, _STORED)),
+    *((keys, keys) for keys in (_with_block(_STORED, size) for size in _BLOCKS)),
     (_CHANNEL, _STORED),
     *(
         (_with_recent(keys, tokens), _with_recent(_STORED, tokens))
@@ -186,7 +201,8 @@ def _both(form: Format, x: Tensor) -> tuple[Tensor, Tensor]:
 def _is_fresh(form: Format, rows: Tensor, places: Tensor) -> Tensor:
     """Returns which keys each row reads in 8 bits, [rows, keys]."""
     ends = places // form.run * form.run + form.run
-    return (rows - places < form.recent) | (ends > rows + 1)
+    is_fresh = (rows - places < form.recent) | (ends > rows + 1)
+    return is_fresh | (places >= rows // form.block * form.block) if form.block else is_fresh
 
 
 @torch.inference_mode()

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bench.plan.cost import MachineCost
 from bench.plan.shapes import Precision, Shape
+from quant.kv import RECENT_BLOCK
 
 
 def sequence_bytes(shape: Shape, precision: Precision, context: float) -> float:
-    """Returns the K/V bytes of one sequence; layers with a window keep only the window's tokens."""
-    return sum(
+    """Returns the K/V bytes of one sequence; layers with a window keep only the window's tokens.
+    int4 K/V has the last tokens in int8, too."""
+    kept = sum(
         token_bytes * (context if window is None else min(context, window))
         for window, token_bytes in shape.kv_by_window(precision).items()
     )
+    if precision.kv != "int4":
+        return kept
+    again = shape.kv_token_bytes(replace(precision, kv="int8"))
+    return kept + min(context, RECENT_BLOCK) * again
 
 
 def kv_bytes(cost: MachineCost) -> float:

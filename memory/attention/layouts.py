@@ -9,7 +9,12 @@ import torch
 from memory.attention.kv_layout import KVCache, KVLayout
 from memory.attention.local import LocalAttention
 from memory.attention.seam import AttentionLayer, PlannedAttention
-from memory.attention.tiled import TILED_TYPES, TiledKVLayout, TiledLocalAttention
+from memory.attention.tiled import (
+    TILED_TYPES,
+    RecentLayers,
+    TiledKVLayout,
+    TiledLocalAttention,
+)
 from ops.backend import Backend
 
 Layout = KVLayout | TiledKVLayout
@@ -26,10 +31,17 @@ def make_layout(layers: Sequence[AttentionLayer], kv_dtype: str, group: int) -> 
 
 
 def local_attention(
-    layout: Layout, address: int, num_bytes: int, backend: Backend, *, is_eager: bool = False
+    layout: Layout,
+    address: int,
+    num_bytes: int,
+    backend: Backend,
+    *,
+    is_eager: bool = False,
+    recent: RecentLayers | None = None,
 ) -> PlannedAttention:
     """Returns attention over K/V of num_bytes at `address`. is_eager: `begin` attends over earlier
-    keys, because k and v come later."""
+    keys, because k and v come later. recent: the store of recent tokens of int4 K/V."""
     if isinstance(layout, TiledKVLayout):
-        return TiledLocalAttention(layout, address, is_eager)
+        return TiledLocalAttention(layout, address, is_eager, recent)
+    assert recent is None, "recent tokens beside K/V in tiles"
     return LocalAttention(layout.layers, KVCache(layout, address, num_bytes), backend, is_eager)

@@ -18,7 +18,7 @@ from memory.attention.kv_layout import KVCache, KVLayout, values_of
 from memory.attention.layouts import Layout
 from memory.attention.local import LocalAttention
 from memory.attention.seam import AttentionLayer, AttentionStep, Rotation, Ticket
-from memory.attention.tiled import TiledKVLayout, append, tiled_ops
+from memory.attention.tiled import RecentLayers, TiledKVLayout, append, tiled_ops
 from ops.backend import Backend, Partial
 from ops.cpu.native_tiled_attention import TiledAttentionStep
 
@@ -58,21 +58,32 @@ def partial_attention(
     backend: Backend,
     *,
     is_eager: bool = False,
+    recent: RecentLayers | None = None,
 ) -> PartialAttention:
     """Returns attention over the reservation at `address`. is_eager: k and v come so late that
-    `begin` should attend."""
+    `begin` should attend. recent: the store of recent tokens of int4 K/V; a part begins with a
+    block there."""
     if isinstance(layout, TiledKVLayout):
-        return TiledPartialAttention(layout, address, is_eager)
+        return TiledPartialAttention(layout, address, is_eager, recent)
+    assert recent is None, "recent tokens beside K/V in tiles"
     return PlainPartialAttention(layout, KVCache(layout, address, size_bytes), backend, is_eager)
 
 
 class TiledPartialAttention:
     """PartialAttention over K/V in tiles."""
 
-    def __init__(self, layout: TiledKVLayout, address: int, is_eager: bool) -> None:
+    def __init__(
+        self,
+        layout: TiledKVLayout,
+        address: int,
+        is_eager: bool,
+        recent: RecentLayers | None = None,
+    ) -> None:
+        assert recent is None or not is_eager, "a recent store is read in one call"
         self._layout, self._address = layout, address
         self._is_eager = is_eager
-        self.ops = tiled_ops(layout)
+        self._recent = recent
+        self.ops = tiled_ops(layout, recent)
 
     def _step(self, step: AttentionStep, *, prefix_only: bool) -> TiledAttentionStep:
         token_bytes = self._layout.token_bytes
@@ -88,6 +99,8 @@ class TiledPartialAttention:
 
     def own(self, step: AttentionStep) -> OwnPart:
         planned = self._step(step, prefix_only=False)
+        if self._recent is not None:
+            self._recent.add_to(planned, step)
         return _TiledOwn(self, planned, self._is_eager and planned.num_single_rows > 0)
 
     def prefix(self, step: AttentionStep) -> PrefixPart:

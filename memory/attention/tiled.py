@@ -8,6 +8,7 @@ tile is (range start + position) // 16, so a kernel needs a base, one stride and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -91,13 +92,49 @@ def _format(layer: AttentionLayer, kv_dtype: str, group: int) -> Format | None:
 TiledOp = TiledAttention | LatentAttention
 
 
-def tiled_ops(layout: TiledKVLayout) -> list[TiledOp]:
-    """Returns the kernels' parameters of each layer of a layout."""
-    parts = zip(layout.layers, layout.formats, layout.offsets, strict=True)
-    return [_op(layer, form, offset) for layer, form, offset in parts]
+@dataclass(frozen=True, slots=True)
+class RecentStore:
+    """The int8 K/V of all layers at `address`, from which rows read the keys of their own block
+    (quant/kv.py: RECENT_BLOCK); int4 K/V has the earlier ones. Ranges begin at the same token in
+    both."""
+
+    layout: TiledKVLayout
+    address: int
+
+    def of(self, numbers: Sequence[int]) -> RecentLayers:
+        """Returns the store of the layers with these numbers."""
+        return RecentLayers(self, [self.place(number) for number in numbers])
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Returns a layer's offset in a tile, in bytes, and its group."""
+        return self.layout.offsets[number], self.layout.formats[number].group
 
 
-def _op(layer: AttentionLayer, form: Format, offset_bytes: int) -> TiledOp:
+@dataclass(frozen=True, slots=True)
+class RecentLayers:
+    """The recent store of some layers. places: the offset and the group of each."""
+
+    store: RecentStore
+    places: Sequence[tuple[int, int]]
+
+    def add_to(self, native: TiledAttentionStep, step: AttentionStep) -> None:
+        """Adds the store to a planned step."""
+        layout, address = self.store.layout, self.store.address
+        starts = [start * layout.token_bytes for start in step.starts]
+        native.add_recent(address, layout.tile_bytes, starts)
+
+
+def tiled_ops(layout: TiledKVLayout, recent: RecentLayers | None = None) -> list[TiledOp]:
+    """Returns the kernels' parameters of each layer of a layout. recent: the layers' store of
+    recent tokens."""
+    places = [None] * len(layout.layers) if recent is None else recent.places
+    parts = zip(layout.layers, layout.formats, layout.offsets, places, strict=True)
+    return [_op(layer, form, offset, place) for layer, form, offset, place in parts]
+
+
+def _op(
+    layer: AttentionLayer, form: Format, offset_bytes: int, recent: tuple[int, int] | None
+) -> TiledOp:
     if isinstance(form, LatentKVFormat):
         return LatentAttention(
             offset_bytes=offset_bytes,
@@ -119,6 +156,7 @@ def _op(layer: AttentionLayer, form: Format, offset_bytes: int) -> TiledOp:
         window=layer.window,
         soft_cap=layer.soft_cap,
         sinks=layer.sinks or (),
+        recent=recent,
     )
 
 
@@ -127,12 +165,21 @@ class TiledLocalAttention:
 
     is_remote = False
 
-    def __init__(self, layout: TiledKVLayout, address: int, is_eager: bool = False) -> None:
-        """is_eager: `begin` attends over earlier keys, because k and v come later."""
+    def __init__(
+        self,
+        layout: TiledKVLayout,
+        address: int,
+        is_eager: bool = False,
+        recent: RecentLayers | None = None,
+    ) -> None:
+        """is_eager: `begin` attends over earlier keys, because k and v come later. recent: the
+        layers' store of recent tokens, only without is_eager."""
+        assert recent is None or not is_eager, "a recent store is read in one call"
         self._layout = layout
         self._is_eager = is_eager
         self._address = address
-        self._ops = tiled_ops(layout)
+        self._recent = recent
+        self._ops = tiled_ops(layout, recent)
 
     def plan(self, step: AttentionStep) -> TiledLocalPlan:
         token_bytes = self._layout.token_bytes
@@ -143,6 +190,8 @@ class TiledLocalAttention:
             step.num_rows,
             step.kv_lens,
         )
+        if self._recent is not None:
+            self._recent.add_to(native_step, step)
         return TiledLocalPlan(self._ops, native_step, self._is_eager)
 
 

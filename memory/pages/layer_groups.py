@@ -27,6 +27,9 @@ class LayerGroup:
     token_bytes: the bytes of a token in all layers of the group.
     tile_tokens: the tokens that are stored interleaved and so need their memory together.
     window: the keys that a row sees, itself included; None: all.
+    by_block: a row sees the keys of its own block of `window` positions, counted from the range's
+        start. The blocks are a copy in more bits of what another group has, so that pages of
+        complete blocks are worth little.
     max_tokens: the leading tokens of a sequence that are kept here; None: all. Later ones are in
         other memory.
     read_block: kernels read keys in blocks of so many positions, counted from a range's start, and
@@ -38,16 +41,24 @@ class LayerGroup:
     window: int | None = None
     read_block: int = READ_BLOCK
     max_tokens: int | None = None
+    by_block: bool = False
 
     def __post_init__(self) -> None:
         assert self.token_bytes > 0, f"{self}"
         assert self.read_block % self.tile_tokens == 0 or self.window is None, f"{self}"
         assert self.window is None or self.window > 0, f"{self}"
         assert self.max_tokens is None or self.window is None, f"{self}"
+        assert not self.by_block or self.window, f"{self}"
 
     def __str__(self) -> str:
-        reach = "" if self.window is None else f" within {self.window}"
+        kind = "a block of " if self.by_block else ""
+        reach = "" if self.window is None else f" within {kind}{self.window}"
         return f"{self.token_bytes}{reach}"
+
+
+def kept_bytes(groups: Sequence[LayerGroup]) -> int:
+    """Returns the bytes of a token in all layers, without those of recent tokens alone."""
+    return sum(group.token_bytes for group in groups if not group.by_block)
 
 
 class GroupPages:
@@ -60,6 +71,7 @@ class GroupPages:
         self.tile_tokens = group.tile_tokens
         self.window = group.window
         self.read_block = group.read_block
+        self.by_block = group.by_block
         self.page_bytes = page_bytes
         self._tile_bytes = group.token_bytes * group.tile_tokens
         self.unit_tokens = lcm(page_bytes, self._tile_bytes) // group.token_bytes
@@ -73,7 +85,9 @@ class GroupPages:
     def _pages_in_reach(self, num_rows: int) -> int:
         if self.window is None:
             return sys.maxsize if self.layers.max_tokens is None else self.slots_for(sys.maxsize)
-        tokens = self.window - 1 + num_rows + self.read_block - 1
+        tokens = self.window - 1 + num_rows
+        if not self.by_block or self.window % self.read_block:
+            tokens += self.read_block - 1
         return self.slots_for(tokens) + 1
 
     def slots_for(self, num_tokens: int) -> int:
@@ -105,7 +119,10 @@ class GroupPages:
         """Returns the first slot that later rows can read once num_computed tokens are computed."""
         if self.window is None or num_computed < self.window:
             return 0
-        first = (num_computed + 1 - self.window) // self.read_block * self.read_block
+        first = num_computed + 1 - self.window
+        if self.by_block:
+            first = num_computed // self.window * self.window
+        first = first // self.read_block * self.read_block
         return first // self.tile_tokens * self._tile_bytes // self.page_bytes
 
     def keys_of(self, keys: Sequence[bytes]) -> Sequence[bytes]:
@@ -151,8 +168,8 @@ class PageLayout:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of a token in all layers."""
-        return sum(group.token_bytes for group in self.groups)
+        """The bytes of a token in all layers, as `kept_bytes`."""
+        return kept_bytes([group.layers for group in self.groups])
 
     def pages_for(self, num_tokens: int) -> int:
         """Returns the most pages that a sequence holds until it has num_tokens tokens."""

@@ -101,23 +101,22 @@ class PrefixCache:
         if not self._allocator.give_back(page) and page in self.index:
             self.num_evictable += self._allocator.num_references(page) == 1
 
-    def insert(self, key: bytes, parent: bytes | None, page: int) -> None:
-        """Inserts a page that a sequence has computed. Does nothing if the parent is not cached.
+    def insert(self, key: bytes, parent: bytes | None, page: int, is_minor: bool = False) -> None:
+        """Inserts a page that a sequence has computed, unless the parent is not cached.
 
-        If the key has another page that no sequence holds, this page replaces it: the later pages
-        of the sequence must not depend on a page that can be evicted.
-        """
+        If the key has another page that no sequence holds, this page replaces it: later pages of
+        the sequence must not depend on one that can be evicted. is_minor: until the page is used,
+        it is evicted before others and not written."""
         if page in self.index:
             return
         if self.index.has_key(key):
             if not self._is_idle(self.index.page_of(key)):
                 return
             self._replace(key, page)
-        elif self.index.insert(key, parent, page):
-            if self._store is not None:
-                self._unwritten[page] = key
-        else:
+        elif not self.index.insert(key, parent, page, is_minor=is_minor):
             return
+        elif self._store is not None and not is_minor:
+            self._unwritten[page] = key
         self._allocator.share(page)
 
     def _replace(self, key: bytes, page: int) -> None:
@@ -134,11 +133,12 @@ class PrefixCache:
         return references == 1 or is_written
 
     def use(self, pages: Sequence[int]) -> None:
-        """Marks pages as just used. The last one is evicted first, because it is worth nothing
-        without the others."""
-        for page in reversed(pages):
-            if page in self.index:
-                self.index.touch(self.index.key_of(page))
+        """Marks pages as just used. The last is evicted first: alone it is worth nothing."""
+        for page in [page for page in reversed(pages) if page in self.index]:
+            key = self.index.key_of(page)
+            if self._store is not None and self.index.is_minor(key):
+                self._unwritten[page] = key
+            self.index.touch(key)
 
     def evict(self) -> None:
         """Evicts until at least one more page is free. The caller has checked num_evictable."""

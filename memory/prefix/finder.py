@@ -78,7 +78,9 @@ class PrefixFinder:
                 first = self._first_uncached(part, keys)
             for slot in range(first, end):
                 parent = self._parent(group, keys, slot)
-                self._cache.insert(keys[numbers[slot]], parent, part.pages[slot])
+                self._cache.insert(
+                    keys[numbers[slot]], parent, part.pages[slot], is_minor=group.by_block
+                )
             part.num_offered = end
 
     def _first_uncached(self, part: RangePart, keys: Sequence[bytes]) -> int:
@@ -151,9 +153,11 @@ def _reachable(
     if group.window is None:
         num_cached = sum(1 for _ in takewhile(is_there, chain))
         return min(num_tokens, group.tokens_in(num_cached))
-    num_tokens = min(num_tokens, group.tokens_in(len(chain)))
     while num_tokens > 0:
         slots = range(group.first_slot(num_tokens), group.slots_for(num_tokens))
+        if slots.stop > len(chain) and slots:
+            num_tokens = group.tokens_in(len(chain))
+            continue
         gap = next((slot for slot in reversed(slots) if not is_there(chain[slot])), None)
         if gap is None:
             break

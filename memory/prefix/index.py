@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 KEY_BYTES = 16
+_MINOR = -(1 << 62)  # is added to the times of minor nodes, which are before all others
 
 
 class PrefixHasher:
@@ -117,9 +118,12 @@ class PrefixIndex:
                 ancestor = self._nodes[ancestor].parent
         return list(found)
 
-    def insert(self, key: bytes, parent: bytes | None, page: int) -> bool:
+    def insert(
+        self, key: bytes, parent: bytes | None, page: int, *, is_minor: bool = False
+    ) -> bool:
         """Inserts a page below its parent's key (None for a first page). Returns False if the key
-        is in the index already or the parent is not."""
+        is in the index already or the parent is not. is_minor: as long as it is not touched, the
+        page, which has no parent, is evicted before others."""
         if key in self._nodes or (parent is not None and parent not in self._nodes):
             return False
         assert page not in self._keys, f"page {page} is in the index"
@@ -127,7 +131,7 @@ class PrefixIndex:
         self._keys[page] = key
         if parent is not None:
             self._nodes[parent].children.add(key)
-        self.touch(key)
+        self._touch(key, is_minor=is_minor)
         return True
 
     def replace(self, key: bytes, page: int) -> None:
@@ -137,13 +141,20 @@ class PrefixIndex:
         del self._keys[node.page]
         node.page = page
         self._keys[page] = key
-        self.touch(key)
+        self._touch(key, is_minor=self.is_minor(key))
+
+    def is_minor(self, key: bytes) -> bool:
+        """Returns whether a key in the index is evicted before others."""
+        return self._nodes[key].used < 0
 
     def touch(self, key: bytes) -> None:
         """Marks the chain that ends with `key` as just used."""
+        self._touch(key, is_minor=False)
+
+    def _touch(self, key: bytes, *, is_minor: bool) -> None:
         self._clock += 1
         node = self._nodes[key]
-        node.used = self._clock
+        node.used = self._clock + (_MINOR if is_minor else 0)
         if not node.children:
             heapq.heappush(self._leaves, (node.used, key))
         if len(self._leaves) > 2 * len(self._nodes) + 64:
@@ -163,7 +174,7 @@ class PrefixIndex:
             if may_evict(node.page):
                 self._remove(key)
                 return key, node.page
-            self.touch(key)
+            self._touch(key, is_minor=self.is_minor(key))
         return None
 
     def evict_tree(self, page: int) -> list[int]:

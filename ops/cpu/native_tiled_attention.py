@@ -38,6 +38,13 @@ class TiledAttentionStep:
         self.plan: Any = library().StepPlan(
             address, tile_bytes, starts, num_rows, kv_lens, prefix_only
         )
+        self._is_prefix_only = prefix_only
+
+    def add_recent(self, address: int, tile_bytes: int, starts: Sequence[int]) -> None:
+        """Adds the int8 store of the rows' own blocks, as for the other store. Layers that have a
+        part there write k and v to both, and rows read the keys of their own block from it."""
+        assert not self._is_prefix_only, "the rows of a prefix_only step have no own keys"
+        self.plan.add_recent(address, tile_bytes, starts)
 
 
 class TiledAttention:
@@ -45,7 +52,9 @@ class TiledAttention:
 
     window: keys a row sees, itself included; soft_cap: cap * tanh(score / cap); slopes: ALiBi, one
     per head; sinks: a logit per head that is added to the denominator only. A prefix_only step
-    leaves sinks out, because they belong to the part with the row's own key.
+    leaves sinks out, because they belong to the part with the row's own key. recent: the offset in
+    bytes and the group of the layer in the int8 store of steps that have one (quant/kv.py:
+    RECENT_BLOCK).
     """
 
     bits: int
@@ -64,6 +73,7 @@ class TiledAttention:
         soft_cap: float = 0.0,
         slopes: Sequence[float] = (),
         sinks: Sequence[float] = (),
+        recent: tuple[int, int] | None = None,
     ) -> None:
         assert head_dim % 16 == 0 and head_dim <= library().MAX_HEAD_DIM, f"{head_dim=}"
         assert group >= self.min_group and (group == 8 or group % 16 == 0), f"{group=}"
@@ -83,7 +93,9 @@ class TiledAttention:
             soft_cap,
             list(slopes),
             list(sinks),
+            *(recent or ()),
         )
+        self._has_recent = recent is not None
 
     def append(
         self, step: TiledAttentionStep, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None
@@ -102,7 +114,8 @@ class TiledAttention:
     def begin(self, step: TiledAttentionStep, q: Tensor) -> Tensor:
         """Begins `attend`, before the step's k and v are appended: single rows attend over the
         earlier keys, as far as these fill whole runs of the kernel. Returns what attend takes as
-        `begun`. The step is not prefix_only."""
+        `begun`. The step is not prefix_only, and the layer has no recent store."""
+        assert not self._has_recent, "a recent store is read in one call"
         heads, _, dim = self._shape
         sums = torch.empty(step.num_single_rows, 2, heads, dim + 2)
         self._attend(step, q, 0, 0, BEGIN, sums.data_ptr())

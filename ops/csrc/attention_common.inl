@@ -81,6 +81,11 @@ MS_INLINE int rows_of_a_task(int all, int kv_heads, int dim, int threads) {
   return (tiles > 0 ? tiles : 1) * TILE_ROWS;
 }
 
+// The keys that a call adds: all that a row sees, those before its block, or those of its block.
+enum class Keys : int { all, earlier, recent };
+
+MS_INLINE int first_recent(int position) { return position / RECENT_BLOCK * RECENT_BLOCK; }
+
 // Attention of one layer over int8 or int4 K/V.
 struct AttendCall {
   const Step& step;
@@ -92,16 +97,23 @@ struct AttendCall {
   float* lse;  // [rows][heads], or null
   HeadShape shape;
   int per_kv;  // query heads of each K/V head
+  Keys keys = Keys::all;
 
   const uint8_t* head_at(const SequenceRows& seq, int tile, int kv_head) const {
     return seq.base + static_cast<size_t>(tile) * step.tile_bytes + layer.cache.offset_bytes + kv_head * shape.bytes;
   }
   // A row attends to keys [low_of, high_of) of its position, to none if that range is empty.
   int low_of(int position) const {
-    return layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
+    const int low = layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
+    return keys == Keys::recent && low < first_recent(position) ? first_recent(position) : low;
   }
   int high_of(const SequenceRows& seq, int position) const {
-    return position < seq.kv_len ? position + 1 : seq.kv_len;
+    const int high = keys == Keys::earlier ? first_recent(position) : position + 1;
+    return high < seq.kv_len ? high : seq.kv_len;
+  }
+  // The sink belongs to the part with the row's own key.
+  const float* sinks_of(const SequenceRows& seq, int position) const {
+    return position < seq.kv_len ? layer.sinks : nullptr;
   }
 };
 

@@ -67,11 +67,19 @@ MS_INLINE void widen_tile4(const HeadShape& shape, const uint8_t* from, int t, c
     }
 }
 
-// Computes query rows [from, to) of a sequence and one K/V head.
+// What a row's result becomes in `finish`: its sums over the earlier keys, which `out` keeps, are added
+// with these factors.
+struct RowFactors {
+  alignas(64) float keep[16] = {}, add[16] = {}, inverse[16] = {};
+  bool has_earlier[16] = {};  // whether there are earlier keys
+};
+
+// Computes query rows [from, to) of a sequence and one K/V head. Over earlier keys, out gets the sums of
+// values, and `sums` the other two sums of each row. Over recent keys, these are added; they may be null.
 class RowTask {
  public:
-  RowTask(const AttendCall& call, const SequenceRows& seq, int kv_head, int from, int to)
-      : call_(call), seq_(seq), kv_head_(kv_head), from_(from), to_(to), dim_(call.shape.dim) {
+  RowTask(const AttendCall& call, const SequenceRows& seq, int kv_head, int from, int to, float* sums)
+      : call_(call), seq_(seq), kv_head_(kv_head), from_(from), to_(to), dim_(call.shape.dim), sums_(sums) {
     const HeadShape& shape = call.shape;
     const int count = (to - from + TILE_ROWS - 1) / TILE_ROWS, groups = shape.num_groups;
     const size_t tile_size = static_cast<size_t>(dim_ / 2 + 2 * dim_ + groups + 9) * TILE_ROWS;
@@ -226,39 +234,67 @@ class RowTask {
     if (is_more) clear_tile(tile, dim_);
   }
 
+  // Returns the factors of a row's sums, of lane i of its vector; writes its lse.
+  void weigh_row(const RowTile& tile, int row, int lane, int i, RowFactors& factors) const {
+    const int head = head_of(row);
+    float m = tile.total_m[lane], l = tile.total_l[lane], *earlier = sums_ ? sums_ + 2 * (row - from_) : nullptr;
+    if (call_.keys == Keys::earlier) {
+      earlier[0] = m, earlier[1] = l;
+      factors.inverse[i] = 1.0f;
+      return;
+    }
+    factors.has_earlier[i] = earlier && earlier[1] != 0.0f;  // NaN, too
+    if (factors.has_earlier[i]) {  // as `merge` adds two parts of a single row
+      const float now = earlier[0] > m ? earlier[0] : m;
+      factors.keep[i] = exp2_neg(splat(earlier[0] - now))[0], factors.add[i] = exp2_neg(splat(m - now))[0];
+      l = earlier[1] * factors.keep[i] + l * factors.add[i];
+      m = now;
+    }
+    float* lse = call_.lse ? call_.lse + step_row(row) * call_.layer.num_heads + head : nullptr;
+    factors.inverse[i] = finish_row(call_.sinks_of(seq_, tile.position[lane]), head, m, l, lse);
+  }
+
   void finish(const RowTile& tile, int from, int to) const {
+    const bool is_turned = call_.shape.bits == 4, has_earlier = call_.keys == Keys::recent && sums_;
+    const float block = is_turned ? static_cast<float>(hadamard_block(dim_)) : 1.0f;
     for (int c = 0; c < tile.vecs; c++) {
       const int first = from + c * 16, count = to - first < 16 ? to - first : 16;
-      alignas(64) float inverse[16] = {};
+      RowFactors factors;
       for (int i = 0; i < count; i++) {
-        const int head = head_of(first + i), lane = c * 16 + i, later = first + i + 16;
+        const int later = first + i + 16;
         for (int d = 0; d < dim_ && later < to_; d += 16) __builtin_prefetch(result(later) + d, 1, 3);
-        float* lse = call_.lse ? call_.lse + step_row(first + i) * call_.layer.num_heads + head : nullptr;
-        const float* sinks = tile.position[lane] < seq_.kv_len ? call_.layer.sinks : nullptr;
-        inverse[i] = finish_row(sinks, head, tile.total_m[lane], tile.total_l[lane], lse);
-        if (call_.shape.bits == 4) inverse[i] /= static_cast<float>(hadamard_block(dim_));
+        weigh_row(tile, first + i, c * 16 + i, i, factors);
+        factors.inverse[i] /= block;
       }
       for (int d = 0; d < dim_; d += 16) {
         f32x16 x[16];
-        for (int i = 0; i < 16; i++)
-          x[i] = load<f32x16>(tile.total + ((d + i) * tile.vecs + c) * 16) * load<f32x16>(inverse);
+        for (int i = 0; i < 16; i++) {
+          x[i] = load<f32x16>(tile.total + ((d + i) * tile.vecs + c) * 16);
+          if (!has_earlier) x[i] = x[i] * load<f32x16>(factors.inverse);
+        }
         transpose(x);
-        for (int i = 0; i < count; i++) store(result(first + i) + d, x[i]);
+        for (int i = 0; i < count; i++) {
+          float* out = result(first + i) + d;
+          if (factors.has_earlier[i])
+            x[i] = fma(x[i], splat(factors.add[i]), load<f32x16>(out) * splat(factors.keep[i]));
+          store(out, has_earlier ? x[i] * splat(factors.inverse[i]) : x[i]);
+        }
       }
-      for (int i = 0; i < count && call_.shape.bits == 4; i++) hadamard(result(first + i), dim_);
+      for (int i = 0; i < count && is_turned; i++) hadamard(result(first + i), dim_);
     }
   }
 
   const AttendCall& call_;
   const SequenceRows& seq_;
   const int kv_head_, from_, to_, dim_;
+  float* const sums_;
   float* at_;
   WideStretch stretch_;
   WeightBuffers buffers_;
 };
 
-void attend_rows(const AttendCall& call, const SequenceRows& seq, int kv_head, int from, int to) {
-  RowTask(call, seq, kv_head, from, to).run();
+void attend_rows(const AttendCall& call, const SequenceRows& seq, int kv_head, int from, int to, float* sums) {
+  RowTask(call, seq, kv_head, from, to, sums).run();
 }
 
 }  // namespace

@@ -27,11 +27,22 @@ class StepPlan {
       row += num_rows[i];
     }
   }
-  Step get() const { return {sequences_.data(), static_cast<int>(sequences_.size()), tile_bytes_}; }
+  // Adds the store of the rows' own blocks.
+  void add_recent(uintptr_t cache, size_t tile_bytes, const std::vector<size_t>& starts) {
+    recent_ = sequences_;
+    recent_tile_bytes_ = tile_bytes;
+    for (size_t i = 0; i < starts.size(); i++) recent_[i].base = pointer<uint8_t>(cache) + starts[i];
+  }
+  bool has_recent() const { return !recent_.empty(); }
+  Step get() const { return step_of(sequences_, tile_bytes_); }
+  Step recent() const { return step_of(recent_, recent_tile_bytes_); }
 
  private:
-  std::vector<SequenceRows> sequences_;
-  size_t tile_bytes_;
+  static Step step_of(const std::vector<SequenceRows>& sequences, size_t tile_bytes) {
+    return {sequences.data(), static_cast<int>(sequences.size()), tile_bytes};
+  }
+  std::vector<SequenceRows> sequences_, recent_;
+  size_t tile_bytes_, recent_tile_bytes_ = 0;
 };
 
 // Binds Int8Linear, Int4Linear and PlainLinear; defined in linear.cpp.

@@ -272,6 +272,15 @@ struct Step {
   size_t tile_bytes;
 };
 
+// A second store of a layer's K and V in more bits, from which a row reads the keys of its own block:
+// those from the last multiple of RECENT_BLOCK up to its position. Other stores hold the earlier keys.
+// The step's sequences are those of the other store, with bases of their own.
+constexpr int RECENT_BLOCK = 128;
+struct RecentStore {
+  Step step;
+  CacheLayer cache;
+};
+
 struct Rotation {
   const float* cos;  // [rows, half], or null
   const float* sin;
@@ -311,8 +320,10 @@ struct Kernels {
   void (*rotate)(float* x, size_t stride, int rows, int heads, int head_dim, const Rotation&);
   void (*append_kv)(const Step&, const CacheLayer&, const float* k, const float* v, size_t stride,
                     const Rotation&);
+  // recent: the store of each row's own block, or null where the layer has one store. With it, `begin`
+  // is not supported.
   void (*attend)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
-                 size_t out_stride, float* lse, const Phased&);
+                 size_t out_stride, float* lse, const Phased&, const RecentStore* recent);
   int64_t (*read_bytes)(const void*, size_t bytes);
   void (*copy_bytes)(void* to, const void* from, size_t bytes);
   double (*multiply_i8)(int64_t rounds);    // returns the number of operations

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from memory.pages.layer_groups import kept_bytes
 from serve.config import DEFAULT_MODEL, EngineConfig, default_model_path
 from serve.errors import ConfigError
 from serve.loading.footprint import check_weights_fit
@@ -88,4 +89,4 @@ def _own_config(config: EngineConfig, target: ModelSpec) -> EngineConfig:
 def _token_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     precision = resolve_precision(config, spec, is_trial=True)
     groups = expected_groups(config, precision, spec.attention_layers, spec.max_model_len)
-    return sum(group.token_bytes for group in groups)
+    return kept_bytes(groups)

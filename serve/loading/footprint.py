@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from memory.pages.layer_groups import PageLayout
+from memory.pages.layer_groups import PageLayout, kept_bytes
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.kv_layouts import expected_groups
@@ -121,7 +121,7 @@ def footprint(
 ) -> Footprint:
     """Returns what a model takes and what fits beside it into the memory that is free now."""
     groups = expected_groups(config, precision, spec.attention_layers, spec.max_model_len)
-    token_bytes = sum(group.token_bytes for group in groups)
+    token_bytes = kept_bytes(groups)
     share = _KV_SHARE_OF_DEVICE if precision.backend == "cuda" else KV_SHARE_OF_FREE_MEMORY
     used = weights.total + expert_scratch_bytes(config, spec, precision, weights)
     free = int((free_memory(precision) - used) * share)

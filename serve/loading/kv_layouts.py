@@ -10,7 +10,9 @@ import torch
 from memory.attention.grouped import group_layers
 from memory.attention.layouts import Layout, make_layout
 from memory.attention.seam import AttentionLayer, layers_in
+from memory.attention.tiled import TiledKVLayout
 from memory.pages.layer_groups import LayerGroup
+from quant.kv import RECENT_BLOCK
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.precision import Precision
@@ -23,6 +25,34 @@ def kv_layout(
     config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
 ) -> Layout:
     return make_layout(layers, precision.kv, config.kv_group)
+
+
+def keeps_recent(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
+) -> bool:
+    """Returns whether rows read the recent tokens of int4 K/V in int8.
+
+    K/V on other machines has one store, so that there, and in this machine's memory beside it, all
+    tokens are int4; so are they where chunks do not end with blocks.
+    """
+    if precision.kv != "int4" or config.memory_nodes or config.holders:
+        return False
+    return all(layer.chunk is None or layer.chunk % RECENT_BLOCK == 0 for layer in layers)
+
+
+def recent_layout(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
+) -> TiledKVLayout | None:
+    """Returns how the recent tokens of all of a model's layers are stored beside their int4 K/V;
+    None if they are not."""
+    if not keeps_recent(config, precision, layers):
+        return None
+    return TiledKVLayout(layers, "int8", config.kv_group)
+
+
+def recent_group(layout: TiledKVLayout) -> LayerGroup:
+    """Returns the layer group, without padding, of recent tokens."""
+    return LayerGroup(layout.token_bytes, layout.tile_tokens, RECENT_BLOCK, by_block=True)
 
 
 def device_layout(
@@ -68,4 +98,6 @@ def expected_groups(
     groups = group_layers(layers, config.max_model_len or max_len)
     layouts = [kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
     most = config.kvp_segment_tokens if config.holders else None
-    return layer_groups(layouts, [window for window, _ in groups], most)
+    found = layer_groups(layouts, [window for window, _ in groups], most)
+    recent = recent_layout(config, precision, layers)
+    return found if recent is None else [*found, recent_group(recent)]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from memory.attention.seam import AttentionLayer
-from memory.pages.layer_groups import LayerGroup, PageLayout
+from memory.pages.layer_groups import LayerGroup, PageLayout, kept_bytes
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.machine import available_memory, local_kv_bytes, total_memory
@@ -62,8 +62,7 @@ def size_kv(
             )
         max_len = config.max_model_len
     # More than all sequences at full length is never used.
-    token_bytes = sum(group.token_bytes for group in groups)
-    most = config.max_num_seqs * (max_len * token_bytes + _MAX_PAGE_BYTES)
+    most = config.max_num_seqs * (_most_bytes(config, groups, max_len) + _MAX_PAGE_BYTES)
     if config.kv_cache_bytes is not None:
         budget = _granted(config.kv_cache_bytes, most, free_bytes)
     else:
@@ -94,6 +93,14 @@ def size_kv(
             )
         max_len = fits
     return KVSizes(page, padded, num_pages, max_len)
+
+
+def _most_bytes(config: EngineConfig, groups: Sequence[LayerGroup], max_len: int) -> int:
+    """Returns the most bytes of one sequence, those behind windows included."""
+    recent = [group for group in groups if group.by_block]
+    spans = [min(max_len, (group.window or 0) + config.chunk_tokens) for group in recent]
+    whole = max_len * kept_bytes(groups)
+    return whole + sum(n * g.token_bytes for n, g in zip(spans, recent, strict=True))
 
 
 def _granted(wanted: int, most: int, device_bytes: int | None) -> int:

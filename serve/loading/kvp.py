@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from memory.attention.layouts import Layout, make_layout
 from memory.attention.seam import AttentionLayer, PlannedAttention
+from memory.attention.tiled import RecentLayers
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.nodes.attach import MAX_ADDRESSES, AttachRequest, NodeLayout
@@ -86,14 +87,16 @@ class Segments:
         layout: Layout,
         where: tuple[int, int],
         backend: Backend,
+        recent: RecentLayers | None,
     ) -> PlannedAttention:
         """Returns attention that is the fold over segments. where: the address and the end of this
-        machine's K/V of these layers, which `inner` attends over."""
+        machine's K/V of these layers, which `inner` attends over. recent: the store of their recent
+        tokens."""
         held = None
         if self._holders is not None:
             assert self._kv is not None, "memory is joined first"
             held = self._holders.nodes, self._kv.locate, self._kv.begun_away
-        return fold_segments(inner, layout, where, backend, self._length, held)
+        return fold_segments(inner, layout, where, backend, self._length, held, recent)
 
     def closing(self, local: Closable) -> Closable:
         """Returns what closes the holders and this machine's memory."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.layouts import Layout
 from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
+from memory.attention.tiled import RecentLayers, RecentStore
 from memory.edit_recorder import EditRecorder
 from memory.kv_manager import KVManager
 from memory.nodes.attach import AttachRequest
@@ -24,7 +25,12 @@ from memory.pages.virtual_memory import VirtualMemory
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.kv_layouts import kv_layout, stored_layers
+from serve.loading.kv_layouts import (
+    kv_layout,
+    recent_group,
+    recent_layout,
+    stored_layers,
+)
 from serve.loading.kv_sizing import reserving, size_kv
 from serve.loading.precision import Precision
 from serve.loading.runtime import group_attention
@@ -114,6 +120,11 @@ def widest_groups(
                 widest = group
         assert widest is not None, "some shard has a layer of each group"
         found.append(widest)
+    own = [shard.spec(spec).attention_layers for shard in shards]
+    layouts = [recent_layout(config, precision, layers) for layers in own]
+    recent = [layout for layout in layouts if layout is not None]
+    if recent:
+        found.append(recent_group(max(recent, key=lambda layout: layout.token_bytes)))
     return found
 
 
@@ -269,17 +280,24 @@ class RankMemory:
     ) -> PlannedAttention:
         parts: list[PlannedAttention] = []
         ids_of: list[list[int]] = []
-        for number, window in enumerate(geometry.windows):
+        windows, store = list(geometry.windows), None
+        recent = recent_layout(config, precision, layers)
+        if recent is not None:
+            recent.pad(geometry.token_bytes[-1] * recent.tile_tokens)
+            store = RecentStore(recent, address + geometry.offsets[-2])
+            windows.pop()
+        for number, window in enumerate(windows):
             numbers = numbers_of_group(config, spec, layers, number)
             if not numbers:
                 continue
             layout = kv_layout(config, precision, layers_in(layers, numbers))
             layout.pad(geometry.token_bytes[number] * layout.tile_tokens)
             start, end = geometry.offsets[number : number + 2]
-            part = group_attention(layout, address + start, end - start, window, backend)
+            own = None if store is None else store.of(numbers)
+            part = group_attention(layout, address + start, end - start, window, backend, own)
             if number == 0 and geometry.segment_tokens:
                 where = (address + start, address + end)
-                part = self._folded(config, precision, part, layout, where, geometry, backend)
+                part = self._folded(config, precision, part, layout, where, geometry, backend, own)
             parts.append(part)
             ids_of.append(numbers)
         if not parts:
@@ -295,6 +313,7 @@ class RankMemory:
         where: tuple[int, int],
         geometry: RankGeometry,
         backend: Backend,
+        recent: RecentLayers | None,
     ) -> PlannedAttention:
         """Returns attention over segments, as one process has it."""
         from serve.loading import kvp
@@ -306,7 +325,7 @@ class RankMemory:
             connect = kvp.connect_for(config, layers, geometry.max_model_len)
             self.holders = RankHolders(config.kvp, request, connect, geometry.segment_tokens)
             held = self.holders, self.holders.locate, ()
-        return fold_segments(inner, layout, where, backend, geometry.segment_tokens, held)
+        return fold_segments(inner, layout, where, backend, geometry.segment_tokens, held, recent)
 
     def close(self) -> None:
         if self.holders is not None:

@@ -14,6 +14,7 @@ from memory.attention.chunked import ChunkedAttention
 from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.layouts import Layout, local_attention
 from memory.attention.seam import PlannedAttention, layers_in
+from memory.attention.tiled import RecentLayers, RecentStore, TiledKVLayout
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.pages.linux_vmm import LinuxMemory
@@ -22,7 +23,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.disk_store import open_kv_store
 from serve.loading.footprint import check_weights_fit
-from serve.loading.kv_layouts import kv_layout, layer_groups
+from serve.loading.kv_layouts import kv_layout, layer_groups, recent_group, recent_layout
 from serve.loading.kv_sizing import KVSizes, reserving, size_kv
 from serve.loading.model_source import ModelSource, load_shard, load_weights, read_source
 from serve.loading.precision import Precision
@@ -142,12 +143,12 @@ def load_local(
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = [kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
     windows = [window for window, _ in groups]
-    sizes = size_kv(
-        config,
-        spec,
-        layer_groups(layouts, windows, config.kvp_segment_tokens if config.holders else None),
-        free_bytes=free_bytes,
-    )
+    stored = layer_groups(layouts, windows, config.kvp_segment_tokens if config.holders else None)
+    recent = recent_layout(config, precision, layers)
+    if recent is not None:
+        layouts.append(recent)
+        stored.append(recent_group(recent))
+    sizes = size_kv(config, spec, stored, free_bytes=free_bytes)
     for layout, padded in zip(layouts, sizes.groups, strict=True):
         layout.pad(padded.token_bytes * padded.tile_tokens)
     with reserving(sizes.page_bytes * sizes.num_pages, "kv_cache_bytes"):
@@ -167,7 +168,7 @@ def load_local(
         with reserving(kv.total_bytes, "max_num_seqs and max_model_len"):
             address = memory.reserve(kv.total_bytes)
         all_kv: KVMemory = kv if segments is None else segments.join(kv)
-        attention = _attention(kv, layouts, groups, address, backend, segments)
+        attention = _attention(kv, layouts, groups, address, backend, segments, recent)
         secret = None
         if config.kv_cache_dir is not None:
             store, secret = open_kv_store(
@@ -245,15 +246,21 @@ def _attention(
     address: int,
     backend: Backend,
     segments: Segments | None,
+    recent: TiledKVLayout | None,
 ) -> PlannedAttention:
     """Makes attention over the reservation at `address`; groups: window and layer numbers of each
-    layout. segments: those of the first group."""
+    layout. segments: those of the first group. recent: the layout of all layers' recent tokens,
+    whose ranges are the last ones."""
+    store = None
+    if recent is not None:
+        store = RecentStore(recent, address + kv.group_offset(len(groups)))
     parts: list[PlannedAttention] = []
-    for number, layout in enumerate(layouts):
+    for number, (window, ids) in enumerate(groups):
+        layout, own = layouts[number], None if store is None else store.of(ids)
         start, end = (address + kv.group_offset(i) for i in (number, number + 1))
-        parts.append(group_attention(layout, start, end - start, groups[number][0], backend))
+        parts.append(group_attention(layout, start, end - start, window, backend, own))
         if number == 0 and segments is not None:
-            parts[-1] = segments.over(parts[-1], layout, (start, end), backend)
+            parts[-1] = segments.over(parts[-1], layout, (start, end), backend, own)
     return parts[0] if len(parts) == 1 else GroupedAttention(parts, [ids for _, ids in groups])
 
 
@@ -263,9 +270,11 @@ def group_attention(
     num_bytes: int,
     window: int | None,
     backend: Backend,
+    recent: RecentLayers | None = None,
 ) -> PlannedAttention:
-    """Makes the attention of a layer group whose ranges take num_bytes from `address` on."""
-    part = local_attention(layout, address, num_bytes, backend)
+    """Makes the attention of a layer group whose ranges take num_bytes from `address` on. recent:
+    the store of its recent tokens."""
+    part = local_attention(layout, address, num_bytes, backend, recent=recent)
     chunk = layout.layers[0].chunk
     if chunk is None or window is None:
         return part

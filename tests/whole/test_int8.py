@@ -74,7 +74,7 @@ def test_tokens_do_not_depend_on_the_batch_or_the_chunks(family, precision):
 
 
 @pytest.mark.small_pages
-@pytest.mark.parametrize(("kv_dtype", "num_pages"), [("int8", 12), ("int4", 8)])
+@pytest.mark.parametrize(("kv_dtype", "num_pages"), [("int8", 12), ("int4", 17)])
 def test_tokens_are_the_same_after_preemption(kv_dtype, num_pages):
     """Log-probabilities too are exact, since prefill rows equal decode rows in int8 and int4."""
     path = str(checkpoint("llama", "base"))
@@ -130,7 +130,7 @@ def test_int8_keeps_the_perplexity_of_the_default_model():
     assert abs(both.change_from(reference)) < 0.01
     assert 0.0 < kv.kl < products.kl < 0.01
     assert both.kv_bytes_per_token < reference.kv_bytes_per_token / 3
-    assert kv.kl < int4_kv.kl < 0.003 and abs(int4_kv.change_from(reference)) < 0.01
+    assert kv.kl < int4_kv.kl < 2.5e-4 and abs(int4_kv.change_from(reference)) < 0.01
     assert int4_kv.kv_bytes_per_token < 0.56 * kv.kv_bytes_per_token
 
 

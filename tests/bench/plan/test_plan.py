@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bench.common.checkpoint_shapes import SHAPES
 from bench.common.checkpoints import random_checkpoint
+from bench.plan.capacity import sequence_bytes
 from bench.plan.cost import Machine, MachineCost, all_reduce_s
 from bench.plan.efficiency import BOUND, Efficiency, expected
 from bench.plan.hardware import Device, Link, load_devices
@@ -140,6 +141,12 @@ def test_int4_kv_is_for_cpus_and_never_taken_by_itself() -> None:
     precision = find_precision("int8", "int4", shape)
     assert shape.kv_token_bytes(precision) == 16 * 8 * (64 + 8)  # 4 bits, and 2 bytes for 32
     cpu = devices["zen5-2vcpu"]
+    int4, int8 = (
+        shape.kv_token_bytes(precision),
+        shape.kv_token_bytes(replace(precision, kv="int8")),
+    )
+    assert sequence_bytes(shape, precision, 100) == 100 * (int4 + int8)
+    assert sequence_bytes(shape, precision, 10_000) == 10_000 * int4 + 128 * int8
     cost = MachineCost(shape, precision, Machine(cpu), expected(cpu.kind, precision))
     assert cost.attention.decode(1, 10_000).memory_s > 0
     with pytest.raises(ConfigError, match="h100-sxm: K/V in int4 is for CPUs"):

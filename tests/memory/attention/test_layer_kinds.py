@@ -15,11 +15,13 @@ from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.kv_layout import KVLayout
 from memory.attention.layouts import local_attention, make_layout
 from memory.attention.seam import AttentionLayer, AttentionStep, kv_owner, layers_in
-from memory.attention.tiled import TILED_TYPES
+from memory.attention.tiled import TILED_TYPES, RecentStore, TiledKVLayout
 from ops import get_backend
 from ops.cpu import native_library
 from ops.reference import attention_fp64, round_kv, round_kv4
-from quant.kv import fitting_group, fitting_int4_group
+from quant.kv import RECENT_BLOCK, fitting_group, fitting_int4_group
+from tests.support.memory.int8_kv import out_error4, rounded_query4
+from tests.support.memory.recent_kv import recent_attention_fp64
 
 pytestmark = pytest.mark.usefixtures("seeded")
 MAX_LEN = 320
@@ -45,23 +47,33 @@ STEPS = [
 
 
 class Memory:
-    """Attention of LAYERS over ranges of MAX_LEN tokens, with a group for each window."""
+    """Attention of LAYERS over ranges of MAX_LEN tokens, with a group for each window. The kind
+    "int4, recent int8" has recent tokens in a store of all layers."""
 
     def __init__(self, kind: str, is_eager: bool = False) -> None:
         groups = group_layers(LAYERS, MAX_LEN)
         assert [window for window, _ in groups] == [None, 40]
         parts = []
         self.buffers = []
+        kind, has_recent = kind.split(",")[0], "," in kind
+        recent = None
+        if has_recent:
+            whole = make_layout(LAYERS, "int8", 64)
+            assert isinstance(whole, TiledKVLayout)
+            recent = RecentStore(whole, self._reserve(whole)[0])
         for _, ids in groups:
-            layers = layers_in(LAYERS, ids)
-            layout = make_layout(layers, kind, 64)
-            size = 3 * MAX_LEN * layout.token_bytes
-            self.buffers.append(ctypes.create_string_buffer(size + 64))
-            address = ctypes.addressof(self.buffers[-1])
-            address += -address % 64
-            backend = get_backend("cpu")
-            parts.append(local_attention(layout, address, size, backend, is_eager=is_eager))
+            layout = make_layout(layers_in(LAYERS, ids), kind, 64)
+            address, size = self._reserve(layout)
+            more = {"recent": recent.of(ids)} if recent else {"is_eager": is_eager}
+            parts.append(local_attention(layout, address, size, get_backend("cpu"), **more))
         self.attention = GroupedAttention(parts, [ids for _, ids in groups])
+
+    def _reserve(self, layout) -> tuple[int, int]:
+        """Returns the address and the size of memory for three ranges."""
+        size = 3 * MAX_LEN * layout.token_bytes
+        self.buffers.append(ctypes.create_string_buffer(size + 64))
+        address = ctypes.addressof(self.buffers[-1])
+        return address + -address % 64, size
 
 
 def run(attention, dtype, check, only=None, *, layers=LAYERS, steps=STEPS):
@@ -130,6 +142,18 @@ def as_given(x, layer):
     return x
 
 
+def against_recent_fp64(i, s, q, k, v, out):
+    layer = LAYERS[i]
+    groups = fitting_int4_group(layer.head_dim, 64), fitting_group(layer.head_dim, 64)
+    options = {"window": layer.window, "soft_cap": layer.soft_cap, "sinks": layer.sinks}
+    expected, _ = recent_attention_fp64(q, rounded_query4(q), k, v, groups, layer.scale, **options)
+    atol = out_error4(as_stored4(v, layer))
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    if len(k) <= RECENT_BLOCK:
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-3)
+
+
+RECENT = "int4, recent int8"
 KINDS = [
     ("float32", torch.float32, as_given, 1e-5),
     ("bfloat16", torch.bfloat16, as_given, 3e-2),
@@ -147,6 +171,12 @@ def test_local_attention_equals_the_reference(kind, dtype, rounded, tolerance, i
     run(memory.attention, dtype, against_fp64(rounded, tolerance))
 
 
+@pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built")
+def test_recent_tokens_are_int8_in_every_kind_of_layer():
+    memory = Memory(RECENT)
+    run(memory.attention, torch.float32, against_recent_fp64)
+
+
 def results(kind, dtype, is_eager=False, only=None):
     """Returns the results of each layer and sequence, in the order of steps."""
     found = {}
@@ -161,7 +191,9 @@ def results(kind, dtype, is_eager=False, only=None):
 
 
 @pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built")
-@pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for kind, dtype, *_ in KINDS])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, dtype) for kind, dtype, *_ in KINDS), (RECENT, torch.float32)]
+)
 def test_a_row_has_the_same_bits_alone(kind, dtype):
     together = results(kind, dtype)
     for only in range(3):

@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -16,6 +17,7 @@ from serve import LLM, Engine, SamplingParams
 from serve.errors import ConfigError
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.group.thread_workers import thread_workers  # noqa: F401
+from tests.support.memory.one_store import one_store
 from tests.support.nodes.served_nodes import MIB, nodes
 from tests.support.profile import every_day
 
@@ -87,14 +89,19 @@ def scores(grid, model=("llama", "long"), make_load=load, one_by_one=False, **se
 
 
 @functools.cache
-def alone(model=("llama", "long"), make_load=load, one_by_one=False, **settings):
-    """The same from one process without holders."""
-    return scores((1, 1), model, make_load, one_by_one, **settings)[0]
+def alone(model=("llama", "long"), make_load=load, one_by_one=False, is_beside=False, **settings):
+    """The same from one process without holders. is_beside: int4 K/V is as beside holders."""
+    with one_store() if is_beside else nullcontext():
+        return scores((1, 1), model, make_load, one_by_one, **settings)[0]
 
 
 @pytest.mark.parametrize(
     ("grid", "count", "kv_dtype"),
-    [*((grid, count, "int8") for grid in GRIDS for count in (0, 1, 2)), ((2, 1), 2, "int4")],
+    [
+        *((grid, count, "int8") for grid in GRIDS for count in (0, 1, 2)),
+        *(((2, 1), count, "int4") for count in (0, 2)),
+        ((1, 2), 0, "int4"),
+    ],
 )
 def test_ranks_and_holders_give_the_bits_of_one_process(
     thread_workers,  # noqa: F811
@@ -108,7 +115,7 @@ def test_ranks_and_holders_give_the_bits_of_one_process(
     with nodes("inproc", count, tmp_path) as urls:
         holders = {"kvp": urls} if count else {}
         found, stats = scores(grid, kv_dtype=kv_dtype, **holders)
-    assert found == alone(kv_dtype=kv_dtype)
+    assert found == alone(kv_dtype=kv_dtype, is_beside=count > 0)
     assert stats.memory_nodes == count
     assert stats.prefix_hit_tokens > 0
 

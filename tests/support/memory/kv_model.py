@@ -98,6 +98,8 @@ class KVModel:
             first = 0
             if group.window is not None:
                 first = max(0, sequence.num_computed + 1 - group.window)
+                if group.by_block:
+                    first = sequence.num_computed // group.window * group.window
             first -= first % group.read_block
             for position in range(first, sequence.num_computed):
                 for page in self._pages(sequence, number, position):

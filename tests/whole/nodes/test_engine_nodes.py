@@ -12,6 +12,7 @@ import pytest
 from serve import LLM, SamplingParams
 from serve.config import DEFAULT_MODEL
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.memory.one_store import one_store
 from tests.support.nodes.served_nodes import MIB, key_file, nodes
 from tests.support.profile import every_day
 
@@ -258,7 +259,8 @@ def scores_of(make_load=scored, one_by_one=False, **settings):
 
 @functools.cache
 def local_scores(dtype, kv_dtype, one_by_one):
-    return scores_of(one_by_one=one_by_one, dtype=dtype, kv_dtype=kv_dtype)[0]
+    with one_store():
+        return scores_of(one_by_one=one_by_one, dtype=dtype, kv_dtype=kv_dtype)[0]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from serve import LLM, SamplingParams
 from serve.config import DEFAULT_MODEL
 from serve.errors import ConfigError
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.memory.one_store import one_store
 from tests.support.nodes.served_nodes import MIB, key_file, nodes
 from tests.support.profile import every_day
 from transport.base import PeerLostError
@@ -88,8 +89,9 @@ def scores(model=DEFAULT_MODEL, vocab=4096, make_load=load, one_by_one=False, **
 
 @functools.cache
 def alone(model=DEFAULT_MODEL, vocab=4096, make_load=load, one_by_one=False, **settings):
-    """The same from an engine that has all segments itself."""
-    return scores(model, vocab, make_load, one_by_one, **settings)[0]
+    """The same from an engine that has all segments itself, with K/V as beside holders."""
+    with one_store():
+        return scores(model, vocab, make_load, one_by_one, **settings)[0]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from serve import LLM, SamplingParams
 from serve.config import DEFAULT_MODEL
 from serve.errors import ConfigError
+from tests.support.memory.one_store import one_store
 from tests.support.nodes.served_nodes import MIB
 
 SETTINGS = {
@@ -83,12 +84,12 @@ class MostRunning:
 def test_a_full_replica_runs_more_sequences_with_the_same_bits(tmp_path, kv_dtype, small):
     params, many = greedy(20), prompts(12)
     own = SETTINGS | {"kv_dtype": kv_dtype, "kv_cache_bytes": small}
-    with LLM(DEFAULT_MODEL, **own) as llm, MostRunning(llm) as alone:
+    with one_store(), LLM(DEFAULT_MODEL, **own) as llm, MostRunning(llm) as alone:
         expected = answers(llm.generate(many, params, use_tqdm=False))
     url = f"inproc://{tmp_path.name}"
     lends = {"lend": url, "lend_bytes": 4 * MIB, "kv_cache_bytes": 8 * MIB}
     with (
-        LLM(DEFAULT_MODEL, **lends, **SETTINGS) as lender,
+        LLM(DEFAULT_MODEL, kv_dtype=kv_dtype, **lends, **SETTINGS) as lender,
         LLM(DEFAULT_MODEL, borrow=[url], **own) as llm,
     ):
         with MostRunning(llm) as most:
