@@ -135,6 +135,32 @@ def with_context(folder: Path, max_model_len: int) -> Path:
     return path
 
 
+def with_idle_layers(folder: Path, num_layers: int) -> Path:
+    """Copies the embedded model into the folder, with so many layers more that add nothing.
+
+    They are copies of the last layer whose output products are zero, so a step takes longer, and
+    every hidden state after the last layer, and every answer, is that of the embedded model.
+    """
+    from safetensors.torch import load_file, save_file
+
+    source, path = EngineConfig.from_settings(None).model_path, folder / "idle-layers"
+    shutil.copytree(source, path, ignore=shutil.ignore_patterns(SINGLE))
+    config = json.loads((source / "config.json").read_text())
+    first = config["num_hidden_layers"]
+    config["num_hidden_layers"] = first + num_layers
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / SINGLE)
+    last = f"model.layers.{first - 1}."
+    copied = {name.removeprefix(last): t for name, t in tensors.items() if name.startswith(last)}
+    for number in range(first, first + num_layers):
+        for name, tensor in copied.items():
+            is_output = name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+            value = tensor.new_zeros(tensor.shape) if is_output else tensor.clone()
+            tensors[f"model.layers.{number}.{name}"] = value
+    save_file(tensors, path / SINGLE, metadata={"format": "pt"})
+    return path
+
+
 def _write_tokenizer(path: Path, vocab_size: int) -> None:
     """Writes a tokenizer of the bytes, then aa, ab, ... aaa, ..., each with a merge."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

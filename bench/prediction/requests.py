@@ -10,6 +10,7 @@ from bench.load.workload.work import Work
 from serve.engine.outputs import RequestOutput
 from serve.request import Request
 from serve.sampling_params import SamplingParams
+from serve.scheduler.length_predictor import HistoryPredictor
 
 GREEDY = SamplingParams(max_tokens=None, temperature=0.0)
 
@@ -46,3 +47,12 @@ def known_lengths(works: Sequence[Work]) -> dict[tuple[int, ...], int]:
     with LLM() as llm:
         outputs: list[RequestOutput] = llm.chat(conversations, GREEDY, use_tqdm=False)
     return {tuple(output.prompt_token_ids): len(output.outputs[0].token_ids) for output in outputs}
+
+
+def taught_history(lengths: Mapping[tuple[int, ...], int]) -> HistoryPredictor:
+    """Returns a predictor that has seen these answers, by prompt."""
+    predictor = HistoryPredictor()
+    for prompt, length in lengths.items():
+        params = SamplingParams(max_tokens=length)
+        predictor.observe(Request("", None, prompt, params, 0.0), length)
+    return predictor

@@ -26,6 +26,7 @@ import numpy as np
 from serve.prediction.features import NUM_FEATURES, set_earlier, state_features
 from serve.prediction.regression import MAX_TARGET, Floats, OnlineRegression
 from serve.prediction.token_regression import TokenRegression, places_of
+from serve.request import Request
 from serve.scheduler.length_predictor import (
     PRIOR_MEDIAN,
     HistoryPredictor,
@@ -142,7 +143,8 @@ class LearnedPredictor(SequencePredictor):
         request = sequence.request
         if not has_fixed_length(request):
             places = places_of(request.prompt_token_ids, request.client or "")
-            self._seen[sequence] = [self._predicted(sequence, ARRIVED, 0, places, 0.0)]
+            past = self._past_tokens(request, 0)
+            self._seen[sequence] = [self._predicted(sequence, ARRIVED, 0, places, past, 0.0)]
 
     def saw_state(self, sequence: Sequence, num_output: int, sketch: Floats) -> None:
         seen = self._seen.get(sequence)
@@ -150,15 +152,24 @@ class LearnedPredictor(SequencePredictor):
             return
         features = state_features(sketch, sequence.num_prompt_tokens, num_output)
         stage = GROWN if num_output else COMPUTED
-        seen.append(self._predicted(sequence, stage, num_output, features, seen[0].factor))
+        past = self._past_tokens(sequence.request, num_output)
+        seen.append(self._predicted(sequence, stage, num_output, features, past, seen[0].factor))
+
+    def _past_tokens(self, request: Request, num_output: int) -> float:
+        return max(1.0, self.past.quantile(request, num_output, 0.5) - num_output)
 
     def _predicted(
-        self, sequence: Sequence, stage: int, num_output: int, features: Any, arrived: float
+        self,
+        sequence: Sequence,
+        stage: int,
+        num_output: int,
+        features: Any,
+        past: float,
+        arrived: float,
     ) -> _Seen:
-        """arrived: the factor that was predicted on arrival, for the later stages."""
-        request = sequence.request
-        client = request.client or ""
-        past = max(1.0, self.past.quantile(request, num_output, 0.5) - num_output)
+        """past: the remaining tokens that past answers say. arrived: the factor that was predicted
+        on arrival, for the later stages."""
+        client = sequence.request.client or ""
         base = log(past) if stage == GROWN else _USUAL + arrived
         if stage != ARRIVED:
             set_earlier(features, past, arrived)
@@ -192,12 +203,15 @@ class LearnedPredictor(SequencePredictor):
         if seen and length:
             # What would be predicted now is what the next predictions are like: those that were
             # made long ago, perhaps before anything was known, say little about them.
-            now = [self._predicted(sequence, ARRIVED, 0, seen[0].features, 0.0)]
-            now += [
-                self._predicted(sequence, each.stage, each.num_output, each.features, now[0].factor)
-                for each in seen[1:]
-                if each.num_output < length
-            ]
+            request = sequence.request
+            before = self._past_tokens(request, 0)
+            now = [self._predicted(sequence, ARRIVED, 0, seen[0].features, before, 0.0)]
+            for each in seen[1:]:
+                if each.num_output < length:
+                    count = each.num_output
+                    past = self._past_tokens(request, count) if count else before
+                    known = each.stage, count, each.features, past
+                    now.append(self._predicted(sequence, *known, now[0].factor))
             self._learn(sequence.request.client or "", now, length, is_whole=is_whole)
         super().ended(sequence, is_whole=is_whole)
 

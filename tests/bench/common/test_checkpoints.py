@@ -16,12 +16,13 @@ from torch import Tensor
 
 from bench.common import checkpoints, safetensors_writer
 from bench.common.checkpoint_shapes import SHAPES, config_of, gptq
-from bench.common.checkpoints import random_checkpoint, write_random
+from bench.common.checkpoints import random_checkpoint, with_idle_layers, write_random
 from bench.common.random_weights import random_tensors
 from bench.common.safetensors_writer import INDEX, SINGLE, StoredTensor, write_checkpoint
 from ops import Fusion, LinearOp, get_backend
 from quant.formats.base import joined
 from serve import LLM, SamplingParams
+from serve.config import default_model_path
 from serve.errors import ConfigError
 from serve.models import count_parameters, load_model, read_spec
 
@@ -179,3 +180,21 @@ def test_weights_come_after_a_checkpoint_without_them(tmp_path: Path) -> None:
     written = (path / SINGLE).stat().st_mtime_ns
     assert random_checkpoint("tiny-mixture", folder=tmp_path, has_weights=False) == path
     assert (path / SINGLE).stat().st_mtime_ns == written
+
+
+def answers(**settings):
+    """Returns the tokens and their log-probabilities of a few answers."""
+    questions = ["What is 17 plus 25?", "Tell me a story about a fox.", "Repeat: red blue green"]
+    conversations = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=1)
+    with LLM(**settings) as llm:
+        outputs = llm.chat(conversations, params, use_tqdm=False)
+    return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
+
+
+def test_idle_layers_change_no_answer(tmp_path):
+    path = with_idle_layers(tmp_path, 3)
+    assert read_spec(path).num_layers == read_spec(default_model_path()).num_layers + 3
+    wanted = answers()
+    assert answers(model=str(path)) == wanted, "to the last bit"
+    assert all(len(tokens) > 1 and logprobs for tokens, logprobs in wanted)
