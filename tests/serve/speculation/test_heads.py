@@ -327,5 +327,11 @@ def test_wrong_settings(folder):
     with pytest.raises(ModelLoadError, match="architectures does not name an EAGLE-3 head"):
         LLM(llama, speculation="eagle3", draft_model=llama)
     path = settings_of(folder, "mtp", "deepseek_v3", "yarn")["model"]
+    with pytest.raises(ConfigError, match="speculation mtp needs another kv_dtype than int4"):
+        LLM(
+            settings_of(folder, "mtp", "glm4_moe", "one-group")["model"],
+            speculation="mtp",
+            kv_dtype="int4",
+        )
     with pytest.raises(ConfigError, match="speculation mtp needs the cpu back end"):
         LLM(path, speculation="mtp", backend="cuda")
