@@ -140,15 +140,15 @@ class LinearModel:
         self._growth = 1.0 + 1.0 / window
 
     def predict(self, features: abc.Sequence[float]) -> float:
-        return self._pace * self._unpaced(features)
+        return self._pace * self.unpaced(features)
 
-    def _unpaced(self, features: abc.Sequence[float]) -> float:
+    def unpaced(self, features: abc.Sequence[float]) -> float:
         seconds: float = sum(map(mul, self.coefficients, features))
         return seconds
 
     def learn(self, features: abc.Sequence[float], seconds: float) -> None:
         """Learns from one step, which took seconds > 0."""
-        predicted = self._unpaced(features)
+        predicted = self.unpaced(features)
         if predicted > 0.0:
             self._ratios = [*self._ratios[1 - _PACE_STEPS :], seconds / predicted]
             pace = sorted(self._ratios)[len(self._ratios) // 2]
@@ -206,6 +206,11 @@ class StepTimeModel:
         if mixed.num_learned:
             return max(least, mixed.predict(work.features()))
         return least * work.num_rows / max(1, work.num_decodes)
+
+    def steady_seconds(self, work: StepWork) -> float:
+        """Returns the time of decode rows alone without the pace of the last few steps, which may
+        have been others; 0 before the first such step was learned."""
+        return self._decoding.unpaced(work.decode_features())
 
     def decode_seconds(self, work: StepWork) -> float:
         """Returns the time of the decode rows alone; 0 before the first step was learned.

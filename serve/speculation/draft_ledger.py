@@ -24,6 +24,7 @@ _SETTLED_STEPS = 64  # steps with drafts in which they have to save what prompts
 _NUM_RATIOS = 15
 _FEWEST_RATIOS = 3
 _REFRESH_STEPS = 128  # steps with drafts before one without is measured again
+_REST_STEPS = 8  # of the steps in which drafts rest, every so many are measured
 _MOST_STALL = 4.0  # a step counts as at most so many steps longer than its drafts took
 
 
@@ -37,7 +38,7 @@ class DraftLedger:
         self._invested_s = self._repaid_s = 0.0  # since they were last compared
         self._num_settled = 0  # steps with drafts since then
         self._rest_until_s: float | None = None
-        self._num_since_plain = 0
+        self._num_since_plain = self._num_rested = 0
         # of the step that runs; None: it does not count
         self._counted_since_s: float | None = None
         self._began_s = self._predicted_s = self._draft_s = 0.0
@@ -52,9 +53,15 @@ class DraftLedger:
             self._counted_since_s = None
         if self._rest_until_s is not None:
             if now_s < self._rest_until_s:
+                self._num_rested += 1
                 return False
             self._rest_until_s = None
         return True
+
+    @property
+    def measures_rest(self) -> bool:
+        """Whether the step that has begun, in which drafts rest, shall show its time."""
+        return self._num_rested % _REST_STEPS == 0
 
     def count(self, num_decodes: int, predicted_s: float) -> bool:
         """Says that the step counts: it only decodes, so many rows in predicted_s seconds without

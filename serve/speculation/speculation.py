@@ -100,7 +100,7 @@ class Speculation:
             if sequence.draft_ids:
                 sequence.draft_ids = []
         has_prompts = plan.num_prompt_rows > 0
-        if not may_draft or not sequences:
+        if not sequences or not (may_draft or (ledger is not None and ledger.measures_rest)):
             return
         if has_prompts and not self._drafts_beside_prompts:
             return
@@ -111,8 +111,10 @@ class Speculation:
         if ledger is not None and not has_prompts:
             context = sum([s.num_computed_tokens for s in sequences])
             work = StepWork(plan.num_decodes, context, plan.num_decodes, samples=True)
-            if not ledger.count(plan.num_decodes, self._model.predict(work)):
-                return
+            steady_s = self._model.steady_seconds(work)
+            may_draft = ledger.count(plan.num_decodes, steady_s) and may_draft
+        if not may_draft:
+            return
         self._draft(plan, sequences, num_rows, limit_s)
         if ledger is not None:
             if self._by_model is not None and self._by_model.has_caught_up:
