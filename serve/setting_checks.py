@@ -95,9 +95,6 @@ def check_drafts(settings: _Drafts) -> None:
         if model is None:
             raise ConfigError(f"{chosen} needs draft_model, a directory")
         check_folder("draft_model", model)
-    elif model is not None:
-        names = " or ".join(_WITH_DRAFT_MODEL)
-        raise ConfigError(f"draft_model needs speculation {names}, not {settings.speculation}")
     if settings.speculation not in (*_WITH_DRAFT_MODEL, *DRAFT_HEADS):
         return
     for setting in ("memory_nodes", "kvp", "borrow"):
@@ -108,6 +105,13 @@ def check_drafts(settings: _Drafts) -> None:
     for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(settings, setting) != 1:
             raise ConfigError(f"{chosen} needs a model in one process: leave out {setting}")
+
+
+def check_draft_use(speculation: str, draft_model: object) -> None:
+    """Checks, when the model is loaded, that a draft model would be used."""
+    if draft_model is not None and speculation not in _WITH_DRAFT_MODEL:
+        names = " or ".join(_WITH_DRAFT_MODEL)
+        raise ConfigError(f"draft_model needs speculation {names}, not {speculation}")
 
 
 def check_folders(kv_cache_dir: object, packed_cache: object, *, has_prefixes: bool) -> None:

@@ -42,6 +42,7 @@ from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
 from serve.scheduler.waiting_queue import make_queue
+from serve.setting_checks import check_draft_use
 from serve.speculation import TwoModels, make_drafting, make_head_drafts
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
@@ -233,6 +234,7 @@ def _load_parts(
 
     draft, kv_share = None, 1.0
     try:
+        check_draft_use(config.speculation, config.draft_model)
         if config.speculation == "model":
             check_same_ids(config.tokenizer_path, wait().tokenizer, draft_path(config))
             draft = load_draft_weights(config, LoadProgress(progress, check=check))

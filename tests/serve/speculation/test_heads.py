@@ -314,7 +314,7 @@ def test_wrong_settings(folder):
     with pytest.raises(ConfigError, match="speculation eagle3 needs draft_model"):
         EngineConfig(speculation="eagle3")
     with pytest.raises(ConfigError, match="draft_model needs speculation model or eagle3, not mtp"):
-        EngineConfig(speculation="mtp", draft_model=llama)
+        LLM(llama, speculation="mtp", draft_model=llama)
     for setting in ({"tensor_parallel_size": 2}, {"memory_nodes": ["localhost:1"]}):
         with pytest.raises(ConfigError, match=f"speculation mtp needs .*{next(iter(setting))}"):
             EngineConfig(speculation="mtp", **setting)
