@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import signal
 from collections.abc import Iterator
 
@@ -12,10 +11,6 @@ from collections.abc import Iterator
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nothing is ever downloaded.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Triton's interpreter multiplies with numpy. Of the kernels that its library chooses by the
-# processor, some give a row other bits alone than beside others; these do not, on any processor.
-if platform.machine() in ("x86_64", "AMD64"):
-    os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
 # Where several tests run at once each has a core: threads that wait for each other on shared ones
 # take ten times as long. Before torch and our own kernels count them.
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
