@@ -47,9 +47,11 @@ _SPARE_PAGES = 2
 @dataclass(slots=True)
 class _Text:
     """What the head has of one sequence: its K/V from position `begin` to `end`, and what the
-    model's states of the positions that follow are read from, in pieces [rows, any]."""
+    model's states of the positions that follow are read from, in pieces [rows, any].
+    num_preemptions: the sequence's when it began; later ones have changed its range."""
 
     inputs: SamplingInputs
+    num_preemptions: int
     begin: int
     end: int
     pieces: list[Tensor] = field(default_factory=list)
@@ -164,11 +166,13 @@ class HeadDrafts:
         """Returns what there is of a sequence, or begins with it: after a prefix that was found, or
         behind what was computed during a pause."""
         first, text = sequence.num_computed_tokens, self._texts.get(sequence)
-        if text is None or first < text.begin - _BEGIN:
+        if text is None or text.num_preemptions != sequence.num_preemptions:
             is_start = first == sequence.num_cached_tokens
             begin = 0 if is_start else -(-first // _BEGIN) * _BEGIN
             inputs = drafting_inputs(sequence, self._vocab_size)
-            text = self._texts[sequence] = _Text(inputs, begin, max(begin, first))
+            text = self._texts[sequence] = _Text(
+                inputs, sequence.num_preemptions, begin, max(begin, first)
+            )
         return text
 
     @torch.inference_mode()
@@ -213,8 +217,8 @@ class HeadDrafts:
         """Returns what may follow each sequence, at most depths[i] > 0 tokens."""
         drafts: list[list[int]] = [[] for _ in sequences]
         parts: list[_Part] = []
+        self._num_idle = self._last_pause = 0
         for sequence, depth, draft in zip(sequences, depths, drafts, strict=True):
-            self._num_idle = self._last_pause = 0
             text = self._texts[sequence]
             if text.num_pending and self._has_room(sequence, len(sequence.token_ids) + depth):
                 part = self._missing(sequence, text)
@@ -233,7 +237,8 @@ class HeadDrafts:
     def _settle(self, sequence: Sequence, text: _Text) -> bool:
         """Drops the states of rejected rows; returns whether any are left that can be computed,
         because the tokens after them are known."""
-        if sequence.status is not SequenceStatus.RUNNING or sequence.kv_range is None:
+        is_new = text.num_preemptions != sequence.num_preemptions  # its pages may not be mapped yet
+        if is_new or sequence.status is not SequenceStatus.RUNNING or sequence.kv_range is None:
             text.pieces, text.num_pending = [], 0
             return False
         last = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)

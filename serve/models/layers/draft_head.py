@@ -82,7 +82,8 @@ class DraftHead:
             self._ratio = self._ratio_of_norms()
 
     def _ratio_of_norms(self) -> Tensor:
-        """Returns the factors from what the model's own norm gives back to what the head's gave.
+        """Returns the factors, [hidden], from what the model's own norm gives back to what the
+        head's gave.
         The model's last product, which is not stored twice, includes its norm."""
         norm = self._model.final_norm
         assert norm is not None and norm.kind == "rms", "families with MTP layers have RMSNorm"
