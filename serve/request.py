@@ -116,6 +116,7 @@ class TokenDelta(NamedTuple):
     finish_reason; stop_reason is the stop string or the id of stop_token_ids that ended it, if
     any; error describes finish_reason "error". The first delta of a sequence carries
     prompt_logprobs (None for the prompt's first token) and embedding where they are requested.
+    is_replayed: the tokens are those that the sequence had before (SamplingParams.answers_so_far).
     """
 
     index: int  # type: ignore[assignment]  # shadows tuple.index
@@ -127,6 +128,7 @@ class TokenDelta(NamedTuple):
     error: str | None = None
     prompt_logprobs: abc.Sequence[TokenLogprobs | None] | None = None
     embedding: Vector | None = None
+    is_replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,24 @@ _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerSoFar:
+    """The tokens that a sequence has got from another engine, after which it goes on here.
+    finish_reason: "stop" or "length" if it had ended with the last of them; None if it had not."""
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", as_tuple("token_ids", self.token_ids))
+        if self.finish_reason not in (None, "stop", "length"):
+            raise RequestError(
+                'finish_reason must be "stop", "length" or null', param="answers_so_far"
+            )
+        if self.finish_reason is not None and not self.token_ids:
+            raise RequestError("an answer that has ended must have tokens", param="answers_so_far")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Determines how tokens are sampled and when a sequence ends.
 
@@ -49,6 +67,9 @@ class SamplingParams:
     reasoning; -1: no bound; None: not said, which is the engine's default in chats.
     is_reasoning_open: whether the prompt ends inside the reasoning; None looks at its end.
     prediction: a text that the answer is expected to repeat in large part; drafts come from it.
+    answers_so_far: one for each of the n sequences, or none. An engine with the same model goes on
+    with the token that the first engine would have sampled next; it needs the same seed. What it
+    answers begins with the tokens so far, without their log-probabilities.
     """
 
     n: int = 1
@@ -80,6 +101,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     is_reasoning_open: bool | None = None
     prediction: str | None = None
+    answers_so_far: tuple[AnswerSoFar, ...] = ()
 
     def __post_init__(self) -> None:
         stop = self.stop
@@ -117,6 +139,11 @@ class SamplingParams:
         if self.prediction is not None and not (self.prediction and type(self.prediction) is str):
             raise RequestError("prediction must be a text that is not empty", param="prediction")
         check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
+        if self.answers_so_far and len(self.answers_so_far) != self.n:
+            raise RequestError(
+                f"answers_so_far has {len(self.answers_so_far)} entries, and n is {self.n}",
+                param="answers_so_far",
+            )
         self._check_stops()
         self._check_logit_bias()
         self._check_cache_salt()

@@ -294,14 +294,14 @@ class EngineCore:
             )
             params = prepared.request.params
             has_work = params.max_tokens != 0 or sequences[0].prompt_outputs is not None
-            if has_work and not state.is_aborted:
-                for sequence in sequences:
-                    self._scheduler.add(sequence)
-                return
             reason = FinishReason.ABORT if state.is_aborted else FinishReason.LENGTH
             for sequence in sequences:
-                sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
-            self._deliver_end(sequences)
+                if has_work and not (state.is_aborted or sequence.is_finished):
+                    self._scheduler.add(sequence)
+                elif not sequence.is_finished:
+                    sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
+            if ended := [s for s in sequences if s.is_finished]:
+                self._deliver_end(ended)
         except Exception:
             logger.exception("queueing %s failed", state.request_id)
             self._refuse(state, GenerationError("the engine failed to queue the request"))

@@ -73,6 +73,7 @@ class OutputState:
         "_min_output",
         "_prompt_rows",
         "_push_token",
+        "_so_far",
         "_stop_ids",
         "_stops",
         "_wants_logprobs",
@@ -115,6 +116,10 @@ class OutputState:
         self.times = times
         self._prompt_rows = prompt_rows
         self._emit = sink.push if prompt_rows is None else self._emit_first
+        so_far = params.answers_so_far
+        self._so_far = so_far[index] if so_far and so_far[index].token_ids else None
+        if self._so_far is not None:
+            self._push_token = self._replay_and_push
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> bool:
         """Adds a token and emits a delta; True when a stop string has ended the sequence."""
@@ -130,6 +135,32 @@ class OutputState:
                 return True
         self._emit(TokenDelta(self.index, text, [token], kept))
         return False
+
+    def _replay_and_push(self, token_id: int) -> str:
+        """Emits the tokens from before, and returns the text of the first new one."""
+        self.num_output = 0  # the new token was counted
+        self._replay()
+        self.num_output += 1
+        return self._push_token(token_id)
+
+    def _replay(self) -> int | None:
+        """Emits the tokens from before, but for the one that has ended the sequence, which is
+        returned."""
+        assert self._so_far is not None
+        tokens, has_ended = list(self._so_far.token_ids), self._so_far.finish_reason is not None
+        self._so_far, self._push_token = None, self._detokenizer.push
+        last = tokens.pop() if has_ended else None
+        texts = []
+        for token in tokens:
+            self.num_output += 1
+            text = self._push_token(token)
+            if self._stops is not None and self._is_past_minimum():
+                text, _ = self._stops.push(text)
+            texts.append(text)
+        if tokens:
+            delta = TokenDelta(self.index, "".join(texts), tokens, is_replayed=True)
+            self.sink.push(delta)
+        return last
 
     def _emit_first(self, delta: TokenDelta) -> None:
         rows, self._prompt_rows = self._prompt_rows, None
@@ -151,6 +182,11 @@ class OutputState:
         """Emits the last delta: the final token, if there is one, and the text that was held
         back. Returns why the sequence ended, since a stop string may come with the last token."""
         self.is_done = True
+        is_replayed = False
+        if self._so_far is not None:
+            last = self._replay()
+            if last is not None:
+                token, is_replayed = last, True
         self.num_output += token is not None
         text = ""
         # the model's own end-of-sequence token is not one of the client's stop tokens
@@ -169,9 +205,9 @@ class OutputState:
         kept = [logprobs] if logprobs is not None and self._wants_logprobs else None
         if found is not None:
             reason = FinishReason.STOP
-        self._emit(
-            TokenDelta(self.index, text, token_ids, kept, reason, found or stop_reason, error)
-        )
+        ended_by = found or stop_reason
+        delta = TokenDelta(self.index, text, token_ids, kept, reason, ended_by, error)
+        self._emit(delta._replace(is_replayed=True) if is_replayed else delta)
         return reason
 
 

@@ -21,10 +21,10 @@ from serve.engine.request_table import RequestState
 from serve.errors import ContextLengthError, MergestepError, RequestError
 from serve.parameter_checks import parameters_named
 from serve.pooling import PoolingParams
-from serve.request import Prediction, Prompt, Request
+from serve.request import FinishReason, Prediction, Prompt, Request
 from serve.sampling_params import SamplingParams
 from serve.scheduler.prefix_lookup import PrefixLookup
-from serve.scheduler.sequence import Sequence, make_sequences
+from serve.scheduler.sequence import Sequence, SequenceStatus, make_sequences
 from serve.structured.masks import MaskMaker
 from serve.structured.token_mask import SequenceMask
 from serve.text.detokenizer import DetokenizerFactory
@@ -131,6 +131,7 @@ class Preprocessor:
             masks = None
             if request.prompt_token_ids:
                 masks = self.masks.make(request, is_limited=is_limited)
+                _replay_masks(request, masks)
             keys = self._prefixes.page_keys(request)
             num_rows = self._prefixes.num_missing_rows(request, keys)
             rejection = self._rejection
@@ -212,6 +213,19 @@ def _truncated(token_ids: abc.Sequence[int], given: dict[str, Any]) -> abc.Seque
     return token_ids[:size] if side == "right" else token_ids[-size:]
 
 
+def _replay_masks(request: Request, masks: list[SequenceMask] | None) -> None:
+    """Brings the masks to the ends of the answers so far. Raises RequestError for an answer that
+    its mask does not allow."""
+    for mask, answer in zip(masks or (), request.params.answers_so_far, strict=False):
+        if answer.finish_reason is None and not mask.replay(
+            [*request.prompt_token_ids, *answer.token_ids]
+        ):
+            raise RequestError(
+                "an answer so far does not have the form that the request asks for",
+                param="answers_so_far",
+            )
+
+
 def prepare_sequences(
     state: RequestState,
     prepared: PreparedRequest,
@@ -227,7 +241,8 @@ def prepare_sequences(
     sequences = make_sequences(prepared.request, eos_token_ids, prepared.page_keys)
     for sequence in sequences:
         computes_prompt = sequence.index == 0 or not shares_prefix
-        sequence.num_expected_rows = prepared.num_rows if computes_prompt else 1
+        num_rows = prepared.num_rows if computes_prompt else 1
+        sequence.num_expected_rows = num_rows + sequence.num_output_tokens
         sequence.mask = None if prepared.masks is None else prepared.masks[sequence.index]
         sequence.output = OutputState(
             prepared.request,
@@ -237,4 +252,15 @@ def prepare_sequences(
             state.times,
             sequence.prompt_outputs,
         )
+    for sequence, answer in zip(sequences, prepared.request.params.answers_so_far, strict=False):
+        if answer.finish_reason is not None:
+            _mark_ended(sequence, FinishReason(answer.finish_reason))
     return sequences
+
+
+def _mark_ended(sequence: Sequence, finish_reason: FinishReason) -> None:
+    """Marks a sequence that had ended before its request came here."""
+    last = sequence.token_ids[-1]
+    is_stop = last in sequence.stop_ids and finish_reason is FinishReason.STOP
+    sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, finish_reason
+    sequence.stop_token = last if is_stop else None

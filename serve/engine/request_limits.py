@@ -60,7 +60,24 @@ def check_request(request: Request, token_ids: Sequence[int], limits: RequestLim
     if params.max_tokens is None:
         most = params.default_max_tokens
         params = params.changed(max_tokens=room if most is None else min(room, most))
+    _check_answers(params, vocab_size)
     return replace(request, prompt_token_ids=tuple(token_ids), params=params)
+
+
+def _check_answers(params: SamplingParams, vocab_size: int) -> None:
+    """Checks the answers so far. params: max_tokens is resolved."""
+    most = params.max_tokens or 0
+    for answer in params.answers_so_far:
+        tokens = answer.token_ids
+        if len(tokens) + (answer.finish_reason is None) > most:
+            raise RequestError(
+                f"an answer so far has {len(tokens)} tokens, and max_tokens is {most}",
+                param="answers_so_far",
+            )
+        if not all(_is_token(token, vocab_size) for token in tokens):
+            raise RequestError(
+                f"token ids must be integers from 0 to {vocab_size - 1}", param="answers_so_far"
+            )
 
 
 def check_text(

@@ -126,7 +126,9 @@ class RequestStream:
         """Returns the next delta, joined with those that follow it for the same sequence."""
         pending = self.sink.pending
         first = pending.popleft()
-        if not pending or pending[0].index != first.index or first.finish_reason is not None:
+        if first.is_replayed or first.finish_reason is not None:
+            return first
+        if not pending or pending[0].index != first.index:
             return first
         joined = [first]
         while pending and pending[0].index == first.index:

@@ -117,13 +117,15 @@ def make_sequences(
     if not params.ignore_eos:
         stops |= eos_token_ids
     num_prompt = len(request.prompt_token_ids)
-    outputs = make_prompt_outputs(request)
+    so_far = params.answers_so_far
+    has_begun = any(answer.token_ids for answer in so_far)
+    outputs = None if has_begun else make_prompt_outputs(request)
     return [
         Sequence(
             request=request,
             index=index,
             seed=params.seed + index,
-            token_ids=list(request.prompt_token_ids),
+            token_ids=[*request.prompt_token_ids, *(so_far[index].token_ids if so_far else ())],
             num_prompt_tokens=num_prompt,
             max_tokens_total=num_prompt + params.max_tokens,
             min_tokens_total=num_prompt + params.min_tokens,

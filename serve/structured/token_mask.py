@@ -244,6 +244,20 @@ class SequenceMask:
             return True
         return self._reasoning.may_force(num_tokens - self._num_prompt)
 
+    def replay(self, token_ids: Sequence[int]) -> bool:
+        """Follows an output that another engine has sampled, prompt included. Returns whether the
+        mask allows it."""
+        tokens = list(token_ids[: self._num_prompt])
+        for token in token_ids[self._num_prompt :]:
+            if self.is_needed(len(tokens)):
+                self.fill(tokens)
+                if self.error is not None or not self._has(token):
+                    return False
+            tokens.append(token)
+            if self.ending(tokens) is FinishReason.ERROR:
+                return False
+        return True
+
     @property
     def is_cut(self) -> bool:
         """Whether the text was completed because the request's tokens run out."""
