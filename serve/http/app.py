@@ -17,6 +17,7 @@ from aiohttp import web
 
 from serve.errors import drop_frames
 from serve.http.calls.context import ApiContext, Call, ErrorShape, Handler, Route, ServerState
+from serve.http.calls.continuation import HandedOverError
 from serve.http.calls.key_policy import KeyPolicy
 from serve.http.edge import limits
 from serve.http.edge.access import HostCheck, authenticate, request_timeout_s
@@ -105,6 +106,11 @@ class HttpApp:
                 status = 200  # an endless answer ends only so
             self._end(call, status)
 
+    def hand_over(self) -> None:
+        """Ends the calls that a hop in front of the server goes on with elsewhere."""
+        for policy in list(self.context.calls):
+            policy.hand_over()
+
     async def close(self) -> None:
         self.context.bodies.close()
         self.context.budget.close()
@@ -151,6 +157,8 @@ class HttpApp:
                 raise ConnectionResetError("an answer broke off") from exc
             error = to_api_error(exc, call.request_id)
             error.closes |= refusal is not None
+            if isinstance(error, HandedOverError):
+                shape = error_response
             call.error_code = error.code
             self.context.counters.refuse(error.code)
             response = shape(error, call.request_id)

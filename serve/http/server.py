@@ -136,9 +136,11 @@ class HttpServer:
             self.app.state = ServerState.READY
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
-        """Refuses new requests. Returns when no request is computed, drain_s is over or `hurry` is
-        set. It does not wait for slow clients: `stop` sends what is left of their answers."""
+        """Refuses new requests, and hands over those with which another server goes on. Returns
+        when no request is computed, drain_s is over or `hurry` is set. It does not wait for slow
+        clients: `stop` sends what is left of their answers."""
         self.app.state = ServerState.DRAINING
+        self.app.hand_over()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.settings.drain_s
         while self.app.is_computing and loop.time() < deadline:

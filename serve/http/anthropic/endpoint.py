@@ -69,7 +69,7 @@ async def _answer(context: ApiContext, call: Call, asked: MessagesCall) -> web.S
         await run.accepted()
         writer = MessageWriter(
             run,
-            call.request_id,
+            call.answer_id,
             call.engine.model_name,
             streams=asked.stream,
             max_tokens=asked.max_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from serve.http.calls.context import ApiContext, Call
@@ -35,8 +34,8 @@ class AnswerHead:
 def answer_head(context: ApiContext, call: Call, kind: AnswerKind) -> AnswerHead:
     return AnswerHead(
         kind=kind,
-        answer_id=kind.id_prefix + call.request_id.removeprefix("req_"),
-        created=int(time.time()),
+        answer_id=kind.id_prefix + call.answer_id.removeprefix("req_"),
+        created=call.created,
         model=context.engine.model_name,
         fingerprint=context.fingerprint,
     )
@@ -51,4 +50,5 @@ def event_stream(context: ApiContext, call: Call) -> EventStream:
         write_timeout_s=settings.write_timeout_s,
         send_buffer_bytes=settings.send_buffer_bytes,
         headers=call.headers,
+        journal=call.policy.journal,
     )

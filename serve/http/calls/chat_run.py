@@ -44,8 +44,9 @@ class ChatRun:
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
         )
-        self.generation = Generation([self._stream], asked.params.n, call.charge)
+        self.generation = Generation([self._stream], asked.params.n, call.charge, call.policy)
         self._readers: list[AnswerReader] = []
+        self._journal = call.policy.journal
 
     def __enter__(self) -> Self:
         self.generation.__enter__()
@@ -87,11 +88,12 @@ class ChatRun:
 
     async def steps(self) -> AsyncGenerator[ChatStep, None]:
         """Yields the steps in order of arrival. Raises for sequences that have failed."""
-        readers = self._readers
+        readers, journal = self._readers, self._journal
         async with aclosing(self.generation.deltas()) as deltas:
             async for choice, delta in deltas:
                 if readers:
-                    yield readers[choice].read(choice, delta)
+                    step = readers[choice].read(choice, delta)
+                    yield step if journal is None else journal.named(step)
                     continue
                 parts: list[Part] = [Text(delta.text)] if delta.text else []
                 reason = delta.finish_reason

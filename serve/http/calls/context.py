@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from aiohttp import web
 
 from serve import __version__
+from serve.http.calls.continuation import (
+    JOURNAL_HEADER,
+    Continuation,
+    Journal,
+    take_continuation,
+)
 from serve.http.calls.key_policy import KeyPolicy
 from serve.http.edge.body import Bodies, read_call
 from serve.http.edge.counters import HttpCounters
@@ -67,7 +73,9 @@ class Call:
     policy: what the call's key allows; every request that goes to the engine carries it. charge:
     the memory that the call is expected to take; it is released at the call's end.
     argument: the part of the path that stands for `{...}` in the route's path. headers: headers of
-    the answer, beside the common ones. arrived_s: when the head had arrived, in seconds of the
+    the answer, beside the common ones. answer_id: what the answer's id is made of; another server
+    that goes on with it has the same. created: when the call arrived, in Unix seconds. arrived_s:
+    when the head had arrived, in seconds of the
     monotonic clock. error_code: the code of the error that answered the call.
     """
 
@@ -79,9 +87,14 @@ class Call:
     argument: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     arrived_s: float = field(default_factory=time.monotonic)
+    answer_id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
     route: Route | None = None
     response: web.StreamResponse | None = None
     error_code: str | None = None
+
+    def __post_init__(self) -> None:
+        self.answer_id = self.answer_id or self.request_id
 
     @property
     def key(self) -> ApiKey | None:
@@ -150,13 +163,14 @@ class ApiContext:
         for a body that is not valid, for another model, and while the server cannot answer."""
         self.check_ready()
         unknown = Unknown(refuse=self.settings.unknown_fields == "refuse")
-        value = await read_call(
+        continuation, value = await read_call(
             call.request,
             self.settings,
             self.bodies,
-            lambda body: parse(body, unknown),
+            lambda body: (take_continuation(body), parse(body, unknown)),
             call.charge,
         )
+        self._begin_journal(call, continuation)
         warnings = []  # the header must be ASCII and short
         if unknown.names:
             names = [json.dumps(name[:MAX_QUOTED]) for name in unknown.names[:MAX_LISTED]]
@@ -171,6 +185,14 @@ class ApiContext:
             self.check_model(value.model)
         self.check_ready()  # again, since a body may take long to arrive
         return value
+
+    def _begin_journal(self, call: Call, continuation: Continuation | None) -> None:
+        if continuation is not None:
+            call.answer_id, call.created = continuation.state.answer_id, continuation.state.created
+        elif JOURNAL_HEADER not in call.request.headers:
+            return
+        call.policy.continuation = continuation
+        call.policy.journal = Journal(call.answer_id, call.created, self.fingerprint)
 
     def _log_once(self, text: str, names: list[str]) -> None:
         """Logs each name once, up to MAX_LOGGED_NAMES names."""

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 from serve.engine.node_recovery import generation_error
 from serve.errors import RequestError
+from serve.http.calls.continuation import NAMES
 from serve.http.edge import limits
 from serve.http.edge.errors import draining
 from serve.http.edge.memory_budget import LOGPROB_BYTES, Charge
+from serve.parameter_checks import parameters_named
 from serve.request import FinishReason, Prompt, Request, TokenDelta
 from serve.structured.token_mask import REQUEST_FAULTS
 
 if TYPE_CHECKING:
     from serve.engine.request_stream import RequestStream
+    from serve.http.calls.key_policy import KeyPolicy
 
 CHOICES_IN_FLIGHT = 4
 # of an answer; the log-probabilities of longer ones are charged as they come
@@ -25,15 +28,19 @@ SUBMITTED_AT_ONCE = 2  # each takes some tenths of a millisecond
 
 
 class Generation:
-    """The engine requests of one API call. Choice `p * n + i` is sequence i of prompt p. charge:
-    that of the call.
+    """The engine requests of one API call. Choice `p * n + i` is sequence i of prompt p. charge and
+    policy: those of the call.
 
     Use it in a `with` block, whose end aborts the requests that still run.
     """
 
-    def __init__(self, streams: Sequence[RequestStream], n: int, charge: Charge) -> None:
+    def __init__(
+        self, streams: Sequence[RequestStream], n: int, charge: Charge, policy: KeyPolicy
+    ) -> None:
         self._streams = streams
         self.charge = charge
+        self._journal = policy.journal
+        self._continuation = policy.continuation
         self._num_left = 0  # log-probabilities that are charged and have not come
         self._is_counting = False
         self._n = n
@@ -59,9 +66,14 @@ class Generation:
     async def accepted(self) -> None:
         """Waits until every prompt is tokenized and checked. Raises the error of a refused one."""
         for stream in self._streams:
-            request = await stream.accepted()
+            with parameters_named(NAMES):
+                request = await stream.accepted()
             self.requests.append(request)
             self.prompt_tokens += len(request.prompt_token_ids)
+        if self._journal is not None:
+            state = self._journal.begin(self.requests, self.num_choices)
+            if self._continuation is not None:
+                self._continuation.check(state)
 
     def charge_logprobs(self, param: str) -> None:
         """Charges the log-probabilities that the answer is expected to have; `deltas` charges more
@@ -84,7 +96,9 @@ class Generation:
         self._num_left = expected
         self._is_counting = expected < size
 
-    def _checked(self, delta: TokenDelta) -> TokenDelta:
+    def _checked(self, choice: int, delta: TokenDelta) -> TokenDelta:
+        if self._journal is not None:
+            self._journal.note(choice, checked(delta))
         if self._is_counting and delta.logprobs:
             self._num_left -= sum(1 + len(item.top) for item in delta.logprobs)
             if self._num_left < 0:
@@ -96,7 +110,7 @@ class Generation:
         """Yields (choice, delta) in order of arrival. Raises for sequences that have failed."""
         if len(self._streams) == 1:
             async for delta in self._streams[0]:
-                yield delta.index, self._checked(delta)
+                yield delta.index, self._checked(delta.index, delta)
             return
         queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(
             CHOICES_IN_FLIGHT * len(self._streams)
@@ -114,7 +128,7 @@ class Generation:
                 elif isinstance(item, Exception):
                     raise item
                 else:
-                    yield item[0], self._checked(item[1])
+                    yield item[0], self._checked(*item)
         finally:
             for pump in pumps:
                 pump.cancel()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from serve.errors import RequestError
+from serve.http.calls.continuation import Continuation, Journal
 from serve.http.edge.keys import ApiKey
 from serve.pooling import PoolingParams
 from serve.request import RequestMetrics
@@ -33,6 +34,8 @@ class KeyPolicy:
         self.key = key
         self.arrived_s = arrived_s
         self.streams: list[RequestStream] = []
+        self.journal: Journal | None = None  # set where another server may have to go on
+        self.continuation: Continuation | None = None  # of an answer that another server has begun
         self._share_prefixes = share_prefixes
         self._expired: Exception | None = None
         self._num_sequences = 0
@@ -44,11 +47,19 @@ class KeyPolicy:
         if self._expired is not None:
             raise self._expired
         self._num_sequences = params.n  # the same for all requests of a call
+        if isinstance(params, PoolingParams):
+            if self.key is None:
+                return params
+            under_key = self._under_key(params.sampling(), self.key)
+            return replace(params, cache_salt=under_key.cache_salt, priority=under_key.priority)
+        limited = self._limited(params)
+        if self.continuation is not None:
+            return self.continuation.apply(limited, len(self.streams))
+        return limited
+
+    def _limited(self, params: SamplingParams) -> SamplingParams:
         if self.key is None:
             return params
-        if isinstance(params, PoolingParams):
-            allowed = self._under_key(params.sampling(), self.key)
-            return replace(params, cache_salt=allowed.cache_salt, priority=allowed.priority)
         if self._last_allowed is None or self._last_allowed[0] is not params:
             self._last_allowed = params, self._under_key(params, self.key)
         return self._last_allowed[1]
@@ -60,6 +71,11 @@ class KeyPolicy:
 
     def submitted(self, stream: RequestStream) -> None:
         self.streams.append(stream)
+
+    def hand_over(self) -> None:
+        """Ends the call, with what another server needs to go on with it, if there is one to."""
+        if self.journal is not None and not self.journal.is_handed_over:
+            self.expire(self.journal.hand_over())
 
     def expire(self, error: Exception) -> None:
         """Ends all streams of the call with the error; later requests of the call raise it."""

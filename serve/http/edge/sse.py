@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import orjson
 from aiohttp import web
@@ -16,11 +16,20 @@ from serve.errors import drop_frames
 from serve.http.edge.errors import ApiError, common_headers, to_api_error
 
 DONE = b"data: [DONE]\n\n"
+HANDOVER = b": handover\n\n"
 
 
 def named_event(name: str, value: Any) -> bytes:
     """Returns an event with a name and a JSON value."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(value))
+
+
+class Journal(Protocol):
+    """Tells the reader of a stream which tokens its events are made of."""
+
+    is_handed_over: bool
+
+    def commit(self, events: bytes) -> bytes: ...
 
 
 class EventStream:
@@ -34,9 +43,11 @@ class EventStream:
         write_timeout_s: float,
         send_buffer_bytes: int,
         headers: Mapping[str, str] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._request = request
         self._headers = headers or {}
+        self._journal = journal
         self._request_id = request_id
         self._write_timeout_s = write_timeout_s
         self._send_buffer_bytes = send_buffer_bytes
@@ -72,6 +83,8 @@ class EventStream:
         try:
             async with aclosing(parts):
                 async for data in parts:
+                    if self._journal is not None:
+                        data = self._journal.commit(data)
                     if data:
                         if self.response is None:
                             await self.start()
@@ -82,6 +95,8 @@ class EventStream:
             if self.response is None:
                 raise
             last = failed(to_api_error(exc, self._request_id))
+            if self._journal is not None and self._journal.is_handed_over:
+                last = HANDOVER
             drop_frames(exc)
             await self.send_last(last)
         return await self.finish()

@@ -17,6 +17,7 @@ logger = logging.getLogger("serve.access")
 
 CLIENT_REQUEST_ID = "x-client-request-id"
 FIELDS = "fields"  # the attribute of a log record that has them
+_PROBES = ("/health", "/health/live", "/ping", "/ready", "/health/ready")
 
 
 class AccessLog:
@@ -24,12 +25,15 @@ class AccessLog:
         self._is_on = is_on
 
     def answered(self, call: Call, status: int) -> None:
-        """Logs the end of a call. status 499: the client has left."""
-        if self._is_on and logger.isEnabledFor(logging.INFO):
+        """Logs the end of a call. status 499: the client has left. Probes that succeed come several
+        times a second and are logged at the level debug."""
+        is_probe = status == 200 and call.route is not None and call.route.path in _PROBES
+        level = logging.DEBUG if is_probe else logging.INFO
+        if self._is_on and logger.isEnabledFor(level):
             fields = access_fields(call, status)
             texts = {name: "-" if value is None else value for name, value in fields.items()}
             text = " ".join(f"{name}={value}" for name, value in texts.items())
-            logger.info("%s", text, extra={FIELDS: fields})
+            logger.log(level, "%s", text, extra={FIELDS: fields})
 
 
 def access_fields(call: Call, status: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ async def _answer(
         tokenizer, charge = call.engine.tokenizer, call.charge
         prompts = await cut_long_texts(asked.prompts, tokenizer, charge, "prompt")
         streams = await submit_each(prompts, call.request_id, submit)
-        with Generation(streams, asked.params.n, charge) as generation:
+        with Generation(streams, asked.params.n, charge, call.policy) as generation:
             await generation.accepted()
             charge_size(asked, generation, charge)
             writer = ChoiceWriter(asked, generation, context.engine.tokenizer)

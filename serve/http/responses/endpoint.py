@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -151,7 +150,15 @@ class _Endpoints:
                 self._store.put(head["id"], stored)
 
         tokenizer = call.engine.tokenizer
-        writer = ResponseWriter(run, head, tokenizer, streams=asked.stream, on_end=keep)
+        begun = call.policy.continuation
+        writer = ResponseWriter(
+            run,
+            head,
+            tokenizer,
+            streams=asked.stream,
+            on_end=keep,
+            num_sent=0 if begun is None else begun.num_events,
+        )
         if asked.stream:
             events = event_stream(self._context, call)
             return await write_stream(run, writer, events)
@@ -207,8 +214,8 @@ class _Endpoints:
                 param="input",
                 code="array_above_max_length",
             )
-        response_id = "resp_" + call.request_id.removeprefix("req_")
-        head = response_head(asked, response_id, int(time.time()), call.engine.model_name)
+        response_id = "resp_" + call.answer_id.removeprefix("req_")
+        head = response_head(asked, response_id, call.created, call.engine.model_name)
         chat = asked.chat(earlier, items)
         if not head["store"]:
             return _Conversation((), chat, head)

@@ -32,7 +32,8 @@ class ResponseWriter:
     """An AnswerWriter (calls/answer_writer.py). streams: whether events are sent.
 
     head: see response_head; its id is "resp_" and a name. on_end: is called with the whole
-    response before its end is sent.
+    response before its end is sent. num_sent: events that another server has sent before, for the
+    tokens that are replayed.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ResponseWriter:
         *,
         streams: bool,
         on_end: Callable[[dict[str, Any]], None],
+        num_sent: int = 0,
     ) -> None:
         self._counts = counts
         self._head = head
@@ -59,6 +61,7 @@ class ResponseWriter:
         self._output_tokens = 0
         self._is_cut = False  # whether max_output_tokens ended it
         self._sequence_number = 0
+        self._num_sent = num_sent
         self._events: list[bytes] = []
 
     def step(self, step: ChatStep) -> bytes:
@@ -71,6 +74,8 @@ class ResponseWriter:
             self._add(part)
         if step.finish_reason is not None:
             self._is_cut = step.finish_reason == "length"
+        if step.delta.is_replayed:
+            self._sequence_number = self._num_sent
         return self._take()
 
     def end(self) -> bytes:

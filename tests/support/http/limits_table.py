@@ -232,6 +232,12 @@ PROMPTS = (
     _http("length of a text to tokenize", "openai.tokenize_endpoint:MAX_TEXT_CHARS", CHARS, _LONG),
     _http("tokens to detokenize", "openai.tokenize_endpoint:MAX_TOKENS", COUNT, _MANY),
     _http("messages", "calls.messages:MAX_MESSAGES", COUNT, _MANY),
+    _http(
+        "prompts of a continuation",
+        "calls.continuation:MAX_REQUESTS",
+        COUNT,
+        "400 `invalid_continuation`",
+    ),
     _http("length of the text of a message", "calls.messages:MAX_TEXT_CHARS", CHARS, _LONG),
     _http("length of a name in a message", "calls.messages:MAX_NAME_CHARS", CHARS, _LONG),
     _http("tool calls of a message", "calls.messages:MAX_TOOL_CALLS", COUNT, _MANY),

@@ -11,6 +11,7 @@ import pytest
 from serve.chat.answer_reader import ChatStep
 from serve.chat.request import ChatRequest
 from serve.http.calls.generation import Generation
+from serve.http.calls.key_policy import KeyPolicy
 from serve.http.edge.memory_budget import MemoryBudget
 from serve.request import TokenDelta, TokenLogprobs
 from serve.text.chat_parser.syntax.parts import (
@@ -38,7 +39,9 @@ class ScriptedRun:
 
     def __init__(self, call: Any, request: ChatRequest) -> None:
         type(self).request = request
-        self.generation = Generation([], request.params.n, MemoryBudget(1 << 30).charge())
+        self.generation = Generation(
+            [], request.params.n, MemoryBudget(1 << 30).charge(), KeyPolicy()
+        )
         self.prompt_tokens = PROMPT_TOKENS
         self.cached_tokens = CACHED_TOKENS
         self.reasoning_tokens = 0

@@ -1,0 +1,1 @@
+"""Measurements of several servers side by side: what breaks, and what clients see of it."""

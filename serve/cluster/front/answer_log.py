@@ -1,0 +1,121 @@
+"""Reads the journal of an answer (serve/http/calls/continuation.py), and makes its continuation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+_STATE = b": state "
+_TOKENS = b": tokens "
+_HANDOVER = b": handover"
+_ERROR = b'data: {"error":'
+_EVENT_ERROR = b"event: error\n"
+MAX_PENDING_BYTES = 8 << 20
+
+
+class JournalError(Exception):
+    """A server's journal is malformed: its stream cannot be trusted."""
+
+
+class AnswerLog:
+    """What is known of one call's answer. Feed it the bytes of the stream; it returns the events
+    that may go to the client, which are those whose tokens are known.
+
+    has_sent: whether the client has got any event. is_handed_over: the server has said that it is
+    shutting down.
+    """
+
+    def __init__(self) -> None:
+        self.has_sent = False
+        self.is_handed_over = False
+        self.num_tokens = 0
+        self._state: dict[str, Any] | None = None
+        self._answers: dict[int, tuple[list[int], str | None]] = {}
+        self._num_events = 0
+        self._given: dict[str, Any] | None = None
+        self._rest = b""
+        self._pending: list[bytes] = []
+
+    def begin_stream(self) -> None:
+        """Forgets the part of a stream that has broken off and that the client has not got."""
+        self._rest, self._pending, self.is_handed_over = b"", [], False
+
+    def use(self, continuation: dict[str, Any]) -> None:
+        """Takes what a server has handed over of an answer that is not streamed."""
+        self._given = continuation
+
+    def feed(self, data: bytes) -> bytes:
+        """Returns the events that are complete with this part. Raises JournalError."""
+        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        ready = []
+        for block in blocks:
+            if not block.startswith(b":"):
+                self._pending.append(block)
+            elif block.startswith(_TOKENS):
+                self._commit(block[len(_TOKENS) :])
+                ready += self._take()
+            elif block.startswith(_STATE):
+                self._state = self._state or _json(block[len(_STATE) :])
+            elif block.startswith(_HANDOVER):
+                self.is_handed_over = True
+        if len(self._rest) + sum(map(len, self._pending)) > MAX_PENDING_BYTES:
+            raise JournalError("a server sends events without their tokens")
+        return self._joined(ready)
+
+    def end(self) -> bytes:
+        """Returns the last events, after a stream that has ended in order."""
+        return self._joined(self._take())
+
+    @property
+    def error(self) -> bytes | None:
+        """The event of an error that is not sent yet; None if there is none."""
+        for block in self._pending:
+            if block.startswith((_ERROR, _EVENT_ERROR)):
+                return block
+        return None
+
+    @property
+    def continuation(self) -> dict[str, Any] | None:
+        """The field of the body with which another server goes on; None starts from the beginning,
+        as the client has got nothing."""
+        if self._given is not None:
+            return self._given
+        if self._state is None or not self.has_sent:
+            return None
+        count = max(self._answers, default=-1) + 1
+        answers = [self._answers.get(i, ([], None)) for i in range(count)]
+        return {
+            "state": self._state,
+            "answers": [{"token_ids": ids, "finish_reason": end} for ids, end in answers],
+            "num_events": self._num_events,
+        }
+
+    def _commit(self, record: bytes) -> None:
+        match _json(record):
+            case [int(choice), list(token_ids), str() | None as reason] if choice >= 0:
+                tokens, _ = self._answers.get(choice, ([], None))
+                tokens += token_ids
+                self._answers[choice] = tokens, reason
+                self.num_tokens += len(token_ids)
+                self.has_sent = True
+            case _:
+                raise JournalError("a server's journal is malformed")
+
+    def _take(self) -> list[bytes]:
+        taken, self._pending = self._pending, []
+        self._num_events += len(taken)
+        return taken
+
+    def _joined(self, blocks: list[bytes]) -> bytes:
+        if not blocks:
+            return b""
+        self.has_sent = True
+        return b"\n\n".join(blocks) + b"\n\n"
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except ValueError as error:
+        raise JournalError("a server's journal is no JSON") from error

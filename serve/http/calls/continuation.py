@@ -1,0 +1,251 @@
+"""Lets another server go on with an answer, with the same next token.
+
+Draws depend on (seed, position) alone and rows do not depend on their batch. So an answer is its
+prompt, its parameters, its seed and its tokens so far, and any server with the same model and
+precision can go on with it. A hop in front of such servers sends the header
+`x-mergestep-journal: 1`. The events of a stream then come with comments, which no reader of
+server-sent events sees:
+
+    : state {...}                   before the first event: what the answer was made with
+    : tokens [choice, ids, reason]  after the events of these tokens
+    : handover                      the last line of a server that is shutting down
+
+The hop sends the same body to another server with one more field, `continuation`, of the state and
+of each choice's tokens. Their events have been sent, so the stream begins with the next ones. An
+answer that is not streamed begins with the first token again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from serve.chat.answer_reader import ChatStep
+from serve.errors import RequestError
+from serve.http.edge.errors import SERVER_ERROR, ApiError
+from serve.parameter_checks import check_int, parameters_named
+from serve.request import Request, TokenDelta
+from serve.sampling_params import MAX_N, SEED_LIMIT, AnswerSoFar, SamplingParams
+from serve.text.chat_parser import ToolCallStart
+
+FIELD = "continuation"
+NAMES = {"answers_so_far": FIELD}
+JOURNAL_HEADER = "x-mergestep-journal"
+HANDED_OVER = "handed_over"
+MAX_REQUESTS = 1 << 11
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DRAWN_ID = re.compile(r"call_[0-9a-f]{24}|[A-Za-z0-9]{9}")
+
+
+class HandedOverError(ApiError):
+    """The answer of a server that is shutting down to a call that another one can go on with.
+    continuation: the field to send with the body; None where it starts anew."""
+
+    def __init__(self, continuation: dict[str, Any] | None) -> None:
+        super().__init__(
+            503, "the server is shutting down", kind=SERVER_ERROR, code=HANDED_OVER, closes=True
+        )
+        self._continuation = continuation
+
+    def body(self) -> bytes:
+        value = orjson.loads(super().body())
+        if self._continuation is not None:
+            value[FIELD] = self._continuation
+        return orjson.dumps(value)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerState:
+    """What an answer was made with, beside its body. seeds and prompts: of each prompt of the
+    call; prompts are digests of their tokens."""
+
+    answer_id: str
+    created: int
+    fingerprint: str
+    seeds: tuple[int, ...]
+    prompts: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "created": self.created,
+            "fingerprint": self.fingerprint,
+            "seeds": self.seeds,
+            "prompts": self.prompts,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The `continuation` of a body. answers: by choice, of which each prompt has n; the last
+    ones may be left out. num_events: the events that have been sent for them."""
+
+    state: AnswerState
+    answers: tuple[AnswerSoFar, ...]
+    num_events: int = 0
+
+    def apply(self, params: SamplingParams, position: int) -> SamplingParams:
+        """Returns the parameters of the call's prompt at this position. Raises RequestError if the
+        continuation belongs to a call with other prompts or another n."""
+        n, num_prompts = params.n, len(self.state.seeds)
+        if position >= num_prompts or len(self.answers) > n * num_prompts:
+            raise _invalid(f"{FIELD} has {len(self.answers)} answers, and n is {n}")
+        answers = self.answers[position * n : (position + 1) * n]
+        answers += (AnswerSoFar(),) * (n - len(answers))
+        return params.changed(seed=self.state.seeds[position], answers_so_far=answers)
+
+    def check(self, state: AnswerState) -> None:
+        """Raises ApiError 409 unless this server makes the answer as the first one did."""
+        for name, was, now in (
+            ("model, version or precision", self.state.fingerprint, state.fingerprint),
+            ("prompt", self.state.prompts, state.prompts),
+        ):
+            if was != now:
+                raise ApiError(
+                    409,
+                    f"this server cannot go on with the answer: its {name} differs",
+                    param=FIELD,
+                    code="continuation_differs",
+                )
+
+
+def take_continuation(body: dict[str, Any]) -> Continuation | None:
+    """Takes the field out of a body. Raises RequestError if it is not valid."""
+    value = body.pop(FIELD, None)
+    if value is None:
+        return None
+    state, answers = _field(value, "state", dict), _field(value, "answers", list)
+    if len(answers) > MAX_REQUESTS * MAX_N:
+        raise _invalid(f"{FIELD}.answers has more than {MAX_REQUESTS * MAX_N} entries")
+    seeds, prompts = _field(state, "seeds", list), _field(state, "prompts", list)
+    if not 0 < len(seeds) == len(prompts) <= MAX_REQUESTS:
+        raise _invalid(f"{FIELD}.state must have a seed and a digest for each prompt")
+    for seed in seeds:
+        check_int(FIELD, seed, -SEED_LIMIT, SEED_LIMIT - 1)
+    answer_id = _field(state, "id", str)
+    if not _ID.fullmatch(answer_id):
+        raise _invalid(f"{FIELD}.state.id must be 1 to 64 letters, digits, ., _ or -")
+    created = _field(state, "created", int)
+    check_int(FIELD, created, 0, 1 << 40)
+    fingerprint = _field(state, "fingerprint", str)
+    num_events = value.get("num_events", 0)
+    check_int(f"{FIELD}.num_events", num_events, 0, 1 << 40)
+    return Continuation(
+        AnswerState(answer_id, created, fingerprint, tuple(seeds), tuple(map(str, prompts))),
+        tuple(map(_answer, answers)),
+        num_events,
+    )
+
+
+def _answer(value: Any) -> AnswerSoFar:
+    token_ids = _field(value, "token_ids", list)
+    with parameters_named(NAMES):
+        return AnswerSoFar(tuple(token_ids), value.get("finish_reason"))
+
+
+def _field(value: Any, name: str, kind: type) -> Any:
+    found = value.get(name) if isinstance(value, dict) else None
+    if type(found) is not kind:
+        raise _invalid(f"{FIELD} needs the field {name}")
+    return found
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError(message, param=FIELD, code="invalid_continuation")
+
+
+class Journal:
+    """The comments of one answer, and what a server that shuts down hands over."""
+
+    def __init__(self, answer_id: str, created: int, fingerprint: str) -> None:
+        self.answer_id = answer_id
+        self.created = created
+        self.is_handed_over = False
+        self._fingerprint = fingerprint
+        self._state: AnswerState | None = None
+        self._is_stated = False
+        self._noted: tuple[int, TokenDelta] | None = None
+        self._keeps = False
+        self._kept: list[tuple[list[int], str | None]] = []
+
+    def begin(self, requests: Sequence[Request], num_choices: int) -> AnswerState:
+        """Makes the state, once the prompts are tokenized."""
+        self._state = AnswerState(
+            self.answer_id,
+            self.created,
+            self._fingerprint,
+            tuple(request.params.seed or 0 for request in requests),
+            tuple(_digest(request.prompt_token_ids) for request in requests),
+        )
+        params = requests[0].params
+        # log-probabilities of tokens from before would be missing in a whole answer
+        self._keeps = params.logprobs is None and params.prompt_logprobs is None
+        self._kept = [([], None) for _ in range(num_choices)]
+        return self._state
+
+    def note(self, choice: int, delta: TokenDelta) -> None:
+        """Takes what the next part of the answer is made of."""
+        self._noted = choice, delta
+        if self._keeps:
+            tokens, reason = self._kept[choice]
+            tokens += delta.token_ids
+            if delta.finish_reason is not None:
+                reason = delta.finish_reason.value
+            self._kept[choice] = tokens, reason
+
+    def commit(self, events: bytes) -> bytes:
+        """Returns the events of what was noted, with their comments; none if they were sent by
+        another server."""
+        self._keeps = False  # the hop keeps the tokens of a stream
+        noted, self._noted = self._noted, None
+        if noted is None:
+            return events
+        choice, delta = noted
+        if delta.is_replayed:
+            return b""
+        state = b""
+        if not self._is_stated:
+            assert self._state is not None
+            self._is_stated = True
+            state = b": state %s\n\n" % orjson.dumps(self._state.to_json())
+        reason = delta.finish_reason
+        record = [choice, delta.token_ids, None if reason is None else reason.value]
+        return b"%s%s: tokens %s\n\n" % (state, events, orjson.dumps(record))
+
+    def named(self, step: ChatStep) -> ChatStep:
+        """Returns the step with ids of calls that follow from the answer's id where they were drawn
+        by chance, so that the server that goes on gives the same ones."""
+        parts = [
+            part._replace(call_id=self._call_id(step.choice, part))
+            if isinstance(part, ToolCallStart)
+            else part
+            for part in step.parts
+        ]
+        return step._replace(parts=parts)
+
+    def _call_id(self, choice: int, call: ToolCallStart) -> str:
+        if not _DRAWN_ID.fullmatch(call.call_id):
+            return call.call_id
+        name = f"{self.answer_id}/{choice}/{call.number}".encode()
+        prefix, _, drawn = call.call_id.rpartition("_")
+        digest = hashlib.blake2b(name, digest_size=16).hexdigest()[: len(drawn)]
+        return f"{prefix}_{digest}" if prefix else digest
+
+    def hand_over(self) -> HandedOverError:
+        """Returns the error that ends the call, so that the hop goes on elsewhere."""
+        self.is_handed_over = True
+        continuation = None
+        if self._keeps and self._state is not None:
+            answers = [{"token_ids": ids, "finish_reason": reason} for ids, reason in self._kept]
+            continuation = {"state": self._state.to_json(), "answers": answers}
+        return HandedOverError(continuation)
+
+
+def _digest(token_ids: Sequence[int]) -> str:
+    return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=16).hexdigest()
