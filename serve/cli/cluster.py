@@ -40,17 +40,25 @@ def cluster_command(context: typer.Context, **given: Any) -> None:
             raise ConfigError("group_url: `serve cluster` finds rank 0's address itself")
         if config.backend == "cuda":
             raise ConfigError("backend cuda: `serve cluster` reserves no GPUs")
+        num_replicas = given["replicas"]
+        if num_replicas > 1:
+            for name in ("tls_cert", "metrics_port"):
+                if getattr(http, name) is not None:
+                    raise ConfigError(f"{name} cannot be used with --replicas")
         from serve.cluster.foreground import ClusterOptions, run_cluster
 
         key = _key(config)
         options = ClusterOptions(
             config.tensor_parallel_size,
             config.pipeline_parallel_size,
-            lambda cpus: content(settings, key, cpus),
+            lambda cpus: content(settings, key, cpus, is_behind_front=num_replicas > 1),
             ray_address=given["ray_address"],
             cpus_per_rank=given["cpus_per_rank"],
             placement_timeout_s=given["placement_timeout"],
             drain_s=http.drain_s,
+            num_replicas=num_replicas,
+            host=http.host,
+            port=http.port,
             is_dry_run=given["dry_run"],
             is_quiet=process.quiet,
         )
@@ -59,8 +67,11 @@ def cluster_command(context: typer.Context, **given: Any) -> None:
         raise typer.Exit(status)
 
 
-def content(settings: RunSettings, key: str, cpus: int) -> Content:
-    """Returns what each rank runs: the settings that were given, as they were resolved here."""
+def content(
+    settings: RunSettings, key: str, cpus: int, *, is_behind_front: bool = False
+) -> Content:
+    """Returns what each rank runs: the settings that were given, as they were resolved here.
+    is_behind_front: the address is that of the hop, and rank 0 takes a free port."""
     from serve.cluster.replica import Content
 
     values: dict[str, Any] = {"compute_threads": cpus}
@@ -72,6 +83,8 @@ def content(settings: RunSettings, key: str, cpus: int) -> Content:
         elif item.origin and item.value is not None:
             values[name] = item.value
     values.pop("group_key_file", None)  # its content travels
+    if is_behind_front:
+        values["port"] = 0
     values["quiet"] = True  # the ready line alone; the summary is this command's
     lines = [f"{name} = {toml_value(value)}" for name, value in values.items()]
     return Content("\n".join(lines) + "\n", key, hidden, os.getcwd())
@@ -113,6 +126,7 @@ _OWN = [
         _option(float, min=0.0, metavar="SECONDS", help="How long to wait for room."),
         60.0,
     ),
+    keyword("replicas", _option(int, min=1, max=64, help="Replicas behind one address."), 1),
     keyword(
         "dry_run",
         _option(bool, "--dry-run", help="Print where the ranks would run, and exit."),

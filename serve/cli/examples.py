@@ -45,6 +45,10 @@ CLUSTER = _below(
     exit_codes="[bold]Exit code[/bold] 0: stopped by a signal; 1: the model could not be started;"
     " 2: an option or setting is wrong; 130, 143: Ctrl-C, SIGTERM while the model loads.",
 )
+FRONT = _below(
+    "serve run ./Qwen3-8B --port 8001 &  serve run ./Qwen3-8B --port 8002 &",
+    "serve front http://127.0.0.1:8001 http://127.0.0.1:8002 --port 8000",
+)
 NODE = _below(
     "serve node tcp://10.0.0.2:7000 --kv-cache-bytes 64GiB --memory-node-key-file key",
     (

@@ -79,6 +79,45 @@ def node(
         serve_node(config, kv_cache_bytes, threads, drain_s, max_engines)
 
 
+@app.command(epilog=examples.FRONT)
+def front(
+    replicas: Annotated[
+        list[str], typer.Argument(metavar="URL...", help="Servers of the same model.")
+    ],
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
+    lost_after_s: Annotated[
+        float, typer.Option(help="A server that does not answer for so long is lost.")
+    ] = 3.0,
+    wait_s: Annotated[
+        float, typer.Option(help="How long a call waits for a server that is ready.")
+    ] = 60.0,
+    routing: Annotated[
+        str, typer.Option(help="Which server is next: prefix, least-busy or round-robin.")
+    ] = "prefix",
+    drain_s: Annotated[float, typer.Option(help="How long a shutdown waits for calls.")] = 30.0,
+    log_level: options.LogLevel = "info",
+) -> None:
+    """Stand before equal servers: a stream whose server dies or stops goes on at another one.
+
+    No client notices, and no token changes.
+    """
+    from serve.cluster.front.command import run_front
+    from serve.cluster.front.front import FrontSettings
+
+    set_up_logging(log_level)
+    with reported():
+        settings = FrontSettings(
+            tuple(dict.fromkeys(replicas)),
+            host,
+            port,
+            lost_after_s=lost_after_s,
+            wait_s=wait_s,
+            routing=routing,
+        )
+        run_front(settings, drain_s=drain_s)
+
+
 @app.command(epilog=examples.CHAT)
 def chat(
     model: Annotated[

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from serve.cluster.fleet import Fleet
 from serve.cluster.placement import Shape, choose_cpus, place_stages, placement_lines, too_few
 from serve.cluster.ray_cluster import Cluster, connect
 from serve.cluster.replica import Content, Replica
@@ -24,7 +25,8 @@ class ClusterOptions:
 
     cpus_per_rank: None takes all that are free. placement_timeout_s: how long to wait for room.
     drain_s: how long a stop waits for running requests. make_content: what ranks with so many CPUs
-    run. is_quiet: one line, and no log.
+    run. is_quiet: one line, and no log. num_replicas: with more than one, host and port are those
+    of the hop before them.
     """
 
     tensor: int
@@ -34,6 +36,9 @@ class ClusterOptions:
     cpus_per_rank: int | None = None
     placement_timeout_s: float = 60.0
     drain_s: float = 30.0
+    num_replicas: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000
     is_dry_run: bool = False
     is_quiet: bool = False
 
@@ -47,6 +52,8 @@ def run_cluster(options: ClusterOptions) -> int:
             return 0
         with counted_signals() as signals:
             shape = _await_shape(cluster, options, signals)
+            if options.num_replicas > 1:
+                return serve_fleet(cluster, shape, options, signals)
             return serve_replica(cluster, shape, options, signals)
     finally:
         cluster.close()
@@ -77,6 +84,58 @@ def serve_replica(
     finally:
         replica.close()
     return 0 if shown else 128 + signals[0]
+
+
+def serve_fleet(cluster: Cluster, shape: Shape, options: ClusterOptions, signals: list[int]) -> int:
+    """Runs several replicas behind a hop until `signals` has a signal; SIGHUP updates them, one
+    after the other. Returns the exit status of the command."""
+    from serve.cluster.front.front import FrontSettings
+    from serve.cluster.front.front_thread import FrontThread
+
+    def say(line: str) -> None:
+        if not options.is_quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    content = options.make_content(shape.cpus)
+
+    def make(number: int) -> Replica:
+        replica = Replica(cluster, shape, content, lambda line: say(f"replica {number}: {line}"))
+        replica.place(options.placement_timeout_s, lambda: bool(signals))
+        return replica
+
+    front = FrontThread(FrontSettings((), options.host, options.port))
+    front.start()
+    replicas: list[Replica] = []
+    is_shown = False
+    began_s = time.monotonic()
+    hangups: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))
+    fleet = Fleet(replicas, front, say, make)
+    try:
+        for number in range(options.num_replicas):
+            fleet.replicas.append(make(number))
+        while not signals:
+            fleet.step()
+            if fleet.num_ready and not is_shown:
+                is_shown = True
+                load_s = time.monotonic() - began_s
+                print(f"ready at {front.url}/v1", flush=True)
+                say(f"  {options.num_replicas} replicas, the first ready in {load_s:.1f} s")
+            if hangups and not fleet.is_updating:
+                hangups.clear()
+                fleet.update()
+            time.sleep(_STEADY_POLL_S if is_shown else _POLL_S)
+        say("stopping: the replicas end their requests first")
+        end_s = time.monotonic() + options.drain_s
+        while front.num_calls and time.monotonic() < end_s and len(signals) < 2:
+            time.sleep(_POLL_S)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        front.stop()
+        for replica in fleet.replicas:
+            if replica is not None:
+                replica.close()
+    return 0 if is_shown else 128 + signals[0]
 
 
 @contextmanager

@@ -226,6 +226,10 @@ class Replica:
         if self._fail_s is None:
             self._fail_s = self._clock() + _GATHER_S
 
+    def restart(self) -> None:
+        """Ends rank 0, which hands its calls over; all ranks then start again."""
+        self._members[0].seat.send_signal(signal.SIGTERM)
+
     # ---- the end
 
     def drain(self, drain_s: float, num_signals: Callable[[], int]) -> None:

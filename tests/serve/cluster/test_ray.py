@@ -245,3 +245,27 @@ def test_lost_ranks_actors_and_nodes_are_replaced(undo, tmp_path, nodes, alone):
     plan = Command(folder, nodes, path, "--cpus-per-rank=2", "--dry-run")
     assert plan.process.wait(PATIENCE_S) == 0, plan.log  # the CPUs are free again
     assert plan.starts(0) == [] and "rank  stage  tensor  CPUs  node" in plan.log
+
+
+def test_replicas_are_killed_and_updated_under_load(undo, tmp_path, nodes, alone):
+    """The hop before two replicas: one is killed, then both are updated, and nobody notices."""
+    command = Command(tmp_path, nodes, str(checkpoint("llama", "base")), "--replicas=2")
+    undo.callback(command.close)
+    command.wait_for(lambda log: log.count(" answers") == 2)
+    load = Load(command, alone)
+    undo.callback(load.end)
+    command.wait_for(lambda _: load.num_right >= 6)
+    _, pid = command.starts(0)[0]
+    os.kill(pid, signal.SIGKILL)
+    command.wait_for(lambda log: log.count(" answers") == 3)
+    command.process.send_signal(signal.SIGHUP)
+    command.wait_for(lambda log: log.count("serves again") == 2 and log.count(" answers") == 5)
+    right_before = load.num_right
+    command.wait_for(lambda _: load.num_right >= right_before + 6)
+    load.end()
+    assert load.problems == []
+    assert len(command.starts(0)) == 5
+    command.process.send_signal(signal.SIGTERM)
+    assert command.process.wait(PATIENCE_S) == 0
+    await_end([pid for _, pid in command.starts(0)])
+    assert "Traceback" not in command.log

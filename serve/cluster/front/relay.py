@@ -1,0 +1,263 @@
+"""One call, from the client to a replica, and on to another where that one does not end it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from serve.cluster.front.answer_log import AnswerLog, JournalError
+from serve.cluster.front.prefix_affinity import block_names
+from serve.cluster.front.replicas import Replica, ReplicaSet
+
+logger = logging.getLogger(__name__)
+
+JOURNAL = {"x-mergestep-journal": "1"}
+# Of the connection to one peer (RFC 9110, 7.6.1), or made anew.
+_HOP_HEADERS = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
+    | {"transfer-encoding", "upgrade", "host", "content-length", "expect", *JOURNAL}
+)
+# Codes of errors with which a replica says that it cannot answer now, and another one can.
+_ELSEWHERE = frozenset(
+    {"draining", "handed_over", "model_not_ready", "continuation_differs"}
+    | {"engine_failed", "engine_stuck", "memory_nodes_lost", "rank_lost"}
+)
+_REFUSALS = frozenset({503, 409})
+# Responses are stored where they were made.
+_STORED_ELSEWHERE = frozenset({"previous_response_not_found", "response_not_found"})
+MAX_BREAKS = 8  # one after the other without a token: the call itself may be what kills servers
+MAX_ANSWER_BYTES = 256 << 20
+_PAUSE_S = 0.1
+
+
+@dataclass(slots=True)
+class RelayCounts:
+    """What the hop has done. longest_gap_s: of a stream that went on elsewhere, in which its client
+    got nothing."""
+
+    num_calls: int = 0
+    num_failed: int = 0
+    num_continued: dict[str, int] = field(default_factory=dict)
+    num_replayed_tokens: int = 0
+    longest_gap_s: float = 0.0
+
+    def continued(self, reason: str) -> None:
+        self.num_continued[reason] = self.num_continued.get(reason, 0) + 1
+
+
+class _BrokenOffError(Exception):
+    """A replica did not end an answer; str() names why, in the words of the metric."""
+
+
+class NoReplicaError(Exception):
+    """No replica takes the call within the time for that."""
+
+
+class Relay:
+    """Answers one POST. wait_s: how long it waits for a replica that is ready."""
+
+    def __init__(
+        self,
+        request: web.BaseRequest,
+        body: bytes,
+        replicas: ReplicaSet,
+        session: aiohttp.ClientSession,
+        counts: RelayCounts,
+        *,
+        wait_s: float,
+    ) -> None:
+        self._request = request
+        self._body = body
+        self._replicas = replicas
+        self._session = session
+        self._counts = counts
+        self._wait_s = wait_s
+        self._log = AnswerLog()
+        self._response: web.StreamResponse | None = None
+        self._names = _names(request, body)
+        self._broke_off_s: float | None = None
+        self._num_breaks = 0
+        self._due_s: float | None = None  # when a call that no replica goes on with has failed
+
+    async def run(self) -> web.StreamResponse:
+        """Returns the answer. Raises NoReplicaError if nothing was sent yet."""
+        refused: dict[Replica, web.Response] = {}
+        while True:
+            replica = self._replicas.choose(self._names, refused)
+            if replica is None:
+                final = [answer for answer in refused.values() if answer.status != 503]
+                if final and not self._log.has_sent:
+                    return final[0]  # all are too busy, or none has the response that is named
+                refused.clear()
+                if not await self._wait():
+                    return await self._give_up()
+                continue
+            replica.num_calls += 1
+            try:
+                answer = await self._try(replica)
+            except _BrokenOffError as error:
+                self._replicas.refused(replica)
+                self._note_break(str(error))
+                if self._num_breaks >= MAX_BREAKS:
+                    return await self._give_up()
+                continue
+            finally:
+                replica.num_calls -= 1
+            if not isinstance(answer, web.Response) or not _goes_elsewhere(answer):
+                return answer
+            refused[replica] = answer
+            self._take_refusal(replica, answer)
+
+    async def _wait(self) -> bool:
+        """Waits until a replica is ready, for wait_s at most; returns whether one is."""
+        loop = asyncio.get_running_loop()
+        if self._due_s is None:
+            self._due_s = loop.time() + self._wait_s
+        await asyncio.sleep(_PAUSE_S)
+        return await self._replicas.wait_for_one(self._due_s - loop.time())
+
+    async def _try(self, replica: Replica) -> web.StreamResponse:
+        """Returns a replica's answer, after the stream has ended. Raises _BrokenOffError."""
+        headers = forwarded_headers(self._request.headers) | JOURNAL
+        try:
+            async with self._session.post(
+                replica.url + self._request.raw_path, data=self._next_body(), headers=headers
+            ) as response:
+                replica.responses.add(response)
+                try:
+                    if response.content_type == "text/event-stream":
+                        return await self._pass_on(response)
+                    body = await response.read()
+                finally:
+                    replica.responses.discard(response)
+        except aiohttp.ClientConnectorError as error:
+            self._replicas.lost(replica, type(error).__name__)
+            raise _BrokenOffError("unreachable") from error
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, ConnectionError) and self._is_client_gone:
+                raise
+            raise _BrokenOffError("broken") from error
+        except JournalError as error:
+            logger.error("%s: %s", replica.url, error)
+            raise _BrokenOffError("journal") from error
+        if self._response is not None and response.status == 200:
+            raise _BrokenOffError("journal")  # it was to be a stream
+        return web.Response(
+            status=response.status, body=body, headers=forwarded_headers(response.headers)
+        )
+
+    async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Sends a stream's events to the client until its end."""
+        log = self._log
+        log.begin_stream()
+        async for data in response.content.iter_any():
+            ready = log.feed(data)
+            if ready:
+                await self._send(ready, response.headers)
+        if log.is_handed_over:
+            raise _BrokenOffError("handover")
+        error = log.error
+        if error is not None and _code(error.partition(b"data: ")[2]) in _ELSEWHERE:
+            raise _BrokenOffError("engine")
+        await self._send(log.end(), response.headers)
+        assert self._response is not None
+        if error is not None:
+            self._response.force_close()
+        await self._response.write_eof()
+        return self._response
+
+    async def _send(self, events: bytes, headers: Mapping[str, str]) -> None:
+        if self._response is None:
+            self._response = web.StreamResponse(headers=forwarded_headers(headers))
+            await self._response.prepare(self._request)
+        self._due_s, self._num_breaks = None, 0
+        if self._broke_off_s is not None:
+            gap_s = asyncio.get_running_loop().time() - self._broke_off_s
+            self._counts.longest_gap_s = max(self._counts.longest_gap_s, gap_s)
+            self._broke_off_s = None
+        await self._response.write(events)
+
+    def _next_body(self) -> bytes:
+        """Returns the client's body, with what is known of its answer."""
+        continuation = self._log.continuation
+        if continuation is None:
+            return self._body
+        at = self._body.index(b"{") + 1
+        field_ = b'"continuation":' + orjson.dumps(continuation) + b","
+        return self._body[:at] + field_ + self._body[at:]
+
+    def _note_break(self, reason: str) -> None:
+        self._counts.continued(reason)
+        self._num_breaks += reason == "broken"
+        self._counts.num_replayed_tokens += self._log.num_tokens
+        if self._broke_off_s is None:
+            self._broke_off_s = asyncio.get_running_loop().time()
+
+    def _take_refusal(self, replica: Replica, answer: web.Response) -> None:
+        if answer.status == 503:
+            self._replicas.refused(replica)
+        if _code(answer.body) == "handed_over":
+            self._note_break("handover")
+            continuation = orjson.loads(_bytes(answer.body)).get("continuation")
+            if continuation is not None:
+                self._log.use(continuation)
+
+    async def _give_up(self) -> web.StreamResponse:
+        self._counts.num_failed += 1
+        if self._response is None:
+            raise NoReplicaError
+        self._response.force_close()
+        error = {"message": "no server is left to go on with this answer", "type": "server_error"}
+        value = {"error": error | {"param": None, "code": "no_replica"}}
+        await self._response.write(b"data: " + orjson.dumps(value) + b"\n\n")
+        await self._response.write_eof()
+        return self._response
+
+    @property
+    def _is_client_gone(self) -> bool:
+        transport = self._request.transport
+        return transport is None or transport.is_closing()
+
+
+def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() not in _HOP_HEADERS}
+
+
+def _goes_elsewhere(answer: web.Response) -> bool:
+    code = _code(answer.body)
+    if answer.status == 429:
+        return code == "overloaded"
+    if answer.status in _REFUSALS:
+        return code in _ELSEWHERE
+    return answer.status in (400, 404) and code in _STORED_ELSEWHERE
+
+
+def _code(body: object) -> str | None:
+    """Returns the code of an error's body, in the shape of any API."""
+    try:
+        value: Any = orjson.loads(_bytes(body).partition(b"\n")[0])
+    except ValueError:
+        return None
+    error = value.get("error") if isinstance(value, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, str) else None
+
+
+def _bytes(body: object) -> bytes:
+    return body if isinstance(body, bytes) else b""
+
+
+def _names(request: web.BaseRequest, body: bytes) -> list[bytes]:
+    try:
+        value = orjson.loads(body)
+    except ValueError:
+        return []  # the replica refuses it
+    client = request.headers.get("Authorization") or request.headers.get("x-api-key") or ""
+    return block_names(value, client) if isinstance(value, dict) else []

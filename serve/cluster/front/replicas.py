@@ -1,0 +1,156 @@
+"""The replicas behind the hop: whether they answer, how busy they are, which one is next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from serve.cluster.front.prefix_affinity import PrefixAffinity
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 0.5
+ROUTING = ("prefix", "least-busy", "round-robin")
+MAX_EXTRA_STREAMS = 4  # that a replica with the prefix may have more than the least busy one
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """A server. is_ready: it takes calls. is_lost: it has not answered for a while, or its
+    connections broke. responses: the answers that are being read from it."""
+
+    url: str
+    is_ready: bool = False
+    is_lost: bool = True
+    num_calls: int = 0
+    answered_s: float = 0.0
+    last_chosen: int = 0
+    responses: set[aiohttp.ClientResponse] = field(default_factory=set)
+
+
+class ReplicaSet:
+    """Checks the replicas and chooses among them. lost_after_s: a replica that does not answer
+    `/ready` for so long is lost: its streams go on elsewhere. routing: one of ROUTING."""
+
+    def __init__(
+        self, urls: Iterable[str], *, lost_after_s: float, routing: str = "prefix"
+    ) -> None:
+        self.replicas = [Replica(url.rstrip("/")) for url in urls]
+        self._watches: dict[Replica, asyncio.Task[None]] = {}
+        self._lost_after_s = lost_after_s
+        self._routing = routing
+        self._affinity = PrefixAffinity()
+        self._changed = asyncio.Event()
+        self._session: aiohttp.ClientSession | None = None
+        self._num_chosen = 0
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        """Checks every replica once, then again and again."""
+        self._session = session
+        await asyncio.gather(*(self._check(replica) for replica in self.replicas))
+        for replica in self.replicas:
+            self._watches[replica] = asyncio.create_task(self._watch(replica))
+
+    async def stop(self) -> None:
+        for task in self._watches.values():
+            task.cancel()
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+
+    def use(self, urls: Iterable[str]) -> None:
+        """Takes these servers instead of those up to now. What is being answered by one that is
+        gone goes on at another one when its connection breaks."""
+        known = {replica.url: replica for replica in self.replicas}
+        wanted = [url.rstrip("/") for url in urls]
+        for url, replica in known.items():
+            if url not in wanted:
+                self._watches.pop(replica).cancel()
+                self.refused(replica)
+                self._affinity.forget(url)
+        self.replicas = [known[url] if url in known else self._joined(url) for url in wanted]
+
+    def _joined(self, url: str) -> Replica:
+        replica = Replica(url)
+        self._watches[replica] = asyncio.create_task(self._watch(replica))
+        return replica
+
+    @property
+    def num_ready(self) -> int:
+        return sum(replica.is_ready for replica in self.replicas)
+
+    def choose(self, names: list[bytes], without: Collection[Replica] = ()) -> Replica | None:
+        """Returns the replica for a prompt with these blocks. With the routing "prefix" it is the
+        one that has answered most of them, unless it is much busier than the least busy one, which
+        "least-busy" takes. None if no replica is ready."""
+        ready = [r for r in self.replicas if r.is_ready and r not in without]
+        if not ready:
+            return None
+        least = min(replica.num_calls for replica in ready)
+        matching: dict[str, int] = {}
+        if self._routing == "prefix":
+            matching = self._affinity.num_matching(names)
+            ready = [r for r in ready if r.num_calls <= least + MAX_EXTRA_STREAMS]
+        elif self._routing == "least-busy":
+            ready = [r for r in ready if r.num_calls == least]
+        else:
+            ready = [min(ready, key=lambda r: r.last_chosen)]
+        chosen = min(ready, key=lambda r: (-matching.get(r.url, 0), r.num_calls, r.last_chosen))
+        self._affinity.add(names, chosen.url)
+        self._num_chosen += 1
+        chosen.last_chosen = self._num_chosen
+        return chosen
+
+    async def wait_for_one(self, seconds: float) -> bool:
+        """Waits until a replica is ready; returns whether one is."""
+        if seconds <= 0.0:
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.num_ready:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self.num_ready > 0
+
+    def refused(self, replica: Replica) -> None:
+        """Notes that a replica takes no calls for now; the next check tells when it does."""
+        replica.is_ready = False
+
+    def lost(self, replica: Replica, reason: str) -> None:
+        """Notes that a replica does not answer, and ends what is read from it."""
+        if not replica.is_lost:
+            logger.warning("the replica %s is lost: %s", replica.url, reason)
+            self._affinity.forget(replica.url)
+        replica.is_lost, replica.is_ready = True, False
+        for response in list(replica.responses):
+            response.close()
+
+    async def _watch(self, replica: Replica) -> None:
+        while True:
+            await self._check(replica)
+            await asyncio.sleep(CHECK_S)
+
+    async def _check(self, replica: Replica) -> None:
+        assert self._session is not None
+        loop = asyncio.get_running_loop()
+        timeout = aiohttp.ClientTimeout(total=self._lost_after_s)
+        began_s = loop.time()
+        try:
+            async with self._session.get(replica.url + "/ready", timeout=timeout) as response:
+                is_ready = response.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            is_over = loop.time() - max(replica.answered_s, began_s) >= self._lost_after_s
+            if is_over or isinstance(error, aiohttp.ClientConnectorError):
+                self.lost(replica, type(error).__name__)
+            return
+        replica.answered_s = loop.time()
+        if replica.is_lost:
+            logger.info("the replica %s answers", replica.url)
+        replica.is_lost = False
+        if is_ready and not replica.is_ready:
+            replica.is_ready = True
+            self._changed.set()
+        replica.is_ready = is_ready
