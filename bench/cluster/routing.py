@@ -108,13 +108,14 @@ async def measure(num_servers: int, num_chats: int, num_turns: int, at_once: int
 async def _talk(chats: list[Chat], url: str, num_turns: int, at_once: int) -> None:
     room = asyncio.Semaphore(at_once)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        for _ in range(num_turns):  # all chats have a turn before any has the next one
+        for turn in range(num_turns):  # all chats have a turn before any has the next one
 
             async def one(chat: Chat) -> None:
                 async with room:
                     await chat.turn(session, url)
 
-            await asyncio.gather(*map(one, chats))
+            order = random.Random(turn).sample(chats, len(chats))
+            await asyncio.gather(*map(one, order))
 
 
 def main() -> None:
