@@ -329,6 +329,12 @@ class Engine:
             await asyncio.sleep(_DRAIN_POLL_S)
         await asyncio.to_thread(loaded.close)
 
+    async def unload(self, *, drain_s: float = 0.0) -> None:
+        """Shuts down, and can be started again: neither weights nor K/V are kept."""
+        await self.shutdown(drain_s=drain_s)
+        self._loaded = self._hub = None
+        self._is_draining = False
+
 
 def _give_back(loading: asyncio.Future[LoadedEngine]) -> None:
     if not loading.cancelled() and loading.exception() is None:
