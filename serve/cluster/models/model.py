@@ -47,10 +47,11 @@ class Waiter:
 class Model:
     """A model of the pool.
 
-    awake_bytes, asleep_bytes: what it takes, or is expected to take until that is measured.
-    kv_bytes: those of K/V that the awake ones include. used_s: when its last request began or
-    ended. ready_s: since when it is ready. num_failures: since its last success; num_failed: since
-    the start. retry_s: it is not started before. about: its object of /v1/models, once it has run.
+    awake_bytes, asleep_bytes: what it takes, or is expected to take until that is measured; K/V
+    counts with all that it may take. leaving_bytes: what it has while it is being stopped. about:
+    its object of /v1/models, once it has run. used_s: when its last request began or ended.
+    ready_s: since when it is ready. num_failures: since its last success; num_failed: since the
+    start. failure: why the last start failed. retry_s: it is not started before.
     """
 
     spec: ChildSpec
@@ -64,6 +65,7 @@ class Model:
     is_giving_way: bool = False
     used_s: float = 0.0
     ready_s: float = 0.0
+    leaving_bytes: int = 0
     num_failures: int = 0
     retry_s: float = 0.0
     failure: str = ""
@@ -83,6 +85,8 @@ class Model:
         """The bytes that it has, or that the switch in progress needs."""
         if self.state is State.STOPPED:
             return 0
+        if self.state is State.STOPPING:
+            return self.leaving_bytes
         return self.asleep_bytes if self.state is State.ASLEEP else self.awake_bytes
 
     @property

@@ -131,8 +131,10 @@ class ModelPool:
             if now_s < model.retry_s:
                 look_s = min(look_s, model.retry_s)
                 continue
-            lack = self.held_bytes - model.held_bytes + model.awake_bytes - self.budget_bytes
-            if lack <= 0 or self._is_alone(model):
+            others = self.held_bytes - model.held_bytes
+            # a model that alone exceeds the budget is served alone
+            lack = min(others, others + model.awake_bytes - self.budget_bytes)
+            if lack <= 0:
                 self._begin(model, Switch.START if model.state is State.STOPPED else Switch.WAKE)
                 continue
             if not self._make_room(model, lack):
@@ -150,10 +152,6 @@ class ModelPool:
         states = (State.STOPPED, State.ASLEEP)
         found = [each for each in self.models.values() if each.waiters and each.state in states]
         return sorted(found, key=lambda each: each.waiters[0].arrived_s)
-
-    def _is_alone(self, model: Model) -> bool:
-        """Whether no other model has memory; then the budget is no reason to wait."""
-        return all(each is model or not each.held_bytes for each in self.models.values())
 
     def _serve(self, model: Model, now_s: float) -> float:
         """Lets the requests of a ready model in, or puts it to sleep after its idle time. Returns
@@ -175,7 +173,7 @@ class ModelPool:
         """Ends or puts to sleep idle models. Returns False if they are too few. Room that is being
         made already counts."""
         lack -= sum(
-            each.awake_bytes - (0 if each.state is State.STOPPING else each.asleep_bytes)
+            each.held_bytes - (0 if each.state is State.STOPPING else each.asleep_bytes)
             for each in self.models.values()
             if each.state in (State.STOPPING, State.FALLING_ASLEEP)
         )
@@ -230,6 +228,7 @@ class ModelPool:
             Switch.SLEEP: (State.FALLING_ASLEEP, self._sleep),
             Switch.STOP: (State.STOPPING, self._stop),
         }
+        model.leaving_bytes = model.held_bytes
         model.state, run = work[switch]
         task = asyncio.create_task(self._timed(model, switch, run))
         self._tasks.add(task)
