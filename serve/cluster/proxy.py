@@ -135,7 +135,6 @@ class Proxy:
                     raise UpstreamLostError(str(error) or repr(error), has_begun=True) from error
                 piece = b""
                 await self._send(request, last_event())
-                response.force_close()
             if not piece:
                 break
             if on_begin is not None:
