@@ -31,12 +31,12 @@ _NOT_FORWARDED = _HOP_BY_HOP | {"host", "content-length", "expect", "origin"}
 
 
 class UpstreamLostError(MergestepError):
-    """The other server did not answer, or its answer broke off. has_begun: a part of the answer has
-    been sent on."""
+    """The other server did not answer, or its answer broke off. is_reached: it may have got the
+    request."""
 
-    def __init__(self, message: str, *, has_begun: bool = False) -> None:
+    def __init__(self, message: str, *, is_reached: bool = True) -> None:
         super().__init__(message)
-        self.has_begun = has_begun
+        self.is_reached = is_reached
 
 
 class Proxy:
@@ -99,7 +99,8 @@ class Proxy:
                 allow_redirects=False,
             )
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamLostError(str(error) or repr(error)) from error
+            is_reached = not isinstance(error, aiohttp.ClientConnectorError)
+            raise UpstreamLostError(str(error) or repr(error), is_reached=is_reached) from error
         try:
             return await self._pass(request, answer, answer_headers, last_event, on_begin)
         finally:
@@ -132,7 +133,7 @@ class Proxy:
                 piece = await answer.content.readany()
             except (aiohttp.ClientError, OSError) as error:
                 if not (is_stream and last == b"\n\n"):
-                    raise UpstreamLostError(str(error) or repr(error), has_begun=True) from error
+                    raise UpstreamLostError(str(error) or repr(error)) from error
                 piece = b""
                 await self._send(request, last_event())
             if not piece:

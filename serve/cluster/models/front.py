@@ -204,13 +204,28 @@ class FrontApp:
         if target.kind is not Kind.BODY:
             stored = target.kind is Kind.STORED
             found = self._router.by_response(target.response_id) if stored else None
-            model = found or self._router.by_query(request)
-            async with self._ready(call, model):
-                return await self._pass(call, model, None)
+            return await self._ask(call, found or self._router.by_query(request), None)
         async with held_body(request, self._settings, self._bodies) as body:
-            model = self._router.by_name(await self._named(body))
+            return await self._ask(call, self._router.by_name(await self._named(body)), body)
+
+    async def _ask(self, call: _Call, model: Model, body: bytes | None) -> web.StreamResponse:
+        """Has a model answer. One whose process ended before the request reached it is started
+        again for it."""
+        try:
             async with self._ready(call, model):
                 return await self._pass(call, model, body)
+        except UpstreamLostError as lost:
+            logger.warning("%s was not reached by %s: %s", model.name, call.request_id, lost)
+        await self.pool.lose(model)
+        try:
+            async with self._ready(call, model):
+                return await self._pass(call, model, body)
+        except UpstreamLostError as lost:
+            raise self._failed(model) from lost
+
+    def _failed(self, model: Model) -> ApiError:
+        model.refuse("model_failed")
+        return errors.model_failed(model.name, "its process has ended")
 
     async def _named(self, body: bytes) -> object:
         """Returns the model that a body names. A thread parses large ones."""
@@ -229,9 +244,10 @@ class FrontApp:
             self.pool.release(model)
 
     async def _pass(self, call: _Call, model: Model, body: bytes | None) -> web.StreamResponse:
+        """Raises UpstreamLostError if the request has not reached the model."""
         child, request = model.child, call.request
         if child is None or child.status is not None:
-            raise errors.model_failed(model.name, "its process has ended")
+            raise UpstreamLostError("its process has ended", is_reached=False)
         more: dict[str, str] = {}
         if not self._keys.num_keys:
             more["Authorization"] = f"Bearer {self._key}"
@@ -239,10 +255,9 @@ class FrontApp:
             left_s = request_timeout_s(request, self._settings.request_timeout_s)
             left_s -= time.monotonic() - call.arrived_s
             more[TIMEOUT_HEADER] = f"{max(0.001, left_s):.3f}"
-        error = errors.model_failed(model.name, "its process has ended")
 
         def last_event() -> bytes:
-            model.refuse("model_failed")
+            error = self._failed(model)
             if call.is_anthropic:
                 return named_event("error", error_object(error, call.request_id))
             return b"data: %s\n\n" % error.body()
@@ -260,13 +275,17 @@ class FrontApp:
                 on_begin=(lambda begin: self._router.note(model, begin)) if is_response else None,
             )
         except UpstreamLostError as lost:
-            model.refuse("model_failed")
+            if not lost.is_reached:
+                raise
             logger.warning("%s did not finish %s: %s", model.name, call.request_id, lost)
-            raise error from lost
+            raise self._failed(model) from lost
 
     async def _forward_live(self, call: _Call) -> web.StreamResponse:
         """Forwards the live view of a model that is ready; it keeps no model awake."""
         model = self._router.by_query(call.request)
         if model.state is not State.READY:
             raise errors.not_running(model.name, model.state)
-        return await self._pass(call, model, None)
+        try:
+            return await self._pass(call, model, None)
+        except UpstreamLostError as lost:
+            raise self._failed(model) from lost

@@ -297,6 +297,12 @@ class ModelPool:
             self._fail(model, f"its process has ended{how}")
             self._decide()
 
+    async def lose(self, model: Model) -> None:
+        """Ends a process that cannot be reached, so that the next request starts it again."""
+        if model.child is not None and model.state is State.READY:
+            await model.child.kill()
+            self._handle_end(model)
+
     def _has_died(self, model: Model) -> bool:
         """Whether the process ended during a switch, which then failed."""
         child = model.child

@@ -25,6 +25,9 @@ class FakeChild:
     def send_signal(self, number: int) -> None:
         self.signals.append(number)
 
+    async def kill(self) -> None:
+        self.die()
+
     def die(self) -> None:
         self.status = -9
         self._on_end()

@@ -146,6 +146,20 @@ def test_a_process_that_does_not_answer_is_an_error_of_its_model() -> None:
     run(check, gone)
 
 
+def test_a_process_that_has_ended_unseen_is_started_again() -> None:
+    async def check(front: Front) -> None:
+        await front.post(CHAT, {"model": "a"})
+        child = front.pool.models["a"].child
+        assert child is not None
+        child.url = "http://127.0.0.1:9"  # nothing listens there
+        assert (await front.post(CHAT, {"model": "a"}))[0] == 200
+        assert front.switches.log == ["start a", "start a"]
+        front.switches.url = child.url
+        assert (await front.post(CHAT, {"model": "b"}))[0] == 503
+
+    run(check)
+
+
 def test_a_client_that_leaves_ends_the_request_behind() -> None:
     ended = asyncio.Event()
 

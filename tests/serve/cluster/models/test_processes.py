@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,9 @@ def models(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def no_packed_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def no_packed_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MERGESTEP_PACKED_CACHE", "off")
-    yield
 
 
 def run(check: Check, models: Path, *options: str) -> None:
@@ -87,7 +86,6 @@ async def states(session: aiohttp.ClientSession) -> dict[str, str]:
         return {each["id"]: each["state"] for each in (await answer.json())["data"]}
 
 
-@pytest.mark.usefixtures("no_packed_files")
 def test_models_take_turns_in_memory_for_one(models: Path) -> None:
     async def check(session: aiohttp.ClientSession, pid: int) -> None:
         assert await states(session) == dict.fromkeys("abc", "stopped")
@@ -100,7 +98,6 @@ def test_models_take_turns_in_memory_for_one(models: Path) -> None:
     run(check, models, "--memory-budget", "300MiB")
 
 
-@pytest.mark.usefixtures("no_packed_files")
 def test_a_killed_model_is_told_and_started_again(models: Path) -> None:
     async def check(session: aiohttp.ClientSession, pid: int) -> None:
         await chat(session, "a")
@@ -120,7 +117,6 @@ def test_a_killed_model_is_told_and_started_again(models: Path) -> None:
     run(check, models)
 
 
-@pytest.mark.usefixtures("no_packed_files")
 def test_idle_models_sleep_and_wake(models: Path) -> None:
     async def check(session: aiohttp.ClientSession, pid: int) -> None:
         before = await chat(session, "b")
