@@ -103,9 +103,9 @@ def served(options: list[str]) -> Iterator[tuple[int, str]]:
             yield process.pid, f"http://127.0.0.1:{port}"
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
-            log.seek(0)
-            sys.stderr.write(log.read()[-4000:].decode("utf-8", "replace"))
+            if process.wait(60):
+                log.seek(0)
+                sys.stderr.write(log.read()[-4000:].decode("utf-8", "replace"))
 
 
 async def until_ready(session: aiohttp.ClientSession) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.source_tree import PACKAGES, ROOT, imported, imports_of, sources, tree
+from tests.support.source_tree import PACKAGES, ROOT, circles, imported, imports_of, sources, tree
 
 LOWER = {
     "ops": (),
@@ -36,12 +36,20 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/models",
         "serve/group",
         "serve/cluster",
+        "serve/cluster/models",
         "serve/hub",
         "serve/single_file",
         "serve/calibration",
     ),
     "serve/hub": ("serve", "serve/single_file"),
-    "serve/cluster": ("serve",),
+    "serve/cluster": ("serve", "serve/http/edge"),
+    "serve/cluster/models": (
+        "serve",
+        "serve/cluster",
+        "serve/http/anthropic",
+        "serve/http/edge",
+        "serve/http/monitoring",
+    ),
     "serve/http": (
         "serve",
         "serve/engine",
@@ -199,6 +207,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "bench/prediction": ("bench/common", "bench/load", "bench/simulate"),
     "bench/nodes": ("bench/common", "bench/load", "bench/plan"),
     "bench/soak": ("bench/common",),
+    "bench/cluster": ("bench/common",),
     "bench/group": ("bench/common", "bench/offline"),
     "bench/peers": (),
     "bench": (),
@@ -220,6 +229,8 @@ ASYNCIO = (
     "serve/engine/engine.py",
     "serve/engine/request_stream.py",
     "serve/http/",
+    "serve/cluster/models/",
+    "serve/cluster/proxy.py",
     "serve/cli/main.py",
     "serve/cli/chat.py",
 )
@@ -307,34 +318,6 @@ def test_the_scheduler_sees_integers_of_memory_only() -> None:
     for path in sources("serve/scheduler"):
         seen = {row_of(other) for other in imports_of(path) if other.parts[0] == "memory"}
         assert seen <= {"memory", "memory/pages", "memory/prefix"}, path
-
-
-def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one node (Tarjan 1972)."""
-    number: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        number[node] = low[node] = len(number)
-        stack.append(node)
-        for other in sorted(edges.get(node, ())):
-            if other not in number:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], number[other])
-        if low[node] == number[node]:
-            component = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(component) > 1:
-                found.append(sorted(component))
-
-    for node in sorted(edges):
-        if node not in number:
-            visit(node)
-    return found
 
 
 def edges_between(paths: Iterable[Path], *, folders: bool) -> dict[str, set[str]]:

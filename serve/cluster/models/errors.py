@@ -38,11 +38,12 @@ def unknown_model(name: object) -> ApiError:
 
 
 def not_running(name: str, state: str) -> ApiError:
+    is_coming = state in ("starting", "waking")
     return ApiError(
         503,
-        f"the model {name} is not in memory ({state.replace('_', ' ')})",
+        f"the model {name} is not in memory: it is {state.replace('_', ' ')}",
         kind=SERVER_ERROR,
         param="model",
-        code="model_not_ready",
+        code="model_not_ready" if is_coming else "model_asleep",
         headers={"Retry-After": "2"},
     )

@@ -94,9 +94,17 @@ class FrontApp:
         self._settings = settings
         self._keys = keys
         self._key = key
-        self.wait_s = wait_s
+        self._wait_s = wait_s
         self._router = Router(pool.models)
-        self._own = OwnRoutes(self, switches, self._router, settings)
+        self._own = OwnRoutes(
+            pool,
+            switches,
+            self._router,
+            self.counters,
+            has_sleep=settings.enable_sleep_mode,
+            wait_s=wait_s,
+            is_draining=lambda: self.is_draining,
+        )
         self._bodies = Bodies()
         self._check_host = HostCheck(settings)
         self._cors = Cors(settings.cors_origins)
@@ -237,7 +245,7 @@ class FrontApp:
     async def _ready(self, call: _Call, model: Model) -> AsyncIterator[None]:
         """Waits until the model is ready, which it stays inside."""
         limit_s = request_timeout_s(call.request, self._settings.request_timeout_s)
-        await self.pool.acquire(model, min(self.wait_s, limit_s))
+        await self.pool.acquire(model, min(self._wait_s, limit_s))
         try:
             yield
         finally:

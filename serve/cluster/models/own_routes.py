@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -15,14 +15,12 @@ from serve import __version__
 from serve.cluster.models.errors import not_running
 from serve.cluster.models.metrics import CONTENT_TYPE, FrontMetrics
 from serve.cluster.models.model import Model, State
+from serve.cluster.models.pool import ModelPool
 from serve.cluster.models.routing import Router
 from serve.cluster.models.switches import Switches
+from serve.http.edge.counters import HttpCounters
 from serve.http.edge.errors import ApiError, common_headers, draining, json_response, quoted
-from serve.http.edge.settings import HttpSettings
 from serve.http.monitoring.page_files import PageFile, read_page
-
-if TYPE_CHECKING:
-    from serve.cluster.models.front import FrontApp
 
 Answer = Callable[[str], Awaitable[web.Response]]
 _HEALTH = ("/health", "/health/live", "/ping")
@@ -33,17 +31,28 @@ _GET = ("GET", "HEAD")
 
 
 class OwnRoutes:
-    """public and private find the route of a request: (its path, what makes the answer)."""
+    """public and private find the route of a request: (its path, what makes the answer). wait_s:
+    how long a wake-up may take."""
 
     def __init__(
-        self, app: FrontApp, switches: Switches, router: Router, settings: HttpSettings
+        self,
+        pool: ModelPool,
+        switches: Switches,
+        router: Router,
+        counters: HttpCounters,
+        *,
+        has_sleep: bool,
+        wait_s: float,
+        is_draining: Callable[[], bool],
     ) -> None:
-        self._app = app
+        self._pool = pool
+        self._wait_s = wait_s
+        self._is_draining = is_draining
         self._switches = switches
         self._router = router
-        self._has_sleep = settings.enable_sleep_mode
+        self._has_sleep = has_sleep
         self._created = int(time.time())
-        self._metrics = FrontMetrics(app.pool, app.counters)
+        self._metrics = FrontMetrics(pool, counters)
         self._page = read_page()
 
     def public(self, request: web.BaseRequest) -> tuple[str, Answer] | None:
@@ -85,12 +94,12 @@ class OwnRoutes:
 
     async def _ready(self, request_id: str) -> web.Response:
         """The front is ready with no model in memory: requests wait for theirs."""
-        if self._app.is_draining:
+        if self._is_draining():
             raise draining()
         return json_response({"status": "ready"}, request_id)
 
     async def _list(self, request_id: str) -> web.Response:
-        models = [self._object(model) for model in self._app.pool.models.values()]
+        models = [self._object(model) for model in self._pool.models.values()]
         return json_response({"object": "list", "data": models}, request_id)
 
     async def _one(self, name: str, request_id: str) -> web.Response:
@@ -126,7 +135,7 @@ class OwnRoutes:
         """Returns the model of ?model=, or all."""
         if "model" in request.rel_url.query:
             return [self._router.by_query(request)]
-        return list(self._app.pool.models.values())
+        return list(self._pool.models.values())
 
     async def _is_sleeping(self, request: web.BaseRequest, request_id: str) -> web.Response:
         states = {model.state for model in self._chosen(request)}
@@ -142,14 +151,14 @@ class OwnRoutes:
                 param="level",
                 code="invalid_value",
             )
-        pool = self._app.pool
+        pool = self._pool
         await asyncio.gather(*(pool.put_to_sleep(model) for model in self._chosen(request)))
         return web.Response(headers=common_headers(request_id))
 
     async def _wake(self, request: web.BaseRequest, request_id: str) -> web.Response:
         """Wakes one model; without ?model= the first, since all may not fit."""
-        model, pool = self._router.by_query(request), self._app.pool
-        await pool.acquire(model, self._app.wait_s)
+        model, pool = self._router.by_query(request), self._pool
+        await pool.acquire(model, self._wait_s)
         pool.release(model)
         return web.Response(headers=common_headers(request_id))
 
