@@ -210,7 +210,7 @@ def show_served(models: list[dict[str, Any]], *, as_json: bool) -> None:
     table = Table("model", "context", "owned by", *(("state", "memory") if has_states else ()))
     for model in models:
         length, num_bytes = model.get("max_model_len"), model.get("memory_bytes")
-        row = [
+        row: list[Text | str] = [
             Text(printable(str(model.get("id")))),
             f"{length:,}" if isinstance(length, int) else "",
             Text(printable(str(model.get("owned_by", "")))),
