@@ -50,8 +50,9 @@ class Model:
     awake_bytes, asleep_bytes: what it takes, or is expected to take until that is measured; K/V
     counts with all that it may take. leaving_bytes: what it has while it is being stopped. about:
     its object of /v1/models, once it has run. used_s: when its last request began or ended.
-    ready_s: since when it is ready. num_failures: since its last success; num_failed: since the
-    start. failure: why the last start failed. retry_s: it is not started before.
+    has_slept: in this process or an earlier one. ready_s: since when it is ready. num_failures:
+    since its last success; num_failed: since the start. failure: why the last start failed.
+    retry_s: it is not started before.
     """
 
     spec: ChildSpec
@@ -63,6 +64,7 @@ class Model:
     running: int = 0
     waiters: deque[Waiter] = field(default_factory=deque)
     is_giving_way: bool = False
+    has_slept: bool = False
     used_s: float = 0.0
     ready_s: float = 0.0
     leaving_bytes: int = 0

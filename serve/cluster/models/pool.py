@@ -275,7 +275,7 @@ class ModelPool:
             model.state = State.ASLEEP
 
     async def _stop(self, model: Model) -> None:
-        await self._switches.end(model)
+        await self._switches.retire(model)
         model.state = State.STOPPED
 
     def _set_ready(self, model: Model) -> None:

@@ -17,7 +17,7 @@ from serve.errors import MergestepError
 
 logger = logging.getLogger(__name__)
 _ASK_S = 10.0
-_SLEEP_S = 60.0
+_SLEEP_S = 3600.0  # packed weights may still be written to a slow disk
 _WAKE_S = 3600.0  # weights may have to be packed again
 
 
@@ -43,9 +43,18 @@ class Switches:
         if child is not None:
             await child.stop()
 
+    async def retire(self, model: Model) -> None:
+        """Ends the model's process after its packed weights are kept for the next start. They are
+        once it has slept."""
+        if not model.has_slept:
+            with suppress(MergestepError):
+                await self.sleep(model)
+        await self.end(model)
+
     async def sleep(self, model: Model) -> None:
         """Has the model give back its weights and K/V. Raises MergestepError."""
         await self._post(model, "/sleep?level=1", _SLEEP_S)
+        model.has_slept = True
         assert model.child is not None
         model.asleep_bytes = await asyncio.to_thread(family_bytes, model.child.pid)
 

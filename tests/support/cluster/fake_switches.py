@@ -62,6 +62,9 @@ class FakeSwitches:
             model.child = None
             await self._do("stop", model)
 
+    async def retire(self, model: Model) -> None:
+        await self.end(model)
+
     async def metrics(self, model: Model) -> bytes | None:
         return b"its own\n" if model.child is not None else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from serve.engine.engine import Engine
 from serve.errors import ModelLoadError
 from serve.http import HttpServer, HttpSettings
 from serve.models.decoder import Decoder
+from serve.models.packed_cache.cache import PackedCache
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.running_server import Served, run_with_server
 
@@ -114,6 +116,24 @@ def test_requests_that_run_are_finished_first() -> None:
         waking = await asyncio.gather(*(post(session, "/wake_up") for _ in range(3)))
         assert [status for status, _ in waking] == [200] * 3
         assert (await post(session, CHAT, chat("hi")))[0] == 200
+
+    run(check)
+    gc.unfreeze()
+
+
+def test_packed_weights_are_kept_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that still writes them would hold them in memory, and a stop would lose them."""
+    kept = []
+
+    def slow(*arguments: object) -> None:
+        time.sleep(0.3)
+        kept.append(len(arguments))
+
+    monkeypatch.setattr(PackedCache, "_keep", slow)
+
+    async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
+        assert (await post(session, "/sleep"))[0] == 200
+        assert kept
 
     run(check)
     gc.unfreeze()
