@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 KV_SHARE_OF_FREE_MEMORY = 0.4
+# A bound on that, in bytes, for a process that shares the machine with other models.
+LOCAL_KV_ENV = "MERGESTEP_LOCAL_KV_BYTES"
 
 
 def available_memory() -> int:
@@ -58,7 +60,9 @@ def total_memory() -> int:
 
 def local_kv_bytes() -> int:
     """Returns the bytes of this machine's memory that K/V takes when no setting says it."""
-    return int(available_memory() * KV_SHARE_OF_FREE_MEMORY)
+    num_bytes = int(available_memory() * KV_SHARE_OF_FREE_MEMORY)
+    bound = os.environ.get(LOCAL_KV_ENV, "")
+    return min(num_bytes, int(bound)) if bound.isdigit() else num_bytes
 
 
 def _counter(text: str, name: str) -> int:

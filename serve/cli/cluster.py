@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serve.cli.config_file import toml_value
 from serve.cli.reporting import reported
 from serve.cli.run import keyword, resolved, signature
-from serve.cli.run_settings import SETTINGS, ProcessSettings, RunSettings
+from serve.cli.run_settings import ProcessSettings, RunSettings
+from serve.cluster.models.settings import ModelsSettings
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.http.edge.settings import HttpSettings
@@ -36,6 +36,9 @@ def cluster_command(context: typer.Context, **given: Any) -> None:
         process: ProcessSettings = settings.make(ProcessSettings)
         config: EngineConfig = settings.make(EngineConfig)
         http: HttpSettings = settings.make(HttpSettings)
+        if settings.of(ModelsSettings):
+            name = next(iter(settings.of(ModelsSettings)))
+            raise ConfigError(f"{name}: `serve cluster` serves one model")
         if config.group_url is not None:
             raise ConfigError("group_url: `serve cluster` finds rank 0's address itself")
         if config.backend == "cuda":
@@ -74,24 +77,12 @@ def content(
     is_behind_front: the address is that of the hop, and rank 0 takes a free port."""
     from serve.cluster.replica import Content
 
-    values: dict[str, Any] = {"compute_threads": cpus}
-    hidden: dict[str, str] = {}
-    for name, item in settings.values.items():
-        if SETTINGS[name].option.is_secret:
-            if item.value:
-                hidden[SETTINGS[name].env] = _text(item.value)
-        elif item.origin and item.value is not None:
-            values[name] = item.value
-    values.pop("group_key_file", None)  # its content travels
+    # the ready line alone: the summary is this command's. The content of the key file travels.
+    more: dict[str, Any] = {"compute_threads": cpus, "quiet": True}
     if is_behind_front:
-        values["port"] = 0
-    values["quiet"] = True  # the ready line alone; the summary is this command's
-    lines = [f"{name} = {toml_value(value)}" for name, value in values.items()]
-    return Content("\n".join(lines) + "\n", key, hidden, os.getcwd())
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ",".join(value)
+        more["port"] = 0
+    text = settings.as_file(more, ["group_key_file"])
+    return Content(text, key, settings.secrets(), os.getcwd())
 
 
 def _key(config: EngineConfig) -> str:
@@ -133,4 +124,4 @@ _OWN = [
         False,
     ),
 ]
-cluster_command.__signature__ = signature(*_OWN)  # type: ignore[attr-defined]
+cluster_command.__signature__ = signature(*_OWN, without=ModelsSettings)  # type: ignore[attr-defined]

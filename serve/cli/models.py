@@ -206,14 +206,19 @@ def show_served(models: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         _print(json.dumps(models, indent=2))
         return
-    table = Table("model", "context", "owned by")
+    has_states = any("state" in model for model in models)  # where several models are served
+    table = Table("model", "context", "owned by", *(("state", "memory") if has_states else ()))
     for model in models:
-        length = model.get("max_model_len")
-        table.add_row(
+        length, num_bytes = model.get("max_model_len"), model.get("memory_bytes")
+        row: list[Text | str] = [
             Text(printable(str(model.get("id")))),
             f"{length:,}" if isinstance(length, int) else "",
             Text(printable(str(model.get("owned_by", "")))),
-        )
+        ]
+        if has_states:
+            row.append(Text(printable(str(model.get("state", "")))))
+            row.append(format_memory(num_bytes) if isinstance(num_bytes, int) else "")
+        table.add_row(*row)
     Console().print(table)
 
 

@@ -28,12 +28,15 @@ from serve.cli.run_settings import (
     unknown_variables,
 )
 from serve.cli.setting_help import Option
+from serve.cluster.models.settings import ModelsSettings
 from serve.config import DEFAULT_MODEL, EngineConfig
+from serve.errors import ConfigError
 from serve.http.edge.settings import HttpSettings
 from serve.units import format_size
 
 RUN_HELP = (
     "Serve MODEL over an OpenAI-compatible HTTP API.\n\n"
+    "Several models are served at one address, each loaded when it is asked for.\n\n"
     "Every setting is a flag, an environment variable (in brackets) and a key of the TOML file that"
     " --config names: the flag's name with underscores."
 )
@@ -48,6 +51,10 @@ def run_command(context: typer.Context, **given: Any) -> None:
             warn(message)
         if given["print_config"]:
             _print_config(settings)
+            return
+        models = _several(settings)
+        if models:
+            _serve_several(settings, models, process)
             return
         values, http = _found(settings, process)
         run_server = _import_server()
@@ -73,6 +80,43 @@ def _found(settings: RunSettings, process: ProcessSettings) -> tuple[dict[str, A
         draft = find_model(str(config.draft_model), is_quiet=process.quiet)
         values["draft_model"] = draft.model
     return values, http
+
+
+def _several(settings: RunSettings) -> list[str]:
+    """Returns the models, if they are several: a directory that is no model stands for those in
+    it."""
+    first, more = settings.values["model"], settings.of(ModelsSettings).get("more_models", ())
+    named = [first.value, *more] if first.origin or more else []
+    models: list[str] = []
+    for name in named:
+        folder = Path(name).expanduser()
+        found: list[Path] = []
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            from serve.hub.cache import models_in
+
+            found = models_in(folder)
+        models += map(str, found) if len(found) > 1 else [name]
+    return models if len(models) > 1 else []
+
+
+def _serve_several(settings: RunSettings, models: list[str], process: ProcessSettings) -> None:
+    from serve.cluster.models.start import run_models
+
+    for name in ("served_model_name", "revision", "metrics_port"):
+        if settings.values[name].value is not None:
+            raise ConfigError(f"{name} is of one model, and {len(models)} are to be served")
+    config: EngineConfig = settings.make(EngineConfig)
+    found = [find_model(model, is_quiet=process.quiet) for model in models]
+    if config.draft_model is not None:
+        find_model(str(config.draft_model), is_quiet=process.quiet)
+    run_models(
+        [(each.model, each.name) for each in found],
+        config,
+        settings.make(HttpSettings),
+        settings.make(ModelsSettings),
+        lambda changes, without: settings.as_file(changes, without),
+        is_quiet=process.quiet,
+    )
 
 
 def _import_server() -> Callable[..., None]:
@@ -127,6 +171,9 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         del more["rich_help_panel"]
         made = typer.Argument(metavar="MODEL", show_default="the embedded model", **more)
         return keyword("model", Annotated[str, made], default)
+    if setting.name == "more_models":
+        many = typer.Argument(metavar="[MODEL]...", show_default=False, **more)
+        return keyword(setting.name, Annotated[list[str] | None, many], None)
     more["metavar"] = "LIST" if setting.kind == "list" else option.metavar
     if option.choices:
         more["autocompletion"] = completion(option.choices)
@@ -152,8 +199,9 @@ def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def signature(*more: inspect.Parameter) -> inspect.Signature:
-    """Returns the signature of a command with all settings. more: its own options."""
+def signature(*more: inspect.Parameter, without: type[Any] | None = None) -> inspect.Signature:
+    """Returns the signature of a command with all settings. more: its own options. without: the
+    owner of settings that it does not have."""
     context = inspect.Parameter(
         "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
     )
@@ -176,7 +224,8 @@ def signature(*more: inspect.Parameter) -> inspect.Signature:
     ]
     own = [keyword("config", config, None), keyword("print_config", print_config, False)]
     order = setting_help.PANELS.index
-    settings = [item for item in SETTINGS.values() if not item.option.is_secret]
+    all_settings = [item for item in SETTINGS.values() if not item.option.is_secret]
+    settings = [item for item in all_settings if item.owner is not without]
     settings.sort(key=lambda setting: order(setting.option.panel))
     return inspect.Signature([context, *more, *own, *map(_parameter, settings)])
 

@@ -15,18 +15,26 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from serve.cli.config_file import ConfigFile, parse_size, split_list
-from serve.cli.setting_help import ENGINE_OPTIONS, HTTP_OPTIONS, PROCESS_OPTIONS, Option
+from serve.cli.config_file import ConfigFile, parse_size, split_list, toml_value
+from serve.cli.setting_help import (
+    ENGINE_OPTIONS,
+    HTTP_OPTIONS,
+    PROCESS_OPTIONS,
+    SEVERAL_MODELS,
+    Option,
+)
+from serve.cluster.models.settings import ModelsSettings
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.http.edge.settings import HttpSettings
+from serve.machine import LOCAL_KV_ENV
 
 ENV_PREFIX = "MERGESTEP_"
 CONFIG_ENV = "MERGESTEP_CONFIG"
 # Settings that are Python objects and cannot be written as text.
 IN_PYTHON_ONLY: frozenset[str] = frozenset()
 # Environment variables that other modules read.
-_OTHER_ENVS = frozenset({CONFIG_ENV, "MERGESTEP_API_KEY"})
+_OTHER_ENVS = frozenset({CONFIG_ENV, "MERGESTEP_API_KEY", LOCAL_KV_ENV})
 _MAX_INTEGER = (1 << 63) - 1
 _KINDS: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "text"}
 
@@ -40,11 +48,38 @@ class ProcessSettings:
     revision: str | None = None
 
 
+MODELS_OPTIONS: dict[str, Option] = {
+    "more_models": Option(
+        SEVERAL_MODELS,
+        "Further models, served at the same address by their names and loaded when they are asked"
+        " for; a directory of models stands for all in it.",
+    ),
+    "idle_seconds": Option(
+        SEVERAL_MODELS,
+        "Time without requests after which a model is put to sleep; inf: only when others need its"
+        " memory.",
+        metavar="SECONDS",
+    ),
+    "memory_budget": Option(
+        SEVERAL_MODELS,
+        "Memory of all models together; by default 80 % of what is free at the start.",
+        is_size=True,
+    ),
+    "model_wait_s": Option(
+        SEVERAL_MODELS,
+        "How long a request waits for its model before it is refused.",
+        metavar="SECONDS",
+    ),
+    "max_model_waiting": Option(SEVERAL_MODELS, "Most requests that wait for their models."),
+}
+
 OWNERS: tuple[tuple[type[Any], dict[str, Option]], ...] = (
     (EngineConfig, ENGINE_OPTIONS),
     (HttpSettings, HTTP_OPTIONS),
     (ProcessSettings, PROCESS_OPTIONS),
+    (ModelsSettings, MODELS_OPTIONS),
 )
+POSITIONAL = ("model", "more_models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +94,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        return "MODEL" if self.name == "model" else "--" + self.name.replace("_", "-")
+        return "MODEL" if self.name in POSITIONAL else "--" + self.name.replace("_", "-")
 
     @property
     def env(self) -> str:
@@ -136,6 +171,28 @@ class RunSettings:
                 raise ConfigError(f"{error}{near}") from error
             raise
 
+    def as_file(self, changes: Mapping[str, Any], without: typing.Iterable[str] = ()) -> str:
+        """Returns the values that are set, with changes, as the text of a configuration file. No
+        secret is in it."""
+        values = {
+            name: item.value
+            for name, item in self.values.items()
+            if item.origin and item.value is not None and not SETTINGS[name].option.is_secret
+        }
+        for name in without:
+            values.pop(name, None)
+        values |= changes
+        return "".join(f"{name} = {toml_value(value)}\n" for name, value in values.items())
+
+    def secrets(self) -> dict[str, str]:
+        """Returns the secret values as variables of the environment."""
+        found = {
+            SETTINGS[name].env: item.value
+            for name, item in self.values.items()
+            if SETTINGS[name].option.is_secret and item.value
+        }
+        return {name: v if isinstance(v, str) else ",".join(v) for name, v in found.items()}
+
 
 def resolve(
     given: Mapping[str, Any],
@@ -159,8 +216,10 @@ def resolve(
         if source == "COMMANDLINE":
             values[name] = Value(_parsed(setting, given[name]), f"flag {setting.flag}")
         elif source == "ENVIRONMENT":
-            origin = f"environment {setting.env_in(environment)}"
-            values[name] = Value(_parsed(setting, given[name]), origin)
+            env = setting.env_in(environment)
+            # the parser splits a list of arguments at blanks
+            value = environment[env] if env and setting.kind == "list" else given[name]
+            values[name] = Value(_parsed(setting, value), f"environment {env}")
         elif file is not None and name in in_file:
             values[name] = Value(in_file[name], f"file {file.path}")
         else:

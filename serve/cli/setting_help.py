@@ -33,7 +33,8 @@ MEMORY = "Memory"
 NODES = "Memory nodes"
 LIMITS = "Limits and deadlines"
 LOGS = "Logs and metrics"
-PANELS = (SERVER, SECURITY, MODEL, SCHEDULING, MEMORY, NODES, LIMITS, LOGS)
+SEVERAL_MODELS = "Several models"
+PANELS = (SERVER, SECURITY, MODEL, SCHEDULING, MEMORY, NODES, SEVERAL_MODELS, LIMITS, LOGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +301,7 @@ HTTP_OPTIONS: dict[str, Option] = {
     "host": Option(SERVER, "Address to listen on."),
     "port": Option(SERVER, "Port to listen on; 0 takes a free one."),
     "drain_s": Option(SERVER, "How long a shutdown waits for running requests.", metavar="SECONDS"),
+    "enable_sleep_mode": Option(SERVER, "Serve /sleep, /wake_up and /is_sleeping."),
     "backlog": Option(SERVER, "Most connections that wait to be accepted."),
     "api_keys": Option(
         SECURITY,

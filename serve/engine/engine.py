@@ -28,6 +28,7 @@ from serve.engine.stats import EngineStats
 from serve.engine.step_trace import StepTrace
 from serve.errors import EngineStoppedError, RequestError
 from serve.kept import Kept
+from serve.loading.model_source import wait_for_packed_weights
 from serve.models import ModelSpec
 from serve.pooling import PoolingParams
 from serve.request import Prompt, TokenDelta
@@ -328,6 +329,14 @@ class Engine:
         while loaded.core.num_unfinished() and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_DRAIN_POLL_S)
         await asyncio.to_thread(loaded.close)
+
+    async def unload(self, *, drain_s: float = 0.0) -> None:
+        """Shuts down, and can be started again: neither weights nor K/V are kept. Packed weights
+        are on the disk when it returns."""
+        await self.shutdown(drain_s=drain_s)
+        self._loaded = self._hub = None
+        await asyncio.to_thread(wait_for_packed_weights)
+        self._is_draining = False
 
 
 def _give_back(loading: asyncio.Future[LoadedEngine]) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from serve.errors import drop_frames
+from serve.errors import EngineStoppedError, drop_frames
 from serve.http.calls.context import ApiContext, Call, ErrorShape, Handler, Route, ServerState
 from serve.http.calls.continuation import HandedOverError
 from serve.http.calls.key_policy import KeyPolicy
@@ -155,7 +155,7 @@ class HttpApp:
         except Exception as exc:
             if request.writer.output_size:  # part of an answer has been sent: close
                 raise ConnectionResetError("an answer broke off") from exc
-            error = to_api_error(exc, call.request_id)
+            error = to_api_error(self._unready(exc) or exc, call.request_id)
             error.closes |= refusal is not None
             if isinstance(error, HandedOverError):
                 shape = error_response
@@ -166,6 +166,15 @@ class HttpApp:
             drop_frames(exc)
         call.response = response
         return response
+
+    def _unready(self, exc: Exception) -> ApiError | None:
+        """Returns why an engine does not run that neither stops nor has stopped for good."""
+        if isinstance(exc, EngineStoppedError):
+            try:
+                self.context.check_ready()
+            except ApiError as error:
+                return error
+        return None
 
     async def _run_route(self, call: Call, refusal: ApiError | None) -> web.StreamResponse:
         """Runs the handler. Routes that are not public need a key and count towards the limits."""

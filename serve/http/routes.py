@@ -7,6 +7,7 @@ from serve.http.calls.context import ApiContext, Route
 from serve.http.monitoring.health import health_routes
 from serve.http.monitoring.openapi_endpoint import openapi_routes
 from serve.http.monitoring.page_endpoint import page_routes
+from serve.http.monitoring.sleep_endpoint import sleep_routes
 from serve.http.openai.chat_endpoint import chat_routes
 from serve.http.openai.completions_endpoint import completion_routes
 from serve.http.openai.embeddings_endpoint import embedding_routes
@@ -24,6 +25,7 @@ ENDPOINTS = (
     embedding_routes,
     tokenize_routes,
     page_routes,
+    sleep_routes,
 )
 
 

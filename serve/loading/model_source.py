@@ -29,7 +29,7 @@ from serve.models.checkpoint import Checkpoint
 from serve.models.checksums import check_manifest
 from serve.models.loaded_tensors import LoadedTensors
 from serve.models.open_checkpoint import files_of, stored_files
-from serve.models.packed_cache.cache import DEFAULT_BYTES, PackedCache
+from serve.models.packed_cache.cache import DEFAULT_BYTES, PackedCache, wait_until_kept
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE, Shard
 from serve.models.tensors import MakeLinear
@@ -280,6 +280,11 @@ def _add_eagle3(source: ModelSource, model: Decoder) -> None:
     path, is_random = _head_path(config), config.load_format == "random"
     head, block = read_eagle3(path, model.spec)
     model.add_draft_head(load_eagle3(path, head, block, model, tensors, is_random=is_random))
+
+
+def wait_for_packed_weights() -> None:
+    """Returns when no thread holds weights any more to keep them for the next start."""
+    wait_until_kept()
 
 
 def _packed_cache(config: EngineConfig, precision: Precision) -> PackedCache | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.layers import LOWER, SUBTREES, TABLE
-from tests.support.source_tree import PACKAGES, ROOT, imported, imports_of, sources, tree
+from tests.support.source_tree import PACKAGES, ROOT, circles, imported, imports_of, sources, tree
 
 COMMANDS = {Path("serve/cli/main.py"), Path("serve/cli/model_files.py")}
 """The modules of serve that may import bench, inside functions: for `serve bench`, `serve plan` and
@@ -117,34 +117,6 @@ def test_the_scheduler_sees_integers_of_memory_only() -> None:
     for path in sources("serve/scheduler"):
         seen = {row_of(other) for other in imports_of(path) if other.parts[0] == "memory"}
         assert seen <= {"memory", "memory/pages", "memory/prefix"}, path
-
-
-def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one node (Tarjan 1972)."""
-    number: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        number[node] = low[node] = len(number)
-        stack.append(node)
-        for other in sorted(edges.get(node, ())):
-            if other not in number:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], number[other])
-        if low[node] == number[node]:
-            component = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(component) > 1:
-                found.append(sorted(component))
-
-    for node in sorted(edges):
-        if node not in number:
-            visit(node)
-    return found
 
 
 def edges_between(paths: Iterable[Path], *, folders: bool) -> dict[str, set[str]]:

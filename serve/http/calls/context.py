@@ -26,6 +26,7 @@ from serve.http.edge.counters import HttpCounters
 from serve.http.edge.errors import (
     MAX_QUOTED,
     ApiError,
+    asleep,
     draining,
     engine_failed,
     error_response,
@@ -64,6 +65,7 @@ class ServerState(Enum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
+    ASLEEP = "asleep"
 
 
 @dataclass(slots=True)
@@ -207,6 +209,8 @@ class ApiContext:
             raise not_ready()
         if self.state is ServerState.DRAINING:
             raise draining()
+        if self.state is ServerState.ASLEEP:
+            raise asleep()
         if not self.engine.is_ready:
             raise engine_failed()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from aiohttp import hdrs, web
@@ -108,6 +109,21 @@ async def read_call(
         body, marks = await bodies.run_in_thread(lambda: _joined(pieces))
         charge.add(parsed_bytes(len(body), marks), is_body=True)
         return await bodies.run_in_thread(lambda: parse(parse_object(body, marks)))
+    finally:
+        bodies.num_bytes -= reader.size
+
+
+@asynccontextmanager
+async def held_body(
+    request: web.BaseRequest, settings: HttpSettings, bodies: Bodies
+) -> AsyncIterator[bytes]:
+    """Reads a body and yields its bytes, which count among all bodies until the block ends. Raises
+    ApiError as read_call does, but does not parse."""
+    _check_content(request, settings.max_body_bytes)
+    await _answer_expect(request)
+    reader = _BodyReader(request, settings, bodies)
+    try:
+        yield b"".join(await reader.pieces())
     finally:
         bodies.num_bytes -= reader.size
 

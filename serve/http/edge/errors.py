@@ -111,6 +111,16 @@ def not_ready() -> ApiError:
     )
 
 
+def asleep() -> ApiError:
+    return ApiError(
+        503,
+        "the model sleeps; POST /wake_up wakes it",
+        kind=SERVER_ERROR,
+        code="model_asleep",
+        headers={"Retry-After": "2"},
+    )
+
+
 def no_memory(message: str) -> ApiError:
     return _lost(message, "memory_nodes_lost")
 

@@ -35,6 +35,7 @@ class HttpSettings:
     """Settings of one listener; times in seconds.
 
     host, port: where to listen; port 0 takes a free one.
+    enable_sleep_mode: /sleep has the model give its memory back until /wake_up.
     drain_s: how long a stop waits for running requests.
     max_body_bytes: larger requests are refused with 413.
     max_bodies_bytes: bodies of all requests that are being read; more are refused with 429.
@@ -76,6 +77,7 @@ class HttpSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    enable_sleep_mode: bool = False
     drain_s: float = 30.0
     max_body_bytes: int = limits.BODY_BYTES
     max_bodies_bytes: int = limits.BODIES_BYTES

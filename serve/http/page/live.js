@@ -12,6 +12,7 @@ const MAX_BARS = 400;
 export class LiveView {
   constructor() {
     this.isShown = false;
+    this.path = "/live";
     this.stopping = null;
     this.colours = palette();
     this.steps = []; // drawn ones
@@ -34,6 +35,14 @@ export class LiveView {
     this.drawAll();
   }
 
+  /** Shows one of several models. */
+  setModel(name) {
+    const path = `/live?model=${encodeURIComponent(name)}`;
+    if (path === this.path) return;
+    this.path = path;
+    this.restart();
+  }
+
   /** Stops reading, and starts again with the current key if the view is visible. */
   restart() {
     this.stopping?.abort();
@@ -48,7 +57,7 @@ export class LiveView {
     let wait = 500;
     while (!signal.aborted) {
       try {
-        const response = await call("/live", { signal });
+        const response = await call(this.path, { signal });
         for await (const snapshot of events(response)) {
           if (signal.aborted) return;
           wait = 500;
@@ -61,7 +70,8 @@ export class LiveView {
           this.say("needs a key");
           return;
         }
-        this.say(error.code === "model_not_ready" ? "loading" : "lost, trying again");
+        const states = { model_not_ready: "loading", model_asleep: "asleep" };
+        this.say(states[error.code] ?? "lost, trying again");
         wait = error.retryAfter ? 1000 * error.retryAfter : wait;
       }
       await new Promise((resolve) => setTimeout(resolve, wait));

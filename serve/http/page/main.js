@@ -126,11 +126,45 @@ let model = "";
 async function findModel() {
   if (model) return model;
   const { data } = await (await call("/v1/models")).json();
-  model = data[0].id;
-  $("model").textContent = model;
-  document.title = `${model} · mergestep`;
+  setModel(data[0].id);
+  if (data.length > 1) showModels(data);
   return model;
 }
+
+function setModel(name) {
+  model = name;
+  $("model").textContent = model;
+  document.title = `${model} · mergestep`;
+}
+
+// ---- several models
+
+const STATES_MS = 5000;
+
+/** Offers the models with their states, which it reads again from time to time. */
+function showModels(data) {
+  const items = data.map(({ id, state }) =>
+    el("option", { value: id }, `${id} (${state.replaceAll("_", " ")})`),
+  );
+  $("models").replaceChildren(...items);
+  $("models").value = model;
+  $("models").hidden = false;
+  $("model").hidden = true;
+  live.setModel(model);
+  setTimeout(async () => {
+    try {
+      if (!document.hidden) data = (await (await call("/v1/models")).json()).data;
+    } catch {
+      // the next time
+    }
+    showModels(data);
+  }, STATES_MS);
+}
+
+$("models").addEventListener("change", () => {
+  setModel($("models").value);
+  live.setModel(model);
+});
 
 async function look() {
   try {

@@ -34,6 +34,7 @@ T = TypeVar("T")
 DEFAULT_BYTES = 64 << 30
 MIN_BYTES = 64 << 20
 _WRITER_NICENESS = 10
+_WRITER_NAME = "packed-weights"
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class PackedCache:
         if noted.is_whole:
             arguments = checkpoint, candidates, identity, noted.made
             self.writer = threading.Thread(
-                target=self._keep, args=arguments, name="packed-weights", daemon=True
+                target=self._keep, args=arguments, name=_WRITER_NAME, daemon=True
             )
             self.writer.start()
         return result
@@ -160,3 +161,11 @@ def _open(file: Path, identity: Identity) -> tuple[Index, Tensor] | None:
         time.monotonic() - began,
     )
     return index, data
+
+
+def wait_until_kept() -> None:
+    """Returns when all packed weights of this process that are being written are on the disk. Until
+    then their threads keep the weights in memory."""
+    for thread in threading.enumerate():
+        if thread.name == _WRITER_NAME:
+            thread.join()

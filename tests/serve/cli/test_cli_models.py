@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from serve.cli.main import app
 from serve.cli.model_files import find_model
+from serve.cli.models import show_served
 from serve.config import default_model_path
 from serve.errors import ModelLoadError
 from serve.hub.cache import cached_models
@@ -185,3 +186,12 @@ def test_errors_are_one_line(arguments: tuple[str, ...], exit_code: int, expecte
     result = CliRunner().invoke(app, ["models", *arguments])
     assert (result.exit_code, expected in result.stderr) == (exit_code, True), result.output
     assert "Traceback" not in result.output
+
+
+def test_states_of_several_models_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    one = {"id": "a", "owned_by": "mergestep", "max_model_len": 2048}
+    show_served([one], as_json=False)
+    assert "state" not in capsys.readouterr().out
+    show_served([one | {"state": "asleep", "memory_bytes": 3 << 20}, {"id": "b"}], as_json=False)
+    out = capsys.readouterr().out
+    assert "asleep" in out and "3 MiB" in out

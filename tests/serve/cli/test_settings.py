@@ -89,6 +89,8 @@ def as_text(value: Any) -> str:
 def as_flags(setting: Setting, value: Any) -> list[str]:
     if setting.name == "model":
         return [value]
+    if setting.name == "more_models":
+        return [SETTINGS["model"].default, *value]
     if isinstance(value, bool):
         return [setting.flag if value else setting.flag.replace("--", "--no-", 1)]
     return [setting.flag, as_text(value)]
