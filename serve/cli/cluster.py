@@ -44,10 +44,8 @@ def cluster_command(context: typer.Context, **given: Any) -> None:
         if config.backend == "cuda":
             raise ConfigError("backend cuda: `serve cluster` reserves no GPUs")
         num_replicas = given["replicas"]
-        if num_replicas > 1:
-            for name in ("tls_cert", "metrics_port"):
-                if getattr(http, name) is not None:
-                    raise ConfigError(f"{name} cannot be used with --replicas")
+        if num_replicas > 1 and http.metrics_port is not None:
+            raise ConfigError("metrics_port cannot be used with --replicas")
         from serve.cluster.foreground import ClusterOptions, run_cluster
 
         key = _key(config)
@@ -60,8 +58,7 @@ def cluster_command(context: typer.Context, **given: Any) -> None:
             placement_timeout_s=given["placement_timeout"],
             drain_s=http.drain_s,
             num_replicas=num_replicas,
-            host=http.host,
-            port=http.port,
+            http=http,
             is_dry_run=given["dry_run"],
             is_quiet=process.quiet,
         )
@@ -74,14 +71,18 @@ def content(
     settings: RunSettings, key: str, cpus: int, *, is_behind_front: bool = False
 ) -> Content:
     """Returns what each rank runs: the settings that were given, as they were resolved here.
-    is_behind_front: the address is that of the hop, and rank 0 takes a free port."""
+    is_behind_front: address and certificates are those of the hop, and rank 0 takes a
+    free port."""
     from serve.cluster.replica import Content
 
     # the ready line alone: the summary is this command's. The content of the key file travels.
-    more: dict[str, Any] = {"compute_threads": cpus, "quiet": True}
+    more: dict[str, Any] = {"quiet": True}
+    if not settings.values["compute_threads"].origin:
+        more["compute_threads"] = cpus
     if is_behind_front:
         more["port"] = 0
-    text = settings.as_file(more, ["group_key_file"])
+    left_out = ["group_key_file", *(("tls_cert", "tls_key") if is_behind_front else ())]
+    text = settings.as_file(more, left_out)
     return Content(text, key, settings.secrets(), os.getcwd())
 
 

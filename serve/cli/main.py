@@ -86,6 +86,8 @@ def front(
     ],
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
+    tls_cert: Annotated[str | None, typer.Option(help="A file with a certificate chain.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="The file of its private key.")] = None,
     lost_after_s: Annotated[
         float, typer.Option(help="A server that does not answer for so long is lost.")
     ] = 3.0,
@@ -104,18 +106,15 @@ def front(
     """
     from serve.cluster.front.command import run_front
     from serve.cluster.front.front import FrontSettings
+    from serve.http.edge.settings import HttpSettings
 
     set_up_logging(log_level)
     with reported():
-        settings = FrontSettings(
-            tuple(dict.fromkeys(replicas)),
-            host,
-            port,
-            lost_after_s=lost_after_s,
-            wait_s=wait_s,
-            routing=routing,
+        settings = FrontSettings(tuple(dict.fromkeys(replicas)), lost_after_s, wait_s, routing)
+        http = HttpSettings(
+            host=host, port=port, tls_cert=tls_cert, tls_key=tls_key, drain_s=drain_s
         )
-        run_front(settings, drain_s=drain_s)
+        run_front(settings, http)
 
 
 @app.command(epilog=examples.CHAT)

@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serve.cluster.fleet import Fleet
 from serve.cluster.placement import Shape, choose_cpus, place_stages, placement_lines, too_few
 from serve.cluster.ray_cluster import Cluster, connect
 from serve.cluster.replica import Content, Replica
 from serve.errors import ConfigError
+from serve.http.edge.settings import HttpSettings
 
 _POLL_S = 0.1
 _STEADY_POLL_S = 0.25  # once it serves
@@ -25,8 +26,8 @@ class ClusterOptions:
 
     cpus_per_rank: None takes all that are free. placement_timeout_s: how long to wait for room.
     drain_s: how long a stop waits for running requests. make_content: what ranks with so many CPUs
-    run. is_quiet: one line, and no log. num_replicas: with more than one, host and port are those
-    of the hop before them.
+    run. is_quiet: one line, and no log. num_replicas: with more than one, http has the
+    settings of the hop before them.
     """
 
     tensor: int
@@ -37,8 +38,7 @@ class ClusterOptions:
     placement_timeout_s: float = 60.0
     drain_s: float = 30.0
     num_replicas: int = 1
-    host: str = "127.0.0.1"
-    port: int = 8000
+    http: HttpSettings = field(default_factory=HttpSettings)
     is_dry_run: bool = False
     is_quiet: bool = False
 
@@ -103,7 +103,7 @@ def serve_fleet(cluster: Cluster, shape: Shape, options: ClusterOptions, signals
         replica.place(options.placement_timeout_s, lambda: bool(signals))
         return replica
 
-    front = FrontThread(FrontSettings((), options.host, options.port))
+    front = FrontThread(FrontSettings(()), options.http)
     front.start()
     replicas: list[Replica] = []
     is_shown = False

@@ -14,6 +14,7 @@ import pytest
 from bench.cluster.cut_proxy import CutProxy
 from serve.cluster.front.front import FrontSettings
 from serve.cluster.front.front_thread import FrontThread
+from serve.http.edge.settings import HttpSettings
 from tests.clients.test_clients import (
     ENVIRONMENTS,
     SCRIPTS,
@@ -77,7 +78,7 @@ def test_a_library_notices_nothing(
             wait_until_ready(url)
         ports = [int(url.rpartition(":")[2]) for url in urls]
         proxied, cuts = stack.enter_context(cut_in_turn(ports))
-        front = FrontThread(FrontSettings(tuple(proxied), port=0))
+        front = FrontThread(FrontSettings(tuple(proxied)), HttpSettings(port=0))
         front.start()
         stack.callback(front.stop)
         done = subprocess.run(

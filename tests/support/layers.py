@@ -31,8 +31,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/calibration",
     ),
     "serve/hub": ("serve", "serve/single_file"),
-    "serve/cluster": ("serve", "serve/cluster/front"),
-    "serve/cluster/front": ("serve", "serve/http/edge"),
+    "serve/cluster": ("serve", "serve/cluster/front", "serve/http/edge"),
+    "serve/cluster/front": ("serve", "serve/http/anthropic", "serve/http/edge"),
     "serve/cluster/models": (
         "serve",
         "serve/cluster",

@@ -6,83 +6,128 @@ one goes on. All other requests pass to any replica.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
 import aiohttp
-import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from serve.cluster.front.metrics import metrics_text
-from serve.cluster.front.relay import NoReplicaError, Relay, RelayCounts, forwarded_headers
+from serve.cluster.front.proxy import Proxy, UpstreamLostError
+from serve.cluster.front.relay import NoReplicaError, Relay, RelayCounts
 from serve.cluster.front.replicas import ROUTING, Replica, ReplicaSet
-from serve.errors import ConfigError
+from serve.errors import ConfigError, drop_frames, reason
+from serve.http.anthropic.errors import anthropic_error
+from serve.http.edge import limits
+from serve.http.edge.access import HostCheck
+from serve.http.edge.body import Bodies, check_framing, held_body
+from serve.http.edge.connection import Connection, ConnectionServer, notice_dead_peers
+from serve.http.edge.errors import (
+    SERVER_ERROR,
+    ApiError,
+    common_headers,
+    error_response,
+    new_request_id,
+    overloaded,
+    to_api_error,
+)
+from serve.http.edge.settings import HttpSettings
+from serve.http.edge.tls import tls_context
 
 logger = logging.getLogger(__name__)
+FLUSH_S = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
     """replicas: the URLs of equal servers. lost_after_s: seconds without an answer after which a
-    replica is lost. wait_s: seconds that a call waits for a replica that is ready. max_body_bytes:
-    of one request. routing: how the next replica is chosen, see ReplicaSet.choose."""
+    replica is lost. wait_s: seconds that a call waits for a replica that is ready. routing: how the
+    next replica is chosen, see ReplicaSet.choose."""
 
     replicas: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
     lost_after_s: float = 3.0
     wait_s: float = 60.0
     routing: str = "prefix"
-    max_body_bytes: int = 32 << 20
-    max_calls: int = 4096
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTING:
             raise ConfigError(f"routing must be one of {', '.join(ROUTING)}")
+        if self.lost_after_s <= 0.0 or self.wait_s < 0.0:
+            raise ConfigError("lost_after_s must be above 0, and wait_s not below")
         for url in self.replicas:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"replicas: {url!r} does not begin with http:// or https://")
 
 
 class Front:
-    """A listener: start it, then stop it."""
+    """A listener: start it, then stop it. http: the listener's own settings; keys and quotas are
+    the replicas'."""
 
-    def __init__(self, settings: FrontSettings) -> None:
+    def __init__(self, settings: FrontSettings, http: HttpSettings | None = None) -> None:
         self.settings = settings
+        self.http = http or HttpSettings()
         self.replicas = ReplicaSet(
             settings.replicas, lost_after_s=settings.lost_after_s, routing=settings.routing
         )
         self.counts = RelayCounts()
-        self._session: aiohttp.ClientSession | None = None
-        self._runner: web.ServerRunner | None = None
         self.num_calls = 0
-        self.port = settings.port
+        self._bodies = Bodies()
+        self._check_host = HostCheck(self.http)
+        self._session: aiohttp.ClientSession | None = None
+        self._proxy: Proxy | None = None
+        self._listener: asyncio.Server | None = None
+        self._connections: ConnectionServer | None = None
+        self._port = self.http.port
 
     @property
     def url(self) -> str:
-        return f"http://{self.settings.host}:{self.port}"
+        host = self.http.host
+        scheme = "http" if self.http.tls_cert is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     async def start(self) -> None:
-        """Opens the listener. Raises OSError."""
-        no_limit = aiohttp.TCPConnector(limit=0)
-        forever = aiohttp.ClientTimeout(total=None, sock_connect=self.settings.lost_after_s)
+        """Opens the listener. Raises OSError, which names host and port, and ConfigError for
+        certificates that cannot be read."""
+        context = tls_context(self.http)
         self._session = aiohttp.ClientSession(
-            connector=no_limit, timeout=forever, auto_decompress=False, read_bufsize=1 << 20
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.settings.lost_after_s),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=(hdrs.USER_AGENT, hdrs.ACCEPT_ENCODING, hdrs.ACCEPT),
         )
+        self._proxy = Proxy(self.http)
         await self.replicas.start(self._session)
-        server = web.Server(self._answer, access_log=None, handler_cancellation=True)
-        self._runner = web.ServerRunner(server)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.settings.host, self.settings.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self._connections = ConnectionServer(self._handle, self.http)
+        where = self.http.host, self.http.port
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._connections,
+                *where,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else limits.TLS_HANDSHAKE_S,
+                backlog=self.http.backlog,
+                reuse_address=True,
+            )
+        except OSError as error:
+            text = f"cannot listen on host {where[0]}, port {where[1]}: {reason(error)}"
+            raise OSError(error.errno, text) from error
+        for listening in self._listener.sockets:
+            notice_dead_peers(listening, self.http.write_timeout_s)
+        self._port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         await self.replicas.stop()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        if self._session is not None:
-            await self._session.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._connections is not None:
+            self._connections.pre_shutdown()
+            await self._connections.shutdown(FLUSH_S)
+        self._bodies.close()
+        for client in (self._session, self._proxy):
+            if client is not None:
+                await client.close()
 
     async def __aenter__(self) -> Front:
         await self.start()
@@ -91,93 +136,111 @@ class Front:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        assert isinstance(connection, Connection)
+        request_id = new_request_id()
+        try:
+            check_framing(request)
+            self._check_host(request)
+            own = self._own(request, request_id)
+            if own is not None:
+                return own
+            if connection.refusal is not None:
+                raise connection.refusal
+            if self.num_calls >= self.http.max_calls:
+                raise overloaded("the server has too many requests")
+            return await self._forward(request)
+        except ConnectionError:
+            raise
+        except Exception as exc:
+            if request.writer.output_size:  # part of an answer has been sent: close
+                raise ConnectionResetError("an answer broke off") from exc
+            is_anthropic = request.path.startswith("/v1/messages")
+            shape = anthropic_error if is_anthropic else error_response
+            response = shape(to_api_error(exc, request_id), request_id)
+            drop_frames(exc)
+            return response
+
+    def _own(self, request: web.BaseRequest, request_id: str) -> web.Response | None:
+        """Returns the answer to a request that is for the hop itself."""
+        headers = common_headers(request_id)
         match request.method, request.path:
             case "GET", "/health":
-                return web.Response()
+                return web.Response(headers=headers)
             case "GET", "/ready":
-                return web.Response(status=200 if self.replicas.num_ready else 503)
+                return web.Response(status=200 if self.replicas.num_ready else 503, headers=headers)
             case "GET", "/metrics":
-                return web.Response(text=metrics_text(self.replicas.replicas, self.counts))
-        if self.num_calls >= self.settings.max_calls:
-            return _error(429, "the server has too many requests", "overloaded")
+                text = metrics_text(self.replicas.replicas, self.counts)
+                return web.Response(text=text, headers=headers)
+        return None
+
+    async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
         self.num_calls += 1
         try:
-            return await self._forward(request)
+            if request.method == "GET":
+                return await self._pass(request, None)
+            async with held_body(request, self.http, self._bodies) as body:
+                if request.method != "POST":
+                    return await self._pass(request, body)
+                return await self._relay(request, body)
         except NoReplicaError:
-            return _error(503, "no server is ready to answer", "no_replica")
+            raise _no_replica() from None
         finally:
             self.num_calls -= 1
 
-    async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
-        body = await self._read(request)
-        if body is None:
-            most = self.settings.max_body_bytes
-            return _error(413, f"the request body is larger than {most} bytes", "request_too_large")
+    async def _relay(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         assert self._session is not None
-        if request.method == "POST":
-            self.counts.num_calls += 1
-            relay = Relay(
-                request,
-                body,
-                self.replicas,
-                self._session,
-                self.counts,
-                wait_s=self.settings.wait_s,
-            )
-            return await relay.run()
-        return await self._pass(request, body)
+        self.counts.num_calls += 1
+        relay = Relay(
+            request,
+            body,
+            self.replicas,
+            self._session,
+            self.counts,
+            wait_s=self.settings.wait_s,
+            http=self.http,
+        )
+        return await relay.run()
 
-    async def _pass(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """Passes a request that generates nothing to a replica; one for a stored response to each,
-        until one has it."""
-        assert self._session is not None
+    async def _pass(self, request: web.BaseRequest, body: bytes | None) -> web.StreamResponse:
+        """Passes a request that generates nothing to a replica; one for a stored response to that
+        which has it."""
+        assert self._proxy is not None
         tried: list[Replica] = []
         while (replica := self.replicas.choose([], tried)) is not None:
             tried.append(replica)
-            is_last = len(tried) == self.replicas.num_ready
             try:
-                async with self._session.request(
-                    request.method,
-                    replica.url + request.raw_path,
-                    data=body,
-                    headers=forwarded_headers(request.headers),
-                    allow_redirects=False,
-                ) as response:
-                    is_stored = request.path.startswith("/v1/responses/")
-                    if response.status == 404 and is_stored and not is_last:
-                        continue
-                    return await _copy(response, request)
-            except aiohttp.ClientConnectorError as error:
-                self.replicas.lost(replica, type(error).__name__)
+                if not await self._has(replica, request):
+                    continue
+                return await self._proxy.forward(
+                    request, replica.url, body, more={}, answer_headers={}, last_event=bytes
+                )
+            except UpstreamLostError as error:
+                if request.writer.output_size:
+                    raise
+                self.replicas.lost(replica, str(error))
         raise NoReplicaError
 
-    async def _read(self, request: web.BaseRequest) -> bytes | None:
-        """Returns the body; None if it is too large."""
-        pieces, size = [], 0
-        async for piece in request.content.iter_any():
-            size += len(piece)
-            if size > self.settings.max_body_bytes:
-                return None
-            pieces.append(piece)
-        return b"".join(pieces)
+    async def _has(self, replica: Replica, request: web.BaseRequest) -> bool:
+        """Whether a replica has the stored response that a request is about; True if it is about
+        none, or if no other is left to ask."""
+        parts = request.path.split("/")
+        if parts[1:3] != ["v1", "responses"] or len(parts) < 4 or self.replicas.num_ready < 2:
+            return True
+        assert self._session is not None
+        names = ("Authorization", "x-api-key")
+        headers = {name: request.headers[name] for name in names if name in request.headers}
+        url = f"{replica.url}/v1/responses/{parts[3]}"
+        async with self._session.get(url, headers=headers) as response:
+            return response.status != 404
 
 
-async def _copy(response: aiohttp.ClientResponse, request: web.BaseRequest) -> web.StreamResponse:
-    answer = web.StreamResponse(status=response.status, headers=forwarded_headers(response.headers))
-    await answer.prepare(request)
-    async for data in response.content.iter_any():
-        await answer.write(data)
-    await answer.write_eof()
-    return answer
-
-
-def _error(status: int, message: str, code: str) -> web.Response:
-    error = {"message": message, "type": "server_error", "param": None, "code": code}
-    headers = {"Retry-After": "2"} if status in (429, 503) else {}
-    return web.Response(
-        status=status,
-        body=orjson.dumps({"error": error}),
-        content_type="application/json",
-        headers=headers,
+def _no_replica() -> ApiError:
+    return ApiError(
+        503,
+        "no server is ready to answer",
+        kind=SERVER_ERROR,
+        code="no_replica",
+        headers={"Retry-After": "2"},
     )

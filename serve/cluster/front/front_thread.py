@@ -10,6 +10,7 @@ from typing import Any
 import uvloop
 
 from serve.cluster.front.front import Front, FrontSettings
+from serve.http.edge.settings import HttpSettings
 
 _STOP_S = 10.0
 
@@ -17,8 +18,8 @@ _STOP_S = 10.0
 class FrontThread:
     """Start it, tell it the servers as they come and go, and stop it. Any thread may call it."""
 
-    def __init__(self, settings: FrontSettings) -> None:
-        self._front = Front(settings)
+    def __init__(self, settings: FrontSettings, http: HttpSettings) -> None:
+        self._front = Front(settings, http)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="mergestep-front", daemon=True

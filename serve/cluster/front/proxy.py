@@ -20,14 +20,14 @@ CONNECT_S = 5.0
 READ_BYTES = 1 << 18
 EVENTS = "text/event-stream"
 # of one connection, not of the request or the answer
-_HOP_BY_HOP = frozenset(
+HOP_BY_HOP = frozenset(
     name.lower()
     for name in (
         *("Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "TE"),
         *("Trailer", "Transfer-Encoding", "Upgrade", "Proxy-Connection"),
     )
 )
-_NOT_FORWARDED = _HOP_BY_HOP | {"host", "content-length", "expect", "origin"}
+NOT_FORWARDED = HOP_BY_HOP | {"host", "content-length", "expect"}
 
 
 class UpstreamLostError(MergestepError):
@@ -80,15 +80,16 @@ class Proxy:
         answer_headers: Mapping[str, str],
         last_event: Callable[[], bytes],
         on_begin: Callable[[bytes], object] | None = None,
+        left_out: frozenset[str] = frozenset(),
     ) -> web.StreamResponse:
         """Forwards the request to the server at `root` and its answer to the client.
 
-        more: headers of the request to set. answer_headers: headers to add to the answer.
-        last_event: makes the event that ends a stream which broke off between two events.
-        on_begin: is called with the first bytes of the answer. Raises UpstreamLostError, and
-        ConnectionError if the client has left or reads nothing.
+        more: headers of the request to set. left_out: those, in lower case, to leave out.
+        answer_headers: headers to add to the answer. last_event: makes the event that ends a stream
+        which broke off between two events. on_begin: is called with the first bytes of the answer.
+        Raises UpstreamLostError, and ConnectionError if the client has left or reads nothing.
         """
-        headers = _forwarded(request.headers, _NOT_FORWARDED)
+        headers = forwarded_headers(request.headers, NOT_FORWARDED | left_out)
         headers.update(more)
         try:
             answer = await self._session.request(
@@ -120,7 +121,7 @@ class Proxy:
         response = web.StreamResponse(
             status=answer.status,
             reason=answer.reason,
-            headers=_forwarded(answer.headers, _HOP_BY_HOP),
+            headers=forwarded_headers(answer.headers, HOP_BY_HOP),
         )
         response.headers.update(answer_headers)
         is_stream = answer.content_type == EVENTS
@@ -172,7 +173,7 @@ class Proxy:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
 
-def _forwarded(headers: Mapping[str, str], left_out: frozenset[str]) -> CIMultiDict[str]:
+def forwarded_headers(headers: Mapping[str, str], left_out: frozenset[str]) -> CIMultiDict[str]:
     """Returns the headers but those left out and those that Connection names."""
     named = {name.strip().lower() for name in headers.get(hdrs.CONNECTION, "").split(",")}
     kept: CIMultiDict[str] = CIMultiDict()

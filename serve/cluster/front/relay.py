@@ -14,16 +14,14 @@ from aiohttp import web
 
 from serve.cluster.front.answer_log import AnswerLog, JournalError
 from serve.cluster.front.prefix_affinity import block_names
+from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.replicas import Replica, ReplicaSet
+from serve.http.edge.settings import HttpSettings
+from serve.http.edge.sse import EventStream
 
 logger = logging.getLogger(__name__)
 
 JOURNAL = {"x-mergestep-journal": "1"}
-# Of the connection to one peer (RFC 9110, 7.6.1), or made anew.
-_HOP_HEADERS = frozenset(
-    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
-    | {"transfer-encoding", "upgrade", "host", "content-length", "expect", *JOURNAL}
-)
 # Codes of errors with which a replica says that it cannot answer now, and another one can.
 _ELSEWHERE = frozenset(
     {"draining", "handed_over", "model_not_ready", "continuation_differs"}
@@ -72,6 +70,7 @@ class Relay:
         counts: RelayCounts,
         *,
         wait_s: float,
+        http: HttpSettings,
     ) -> None:
         self._request = request
         self._body = body
@@ -80,7 +79,8 @@ class Relay:
         self._counts = counts
         self._wait_s = wait_s
         self._log = AnswerLog()
-        self._response: web.StreamResponse | None = None
+        self._http = http
+        self._events: EventStream | None = None
         self._names = _names(request, body)
         self._broke_off_s: float | None = None
         self._num_breaks = 0
@@ -125,7 +125,8 @@ class Relay:
 
     async def _try(self, replica: Replica) -> web.StreamResponse:
         """Returns a replica's answer, after the stream has ended. Raises _BrokenOffError."""
-        headers = forwarded_headers(self._request.headers) | JOURNAL
+        headers = forwarded_headers(self._request.headers, NOT_FORWARDED)
+        headers.update(JOURNAL)
         try:
             async with self._session.post(
                 replica.url + self._request.raw_path, data=self._next_body(), headers=headers
@@ -147,10 +148,12 @@ class Relay:
         except JournalError as error:
             logger.error("%s: %s", replica.url, error)
             raise _BrokenOffError("journal") from error
-        if self._response is not None and response.status == 200:
+        if self._events is not None and response.status == 200:
             raise _BrokenOffError("journal")  # it was to be a stream
         return web.Response(
-            status=response.status, body=body, headers=forwarded_headers(response.headers)
+            status=response.status,
+            body=body,
+            headers=forwarded_headers(response.headers, NOT_FORWARDED),
         )
 
     async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
@@ -167,22 +170,27 @@ class Relay:
         if error is not None and _code(error.partition(b"data: ")[2]) in _ELSEWHERE:
             raise _BrokenOffError("engine")
         await self._send(log.end(), response.headers)
-        assert self._response is not None
+        assert self._events is not None and self._events.response is not None
         if error is not None:
-            self._response.force_close()
-        await self._response.write_eof()
-        return self._response
+            self._events.response.force_close()
+        return await self._events.finish()
 
     async def _send(self, events: bytes, headers: Mapping[str, str]) -> None:
-        if self._response is None:
-            self._response = web.StreamResponse(headers=forwarded_headers(headers))
-            await self._response.prepare(self._request)
+        if self._events is None:
+            self._events = EventStream(
+                self._request,
+                headers.get("x-request-id", ""),
+                write_timeout_s=self._http.write_timeout_s,
+                send_buffer_bytes=self._http.send_buffer_bytes,
+                headers=forwarded_headers(headers, NOT_FORWARDED),
+            )
+            await self._events.start()
         self._due_s, self._num_breaks = None, 0
         if self._broke_off_s is not None:
             gap_s = asyncio.get_running_loop().time() - self._broke_off_s
             self._counts.longest_gap_s = max(self._counts.longest_gap_s, gap_s)
             self._broke_off_s = None
-        await self._response.write(events)
+        await self._events.send(events)
 
     def _next_body(self) -> bytes:
         """Returns the client's body, with what is known of its answer."""
@@ -211,23 +219,17 @@ class Relay:
 
     async def _give_up(self) -> web.StreamResponse:
         self._counts.num_failed += 1
-        if self._response is None:
+        if self._events is None:
             raise NoReplicaError
-        self._response.force_close()
         error = {"message": "no server is left to go on with this answer", "type": "server_error"}
         value = {"error": error | {"param": None, "code": "no_replica"}}
-        await self._response.write(b"data: " + orjson.dumps(value) + b"\n\n")
-        await self._response.write_eof()
-        return self._response
+        await self._events.send_last(b"data: " + orjson.dumps(value) + b"\n\n")
+        return await self._events.finish()
 
     @property
     def _is_client_gone(self) -> bool:
         transport = self._request.transport
         return transport is None or transport.is_closing()
-
-
-def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in _HOP_HEADERS}
 
 
 def _goes_elsewhere(answer: web.Response) -> bool:

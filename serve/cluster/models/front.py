@@ -278,6 +278,7 @@ class FrontApp:
                 child.url,
                 body,
                 more=more,
+                left_out=frozenset({"origin"}),
                 answer_headers=call.headers,
                 last_event=last_event,
                 on_begin=(lambda begin: self._router.note(model, begin)) if is_response else None,

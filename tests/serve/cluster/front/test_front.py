@@ -28,7 +28,8 @@ async def started(stack: AsyncExitStack, count: int) -> list[HttpServer]:
 
 
 async def fronted(stack: AsyncExitStack, urls: list[str], **settings: Any) -> Front:
-    return await stack.enter_async_context(Front(FrontSettings(tuple(urls), port=0, **settings)))
+    front = Front(FrontSettings(tuple(urls), **settings), HttpSettings(port=0))
+    return await stack.enter_async_context(front)
 
 
 async def answers(url: str, calls: list[StreamCall]) -> list[Any]:
