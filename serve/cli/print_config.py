@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from serve.cli.config_file import toml_value
 from serve.cli.run_settings import SETTINGS, RunSettings, Setting, Value
-from serve.cli.setting_help import PANELS
+from serve.cli.setting_panels import PANELS
 from serve.config import EngineConfig
 from serve.http.edge.settings import HttpSettings
 from serve.units import format_size

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from serve.cli.config_file import ConfigFile, parse_size, split_list
-from serve.cli.setting_help import ENGINE_OPTIONS, HTTP_OPTIONS, PROCESS_OPTIONS, Option
+from serve.cli.setting_help import ENGINE_OPTIONS, HTTP_OPTIONS, PROCESS_OPTIONS
+from serve.cli.setting_panels import Option
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.http.edge.settings import HttpSettings

@@ -306,7 +306,8 @@ class Engine:
 
     def kept(self) -> dict[str, Kept]:
         """Returns what the engine keeps between requests, by name. Any thread may call it."""
-        return self.loaded.core.view.kept()
+        kept, events = self.loaded.core.view.kept(), self.loaded.events
+        return kept if events is None else kept | {"kv_events": events.kept()}
 
     def worker_bytes(self) -> dict[str, int]:
         """Returns the resident memory of the child processes by name. Any thread may call it."""

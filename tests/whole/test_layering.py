@@ -100,6 +100,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/engine": (
         "serve",
         "serve/chat",
+        "serve/events",
         "serve/loading",
         "serve/prediction",
         "serve/runner",
@@ -112,6 +113,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/hub",
         "serve/single_file",
     ),
+    "serve/events": ("serve",),
     "serve/group": (
         "serve",
         "serve/loading",
