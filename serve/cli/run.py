@@ -103,7 +103,7 @@ def resolved(context: typer.Context, given: Mapping[str, Any]) -> RunSettings:
 
 
 def _print_config(settings: RunSettings) -> None:
-    from serve.cli.print_config import config_lines
+    from serve.cli.run_settings import config_lines
 
     typer.echo("\n".join(config_lines(settings)))
 

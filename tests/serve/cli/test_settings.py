@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 
 from serve.cli.config_file import ConfigFile, parse_size, toml_value
 from serve.cli.main import app
-from serve.cli.print_config import config_lines
 from serve.cli.run import run_command
-from serve.cli.run_settings import IN_PYTHON_ONLY, OWNERS, SETTINGS, Setting, resolve
+from serve.cli.run_settings import IN_PYTHON_ONLY, OWNERS, SETTINGS, Setting, config_lines, resolve
 from serve.cli.setting_panels import PANELS
 from serve.config import EngineConfig
 from serve.errors import ConfigError
