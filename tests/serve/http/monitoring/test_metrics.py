@@ -331,7 +331,7 @@ def test_the_documentation_has_everything_that_is_kept(exposition: str) -> None:
     sizes = {s.labels["what"]: s.value for s in families["mergestep:kept_bytes"].samples}
     entries = {s.labels["what"] for s in families["mergestep:kept_entries"].samples}
     # those that exist with a setting or after a request that needs them
-    assert documented - set(sizes) == {"grammars", "spans"}
+    assert documented - set(sizes) == {"grammars", "spans", "kv_events"}
     assert set(sizes) == entries <= documented
     assert sizes["kv_pages"] > 0 and sizes["metric_labels"] > 1000
 
