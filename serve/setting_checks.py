@@ -15,6 +15,7 @@ MAX_DRAFT_TOKENS = 15  # grammars follow a sequence as long as no more of its la
 SPECULATIONS = ("lookup", "model", "mtp", "eagle3", "off")
 DRAFT_HEADS = ("mtp", "eagle3")
 _WITH_DRAFT_MODEL = ("model", "eagle3")
+KV_EVENT_FORMATS = ("array", "map")
 MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
 
 
@@ -182,6 +183,7 @@ class KVEventOptions(TypedDict, total=False):
     kv_events: str | None
     kv_events_replay_endpoint: str | None
     kv_events_topic: str | None
+    kv_events_format: str
     kv_events_salted: bool
 
 
@@ -193,6 +195,8 @@ class KVEventSettings:
         as tcp://*:5557; with the name of a host, the server connects to it. None: nowhere.
     kv_events_replay_endpoint: where the whole index is asked for; None takes the next port.
     kv_events_topic: None takes kv@HOST@MODEL, as llm-d expects.
+    kv_events_format: how an event is written: "array", as vLLM did first and its followers read, or
+        "map", as it does in later versions.
     kv_events_salted: whether prompts with a cache salt, such as those of clients with keys that
         share no prefixes, are published as well, with their salts.
     """
@@ -200,10 +204,12 @@ class KVEventSettings:
     kv_events: str | None = None
     kv_events_replay_endpoint: str | None = None
     kv_events_topic: str | None = None
+    kv_events_format: str = "array"
     kv_events_salted: bool = False
 
     def check_events(self, has_prefixes: bool, nodes: Collection[str]) -> None:
         check_flags(self, ("kv_events_salted",))
+        check_choices(self, {"kv_events_format": KV_EVENT_FORMATS})
         names = ("kv_events", "kv_events_replay_endpoint", "kv_events_topic")
         check_texts(self, names)
         for name in names[:2]:

@@ -33,7 +33,7 @@ from serve.config import (
 )
 from serve.http.edge.settings import LOG_FORMATS, UNKNOWN_FIELDS
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
-from serve.setting_checks import SPECULATIONS
+from serve.setting_checks import KV_EVENT_FORMATS, SPECULATIONS
 
 _BACKENDS = ("auto", "cpu", "cuda")
 _LEVELS = ("debug", "info", "warning", "error")
@@ -284,6 +284,11 @@ ENGINE_OPTIONS: dict[str, Option] = {
         ROUTERS, "Where all cached blocks are asked for; default: the next port.", metavar="URL"
     ),
     "kv_events_topic": Option(ROUTERS, "Topic of the events; default: kv@HOST@MODEL."),
+    "kv_events_format": Option(
+        ROUTERS,
+        "How an event is written: array, as vLLM did first, or map, as later versions do.",
+        choices=KV_EVENT_FORMATS,
+    ),
     "kv_events_salted": Option(
         ROUTERS, "Publish prompts with a cache salt as well, such as those of keys, with the salts."
     ),

@@ -1,6 +1,7 @@
 """Pages of the prefix cache as blocks with hashes, and the events about them in vLLM's format.
 
-An event is a list that begins with its kind, as vLLM's subscribers decode it. A block's hash is 64
+An event is a list that begins with its kind, as vLLM's subscribers decode it (`as_map`: as those
+of later versions do). A block's hash is 64
 bits of its name: the last block of a page has the page's name, an earlier one H(name, its number).
 Names are chained and keyed, so a hash stands for all tokens from the first on, and two engines
 give the same tokens different hashes.
@@ -24,6 +25,20 @@ from memory.prefix.block_recorder import (
 Event = list[object]
 """One of the three kinds of events: BlockStored, BlockRemoved, AllBlocksCleared."""
 
+_NAMES = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
 MEDIUM = "GPU"
 """vLLM's name of the memory in which kernels read K/V, whatever device computes."""
 _PAGE_BYTES = 500  # about what a page takes here without its tokens
@@ -140,6 +155,13 @@ def _flush_removed(hashes: list[int], events: list[Event]) -> None:
     if hashes:
         events.append(["BlockRemoved", list(hashes), MEDIUM])
         hashes.clear()
+
+
+def as_map(event: Event) -> dict[str, object]:
+    """Returns an event in the form of vLLM's later versions, with the names of its values."""
+    kind = event[0]
+    assert isinstance(kind, str)
+    return {"type": kind, **dict(zip(_NAMES[kind], event[1:], strict=False))}
 
 
 def all_cleared() -> Event:

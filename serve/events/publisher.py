@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from memory.prefix.block_recorder import AllRemoved, BlockRecorder, PageEvent
 from serve.errors import ConfigError
-from serve.events.blocks import Event, PublishedBlocks
+from serve.events.blocks import Event, PublishedBlocks, as_map
 from serve.kept import Kept
 
 if TYPE_CHECKING:
@@ -46,10 +46,13 @@ class EventPublisher:
         endpoint: str,
         topic: str,
         replay_endpoint: str | None = None,
+        *,
+        as_maps: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Opens the sockets. Raises ConfigError. replay_endpoint: None takes the port after the
-        endpoint's, where it has one."""
+        endpoint's, where it has one. as_maps: events, and the frames of an answer, are those of
+        vLLM's later versions."""
         try:
             import msgpack
             import zmq
@@ -60,7 +63,7 @@ class EventPublisher:
             ) from error
         self._zmq, self._pack = zmq, msgpack.Packer(use_bin_type=True).pack
         self._recorder, self._topic, self._clock = recorder, topic.encode(), clock
-        self._blocks = PublishedBlocks()
+        self._blocks, self._as_maps = PublishedBlocks(), as_maps
         self._number = int(clock() * 1e6)  # of the next message
         self._answer: tuple[int, bytes] | None = None  # the last snapshot and its number
         self._wants_snapshot, self._snapshot_s = False, 0.0
@@ -175,7 +178,8 @@ class EventPublisher:
             self._number += 1
 
     def _encoded(self, events: list[Event]) -> bytes:
-        packed = self._pack([self._clock(), events, 0])
+        written = [as_map(event) for event in events] if self._as_maps else events
+        packed = self._pack([self._clock(), written, 0])
         assert isinstance(packed, bytes)
         return packed
 
@@ -203,8 +207,12 @@ class EventPublisher:
             if self._answer is None or self._answer[0] != newest:
                 self._answer = newest, self._encoded(self._blocks.snapshot())
             number = newest.to_bytes(8, "big")
-            replay.send_multipart([client, b"", number, self._answer[1]])
-        replay.send_multipart([client, b"", _END, b""])
+            replay.send_multipart([client, *self._head(self._topic), number, self._answer[1]])
+        replay.send_multipart([client, *self._head(b""), _END, b""])
+
+    def _head(self, topic: bytes) -> list[bytes]:
+        """Returns what comes before the number of an answer."""
+        return [b"", topic] if self._as_maps else [b""]
 
 
 def _address(opened: zmq.Socket[bytes]) -> str:

@@ -20,5 +20,10 @@ def open_events(config: EngineConfig, recorder: BlockRecorder) -> EventPublisher
         # promise what is not there.
         logger.warning("kv_events: every layer of this model has a window, so nothing is published")
     topic = config.kv_events_topic or f"kv@{socket.gethostname()}@{config.model_name}"
-    replay = config.kv_events_replay_endpoint
-    return EventPublisher(recorder, config.kv_events, topic, replay)
+    return EventPublisher(
+        recorder,
+        config.kv_events,
+        topic,
+        config.kv_events_replay_endpoint,
+        as_maps=config.kv_events_format == "map",
+    )

@@ -76,8 +76,7 @@ def test_an_answer_of_the_replay_socket_is_the_index():
     with LLM(str(checkpoint("llama")), **SETTINGS) as llm, follower(llm) as follow:
         run(llm, tokens(1, 100), tokens(2, 100))
         follow.follow(1500)
-        with follower(llm) as other:
-            other.sub.close()
+        with Follower(*llm._loaded.events.endpoints, topic=None) as other:
             assert other.ask(follow.last - 1) == follow.last
             assert other.blocks == follow.blocks
             assert other.ask(0) == follow.last
@@ -127,6 +126,23 @@ def test_pages_that_come_back_from_the_disk_are_published(tmp_path):
         assert follow.chains() == cached_chains(llm, prompt)
 
 
+def test_later_versions_of_vllm_read_maps():
+    settings = SETTINGS | {"kv_events_format": "map", "kv_events_salted": True}
+    with LLM(str(checkpoint("llama")), **settings) as llm:
+        live, replay = llm._loaded.events.endpoints
+        with Follower(live, replay, as_maps=True) as follow:
+            run(llm, tokens(1, 100))
+            run(llm, tokens(2, 64), salt="s")
+            follow.follow(1500)
+            assert tuple(tokens(1, 96)) in {it[:96] for it in follow.chains()}
+            assert "s" in follow.salts.values()
+            with Follower(live, replay, topic=None, as_maps=True) as other:
+                assert other.ask(0) == follow.last
+                assert other.blocks == follow.blocks
+            llm.shutdown()
+            assert not follow.follow().blocks
+
+
 def test_a_restart_is_a_gap_and_begins_with_a_clear():
     firsts = []
     for _ in range(2):
@@ -145,6 +161,7 @@ def test_a_restart_is_a_gap_and_begins_with_a_clear():
         ({"kv_events_replay_endpoint": "x"}, "kv_events_replay_endpoint must be"),
         ({"prefix_cache": False}, "kv_events needs prefix_cache"),
         ({"kv_events_topic": ""}, "kv_events_topic must be a non-empty string"),
+        ({"kv_events_format": "json"}, "kv_events_format must be one of array, map"),
         ({"kv_events_salted": 1}, "kv_events_salted must be true or false"),
         ({"memory_nodes": ("tcp://a:1",), "kv_page_bytes": None}, "with memory_nodes"),
     ],

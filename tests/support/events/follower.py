@@ -6,17 +6,29 @@ have, and a message out of order are failures, unless it has just begun.
 
 from __future__ import annotations
 
+from typing import Any
+
 import zmq
 
-from tests.support.events.vllm_types import Late, early, late
+from tests.support.events.vllm_types import Late, Latest, early, late, latest
 
 
 class Follower:
-    def __init__(self, live: str, replay: str | None = None, topic: str = "kv@") -> None:
+    def __init__(
+        self,
+        live: str,
+        replay: str | None = None,
+        topic: str | None = "kv@",
+        *,
+        as_maps: bool = False,
+    ) -> None:
+        """topic: None subscribes to nothing."""
+        self.as_maps = as_maps
         self.context = zmq.Context()
         self.sub = self.context.socket(zmq.SUB)
-        self.sub.subscribe(topic)
-        self.sub.connect(live.replace("0.0.0.0", "127.0.0.1"))
+        if topic is not None:
+            self.sub.subscribe(topic)
+            self.sub.connect(live.replace("0.0.0.0", "127.0.0.1"))
         self.replay_address = replay and replay.replace("0.0.0.0", "127.0.0.1")
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
         self.salts: dict[int, str | None] = {}
@@ -41,21 +53,22 @@ class Follower:
         self.apply(payload)
 
     def apply(self, payload: bytes) -> None:
-        batch = late.decode(payload)
-        assert len(early.decode(payload).events) == len(batch.events)
+        batch: Any = (latest if self.as_maps else late).decode(payload)
+        if not self.as_maps:
+            assert len(early.decode(payload).events) == len(batch.events)
         assert batch.ts > 1.7e9 and batch.data_parallel_rank == 0
         for event in batch.events:
             match event:
-                case Late.BlockStored():
+                case Late.BlockStored() | Latest.BlockStored():
                     self.store(event)
-                case Late.BlockRemoved():
+                case Late.BlockRemoved() | Latest.BlockRemoved():
                     assert event.medium == "GPU"
                     for each in event.block_hashes:
                         del self.blocks[each]
                 case _:
                     self.blocks.clear()
 
-    def store(self, event: Late.BlockStored) -> None:
+    def store(self, event: Late.BlockStored | Latest.BlockStored) -> None:
         size, parent = event.block_size, event.parent_block_hash
         assert size == 16 and event.medium == "GPU" and event.lora_id is event.lora_name is None
         assert len(event.token_ids) == size * len(event.block_hashes)
@@ -75,7 +88,10 @@ class Follower:
             req.connect(self.replay_address)
             req.send(number.to_bytes(8, "big"))
             assert req.poll(5000)
-            sequence, payload = req.recv_multipart()
+            frames = req.recv_multipart()
+            sequence, payload = frames[-2:]
+            head = [] if not self.as_maps else [b"kv@"] if payload else [b""]
+            assert [frame[:3] for frame in frames[:-2]] == head
         if not payload:
             return int.from_bytes(sequence, "big", signed=True)
         self.last = int.from_bytes(sequence, "big")
