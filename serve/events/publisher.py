@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GATHER_S = 0.05  # changes of so long a time share a message: each message has its own cost
+_GATHER_S = 0.1  # changes of so long a time share a message: each message has its own cost
 _SNAPSHOT_S = 1.0  # the shortest time between two snapshots for new subscribers
 _LINGER_MS = 1000  # how long the last messages may take to leave
 _MAX_EVENTS = 2048  # pages of one message
@@ -81,7 +81,7 @@ class EventPublisher:
         self._waking, self._woken = socket.socketpair()
         self._waking.setblocking(False)
         recorder.wake = self._wake
-        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mergestep-kv-events", daemon=True)
 
     def start(self) -> None:
         live, replay = self.endpoints

@@ -8,6 +8,7 @@ import pytest
 
 from serve import LLM, SamplingParams
 from serve.errors import ConfigError, ModelLoadError
+from serve.events import publisher
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.events.follower import Follower
 
@@ -21,6 +22,12 @@ SETTINGS = {
     "seed": 1,
     "kv_events": "tcp://*:0",
 }
+
+
+@pytest.fixture(autouse=True)
+def _quick_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subscriber need not wait for a second after the last one."""
+    monkeypatch.setattr(publisher, "_SNAPSHOT_S", 0.1)
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -64,7 +71,7 @@ def test_a_follower_has_what_the_cache_has_while_memory_is_short():
         assert follow.chains() == cached_chains(llm, *prompts)
         assert follow.chains(), "something is cached"
         with follower(llm) as late:  # a router that starts now
-            assert late.follow(1500).blocks == follow.blocks
+            assert late.follow(500).blocks == follow.blocks
             assert late.topic.startswith(b"kv@") and late.topic.endswith(b"-0")
         kept = follow.follow().blocks
         assert llm._loaded.core.stats().pages_cached > 0
@@ -75,7 +82,7 @@ def test_a_follower_has_what_the_cache_has_while_memory_is_short():
 def test_an_answer_of_the_replay_socket_is_the_index():
     with LLM(str(checkpoint("llama")), **SETTINGS) as llm, follower(llm) as follow:
         run(llm, tokens(1, 100), tokens(2, 100))
-        follow.follow(1500)
+        follow.follow(500)
         with Follower(*llm._loaded.events.endpoints, topic=None) as other:
             assert other.ask(follow.last - 1) == follow.last
             assert other.blocks == follow.blocks
@@ -89,7 +96,7 @@ def test_salted_prompts_are_published_only_if_asked_for(with_salted):
     with LLM(str(checkpoint("llama")), **settings) as llm, follower(llm) as follow:
         run(llm, tokens(1, 64), salt="secret")
         run(llm, tokens(2, 64))
-        follow.follow(1500)
+        follow.follow(500)
         firsts = [follow.salts[it] for it, (parent, _) in follow.blocks.items() if parent is None]
         assert sorted(firsts, key=str) == ([None, "secret"] if with_salted else [None])
         assert len([salt for salt in follow.salts.values() if salt]) == with_salted
@@ -105,7 +112,7 @@ def test_layers_with_a_window_promise_nothing(family, variant, least):
     with LLM(path, **settings) as llm, follower(llm) as follow:
         prompt = tokens(5, 120)
         run(llm, prompt)
-        follow.follow(1500)
+        follow.follow(500)
         chains = follow.chains()
         assert max(map(len, chains), default=0) >= least and bool(chains) == bool(least)
         assert all(chain == tuple(prompt[: len(chain)]) for chain in chains)
@@ -119,7 +126,7 @@ def test_pages_that_come_back_from_the_disk_are_published(tmp_path):
     with LLM(str(checkpoint("llama")), **settings) as llm:
         run(llm, prompt)
     with LLM(str(checkpoint("llama")), **settings) as llm, follower(llm) as follow:
-        assert not follow.follow(1500).blocks
+        assert not follow.follow(500).blocks
         run(llm, prompt, count=1)
         assert llm.stats().disk_loaded_pages > 0
         assert tuple(prompt[:80]) in follow.follow().chains()
@@ -133,7 +140,7 @@ def test_later_versions_of_vllm_read_maps():
         with Follower(live, replay, as_maps=True) as follow:
             run(llm, tokens(1, 100))
             run(llm, tokens(2, 64), salt="s")
-            follow.follow(1500)
+            follow.follow(500)
             assert tuple(tokens(1, 96)) in {it[:96] for it in follow.chains()}
             assert "s" in follow.salts.values()
             with Follower(live, replay, topic=None, as_maps=True) as other:
@@ -147,7 +154,7 @@ def test_a_restart_is_a_gap_and_begins_with_a_clear():
     firsts = []
     for _ in range(2):
         with LLM(str(checkpoint("llama")), **SETTINGS) as llm, follower(llm) as follow:
-            follow.follow(1500)
+            follow.follow(500)
             firsts.append(follow.last - follow.num_messages)
             assert not follow.blocks
     assert firsts[1] - firsts[0] > 1e5, "microseconds"

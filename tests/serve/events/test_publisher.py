@@ -11,8 +11,15 @@ import zmq
 from memory.pages.layer_groups import LayerGroup, PageLayout
 from memory.prefix.block_recorder import BlockRecorder, StoredPage
 from serve.errors import ConfigError
+from serve.events import publisher
 from serve.events.publisher import EventPublisher, is_bound, next_port
 from tests.support.events.follower import Follower
+
+
+@pytest.fixture(autouse=True)
+def _quick_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subscriber need not wait for a second after the last one."""
+    monkeypatch.setattr(publisher, "_SNAPSHOT_S", 0.1)
 
 
 class Rig:
@@ -56,7 +63,7 @@ class Rig:
 def test_an_answer_has_vllms_frames_and_its_end():
     with Rig() as rig, rig.follower() as follow:
         rig.store(1)
-        follow.follow(1500)
+        follow.follow(500)
         delimiter, number, payload = rig.ask(b"", bytes(8))[0]
         assert delimiter == b"" and int.from_bytes(number, "big") == follow.last
         assert payload
@@ -77,7 +84,7 @@ def test_a_malformed_question_has_no_answer_and_harms_nobody(frames):
 
 def test_an_idle_publisher_publishes_at_once():
     with Rig() as rig, rig.follower() as follow:
-        follow.follow(1500)
+        follow.follow(500)
         rig.store(1)
         began = time.monotonic()
         assert follow.sub.poll(1000)
@@ -86,7 +93,7 @@ def test_an_idle_publisher_publishes_at_once():
 
 def test_pages_of_a_chain_share_an_event():
     with Rig() as rig, rig.follower() as follow:
-        follow.follow(1500)
+        follow.follow(500)
         before = follow.num_messages
         for number in range(1, 40):
             rig.store(number, number - 1 if number > 1 else None)
@@ -95,25 +102,26 @@ def test_pages_of_a_chain_share_an_event():
         assert len(follow.chains()) == 39
 
 
-def test_many_subscribers_at_once_get_few_snapshots():
+def test_many_subscribers_at_once_get_few_snapshots(monkeypatch):
+    monkeypatch.setattr(publisher, "_SNAPSHOT_S", 1.0)
     with Rig() as rig, rig.follower() as first:
         rig.store(1)
-        first.follow(1500)
+        first.follow(500)
         before = first.num_messages
         others = [rig.follower() for _ in range(20)]
         first.follow(1500)
         assert 1 <= first.num_messages - before <= 3
         for other in others:
-            assert len(other.follow().blocks) == 1
+            assert len(other.follow(100).blocks) == 1
             other.context.destroy(linger=0)
 
 
 def test_a_subscriber_of_another_topic_costs_nothing():
     with Rig() as rig, rig.follower() as first:
-        first.follow(1500)
+        first.follow(500)
         before = first.num_messages
         with Follower(rig.publisher.endpoints[0], topic="metrics"):
-            assert first.follow(1500).num_messages == before
+            assert first.follow(500).num_messages == before
 
 
 def test_it_connects_to_a_router_that_listens():
@@ -154,6 +162,6 @@ def test_what_is_kept_is_counted():
     with Rig() as rig, rig.follower() as follow:
         rig.store(1)
         rig.store(2, 1)
-        follow.follow(1500)
+        follow.follow(500)
         assert rig.publisher.kept().entries == 2
         assert rig.publisher.kept().num_bytes > 1000
