@@ -116,6 +116,25 @@ def test_many_subscribers_at_once_get_few_snapshots(monkeypatch):
             other.context.destroy(linger=0)
 
 
+def test_after_a_restart_at_the_same_address_nothing_stale_is_left():
+    """The first publisher ends as in a crash: it removes no block."""
+    with Rig() as first, first.follower() as follow:
+        address = first.publisher.endpoints[0].replace("0.0.0.0", "*")
+        first.store(1)
+        assert len(follow.follow(500).blocks) == 1
+        before = follow.last
+        first.publisher.close()
+        first.context.destroy(linger=0)
+        with Rig(address) as second:
+            assert follow.sub.poll(3000)
+            follow.last = -1
+            follow.follow(500)
+            assert not follow.blocks
+            assert follow.last > before + 1e5, "whoever counts sees a gap"
+            second.store(2)
+            assert set(follow.follow(500).blocks) == {2}
+
+
 def test_a_subscriber_of_another_topic_costs_nothing():
     with Rig() as rig, rig.follower() as first:
         first.follow(500)
