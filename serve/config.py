@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from quant.kv import GROUPS as KV_GROUPS
 from serve import setting_checks
@@ -22,14 +22,13 @@ from serve.node_addresses import (
 )
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from serve.setting_checks import (
+    KVEventOptions,
+    KVEventSettings,
     check_choices,
     check_counts,
     check_drafts,
-    check_flags,
-    check_folder,
     check_folders,
     check_predictor,
-    check_reasoning,
     check_texts,
     check_times,
 )
@@ -73,7 +72,7 @@ def default_model_path() -> Path:
     return Path(__file__).parent / "default_model"
 
 
-class EngineSettings(TypedDict, total=False):
+class EngineSettings(KVEventOptions, total=False):
     """The fields of EngineConfig but `model`, as keyword arguments of Engine and LLM."""
 
     tokenizer: str | Path | None
@@ -137,8 +136,8 @@ class EngineSettings(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """The settings of one engine.
+class EngineConfig(KVEventSettings):
+    """The settings of one engine; those of its events are in the base class.
 
     model: a Hugging Face directory, or "default" for the embedded model.
     tokenizer: a directory whose tokenizer and chat template take the place of the model's.
@@ -312,7 +311,7 @@ class EngineConfig:
         check_texts(self, ("model", "served_model_name"))
         check_choices(self, _CHOICES)
         check_counts(self)
-        check_flags(self, ("converter", "prefix_cache", "tune", "bounded_json"))
+        setting_checks.check_flags(self, ("converter", "prefix_cache", "tune", "bounded_json"))
         check_times(
             self.inter_token_slo_ms, self.inter_token_factor, self.group_restart_s, self.ttft_slo
         )
@@ -322,11 +321,12 @@ class EngineConfig:
             self.length_predictor, self.length_predictor_file, self.memory_policy, LENGTH_PREDICTORS
         )
         if self.tokenizer is not None:
-            check_folder("tokenizer", self.tokenizer)
+            setting_checks.check_folder("tokenizer", self.tokenizer)
         check_drafts(self)
-        check_reasoning(self.reasoning_budget, self.reasoning_budget_message)
+        setting_checks.check_reasoning(self.reasoning_budget, self.reasoning_budget_message)
         check_folders(self.kv_cache_dir, self.packed_cache, has_prefixes=self.prefix_cache)
         self._check_nodes()
+        self.check_events(self.prefix_cache, self.memory_nodes)
         page = self.kv_page_bytes
         if page is not None and page % 4096:
             raise ConfigError(f"kv_page_bytes must be a multiple of 4096, not {page}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from serve.errors import ConfigError
 
@@ -14,6 +15,7 @@ MAX_DRAFT_TOKENS = 15  # grammars follow a sequence as long as no more of its la
 SPECULATIONS = ("lookup", "model", "mtp", "eagle3", "off")
 DRAFT_HEADS = ("mtp", "eagle3")
 _WITH_DRAFT_MODEL = ("model", "eagle3")
+KV_EVENT_FORMATS = ("array", "map")
 MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
 
 
@@ -173,3 +175,60 @@ def check_counts(settings: _Counts) -> None:
     most = settings.max_num_seqs
     if most > MAX_NUM_SEQS:
         raise ConfigError(f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {most}")
+
+
+class KVEventOptions(TypedDict, total=False):
+    """The fields of KVEventSettings as keyword arguments."""
+
+    kv_events: str | None
+    kv_events_replay_endpoint: str | None
+    kv_events_topic: str | None
+    kv_events_format: str
+    kv_events_salted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventSettings:
+    """What is published about the prefix cache, for routers (serve.events).
+
+    kv_events: where events of cached token blocks are published over ZeroMQ, in vLLM's format, such
+        as tcp://*:5557; with the name of a host, the server connects to it. None: nowhere.
+    kv_events_replay_endpoint: where the whole index is asked for; None takes the next port.
+    kv_events_topic: None takes kv@HOST@MODEL, as llm-d expects.
+    kv_events_format: how an event is written: "array", as vLLM did first and its followers read, or
+        "map", as it does in later versions.
+    kv_events_salted: whether prompts with a cache salt, such as those of clients with keys that
+        share no prefixes, are published as well, with their salts.
+    """
+
+    kv_events: str | None = None
+    kv_events_replay_endpoint: str | None = None
+    kv_events_topic: str | None = None
+    kv_events_format: str = "array"
+    kv_events_salted: bool = False
+
+    def check_events(self, has_prefixes: bool, nodes: Collection[str]) -> None:
+        check_flags(self, ("kv_events_salted",))
+        check_choices(self, {"kv_events_format": KV_EVENT_FORMATS})
+        names = ("kv_events", "kv_events_replay_endpoint", "kv_events_topic")
+        check_texts(self, names)
+        for name in names[:2]:
+            _check_endpoint(name, getattr(self, name))
+        if self.kv_events is None:
+            return
+        if not has_prefixes:
+            raise ConfigError("kv_events needs prefix_cache, whose pages it publishes")
+        if nodes:
+            raise ConfigError(
+                "kv_events cannot be used with memory_nodes, where several caches hold pages"
+            )
+
+
+def _check_endpoint(name: str, endpoint: str | None) -> None:
+    if endpoint is None:
+        return
+    scheme, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    is_tcp = scheme == "tcp" and host and port.isdecimal() and int(port) <= 65535
+    if not is_tcp and not (scheme in ("ipc", "inproc") and rest):
+        raise ConfigError(f"{name} must be tcp://HOST:PORT or ipc://PATH, not {endpoint!r}")

@@ -15,6 +15,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 KEY_BYTES = 16
 _MINOR = -(1 << 62)  # is added to the times of minor nodes, which are before all others
@@ -58,10 +59,19 @@ class _Node:
     children: set[bytes] = field(default_factory=set)
 
 
+class IndexListener(Protocol):
+    """Is told which keys enter and leave an index; a key that gets another page does neither."""
+
+    def inserted(self, key: bytes, parent: bytes | None) -> None: ...
+
+    def removed(self, key: bytes) -> None: ...
+
+
 class PrefixIndex:
     """Maps keys to pages and knows the order of eviction. Operations take O(log n) per page."""
 
     def __init__(self) -> None:
+        self.listener: IndexListener | None = None
         self._nodes: dict[bytes, _Node] = {}
         self._keys: dict[int, bytes] = {}
         self._clock = 0
@@ -132,6 +142,8 @@ class PrefixIndex:
         if parent is not None:
             self._nodes[parent].children.add(key)
         self._touch(key, is_minor=is_minor)
+        if self.listener is not None:
+            self.listener.inserted(key, parent)
         return True
 
     def replace(self, key: bytes, page: int) -> None:
@@ -190,6 +202,9 @@ class PrefixIndex:
     def clear(self) -> list[int]:
         """Removes all pages and returns them."""
         pages = self.pages
+        if self.listener is not None:
+            for key in reversed(self._nodes):  # children before their parents
+                self.listener.removed(key)
         self._nodes.clear()
         self._keys.clear()
         self._leaves.clear()
@@ -199,6 +214,8 @@ class PrefixIndex:
         node = self._nodes.pop(key)
         assert not node.children, "only leaves are removed"
         del self._keys[node.page]
+        if self.listener is not None:
+            self.listener.removed(key)
         if node.parent is None:
             return
         parent = self._nodes[node.parent]

@@ -18,7 +18,7 @@ from serve.cli.cluster import CLUSTER_HELP, cluster_command
 from serve.cli.model_files import find_model, pull_model
 from serve.cli.reporting import reported, set_up_logging
 from serve.cli.run import RUN_HELP, run_command
-from serve.cli.setting_help import SERVER
+from serve.cli.setting_panels import SERVER
 from serve.cli.suggestions import SuggestingGroup
 from serve.config import DEFAULT_MODEL, EngineSettings
 from serve.errors import ConfigError

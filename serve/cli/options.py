@@ -13,7 +13,8 @@ import typer
 
 from serve.cli.client_key import API_KEY_ENV
 from serve.cli.config_file import parse_size
-from serve.cli.setting_help import ENGINE_OPTIONS, PROCESS_OPTIONS, SERVER
+from serve.cli.setting_help import ENGINE_OPTIONS, PROCESS_OPTIONS
+from serve.cli.setting_panels import SERVER
 
 
 def run_option(name: str, **more: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from serve import read_ahead
-from serve.cli import setting_help
+from serve.cli import setting_panels
 from serve.cli.config_file import parse_size, read_config_file
 from serve.cli.model_files import find_model
 from serve.cli.options import completion
@@ -27,7 +27,7 @@ from serve.cli.run_settings import (
     resolve,
     unknown_variables,
 )
-from serve.cli.setting_help import Option
+from serve.cli.setting_panels import Option
 from serve.cluster.models.settings import ModelsSettings
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
@@ -147,7 +147,7 @@ def resolved(context: typer.Context, given: Mapping[str, Any]) -> RunSettings:
 
 
 def _print_config(settings: RunSettings) -> None:
-    from serve.cli.print_config import config_lines
+    from serve.cli.run_settings import config_lines
 
     typer.echo("\n".join(config_lines(settings)))
 
@@ -211,7 +211,7 @@ def signature(*more: inspect.Parameter, without: type[Any] | None = None) -> ins
             metavar="FILE",
             help="Read settings from this TOML file.",
             envvar=CONFIG_ENV,
-            rich_help_panel=setting_help.SERVER,
+            rich_help_panel=setting_panels.SERVER,
         ),
     ]
     print_config = Annotated[
@@ -219,11 +219,11 @@ def signature(*more: inspect.Parameter, without: type[Any] | None = None) -> ins
         typer.Option(
             "--print-config",
             help="Print all settings as TOML, with the origin of each, and exit.",
-            rich_help_panel=setting_help.SERVER,
+            rich_help_panel=setting_panels.SERVER,
         ),
     ]
     own = [keyword("config", config, None), keyword("print_config", print_config, False)]
-    order = setting_help.PANELS.index
+    order = setting_panels.PANELS.index
     all_settings = [item for item in SETTINGS.values() if not item.option.is_secret]
     settings = [item for item in all_settings if item.owner is not without]
     settings.sort(key=lambda setting: order(setting.option.panel))

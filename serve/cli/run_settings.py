@@ -2,7 +2,8 @@
 
 The settings are the fields of dataclasses: a field is a flag, an environment variable and a key of
 the configuration file, all of one name. A flag takes precedence over the environment, the
-environment over the file, and the file over the default.
+environment over the file, and the file over the default. `serve run --print-config` prints them as
+a file for --config.
 """
 
 from __future__ import annotations
@@ -11,23 +12,19 @@ import difflib
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from serve.cli.config_file import ConfigFile, parse_size, split_list, toml_value
-from serve.cli.setting_help import (
-    ENGINE_OPTIONS,
-    HTTP_OPTIONS,
-    PROCESS_OPTIONS,
-    SEVERAL_MODELS,
-    Option,
-)
+from serve.cli.setting_help import ENGINE_OPTIONS, HTTP_OPTIONS, PROCESS_OPTIONS
+from serve.cli.setting_panels import PANELS, SEVERAL_MODELS, Option
 from serve.cluster.models.settings import ModelsSettings
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.http.edge.settings import HttpSettings
 from serve.machine import LOCAL_KV_ENV
+from serve.units import format_size
 
 ENV_PREFIX = "MERGESTEP_"
 CONFIG_ENV = "MERGESTEP_CONFIG"
@@ -35,6 +32,7 @@ CONFIG_ENV = "MERGESTEP_CONFIG"
 IN_PYTHON_ONLY: frozenset[str] = frozenset()
 # Environment variables that other modules read.
 _OTHER_ENVS = frozenset({CONFIG_ENV, "MERGESTEP_API_KEY", LOCAL_KV_ENV})
+_COLUMN = 44  # where the origins of printed values begin
 _MAX_INTEGER = (1 << 63) - 1
 _KINDS: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "text"}
 
@@ -334,3 +332,29 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
         for name in unknown
         if (hint := suggestion(name, known))
     ]
+
+
+def config_lines(settings: RunSettings) -> Iterator[str]:
+    """Yields a line for each setting; raises ConfigError for invalid values."""
+    settings.make(EngineConfig)
+    settings.make(HttpSettings)
+    yield "# Settings of `serve run`; `serve run --config FILE` reads them."
+    for panel in PANELS:
+        members = [item for item in SETTINGS.values() if item.option.panel == panel]
+        if members:
+            yield f"\n# {panel}"
+        for setting in members:
+            yield _line(setting, settings.values[setting.name])
+
+
+def _line(setting: Setting, item: Value) -> str:
+    value, origin = item.value, item.origin or "default"
+    if not origin.isprintable():  # the name of a file
+        origin = repr(origin)
+    if setting.option.is_secret:
+        return f"{f'# {setting.name} =':{_COLUMN}} # {origin}: {'hidden' if value else 'none'}"
+    if value is None:  # TOML has no null
+        return f"{f'# {setting.name} =':{_COLUMN}} # {origin}: none"
+    if setting.kind == "size" and not (text := format_size(value)).isdigit():
+        value = text
+    return f"{f'{setting.name} = {toml_value(value)}':{_COLUMN}} # {origin}"

@@ -6,8 +6,18 @@ run_settings.py joins with these options.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from serve.cli.setting_panels import (
+    LIMITS,
+    LOGS,
+    MEMORY,
+    MODEL,
+    NODES,
+    ROUTERS,
+    SCHEDULING,
+    SECURITY,
+    SERVER,
+    Option,
+)
 from serve.config import (
     DTYPES,
     GROUP_EXCHANGES,
@@ -23,38 +33,7 @@ from serve.config import (
 )
 from serve.http.edge.settings import LOG_FORMATS, UNKNOWN_FIELDS
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
-from serve.setting_checks import SPECULATIONS
-
-SERVER = "Server"
-SECURITY = "Security"
-MODEL = "Model and precision"
-SCHEDULING = "Scheduling"
-MEMORY = "Memory"
-NODES = "Memory nodes"
-LIMITS = "Limits and deadlines"
-LOGS = "Logs and metrics"
-SEVERAL_MODELS = "Several models"
-PANELS = (SERVER, SECURITY, MODEL, SCHEDULING, MEMORY, NODES, SEVERAL_MODELS, LIMITS, LOGS)
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """Describes the command-line option of a setting.
-
-    metavar: the value's placeholder in the help. is_size: the value is a number of bytes or a size
-    such as "2GiB". choices: values that the shell completes. flags, envs: further names of the
-    flag and the variable. is_secret: only the environment sets it, and it is never printed.
-    """
-
-    panel: str
-    help: str
-    metavar: str | None = None
-    is_size: bool = False
-    choices: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    envs: tuple[str, ...] = ()
-    is_secret: bool = False
-
+from serve.setting_checks import KV_EVENT_FORMATS, SPECULATIONS
 
 _BACKENDS = ("auto", "cpu", "cuda")
 _LEVELS = ("debug", "info", "warning", "error")
@@ -295,6 +274,24 @@ ENGINE_OPTIONS: dict[str, Option] = {
         metavar="URL",
     ),
     "lend_bytes": Option(NODES, "The most that is lent; default: half of the K/V memory."),
+    "kv_events": Option(
+        ROUTERS,
+        "Publish which token blocks are cached, as vLLM does, over ZeroMQ at such an address as"
+        " tcp://*:5557.",
+        metavar="URL",
+    ),
+    "kv_events_replay_endpoint": Option(
+        ROUTERS, "Where all cached blocks are asked for; default: the next port.", metavar="URL"
+    ),
+    "kv_events_topic": Option(ROUTERS, "Topic of the events; default: kv@HOST@MODEL."),
+    "kv_events_format": Option(
+        ROUTERS,
+        "How an event is written: array, as vLLM did first, or map, as later versions do.",
+        choices=KV_EVENT_FORMATS,
+    ),
+    "kv_events_salted": Option(
+        ROUTERS, "Publish prompts with a cache salt as well, such as those of keys, with the salts."
+    ),
 }
 
 HTTP_OPTIONS: dict[str, Option] = {

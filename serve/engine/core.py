@@ -86,8 +86,7 @@ class EngineCore:
         self._detokenizers = DetokenizerFactory(tokenizer)
         self._eos = eos_token_ids
         self._clock = clock
-        slo_s = limits.ttft_slo_s
-        self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
+        self._rejection = EarlyRejection.of(scheduler, limits.ttft_slo_s)
         recovery = make_recovery and make_recovery(scheduler, self._end_sequence)
         self._recovery: Recovery | None = recovery
         self._preprocessor = Preprocessor(
@@ -119,6 +118,7 @@ class EngineCore:
             self._inbox.qsize,
             self._output,
             self._preprocessor.masks,
+            self._rejection,
         )
 
     def start(self) -> None:
@@ -286,7 +286,7 @@ class EngineCore:
     def _enqueue(self, state: RequestState, prepared: PreparedRequest) -> None:
         """Makes a request's sequences and queues them; an error here ends that request only."""
         try:
-            if self._rejection is not None:
+            if self._rejection is not None and prepared.prefill_s is not None:
                 self._rejection.mark_queued(prepared.prefill_s)
             shares_prefix = self._scheduler.prefixes.is_on
             state.sequences = sequences = prepare_sequences(

@@ -6,9 +6,12 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from serve.engine.counters import PoolCounters, RequestCounters
+from serve.engine.early_rejection import EarlyRejection, TtftForecast, forecast_ttft
 from serve.engine.pools import OutputThread
 from serve.engine.step_executor import StepExecutor
 from serve.kept import Kept, size_of
+from serve.request import Request
+from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import PredictedPolicy
 from serve.scheduler.fair_queue import FairQueue
 from serve.scheduler.memory_policy import MemoryPolicy
@@ -44,6 +47,7 @@ class CoreView:
         num_messages: Callable[[], int],
         output: OutputThread,
         masks: MaskMaker,
+        rejection: EarlyRejection | None = None,
     ) -> None:
         self.requests = requests
         self.steps = steps.counts
@@ -53,11 +57,28 @@ class CoreView:
         self._num_messages = num_messages
         self._output = output
         self._masks = masks
+        self._rejection = rejection
 
     def sequences(self, max_sequences: int) -> list[SequenceView]:
         """Returns the first max_sequences of the running sequences, the oldest first."""
         running = self._scheduler.running[:max_sequences]
         return [_view_of(sequence) for sequence in running]
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Returns how many of a prompt's tokens a sequence would find in the prefix cache."""
+        prefixes = self._scheduler.prefixes
+        missing = prefixes.num_missing_rows(request, prefixes.page_keys(request))
+        return len(request.prompt_token_ids) - missing
+
+    def forecast(self, request: Request, num_cached: int) -> TtftForecast:
+        """Predicts the time to the first token of a request that arrives now."""
+        num_tokens = len(request.prompt_token_ids)
+        num_rows = max(num_tokens - num_cached, min(1, num_tokens))
+        return forecast_ttft(self._scheduler, request, num_rows, self._rejection)
+
+    def predicted_queue_s(self) -> float:
+        """Returns the predicted wait of the shortest request that arrives now."""
+        return self.forecast(any_request(1), 0).queue_s
 
     def kept(self) -> dict[str, Kept]:
         """Returns what the core keeps between requests, by name: exact sizes of what is counted in
@@ -95,6 +116,11 @@ class CoreView:
             "compute": (self._num_messages(), self.steps.seconds.sum),
             "output": (self._output.num_waiting, self._output.busy_s),
         }
+
+
+def any_request(num_tokens: int, params: SamplingParams | None = None) -> Request:
+    """Returns a request of which only the number of tokens matters."""
+    return Request("", None, (0,) * num_tokens, params or SamplingParams(), 0.0)
 
 
 def _histories(policy: MemoryPolicy) -> tuple[Collection[object], ...]:

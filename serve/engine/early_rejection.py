@@ -9,7 +9,7 @@ slots where the memory policy predicts lengths; it does not cover the wait for K
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from serve.errors import OverloadedError
 from serve.request import Request
@@ -31,6 +31,10 @@ class EarlyRejection:
         self._num_coming, self._coming_s = 0, 0.0
         self.num_refused = 0
         self.predicted_s: float | None = None
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, slo_s: float | None) -> EarlyRejection | None:
+        return None if slo_s is None else cls(scheduler, slo_s)
 
     def admit(self, request: Request, num_rows: int) -> float:
         """Returns the predicted seconds of the request's prefill, which `mark_queued` must get
@@ -57,12 +61,38 @@ class EarlyRejection:
             self._coming_s += own_s
         return own_s
 
+    @property
+    def coming(self) -> tuple[float, int]:
+        """The prefill seconds and the number of accepted prompts that are not queued yet."""
+        with self._lock:
+            return self._coming_s, self._num_coming
+
     def mark_queued(self, seconds: float) -> None:
         """Ends the accounting of an admitted request that has reached the scheduler's queue or was
         aborted. seconds: the result of its `admit`."""
         with self._lock:
             self._num_coming -= 1
             self._coming_s = self._coming_s - seconds if self._num_coming else 0.0
+
+
+class TtftForecast(NamedTuple):
+    """The predicted time to the first token of a request that arrives now: what it waits, then the
+    prefill of its own rows beside what else runs. Zeros before the first step was learned."""
+
+    queue_s: float
+    prefill_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        return self.queue_s + self.prefill_s
+
+
+def forecast_ttft(
+    scheduler: Scheduler, request: Request, num_rows: int, rejection: EarlyRejection | None
+) -> TtftForecast:
+    """Returns the forecast for a request with num_rows rows to compute."""
+    seconds_before, num_before = (0.0, 0) if rejection is None else rejection.coming
+    return _forecast(scheduler, request, num_rows, seconds_before, num_before)
 
 
 def predicted_ttft_s(
@@ -74,6 +104,12 @@ def predicted_ttft_s(
     seconds_before, num_before: prefill seconds and number of the prompts that are accepted but not
     queued yet. Any thread may call it; what it reads may be one step old.
     """
+    return _forecast(scheduler, request, num_rows, seconds_before, num_before).ttft_s
+
+
+def _forecast(
+    scheduler: Scheduler, request: Request, num_rows: int, seconds_before: float, num_before: int
+) -> TtftForecast:
     model = scheduler.chunks.model
     num_tokens = len(request.prompt_token_ids)
     own_s = model.prefill_seconds(num_tokens, num_tokens - num_rows)
@@ -91,7 +127,7 @@ def predicted_ttft_s(
     rest_s = scheduler.chunks.last_pass_s if scheduler.running else 0.0
     slowdown = scheduler.chunks.slowdown(decodes, num_prompts)
     slot_s = scheduler.chunks.last_pass_s * _passes_to_slot(scheduler, num_before)
-    return rest_s + max(seconds * slowdown, slot_s) + own_s * slowdown
+    return TtftForecast(rest_s + max(seconds * slowdown, slot_s), own_s * slowdown)
 
 
 def _passes_to_slot(scheduler: Scheduler, num_before: int) -> float:

@@ -14,6 +14,8 @@ from typing import Any, Protocol, Unpack
 
 from serve.config import EngineConfig, EngineSettings
 from serve.engine.chat_prompt import encode_chat, make_chat_format, num_chars
+from serve.engine.core_view import any_request
+from serve.engine.early_rejection import TtftForecast
 from serve.engine.loader import LoadedEngine, load_engine
 from serve.engine.outputs import (
     CompletionOutput,
@@ -31,7 +33,7 @@ from serve.kept import Kept
 from serve.loading.model_source import wait_for_packed_weights
 from serve.models import ModelSpec
 from serve.pooling import PoolingParams
-from serve.request import Prompt, TokenDelta
+from serve.request import Prompt, Request, TokenDelta
 from serve.sampling_params import SamplingParams
 from serve.single_file.config import with_directory
 from serve.text.chat_parser import ChatFormat
@@ -305,9 +307,22 @@ class Engine:
             None if of_prompt is None else decode_prompt_logprobs(of_prompt, token_text),
         )
 
+    def forecast(self, request: Request | int, num_cached: int) -> TtftForecast:
+        """Predicts the time to the first token of a request that arrives now. request: a tokenized
+        one, or the number of its tokens. num_cached: how many of these the prefix cache has. Any
+        thread may call it."""
+        asked = any_request(request) if isinstance(request, int) else request
+        return self.loaded.core.view.forecast(asked, num_cached)
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Returns how many tokens of a request's prompt the prefix cache has. Any thread may call
+        it."""
+        return self.loaded.core.view.num_cached_tokens(request)
+
     def kept(self) -> dict[str, Kept]:
         """Returns what the engine keeps between requests, by name. Any thread may call it."""
-        return self.loaded.core.view.kept()
+        kept, events = self.loaded.core.view.kept(), self.loaded.events
+        return kept if events is None else kept | {"kv_events": events.kept()}
 
     def worker_bytes(self) -> dict[str, int]:
         """Returns the resident memory of the child processes by name. Any thread may call it."""

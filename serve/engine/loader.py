@@ -14,11 +14,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memory.kv_memory import KVMemory
+from memory.prefix.block_recorder import BlockRecorder
+from memory.prefix.cache import PrefixCache
 from memory.prefix.index import PrefixHasher
 from serve.config import EngineConfig
 from serve.engine.chat_prompt import reasoning_end
@@ -47,6 +49,9 @@ from serve.speculation import TwoModels, make_drafting, make_head_drafts
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from serve.events.publisher import EventPublisher
+
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 0.1  # how often a wait for the tokenizer looks whether loading was stopped
@@ -72,6 +77,8 @@ class LoadedEngine:
     kv: KVMemory | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None
+    recorder: BlockRecorder | None = None
+    events: EventPublisher | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -83,6 +90,8 @@ class LoadedEngine:
         if self.lender is not None:
             self.lender.close()
         self.core.shutdown()
+        if self.events is not None:  # after the core, which drops all pages last
+            self.events.close()
         if self.lengths_file is not None:
             self.lengths_file.close()
         if self.template is not None:
@@ -110,6 +119,8 @@ def load_engine(
         ).result()
         if config.lend is not None:
             _open_lender(config, loaded)
+        if config.kv_events is not None:
+            _open_events(config, loaded)
         return loaded
     except BaseException:
         is_stopped.set()
@@ -182,6 +193,7 @@ def _load(
         runtime.precision,
         runtime.kv,
         lengths_file=prediction.file,
+        recorder=_record_blocks(config, scheduler),
     )
 
 
@@ -210,6 +222,28 @@ def _open_lender(config: EngineConfig, loaded: LoadedEngine) -> None:
         core = loaded.core
         loaded.lender = lender = open_lender(config, core.kv, core.run_in_loop)
         core.watchdog.on_round = lender.node.note_step
+    except BaseException:
+        loaded.close()
+        raise
+
+
+def _record_blocks(config: EngineConfig, scheduler: Scheduler) -> BlockRecorder | None:
+    if config.kv_events is None:
+        return None
+    prefixes = scheduler.kv.prefixes
+    assert isinstance(prefixes, PrefixCache), "checked with the settings"
+    recorder = BlockRecorder(scheduler.kv.layout, with_salted=config.kv_events_salted)
+    scheduler.prefixes.recorder = prefixes.index.listener = recorder
+    return recorder
+
+
+def _open_events(config: EngineConfig, loaded: LoadedEngine) -> None:
+    from serve.events.start import open_events  # only this needs ZeroMQ
+
+    assert loaded.recorder is not None
+    try:
+        loaded.events = open_events(config, loaded.recorder)
+        loaded.events.start()
     except BaseException:
         loaded.close()
         raise

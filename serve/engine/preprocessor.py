@@ -48,14 +48,15 @@ class PreparedRequest(NamedTuple):
     """A tokenized and checked request, and what pool 1 has found out about its prompt.
 
     page_keys: hashes of the prompt's pages, for the prefix cache. num_rows: prompt tokens that
-    the prefix cache does not have. prefill_s: predicted seconds to compute them. masks: one for
-    each sequence, when not every token is allowed.
+    the prefix cache does not have. prefill_s: predicted seconds to compute them, as early rejection
+    has counted them; None if it has not. masks: one for each sequence, when not every token is
+    allowed.
     """
 
     request: Request
     page_keys: list[bytes]
     num_rows: int
-    prefill_s: float
+    prefill_s: float | None
     masks: list[SequenceMask] | None = None
 
 
@@ -134,8 +135,10 @@ class Preprocessor:
                 _replay_masks(request, masks)
             keys = self._prefixes.page_keys(request)
             num_rows = self._prefixes.num_missing_rows(request, keys)
-            rejection = self._rejection
-            prefill_s = 0.0 if rejection is None else rejection.admit(request, num_rows)
+            prefill_s = None
+            # a prompt that is only tokenized is never late
+            if self._rejection is not None and (request.params.max_tokens or request.pooling):
+                prefill_s = self._rejection.admit(request, num_rows)
             return PreparedRequest(request, keys, num_rows, prefill_s, masks)
         except MergestepError:
             raise

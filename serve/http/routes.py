@@ -5,6 +5,7 @@ from __future__ import annotations
 from serve.http.anthropic.endpoint import messages_routes
 from serve.http.calls.context import ApiContext, Route
 from serve.http.monitoring.health import health_routes
+from serve.http.monitoring.load_endpoint import load_routes
 from serve.http.monitoring.openapi_endpoint import openapi_routes
 from serve.http.monitoring.page_endpoint import page_routes
 from serve.http.monitoring.sleep_endpoint import sleep_routes
@@ -24,6 +25,7 @@ ENDPOINTS = (
     messages_routes,
     embedding_routes,
     tokenize_routes,
+    load_routes,
     page_routes,
     sleep_routes,
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit
+from memory.prefix.block_recorder import BlockRecorder
 from memory.prefix.index import PrefixHasher
 from serve.request import Request
 from serve.scheduler.sequence import Sequence
@@ -29,6 +30,8 @@ class PrefixLookup:
         self._hasher = hasher
         self._prefill_seconds = prefill_seconds
         self._fetch_deadline_s = 0.0
+        self.recorder: BlockRecorder | None = None
+        """Notes the tokens of cached pages, for those who follow the cache from outside."""
 
     @property
     def is_on(self) -> bool:
@@ -79,6 +82,8 @@ class PrefixLookup:
             sequence.num_tokens, hit=self.match(sequence)
         ):
             sequence.is_fetch_requested = True
+            if self.recorder is not None:
+                self.recorder.expect_loads(*_named_tokens(sequence))
             self._kv.fetch(sequence.page_keys, self._prefill_seconds)
             self._fetch_deadline_s = now_s + _FETCH_LIMIT_S
         return self._kv.prefixes.is_fetching
@@ -110,7 +115,11 @@ class PrefixLookup:
         if self._hasher is None or sequence.kv_range is None:
             return
         self._extend_keys(sequence, num_computed)
+        if self.recorder is not None:
+            self.recorder.begin(*_named_tokens(sequence))
         self._kv.insert_prefix(sequence.kv_range, sequence.page_keys, num_computed)
+        if self.recorder is not None:
+            self.recorder.end()
         sequence.next_cacheable_at = self._kv.page_end(sequence.kv_range.num_offered)
 
     def _extend_keys(self, sequence: Sequence, num_tokens: int | None = None) -> None:
@@ -118,3 +127,8 @@ class PrefixLookup:
         assert self._hasher is not None
         salt = sequence.request.params.cache_salt
         self._hasher.extend(sequence.page_keys, sequence.token_ids, salt, num_tokens)
+
+
+def _named_tokens(sequence: Sequence) -> tuple[list[int], list[bytes], str | None]:
+    """Returns the tokens of a sequence, the keys of its pages and the salt of these keys."""
+    return sequence.token_ids, sequence.page_keys, sequence.request.params.cache_salt

@@ -96,9 +96,11 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "serve/http/schema": ("serve", "serve/http/edge"),
     "serve/http/edge": ("serve",),
+    "serve/events": ("serve",),
     "serve/engine": (
         "serve",
         "serve/chat",
+        "serve/events",
         "serve/loading",
         "serve/prediction",
         "serve/runner",

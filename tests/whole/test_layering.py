@@ -16,8 +16,7 @@ from tests.support.layers import LOWER, SUBTREES, TABLE
 from tests.support.source_tree import PACKAGES, ROOT, circles, imported, imports_of, sources, tree
 
 COMMANDS = {Path("serve/cli/main.py"), Path("serve/cli/model_files.py")}
-"""The modules of serve that may import bench, inside functions: for `serve bench`, `serve plan` and
-for models such as random:llama-1b."""
+"""They may import bench, inside functions: for `serve bench`, `serve plan` and random:llama-1b."""
 ENTRIES = {Path("serve/__init__.py"), Path("serve/__main__.py")}
 """They hand names on, from anywhere in serve."""
 

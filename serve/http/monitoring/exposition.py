@@ -22,7 +22,13 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from serve.histogram import Histogram
-from serve.http.monitoring.metric_table import CACHE_INFO, SECTIONS, MetricSources, MetricSpec
+from serve.http.monitoring.metric_table import (
+    CACHE_INFO,
+    FORMER_USAGE,
+    SECTIONS,
+    MetricSources,
+    MetricSpec,
+)
 
 __all__ = ["CONTENT_TYPE", "Exposition"]
 
@@ -65,6 +71,7 @@ class Exposition:
                     yield _family(spec, spec.alias, labels, sources)
         yield _family(CACHE_INFO, "mergestep:cache_config_info", own | sources.cache, sources)
         if has_aliases:
+            yield _family(FORMER_USAGE, "vllm:gpu_cache_usage_perc", theirs, sources)
             yield _family(CACHE_INFO, "vllm:cache_config_info", theirs | sources.cache, sources)
 
     def _sources(self, engine: Engine) -> MetricSources:

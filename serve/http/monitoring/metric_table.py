@@ -257,6 +257,9 @@ SERVER = (
     MetricSpec("gauge", "predicted_ttft_seconds",
                "Predicted time to first token of the last checked request.",
                lambda r: r.stats.predicted_ttft_s),
+    MetricSpec("gauge", "predicted_queue_seconds",
+               "Predicted wait of a short request that arrives now, before its own prefill.",
+               lambda r: r.view.predicted_queue_s()),
     MetricSpec("gauge", "charged_bytes",
                "Expected memory of the calls in progress that take far more than their bodies.",
                lambda r: r.charged_bytes),
@@ -302,6 +305,11 @@ CACHE_INFO = MetricSpec(
     "gauge", "cache_config_info", "Configuration of K/V memory.", lambda r: 1.0, (),
     "vllm:cache_config_info",
 )  # fmt: skip
+
+# Routers that were written for earlier versions of vLLM read it.
+FORMER_USAGE = MetricSpec(
+    "gauge", "gpu_cache_usage_perc", "The former name of vllm:kv_cache_usage_perc.", _usage
+)
 
 SECTIONS = {
     "Requests": REQUESTS,

@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 
 from serve.cli.config_file import ConfigFile, parse_size, toml_value
 from serve.cli.main import app
-from serve.cli.print_config import config_lines
 from serve.cli.run import run_command
-from serve.cli.run_settings import IN_PYTHON_ONLY, OWNERS, SETTINGS, Setting, resolve
-from serve.cli.setting_help import PANELS
+from serve.cli.run_settings import IN_PYTHON_ONLY, OWNERS, SETTINGS, Setting, config_lines, resolve
+from serve.cli.setting_panels import PANELS
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.units import format_size
@@ -39,6 +38,8 @@ VALUES: dict[str, Any] = {
     "kvp": ["tcp://a:1", "tcp://b:2"],
     "kvp_segment_tokens": 4096,
     "lend": "tcp://a:1",
+    "kv_events": "tcp://*:1",
+    "kv_events_replay_endpoint": "ipc:///tmp/a",
     "log_level": "debug",
     "max_draft_tokens": 7,
     "memory_nodes": ["tcp://a:1", "tcp://b:2"],

@@ -19,7 +19,7 @@ BEGIN, END = (
 
 def table() -> str:
     from serve.cli.run_settings import SETTINGS
-    from serve.cli.setting_help import PANELS
+    from serve.cli.setting_panels import PANELS
 
     lines = []
     for panel in PANELS:

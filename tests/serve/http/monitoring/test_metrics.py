@@ -332,7 +332,7 @@ def test_the_documentation_has_everything_that_is_kept(exposition: str) -> None:
     sizes = {s.labels["what"]: s.value for s in families["mergestep:kept_bytes"].samples}
     entries = {s.labels["what"] for s in families["mergestep:kept_entries"].samples}
     # those that exist with a setting or after a request that needs them
-    assert documented - set(sizes) == {"grammars", "spans"}
+    assert documented - set(sizes) == {"grammars", "spans", "kv_events"}
     assert set(sizes) == entries <= documented
     assert sizes["kv_pages"] > 0 and sizes["metric_labels"] > 1000
 
@@ -361,8 +361,9 @@ def test_what_is_kept_follows_the_requests() -> None:
     with_server(check)
 
 
-def test_the_dashboard_queries_existing_metrics(exposition: str) -> None:
-    dashboard = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("board", ["grafana.json", "grafana-fleet.json"])
+def test_a_dashboard_queries_existing_metrics(exposition: str, board: str) -> None:
+    dashboard = json.loads((DOCS / board).read_text(encoding="utf-8"))
     samples = {
         (sample.name, *sorted(sample.labels))
         for family in text_string_to_metric_families(exposition)
@@ -385,9 +386,15 @@ def test_the_dashboard_queries_existing_metrics(exposition: str) -> None:
                 assert name in families or family in families, (panel["title"], name)
                 queried.add(family if name not in families else name)
                 if name in labels_of:
-                    matched = set(re.findall(r"(\w+)\s*=", matchers))
+                    matched = set(re.findall(r"(\w+)\s*=", matchers)) - {"instance"}
                     assert matched <= labels_of[name], (panel["title"], name)
     assert {name.partition(":")[0] for name in queried} >= {"vllm", "mergestep"}
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
-    types = {variable["type"] for variable in dashboard["templating"]["list"]}
-    assert "datasource" in types
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    used = set(re.findall(r"\$(?!__)\{?(\w+)", json.dumps(dashboard["panels"])))
+    assert used == set(variables), "each variable is used and exists"
+    placed = [panel["gridPos"] for panel in dashboard["panels"]]
+    cells = [(p["x"] + i, p["y"] + j) for p in placed for i in range(p["w"]) for j in range(p["h"])]
+    assert len(set(cells)) == len(cells) and max(cells)[0] < 24, "panels do not overlap"
+    assert (dashboard["uid"] == "mergestep") == (board == "grafana.json")
