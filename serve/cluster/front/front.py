@@ -208,7 +208,8 @@ class Front:
         which has it."""
         assert self._proxy is not None
         tried: list[Replica] = []
-        while (replica := self.replicas.choose([], tried)) is not None:
+        while (choice := self.replicas.choose([], tried)) is not None:
+            replica = choice.replica
             tried.append(replica)
             try:
                 if not await self._has(replica, request):

@@ -15,13 +15,12 @@ from aiohttp import web
 from serve.cluster.front.answer_log import AnswerLog, JournalError
 from serve.cluster.front.prefix_affinity import block_names
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
-from serve.cluster.front.replicas import Replica, ReplicaSet
+from serve.cluster.front.replicas import JOURNAL, Choice, Replica, ReplicaSet
 from serve.http.edge.settings import HttpSettings
 from serve.http.edge.sse import EventStream
 
 logger = logging.getLogger(__name__)
 
-JOURNAL = {"x-mergestep-journal": "1"}
 # Codes of errors with which a replica says that it cannot answer now, and another one can.
 _ELSEWHERE = frozenset(
     {"draining", "handed_over", "model_not_ready", "continuation_differs"}
@@ -84,14 +83,16 @@ class Relay:
         self._names = _names(request, body)
         self._broke_off_s: float | None = None
         self._num_breaks = 0
+        self._choice: Choice | None = None  # until the first events
+        self._sent_s = 0.0
         self._due_s: float | None = None  # when a call that no replica goes on with has failed
 
     async def run(self) -> web.StreamResponse:
         """Returns the answer. Raises NoReplicaError if nothing was sent yet."""
         refused: dict[Replica, web.Response] = {}
         while True:
-            replica = self._replicas.choose(self._names, refused)
-            if replica is None:
+            choice = self._replicas.choose(self._names, refused)
+            if choice is None:
                 final = [answer for answer in refused.values() if answer.status != 503]
                 if final and not self._log.has_sent:
                     return final[0]  # all are too busy, or none has the response that is named
@@ -99,7 +100,9 @@ class Relay:
                 if not await self._wait():
                     return await self._give_up()
                 continue
+            replica = choice.replica
             replica.num_calls += 1
+            self._choice, self._sent_s = choice, asyncio.get_running_loop().time()
             try:
                 answer = await self._try(replica)
             except _BrokenOffError as error:
@@ -185,6 +188,10 @@ class Relay:
                 headers=forwarded_headers(headers, NOT_FORWARDED),
             )
             await self._events.start()
+        if self._choice is not None:
+            seconds = asyncio.get_running_loop().time() - self._sent_s
+            self._replicas.note_first(self._choice, seconds)
+            self._choice = None
         self._due_s, self._num_breaks = None, 0
         if self._broke_off_s is not None:
             gap_s = asyncio.get_running_loop().time() - self._broke_off_s

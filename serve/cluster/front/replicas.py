@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import aiohttp
 
@@ -15,22 +16,39 @@ from serve.cluster.front.prefix_affinity import PrefixAffinity
 logger = logging.getLogger(__name__)
 
 CHECK_S = 0.5
+JOURNAL = {"x-mergestep-journal": "1"}
 ROUTING = ("prefix", "least-busy", "round-robin")
-MAX_EXTRA_STREAMS = 4  # that a replica with the prefix may have more than the least busy one
+_TICK_S = 0.01  # predicted times that differ by less are equal
+_LEAST_BLOCKS = 2
+_LEARNING = 0.1
+_FIRST_BLOCK_S = 0.02  # until it is measured
+QUEUE_HEADER = "x-mergestep-queue-seconds"
 
 
 @dataclass(eq=False, slots=True)
 class Replica:
     """A server. is_ready: it takes calls. is_lost: it has not answered for a while, or its
-    connections broke. responses: the answers that are being read from it."""
+    connections broke. queue_s: its wait, as it predicted it at the last check; sent_s: what
+    was sent since then takes. responses: the answers that are being read from it."""
 
     url: str
     is_ready: bool = False
     is_lost: bool = True
     num_calls: int = 0
     answered_s: float = 0.0
+    queue_s: float = 0.0
+    sent_s: float = 0.0
     last_chosen: int = 0
     responses: set[aiohttp.ClientResponse] = field(default_factory=set)
+
+
+class Choice(NamedTuple):
+    """A replica for one call. queue_s: its predicted wait. num_new: the prompt's blocks that it is
+    not known to have."""
+
+    replica: Replica
+    queue_s: float
+    num_new: int
 
 
 class ReplicaSet:
@@ -48,6 +66,7 @@ class ReplicaSet:
         self._changed = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
         self._num_chosen = 0
+        self._block_s = _FIRST_BLOCK_S
 
     async def start(self, session: aiohttp.ClientSession) -> None:
         """Checks every replica once, then again and again."""
@@ -82,27 +101,39 @@ class ReplicaSet:
     def num_ready(self) -> int:
         return sum(replica.is_ready for replica in self.replicas)
 
-    def choose(self, names: list[bytes], without: Collection[Replica] = ()) -> Replica | None:
-        """Returns the replica for a prompt with these blocks. With the routing "prefix" it is the
-        one that has answered most of them, unless it is much busier than the least busy one, which
-        "least-busy" takes. None if no replica is ready."""
+    def choose(self, names: list[bytes], without: Collection[Replica] = ()) -> Choice | None:
+        """Returns the replica for a prompt with these blocks; None if none is ready.
+
+        With the routing "prefix" it is that of the least predicted time to the first token: its
+        queue, as it predicts it, and the blocks of the prompt that it has not answered before, at
+        the measured seconds a block. Among those as good it is the least busy one."""
         ready = [r for r in self.replicas if r.is_ready and r not in without]
         if not ready:
             return None
-        least = min(replica.num_calls for replica in ready)
-        matching: dict[str, int] = {}
-        if self._routing == "prefix":
-            matching = self._affinity.num_matching(names)
-            ready = [r for r in ready if r.num_calls <= least + MAX_EXTRA_STREAMS]
-        elif self._routing == "least-busy":
-            ready = [r for r in ready if r.num_calls == least]
-        else:
-            ready = [min(ready, key=lambda r: r.last_chosen)]
-        chosen = min(ready, key=lambda r: (-matching.get(r.url, 0), r.num_calls, r.last_chosen))
+        matching = self._affinity.num_matching(names) if self._routing == "prefix" else {}
+
+        def rank(replica: Replica) -> tuple[float, ...]:
+            if self._routing == "round-robin":
+                return (replica.last_chosen,)
+            num_new = len(names) - matching.get(replica.url, 0)
+            predicted_s = replica.queue_s + replica.sent_s + self._block_s * num_new
+            ticks = round(predicted_s / _TICK_S) if self._routing == "prefix" else 0
+            return ticks, replica.num_calls, replica.last_chosen
+
+        chosen = min(ready, key=rank)
+        num_new = len(names) - matching.get(chosen.url, 0)
+        choice = Choice(chosen, chosen.queue_s + chosen.sent_s, num_new)
         self._affinity.add(names, chosen.url)
         self._num_chosen += 1
         chosen.last_chosen = self._num_chosen
-        return chosen
+        chosen.sent_s += self._block_s * num_new
+        return choice
+
+    def note_first(self, choice: Choice, seconds: float) -> None:
+        """Learns from the time to the first token of a call that this choice was made for."""
+        if choice.num_new >= _LEAST_BLOCKS:
+            block_s = max(0.0, seconds - choice.queue_s) / choice.num_new
+            self._block_s += _LEARNING * (block_s - self._block_s)
 
     async def wait_for_one(self, seconds: float) -> bool:
         """Waits until a replica is ready; returns whether one is."""
@@ -139,14 +170,18 @@ class ReplicaSet:
         timeout = aiohttp.ClientTimeout(total=self._lost_after_s)
         began_s = loop.time()
         try:
-            async with self._session.get(replica.url + "/ready", timeout=timeout) as response:
+            async with self._session.get(
+                replica.url + "/ready", timeout=timeout, headers=JOURNAL
+            ) as response:
                 is_ready = response.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                queue_s = float(response.headers.get(QUEUE_HEADER, 0.0))
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             is_over = loop.time() - max(replica.answered_s, began_s) >= self._lost_after_s
             if is_over or isinstance(error, aiohttp.ClientConnectorError):
                 self.lost(replica, type(error).__name__)
             return
         replica.answered_s = loop.time()
+        replica.queue_s, replica.sent_s = queue_s, 0.0
         if replica.is_lost:
             logger.info("the replica %s answers", replica.url)
         replica.is_lost = False

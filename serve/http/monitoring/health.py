@@ -6,6 +6,7 @@ from aiohttp import web
 
 from serve.errors import GROUP_LOST
 from serve.http.calls.context import ApiContext, Call, Route
+from serve.http.calls.continuation import JOURNAL_HEADER
 from serve.http.edge.errors import (
     common_headers,
     engine_stuck,
@@ -18,6 +19,7 @@ from serve.http.openai.answer_schemas import STATUS_ANSWER
 from serve.http.schema.describe import Operation
 
 LIVE = ("/health", "/health/live", "/ping")
+QUEUE_HEADER = "x-mergestep-queue-seconds"  # for a hop that chooses among servers
 READY = ("/ready", "/health/ready")
 
 
@@ -36,7 +38,10 @@ def health_routes(context: ApiContext) -> list[Route]:
             if context.engine.config.num_ranks > 1:
                 raise rank_lost(GROUP_LOST)
             raise no_memory("memory nodes are lost, and there is no other K/V memory")
-        return json_response({"status": "ready"}, call.request_id)
+        response = json_response({"status": "ready"}, call.request_id)
+        if JOURNAL_HEADER in call.request.headers:
+            response.headers[QUEUE_HEADER] = f"{context.engine.forecast(1, 0).queue_s:.4f}"
+        return response
 
     async def metrics(call: Call) -> web.Response:
         context.check_ready()
