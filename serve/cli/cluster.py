@@ -43,21 +43,24 @@ def cluster_command(context: typer.Context, **given: Any) -> None:
             raise ConfigError("group_url: `serve cluster` finds rank 0's address itself")
         if config.backend == "cuda":
             raise ConfigError("backend cuda: `serve cluster` reserves no GPUs")
-        num_replicas = given["replicas"]
-        if num_replicas > 1 and http.metrics_port is not None:
-            raise ConfigError("metrics_port cannot be used with --replicas")
         from serve.cluster.foreground import ClusterOptions, run_cluster
+        from serve.cluster.scaling import ScalingLimits
+
+        most = max(given["replicas"], given["max_replicas"] or 0)
+        least = given["replicas"] if given["min_replicas"] is None else given["min_replicas"]
+        if most > 1 and http.metrics_port is not None:
+            raise ConfigError("metrics_port cannot be used with --replicas")
 
         key = _key(config)
         options = ClusterOptions(
             config.tensor_parallel_size,
             config.pipeline_parallel_size,
-            lambda cpus: content(settings, key, cpus, is_behind_front=num_replicas > 1),
+            lambda cpus: content(settings, key, cpus, is_behind_front=most > 1),
             ray_address=given["ray_address"],
             cpus_per_rank=given["cpus_per_rank"],
             placement_timeout_s=given["placement_timeout"],
             drain_s=http.drain_s,
-            num_replicas=num_replicas,
+            scaling=ScalingLimits(least, most),
             http=http,
             is_dry_run=given["dry_run"],
             is_quiet=process.quiet,
@@ -119,6 +122,26 @@ _OWN = [
         60.0,
     ),
     keyword("replicas", _option(int, min=1, max=64, help="Replicas behind one address."), 1),
+    keyword(
+        "max_replicas",
+        _option(
+            int | None,
+            max=64,
+            help="Start more while calls wait, up to so many.",
+            show_default="as many as --replicas",
+        ),
+        None,
+    ),
+    keyword(
+        "min_replicas",
+        _option(
+            int | None,
+            min=0,
+            help="Keep so many while calls are few; 0: none while there is no call.",
+            show_default="as many as --replicas",
+        ),
+        None,
+    ),
     keyword(
         "dry_run",
         _option(bool, "--dry-run", help="Print where the ranks would run, and exit."),

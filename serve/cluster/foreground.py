@@ -13,6 +13,7 @@ from serve.cluster.fleet import Fleet
 from serve.cluster.placement import Shape, choose_cpus, place_stages, placement_lines, too_few
 from serve.cluster.ray_cluster import Cluster, connect
 from serve.cluster.replica import Content, Replica
+from serve.cluster.scaling import ScalingLimits
 from serve.errors import ConfigError
 from serve.http.edge.settings import HttpSettings
 
@@ -26,8 +27,8 @@ class ClusterOptions:
 
     cpus_per_rank: None takes all that are free. placement_timeout_s: how long to wait for room.
     drain_s: how long a stop waits for running requests. make_content: what ranks with so many CPUs
-    run. is_quiet: one line, and no log. num_replicas: with more than one, http has the
-    settings of the hop before them.
+    run. is_quiet: one line, and no log. scaling: with more than one replica, http
+    has the settings of the hop before them.
     """
 
     tensor: int
@@ -37,7 +38,7 @@ class ClusterOptions:
     cpus_per_rank: int | None = None
     placement_timeout_s: float = 60.0
     drain_s: float = 30.0
-    num_replicas: int = 1
+    scaling: ScalingLimits = field(default_factory=ScalingLimits)
     http: HttpSettings = field(default_factory=HttpSettings)
     is_dry_run: bool = False
     is_quiet: bool = False
@@ -52,7 +53,7 @@ def run_cluster(options: ClusterOptions) -> int:
             return 0
         with counted_signals() as signals:
             shape = _await_shape(cluster, options, signals)
-            if options.num_replicas > 1:
+            if options.scaling.most > 1:
                 return serve_fleet(cluster, shape, options, signals)
             return serve_replica(cluster, shape, options, signals)
     finally:
@@ -105,22 +106,19 @@ def serve_fleet(cluster: Cluster, shape: Shape, options: ClusterOptions, signals
 
     front = FrontThread(FrontSettings(()), options.http)
     front.start()
-    replicas: list[Replica] = []
     is_shown = False
     began_s = time.monotonic()
     hangups: list[int] = []
     before = signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))
-    fleet = Fleet(replicas, front, say, make)
+    fleet = Fleet((), front, say, make, options.scaling)
     try:
-        for number in range(options.num_replicas):
-            fleet.replicas.append(make(number))
         while not signals:
             fleet.step()
             if fleet.num_ready and not is_shown:
                 is_shown = True
                 load_s = time.monotonic() - began_s
                 print(f"ready at {front.url}/v1", flush=True)
-                say(f"  {options.num_replicas} replicas, the first ready in {load_s:.1f} s")
+                say(f"  {len(fleet.replicas)} replicas, the first ready in {load_s:.1f} s")
             if hangups and not fleet.is_updating:
                 hangups.clear()
                 fleet.update()
@@ -132,9 +130,7 @@ def serve_fleet(cluster: Cluster, shape: Shape, options: ClusterOptions, signals
     finally:
         signal.signal(signal.SIGHUP, before)
         front.stop()
-        for replica in fleet.replicas:
-            if replica is not None:
-                replica.close()
+        fleet.close()
     return 0 if is_shown else 128 + signals[0]
 
 

@@ -34,6 +34,12 @@ class FrontThread:
         """The calls that are being answered."""
         return self._front.num_calls
 
+    @property
+    def queue_s(self) -> float:
+        """The mean wait that the ready servers predict; 0 if there is none."""
+        waits = [r.queue_s for r in self._front.replicas.replicas if r.is_ready]
+        return sum(waits) / len(waits) if waits else 0.0
+
     def start(self) -> None:
         """Opens the listener. Raises OSError for the port."""
         self._thread.start()
