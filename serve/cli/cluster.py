@@ -67,7 +67,10 @@ def content(settings: RunSettings, key: str, cpus: int) -> Content:
     from serve.cluster.replica import Content
 
     # the ready line alone: the summary is this command's. The content of the key file travels.
-    text = settings.as_file({"compute_threads": cpus, "quiet": True}, ["group_key_file"])
+    changes: dict[str, Any] = {"quiet": True}
+    if "compute_threads" not in settings.of(EngineConfig):
+        changes["compute_threads"] = cpus
+    text = settings.as_file(changes, ["group_key_file"])
     return Content(text, key, settings.secrets(), os.getcwd())
 
 
