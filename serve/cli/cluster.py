@@ -80,7 +80,7 @@ def content(
 
     # the ready line alone: the summary is this command's. The content of the key file travels.
     more: dict[str, Any] = {"quiet": True}
-    if not settings.values["compute_threads"].origin:
+    if "compute_threads" not in settings.of(EngineConfig):
         more["compute_threads"] = cpus
     if is_behind_front:
         more["port"] = 0

@@ -30,6 +30,7 @@ ALL = _below(
 RUN = _below(
     ("serve run", "the embedded model, at http://127.0.0.1:8000"),
     "serve run ./Qwen3-0.6B --port 9000 --max-model-len 4096",
+    ("serve run ./Qwen3-0.6B ./Llama-3.2-1B", "several models, each loaded when it is asked for"),
     "serve run Qwen/Qwen2.5-0.5B-Instruct --dtype int8 --kv-cache-bytes 2GiB",
     ("serve run Qwen/Qwen2.5-0.5B-Instruct --revision main", "a branch, tag or commit"),
     "MERGESTEP_PORT=9000 serve run --config server.toml",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
@@ -100,7 +101,10 @@ class Proxy:
                 allow_redirects=False,
             )
         except (aiohttp.ClientError, OSError) as error:
-            is_reached = not isinstance(error, aiohttp.ClientConnectorError)
+            is_reached = not (
+                isinstance(error, aiohttp.ClientConnectorError)
+                and error.os_error.errno == errno.ECONNREFUSED
+            )
             raise UpstreamLostError(str(error) or repr(error), is_reached=is_reached) from error
         try:
             return await self._pass(request, answer, answer_headers, last_event, on_begin)

@@ -127,7 +127,7 @@ async function findModel() {
   if (model) return model;
   const { data } = await (await call("/v1/models")).json();
   setModel(data[0].id);
-  if (data.length > 1) showModels(data);
+  if (data.length > 1) offerModels(data);
   return model;
 }
 
@@ -141,23 +141,30 @@ function setModel(name) {
 
 const STATES_MS = 5000;
 
-/** Offers the models with their states, which it reads again from time to time. */
+/** Offers the models with their states. */
 function showModels(data) {
+  if (document.activeElement === $("models")) return; // it may be open
   const items = data.map(({ id, state }) =>
-    el("option", { value: id }, `${id} (${state.replaceAll("_", " ")})`),
+    el("option", { value: id }, `${id} (${(state ?? "").replaceAll("_", " ")})`),
   );
   $("models").replaceChildren(...items);
   $("models").value = model;
+}
+
+/** Lets the user choose one of several models, and reads their states from time to time. */
+function offerModels(data) {
+  showModels(data);
+  live.setModel(model);
+  if (!$("models").hidden) return;
   $("models").hidden = false;
   $("model").hidden = true;
-  live.setModel(model);
-  setTimeout(async () => {
+  setInterval(async () => {
+    if (document.hidden) return;
     try {
-      if (!document.hidden) data = (await (await call("/v1/models")).json()).data;
+      showModels((await (await call("/v1/models")).json()).data);
     } catch {
       // the next time
     }
-    showModels(data);
   }, STATES_MS);
 }
 

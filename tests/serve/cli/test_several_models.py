@@ -19,6 +19,7 @@ from serve.cluster.models.start import name_models, weight_file_bytes
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.http.edge.settings import HttpSettings
+from serve.machine import local_kv_bytes
 
 ONLY_RUN = typer.Typer(pretty_exceptions_enable=False)
 ONLY_RUN.command()(run_command)
@@ -116,6 +117,13 @@ def test_names() -> None:
     assert list(named) == ["one", "two", "Org/Three"]
     with pytest.raises(ConfigError, match="names must differ"):
         name_models([("/x/one", None), ("/y/one.gguf", None)])
+
+
+def test_kv_memory_is_bounded_beside_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERGESTEP_LOCAL_KV_BYTES", str(5 << 20))
+    assert local_kv_bytes() == 5 << 20
+    monkeypatch.delenv("MERGESTEP_LOCAL_KV_BYTES")
+    assert local_kv_bytes() > 5 << 20
 
 
 def test_bytes_of_files_in_parts(tmp_path: Path) -> None:
