@@ -24,6 +24,7 @@ BY_BODY = frozenset(
         "/v1/embeddings",
         "/tokenize",
         "/detokenize",
+        "/internal/load",
     )
 )
 BY_QUERY = frozenset(("/tokenizer_info", "/openapi.json"))

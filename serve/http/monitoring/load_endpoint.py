@@ -25,12 +25,12 @@ from serve.http.schema.fields import Integer, Record, String, Unknown
 from serve.request import Request
 from serve.sampling_params import SamplingParams
 
-MAX_PROMPT_TOKENS = 1 << 24
+_ANY_CONTEXT = 1 << 24  # tokens; the model's own context is checked besides
 NUMBERS = Record(
     {
         "model": String(512, min_chars=1),
-        "prompt_tokens": Integer(1, MAX_PROMPT_TOKENS),
-        "cached_tokens": Integer(0, MAX_PROMPT_TOKENS),
+        "prompt_tokens": Integer(1, _ANY_CONTEXT),
+        "cached_tokens": Integer(0, _ANY_CONTEXT),
     },
     required=("prompt_tokens",),
 )
