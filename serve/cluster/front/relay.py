@@ -30,7 +30,6 @@ _REFUSALS = frozenset({503, 409})
 # Responses are stored where they were made.
 _STORED_ELSEWHERE = frozenset({"previous_response_not_found", "response_not_found"})
 MAX_BREAKS = 8  # one after the other without a token: the call itself may be what kills servers
-MAX_ANSWER_BYTES = 256 << 20
 _PAUSE_S = 0.1
 
 
@@ -80,7 +79,9 @@ class Relay:
         self._log = AnswerLog()
         self._http = http
         self._events: EventStream | None = None
-        self._names = _names(request, body)
+        # a large body would hold up all streams while it is parsed
+        is_small = len(body) <= http.parse_inline_bytes
+        self._names = _names(request, body) if is_small else []
         self._broke_off_s: float | None = None
         self._num_breaks = 0
         self._choice: Choice | None = None  # until the first events
