@@ -114,6 +114,9 @@ class Relay:
                 continue
             finally:
                 replica.num_calls -= 1
+                if self._choice is not None:
+                    self._replicas.note_end(self._choice)
+                    self._choice = None
             if not isinstance(answer, web.Response) or not _goes_elsewhere(answer):
                 return answer
             refused[replica] = answer

@@ -29,7 +29,7 @@ QUEUE_HEADER = "x-mergestep-queue-seconds"
 class Replica:
     """A server. is_ready: it takes calls. is_lost: it has not answered for a while, or its
     connections broke. queue_s: its wait, as it predicted it at the last check; sent_s: what
-    was sent since then takes. responses: the answers that are being read from it."""
+    was sent since then and waits takes. responses: the answers that are being read from it."""
 
     url: str
     is_ready: bool = False
@@ -38,17 +38,20 @@ class Replica:
     answered_s: float = 0.0
     queue_s: float = 0.0
     sent_s: float = 0.0
+    num_checks: int = 0
     last_chosen: int = 0
     responses: set[aiohttp.ClientResponse] = field(default_factory=set)
 
 
 class Choice(NamedTuple):
     """A replica for one call. queue_s: its predicted wait. num_new: the prompt's blocks that it is
-    not known to have."""
+    not known to have, which take it cost_s. num_checks: of the replica up to then."""
 
     replica: Replica
     queue_s: float
     num_new: int
+    cost_s: float
+    num_checks: int
 
 
 class ReplicaSet:
@@ -122,18 +125,25 @@ class ReplicaSet:
 
         chosen = min(ready, key=rank)
         num_new = len(names) - matching.get(chosen.url, 0)
-        choice = Choice(chosen, chosen.queue_s + chosen.sent_s, num_new)
+        cost_s = self._block_s * num_new
+        choice = Choice(chosen, chosen.queue_s + chosen.sent_s, num_new, cost_s, chosen.num_checks)
         self._affinity.add(names, chosen.url)
         self._num_chosen += 1
         chosen.last_chosen = self._num_chosen
-        chosen.sent_s += self._block_s * num_new
+        chosen.sent_s += cost_s
         return choice
 
     def note_first(self, choice: Choice, seconds: float) -> None:
         """Learns from the time to the first token of a call that this choice was made for."""
+        self.note_end(choice)
         if choice.num_new >= _LEAST_BLOCKS:
             block_s = max(0.0, seconds - choice.queue_s) / choice.num_new
             self._block_s += _LEARNING * (block_s - self._block_s)
+
+    def note_end(self, choice: Choice) -> None:
+        """Notes that a call of this choice waits no more."""
+        if choice.num_checks == choice.replica.num_checks:  # else the last check has counted it
+            choice.replica.sent_s = max(0.0, choice.replica.sent_s - choice.cost_s)
 
     async def wait_for_one(self, seconds: float) -> bool:
         """Waits until a replica is ready; returns whether one is."""
@@ -182,6 +192,7 @@ class ReplicaSet:
             return
         replica.answered_s = loop.time()
         replica.queue_s, replica.sent_s = queue_s, 0.0
+        replica.num_checks += 1
         if replica.is_lost:
             logger.info("the replica %s answers", replica.url)
         replica.is_lost = False
