@@ -78,9 +78,6 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
     precision = resolve_precision(config, spec)
-    if config.speculation in DRAFT_HEADS and precision.kv == "int4":
-        # the head computes rows late, when their block may have left the store of recent tokens
-        raise ConfigError(f"speculation {config.speculation} needs another kv_dtype than int4")
     if config.load_format == "random":
         logger.warning("load_format random: the weights are random, and so are the answers")
     else:

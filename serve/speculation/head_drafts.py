@@ -229,8 +229,6 @@ class HeadDrafts:
             return drafts
         # with all copies that are due, before a page that they read may be written
         self._kv.commit()
-        # with all copies that are due, before a page that they read may be written
-        self._kv.commit()
         draft_in_steps(parts, self._extend, self._vocab_size, self.time, self.clock)
         return drafts
 
