@@ -103,7 +103,7 @@ def check_drafts(settings: _Drafts) -> None:
     if getattr(settings, "converter", False):
         raise ConfigError(f"{chosen} needs a model of a known family: leave out converter")
     for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(settings, setting) != 1:
+        if settings.speculation in DRAFT_HEADS and getattr(settings, setting) != 1:
             raise ConfigError(f"{chosen} needs a model in one process: leave out {setting}")
 
 

@@ -43,7 +43,7 @@ from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
 from serve.scheduler.waiting_queue import make_queue
 from serve.setting_checks import check_draft_use
-from serve.speculation import TwoModels, make_drafting, make_head_drafts
+from serve.speculation import make_drafting, make_head_drafts
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
@@ -140,12 +140,11 @@ def _load(
     draft = None if weights is None else weights.with_kv(config)
     runner, head = runtime.runner, make_head_drafts(config, runtime)
     if runner is None:
-        memory = runtime.memory if draft is None else TwoModels(draft, runtime.memory)
         runner = ModelRunner(
             runtime.model,
             kv,
             runtime.attention,
-            memory=memory,
+            memory=runtime.memory,
             states=prediction.reader,
             follower=head,
         )
@@ -258,7 +257,7 @@ def _load_weights(
         return runtime, functools.partial(NodeRecovery, runtime.nodes, runtime.kv.partitions)
     from serve.group.start import start_group  # only a group needs it
 
-    group = start_group(config, progress)
+    group = start_group(config, progress, kv_share)
     runtime = group.runtime
     if runtime.nodes is None:
         return runtime, group.make_recovery

@@ -66,9 +66,12 @@ class GroupRuntime:
     make_recovery: Callable[..., GroupRecovery | HeldGroupRecovery]
 
 
-def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
+def start_group(
+    config: EngineConfig, progress: LoadProgress, kv_share: float = 1.0
+) -> GroupRuntime:
     """Starts the workers of a config with more than one rank, or waits for those that others start,
-    and loads the model on all of them.
+    and loads the model on all of them. kv_share: the part of each machine's K/V memory that is the
+    model's; the rest is a draft model's.
 
     Call it in the compute thread. Raises ConfigError, ModelLoadError and MergestepError.
     """
@@ -95,7 +98,7 @@ def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
         raise
     group = Group(own, grid, links, workers.key, workers.note_silence)
     try:
-        return _form(source, grid, group, workers, loader)
+        return _form(source, grid, group, workers, loader, kv_share)
     except BaseException as error:
         group.close()
         workers.close()
@@ -118,10 +121,16 @@ def _remote_workers(config: EngineConfig, member: Membership) -> RemoteWorkers:
 
 
 def _form(
-    source: ModelSource, grid: Grid, group: Group, workers: AnyWorkers, loader: WorkerLoader
+    source: ModelSource,
+    grid: Grid,
+    group: Group,
+    workers: AnyWorkers,
+    loader: WorkerLoader,
+    kv_share: float,
 ) -> GroupRuntime:
     config, spec, precision, *_ = source
     free = kv_bytes_of_a_rank(config, group.own.room, list(group.links.values()))
+    free = max(1, int(free * kv_share))
     shards = [replace(shard_of(grid, rank), exchange=None) for rank in range(grid.size)]
     unit_bytes = None if group.own.device is None else group.own.device.unit_bytes
     own, recorder, geometry, sizes = make_accounting(

@@ -78,6 +78,8 @@ def _own_config(config: EngineConfig, target: ModelSpec) -> EngineConfig:
         kv_cache_dir=None,
         kvp_segment_tokens=max(config.kvp_segment_tokens, -(-longest // 128) * 128),
         lend=None,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
     )
     try:
         resolve_precision(own, spec, is_trial=True)

@@ -43,6 +43,9 @@ class Drafting(Protocol):
     def trim(self) -> None:
         """Returns unused memory to the system, while nothing runs."""
 
+    def close(self) -> None:
+        """Frees memory of its own, after the runner's."""
+
     @property
     def kept_bytes(self) -> tuple[int, int]:
         """The texts that are kept to look for drafts in, and their bytes. Any thread may ask."""

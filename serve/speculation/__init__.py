@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.runtime import Runtime
-from serve.runner.runner import Closable
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_results import Drafting
 from serve.setting_checks import DRAFT_HEADS
@@ -18,19 +16,6 @@ if TYPE_CHECKING:
     from serve.speculation.head_drafts import HeadDrafts
 
 _TILED = ("int8", "int4")
-
-
-@dataclass(frozen=True, slots=True)
-class TwoModels:
-    """The memory of a draft model and of its target, which are closed together."""
-
-    draft: Runtime
-    memory: Closable
-
-    def close(self) -> None:
-        self.draft.kv.close_all()
-        self.draft.memory.close()
-        self.memory.close()
 
 
 def make_head_drafts(config: EngineConfig, runtime: Runtime) -> HeadDrafts | None:

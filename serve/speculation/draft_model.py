@@ -99,6 +99,7 @@ class DraftModel:
         self.time = StepTimeModel(rows_per_step)
         self.clock = clock
         self._model, self._attention, self._kv = runtime.model, runtime.attention, runtime.kv
+        self._memory = runtime.memory
         self._own_vocab = runtime.spec.vocab_size
         self._vocab_size = vocab_size
         self._hasher = PrefixHasher(self._kv.page_end) if has_prefixes else None
@@ -274,3 +275,7 @@ class DraftModel:
 
     def trim(self) -> None:
         self._kv.trim()
+
+    def close(self) -> None:
+        self._kv.close_all()
+        self._memory.close()

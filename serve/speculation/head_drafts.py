@@ -307,3 +307,6 @@ class HeadDrafts:
 
     def trim(self) -> None:
         """There is nothing to return."""
+
+    def close(self) -> None:
+        """The model's memory holds the head's."""

@@ -318,6 +318,10 @@ class Speculation:
         if self._by_model is not None:
             self._by_model.model.trim()
 
+    def close(self) -> None:
+        if self._by_model is not None:
+            self._by_model.model.close()
+
     @property
     def kept_bytes(self) -> tuple[int, int]:
         return self.drafter.kept_bytes

@@ -210,8 +210,6 @@ def test_wrong_settings():
         EngineConfig(speculation="model")
     with pytest.raises(ConfigError, match="draft_model needs speculation model or eagle3"):
         LLM(LLAMA, draft_model=LLAMA, speculation="lookup")
-    with pytest.raises(ConfigError, match="leave out tensor_parallel_size"):
-        EngineConfig(draft_model=LLAMA, speculation="model", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"draft_model: .* gives tokens other ids"):
         drafting("default", LLAMA)
 
