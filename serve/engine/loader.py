@@ -43,7 +43,7 @@ from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
 from serve.scheduler.waiting_queue import make_queue
 from serve.setting_checks import check_draft_use
-from serve.speculation import make_drafting, make_head_drafts
+from serve.speculation import make_drafting, make_head_drafts, use_drafting
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
@@ -156,7 +156,7 @@ def _load(
         PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
         make_queue(config.order),
     )
-    scheduler.drafting = make_drafting(config, scheduler, runtime, draft, head)
+    use_drafting(scheduler, make_drafting(config, scheduler, runtime, draft, head))
     core = parts.core(
         runner=runner,
         scheduler=scheduler,

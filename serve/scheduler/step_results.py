@@ -37,6 +37,10 @@ class Drafting(Protocol):
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Takes note of how many tokens of a draft agreed."""
 
+    def tokens_per_step(self, sequence: Sequence) -> float:
+        """Returns how many tokens a step is expected to give a sequence, at least about 1. Any
+        thread may ask."""
+
     def ended(self, sequence: Sequence) -> None:
         """Takes note of a sequence that has ended, for whatever reason."""
 

@@ -77,6 +77,14 @@ def make_drafting(
     )
 
 
+def use_drafting(scheduler: Scheduler, drafting: Drafting | None) -> None:
+    """Makes the scheduler give its steps drafts, and count the steps of answers by them."""
+    scheduler.drafting = drafting
+    if drafting is not None:
+        scheduler.waiting.tokens_per_step = drafting.tokens_per_step
+        scheduler.policy.tokens_per_step = drafting.tokens_per_step
+
+
 def _is_exact(config: EngineConfig, runtime: Runtime) -> bool:
     """Returns whether several rows of a sequence have the bits of single ones. K/V in tiles is
     attended to by one kernel; plain K/V by two, of which only local memory takes the right one."""

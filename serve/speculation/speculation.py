@@ -30,6 +30,7 @@ from serve.speculation.beside_prompts import DraftsBesidePrompts, Offer, Room
 from serve.speculation.draft_ledger import DraftLedger
 from serve.speculation.drafter import Draft, Drafter, DraftSource
 from serve.speculation.model_drafts import MARGIN, Candidate, ModelDrafts
+from serve.speculation.tokens_per_step import TokensPerStep
 
 _OF_MODEL = -1  # the kind of a draft model's drafts
 # As long as nothing is known of a step's time, so many rows are taken to cost nothing.
@@ -44,10 +45,12 @@ _FEWEST_AHEAD, _MOST_AHEAD = 8, 64
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is kept with a sequence. trials: of lookup's drafts. The rest is of its last draft."""
+    """What is kept with a sequence. trials: of lookup's drafts. num_accepted: the tokens of its
+    answer that came from drafts. The rest is of its last draft."""
 
     trials: Trials = field(default_factory=Trials)
     model_trials: Trials = field(default_factory=Trials)
+    num_accepted: int = 0
     kind: int = 0
     is_predicted: bool = False
 
@@ -77,6 +80,7 @@ class Speculation:
         self._acceptance = Acceptance(drafter.first_guesses)
         self._most_rows = 0  # of any step with drafts and no prompt
         self._beside = DraftsBesidePrompts(model)
+        self._speeds = TokensPerStep()
         self._device_rows = device_rows
         self._ledger = ledger
         self._num_ahead = 0  # steps that are still launched ahead before drafts are tried again
@@ -295,6 +299,7 @@ class Speculation:
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         state = _state_of(sequence)
+        state.num_accepted += num_accepted
         if self._ledger is not None:
             self._ledger.accepted(num_accepted)
         prediction = sequence.request.prediction
@@ -305,7 +310,15 @@ class Speculation:
             return
         self._acceptance.learn(state.kind, state.trials, num_drafted, num_accepted)
 
+    def tokens_per_step(self, sequence: Sequence) -> float:
+        state = sequence.drafting
+        num_accepted = state.num_accepted if isinstance(state, _Drafting) else 0
+        return self._speeds.of(sequence.num_output_tokens, num_accepted)
+
     def ended(self, sequence: Sequence) -> None:
+        if sequence.num_output_tokens:
+            num_accepted = _state_of(sequence).num_accepted if sequence.drafting else 0
+            self._speeds.learn(sequence.num_output_tokens, num_accepted)
         self.drafter.ended(sequence)
         if self._ledger is not None:
             self._ledger.disturbed()  # the next step may come later
