@@ -137,7 +137,7 @@ def _load(
     spec, kv = runtime.spec, runtime.kv
     batched = config.batched_tokens
     prediction = start_prediction(config, spec.hidden_size, _shape_of(spec))
-    draft = None if weights is None else weights.with_kv(config)
+    draft = None if weights is None else weights.with_kv(config, kv)
     runner, head = runtime.runner, make_head_drafts(config, runtime)
     if runner is None:
         runner = ModelRunner(
@@ -231,15 +231,14 @@ def _load_parts(
             check()
         return text.result()
 
-    draft, kv_share = None, 1.0
+    draft: DraftWeights | None = None
     try:
         check_draft_use(config.speculation, config.draft_model)
         if config.speculation == "model":
             check_same_ids(config.tokenizer_path, wait().tokenizer, draft_path(config))
             draft = load_draft_weights(config, LoadProgress(progress, check=check))
-            kv_share = 1.0 - draft.kv_share
         runtime, make_recovery = _load_weights(
-            config, LoadProgress(progress, check=check, finish=wait), kv_share
+            config, LoadProgress(progress, check=check, finish=wait), draft
         )
     except BaseException:
         text.discard()
@@ -248,10 +247,13 @@ def _load_parts(
 
 
 def _load_weights(
-    config: EngineConfig, progress: LoadProgress, kv_share: float
+    config: EngineConfig, progress: LoadProgress, draft: DraftWeights | None
 ) -> tuple[Runtime, MakeRecovery | None]:
+    """Loads the model. draft: what is loaded beside it, with which it shares memory."""
+    kv_share = 1.0 if draft is None else 1.0 - draft.kv_share
     if config.num_ranks == 1:
-        runtime = load_runtime(config, progress, kv_share=kv_share)
+        device = None if draft is None else draft.device
+        runtime = load_runtime(config, progress, kv_share=kv_share, device=device)
         if runtime.nodes is None:
             return runtime, None
         return runtime, functools.partial(NodeRecovery, runtime.nodes, runtime.kv.partitions)

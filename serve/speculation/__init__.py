@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.loading.draft_model import LoadedDraft
 from serve.loading.runtime import Runtime
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_results import Drafting
@@ -33,7 +34,7 @@ def make_drafting(
     config: EngineConfig,
     scheduler: Scheduler,
     runtime: Runtime,
-    draft: Runtime | None = None,
+    draft: LoadedDraft | None = None,
     head: HeadDrafts | None = None,
 ) -> Drafting | None:
     """Returns what gives drafts to the engine's steps; None if they are off, or if the rows of a
@@ -66,7 +67,8 @@ def make_drafting(
         from serve.speculation.draft_model import DraftModel
 
         size, has_prefixes = runtime.spec.vocab_size, config.prefix_cache
-        model = DraftModel(draft, size, config.batched_tokens, has_prefixes=has_prefixes)
+        rows = config.batched_tokens
+        model = DraftModel(draft.runtime, draft.compute, size, rows, has_prefixes=has_prefixes)
     drafter = prompt_lookup.PromptLookup()
     most = config.max_draft_tokens
     device_rows = min(config.max_num_seqs, config.batched_tokens) if is_cuda else None

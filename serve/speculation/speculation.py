@@ -176,7 +176,7 @@ class Speculation:
         for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
             most = min(self._most, sequence.max_tokens_total - len(sequence.token_ids) - 1)
             most = min(most, models.model.most_drafted(sequence))
-            if most < 1 or not _may_draft(sequence):
+            if most < 1 or not self._may_draft(sequence):
                 continue
             state = _state_of(sequence)
             rate = models.rate(state.model_trials)
@@ -211,13 +211,19 @@ class Speculation:
 
     def _cut(self, sequence: Sequence, draft: Draft) -> bool:
         """Cuts a draft before the sequence's last possible token; returns whether any is left."""
-        if not _may_draft(sequence):
+        if not self._may_draft(sequence):
             return False
-        is_special = sequence.mask is not None or sequence.request.params.has_penalties
-        if is_special and self._device_rows is not None:
-            return False  # a device has one mask and one row of counts for a sequence
         del draft.token_ids[max(0, sequence.max_tokens_total - len(sequence.token_ids) - 1) :]
         return bool(draft.token_ids)
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        """Returns False where the mask is late and was begun without a draft, or takes so long that
+        those of a draft would be late. A device has one mask and one row of counts for a
+        sequence."""
+        mask = sequence.mask
+        if self._device_rows is not None:
+            return mask is None and not sequence.request.params.has_penalties
+        return mask is None or (mask.job is None and mask.cost_s < _DEAR_MASK_S)
 
     def _has_room(self, sequence: Sequence, length: int, num_sequences: int) -> bool:
         """Returns whether there are pages for a draft and for each of num_sequences."""
@@ -350,13 +356,6 @@ def _state_of(sequence: Sequence) -> _Drafting:
         state = sequence.drafting = _Drafting()
     assert isinstance(state, _Drafting)
     return state
-
-
-def _may_draft(sequence: Sequence) -> bool:
-    """Returns False where the mask is late and was begun without a draft, or takes so long that
-    those of a draft would be late."""
-    mask = sequence.mask
-    return mask is None or (mask.job is None and mask.cost_s < _DEAR_MASK_S)
 
 
 def _sort(plan: StepPlan) -> None:

@@ -104,9 +104,9 @@ def test_prefix_is_computed_once(salt):
         model = always_draft(llm)
         forward = model._forward
 
-        def counted(parts: list[Any]) -> Any:
+        def counted(parts: list[Any], **settings: Any) -> Any:
             rows.append(sum(len(part.tokens) for part in parts))
-            return forward(parts)
+            return forward(parts, **settings)
 
         model._forward = counted  # type: ignore[method-assign]
         counts = []
