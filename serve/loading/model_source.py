@@ -87,10 +87,6 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
 
 def _with_draft_head(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
     """Adds what the settings draft with. ConfigError where it would not be computed."""
-    if config.backend == "cuda":
-        raise ConfigError(
-            f"speculation {config.speculation} needs the cpu back end, not cuda: use backend cpu"
-        )
     if config.speculation == "mtp":
         from serve.models.draft_heads.mtp import read_mtp
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from memory.attention.seam import AttentionStep
 from ops.cuda.attention import PrefillChunk
 from serve.models import Decoder
-from serve.runner.cuda_runner import StepAttention
 from serve.runner.graph_shapes import StepShape, StepShapes
+from serve.runner.step_attention import StepAttention
 from serve.runner.step_device import StepDevice, Work
 
 logger = logging.getLogger(__name__)

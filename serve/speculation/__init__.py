@@ -8,6 +8,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.draft_model import LoadedDraft
 from serve.loading.runtime import Runtime
+from serve.runner.runner import FollowedRunner
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_results import Drafting
 from serve.setting_checks import DRAFT_HEADS
@@ -27,7 +28,10 @@ def make_head_drafts(config: EngineConfig, runtime: Runtime) -> HeadDrafts | Non
 
     head, size, rows = runtime.model.draft_head, runtime.spec.vocab_size, config.batched_tokens
     assert head is not None, "it is loaded with the model"
-    return HeadDrafts(head, runtime.attention, runtime.kv, size, rows)
+    drafts = HeadDrafts(head, runtime.attention, runtime.kv, size, rows)
+    if isinstance(runtime.runner, FollowedRunner):
+        runtime.runner.follower = drafts
+    return drafts
 
 
 def make_drafting(
