@@ -11,12 +11,14 @@ from bench.common.scripted_drafts import ScriptedDrafter
 from memory.attention.seam import AttentionStep
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
+from serve.loading import cuda_runtime
 from serve.loading.draft_model import load_draft_weights
 from serve.models.progress import LoadProgress
 from serve.runner.device_forward import DeviceForward
 from serve.speculation.speculation import Speculation
 from tests.serve.speculation.test_same_tokens import answers_of, results
-from tests.support.engine.checkpoints import checkpoint
+from tests.support.cuda.late_step_device import LateStepDevice
+from tests.support.engine.checkpoints import checkpoint, reference_greedy
 from tests.support.speculation.scripted import FreeRows, always_draft, num_accepted
 
 pytestmark = pytest.mark.exhaustive
@@ -97,6 +99,26 @@ def test_a_draft_model_changes_no_token(target, draft, dtype):
         assert target != draft or stats.num_accepted_tokens >= 4
         assert stats.pages_in_use == stats.draft_pages_in_use == 0
         model._kv.check_integrity()
+
+
+def test_a_device_that_computes_late(monkeypatch):
+    """Nothing that the device reads late is overwritten or freed by the other model's steps."""
+    device = LateStepDevice(delay_s=0.005)
+    monkeypatch.setattr(cuda_runtime, "make_step_device", lambda device_of: device)
+    llama = str(checkpoint("llama"))
+    prompts = [{"prompt_token_ids": list(range(5 + i, 12 + 3 * i))} for i in range(2)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    settings = DRAFTED | {"backend": "cuda", "dtype": "float32", "kv_cache_bytes": 8 << 20}
+    settings |= {"speculation": "model", "draft_model": llama, "max_draft_tokens": 3}
+    with LLM(llama, **settings) as llm:
+        always_draft(llm)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats().num_accepted_tokens >= 4
+        assert llm.stats().pages_in_use == llm.stats().draft_pages_in_use == 0
+    device.stop()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = reference_greedy(checkpoint("llama"), prompt["prompt_token_ids"], 8)
+        assert output.outputs[0].token_ids == expected
 
 
 def test_both_models_share_the_memory():
