@@ -228,6 +228,9 @@ class FollowedRunner(Protocol):
 
     follower: Follower | None
 
+    def use_pages(self) -> None:
+        """Makes pages usable that the accounting has given since the last step."""
+
 
 class ModelRunner:
     """Runs a model on this machine, one step at a time."""

@@ -28,9 +28,10 @@ def make_head_drafts(config: EngineConfig, runtime: Runtime) -> HeadDrafts | Non
 
     head, size, rows = runtime.model.draft_head, runtime.spec.vocab_size, config.batched_tokens
     assert head is not None, "it is loaded with the model"
-    drafts = HeadDrafts(head, runtime.attention, runtime.kv, size, rows)
-    if isinstance(runtime.runner, FollowedRunner):
-        runtime.runner.follower = drafts
+    runner, parts = runtime.runner, (head, runtime.attention, runtime.kv, size, rows)
+    if not isinstance(runner, FollowedRunner):
+        return HeadDrafts(*parts)
+    runner.follower = drafts = HeadDrafts(*parts, use_pages=runner.use_pages)
     return drafts
 
 

@@ -119,12 +119,15 @@ class HeadDrafts:
         vocab_size: int,
         rows_per_step: int,
         *,
+        use_pages: abc.Callable[[], None] = lambda: None,
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
-        """attention, kv: the model's. rows_per_step: the most of a step."""
+        """attention, kv: the model's. rows_per_step: the most of a step. use_pages: makes pages
+        usable that kv has given and committed."""
         self.time = StepTimeModel(rows_per_step)
         self.clock = clock
         self._head, self._attention, self._kv = head, attention, kv
+        self._use_pages = use_pages
         self._device, self._most_rows = head.device, rows_per_step
         self._vocab_size = vocab_size
         self._texts: dict[Sequence, _Text] = {}
@@ -244,6 +247,7 @@ class HeadDrafts:
             return drafts
         # with all copies that are due, before a page that they read may be written
         self._kv.commit()
+        self._use_pages()
         draft_in_steps(parts, self._extend, self._vocab_size, self.time, self.clock)
         return drafts
 
