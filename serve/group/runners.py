@@ -116,8 +116,9 @@ class TensorRunner:
         if not self._is_due:
             self._group.post_edits(self._recorder)
 
-    def use_pages(self) -> None:
+    def use_pages(self) -> bool:
         self._flush()
+        return not (self._is_due or self._group.is_lost())
 
     def flush_due(self) -> None:
         """After a step, sends edits that have waited for its end, because no other step may follow:

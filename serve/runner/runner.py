@@ -228,8 +228,9 @@ class FollowedRunner(Protocol):
 
     follower: Follower | None
 
-    def use_pages(self) -> None:
-        """Makes pages usable that the accounting has given since the last step."""
+    def use_pages(self) -> bool:
+        """Makes pages usable that the accounting has given since the last step; returns whether
+        they are."""
 
 
 class ModelRunner:

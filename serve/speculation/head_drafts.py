@@ -119,11 +119,11 @@ class HeadDrafts:
         vocab_size: int,
         rows_per_step: int,
         *,
-        use_pages: abc.Callable[[], None] = lambda: None,
+        use_pages: abc.Callable[[], bool] = lambda: True,
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
         """attention, kv: the model's. rows_per_step: the most of a step. use_pages: makes pages
-        usable that kv has given and committed."""
+        usable that kv has given and committed, if it can."""
         self.time = StepTimeModel(rows_per_step)
         self.clock = clock
         self._head, self._attention, self._kv = head, attention, kv
@@ -247,7 +247,8 @@ class HeadDrafts:
             return drafts
         # with all copies that are due, before a page that they read may be written
         self._kv.commit()
-        self._use_pages()
+        if not self._use_pages():
+            return drafts
         draft_in_steps(parts, self._extend, self._vocab_size, self.time, self.clock)
         return drafts
 

@@ -147,6 +147,22 @@ def test_a_lost_rank_beside_a_head(thread_workers, tmp_path):  # noqa: F811
         assert llm.stats().num_draft_tokens > 20
 
 
+def test_no_drafts_where_pages_cannot_be_used(thread_workers, tmp_path):  # noqa: F811
+    """A group that has just lost a rank maps no pages for the head."""
+    settings = SMALL | settings_of(tmp_path, "eagle3", "llama", "base") | {"dtype": "int8"}
+    with LLM(**settings | PLAIN) as plain, LLM(**settings, tensor_parallel_size=2) as llm:
+        drafts, runner = always_draft(llm), llm._loaded.core._runner
+        runner._group._lost.add(1)
+        assert not runner.use_pages()
+        runner._group._lost.clear()
+        assert runner.use_pages()
+        drafts._use_pages = lambda: False
+        prompts, params = requests(300, 4, 20)
+        expected = results(plain.generate(prompts, params, use_tqdm=False))
+        assert results(llm.generate(prompts, params, use_tqdm=False)) == expected
+        assert llm.stats().num_draft_tokens == 0
+
+
 def test_refused(tmp_path):
     for setting in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
         with pytest.raises(ConfigError, match=f"speculation mtp needs .*{next(iter(setting))}"):
