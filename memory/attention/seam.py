@@ -24,7 +24,8 @@ class AttentionLayer:
     logit that takes part in the softmax and has no value. shares: the earlier layer, in the same
     list, whose K/V this layer reads; it has none of its own, and its window is within the owner's.
     value_dim: V is the first value_dim values of K and is not stored (latent attention,
-    num_kv_heads is 1); None: V is stored.
+    num_kv_heads is 1); None: V is stored. is_late: its rows may be computed some steps after those
+    of the other layers (a head that drafts), so none of its K/V is for recent tokens alone.
     """
 
     num_heads: int
@@ -37,6 +38,7 @@ class AttentionLayer:
     shares: int | None = None
     value_dim: int | None = None
     chunk: int | None = None
+    is_late: bool = False
 
 
 def kv_owner(layers: Sequence[AttentionLayer], index: int) -> int:

@@ -44,7 +44,8 @@ Format = Int8KVFormat | Int4KVFormat | LatentKVFormat
 class TiledKVLayout:
     """The layout of all layers' K and V in one tile's bytes.
 
-    A layer that shares the K/V of another has its offset.
+    A layer that shares the K/V of another has its offset. A late layer's int4 K/V is int8, because
+    recent tokens are no more precise there.
     """
 
     tile_tokens = TILE_TOKENS
@@ -81,6 +82,8 @@ class TiledKVLayout:
 
 
 def _format(layer: AttentionLayer, kv_dtype: str, group: int) -> Format | None:
+    if layer.is_late:
+        kv_dtype = "int8"
     if layer.value_dim is None:
         return kv_format(kv_dtype, layer.num_kv_heads, layer.head_dim, group)
     has_options = layer.window is not None or layer.soft_cap or layer.sinks is not None
@@ -94,9 +97,9 @@ TiledOp = TiledAttention | LatentAttention
 
 @dataclass(frozen=True, slots=True)
 class RecentStore:
-    """The int8 K/V of all layers at `address`, from which rows read the keys of their own block
-    (quant/kv.py: RECENT_BLOCK); int4 K/V has the earlier ones. Ranges begin at the same token in
-    both."""
+    """The int8 K/V of all layers but late ones at `address`, from which rows read the keys of their
+    own block (quant/kv.py: RECENT_BLOCK); int4 K/V has the earlier ones. Ranges begin at the same
+    token in both."""
 
     layout: TiledKVLayout
     address: int
@@ -105,17 +108,21 @@ class RecentStore:
         """Returns the store of the layers with these numbers."""
         return RecentLayers(self, [self.place(number) for number in numbers])
 
-    def place(self, number: int) -> tuple[int, int]:
-        """Returns a layer's offset in a tile, in bytes, and its group."""
+    def place(self, number: int) -> tuple[int, int] | None:
+        """Returns a layer's offset in a tile, in bytes, and its group; None for a late layer, which
+        is the last one."""
+        if number == len(self.layout.layers):
+            return None
         return self.layout.offsets[number], self.layout.formats[number].group
 
 
 @dataclass(frozen=True, slots=True)
 class RecentLayers:
-    """The recent store of some layers. places: the offset and the group of each."""
+    """The recent store of some layers. places: the offset and the group of each that has a part in
+    it."""
 
     store: RecentStore
-    places: Sequence[tuple[int, int]]
+    places: Sequence[tuple[int, int] | None]
 
     def add_to(self, native: TiledAttentionStep, step: AttentionStep) -> None:
         """Adds the store to a planned step."""

@@ -365,7 +365,7 @@ class EngineCore:
         except Exception:
             logger.exception("giving K/V memory back failed")
         finally:
-            self._runner.close()
+            self._executor.close()
 
     # ---- any thread: shutdown
 

@@ -45,7 +45,7 @@ from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
 from serve.scheduler.waiting_queue import make_queue
 from serve.setting_checks import check_draft_use
-from serve.speculation import TwoModels, make_drafting, make_head_drafts
+from serve.speculation import make_drafting, make_head_drafts, use_drafting
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
@@ -148,15 +148,14 @@ def _load(
     spec, kv = runtime.spec, runtime.kv
     batched = config.batched_tokens
     prediction = start_prediction(config, spec.hidden_size, _shape_of(spec))
-    draft = None if weights is None else weights.with_kv(config)
+    draft = None if weights is None else weights.with_kv(config, kv)
     runner, head = runtime.runner, make_head_drafts(config, runtime)
     if runner is None:
-        memory = runtime.memory if draft is None else TwoModels(draft, runtime.memory)
         runner = ModelRunner(
             runtime.model,
             kv,
             runtime.attention,
-            memory=memory,
+            memory=runtime.memory,
             states=prediction.reader,
             follower=head,
         )
@@ -168,7 +167,7 @@ def _load(
         PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
         make_queue(config.order),
     )
-    scheduler.drafting = make_drafting(config, scheduler, runtime, draft, head)
+    use_drafting(scheduler, make_drafting(config, scheduler, runtime, draft, head))
     core = parts.core(
         runner=runner,
         scheduler=scheduler,
@@ -266,15 +265,14 @@ def _load_parts(
             check()
         return text.result()
 
-    draft, kv_share = None, 1.0
+    draft: DraftWeights | None = None
     try:
         check_draft_use(config.speculation, config.draft_model)
         if config.speculation == "model":
             check_same_ids(config.tokenizer_path, wait().tokenizer, draft_path(config))
             draft = load_draft_weights(config, LoadProgress(progress, check=check))
-            kv_share = 1.0 - draft.kv_share
         runtime, make_recovery = _load_weights(
-            config, LoadProgress(progress, check=check, finish=wait), kv_share
+            config, LoadProgress(progress, check=check, finish=wait), draft
         )
     except BaseException:
         text.discard()
@@ -283,16 +281,19 @@ def _load_parts(
 
 
 def _load_weights(
-    config: EngineConfig, progress: LoadProgress, kv_share: float
+    config: EngineConfig, progress: LoadProgress, draft: DraftWeights | None
 ) -> tuple[Runtime, MakeRecovery | None]:
+    """Loads the model. draft: what is loaded beside it, with which it shares memory."""
+    kv_share = 1.0 if draft is None else 1.0 - draft.kv_share
     if config.num_ranks == 1:
-        runtime = load_runtime(config, progress, kv_share=kv_share)
+        device = None if draft is None else draft.device
+        runtime = load_runtime(config, progress, kv_share=kv_share, device=device)
         if runtime.nodes is None:
             return runtime, None
         return runtime, functools.partial(NodeRecovery, runtime.nodes, runtime.kv.partitions)
     from serve.group.start import start_group  # only a group needs it
 
-    group = start_group(config, progress)
+    group = start_group(config, progress, kv_share)
     runtime = group.runtime
     if runtime.nodes is None:
         return runtime, group.make_recovery

@@ -81,6 +81,12 @@ class StepExecutor:
         self._busy_since_s = None
         self._output.flush()
 
+    def close(self) -> None:
+        """Frees the device's memory, and what drafts have of it."""
+        self._runner.close()
+        if self._scheduler.drafting is not None:
+            self._scheduler.drafting.close()
+
     def _run(self, plan: StepPlan, began_s: float | None = None) -> None:
         """began_s: when the step began; None for a part of a step, which is not timed."""
         if any(sequence.kv_range is None for sequence in plan.sequences):

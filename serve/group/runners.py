@@ -27,7 +27,7 @@ from serve.group.stats import timed
 from serve.runner.batch import Batch, make_batch
 from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller
 from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
-from serve.runner.runner import Closable, StepResult, sampled_result
+from serve.runner.runner import Closable, Follower, StepResult, sampled_result
 from serve.scheduler.prompt_outputs import PromptPart
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
@@ -48,6 +48,7 @@ class TensorRunner:
         self._resources = resources
         self._masks = MaskFiller()
         self._is_due = False  # edits wait for the end of a step
+        self.follower: Follower | None = None
         self._model = group.own.model
         self._sample, self._fetch = _sampling(group.own)
         if group.grid.tensor > 1:
@@ -95,6 +96,8 @@ class TensorRunner:
         self, step: LaunchedStep, late_masks: abc.Callable[[], frozenset[Sequence]]
     ) -> StepResult:
         hidden = self._group.compute(step.posted)
+        if self.follower is not None:
+            self.follower.keep(step.plan, hidden)
         prompts: abc.Sequence[PromptPart] = ()
         if step.requests:
             prompts = PromptReader(self._model, hidden, step.requests, self._fetch).parts()
@@ -112,6 +115,10 @@ class TensorRunner:
         self._is_due = not self._group.is_quiet
         if not self._is_due:
             self._group.post_edits(self._recorder)
+
+    def use_pages(self) -> bool:
+        self._flush()
+        return not (self._is_due or self._group.is_lost())
 
     def flush_due(self) -> None:
         """After a step, sends edits that have waited for its end, because no other step may follow:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memory.attention.grouped import group_layers
 from memory.kv_manager import KVManager
 from memory.nodes.rank_links import HeldEditRecorder
 from memory.segmented_kv import SegmentedKV
@@ -42,6 +43,7 @@ from serve.loading.runtime import Runtime, log_sizes
 from serve.machine import usable_processors
 from serve.models.progress import LoadProgress
 from serve.models.shard import check_heads
+from serve.setting_checks import DRAFT_HEADS
 from serve.units import format_memory
 from transport.base import TransportError
 
@@ -66,9 +68,12 @@ class GroupRuntime:
     make_recovery: Callable[..., GroupRecovery | HeldGroupRecovery]
 
 
-def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
+def start_group(
+    config: EngineConfig, progress: LoadProgress, kv_share: float = 1.0
+) -> GroupRuntime:
     """Starts the workers of a config with more than one rank, or waits for those that others start,
-    and loads the model on all of them.
+    and loads the model on all of them. kv_share: the part of each machine's K/V memory that is the
+    model's; the rest is a draft model's.
 
     Call it in the compute thread. Raises ConfigError, ModelLoadError and MergestepError.
     """
@@ -78,6 +83,7 @@ def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
     config = replace(config, compute_threads=threads_of_a_rank(config, size_here))
     source = read_source(config, 0 if member is None else member.local_rank)
     grid = make_grid(source)
+    _check_head(source)
     if member is None:  # all ranks share this machine's memory, or its devices
         check_weights_fit(*source[:3], num_devices=_num_devices(source.precision, size))
     workers = LocalWorkers() if member is None else _remote_workers(config, member)
@@ -95,7 +101,7 @@ def start_group(config: EngineConfig, progress: LoadProgress) -> GroupRuntime:
         raise
     group = Group(own, grid, links, workers.key, workers.note_silence)
     try:
-        return _form(source, grid, group, workers, loader)
+        return _form(source, grid, group, workers, loader, kv_share)
     except BaseException as error:
         group.close()
         workers.close()
@@ -118,10 +124,16 @@ def _remote_workers(config: EngineConfig, member: Membership) -> RemoteWorkers:
 
 
 def _form(
-    source: ModelSource, grid: Grid, group: Group, workers: AnyWorkers, loader: WorkerLoader
+    source: ModelSource,
+    grid: Grid,
+    group: Group,
+    workers: AnyWorkers,
+    loader: WorkerLoader,
+    kv_share: float,
 ) -> GroupRuntime:
     config, spec, precision, *_ = source
     free = kv_bytes_of_a_rank(config, group.own.room, list(group.links.values()))
+    free = max(1, int(free * kv_share))
     shards = [replace(shard_of(grid, rank), exchange=None) for rank in range(grid.size)]
     unit_bytes = None if group.own.device is None else group.own.device.unit_bytes
     own, recorder, geometry, sizes = make_accounting(
@@ -298,6 +310,24 @@ def _check(config: EngineConfig) -> None:
             raise ConfigError(f"{name} with several ranks needs the cpu back end")
 
 
+def _check_head(source: ModelSource) -> None:
+    """Refuses a head whose K/V would be a layer group that the other ranks do not have, and one
+    whose embeddings the model projects."""
+    config, spec = source.config, source.spec
+    if spec.draft_head is not None and spec.embed_size != spec.hidden_size:
+        raise ConfigError(
+            f"speculation {config.speculation} with several ranks needs embeddings as wide as the"
+            " model: leave out tensor_parallel_size"
+        )
+    max_len, own = config.max_model_len or spec.max_model_len, replace(spec, draft_head=None)
+    counts = [len(group_layers(each.attention_layers, max_len)) for each in (spec, own)]
+    if counts[0] != counts[1]:
+        raise ConfigError(
+            f"speculation {config.speculation} with several ranks needs a model with a layer that"
+            " sees all keys: leave out tensor_parallel_size"
+        )
+
+
 def _both(check: Callable[[], object], links: Sequence[WorkerLink]) -> Callable[[], object]:
     """Returns a check that also ends the loading when a worker is gone."""
 
@@ -311,8 +341,10 @@ def _both(check: Callable[[], object], links: Sequence[WorkerLink]) -> Callable[
 
 
 def _as_json(config: EngineConfig) -> dict[str, object]:
-    """Returns the settings as JSON; workers predict no lengths."""
+    """Returns the settings as JSON; workers predict no lengths, and have no head that drafts."""
     own = replace(config, length_predictor="history", length_predictor_file=None)
+    if own.speculation in DRAFT_HEADS:  # the engine's rank has the head
+        own = replace(own, speculation="off", draft_model=None)
     values = dataclasses.asdict(own)
     values["model"] = str(config.model_path)
     return {

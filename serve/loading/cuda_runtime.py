@@ -23,6 +23,7 @@ from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
 from memory.tiers.cuda_copy import CudaCopier
 from memory.tiers.host_tier import HostTier
+from ops.cuda.attention import StepArrays
 from ops.cuda.device_sampler import DeviceSampler
 from ops.cuda.prefill import LibraryPrefill, installed
 from ops.kv_tiles import KVTiles
@@ -69,42 +70,25 @@ def load_cuda(
     device: StepDevice,
     *,
     captures: bool = True,
+    kv_share: float = 1.0,
 ) -> CudaParts:
-    """Makes K/V memory, attention and a warmed-up runner. ConfigError names the setting."""
-    layers, max_len = model.attention_layers(), config.max_model_len or spec.max_model_len
-    groups = group_layers(layers, max_len)
-    layouts = kv_layouts(config, precision, layers, max_len)
+    """Makes K/V memory, attention and a warmed-up runner. kv_share: the part of the device's K/V
+    memory that is the model's; the rest is a draft model's. ConfigError names the setting."""
     shapes = StepShapes(config.batched_tokens, config.max_num_seqs, captures=captures)
-    arrays = step_arrays(
-        layers,
-        max_rows=shapes.max_rows,
-        max_seqs=config.max_num_seqs,
-        max_len=max_len,
-        device=device.device,
-    )
+    found = described_kv(config, spec, precision, model, device, shapes)
     sampler = DeviceSampler(spec.vocab_size, shapes.max_sampled, config.max_num_seqs, device.device)
     if device.device.type == "cuda":
         sampler.allocate_counts()  # before warm-up, because a new size recompiles kernels
         if config.tune:
             tune_products(model, shapes, device.device)
-    library = _library(layouts, device, precision)
-    gathered = 0 if library is None else _gathered_bytes(layers, max_len)
-    sizes = size_kv(
-        config,
-        spec,
-        [
-            LayerGroup(layout.token_bytes, layout.tile_tokens, window)
-            for layout, (window, _) in zip(layouts, groups, strict=True)
-        ],
-        free_bytes=kv_bytes(model, device, shapes, gathered),
-        unit_bytes=UNIT_BYTES if device.device.type == "cuda" else None,
-    )
-    for layout, padded in zip(layouts, sizes.groups, strict=True):
-        layout.pad(padded.token_bytes * padded.tile_tokens)
-    made = _DeviceMemory(config, device, sizes)
+    library = _library(found.layouts, device, precision)
+    gathered = 0
+    if library is not None:
+        gathered = _gathered_bytes(model.attention_layers(), found.max_len)
+    free_bytes = int(kv_bytes(model, device, shapes, gathered) * kv_share)
+    made = make_kv(config, spec, found, device, free_bytes)
     try:
-        layers_of = [ids for _, ids in groups]
-        attention = CudaAttention(layouts, layers_of, made.bases(), arrays, library)
+        attention = made.attention(found, library)
         runner = CudaRunner(model, made.kv, attention, sampler, device, shapes, memory=made.memory)
         made.settle = runner.settle
         secret = made.use_disk(precision)
@@ -114,6 +98,56 @@ def load_cuda(
         made.memory.close()
         raise
     return CudaParts(attention, made.kv, made.memory, runner, secret)
+
+
+class DescribedKV(NamedTuple):
+    """How a device stores a model's K/V. groups: window and layer numbers of each layout. arrays:
+    the buffers of a step."""
+
+    max_len: int
+    groups: list[tuple[int | None, list[int]]]
+    layouts: list[CudaKVLayout]
+    arrays: StepArrays
+
+
+def described_kv(
+    config: EngineConfig,
+    spec: ModelSpec,
+    precision: Precision,
+    model: Decoder,
+    device: StepDevice,
+    shapes: StepShapes,
+) -> DescribedKV:
+    """Describes the K/V, before memory is taken. ConfigError if the kernels do not have it."""
+    layers, max_len = model.attention_layers(), config.max_model_len or spec.max_model_len
+    arrays = step_arrays(
+        layers,
+        max_rows=shapes.max_rows,
+        max_seqs=config.max_num_seqs,
+        max_len=max_len,
+        device=device.device,
+    )
+    layouts = kv_layouts(config, precision, layers, max_len)
+    return DescribedKV(max_len, group_layers(layers, max_len), layouts, arrays)
+
+
+def make_kv(
+    config: EngineConfig, spec: ModelSpec, found: DescribedKV, device: StepDevice, free_bytes: int
+) -> DeviceMemory:
+    """Takes memory for K/V. free_bytes: see size_kv. ConfigError names the setting."""
+    sizes = size_kv(
+        config,
+        spec,
+        [
+            LayerGroup(layout.token_bytes, layout.tile_tokens, window)
+            for layout, (window, _) in zip(found.layouts, found.groups, strict=True)
+        ],
+        free_bytes=free_bytes,
+        unit_bytes=UNIT_BYTES if device.device.type == "cuda" else None,
+    )
+    for layout, padded in zip(found.layouts, sizes.groups, strict=True):
+        layout.pad(padded.token_bytes * padded.tile_tokens)
+    return DeviceMemory(config, device, sizes)
 
 
 def kv_layouts(
@@ -195,7 +229,7 @@ class _NoAttention:
         return Finished(ticket.q if value_dim is None else ticket.q[..., :value_dim])
 
 
-class _DeviceMemory:
+class DeviceMemory:
     """The reserved address space and the K/V accounting over it."""
 
     def __init__(self, config: EngineConfig, device: StepDevice, sizes: KVSizes) -> None:
@@ -232,10 +266,11 @@ class _DeviceMemory:
             self.memory.close()
             raise
 
-    def bases(self) -> list[int]:
-        """Returns the address of each layer group's ranges."""
-        groups = range(len(self._sizes.groups))
-        return [self._address + self.kv.group_offset(number) for number in groups]
+    def attention(self, found: DescribedKV, library: LibraryPrefill | None = None) -> CudaAttention:
+        """Returns attention over the K/V. library: computes long chunks."""
+        bases = [self._address + self.kv.group_offset(i) for i in range(len(found.groups))]
+        layers_of = [ids for _, ids in found.groups]
+        return CudaAttention(found.layouts, layers_of, bases, found.arrays, library)
 
     def use_disk(self, precision: Precision) -> bytes | None:
         """Attaches the disk tier, if it is configured, and returns its secret.

@@ -7,36 +7,59 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
+from memory.kv_memory import KVMemory
 from memory.pages.layer_groups import kept_bytes
 from serve.config import DEFAULT_MODEL, EngineConfig, default_model_path
 from serve.errors import ConfigError
 from serve.loading.footprint import check_weights_fit
-from serve.loading.kv_layouts import expected_groups
+from serve.loading.kv_layouts import device_layout, expected_groups
 from serve.loading.model_source import ModelSource, load_weights, read_source
 from serve.loading.precision import choose_backend, resolve_precision
 from serve.loading.runtime import Runtime, load_local
 from serve.machine import local_kv_bytes
-from serve.models import ModelSpec, StepModel, read_spec
+from serve.models import Decoder, ModelSpec, StepModel, read_spec
 from serve.models.progress import LoadProgress
+from serve.runner.forward import Forward, HostForward
+from serve.runner.step_device import StepDevice
+
+
+class LoadedDraft(NamedTuple):
+    """A draft model, and what computes its steps."""
+
+    runtime: Runtime
+    compute: Forward
 
 
 @dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """A draft model without K/V memory. kv_share: the part of the K/V memory that it gets."""
+    """A draft model without K/V memory. kv_share: the part of the K/V memory that it gets. device:
+    the GPU's queue, which its target shares; None on this machine's processors."""
 
     source: ModelSource
     model: StepModel
     kv_share: float
+    device: StepDevice | None = None
 
-    def with_kv(self, config: EngineConfig) -> Runtime:
-        """Reserves its K/V. config: the engine's. If memory holds fewer tokens than its longest
-        context, that is lowered: longer sequences have no drafts."""
+    def with_kv(self, config: EngineConfig, target: KVMemory) -> LoadedDraft:
+        """Reserves its K/V. config: the engine's; target: the model's K/V. If memory holds fewer
+        tokens than its longest context, that is lowered: longer sequences have no drafts."""
         own, spec, precision, backend, _ = self.source
-        num_bytes = int((config.kv_cache_bytes or local_kv_bytes()) * self.kv_share)
         spec = replace(spec, max_model_len=own.max_model_len or spec.max_model_len)
         own = replace(own, max_model_len=None)
-        return load_local(own, spec, precision, self.model, backend, max(1, num_bytes))
+        if self.device is not None:
+            from serve.loading.cuda_draft import load_cuda_draft  # only GPUs need it
+
+            num_bytes = target.num_pages * target.page_bytes
+            num_bytes = int(num_bytes * self.kv_share / (1.0 - self.kv_share))
+            assert isinstance(self.model, Decoder), "the converter has no device"
+            return LoadedDraft(
+                *load_cuda_draft(own, spec, precision, self.model, self.device, num_bytes)
+            )
+        num_bytes = max(1, int((config.kv_cache_bytes or local_kv_bytes()) * self.kv_share))
+        runtime = load_local(own, spec, precision, self.model, backend, num_bytes)
+        return LoadedDraft(runtime, HostForward(self.model, runtime.attention))
 
 
 def draft_path(config: EngineConfig) -> Path:
@@ -49,14 +72,20 @@ def draft_path(config: EngineConfig) -> Path:
 def load_draft_weights(config: EngineConfig, progress: LoadProgress) -> DraftWeights:
     """Loads the weights of the draft model. Raises ConfigError and ModelLoadError."""
     target = read_spec(config.model_path)
-    if choose_backend(config, target) == "cuda":
-        raise ConfigError("draft_model needs the cpu back end, not cuda: use backend cpu")
+    config = replace(config, backend=choose_backend(config, target))
+    if config.backend == "cuda" and config.num_ranks > 1:
+        raise ConfigError(f"speculation model needs one GPU, not {config.num_ranks} ranks of them")
     own = _own_config(config, target)
     source = read_source(own)
     check_weights_fit(own, source.spec, source.precision)
     token_bytes = _token_bytes(source.config, source.spec)
     share = token_bytes / (token_bytes + _token_bytes(config, target))
-    return DraftWeights(source, load_weights(source, progress), share)
+    device = None
+    if config.backend == "cuda":
+        from serve.loading import cuda_runtime  # only GPUs need it
+
+        device = cuda_runtime.make_step_device(source.backend.device)
+    return DraftWeights(source, load_weights(source, progress), share, device)
 
 
 def _own_config(config: EngineConfig, target: ModelSpec) -> EngineConfig:
@@ -78,6 +107,8 @@ def _own_config(config: EngineConfig, target: ModelSpec) -> EngineConfig:
         kv_cache_dir=None,
         kvp_segment_tokens=max(config.kvp_segment_tokens, -(-longest // 128) * 128),
         lend=None,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
     )
     try:
         resolve_precision(own, spec, is_trial=True)
@@ -88,5 +119,7 @@ def _own_config(config: EngineConfig, target: ModelSpec) -> EngineConfig:
 
 def _token_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     precision = resolve_precision(config, spec, is_trial=True)
+    if precision.backend == "cuda":
+        return device_layout(config, precision, spec.attention_layers).token_bytes
     groups = expected_groups(config, precision, spec.attention_layers, spec.max_model_len)
     return kept_bytes(groups)

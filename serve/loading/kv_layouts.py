@@ -43,11 +43,11 @@ def keeps_recent(
 def recent_layout(
     config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
 ) -> TiledKVLayout | None:
-    """Returns how the recent tokens of all of a model's layers are stored beside their int4 K/V;
-    None if they are not."""
+    """Returns how the recent tokens of a model's layers, but late ones, are stored beside their
+    int4 K/V; None if they are not."""
     if not keeps_recent(config, precision, layers):
         return None
-    return TiledKVLayout(layers, "int8", config.kv_group)
+    return TiledKVLayout([x for x in layers if not x.is_late], "int8", config.kv_group)
 
 
 def recent_group(layout: TiledKVLayout) -> LayerGroup:

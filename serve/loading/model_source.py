@@ -24,7 +24,15 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.precision import ROUNDED_TO_4_BITS, Precision, choose_backend, resolve_precision
 from serve.machine import usable_processors
-from serve.models import Decoder, ModelSpec, StageModel, StepModel, load_model, read_spec
+from serve.models import (
+    Decoder,
+    ModelSpec,
+    StageModel,
+    StepModel,
+    load_embedding,
+    load_model,
+    read_spec,
+)
 from serve.models.checkpoint import Checkpoint
 from serve.models.checksums import check_manifest
 from serve.models.loaded_tensors import LoadedTensors
@@ -78,9 +86,6 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
     precision = resolve_precision(config, spec)
-    if config.speculation in DRAFT_HEADS and precision.kv == "int4":
-        # the head computes rows late, when their block may have left the store of recent tokens
-        raise ConfigError(f"speculation {config.speculation} needs another kv_dtype than int4")
     if config.load_format == "random":
         logger.warning("load_format random: the weights are random, and so are the answers")
     else:
@@ -90,9 +95,9 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
 
 def _with_draft_head(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
     """Adds what the settings draft with. ConfigError where it would not be computed."""
-    if config.backend == "cuda":
+    if config.backend == "cuda" and config.num_ranks > 1:
         raise ConfigError(
-            f"speculation {config.speculation} needs the cpu back end, not cuda: use backend cpu"
+            f"speculation {config.speculation} needs one GPU, not {config.num_ranks} ranks of them"
         )
     if config.speculation == "mtp":
         from serve.models.draft_heads.mtp import read_mtp
@@ -279,7 +284,10 @@ def _add_eagle3(source: ModelSource, model: Decoder) -> None:
 
     path, is_random = _head_path(config), config.load_format == "random"
     head, block = read_eagle3(path, model.spec)
-    model.add_draft_head(load_eagle3(path, head, block, model, tensors, is_random=is_random))
+    loaded = load_eagle3(path, head, block, model, tensors, is_random=is_random)
+    if loaded.weights.embed is None and config.num_ranks > 1:  # a rank has some columns only
+        loaded.weights.embed = load_embedding(config.model_path, backend, is_random=is_random)
+    model.add_draft_head(loaded)
 
 
 def wait_for_packed_weights() -> None:

@@ -36,6 +36,7 @@ from serve.runner.runner import Closable, Runner
 if TYPE_CHECKING:
     from memory.nodes.node_set import NodeSet
     from serve.loading.kvp import Segments
+    from serve.runner.step_device import StepDevice
 
 logger = logging.getLogger(__name__)
 
@@ -56,16 +57,21 @@ class Runtime:
 
 
 def load_runtime(
-    config: EngineConfig, progress: LoadProgress | None = None, *, kv_share: float = 1.0
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    *,
+    kv_share: float = 1.0,
+    device: StepDevice | None = None,
 ) -> Runtime:
     """Loads the weights and reserves the K/V. Call it in the compute thread. kv_share: the part of
-    this machine's K/V memory that is the model's; the rest is a draft model's."""
+    the K/V memory that is the model's; the rest is a draft model's. device: that of a draft model,
+    where it computes on a GPU."""
     progress = progress or LoadProgress()
     source = read_source(config)
     config, spec, precision, backend, _ = source
     check_weights_fit(config, spec, precision)
     if precision.backend == "cuda":
-        return _load_cuda(source, progress)
+        return _load_cuda(source, progress, kv_share, device)
     model = load_weights(source, progress)
     if config.memory_nodes:
         return _load_remote(config, spec, precision, model, backend)
@@ -91,7 +97,9 @@ def _load_remote(
     return Runtime(spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes)
 
 
-def _load_cuda(source: ModelSource, progress: LoadProgress) -> Runtime:
+def _load_cuda(
+    source: ModelSource, progress: LoadProgress, kv_share: float, device: StepDevice | None
+) -> Runtime:
     """Loads everything on a GPU; the GPU's modules are imported only here."""
     from serve.loading import cuda_runtime
 
@@ -99,7 +107,7 @@ def _load_cuda(source: ModelSource, progress: LoadProgress) -> Runtime:
     max_len = config.max_model_len or spec.max_model_len
     # refuses what the kernels do not have before the weights are read
     cuda_runtime.kv_layouts(config, precision, spec.attention_layers, max_len)
-    device = cuda_runtime.make_step_device(backend.device)
+    device = device or cuda_runtime.make_step_device(backend.device)
     model = load_shard(source, progress, WHOLE)
     if config.memory_nodes:
         from serve.loading import cuda_remote
@@ -116,7 +124,9 @@ def _load_cuda(source: ModelSource, progress: LoadProgress) -> Runtime:
             nodes=remote.nodes,
             runner=far.runner,
         )
-    parts = cuda_runtime.load_cuda(config, spec, precision, model, device)
+    if config.kv_cache_bytes is not None:
+        config = replace(config, kv_cache_bytes=max(1, int(config.kv_cache_bytes * kv_share)))
+    parts = cuda_runtime.load_cuda(config, spec, precision, model, device, kv_share=kv_share)
     log_sizes(config, precision, parts.kv)
     return Runtime(
         spec,

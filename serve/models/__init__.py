@@ -9,7 +9,7 @@ from serve.models.decoder import Decoder, StageModel, StepModel, run_interleaved
 from serve.models.families import FAMILIES
 from serve.models.spec import ModelSpec, read_generation_defaults, read_spec
 from serve.models.tensors import ParameterCounts
-from serve.models.weights import count_parameters, expect_tensors, load_model
+from serve.models.weights import count_parameters, expect_tensors, load_embedding, load_model
 
 __all__ = [
     "FAMILIES",
@@ -20,6 +20,7 @@ __all__ = [
     "StepModel",
     "count_parameters",
     "expect_tensors",
+    "load_embedding",
     "load_model",
     "read_generation_defaults",
     "read_spec",

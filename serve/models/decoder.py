@@ -198,6 +198,10 @@ class Decoder:
         return self.spec.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        return self.spec.hidden_size
+
+    @property
     def final_norm(self) -> Norm | None:
         """The norm that the last product includes."""
         return self.weights.final_norm

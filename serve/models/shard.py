@@ -54,7 +54,10 @@ class Shard:
         if self.size == 1 and self.layers is None:
             return whole
         numbers = self.numbers(whole.num_layers)
-        return replace(whole, layers=tuple(self._layer(whole, number) for number in numbers))
+        layers = tuple(self._layer(whole, number) for number in numbers)
+        # the first rank of the last stage, which is the engine's, has the whole head
+        has_head = self.rank == 0 and self.is_last(whole.num_layers)
+        return replace(whole, layers=layers, draft_head=whole.draft_head if has_head else None)
 
     def _layer(self, whole: ModelSpec, number: int) -> LayerSpec:
         layer = whole.layers[number]

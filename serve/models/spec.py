@@ -6,7 +6,7 @@ the common checks and the generation defaults. layer_spec.py has the fields of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,10 @@ class ModelSpec:
     def attention_layers(self) -> list[AttentionLayer]:
         """The layers as the attention seam sees them, a draft head's last; sinks are known when
         weights are."""
-        head = () if self.draft_head is None else (self.draft_head.layer,)
-        return [attention_layer(layer) for layer in (*self.layers, *head)]
+        layers = [attention_layer(layer) for layer in self.layers]
+        if self.draft_head is not None:
+            layers.append(replace(attention_layer(self.draft_head.layer), is_late=True))
+        return layers
 
     @property
     def mixtures(self) -> list[MixtureSpec]:

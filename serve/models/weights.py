@@ -132,6 +132,20 @@ def load_model(
     )
 
 
+def load_embedding(path: Path, backend: Backend, *, is_random: bool = False) -> Tensor:
+    """Returns the whole table of embeddings of a model, [vocab, hidden], with their scale."""
+    spec = read_spec(path)
+    names = FAMILIES[spec.model_type].names
+    checkpoint = (
+        RandomCheckpoint(path, backend.device) if is_random else open_checkpoint(path, spec)
+    )
+    name = f"{_find(spec, names, checkpoint).prefix}{names.embed}.weight"
+    checkpoint.expect({name: (spec.vocab_size, spec.embed_size)})
+    table = checkpoint.fetch(name).to(backend.device, copy=True)
+    checkpoint.release()
+    return table if spec.embed_scale == 1.0 else table * spec.embed_scale
+
+
 def expect_tensors(
     spec: ModelSpec, checkpoint: Checkpoint | None = None, *, has_superblocks: bool = True
 ) -> ExpectedTensors:

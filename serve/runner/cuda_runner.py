@@ -14,12 +14,11 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from memory.attention.seam import Attention, AttentionStep, single_rows
+from memory.attention.seam import AttentionStep, single_rows
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.pages.kv_range import Range
@@ -30,8 +29,15 @@ from serve.runner.draft_rows import sampler_rows
 from serve.runner.graph_shapes import StepShape, StepShapes
 from serve.runner.mask_filler import NO_SEQUENCES, FillingMasks, MaskFiller, has_masks
 from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
-from serve.runner.runner import MAP_AHEAD_EVERY, Closable, StepResult, upcoming_tokens
+from serve.runner.runner import (
+    MAP_AHEAD_EVERY,
+    Closable,
+    Follower,
+    StepResult,
+    upcoming_tokens,
+)
 from serve.runner.sampling_rows import rows_of, sampled
+from serve.runner.step_attention import StepAttention
 from serve.runner.step_device import Event, StepDevice, Work
 from serve.runner.step_inputs import block_bytes, fields, fill
 from serve.scheduler.sequence import Sequence
@@ -81,38 +87,6 @@ class _Step:
         return result.without(self.late) if self.late else result
 
 
-class StepAttention(Protocol):
-    """Attention whose steps are described in host memory that the runner uploads
-    (memory/attention/cuda.py), or in messages to memory nodes (memory/nodes/cuda_attention.py)."""
-
-    @property
-    def num_words(self) -> int:
-        """The int32 words of a host buffer."""
-
-    def fill(
-        self,
-        host: Tensor,
-        step: AttentionStep,
-        num_rows: int,
-        num_decodes: int,
-        *,
-        is_captured: bool,
-    ) -> abc.Sequence[PrefillChunk]:
-        """Writes a step, padded to these numbers, and returns its chunks for `view`."""
-
-    def upload(self, host: Tensor) -> None:
-        """Copies a filled buffer to the device, in the order of its work."""
-
-    def view(
-        self,
-        num_rows: int,
-        num_decodes: int,
-        has_prompts: bool,
-        chunks: abc.Sequence[PrefillChunk] = (),
-    ) -> Attention:
-        """Returns the attention of the step that was uploaded last."""
-
-
 class CudaRunner:
     """An OverlappingRunner. Only the compute thread calls it."""
 
@@ -144,6 +118,16 @@ class CudaRunner:
         self._sampled_hidden = torch.empty(
             shapes.max_sampled, model.spec.hidden_size, dtype=model.dtype, device=device.device
         )
+        self.follower: Follower | None = None
+        # what a head reads of the rows of the last step
+        self._taken: Tensor | None = None
+        if model.draft_head is not None:
+            self._taken = torch.empty(
+                shapes.max_rows,
+                model.draft_head.taken_width,
+                dtype=model.dtype,
+                device=device.device,
+            )
         self._slots = deque(
             _Slot(
                 device.pinned(self._block.numel()),
@@ -165,10 +149,12 @@ class CudaRunner:
         for shape in self._shapes.eager:
             self._prepare_empty(shape)
             self._body(shape)
+            self._warm_up_head(shape)
         can_capture = True
         for shape in self._shapes.captured:
             self._prepare_empty(shape)
             self._body(shape)
+            self._warm_up_head(shape)
             can_capture = can_capture and self._capture(shape)
         empty_plan = self._sampler.plan([])
         self._sampler.warm_up_masks(self._model.logits(self._sampled_hidden[:1]))
@@ -180,6 +166,16 @@ class CudaRunner:
         self._device.wait()
         if self._graphs:
             logger.info("%d sizes of steps are captured in CUDA graphs", len(self._graphs))
+
+    def _warm_up_head(self, shape: StepShape) -> None:
+        """Computes rows of the head that drafts, if there is one, for the step that is uploaded."""
+        head = self._model.draft_head
+        if head is None or self._taken is None:
+            return
+        rows = torch.zeros(shape.rows, dtype=torch.int64, device=self._device.device)
+        attention = self._attention.view(shape.rows, shape.decodes, shape.has_prompts)
+        states = head.forward(rows, rows, head.read(self._taken[: shape.rows]), attention)
+        head.logits(states[: self._shapes.max_sampled])
 
     def _capture(self, shape: StepShape) -> bool:
         """Captures a shape; returns whether it succeeded. A step without a graph is slower but
@@ -240,7 +236,7 @@ class CudaRunner:
         masks = self._masks.begin(plan)
         try:
             step.event = slot.event = self._submit(
-                lambda: self._compute(step, slot, shape, chunks, masks)
+                lambda: self._compute(plan, step, slot, shape, chunks, masks)
             )
         finally:
             step.late = masks.wait()
@@ -258,6 +254,9 @@ class CudaRunner:
             with contextlib.suppress(Exception):
                 self._device.wait()
             raise
+
+    def use_pages(self) -> bool:
+        return True  # the accounting has mapped them itself
 
     def check(self) -> None:
         """Raises if the device is lost."""
@@ -298,6 +297,7 @@ class CudaRunner:
     @torch.inference_mode()
     def _compute(
         self,
+        plan: StepPlan,
         step: _Step,
         slot: _Slot,
         shape: StepShape,
@@ -314,6 +314,8 @@ class CudaRunner:
             self._body(shape, chunks)
         else:
             graph()
+        if self._taken is not None and self.follower is not None:
+            self.follower.keep_taken(plan, self._taken)
         num_sampled = len(step.sampled)
         if not num_sampled:
             return
@@ -345,6 +347,9 @@ class CudaRunner:
         attention = self._attention.view(shape.rows, shape.decodes, shape.has_prompts, chunks)
         ids = self._sampler.input_ids(tokens, slots)
         hidden = self._model.forward(ids, positions, attention)
+        if self._taken is not None:
+            assert self._model.draft_head is not None
+            self._taken[: shape.rows].copy_(self._model.draft_head.take(hidden))
         count = min(shape.rows, self._shapes.max_sampled)
         torch.index_select(hidden, 0, sampled[:count], out=self._sampled_hidden[:count])
         return hidden

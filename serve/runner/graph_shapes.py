@@ -54,12 +54,15 @@ class StepShapes:
 
     def of(self, plan: StepPlan) -> StepShape:
         """Returns the smallest captured shape with room for the plan, or else its exact shape."""
-        rows = plan.num_total_rows
-        has_prompts = plan.num_prompt_rows > 0
+        decodes = plan.num_decodes + plan.num_drafted
+        return self.fitting(plan.num_total_rows, decodes, has_prompts=plan.num_prompt_rows > 0)
+
+    def fitting(self, rows: int, decodes: int, *, has_prompts: bool) -> StepShape:
+        """Returns the same for a step with so many rows, of which some decode."""
         sizes = self._merged if has_prompts else self._decodes
         index = bisect_left(sizes, rows)
         if index == len(sizes):
-            return StepShape(rows, plan.num_decodes + plan.num_drafted, has_prompts, False)
+            return StepShape(rows, decodes, has_prompts, False)
         return self._of_merged(sizes[index]) if has_prompts else _of_decodes(sizes[index])
 
     def _of_merged(self, rows: int) -> StepShape:

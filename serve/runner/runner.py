@@ -11,6 +11,7 @@ import time
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from memory.attention.seam import PlannedAttention
 from memory.kv_memory import KVMemory
@@ -215,6 +216,21 @@ class Follower(Protocol):
 
     def keep(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Takes the result of a step, [T, hidden], before it is sampled."""
+
+    def keep_taken(self, plan: StepPlan, states: Tensor) -> None:
+        """Takes what a draft head reads of a step's rows, [at least T, any], in a device's memory,
+        which the next step overwrites."""
+
+
+@runtime_checkable
+class FollowedRunner(Protocol):
+    """A runner that gives what a head reads, as soon as that is set."""
+
+    follower: Follower | None
+
+    def use_pages(self) -> bool:
+        """Makes pages usable that the accounting has given since the last step; returns whether
+        they are."""
 
 
 class ModelRunner:

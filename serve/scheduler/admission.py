@@ -27,13 +27,15 @@ from serve.scheduler.length_predictor import (
     HistoryPredictor,
     SequencePredictor,
 )
-from serve.scheduler.memory_forecast import ForecastEntry, MemoryForecast
+from serve.scheduler.memory_forecast import ForecastEntry, MemoryForecast, entry_of
 from serve.scheduler.memory_policy import MemoryPolicy
 from serve.scheduler.sequence import Sequence
 
 _NUM_FORECASTS = 4
 # Sequences in all forecasts together that a check looks at: many sequences average out in one.
 _MAX_ENTRIES = 256
+# An entry whose sequence has so many tokens more or fewer than it says is made anew.
+_MOST_WRONG_TOKENS = 16
 # A sequence that did not fit is rechecked at every 16th step, even if no memory was freed.
 RECHECK_STEPS = 16
 
@@ -152,8 +154,8 @@ class ForecastPolicy(MemoryPolicy):
         num_shared = _num_shared(self._kv, hit)
         capacity, total = self.capacity_pages + num_shared, 0
         for forecast, length in zip(forecasts, self._asked[1], strict=False):
-            entry = _entry(sequence, length, first, 0)
-            forecast.add(entry)
+            entry = entry_of(sequence, length, first, 0, slope := self._slope(sequence))
+            forecast.add(entry, slope)
             total += forecast.peak_pages(self._kv, capacity)
             forecast.remove(entry)
         peak_pages = total // len(forecasts)
@@ -169,10 +171,11 @@ class ForecastPolicy(MemoryPolicy):
         self._num_keys += 1
         key = self._keys[sequence] = self._num_keys
         first = self._first_step(sequence, step)
-        entries = [_entry(sequence, length, first, key) for length in lengths]
+        slope = self._slope(sequence)
+        entries = [entry_of(sequence, length, first, key, slope) for length in lengths]
         self._members[key] = _RunningSequence(sequence, lengths, entries)
         for forecast, entry in zip(self._forecasts, entries, strict=True):
-            forecast.add(entry)
+            forecast.add(entry, slope)
         self._prefilling.append(key)
         self._missing_rows += sequence.num_tokens - sequence.num_computed_tokens
 
@@ -195,8 +198,9 @@ class ForecastPolicy(MemoryPolicy):
         return [max(1, end - step) for end, _, _ in list(self._forecasts[0].entries)]
 
     def mean_steps(self) -> float:
-        lengths = [member.lengths[0] for member in list(self._members.values())]
-        return sum(lengths) / max(1, len(lengths))
+        members = list(self._members.values())
+        steps = [member.lengths[0] / self._slope(member.sequence) for member in members]
+        return sum(steps) / max(1, len(steps))
 
     def ended(self, sequence: Sequence) -> None:
         if self._asked is not None and self._asked[0] is sequence:
@@ -212,6 +216,12 @@ class ForecastPolicy(MemoryPolicy):
 
     def _lengths(self, sequence: Sequence) -> list[int]:
         return [self._draw(sequence, k) for k in range(len(self._forecasts))]
+
+    def _slope(self, sequence: Sequence) -> float:
+        """Returns the tokens that a step gives a sequence, 1 where a window bounds its tokens."""
+        if self.tokens_per_step is None or self._kv.layout.is_bounded:
+            return 1.0
+        return max(1.0, self.tokens_per_step(sequence))
 
     def _first_step(self, sequence: Sequence, step: int) -> int:
         """Returns the step that computes its next output token, after the prompts before it."""
@@ -239,6 +249,8 @@ class ForecastPolicy(MemoryPolicy):
                 self._missing_rows += missing
         self._prefilling = still
         self._settle_stale(len(forecasts), step)
+        if self.tokens_per_step is not None:
+            self._settle_drafted(step)
         for k, forecast in enumerate(forecasts):
             for _, _, key in forecast.overdue(step):
                 member = self._members[key]
@@ -257,19 +269,25 @@ class ForecastPolicy(MemoryPolicy):
                     self._replace_entry(k, key, step)
         self._stale.clear()
 
+    def _settle_drafted(self, step: int) -> None:
+        """Makes the entries of sequences anew to which drafts gave more tokens, or fewer, than
+        their entries say."""
+        slopes, waiting = self._forecasts[0].slopes, set(self._prefilling)
+        for key, member in self._members.items():
+            _, start, _ = member.entries[0]
+            said = start + slopes.get(key, 1.0) * step
+            if key not in waiting and abs(member.sequence.num_tokens - said) > _MOST_WRONG_TOKENS:
+                for k in range(len(self._forecasts)):
+                    if member.lengths[k] > member.sequence.num_output_tokens:
+                        self._replace_entry(k, key, step)
+
     def _replace_entry(self, k: int, key: int, first: int) -> None:
         """Replaces the sequence's entry in forecast k: its next token comes in step `first`."""
         member = self._members[key]
+        slope = self._slope(member.sequence)
         self._forecasts[k].remove(member.entries[k])
-        member.entries[k] = _entry(member.sequence, member.lengths[k], first, key)
-        self._forecasts[k].add(member.entries[k])
-
-
-def _entry(sequence: Sequence, length: int, first: int, key: int) -> ForecastEntry:
-    """Returns the entry of a sequence that ends with `length` output tokens; the K/V of the last
-    one is never written."""
-    start = sequence.num_tokens - first
-    return first + length - sequence.num_output_tokens - 1, start, key
+        member.entries[k] = entry_of(member.sequence, member.lengths[k], first, key, slope)
+        self._forecasts[k].add(member.entries[k], slope)
 
 
 class OraclePolicy(ForecastPolicy):

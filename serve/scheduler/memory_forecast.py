@@ -5,12 +5,26 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from heapq import heappop, heappush
 from itertools import accumulate, count
+from math import ceil
 from operator import add, mul
 
 from memory.kv_memory import KVMemory
+from serve.scheduler.sequence import Sequence
 
 ForecastEntry = tuple[int, int, int]
 """(end, start, key): see MemoryForecast."""
+
+
+def entry_of(
+    sequence: Sequence, length: int, first: int, key: int, slope: float = 1.0
+) -> ForecastEntry:
+    """Returns the entry of a sequence that gets its next token in step `first` and ends with
+    `length` output tokens; the K/V of the last one is never written. slope: its tokens a step."""
+    remaining = length - sequence.num_output_tokens
+    if slope == 1.0:
+        return first + remaining - 1, sequence.num_tokens - first, key
+    end = first + max(1, ceil(remaining / slope)) - 1
+    return end, round(sequence.num_tokens + remaining - 1 - slope * end), key
 
 
 class MemoryForecast:
@@ -19,19 +33,26 @@ class MemoryForecast:
     An entry (end, start, key): the sequence has start + t tokens at step t, up to and including
     t = end. The peak is at the end of a sequence: sorted by end, the i sequences that end last
     need the sum of their starts plus i times the end of the first of them (LightLLM's "future
-    required memory"). An entry stays valid while its sequence grows by one token a step.
+    required memory"). An entry stays valid while its sequence grows by one token a step, or by its
+    slope: the sequence then has start + slope * t tokens.
     """
 
-    __slots__ = ("entries",)
+    __slots__ = ("entries", "slopes")
 
     def __init__(self) -> None:
         self.entries: list[ForecastEntry] = []
+        self.slopes: dict[int, float] = {}  # by key, of the entries that have another one than 1
 
-    def add(self, entry: ForecastEntry) -> None:
+    def add(self, entry: ForecastEntry, slope: float = 1.0) -> None:
+        """Adds an entry. slope: 1 where windows bound the tokens."""
         insort(self.entries, entry)
+        if slope != 1.0:
+            self.slopes[entry[2]] = slope
 
     def remove(self, entry: ForecastEntry) -> None:
         del self.entries[bisect_left(self.entries, entry)]
+        if self.slopes:
+            self.slopes.pop(entry[2], None)
 
     def overdue(self, step: int) -> list[ForecastEntry]:
         """Returns the entries that should have ended before `step`."""
@@ -46,12 +67,17 @@ class MemoryForecast:
         groups = kv.layout.groups
         if kv.layout.is_bounded:
             pages, at = self._peak_with_windows(kv)
+        elif self.slopes:
+            pages, at = self._peak_with_slopes(kv)
         else:
             pages, at = self._peak(kv)
         if not at or abs(pages - capacity) > at * len(groups):
             return pages
         alive = self.entries[-at:]
         last = alive[0][0]
+        if self.slopes:
+            slope, starts = self.slopes.get, [(start, key) for _, start, key in alive]
+            return sum([kv.layout.pages_at(int(at + slope(key, 1.0) * last)) for at, key in starts])
         return sum([kv.layout.pages_at(start + last) for _, start, _ in alive])
 
     def _peak(self, kv: KVMemory) -> tuple[int, int]:
@@ -63,6 +89,18 @@ class MemoryForecast:
         needs = list(map(add, totals, map(mul, ends, count(1))))
         most = max(needs, default=0)
         return most * kv.token_bytes // kv.page_bytes, needs.index(most) + 1 if needs else 0
+
+    def _peak_with_slopes(self, kv: KVMemory) -> tuple[int, int]:
+        """Returns the same for sequences that get several tokens a step."""
+        half_page = kv.page_bytes // kv.token_bytes // 2
+        most, most_at = 0, 0
+        total, slopes = 0, 0.0  # of the sequences that are alive
+        for number, (end, start, key) in enumerate(reversed(self.entries), 1):
+            total, slopes = total + start, slopes + self.slopes.get(key, 1.0)
+            need = int(total + end * slopes) + number * half_page
+            if need > most or not most_at:
+                most, most_at = need, number
+        return most * kv.token_bytes // kv.page_bytes, most_at
 
     def _peak_with_windows(self, kv: KVMemory) -> tuple[int, int]:
         """Returns the same for layers with sliding windows, which bound a sequence's tokens.

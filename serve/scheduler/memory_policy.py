@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from memory.pages.kv_range import PrefixHit
 from serve.scheduler.sequence import Sequence
 
@@ -15,6 +17,9 @@ class MemoryPolicy:
 
     num_stages = 1
     """The stages of the pipeline that computes the steps."""
+
+    tokens_per_step: Callable[[Sequence], float] | None = None
+    """The tokens that a step is expected to give a sequence; None: one."""
 
     def admits(
         self,

@@ -30,7 +30,8 @@ class _Job:
 class SrptQueue(WaitingQueue):
     """Level p has the sequences whose remaining work takes about 2^(p / PER_OCTAVE) decode steps.
 
-    The work is the predicted remaining tokens, and the time of the prompt in decode steps. A
+    The work is the predicted remaining tokens by those of a step, of which drafts give a sequence
+    several, and the time of the prompt in decode steps. A
     running sequence is preempted only for one with less than 2^-(margin / PER_OCTAVE) of its work,
     if it has at most MOST_DONE of its answer, was preempted fewer than MAX_PREEMPTIONS times, and
     if the time that this saves is SWAP_SHARE times the time that all running sequences lose when
@@ -67,7 +68,7 @@ class SrptQueue(WaitingQueue):
         job = self._jobs[sequence]
         if job.is_starving or job.is_waiting:
             return job.level
-        return self._level_of(self._remaining(sequence))
+        return self._level_of(self._remaining_steps(sequence))
 
     def level_of_arrival(self, request: Request, num_rows: int) -> int:
         # its length is predicted when it is queued: until then it is one of the middle
@@ -84,9 +85,13 @@ class SrptQueue(WaitingQueue):
             sequence.predicted_length = self.expected_length(sequence)
         return max(1, sequence.predicted_length - num_output)
 
+    def _remaining_steps(self, sequence: Sequence) -> float:
+        """Returns the predicted steps in which the answer's remaining tokens come."""
+        return self._remaining(sequence) / self.tokens_per_step(sequence)
+
     def _work(self, sequence: Sequence) -> float:
         """Returns the work of a sequence that waits, in decode steps."""
-        work = float(self._remaining(sequence))
+        work = self._remaining_steps(sequence)
         if self.step_s and not sequence.num_preemptions:  # else its pages are probably cached
             num_cached = sequence.num_tokens - sequence.num_expected_rows
             work += self.prefill_seconds(sequence.num_tokens, num_cached) / self.step_s
@@ -146,7 +151,8 @@ class SrptQueue(WaitingQueue):
         return job is not None and job.is_waiting and job.until_s == entry[0]
 
     def victims_for(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:
-        level, own = self._jobs[sequence].earned + self.margin, self._remaining(sequence)
+        level = self._jobs[sequence].earned + self.margin
+        own = self._remaining_steps(sequence)
         victims = [
             s
             for s in running
@@ -159,11 +165,11 @@ class SrptQueue(WaitingQueue):
             return False
         return sequence.num_output_tokens <= self.MOST_DONE * sequence.predicted_length
 
-    def _saves(self, victim: Sequence, remaining: int, num_running: int) -> bool:
-        """Returns whether it pays to serve a sequence with `remaining` tokens before the victim."""
+    def _saves(self, victim: Sequence, remaining: float, num_running: int) -> bool:
+        """Returns whether it pays to serve a sequence with `remaining` steps before the victim."""
         # of its pages only whole ones stay cached, and those perhaps not for long
         again_s = self.prefill_seconds(victim.num_tokens, 0)
-        saved_s = (self._remaining(victim) - remaining) * self.step_s
+        saved_s = (self._remaining_steps(victim) - remaining) * self.step_s
         return saved_s > self.SWAP_SHARE * num_running * again_s
 
     def ended(self, sequence: Sequence) -> None:

@@ -37,11 +37,18 @@ class Drafting(Protocol):
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Takes note of how many tokens of a draft agreed."""
 
+    def tokens_per_step(self, sequence: Sequence) -> float:
+        """Returns how many tokens a step is expected to give a sequence, at least about 1. Any
+        thread may ask."""
+
     def ended(self, sequence: Sequence) -> None:
         """Takes note of a sequence that has ended, for whatever reason."""
 
     def trim(self) -> None:
         """Returns unused memory to the system, while nothing runs."""
+
+    def close(self) -> None:
+        """Frees memory of its own, after the runner's."""
 
     @property
     def kept_bytes(self) -> tuple[int, int]:

@@ -45,6 +45,8 @@ class WaitingQueue:
         self.expected_length: Callable[[Sequence], int] = lambda sequence: (
             sequence.max_tokens_total - sequence.num_prompt_tokens
         )
+        # the tokens that a step gives a sequence; those that give it drafts set it
+        self.tokens_per_step: Callable[[Sequence], float] = lambda sequence: 1.0
         self.now_s = 0.0
         self._waiting: list[QueueEntry] = []
         self._arrivals: dict[Sequence, int] = {}

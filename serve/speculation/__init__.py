@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.loading.draft_model import LoadedDraft
 from serve.loading.runtime import Runtime
-from serve.runner.runner import Closable
+from serve.runner.runner import FollowedRunner
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_results import Drafting
 from serve.setting_checks import DRAFT_HEADS
@@ -20,19 +20,6 @@ if TYPE_CHECKING:
 _TILED = ("int8", "int4")
 
 
-@dataclass(frozen=True, slots=True)
-class TwoModels:
-    """The memory of a draft model and of its target, which are closed together."""
-
-    draft: Runtime
-    memory: Closable
-
-    def close(self) -> None:
-        self.draft.kv.close_all()
-        self.draft.memory.close()
-        self.memory.close()
-
-
 def make_head_drafts(config: EngineConfig, runtime: Runtime) -> HeadDrafts | None:
     """Returns what drafts with the head beside the model; None if there is none."""
     if config.speculation not in DRAFT_HEADS:
@@ -41,14 +28,18 @@ def make_head_drafts(config: EngineConfig, runtime: Runtime) -> HeadDrafts | Non
 
     head, size, rows = runtime.model.draft_head, runtime.spec.vocab_size, config.batched_tokens
     assert head is not None, "it is loaded with the model"
-    return HeadDrafts(head, runtime.attention, runtime.kv, size, rows)
+    runner, parts = runtime.runner, (head, runtime.attention, runtime.kv, size, rows)
+    if not isinstance(runner, FollowedRunner):
+        return HeadDrafts(*parts)
+    runner.follower = drafts = HeadDrafts(*parts, use_pages=runner.use_pages)
+    return drafts
 
 
 def make_drafting(
     config: EngineConfig,
     scheduler: Scheduler,
     runtime: Runtime,
-    draft: Runtime | None = None,
+    draft: LoadedDraft | None = None,
     head: HeadDrafts | None = None,
 ) -> Drafting | None:
     """Returns what gives drafts to the engine's steps; None if they are off, or if the rows of a
@@ -81,7 +72,8 @@ def make_drafting(
         from serve.speculation.draft_model import DraftModel
 
         size, has_prefixes = runtime.spec.vocab_size, config.prefix_cache
-        model = DraftModel(draft, size, config.batched_tokens, has_prefixes=has_prefixes)
+        rows = config.batched_tokens
+        model = DraftModel(draft.runtime, draft.compute, size, rows, has_prefixes=has_prefixes)
     drafter = prompt_lookup.PromptLookup()
     most = config.max_draft_tokens
     device_rows = min(config.max_num_seqs, config.batched_tokens) if is_cuda else None
@@ -90,6 +82,14 @@ def make_drafting(
     return Speculation(
         drafter, scheduler.chunks.model, runtime.kv, most, device_rows, model, ledger
     )
+
+
+def use_drafting(scheduler: Scheduler, drafting: Drafting | None) -> None:
+    """Makes the scheduler give its steps drafts, and count the steps of answers by them."""
+    scheduler.drafting = drafting
+    if drafting is not None:
+        scheduler.waiting.tokens_per_step = drafting.tokens_per_step
+        scheduler.policy.tokens_per_step = drafting.tokens_per_step
 
 
 def _is_exact(config: EngineConfig, runtime: Runtime) -> bool:

@@ -19,6 +19,7 @@ from memory.pages.kv_range import Range
 from memory.prefix.index import PrefixHasher
 from ops.cpu.sampling import SamplingInputs
 from serve.loading.runtime import Runtime
+from serve.runner.forward import Forward
 from serve.scheduler.sequence import Sequence, SequenceStatus
 from serve.scheduler.step_time import StepTimeModel
 from serve.speculation.drafted_rows import draft_in_steps, drafting_inputs, draw, work_of
@@ -88,17 +89,19 @@ class DraftModel:
     def __init__(
         self,
         runtime: Runtime,
+        compute: Forward,
         vocab_size: int,
         rows_per_step: int,
         *,
         has_prefixes: bool,
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
-        """vocab_size: the target's. rows_per_step: of a step that computes a prompt only.
-        has_prefixes: K/V of common prefixes is shared and kept."""
+        """compute: computes the model's steps. vocab_size: the target's. rows_per_step: the most
+        of a step. has_prefixes: K/V of common prefixes is shared and kept."""
         self.time = StepTimeModel(rows_per_step)
         self.clock = clock
-        self._model, self._attention, self._kv = runtime.model, runtime.attention, runtime.kv
+        self._compute, self._kv = compute, runtime.kv
+        self._memory = runtime.memory
         self._own_vocab = runtime.spec.vocab_size
         self._vocab_size = vocab_size
         self._hasher = PrefixHasher(self._kv.page_end) if has_prefixes else None
@@ -139,7 +142,7 @@ class DraftModel:
         if not parts:
             return
         work, began_s = work_of(parts), self.clock()
-        self._forward(parts)
+        self._forward(parts, draws=False)
         self.time.learn(work, self.clock() - began_s)
         for part in parts:
             self._insert_prefix(part.sequence, part.text)
@@ -151,11 +154,15 @@ class DraftModel:
         """Returns what may follow each sequence, at most depths[i] > 0 tokens."""
         drafts: list[list[int]] = [[] for _ in sequences]
         parts: list[_Part] = []
+        left = self.time.rows_per_step
         for sequence, depth, draft in zip(sequences, depths, drafts, strict=True):
             text, tokens = self._text_of(sequence), sequence.token_ids
-            if text is not None and self._grow(sequence, text, len(tokens) + depth - 1):
+            if text is None or len(tokens) - text.num_computed > left:
+                continue
+            if self._grow(sequence, text, len(tokens) + depth - 1):
                 text.num_known, text.drafted = len(tokens), draft
                 parts.append(_Part(sequence, text, tokens[text.num_computed :], draft, depth))
+                left -= parts[-1].num_rows
         if not parts:
             return drafts
         draft_in_steps(parts, self._extend, self._vocab_size, self.time, self.clock)
@@ -163,13 +170,14 @@ class DraftModel:
 
     def _extend(self, parts: list[_Part]) -> None:
         """Computes the parts' tokens, and gives each draft the token that follows."""
-        hidden, ends = self._forward(parts)
-        logits = self._model.logits(hidden if len(ends) == len(hidden) else hidden[ends])
+        logits = self._forward(parts, draws=True)
+        assert logits is not None, "each part is drawn"
         for part, token in zip(parts, draw(logits, parts), strict=True):
             part.draft.append(token)
 
-    def _forward(self, parts: list[_Part]) -> tuple[torch.Tensor, list[int]]:
-        """Computes the parts' tokens. Returns the hidden states and the last row of each part."""
+    def _forward(self, parts: list[_Part], *, draws: bool) -> torch.Tensor | None:
+        """Computes the parts' tokens. Returns the logits, [len(parts), vocab], of the last row of
+        each part, if a token is drawn from them."""
         order = sorted(range(len(parts)), key=lambda i: len(parts[i].tokens) > 1)
         input_ids: list[int] = []
         positions: list[int] = []
@@ -189,10 +197,7 @@ class DraftModel:
             num_rows,
             [text.num_computed for text in texts],
         )
-        hidden = self._model.forward(
-            torch.tensor(input_ids), torch.tensor(positions), self._attention.plan(step)
-        )
-        return hidden, ends
+        return self._compute(input_ids, positions, step, ends if draws else [])
 
     def _text_of(self, sequence: Sequence) -> _Text | None:
         """Returns what there is of a sequence, or begins with it if there is room; None if it
@@ -274,3 +279,7 @@ class DraftModel:
 
     def trim(self) -> None:
         self._kv.trim()
+
+    def close(self) -> None:
+        self._kv.close_all()
+        self._memory.close()

@@ -79,3 +79,6 @@ class DraftSource(Protocol):
 
     def trim(self) -> None:
         """Returns unused memory to the system, while nothing runs."""
+
+    def close(self) -> None:
+        """Frees memory of its own."""

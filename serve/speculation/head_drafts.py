@@ -28,7 +28,7 @@ from memory.attention.seam import AttentionStep, PlannedAttention
 from memory.kv_memory import KVMemory
 from ops.cpu.sampling import SamplingInputs
 from serve.models.layers.draft_head import DraftHead
-from serve.scheduler.sequence import Sequence, SequenceStatus
+from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus
 from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import StepTimeModel
 from serve.speculation.drafted_rows import draft_in_steps, drafting_inputs, draw, work_of
@@ -119,12 +119,16 @@ class HeadDrafts:
         vocab_size: int,
         rows_per_step: int,
         *,
+        use_pages: abc.Callable[[], bool] = lambda: True,
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
-        """attention, kv: the model's. rows_per_step: of a step that computes a prompt only."""
+        """attention, kv: the model's. rows_per_step: the most of a step. use_pages: makes pages
+        usable that kv has given and committed, if it can."""
         self.time = StepTimeModel(rows_per_step)
         self.clock = clock
         self._head, self._attention, self._kv = head, attention, kv
+        self._use_pages = use_pages
+        self._device, self._most_rows = head.device, rows_per_step
         self._vocab_size = vocab_size
         self._texts: dict[Sequence, _Text] = {}
         self._num_idle = 0  # steps since the last draft
@@ -136,9 +140,18 @@ class HeadDrafts:
     def keep(self, plan: StepPlan, hidden: Tensor) -> None:
         """Keeps the states of a step. hidden: [T, hidden], the model's result, in the plan's
         order."""
-        if self._pauses(plan):
-            return
-        states, row = self._head.take(hidden), 0
+        if not self._pauses(plan):
+            self._keep(plan, self._head.take(hidden), 4)
+
+    def keep_taken(self, plan: StepPlan, states: Tensor) -> None:
+        """Does so where a device computes. states: what DraftHead.take gave, [at least T, any],
+        which the next step overwrites; the step may still be computed."""
+        if not self._pauses(plan):
+            self._keep(plan, states, 0)
+
+    def _keep(self, plan: StepPlan, states: Tensor, share: int) -> None:
+        """share: pieces with less than this part of all rows are copied; 0: all are."""
+        row = 0
         for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True):
             first, text = sequence.num_computed_tokens, self._text_of(sequence)
             piece = states[row + max(0, text.begin - first) : row + rows]
@@ -146,7 +159,8 @@ class HeadDrafts:
             if len(piece):
                 text.cut_to(max(text.begin, first))
                 # a view would keep all rows of the step
-                text.add(piece.clone() if 4 * rows < len(states) else piece)
+                is_view = share and share * rows >= len(states)
+                text.add(piece if is_view else piece.clone())
 
     def _pauses(self, plan: StepPlan) -> bool:
         """Counts the steps; returns whether nothing is kept of this one."""
@@ -185,7 +199,7 @@ class HeadDrafts:
         if not parts:
             return 0.0
         began_s = self.clock()
-        self._compute(parts)
+        self._compute_all(parts)
         return self.clock() - began_s
 
     def most_drafted(self, sequence: Sequence) -> int:
@@ -207,7 +221,7 @@ class HeadDrafts:
         """Computes rows of sequences that have more than a draft begins with, all of them."""
         parts = [self._missing(sequence, self._texts[sequence]) for sequence, _ in chunks]
         work, began_s = work_of(parts), self.clock()
-        self._compute(parts)
+        self._compute_all(parts)
         self.time.learn(work, self.clock() - began_s)
 
     @torch.inference_mode()
@@ -218,9 +232,13 @@ class HeadDrafts:
         drafts: list[list[int]] = [[] for _ in sequences]
         parts: list[_Part] = []
         self._num_idle = self._last_pause = 0
+        left = self._most_rows
         for sequence, depth, draft in zip(sequences, depths, drafts, strict=True):
             text = self._texts[sequence]
-            if text.num_pending and self._has_room(sequence, len(sequence.token_ids) + depth):
+            if not 0 < text.num_pending <= left:
+                continue
+            if self._has_room(sequence, len(sequence.token_ids) + depth):
+                left -= text.num_pending
                 part = self._missing(sequence, text)
                 part.draft, part.depth = draft, depth
                 text.inputs.forget_after(len(sequence.token_ids))
@@ -229,17 +247,19 @@ class HeadDrafts:
             return drafts
         # with all copies that are due, before a page that they read may be written
         self._kv.commit()
-        # with all copies that are due, before a page that they read may be written
-        self._kv.commit()
+        if not self._use_pages():
+            return drafts
         draft_in_steps(parts, self._extend, self._vocab_size, self.time, self.clock)
         return drafts
 
     def _settle(self, sequence: Sequence, text: _Text) -> bool:
         """Drops the states of rejected rows; returns whether any are left that can be computed,
-        because the tokens after them are known."""
+        because the tokens after them are known, and to the host, too."""
         is_new = text.num_preemptions != sequence.num_preemptions  # its pages may not be mapped yet
         if is_new or sequence.status is not SequenceStatus.RUNNING or sequence.kv_range is None:
             text.pieces, text.num_pending = [], 0
+            return False
+        if sequence.token_ids[-1] == PENDING_TOKEN:
             return False
         last = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)
         if text.end + text.num_pending > last:
@@ -265,11 +285,27 @@ class HeadDrafts:
         """Computes the parts' rows, and gives each draft the token that follows."""
         states, ends = self._compute(parts)
         last = states if len(ends) == len(states) else states[ends]
-        for i, token in enumerate(draw(self._head.logits(last), parts)):
+        for i, token in enumerate(draw(self._head.logits(last).cpu(), parts)):
             part = parts[i]
             part.draft.append(token)
             part.draft_rows += bool(part.draft[1:])
             part.states, part.next_ids = last[i : i + 1], [token]
+
+    def _compute_all(self, parts: list[_Part]) -> None:
+        """Computes the rows of parts, in as many steps as they need, and waits for them."""
+        most = self._most_rows
+        batch: list[_Part] = []
+        for part in parts:
+            text, states, next_ids = part.text, part.states, part.next_ids
+            for first in range(0, len(next_ids), most):
+                end = first + most
+                piece = _Part(part.sequence, text, states[first:end], next_ids[first:end])
+                if sum([each.num_rows for each in batch]) + piece.num_rows > most:
+                    self._compute(batch)
+                    batch = []
+                batch.append(piece)
+        states, _ = self._compute(batch)
+        states[:1].cpu()  # a device has computed when it has given something back
 
     def _compute(self, parts: list[_Part]) -> tuple[Tensor, list[int]]:
         """Computes the parts' rows. Returns the head's states, and the last row of each part."""
@@ -296,8 +332,8 @@ class HeadDrafts:
         step = AttentionStep(num_rows.count(1), starts, num_rows, lengths)
         read = [parts[i].states for i in order]
         states = self._head.forward(
-            torch.tensor(next_ids),
-            torch.tensor(positions),
+            torch.tensor(next_ids, device=self._device),
+            torch.tensor(positions, device=self._device),
             read[0] if len(read) == 1 else torch.cat(read),
             self._attention.plan(step),
         )
@@ -309,3 +345,6 @@ class HeadDrafts:
 
     def trim(self) -> None:
         """There is nothing to return."""
+
+    def close(self) -> None:
+        """The model's memory holds the head's."""

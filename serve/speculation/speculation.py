@@ -30,6 +30,7 @@ from serve.speculation.beside_prompts import DraftsBesidePrompts, Offer, Room
 from serve.speculation.draft_ledger import DraftLedger
 from serve.speculation.drafter import Draft, Drafter, DraftSource
 from serve.speculation.model_drafts import MARGIN, Candidate, ModelDrafts
+from serve.speculation.tokens_per_step import TokensPerStep
 
 _OF_MODEL = -1  # the kind of a draft model's drafts
 # As long as nothing is known of a step's time, so many rows are taken to cost nothing.
@@ -44,10 +45,12 @@ _FEWEST_AHEAD, _MOST_AHEAD = 8, 64
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is kept with a sequence. trials: of lookup's drafts. The rest is of its last draft."""
+    """What is kept with a sequence. trials: of lookup's drafts. num_accepted: the tokens of its
+    answer that came from drafts. The rest is of its last draft."""
 
     trials: Trials = field(default_factory=Trials)
     model_trials: Trials = field(default_factory=Trials)
+    num_accepted: int = 0
     kind: int = 0
     is_predicted: bool = False
 
@@ -77,6 +80,7 @@ class Speculation:
         self._acceptance = Acceptance(drafter.first_guesses)
         self._most_rows = 0  # of any step with drafts and no prompt
         self._beside = DraftsBesidePrompts(model)
+        self._speeds = TokensPerStep()
         self._device_rows = device_rows
         self._ledger = ledger
         self._num_ahead = 0  # steps that are still launched ahead before drafts are tried again
@@ -172,7 +176,7 @@ class Speculation:
         for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
             most = min(self._most, sequence.max_tokens_total - len(sequence.token_ids) - 1)
             most = min(most, models.model.most_drafted(sequence))
-            if most < 1 or not _may_draft(sequence):
+            if most < 1 or not self._may_draft(sequence):
                 continue
             state = _state_of(sequence)
             rate = models.rate(state.model_trials)
@@ -207,13 +211,19 @@ class Speculation:
 
     def _cut(self, sequence: Sequence, draft: Draft) -> bool:
         """Cuts a draft before the sequence's last possible token; returns whether any is left."""
-        if not _may_draft(sequence):
+        if not self._may_draft(sequence):
             return False
-        is_special = sequence.mask is not None or sequence.request.params.has_penalties
-        if is_special and self._device_rows is not None:
-            return False  # a device has one mask and one row of counts for a sequence
         del draft.token_ids[max(0, sequence.max_tokens_total - len(sequence.token_ids) - 1) :]
         return bool(draft.token_ids)
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        """Returns False where the mask is late and was begun without a draft, or takes so long that
+        those of a draft would be late. A device has one mask and one row of counts for a
+        sequence."""
+        mask = sequence.mask
+        if self._device_rows is not None:
+            return mask is None and not sequence.request.params.has_penalties
+        return mask is None or (mask.job is None and mask.cost_s < _DEAR_MASK_S)
 
     def _has_room(self, sequence: Sequence, length: int, num_sequences: int) -> bool:
         """Returns whether there are pages for a draft and for each of num_sequences."""
@@ -295,6 +305,7 @@ class Speculation:
 
     def learn(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         state = _state_of(sequence)
+        state.num_accepted += num_accepted
         if self._ledger is not None:
             self._ledger.accepted(num_accepted)
         prediction = sequence.request.prediction
@@ -305,7 +316,15 @@ class Speculation:
             return
         self._acceptance.learn(state.kind, state.trials, num_drafted, num_accepted)
 
+    def tokens_per_step(self, sequence: Sequence) -> float:
+        state = sequence.drafting
+        num_accepted = state.num_accepted if isinstance(state, _Drafting) else 0
+        return self._speeds.of(sequence.num_output_tokens, num_accepted)
+
     def ended(self, sequence: Sequence) -> None:
+        if sequence.num_output_tokens:
+            num_accepted = _state_of(sequence).num_accepted if sequence.drafting else 0
+            self._speeds.learn(sequence.num_output_tokens, num_accepted)
         self.drafter.ended(sequence)
         if self._ledger is not None:
             self._ledger.disturbed()  # the next step may come later
@@ -317,6 +336,10 @@ class Speculation:
     def trim(self) -> None:
         if self._by_model is not None:
             self._by_model.model.trim()
+
+    def close(self) -> None:
+        if self._by_model is not None:
+            self._by_model.model.close()
 
     @property
     def kept_bytes(self) -> tuple[int, int]:
@@ -333,13 +356,6 @@ def _state_of(sequence: Sequence) -> _Drafting:
         state = sequence.drafting = _Drafting()
     assert isinstance(state, _Drafting)
     return state
-
-
-def _may_draft(sequence: Sequence) -> bool:
-    """Returns False where the mask is late and was begun without a draft, or takes so long that
-    those of a draft would be late."""
-    mask = sequence.mask
-    return mask is None or (mask.job is None and mask.cost_s < _DEAR_MASK_S)
 
 
 def _sort(plan: StepPlan) -> None:

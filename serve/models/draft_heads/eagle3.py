@@ -139,7 +139,8 @@ def load_eagle3(
         CheckedNames(block, names, Stored("", "lm_head"), checkpoint, expected).check()
     weights = build(make_tensors(checkpoint))
     if head.vocab_size != target.spec.vocab_size:
-        weights.token_ids = _token_ids(checkpoint, head, target.spec.vocab_size, is_random)
+        ids = _token_ids(checkpoint, head, target.spec.vocab_size, is_random)
+        weights.token_ids = ids.to(device)
     checkpoint.release()
     rotary = [RotaryTable(rope, target.max_model_len, device) for rope in block.ropes]
     return DraftHead(head, weights, target, rotary)

@@ -46,12 +46,17 @@ class Target(Protocol):
     """The model beside a head: a Decoder."""
 
     backend: Backend
+    device: torch.device
+    dtype: torch.dtype
 
     @property
     def num_layers(self) -> int: ...
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
 
     @property
     def final_norm(self) -> Norm | None: ...
@@ -77,6 +82,7 @@ class DraftHead:
         self._model = model
         self._rotary = rotary
         self._is_mtp = spec.kind == MTP
+        self.device = model.device
         self._ratio: Tensor | None = None
         if self._is_mtp:
             self._ratio = self._ratio_of_norms()
@@ -89,6 +95,11 @@ class DraftHead:
         assert norm is not None and norm.kind == "rms", "families with MTP layers have RMSNorm"
         weight = norm.weight.float()
         return torch.where(weight == 0, torch.zeros_like(weight), 1.0 / weight)
+
+    @property
+    def taken_width(self) -> int:
+        """The columns of what take() returns."""
+        return self._model.hidden_size * max(1, len(self.spec.reads))
 
     def take(self, hidden: Tensor) -> Tensor:
         """Returns the model's states of its last pass that read() needs, [T, any]. hidden: the
@@ -119,10 +130,10 @@ class DraftHead:
         normed = apply_norm(backend, states, weights.state_norm)
         x = torch.cat((embedded.to(states.dtype), normed.to(states.dtype)), dim=1)
         if self._is_mtp:
-            x = residual = weights.join(x)
+            x = residual = weights.join(x).to(model.dtype)
         else:  # blocks may overwrite the residual
             residual = normed if self.spec.is_residual_normed else states
-            residual = residual.clone()
+            residual = residual.to(model.dtype, copy=True)
         inputs = RowInputs([table.lookup(positions) for table in self._rotary], positions)
         number = model.num_layers
         pending = weights.block.attention.attend(number, x, inputs, attention)

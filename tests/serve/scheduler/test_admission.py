@@ -17,7 +17,7 @@ from serve.scheduler.admission import (
     WorstCasePolicy,
     make_policy,
 )
-from serve.scheduler.memory_forecast import MemoryForecast
+from serve.scheduler.memory_forecast import MemoryForecast, entry_of
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import SequenceStatus
 from serve.scheduler.step_plan import SchedulerLimits
@@ -92,6 +92,38 @@ def test_windows_bound_the_peak(groups, tokens_per_page):
         assert abs(forecast_of(sequences).peak_pages(kv, 10**6) - actual) <= allowed
         bounded += actual < simulated_peak(kv_without, sequences, 50)
     assert bounded > 100
+
+
+@pytest.mark.parametrize("tokens_per_page", [1, 4])
+def test_sequences_that_get_several_tokens_a_step(tokens_per_page):
+    """Each has the tokens that its slope says at each step; the peak is off by rounding."""
+    kv, _ = make_kv(tokens_per_page=tokens_per_page)
+    rng = random.Random(3)
+    for sequences in random_loads(rng, step=0):
+        slopes = [rng.choice((1.0, 1.5, 4.0)) for _ in sequences]
+        forecast = MemoryForecast()
+        for key, ((end, start), slope) in enumerate(zip(sequences, slopes, strict=True)):
+            forecast.add((end, start, key), slope)
+        pairs = list(zip(sequences, slopes, strict=True))
+        actual = max(
+            sum(kv.layout.pages_at(int(s + slope * t)) for (end, s), slope in pairs if end >= t)
+            for t in range(max(end for end, _ in sequences) + 1)
+        )
+        assert abs(forecast.peak_pages(kv, 10**6) - actual) <= len(sequences)
+        assert abs(forecast.peak_pages(kv, actual) - actual) <= len(sequences) / 2
+        for key, (end, start) in enumerate(sequences):
+            forecast.remove((end, start, key))
+        assert not forecast.slopes
+
+
+def test_an_entry_ends_with_the_answer():
+    """Whatever a step gives it, at its end a sequence has all tokens but the last one."""
+    sequence = make_seq(10, num_tokens=100)
+    sequence.token_ids += [9] * 20
+    for slope, steps in ((1.0, 60), (1.5, 40), (4.0, 15), (7.0, 9)):
+        end, start, _ = entry_of(sequence, 80, 1000, 5, slope)
+        assert end == 1000 + steps - 1
+        assert abs(start + slope * end - (10 + 80 - 1)) <= 0.5
 
 
 def test_a_removed_sequence_needs_no_pages():

@@ -43,6 +43,26 @@ def test_the_shortest_predicted_answer_is_next():
     assert drained(queue) == "bdac"
 
 
+def test_steps_count_where_drafts_give_several_tokens_a_step():
+    queue = queue_with(a=500, b=200, c=20)
+    queue.tokens_per_step = lambda sequence: {"a": 8.0, "b": 1.0, "c": 1.0}[name_of(sequence)]
+    for name in "abc":
+        queue.add(waiting(name))
+    assert drained(queue) == "cab"
+
+
+@pytest.mark.parametrize(("speed", "victims"), [(1.0, "long"), (50.0, "")])
+def test_fast_answers_are_not_preempted(speed, victims):
+    """A long answer whose drafts agree has as little left to do as a short one."""
+    queue = queue_with(long=2000, short=20)
+    queue.tokens_per_step = lambda sequence: speed if name_of(sequence) == "long" else 1.0
+    long, short = waiting("long", num_prompt=10), waiting("short")
+    queue.add(long)
+    run_with(queue, long, 10)
+    queue.add(short)
+    assert names(queue.victims_for(short, [long])) == victims
+
+
 def test_a_long_prompt_is_work_too():
     queue = queue_with(a=20, b=30)
     queue.add(waiting("a", num_prompt=4000))

@@ -26,50 +26,21 @@ from tests.support.models.draft_heads import (
     EagleReference,
     MtpReference,
     draft_of,
-    write_eagle3,
     write_mtp,
 )
 from tests.support.preempted import until_preempted
 from tests.support.profile import every_day
-from tests.support.speculation.mixed_requests import requests, results
+from tests.support.speculation.heads import PLAIN, SMALL, check, settings_of
+from tests.support.speculation.mixed_requests import results
 from tests.support.speculation.scripted import always_draft
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL: dict[str, Any] = {"max_num_seqs": 5, "max_model_len": 160, "max_num_batched_tokens": 600}
-PLAIN: dict[str, Any] = {"speculation": "off", "draft_model": None}
 
 
 @pytest.fixture(scope="module")
 def folder():
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
-
-
-def settings_of(folder: Path, kind: str, family: str, variant: str) -> dict[str, Any]:
-    """Returns the settings of a model with a head."""
-    name = f"{kind}-{family}-{variant}-0"
-    if kind == "mtp":
-        path = folder / name
-        return {"model": str(path if path.is_dir() else write_mtp(folder, family, variant))} | {
-            "speculation": "mtp"
-        }
-    target, path = checkpoint(family, variant), folder / name
-    if not path.is_dir():
-        reads = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
-        write_eagle3(path, target, **reads)
-    return {"model": str(target), "speculation": "eagle3", "draft_model": str(path)}
-
-
-def check(llm: LLM, plain: LLM, most: int = 30, count: int = 14) -> int:
-    """Compares answers with those without drafts; returns the number of drafted tokens."""
-    prompts, params = requests(300, count, most)
-    expected = results(plain.generate(prompts, params, use_tqdm=False))
-    drafts = always_draft(llm)
-    assert results(llm.generate(prompts, params, use_tqdm=False)) == expected
-    assert llm.stats().pages_in_use == 0
-    assert not drafts._texts
-    drafts._kv.check_integrity()
-    return llm.stats().num_draft_tokens
 
 
 HEADS = [
@@ -359,12 +330,3 @@ def test_wrong_settings(folder):
         LLM(str(checkpoint("deepseek_v3", "yarn")), speculation="mtp")
     with pytest.raises(ModelLoadError, match="architectures does not name an EAGLE-3 head"):
         LLM(llama, speculation="eagle3", draft_model=llama)
-    path = settings_of(folder, "mtp", "deepseek_v3", "yarn")["model"]
-    with pytest.raises(ConfigError, match="speculation mtp needs another kv_dtype than int4"):
-        LLM(
-            settings_of(folder, "mtp", "glm4_moe", "one-group")["model"],
-            speculation="mtp",
-            kv_dtype="int4",
-        )
-    with pytest.raises(ConfigError, match="speculation mtp needs the cpu back end"):
-        LLM(path, speculation="mtp", backend="cuda")
