@@ -187,8 +187,12 @@ class PrefixState(Protocol):
     def has_store(self) -> bool: ...
 
     @property
+    def is_asking(self) -> bool:
+        """Whether the store finds out which pages it can load."""
+
+    @property
     def is_fetching(self) -> bool:
-        """Whether pages are being loaded from the store."""
+        """Whether pages are being loaded from the store, or it finds out which ones it can load."""
 
     @property
     def is_transferring(self) -> bool:

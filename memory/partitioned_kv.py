@@ -205,7 +205,7 @@ class PartitionedKV:
 class PartitionedPrefixes:
     """The prefix caches of all partitions as one (`PrefixState`), without a page store."""
 
-    is_fetching = is_transferring = has_store = False
+    is_asking = is_fetching = is_transferring = has_store = False
 
     def __init__(self, partitions: Sequence[KVManager]) -> None:
         self._partitions = partitions

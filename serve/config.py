@@ -15,10 +15,8 @@ from serve import setting_checks
 from serve.errors import ConfigError
 from serve.length_predictor import LengthPredictor
 from serve.node_addresses import (
-    check_beside_nodes,
-    check_lender,
-    check_segments,
-    checked_addresses,
+    check_nodes,
+    check_peers,
 )
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from serve.setting_checks import (
@@ -117,6 +115,9 @@ class EngineSettings(KVEventOptions, total=False):
     borrow: tuple[str, ...]
     lend: str | None
     lend_bytes: int | None
+    kv_peers: tuple[str, ...]
+    kv_listen: str | None
+    kv_peer_key_file: str | Path | None
     tokenize_threads: int
     compute_threads: int | None
     tune: bool
@@ -220,6 +221,11 @@ class EngineConfig(KVEventSettings):
         none is there, with the same results. They may be absent.
     lend: where this replica lends K/V memory that its own sequences do not need; they get it back.
     lend_bytes: the most that is lent; None takes half of the K/V memory.
+    kv_peers: the addresses of engines with this model from which cached K/V is pulled, where that
+        is predicted to be faster than computing. They may be absent, and this engine among them;
+        "tcp://*" stands for those that requests name in kv_transfer_params.
+    kv_listen: where other engines pull this one's cached K/V.
+    kv_peer_key_file: a file with the secret that these engines share.
     tokenize_threads: the number of threads that tokenize.
     compute_threads: the number of cores that compute; None takes all that the affinity mask and
         the cgroup's quota allow.
@@ -290,6 +296,9 @@ class EngineConfig(KVEventSettings):
     borrow: tuple[str, ...] = ()
     lend: str | None = None
     lend_bytes: int | None = None
+    kv_peers: tuple[str, ...] = ()
+    kv_listen: str | None = None
+    kv_peer_key_file: str | Path | None = None
     tokenize_threads: int = 2
     compute_threads: int | None = None
     tune: bool = True
@@ -325,27 +334,12 @@ class EngineConfig(KVEventSettings):
         check_drafts(self)
         setting_checks.check_reasoning(self.reasoning_budget, self.reasoning_budget_message)
         check_folders(self.kv_cache_dir, self.packed_cache, has_prefixes=self.prefix_cache)
-        self._check_nodes()
+        check_nodes(self)
+        check_peers(self)
         self.check_events(self.prefix_cache, self.memory_nodes)
         page = self.kv_page_bytes
         if page is not None and page % 4096:
             raise ConfigError(f"kv_page_bytes must be a multiple of 4096, not {page}")
-
-    def _check_nodes(self) -> None:
-        for setting in ("memory_nodes", "kvp", "borrow"):
-            value, is_encrypted = getattr(self, setting), self.memory_node_encryption == "on"
-            object.__setattr__(self, setting, checked_addresses(setting, value, is_encrypted))
-        store = {"kv_cache_dir": self.kv_cache_dir}
-        if self.memory_nodes:
-            names = ("kv_page_bytes", "kvp", "borrow", "lend")
-            others = {**store, **{name: getattr(self, name) for name in names}}
-            check_beside_nodes("memory_nodes", others)
-        if self.kvp:
-            check_beside_nodes("kvp", {**store, "borrow": self.borrow})
-        if self.borrow:
-            check_beside_nodes("borrow", store)
-        check_lender(self.lend)
-        check_segments(self.kvp_segment_tokens)
 
     @property
     def holders(self) -> tuple[str, ...]:

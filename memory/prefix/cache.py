@@ -25,6 +25,7 @@ from memory.prefix.backoff import FAILURES_IN_A_ROW, Backoff
 from memory.prefix.index import PrefixIndex
 from memory.prefix.load_times import LoadTimes
 from memory.prefix.page_store import Chain, Load, PageStore, PrefixStats, Write
+from memory.prefix.question import Question
 from memory.prefix.store_stats import StoreStats
 from memory.prefix.waiting import WaitFor, is_success, wait_for_any
 
@@ -32,8 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Old pages are written when fewer than this share of all pages are free or already in the store.
 _CLEAN_SHARE = 0.25
-# Writes at once, and at most an eighth of the pages, because such pages cannot be evicted.
-_MAX_WRITES = 64
+_MAX_WRITES = 64  # at once, and at most an eighth of the pages, which cannot be evicted meanwhile
 _HUNG_S = 10.0  # a write that takes longer is abandoned
 _CLOSE_SHARE = 0.7  # `close` starts writes during this share of its time
 
@@ -49,6 +49,7 @@ class PrefixCache:
         self.num_references = allocator.num_references
         self._allocator = allocator
         self._store: PageStore | None = None
+        self._is_written = False  # the store
         self._address_of: Callable[[int], int] = lambda page: 0
         self._keep_memory: Callable[[], None] = lambda: None
         self._clock: Callable[[], float] = time.monotonic
@@ -57,9 +58,10 @@ class PrefixCache:
         self._writes: deque[Write] = deque()
         self._loads: deque[Load] = deque()
         self.load_times = LoadTimes()
+        self.question = Question()
         self._rest: tuple[Chain, int] | None = None  # to fetch after the loads
-        # A page cannot be taken from a load that hangs. So that a hung disk stops no request, the
-        # longest sequence fits beside the loads, unless too few pages would be left for them.
+        # No page is taken from a load that hangs, so the longest sequence fits beside the loads,
+        # unless too few pages would be left for them.
         num_pages = allocator.num_pages
         self._max_writes = max(1, min(_MAX_WRITES, num_pages // 8))
         self._max_loads = max(1, min(num_pages // 4, max(num_pages - num_reserved, num_pages // 8)))
@@ -72,12 +74,14 @@ class PrefixCache:
         keep_memory: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         wait_for: WaitFor = wait_for_any,
+        writes: bool = True,
     ) -> None:
-        """address_of: returns the address of a page's bytes, whatever range maps it.
-        keep_memory: called if these addresses must stay mapped for ever, because the store may
-        still use them after it was closed. wait_for: ends transfers, unless threads do."""
+        """address_of: a page's address, whatever range maps it. keep_memory: called if it must stay
+        mapped for ever: a closed store may use it. wait_for: ends transfers, unless threads do.
+        writes: whether pages are written to it."""
         self._store, self._address_of = store, address_of
         self._keep_memory, self._clock, self._wait_for = keep_memory, clock, wait_for
+        self._is_written = writes
 
     @property
     def has_store(self) -> bool:
@@ -104,9 +108,8 @@ class PrefixCache:
     def insert(self, key: bytes, parent: bytes | None, page: int, is_minor: bool = False) -> None:
         """Inserts a page that a sequence has computed, unless the parent is not cached.
 
-        If the key has another page that no sequence holds, this page replaces it: later pages of
-        the sequence must not depend on one that can be evicted. is_minor: until the page is used,
-        it is evicted before others and not written."""
+        A page of the key that no sequence holds is replaced: later pages of the sequence must not
+        depend on one that can be evicted. is_minor: evicted first and not written, until used."""
         if page in self.index:
             return
         if self.index.has_key(key):
@@ -115,7 +118,7 @@ class PrefixCache:
             self._replace(key, page)
         elif not self.index.insert(key, parent, page, is_minor=is_minor):
             return
-        elif self._store is not None and not is_minor:
+        elif self._is_written and not is_minor:
             self._unwritten[page] = key
         self._allocator.share(page)
 
@@ -129,14 +132,13 @@ class PrefixCache:
     def _is_idle(self, page: int) -> bool:
         """Returns whether no sequence holds the cached page."""
         references = self._allocator.num_references(page)
-        is_written = references == 2 and any(write.page == page for write in self._writes)
-        return references == 1 or is_written
+        return references == 1 or (references == 2 and any(w.page == page for w in self._writes))
 
     def use(self, pages: Sequence[int]) -> None:
         """Marks pages as just used. The last is evicted first: alone it is worth nothing."""
         for page in [page for page in reversed(pages) if page in self.index]:
             key = self.index.key_of(page)
-            if self._store is not None and self.index.is_minor(key):
+            if self._is_written and self.index.is_minor(key):
                 self._unwritten[page] = key
             self.index.touch(key)
 
@@ -161,6 +163,7 @@ class PrefixCache:
     def poll(self) -> None:
         if self._store is None:
             return
+        self.question.poll()
         self._complete_transfers()
         if self._rest is not None and not self._loads:
             self.fetch(*self._rest)
@@ -185,8 +188,7 @@ class PrefixCache:
         chosen = [self._unwritten.popitem(last=False) for _ in range(count)]
         try:
             new = [(page, key) for page, key in chosen if not self._store.contains(key)]
-            # A page is worth nothing without its ancestors. So they are evicted after it, and
-            # none of them is evicted to make room for it.
+            # A page is worth nothing without its ancestors, so none is evicted to make room for it.
             room = self._use([key for _, key in reversed(new)])
             new = new[: max(0, room)]
             futures = self._store.store_many([(key, self._address_of(page)) for page, key in new])
@@ -227,8 +229,8 @@ class PrefixCache:
             self._use([last.key])
 
     def _use(self, keys: Sequence[bytes]) -> int:
-        """Marks these pages and their ancestors as used in the store, ancestors last. Returns how
-        many pages the store has room for without evicting any of them."""
+        """Marks these pages and their ancestors as used in the store, ancestors last. Returns its
+        room for further ones."""
         assert self._store is not None
         try:
             return self._store.use(self.index.chain(keys))
@@ -237,8 +239,7 @@ class PrefixCache:
             return self._store.room
 
     def _discards(self, key: bytes) -> bool:
-        """Drops the key from the store, so that a hung write does not need its page any more.
-        Returns whether the store did so."""
+        """Returns whether the store dropped the key, so that a hung write needs no page."""
         assert self._store is not None
         try:
             self._store.discard(key)
@@ -283,19 +284,16 @@ class PrefixCache:
 
     def num_free_excluding(self, cached: Sequence[int]) -> int:
         """Returns how many pages can be had without evicting these."""
-        references = self._allocator.num_references
-        num_kept = sum([references(page) == 1 for page in cached])
+        num_kept = sum([self.num_references(page) == 1 for page in cached])
         return self._allocator.num_free + self.num_evictable - num_kept
 
     def fetch(self, chain: Chain, num_spare: int) -> bool:
-        """Starts to load the pages of a chain that memory lacks, up to the first that the store
-        lacks, into at most num_spare pages. Returns whether a load is in progress; if it is, call
-        again after it has ended."""
+        """Starts to load a chain's pages that memory lacks, up to one that the store lacks, into at
+        most num_spare pages. Returns whether a load is in progress; if so, call again later."""
         if self._store is None or self._loads:
             return bool(self._loads)
-        index = self.index
-        cached = [index.page_of(key) for key, _ in chain if index.has_key(key)]
-        wanted = [(key, parent) for key, parent in chain if not index.has_key(key)]
+        cached = [self.index.page_of(key) for key, _ in chain if self.index.has_key(key)]
+        wanted = [(key, parent) for key, parent in chain if not self.index.has_key(key)]
         self.use(cached)
         for page in cached:  # ancestors must not be evicted for the pages to load
             self.hold(page)
@@ -316,9 +314,8 @@ class PrefixCache:
     def _start_loads(self, wanted: Chain, num_spare: int, pages: list[int]) -> None:
         """Starts as many loads as there is room for, and appends their pages to `pages`."""
         assert self._store is not None
-        available = self._allocator.num_free + self.num_evictable
-        most = min(num_spare, available, self._max_loads, self._store.room, len(wanted))
-        end = 0
+        room = min(self.num_free_excluding(()), self._max_loads, self._store.room)
+        end, most = 0, min(num_spare, room, len(wanted))
         while end < most and self._store.contains(wanted[end][0]):
             end += 1
         pages += [self._free_page() for _ in range(end)]
@@ -338,15 +335,19 @@ class PrefixCache:
         return self._allocator.take()
 
     @property
+    def is_asking(self) -> bool:
+        return self.question.is_open
+
+    @property
     def is_fetching(self) -> bool:
-        return bool(self._loads)
+        return bool(self._loads) or self.question.is_open
 
     @property
     def is_transferring(self) -> bool:
-        return bool(self._loads or self._writes)
+        return bool(self._loads or self._writes) or self.question.is_open
 
     def wait(self, timeout_s: float) -> None:
-        futures = [write.future for write in self._writes]
+        futures = [*self.question.futures, *(write.future for write in self._writes)]
         if self._loads:  # loads are completed in order
             futures.append(self._loads[0].future)
         self._wait_for(futures, timeout_s)
@@ -386,8 +387,7 @@ class PrefixCache:
             self._keep_memory()
 
     def check_integrity(self, owners: dict[int, int]) -> None:
-        """Adds the cache's references to `owners` (page -> number of holders). Raises
-        AssertionError for a broken invariant."""
+        """Adds the cache's references to `owners` (page -> number of holders)."""
         for page in self.index.pages:
             owners[page] = owners.get(page, 0) + 1
         for write in self._writes:

@@ -98,13 +98,15 @@ class PrefixFinder:
     ) -> bool:
         """Starts to load the longest prefix that is in memory or the store and whose missing pages
         fit into num_spare pages, unless computing it is faster. Returns whether a load is in
-        progress.
+        progress, or the store finds out what it has; if so, call again after that.
 
         compute_s(n, k): seconds to compute the first n tokens if k are cached; 0: unknown.
         """
         cache, index = self._cache, self._cache.index
         if not cache.has_store or cache.is_fetching:
             return cache.is_fetching
+        if cache.question.ask([key for key in keys if not index.has_key(key)]):
+            return True
         end = self._layout.range_tokens
         while num_tokens := self.num_tokens(
             keys, end, lambda key: index.has_key(key) or cache.is_stored(key)

@@ -108,6 +108,15 @@ class PrefixIndex:
         """Returns the key of a page in the index."""
         return self._keys[page]
 
+    def seen(self, key: bytes) -> tuple[int, object] | None:
+        """Returns the page of a key, and what `is_still` takes to tell whether the page has been in
+        the index ever since. Any thread may call both."""
+        node = self._nodes.get(key)
+        return None if node is None else (node.page, node)
+
+    def is_still(self, key: bytes, node: object) -> bool:
+        return self._nodes.get(key) is node
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Returns the pages of the longest prefix of a chain that is in the index."""
         found: list[int] = []
@@ -149,9 +158,10 @@ class PrefixIndex:
     def replace(self, key: bytes, page: int) -> None:
         """Gives a key in the index this page in place of the one it had."""
         assert page not in self._keys, f"page {page} is in the index"
-        node = self._nodes[key]
-        del self._keys[node.page]
-        node.page = page
+        old = self._nodes[key]
+        del self._keys[old.page]
+        # a new node, so that `is_still` notices
+        self._nodes[key] = _Node(page, old.parent, old.used, old.children)
         self._keys[page] = key
         self._touch(key, is_minor=self.is_minor(key))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memory.prefix.peer_stats import PeersStats
+
 
 @dataclass(slots=True)
 class StoreStats:
@@ -25,3 +27,4 @@ class StoreStats:
     host_bytes: int = 0  # in host memory, of a tier above the disk
     requests: int = 0  # in progress
     is_paused: bool = False
+    peers: PeersStats | None = None  # of engines from which pages are pulled, if there are any

@@ -34,6 +34,7 @@ IN_PYTHON_ONLY: frozenset[str] = frozenset()
 _OTHER_ENVS = frozenset({CONFIG_ENV, "MERGESTEP_API_KEY", LOCAL_KV_ENV})
 _COLUMN = 44  # where the origins of printed values begin
 _MAX_INTEGER = (1 << 63) - 1
+_ADDRESSES = ("memory_nodes", "kvp", "borrow", "kv_peers")
 _KINDS: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "text"}
 
 
@@ -256,7 +257,7 @@ def _parsed(setting: Setting, value: Any) -> Any:
         return value
     items = split_list(value)
     # an empty list of nodes must be refused, not served without nodes
-    return items if items or setting.name not in ("memory_nodes", "kvp", "borrow") else value
+    return items if items or setting.name not in _ADDRESSES else value
 
 
 def _from_file(file: ConfigFile) -> dict[str, Any]:

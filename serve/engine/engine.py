@@ -152,6 +152,11 @@ class Engine:
         """The format of the model's reasoning and tool calls."""
         return self._chat_format
 
+    def use_peer(self, url: str) -> None:
+        """Pulls cached K/V from the engine at this address, too, if kv_peers allows it."""
+        if self.loaded.use_peer is not None:
+            self.loaded.use_peer(url)
+
     def stats(self) -> EngineStats:
         return self.loaded.core.stats()
 

@@ -75,6 +75,7 @@ class LoadedEngine:
     chat_problem: Future[str | None] | None = None
     precision: Precision | None = None
     kv: KVMemory | None = None
+    use_peer: Callable[[str], None] | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None
     recorder: BlockRecorder | None = None
@@ -191,6 +192,7 @@ def _load(
         text.chat_problem,
         runtime.precision,
         runtime.kv,
+        use_peer=runtime.use_peer,
         lengths_file=prediction.file,
         recorder=_record_blocks(config, scheduler),
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memory.kv_memory import KVMemory
+from memory.prefix.peer_stats import PeersStats
 from memory.segmented_kv import SegmentedKV
 from serve.engine.counters import STEP_SECONDS, TOKENS
 from serve.engine.early_rejection import EarlyRejection
@@ -41,6 +42,7 @@ class EngineStats:
     is on the disk now. disk_corrupt_pages, disk_read_errors: damaged pages and failed reads.
     disk_write_errors: failed writes. disk_refused_requests: write requests refused because there
     were too many, there was no room, or writing is paused after errors (disk_is_paused).
+    kv_peers: K/V pulled from other engines and by them; None without kv_peers and kv_listen.
     kvp_holders: replicas and nodes that hold parts of sequences at present, with
     kvp_borrowed_bytes in all. kvp_lent_bytes: K/V memory that other replicas use. group: None on
     one rank. draft_pages_in_use: of the draft model's K/V memory.
@@ -93,6 +95,7 @@ class EngineStats:
     memory_nodes_missing: int
     memory_nodes_lost: int
     kvp_holders: int
+    kv_peers: PeersStats | None
     kvp_lent_bytes: int
     kvp_borrowed_bytes: int
     memory_node_states: dict[str, str]  # by URL; healthy, late, lost or probation
@@ -195,6 +198,7 @@ def engine_stats(
         disk_write_errors=disk.write_errors,
         disk_refused_requests=disk.refused,
         disk_is_paused=disk.is_paused,
+        kv_peers=disk.peers,
         kv_bytes_per_token=kv.token_bytes,
         kv_page_bytes=kv.page_bytes,
         **_node_stats(recovery.nodes if recovery else None),

@@ -51,12 +51,9 @@ def open_kv_store(
     kv_cache_dir, of one rank of several. ConfigError names kv_cache_dir.
     """
     assert config.kv_cache_dir is not None, "only with a directory"
-    isa = native_library.instruction_set() if native_library.is_available() else "torch"
-    pages = f"{' '.join(map(str, groups))} {page_bytes}"
-    layout = f"{precision} {backend} {isa} {config.weight_group} {config.kv_group} {pages}"
-    identity = hashlib.sha256(
-        f"{_FORMAT} {layout} {checkpoint_fingerprint(config.model_path)}".encode()
-    )
+    layout = kv_identity(config, precision, backend, groups, page_bytes)
+    checkpoint = checkpoint_fingerprint(config.model_path)
+    identity = hashlib.sha256(f"{' '.join(layout.values())} {checkpoint}".encode())
     root = Path(config.kv_cache_dir)
     if root.exists() and not root.is_dir():
         raise ConfigError(f"kv_cache_dir {root} is a file, not a directory")
@@ -89,6 +86,27 @@ def open_kv_store(
         raise ConfigError(f"kv_cache_dir: {error}") from error
     except OSError as error:
         raise ConfigError(f"kv_cache_dir {root}: {reason(error)}") from error
+
+
+def kv_identity(
+    config: EngineConfig,
+    precision: Precision,
+    backend: str,
+    groups: Sequence[LayerGroup] | Sequence[tuple[int | None, int]],
+    page_bytes: int,
+) -> dict[str, str]:
+    """Returns by name what the bytes of a page depend on, besides the checkpoint."""
+    isa = native_library.instruction_set() if native_library.is_available() else "torch"
+    return {
+        "format": _FORMAT,
+        "precision": str(precision),
+        "backend": backend,
+        "instruction_set": isa,
+        "weight_group": str(config.weight_group),
+        "kv_group": str(config.kv_group),
+        "token_bytes": " ".join(map(str, groups)),
+        "page_bytes": str(page_bytes),
+    }
 
 
 def _log_what_is_there(store: DiskTier, folder: Path) -> None:
@@ -142,17 +160,18 @@ def _secret(path: Path) -> bytes:
     return made
 
 
-def checkpoint_fingerprint(path: Path) -> str:
+def checkpoint_fingerprint(path: Path, *, with_times: bool = True) -> str:
     """Returns a hash of config.json and of the weight files' sizes, times and samples.
 
     Reading gigabytes at start-up would cost more than the cache saves. A rewritten file counts as
-    another one.
+    another one; without times, copies of the files on other machines count as the same.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in stored_files(path):
         status = file.stat()
         size = status.st_size
-        digest.update(f"{file.name} {size} {status.st_mtime_ns} ".encode())
+        time = status.st_mtime_ns if with_times else ""
+        digest.update(f"{file.name} {size} {time} ".encode())
         with file.open("rb") as data:
             for number in range(_NUM_SAMPLES):
                 data.seek(size * number // _NUM_SAMPLES)

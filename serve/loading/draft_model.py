@@ -109,6 +109,9 @@ def _own_config(config: EngineConfig, target: ModelSpec) -> EngineConfig:
         lend=None,
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
+        kv_peers=(),
+        kv_listen=None,
+        kv_peer_key_file=None,
     )
     try:
         resolve_precision(own, spec, is_trial=True)

@@ -7,8 +7,9 @@ it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from memory.attention.chunked import ChunkedAttention
 from memory.attention.grouped import GroupedAttention, group_layers
@@ -18,10 +19,11 @@ from memory.attention.tiled import RecentLayers, RecentStore, TiledKVLayout
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.pages.linux_vmm import LinuxMemory
+from memory.prefix.page_store import PageStore
 from ops import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.disk_store import open_kv_store
+from serve.loading.disk_store import kv_identity, open_kv_store
 from serve.loading.footprint import check_weights_fit
 from serve.loading.kv_layouts import kv_layout, layer_groups, recent_group, recent_layout
 from serve.loading.kv_sizing import KVSizes, reserving, size_kv
@@ -51,9 +53,17 @@ class Runtime:
     attention: PlannedAttention
     kv: KVMemory
     memory: Closable
-    prefix_secret: bytes | None = None  # the secret of page keys on disk
+    prefix_secret: bytes | None = None  # the secret of page keys, unless it is drawn
     nodes: NodeSet | None = None
     runner: Runner | None = None  # set on devices with a runner of their own
+    use_peer: Callable[[str], None] | None = None  # pulls K/V from the engine at an address, too
+
+
+class _Stores(TypedDict, total=False):
+    """The fields of a Runtime that follow from its stores."""
+
+    prefix_secret: bytes
+    use_peer: Callable[[str], None]
 
 
 def load_runtime(
@@ -101,9 +111,11 @@ def _load_cuda(
     source: ModelSource, progress: LoadProgress, kv_share: float, device: StepDevice | None
 ) -> Runtime:
     """Loads everything on a GPU; the GPU's modules are imported only here."""
+    config, spec, precision, backend, _ = source
+    if config.kv_peers or config.kv_listen is not None:
+        raise ConfigError("kv_peers and kv_listen need K/V in host memory: use the cpu back end")
     from serve.loading import cuda_runtime
 
-    config, spec, precision, backend, _ = source
     max_len = config.max_model_len or spec.max_model_len
     # refuses what the kernels do not have before the weights are read
     cuda_runtime.kv_layouts(config, precision, spec.attention_layers, max_len)
@@ -179,17 +191,7 @@ def load_local(
             address = memory.reserve(kv.total_bytes)
         all_kv: KVMemory = kv if segments is None else segments.join(kv)
         attention = _attention(kv, layouts, groups, address, backend, segments, recent)
-        secret = None
-        if config.kv_cache_dir is not None:
-            store, secret = open_kv_store(
-                config,
-                precision,
-                # a converted model's rotated keys may have another order
-                backend=f"converter {backend.name}" if config.converter else backend.name,
-                groups=sizes.groups,
-                page_bytes=sizes.page_bytes,
-            )
-            kv.prefixes.use_store(store, memory.page_address, memory.keep_pages)
+        stores = _use_stores(config, precision, kv, memory, backend)
     except BaseException:
         if segments is not None:
             segments.close()
@@ -197,11 +199,38 @@ def load_local(
         raise
     log_sizes(config, precision, all_kv)
     if segments is None:
-        return Runtime(spec, precision, model, attention, all_kv, memory, secret)
+        return Runtime(spec, precision, model, attention, all_kv, memory, **stores)
     closable = segments.closing(memory)
     return Runtime(
-        spec, precision, model, attention, all_kv, closable, secret, nodes=segments.nodes
+        spec, precision, model, attention, all_kv, closable, nodes=segments.nodes, **stores
     )
+
+
+def _use_stores(
+    config: EngineConfig, precision: Precision, kv: KVManager, memory: LinuxMemory, backend: Backend
+) -> _Stores:
+    """Attaches the disk tier and peers, as configured."""
+    # a converted model's rotated keys may have another order
+    name = f"converter {backend.name}" if config.converter else backend.name
+    groups = [group.layers for group in kv.layout.groups]
+    store: PageStore | None = None
+    found: _Stores = {}
+    if config.kv_cache_dir is not None:
+        store, found["prefix_secret"] = open_kv_store(
+            config, precision, backend=name, groups=groups, page_bytes=kv.page_bytes
+        )
+    if config.kv_peers or config.kv_listen is not None:
+        from serve.loading.kv_peers import open_peers  # only engines with peers need it
+
+        identity = kv_identity(config, precision, name, groups, kv.page_bytes)
+        store, found["prefix_secret"] = peers, _ = open_peers(
+            config, identity, kv, memory.page_address, store
+        )
+        found["use_peer"] = peers.use_peer
+    if store is not None:
+        writes = config.kv_cache_dir is not None
+        kv.prefixes.use_store(store, memory.page_address, memory.keep_pages, writes=writes)
+    return found
 
 
 def _segments(

@@ -81,10 +81,10 @@ class PrefixLookup:
         if not sequence.is_fetch_requested and self._kv.can_fit(
             sequence.num_tokens, hit=self.match(sequence)
         ):
-            sequence.is_fetch_requested = True
             if self.recorder is not None:
                 self.recorder.expect_loads(*_named_tokens(sequence))
             self._kv.fetch(sequence.page_keys, self._prefill_seconds)
+            sequence.is_fetch_requested = not self._kv.prefixes.is_asking
             self._fetch_deadline_s = now_s + _FETCH_LIMIT_S
         return self._kv.prefixes.is_fetching
 

@@ -253,3 +253,13 @@ def test_groups(tmp_path):
     assert set(result["ratios"]["tensor 2 / 2 threads"]) < set(by_column)
     assert 0 < result["waits"]["tensor 2"]["decode 16"]["waits"] < 1
     assert result["waits"]["tensor 2"]["decode 16"]["results a step"] == pytest.approx(10, abs=1)
+
+
+def test_kv_pull(tmp_path):
+    result = run_script("bench.engine.kv_pull", tmp_path)
+    assert len(result["pulled_ms"]) == 2 and result["page_bytes"] > 0
+
+
+def test_prefill_apart(tmp_path):
+    result = run_script("bench.engine.prefill_apart", tmp_path)
+    assert result["apart"]["count"] > 10 and result["merged, first token"]["count"] == 2

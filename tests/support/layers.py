@@ -166,6 +166,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "memory/nodes": ("memory", "memory/attention", "memory/pages"),
     "memory": ("memory/prefix", "memory/pages"),
     "memory/tiers": ("memory/prefix", "memory/pages"),
+    "memory/peers": ("memory/prefix",),
     "memory/attention": ("memory/pages",),
     "memory/prefix": ("memory/pages",),
     "memory/pages": (),

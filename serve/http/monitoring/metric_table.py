@@ -93,6 +93,20 @@ def _of_stage(sources: MetricSources, what: str) -> Sampled:
     return [] if group is None else [((str(group.stage),), getattr(group.seconds, what))]
 
 
+def _pulls(sources: MetricSources, what: str) -> Sampled:
+    peers = sources.stats.kv_peers
+    return _by({url: float(getattr(it, what)) for url, it in peers.pulls.items()} if peers else {})
+
+
+def _peer_names(sources: MetricSources) -> Sampled:
+    peers = sources.stats.kv_peers
+    return [
+        ((url, kind), getattr(it, kind))
+        for url, it in (peers.pulls.items() if peers else ())
+        for kind in ("asked", "found", "missing")
+    ]
+
+
 REQUESTS = (
     _shared("gauge", "num_requests_running", "Running sequences.", lambda r: r.stats.num_running),
     _shared("gauge", "num_requests_waiting", "Waiting sequences.", lambda r: r.stats.num_waiting),
@@ -222,6 +236,27 @@ ELSEWHERE = (
                lambda r: _by({"corrupt": r.stats.disk_corrupt_pages,
                               "read": r.stats.disk_read_errors,
                               "write": r.stats.disk_write_errors}), ("kind",)),
+    MetricSpec("gauge", "kv_peer_connected", "1 for each peer that K/V can be pulled from now.",
+               lambda r: _pulls(r, "is_connected"), ("peer",)),
+    MetricSpec("counter", "kv_peer_names", "Names of pages that each peer was asked about, those"
+               " that it had, and those that it had no more when they were pulled.",
+               _peer_names, ("peer", "kind")),
+    MetricSpec("counter", "kv_peer_pulled_pages", "Pages pulled from each peer.",
+               lambda r: _pulls(r, "pulled"), ("peer",)),
+    MetricSpec("counter", "kv_peer_pull_seconds", "Seconds of pulling from each peer.",
+               lambda r: _pulls(r, "seconds"), ("peer",)),
+    MetricSpec("counter", "kv_peer_lost", "Connections to each peer that ended, and late answers.",
+               lambda r: _pulls(r, "lost"), ("peer",)),
+    MetricSpec("counter", "kv_peer_refused",
+               "Connections to each peer that were ended for what it sent or is.",
+               lambda r: _pulls(r, "refused"), ("peer",)),
+    MetricSpec("counter", "kv_served_pages", "Pages that peers asked for, by outcome.",
+               lambda r: _by({kind: getattr(r.stats.kv_peers.serves, kind)
+                              for kind in ("served", "missing") if r.stats.kv_peers}),
+               ("outcome",)),
+    MetricSpec("counter", "kv_served_refused",
+               "Connections of peers that were ended for what they sent, are or did not take.",
+               lambda r: r.stats.kv_peers.serves.refused if r.stats.kv_peers else None),
     MetricSpec("gauge", "disk_paused", "1 while writing is paused after errors.",
                lambda r: float(r.stats.disk_is_paused)),
 )  # fmt: skip

@@ -40,6 +40,7 @@ USAGE = object_of(
         ),
     }
 )
+_TRANSFER: Schema = {"type": "object"}  # for the engine that goes on; routers pass it on as it is
 _FINISH_REASON = {"enum": ["stop", "length"]}
 _STOP_REASON: Schema = {"type": ["string", "integer", "null"]}
 _CANDIDATES: Schema = {
@@ -79,7 +80,9 @@ COMPLETION_ANSWER = object_of(
             )
         ),
         "usage": USAGE,
-    }
+        "kv_transfer_params": _TRANSFER,
+    },
+    "kv_transfer_params",
 )
 _CHAT_TOKEN: dict[str, Schema] = {
     "token": STRING,
@@ -135,9 +138,11 @@ CHAT_ANSWER = object_of(
         "prompt_logprobs": or_null(list_of(or_null(_CANDIDATES))),
         "prompt_token_ids": list_of(COUNT),
         "usage": USAGE,
+        "kv_transfer_params": _TRANSFER,
     },
     "prompt_logprobs",
     "prompt_token_ids",
+    "kv_transfer_params",
 )
 MODEL_ANSWER = object_of(
     {

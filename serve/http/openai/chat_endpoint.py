@@ -12,6 +12,7 @@ from serve.http.edge.large_json import large_response
 from serve.http.openai import requests as schema
 from serve.http.openai.answer_schemas import CHAT_ANSWER
 from serve.http.openai.chat_writer import ChatStreamWriter, WholeChatWriter, charge_size
+from serve.http.openai.kv_transfer import name_peer, transfer_answer
 from serve.http.schema.describe import Operation
 from serve.parameter_checks import parameters_named
 
@@ -31,6 +32,7 @@ def chat_routes(context: ApiContext) -> list[Route]:
 
 
 async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> web.StreamResponse:
+    name_peer(call.engine, asked.kv_transfer)
     with (
         parameters_named({"structured": asked.structured_name, "prompt": "messages"}),
         ChatRun(call, asked.chat) as run,
@@ -43,4 +45,7 @@ async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> we
             return await write_stream(run, ChatStreamWriter(*parts), events)
         whole = WholeChatWriter(*parts)
         await write_whole(run, whole)
+        if asked.kv_transfer is not None and asked.kv_transfer.decodes_elsewhere:
+            stats, num_tokens = call.engine.stats(), run.prompt_tokens
+            whole.kv_transfer = transfer_answer(stats, call.request_id, num_tokens)
         return await large_response(whole.body, whole.num_values, call.request_id, call.charge)

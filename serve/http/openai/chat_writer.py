@@ -89,6 +89,7 @@ class WholeChatWriter:
         self._tokenizer = tokenizer
         self._choices = [_Choice() for _ in range(asked.params.n)]
         self._prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+        self.kv_transfer: dict[str, Any] | None = None  # for the engine that goes on
 
     def step(self, step: ChatStep) -> bytes:
         self._choices[step.choice].extend(step)
@@ -131,6 +132,8 @@ class WholeChatWriter:
         }
         if asked.return_token_ids:
             body["prompt_token_ids"] = self._run.generation.requests[0].prompt_token_ids
+        if self.kv_transfer is not None:
+            body["kv_transfer_params"] = self.kv_transfer
         num_top, items = asked.params.prompt_logprobs, self._prompt_logprobs
         if num_top is not None and items is not None:
             body["prompt_logprobs"] = shapes.prompt_logprobs(items, self._tokenizer, num_top)

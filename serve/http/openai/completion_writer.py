@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,9 +150,13 @@ class ChoiceWriter:
 
 
 async def whole_answer(
-    generation: Generation, head: AnswerHead, writer: ChoiceWriter, request_id: str
+    generation: Generation,
+    head: AnswerHead,
+    writer: ChoiceWriter,
+    request_id: str,
+    more: Callable[[], dict[str, Any]] = dict,
 ) -> web.Response:
-    """Answers with the best choices of each prompt."""
+    """Answers with the best choices of each prompt. more: returns further fields at the end."""
     asked = writer.asked
     outputs = [_Candidate() for _ in range(generation.num_choices)]
     async with aclosing(generation.deltas()) as deltas:
@@ -169,6 +173,7 @@ async def whole_answer(
 
     num_tokens = sum(len(output.token_ids) for output in outputs)
     usage = shapes.usage(generation.prompt_tokens, num_tokens, generation.cached_tokens)
+    fields = more()
 
     def answer() -> dict[str, Any]:
         return {
@@ -179,6 +184,7 @@ async def whole_answer(
             "system_fingerprint": head.fingerprint,
             "choices": json_list(choices(), 1),
             "usage": usage,
+            **fields,
         }
 
     size = _num_values(asked, generation.prompt_tokens, outputs)

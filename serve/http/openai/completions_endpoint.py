@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -17,6 +17,7 @@ from serve.http.openai.completion_writer import (
     charge_size,
     whole_answer,
 )
+from serve.http.openai.kv_transfer import name_peer, transfer_answer
 from serve.http.openai.prompts import cut_long_texts
 from serve.http.schema.describe import Operation
 from serve.parameter_checks import parameters_named
@@ -52,6 +53,7 @@ async def _answer(
         )
 
     head = answer_head(context, call, COMPLETION)
+    name_peer(call.engine, asked.kv_transfer)
     with parameters_named({"structured": asked.structured_name}):
         call.engine.check_grammar_queue(asked.params)
         tokenizer, charge = call.engine.tokenizer, call.charge
@@ -64,4 +66,12 @@ async def _answer(
             if asked.stream:
                 stream = CompletionStreamWriter(generation, head, writer)
                 return await stream.run(event_stream(context, call))
-            return await whole_answer(generation, head, writer, call.request_id)
+
+            def transfer() -> dict[str, Any]:
+                if asked.kv_transfer is None or not asked.kv_transfer.decodes_elsewhere:
+                    return {}
+                stats, num_tokens = call.engine.stats(), generation.prompt_tokens
+                found = transfer_answer(stats, call.request_id, num_tokens)
+                return {} if found is None else {"kv_transfer_params": found}
+
+            return await whole_answer(generation, head, writer, call.request_id, transfer)

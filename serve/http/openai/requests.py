@@ -22,6 +22,7 @@ from serve.http.calls.sampling_fields import (
 )
 from serve.http.calls.structured_fields import structured_name
 from serve.http.edge import limits
+from serve.http.openai.kv_transfer import TRANSFER, KVTransfer
 from serve.http.openai.prompts import MAX_PROMPTS, prompts_field, with_options
 from serve.http.schema.fields import (
     Boolean,
@@ -50,6 +51,7 @@ COMPLETION = Record(
     {
         **COMMON_FIELDS,
         "prompt": prompts_field(MAX_PROMPTS),
+        "kv_transfer_params": TRANSFER,
         "max_tokens": Integer(0, MAX_TOKENS),
         "logprobs": Integer(0, MAX_COMPLETION_LOGPROBS),
         "best_of": Integer(1, MAX_BEST_OF),
@@ -85,6 +87,7 @@ CHAT = Record(
         **COMMON_FIELDS,
         **CONVERSATION_FIELDS,
         "prediction": PREDICTION,
+        "kv_transfer_params": TRANSFER,
         "max_tokens": Integer(1, MAX_TOKENS),
         "max_completion_tokens": Integer(1, MAX_TOKENS),
         "logprobs": Boolean(),
@@ -119,6 +122,7 @@ class CompletionCall:
     echo: bool = False
     return_token_ids: bool = False
     structured_name: str = "structured"
+    kv_transfer: KVTransfer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,7 @@ class ChatCall:
     continuous_usage: bool = False
     return_token_ids: bool = False
     structured_name: str = "structured"
+    kv_transfer: KVTransfer | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -180,6 +185,7 @@ def parse_completion(
         echo=echo,
         return_token_ids=values.get("return_token_ids", False),
         structured_name=structured_name(values),
+        kv_transfer=values.get("kv_transfer_params"),
     )
 
 
@@ -204,6 +210,7 @@ def parse_chat(
         continuous_usage,
         values.get("return_token_ids", False),
         structured_name(values),
+        values.get("kv_transfer_params"),
     )
 
 

@@ -35,6 +35,8 @@ VALUES: dict[str, Any] = {
     "host": "localhost",
     "kv_group": 32,
     "kv_page_bytes": 65536,
+    "kv_listen": "tcp://a:1",
+    "kv_peers": ["tcp://a:1", "tcp://b:2"],
     "kvp": ["tcp://a:1", "tcp://b:2"],
     "kvp_segment_tokens": 4096,
     "lend": "tcp://a:1",
@@ -324,7 +326,7 @@ def test_formatted_sizes_can_be_parsed(size: int) -> None:
 def test_defaults_are_those_of_the_dataclasses() -> None:
     values = printed()
     for item in fields(EngineConfig):
-        if item.name in values and item.name not in ("memory_nodes", "kvp", "borrow"):
+        if item.name in values and item.name not in ("memory_nodes", "kvp", "borrow", "kv_peers"):
             assert values[item.name] == item.default
 
 

@@ -1,0 +1,137 @@
+"""Measures what pulling K/V from another engine saves, and what asking for it costs.
+
+    python -m bench.engine.kv_pull --model random:llama-1b --prompt 2048
+
+Two engines on this machine, each with one thread; the second one gets prompts that the first one
+has computed, and others. The first one is idle, or decodes four streams meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import statistics
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench.common.checkpoints import model_directory
+from memory.prefix.peer_stats import PullStats
+from serve import LLM, SamplingParams
+
+_ROOM = 1600  # tokens of the context beside the prompt
+_ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+_LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
+_CONNECT_S = 30.0
+
+
+def _hold(settings: dict[str, Any], prompts: list[list[int]], pipe: Connection) -> None:
+    """The first engine: computes the prompts, then decodes or rests as it is told."""
+    with LLM(**settings) as llm:
+        llm.generate(prompts, _ONE, use_tqdm=False)
+        peers = llm.stats().kv_peers
+        assert peers is not None
+        pipe.send(peers.url)
+        texts = [[300 + k] * 20 for k in range(4)]
+        while pipe.recv() == "decode":
+            work = threading.Thread(target=lambda: llm.generate(texts, _LONG, use_tqdm=False))
+            work.start()
+            while not llm.stats().num_running:
+                time.sleep(0.01)
+            pipe.send(True)
+            work.join()
+
+
+def measure(model: str, length: int, repeats: int) -> dict[str, Any]:
+    """Returns milliseconds to the first token, and the rate of pulling."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(10, 1000) for _ in range(length)] for _ in range(4 * repeats)]
+    idle, busy, unknown, plain = (prompts[i * repeats : (i + 1) * repeats] for i in range(4))
+    with tempfile.TemporaryDirectory(prefix="mergestep-pull-") as folder:
+        key = Path(folder) / "key"
+        key.write_text("a key for a measurement")
+        key.chmod(0o600)
+        base: dict[str, Any] = {
+            "model": model,
+            "max_model_len": length + _ROOM,
+            "max_num_seqs": 8,
+            "compute_threads": 1,
+        }
+        keyed = {**base, "kv_peer_key_file": key}
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        settings = {**keyed, "kv_listen": "tcp://127.0.0.1:0"}
+        holder = context.Process(target=_hold, args=(settings, idle + busy, theirs), daemon=True)
+        holder.start()
+        theirs.close()  # so that its end is noticed here
+        url = ours.recv()
+        found: dict[str, Any] = {}
+        with LLM(**base) as llm:
+            found["computed_ms"] = _each(llm, plain)
+        with LLM(**{**keyed, "kv_peers": [url]}) as llm:
+            _wait_until_connected(llm)
+            found["asked in vain_ms"] = _each(llm, unknown)
+            found["pulled_ms"] = _each(llm, idle)
+            pulled, page_bytes = _pulls(llm), llm.stats().kv_page_bytes
+            found["pages"], found["page_bytes"] = pulled.pulled, page_bytes
+            found["pull_MB_per_s"] = pulled.pulled * page_bytes / max(1e-9, pulled.seconds) / 1e6
+            ours.send("decode")
+            ours.recv()
+            found["pulled while it decodes_ms"] = _each(llm, busy)
+        ours.send("end")
+        holder.join()
+        return found
+
+
+def _each(llm: LLM, prompts: list[list[int]]) -> list[float]:
+    return [_first_token_ms(llm, ids) for ids in prompts]
+
+
+def _first_token_ms(llm: LLM, token_ids: list[int]) -> float:
+    (output,) = llm.generate({"prompt_token_ids": token_ids}, _ONE, use_tqdm=False)
+    metrics = output.metrics
+    assert metrics is not None and metrics.first_token_s is not None
+    return 1e3 * (metrics.first_token_s - metrics.arrival_s)
+
+
+def _pulls(llm: LLM) -> PullStats:
+    peers = llm.stats().kv_peers
+    assert peers is not None
+    (found,) = peers.pulls.values()
+    return found
+
+
+def _wait_until_connected(llm: LLM) -> None:
+    end_s = time.monotonic() + _CONNECT_S
+    while not _pulls(llm).is_connected:
+        assert time.monotonic() < end_s, "the engines do not connect"
+        time.sleep(0.01)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="random:llama-1b")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="short, as a test of the command")
+    args = parser.parse_args()
+    if args.smoke:
+        args.model, args.prompt, args.repeats = "random:tiny", 400, 2
+    path = model_directory(args.model)
+    found = measure(str(path), args.prompt, args.repeats)
+    for name, values in found.items():
+        if isinstance(values, list):
+            median, low, high = statistics.median(values), min(values), max(values)
+            print(f"{name}: {median:.1f} ({low:.1f} to {high:.1f})")
+        else:
+            print(f"{name}: {values:.5g}")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Counters of pulling from peers, and of serving them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class PullStats:
+    """What was pulled from one peer since the start. is_connected: now."""
+
+    is_connected: bool = False
+    asked: int = 0  # names
+    found: int = 0  # of them, that the peer has
+    pulled: int = 0  # pages
+    missing: int = 0  # pages that it had no more
+    seconds: float = 0.0  # of requests for pages
+    lost: int = 0  # connections that ended, and answers that were late
+    refused: int = 0  # connections ended for what the peer sent or is
+
+    def add(self, other: PullStats) -> None:
+        self.is_connected |= other.is_connected
+        self.asked += other.asked
+        self.found += other.found
+        self.pulled += other.pulled
+        self.missing += other.missing
+        self.seconds += other.seconds
+        self.lost += other.lost
+        self.refused += other.refused
+
+
+@dataclass(slots=True)
+class ServeStats:
+    """What peers got from this engine since the start."""
+
+    served: int = 0  # pages
+    missing: int = 0  # pages that were asked for and are not here
+    refused: int = 0  # connections ended for what the peer sent, is, or did not take
+
+
+@dataclass(frozen=True, slots=True)
+class PeersStats:
+    """All of them: pulls by the peer's address; those of all peers that requests have named are one
+    entry, so that clients cannot make endless ones. engine_id: this engine's, as peers see it.
+    url: where peers pull; None: nowhere."""
+
+    pulls: dict[str, PullStats]
+    serves: ServeStats
+    engine_id: str = ""
+    url: str | None = None
