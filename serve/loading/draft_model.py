@@ -16,12 +16,13 @@ from serve.errors import ConfigError
 from serve.loading.footprint import check_weights_fit
 from serve.loading.kv_layouts import device_layout, expected_groups
 from serve.loading.model_source import ModelSource, load_weights, read_source
-from serve.loading.precision import choose_backend, resolve_precision
-from serve.loading.runtime import Runtime, load_local
+from serve.loading.precision import Precision, choose_backend, resolve_precision
+from serve.loading.runtime import Runtime, load_local, log_sizes
 from serve.machine import local_kv_bytes
 from serve.models import Decoder, ModelSpec, StepModel, read_spec
 from serve.models.progress import LoadProgress
 from serve.runner.forward import Forward, HostForward
+from serve.runner.graph_shapes import StepShapes
 from serve.runner.step_device import StepDevice
 
 
@@ -49,17 +50,46 @@ class DraftWeights:
         spec = replace(spec, max_model_len=own.max_model_len or spec.max_model_len)
         own = replace(own, max_model_len=None)
         if self.device is not None:
-            from serve.loading.cuda_draft import load_cuda_draft  # only GPUs need it
-
             num_bytes = target.num_pages * target.page_bytes
             num_bytes = int(num_bytes * self.kv_share / (1.0 - self.kv_share))
             assert isinstance(self.model, Decoder), "the converter has no device"
-            return LoadedDraft(
-                *load_cuda_draft(own, spec, precision, self.model, self.device, num_bytes)
-            )
+            return _on_device(own, spec, precision, self.model, self.device, num_bytes)
         num_bytes = max(1, int((config.kv_cache_bytes or local_kv_bytes()) * self.kv_share))
         runtime = load_local(own, spec, precision, self.model, backend, num_bytes)
         return LoadedDraft(runtime, HostForward(self.model, runtime.attention))
+
+
+def _on_device(
+    config: EngineConfig,
+    spec: ModelSpec,
+    precision: Precision,
+    model: Decoder,
+    device: StepDevice,
+    kv_bytes: int,
+) -> LoadedDraft:
+    """Makes K/V of kv_bytes on a GPU and warms the model up. Its largest step is taken to need no
+    more memory than the target's, which is kept free for both. ConfigError names the setting."""
+    # only GPUs need these
+    from serve.loading.cuda_runtime import described_kv, make_kv
+    from serve.loading.cuda_tuning import tune_products
+    from serve.runner.device_forward import DeviceForward
+
+    shapes = StepShapes(config.batched_tokens, config.max_num_seqs)
+    found = described_kv(config, spec, precision, model, device, shapes)
+    made = make_kv(config, spec, found, device, kv_bytes)
+    try:
+        attention = made.attention(found)
+        compute = DeviceForward(model, attention, device, shapes)
+        if device.device.type == "cuda":
+            if config.tune:
+                tune_products(model, shapes, device.device)
+            compute.warm_up()
+    except BaseException:
+        made.memory.close()
+        raise
+    log_sizes(config, precision, made.kv)
+    runtime = Runtime(spec, precision, model, attention, made.kv, made.memory)
+    return LoadedDraft(runtime, compute)
 
 
 def draft_path(config: EngineConfig) -> Path:

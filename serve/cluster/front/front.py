@@ -178,7 +178,7 @@ class Front:
     async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
         self.num_calls += 1
         try:
-            if request.method == "GET":
+            if request.method != "POST" and not request.body_exists:
                 return await self._pass(request, None)
             async with held_body(request, self.http, self._bodies) as body:
                 if request.method != "POST":

@@ -230,12 +230,6 @@ PROMPTS = (
     _http("length of a prompt", "openai.prompts:MAX_PROMPT_TOKENS", TOKENS, _MANY),
     _http("inputs of an embeddings request", "openai.embeddings_endpoint:MAX_INPUTS", COUNT, _MANY),
     _http("length of a text to tokenize", "openai.tokenize_endpoint:MAX_TEXT_CHARS", CHARS, _LONG),
-    _http(
-        "tokens of a prompt in a load call",
-        "monitoring.load_endpoint:MAX_PROMPT_TOKENS",
-        COUNT,
-        _VALUE,
-    ),
     _http("tokens to detokenize", "openai.tokenize_endpoint:MAX_TOKENS", COUNT, _MANY),
     _http("messages", "calls.messages:MAX_MESSAGES", COUNT, _MANY),
     _http(

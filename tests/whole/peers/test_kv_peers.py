@@ -260,7 +260,7 @@ def test_kv_in_a_gpus_memory_is_not_pulled(setting):
     config = EngineConfig(**setting)
     source = ModelSource(config, None, None, None, None)
     with pytest.raises(ConfigError, match="kv_peers and kv_listen need K/V in host memory"):
-        runtime._load_cuda(source, LoadProgress())
+        runtime._load_cuda(source, LoadProgress(), 1.0, None)
 
 
 @pytest.mark.parametrize(

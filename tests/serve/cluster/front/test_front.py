@@ -136,7 +136,7 @@ def test_keys_and_refusals_are_the_servers() -> None:
                 ("GET", "/v1/models", 200),
                 ("GET", "/v1/responses/resp_none", 404),
                 ("DELETE", "/v1/responses/resp_none", 404),
-                ("POST", "/none", 404),
+                ("POST", "/none", 415),  # it has no JSON
                 ("GET", "/health", 200),
                 ("GET", "/ready", 200),
             ):
