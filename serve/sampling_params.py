@@ -32,7 +32,8 @@ _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 @dataclass(frozen=True, slots=True)
 class AnswerSoFar:
     """The tokens that a sequence has got from another engine, after which it goes on here.
-    finish_reason: "stop" or "length" if it had ended with the last of them; None if it had not."""
+    finish_reason: "stop" or "length" if it had ended with the last of them; None if it had not. One
+    without tokens begins anew."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
@@ -43,8 +44,8 @@ class AnswerSoFar:
             raise RequestError(
                 'finish_reason must be "stop", "length" or null', param="answers_so_far"
             )
-        if self.finish_reason is not None and not self.token_ids:
-            raise RequestError("an answer that has ended must have tokens", param="answers_so_far")
+        if not self.token_ids:  # it begins anew, and ends for the same reason
+            object.__setattr__(self, "finish_reason", None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,14 +48,15 @@ def cluster_command(context: typer.Context, **given: Any) -> None:
 
         most = max(given["replicas"], given["max_replicas"] or 0)
         least = given["replicas"] if given["min_replicas"] is None else given["min_replicas"]
-        if most > 1 and http.metrics_port is not None:
+        has_fleet = most > 1 or least == 0
+        if has_fleet and http.metrics_port is not None:
             raise ConfigError("metrics_port cannot be used with --replicas")
 
         key = _key(config)
         options = ClusterOptions(
             config.tensor_parallel_size,
             config.pipeline_parallel_size,
-            lambda cpus: content(settings, key, cpus, is_behind_front=most > 1),
+            lambda cpus: content(settings, key, cpus, is_behind_front=has_fleet),
             ray_address=given["ray_address"],
             cpus_per_rank=given["cpus_per_rank"],
             placement_timeout_s=given["placement_timeout"],

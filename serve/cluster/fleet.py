@@ -118,11 +118,18 @@ class Fleet:
             self._say(f"there is no room for replica {number}: {error}")
             self._grow_at_s = now_s + _RETRY_S
 
+    def _retry(self, number: int) -> None:
+        try:
+            self.replicas[number] = self._make(number)
+        except MergestepError as error:
+            self._say(f"there is no room for replica {number}: {error}")
+            self._retry_s[number] = self._clock() + _RETRY_S
+
     def _look(self, number: int) -> None:
         replica = self.replicas[number]
         if replica is None:
             if self._clock() >= self._retry_s[number]:
-                self.replicas[number] = self._make(number)
+                self._retry(number)
             return
         try:
             replica.step()

@@ -18,6 +18,8 @@ from serve.errors import ConfigError
 from serve.http.edge.settings import HttpSettings
 
 _POLL_S = 0.1
+_COLD_S = 600.0  # how long a call waits for the replica that it has started
+_MORE_ROOM_S = 5.0
 _STEADY_POLL_S = 0.25  # once it serves
 
 
@@ -43,6 +45,10 @@ class ClusterOptions:
     is_dry_run: bool = False
     is_quiet: bool = False
 
+    @property
+    def has_fleet(self) -> bool:
+        return self.scaling.most > 1 or self.scaling.least == 0
+
 
 def run_cluster(options: ClusterOptions) -> int:
     """Serves until a signal; returns the exit status. Raises ConfigError and MergestepError."""
@@ -53,7 +59,7 @@ def run_cluster(options: ClusterOptions) -> int:
             return 0
         with counted_signals() as signals:
             shape = _await_shape(cluster, options, signals)
-            if options.scaling.most > 1:
+            if options.has_fleet:
                 return serve_fleet(cluster, shape, options, signals)
             return serve_replica(cluster, shape, options, signals)
     finally:
@@ -101,11 +107,21 @@ def serve_fleet(cluster: Cluster, shape: Shape, options: ClusterOptions, signals
 
     def make(number: int) -> Replica:
         replica = Replica(cluster, shape, content, lambda line: say(f"replica {number}: {line}"))
-        replica.place(options.placement_timeout_s, lambda: bool(signals))
+        # beside replicas that serve, which are not looked after meanwhile
+        wait_s = _MORE_ROOM_S if fleet.num_ready else options.placement_timeout_s
+        try:
+            replica.place(wait_s, lambda: bool(signals))
+        except BaseException:
+            replica.close()  # else its room stays reserved
+            raise
         return replica
 
-    front = FrontThread(FrontSettings(()), options.http)
+    starts_cold = options.scaling.least == 0
+    wait_s = _COLD_S if starts_cold else FrontSettings(()).wait_s
+    front = FrontThread(FrontSettings((), wait_s=wait_s), options.http)
     front.start()
+    if starts_cold:
+        print(f"listening at {front.url}/v1, the first call starts a replica", flush=True)
     is_shown = False
     began_s = time.monotonic()
     hangups: list[int] = []
@@ -124,6 +140,7 @@ def serve_fleet(cluster: Cluster, shape: Shape, options: ClusterOptions, signals
                 fleet.update()
             time.sleep(_STEADY_POLL_S if is_shown else _POLL_S)
         say("stopping: the replicas end their requests first")
+        front.drain()
         end_s = time.monotonic() + options.drain_s
         while front.num_calls and time.monotonic() < end_s and len(signals) < 2:
             time.sleep(_POLL_S)
@@ -131,7 +148,7 @@ def serve_fleet(cluster: Cluster, shape: Shape, options: ClusterOptions, signals
         signal.signal(signal.SIGHUP, before)
         front.stop()
         fleet.close()
-    return 0 if is_shown else 128 + signals[0]
+    return 0 if is_shown or starts_cold else 128 + signals[0]
 
 
 @contextmanager

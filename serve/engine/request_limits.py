@@ -69,6 +69,8 @@ def _check_answers(params: SamplingParams, vocab_size: int) -> None:
     most = params.max_tokens or 0
     for answer in params.answers_so_far:
         tokens = answer.token_ids
+        if not tokens:
+            continue
         if len(tokens) + (answer.finish_reason is None) > most:
             raise RequestError(
                 f"an answer so far has {len(tokens)} tokens, and max_tokens is {most}",

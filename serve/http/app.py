@@ -17,7 +17,7 @@ from aiohttp import web
 
 from serve.errors import EngineStoppedError, drop_frames
 from serve.http.calls.context import ApiContext, Call, ErrorShape, Handler, Route, ServerState
-from serve.http.calls.continuation import HandedOverError
+from serve.http.calls.continuation import JOURNAL_HEADER, HandedOverError
 from serve.http.calls.key_policy import KeyPolicy
 from serve.http.edge import limits
 from serve.http.edge.access import HostCheck, authenticate, request_timeout_s
@@ -25,6 +25,7 @@ from serve.http.edge.body import check_framing
 from serve.http.edge.cors import Cors
 from serve.http.edge.counters import CLIENT_LEFT
 from serve.http.edge.errors import (
+    ERROR_CODE_HEADER,
     ApiError,
     common_headers,
     error_response,
@@ -163,6 +164,8 @@ class HttpApp:
             self.context.counters.refuse(error.code)
             response = shape(error, call.request_id)
             response.headers.update(call.headers)
+            if error.code is not None and JOURNAL_HEADER in request.headers:
+                response.headers[ERROR_CODE_HEADER] = error.code
             drop_frames(exc)
         call.response = response
         return response

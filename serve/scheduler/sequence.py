@@ -118,8 +118,7 @@ def make_sequences(
         stops |= eos_token_ids
     num_prompt = len(request.prompt_token_ids)
     so_far = params.answers_so_far
-    has_begun = any(answer.token_ids for answer in so_far)
-    outputs = None if has_begun else make_prompt_outputs(request)
+    outputs = make_prompt_outputs(request)
     return [
         Sequence(
             request=request,
@@ -132,7 +131,7 @@ def make_sequences(
             stop_ids=stops,
             num_expected_rows=num_prompt,
             page_keys=list(page_keys),
-            prompt_outputs=outputs,
+            prompt_outputs=None if so_far and so_far[index].token_ids else outputs,
         )
         for index in range(params.n)
     ]

@@ -9,9 +9,8 @@ import orjson
 _STATE = b": state "
 _TOKENS = b": tokens "
 _HANDOVER = b": handover"
-_ERROR = b'data: {"error":'
-_EVENT_ERROR = b"event: error\n"
-MAX_PENDING_BYTES = 8 << 20
+_ERROR = b": error "
+MAX_PENDING_BYTES = 64 << 20  # the last event of a response has all its log-probabilities
 
 
 class JournalError(Exception):
@@ -23,12 +22,13 @@ class AnswerLog:
     that may go to the client, which are those whose tokens are known.
 
     has_sent: whether the client has got any event. is_handed_over: the server has said that it is
-    shutting down.
+    shutting down. error_code: that of the error that ends the stream.
     """
 
     def __init__(self) -> None:
         self.has_sent = False
         self.is_handed_over = False
+        self.error_code: str | None = None
         self.num_tokens = 0
         self._state: dict[str, Any] | None = None
         self._answers: dict[int, tuple[list[int], str | None]] = {}
@@ -40,6 +40,9 @@ class AnswerLog:
     def begin_stream(self) -> None:
         """Forgets the part of a stream that has broken off and that the client has not got."""
         self._rest, self._pending, self.is_handed_over = b"", [], False
+        self.error_code = None
+        if not self.has_sent:
+            self._state = None  # the next server draws another seed
 
     def use(self, continuation: dict[str, Any]) -> None:
         """Takes what a server has handed over of an answer that is not streamed."""
@@ -59,6 +62,8 @@ class AnswerLog:
                 self._state = self._state or _json(block[len(_STATE) :])
             elif block.startswith(_HANDOVER):
                 self.is_handed_over = True
+            elif block.startswith(_ERROR):
+                self.error_code = block[len(_ERROR) :].decode("utf-8", "replace")
         if len(self._rest) + sum(map(len, self._pending)) > MAX_PENDING_BYTES:
             raise JournalError("a server sends events without their tokens")
         return self._joined(ready)
@@ -66,14 +71,6 @@ class AnswerLog:
     def end(self) -> bytes:
         """Returns the last events, after a stream that has ended in order."""
         return self._joined(self._take())
-
-    @property
-    def error(self) -> bytes | None:
-        """The event of an error that is not sent yet; None if there is none."""
-        for block in self._pending:
-            if block.startswith((_ERROR, _EVENT_ERROR)):
-                return block
-        return None
 
     @property
     def continuation(self) -> dict[str, Any] | None:
@@ -97,6 +94,7 @@ class AnswerLog:
                 tokens, _ = self._answers.get(choice, ([], None))
                 tokens += token_ids
                 self._answers[choice] = tokens, reason
+                self._given = None  # from here on the stream's own tokens count
                 self.num_tokens += len(token_ids)
                 self.has_sent = True
             case _:

@@ -37,6 +37,7 @@ async def _run(settings: FrontSettings, http: HttpSettings) -> None:
         ready, count = front.replicas.num_ready, len(settings.replicas)
         print(f"serving at {front.url}, before {count} replicas, {ready} of them ready", flush=True)
         await stopping.wait()
+        front.is_draining = True
         deadline = loop.time() + http.drain_s
         while front.num_calls and loop.time() < deadline and not hurry.is_set():
             await asyncio.sleep(_POLL_S)

@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 
 import aiohttp
+import orjson
 from aiohttp import hdrs, web
 
 from serve.cluster.front.metrics import metrics_text
@@ -27,6 +28,7 @@ from serve.http.edge.errors import (
     SERVER_ERROR,
     ApiError,
     common_headers,
+    draining,
     error_response,
     new_request_id,
     overloaded,
@@ -37,6 +39,7 @@ from serve.http.edge.tls import tls_context
 
 logger = logging.getLogger(__name__)
 FLUSH_S = 0.4
+FIELD = b"continuation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Front:
         )
         self.counts = RelayCounts()
         self.num_calls = 0
+        self.is_draining = False
         self._bodies = Bodies()
         self._check_host = HostCheck(self.http)
         self._session: aiohttp.ClientSession | None = None
@@ -148,6 +152,8 @@ class Front:
                 return own
             if connection.refusal is not None:
                 raise connection.refusal
+            if self.is_draining:
+                raise draining()
             if self.num_calls >= self.http.max_calls:
                 raise overloaded("the server has too many requests")
             return await self._forward(request)
@@ -169,7 +175,8 @@ class Front:
             case "GET", "/health":
                 return web.Response(headers=headers)
             case "GET", "/ready":
-                return web.Response(status=200 if self.replicas.num_ready else 503, headers=headers)
+                is_ready = self.replicas.num_ready and not self.is_draining
+                return web.Response(status=200 if is_ready else 503, headers=headers)
             case "GET", "/metrics":
                 text = metrics_text(self.replicas.replicas, self.counts)
                 return web.Response(text=text, headers=headers)
@@ -183,6 +190,7 @@ class Front:
             async with held_body(request, self.http, self._bodies) as body:
                 if request.method != "POST":
                     return await self._pass(request, body)
+                await self._check_body(body)
                 return await self._relay(request, body)
         except NoReplicaError:
             raise _no_replica() from None
@@ -206,35 +214,61 @@ class Front:
     async def _pass(self, request: web.BaseRequest, body: bytes | None) -> web.StreamResponse:
         """Passes a request that generates nothing to a replica; one for a stored response to that
         which has it."""
-        assert self._proxy is not None
         tried: list[Replica] = []
+        lacking: Replica | None = None
         while (choice := self.replicas.choose([], tried)) is not None:
             replica = choice.replica
             tried.append(replica)
             try:
                 if not await self._has(replica, request):
+                    lacking = replica
                     continue
-                return await self._proxy.forward(
-                    request, replica.url, body, more={}, answer_headers={}, last_event=bytes
-                )
-            except UpstreamLostError as error:
+                return await self._send(request, replica, body)
+            except UpstreamLostError:
                 if request.writer.output_size:
                     raise
-                self.replicas.lost(replica, str(error))
-        raise NoReplicaError
+                self.replicas.refused(replica)
+        if lacking is None:
+            raise NoReplicaError
+        return await self._send(request, lacking, body)  # it says that there is none
+
+    async def _send(
+        self, request: web.BaseRequest, replica: Replica, body: bytes | None
+    ) -> web.StreamResponse:
+        assert self._proxy is not None
+        return await self._proxy.forward(
+            request, replica.url, body, more={}, answer_headers={}, last_event=bytes
+        )
 
     async def _has(self, replica: Replica, request: web.BaseRequest) -> bool:
         """Whether a replica has the stored response that a request is about; True if it is about
-        none, or if no other is left to ask."""
+        none. Raises UpstreamLostError."""
         parts = request.path.split("/")
-        if parts[1:3] != ["v1", "responses"] or len(parts) < 4 or self.replicas.num_ready < 2:
+        if parts[1:3] != ["v1", "responses"] or len(parts) < 4:
             return True
-        assert self._session is not None
+        assert self._proxy is not None
         names = ("Authorization", "x-api-key")
         headers = {name: request.headers[name] for name in names if name in request.headers}
         url = f"{replica.url}/v1/responses/{parts[3]}"
-        async with self._session.get(url, headers=headers) as response:
-            return response.status != 404
+        status, _ = await self._proxy.call("GET", url, headers, self.settings.lost_after_s)
+        return status != 404
+
+    async def _check_body(self, body: bytes) -> None:
+        """Raises ApiError for a body that goes on with an answer itself: the hop would not know the
+        tokens that it begins with."""
+        if FIELD not in body:
+            return
+        value = await self._bodies.run_in_thread(lambda: _parsed(body))
+        if isinstance(value, dict) and FIELD.decode() in value:
+            message = "continuation cannot be used through this server, which goes on by itself"
+            raise ApiError(400, message, param="continuation", code="unsupported_parameter")
+
+
+def _parsed(body: bytes) -> object:
+    try:
+        return orjson.loads(body)
+    except ValueError:
+        return None  # a replica refuses it
 
 
 def _no_replica() -> ApiError:

@@ -53,6 +53,10 @@ class FrontThread:
         """Sends calls to these servers from now on."""
         self._loop.call_soon_threadsafe(self._front.replicas.use, urls)
 
+    def drain(self) -> None:
+        """Refuses new calls from now on."""
+        self._front.is_draining = True
+
     def stop(self) -> None:
         self._run(self._front.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -22,7 +22,7 @@ def block_names(body: dict[str, Any], client: str) -> list[bytes]:
     text = orjson.dumps({name: body[name] for name in _FIELDS if name in body})
     if "messages" in body:  # the last bracket moves with each turn
         text = text.rstrip(b"]}")
-    chain = hashlib.blake2b(client.encode(), digest_size=8)
+    chain = hashlib.blake2b(client.encode("utf-8", "surrogateescape"), digest_size=8)
     names = []
     for begin in range(0, min(len(text), MAX_BLOCKS * BLOCK_BYTES), BLOCK_BYTES):
         chain.update(text[begin : begin + BLOCK_BYTES])

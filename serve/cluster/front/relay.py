@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,10 @@ from serve.cluster.front.answer_log import AnswerLog, JournalError
 from serve.cluster.front.prefix_affinity import block_names
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.replicas import JOURNAL, Choice, Replica, ReplicaSet
+from serve.http.anthropic.errors import error_object
+from serve.http.edge.errors import ERROR_CODE_HEADER, SERVER_ERROR, ApiError
 from serve.http.edge.settings import HttpSettings
-from serve.http.edge.sse import EventStream
+from serve.http.edge.sse import EventStream, named_event
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ _REFUSALS = frozenset({503, 409})
 _STORED_ELSEWHERE = frozenset({"previous_response_not_found", "response_not_found"})
 MAX_BREAKS = 8  # one after the other without a token: the call itself may be what kills servers
 _PAUSE_S = 0.1
+_MAX_PAUSE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -84,6 +88,7 @@ class Relay:
         self._names = _names(request, body) if is_small else []
         self._broke_off_s: float | None = None
         self._num_breaks = 0
+        self._pause_s = _PAUSE_S
         self._choice: Choice | None = None  # until the first events
         self._sent_s = 0.0
         self._due_s: float | None = None  # when a call that no replica goes on with has failed
@@ -94,7 +99,7 @@ class Relay:
         while True:
             choice = self._replicas.choose(self._names, refused)
             if choice is None:
-                final = [answer for answer in refused.values() if answer.status != 503]
+                final = [answer for answer in refused.values() if answer.status not in (409, 503)]
                 if final and not self._log.has_sent:
                     return final[0]  # all are too busy, or none has the response that is named
                 refused.clear()
@@ -107,7 +112,8 @@ class Relay:
             try:
                 answer = await self._try(replica)
             except _BrokenOffError as error:
-                self._replicas.refused(replica)
+                if str(error) != "journal":
+                    self._replicas.refused(replica)
                 self._note_break(str(error))
                 if self._num_breaks >= MAX_BREAKS:
                     return await self._give_up()
@@ -117,7 +123,13 @@ class Relay:
                 if self._choice is not None:
                     self._replicas.note_end(self._choice)
                     self._choice = None
-            if not isinstance(answer, web.Response) or not _goes_elsewhere(answer):
+            if not isinstance(answer, web.Response):
+                return answer
+            if self._events is not None:  # whatever it refuses, others may not
+                self._num_breaks += 1
+                if self._num_breaks >= MAX_BREAKS:
+                    return await self._give_up()
+            elif not _goes_elsewhere(answer):
                 return answer
             refused[replica] = answer
             self._take_refusal(replica, answer)
@@ -127,7 +139,8 @@ class Relay:
         loop = asyncio.get_running_loop()
         if self._due_s is None:
             self._due_s = loop.time() + self._wait_s
-        await asyncio.sleep(_PAUSE_S)
+        self._pause_s = min(_MAX_PAUSE_S, 1.5 * self._pause_s)
+        await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
         return await self._replicas.wait_for_one(self._due_s - loop.time())
 
     async def _try(self, replica: Replica) -> web.StreamResponse:
@@ -135,16 +148,17 @@ class Relay:
         headers = forwarded_headers(self._request.headers, NOT_FORWARDED)
         headers.update(JOURNAL)
         try:
-            async with self._session.post(
-                replica.url + self._request.raw_path, data=self._next_body(), headers=headers
-            ) as response:
-                replica.responses.add(response)
+            # ReplicaSet.lost() ends it
+            url, next_body = replica.url + self._request.raw_path, self._next_body()
+            async with asyncio.timeout(None) as attempt:
+                replica.attempts.add(attempt)
                 try:
-                    if response.content_type == "text/event-stream":
-                        return await self._pass_on(response)
-                    body = await response.read()
+                    async with self._session.post(url, data=next_body, headers=headers) as response:
+                        if response.content_type == "text/event-stream":
+                            return await self._pass_on(response)
+                        body = await response.read()
                 finally:
-                    replica.responses.discard(response)
+                    replica.attempts.discard(attempt)
         except aiohttp.ClientConnectorError as error:
             self._replicas.lost(replica, type(error).__name__)
             raise _BrokenOffError("unreachable") from error
@@ -173,12 +187,11 @@ class Relay:
                 await self._send(ready, response.headers)
         if log.is_handed_over:
             raise _BrokenOffError("handover")
-        error = log.error
-        if error is not None and _code(error.partition(b"data: ")[2]) in _ELSEWHERE:
+        if log.error_code in _ELSEWHERE:
             raise _BrokenOffError("engine")
         await self._send(log.end(), response.headers)
         assert self._events is not None and self._events.response is not None
-        if error is not None:
+        if log.error_code is not None:
             self._events.response.force_close()
         return await self._events.finish()
 
@@ -196,7 +209,7 @@ class Relay:
             seconds = asyncio.get_running_loop().time() - self._sent_s
             self._replicas.note_first(self._choice, seconds)
             self._choice = None
-        self._due_s, self._num_breaks = None, 0
+        self._due_s, self._num_breaks, self._pause_s = None, 0, _PAUSE_S
         if self._broke_off_s is not None:
             gap_s = asyncio.get_running_loop().time() - self._broke_off_s
             self._counts.longest_gap_s = max(self._counts.longest_gap_s, gap_s)
@@ -208,13 +221,12 @@ class Relay:
         continuation = self._log.continuation
         if continuation is None:
             return self._body
-        at = self._body.index(b"{") + 1
-        field_ = b'"continuation":' + orjson.dumps(continuation) + b","
-        return self._body[:at] + field_ + self._body[at:]
+        at = self._body.rindex(b"}")
+        return self._body[:at] + b',"continuation":' + orjson.dumps(continuation) + b"}"
 
     def _note_break(self, reason: str) -> None:
         self._counts.continued(reason)
-        self._num_breaks += reason == "broken"
+        self._num_breaks += reason not in ("handover", "unreachable")
         self._counts.num_replayed_tokens += self._log.num_tokens
         if self._broke_off_s is None:
             self._broke_off_s = asyncio.get_running_loop().time()
@@ -222,7 +234,7 @@ class Relay:
     def _take_refusal(self, replica: Replica, answer: web.Response) -> None:
         if answer.status == 503:
             self._replicas.refused(replica)
-        if _code(answer.body) == "handed_over":
+        if _code(answer) == "handed_over":
             self._note_break("handover")
             continuation = orjson.loads(_bytes(answer.body)).get("continuation")
             if continuation is not None:
@@ -232,9 +244,7 @@ class Relay:
         self._counts.num_failed += 1
         if self._events is None:
             raise NoReplicaError
-        error = {"message": "no server is left to go on with this answer", "type": "server_error"}
-        value = {"error": error | {"param": None, "code": "no_replica"}}
-        await self._events.send_last(b"data: " + orjson.dumps(value) + b"\n\n")
+        await self._events.send_last(_last_error(self._request.path))
         return await self._events.finish()
 
     @property
@@ -243,19 +253,34 @@ class Relay:
         return transport is None or transport.is_closing()
 
 
+def _last_error(path: str) -> bytes:
+    """Returns the event that tells the client, in the shape of its API, that its answer ends."""
+    message = "no server is left to go on with this answer"
+    error = ApiError(503, message, kind=SERVER_ERROR, code="no_replica")
+    if path.startswith("/v1/messages"):
+        return named_event("error", error_object(error, ""))
+    if path.startswith("/v1/responses"):
+        fields = {"message": message, "param": None, "code": error.code}
+        return named_event("error", {"type": "error", **fields})
+    return b"data: " + error.body() + b"\n\n"
+
+
 def _goes_elsewhere(answer: web.Response) -> bool:
-    code = _code(answer.body)
-    if answer.status == 429:
+    code = _code(answer)
+    if answer.status in (429, 529):
         return code == "overloaded"
     if answer.status in _REFUSALS:
         return code in _ELSEWHERE
     return answer.status in (400, 404) and code in _STORED_ELSEWHERE
 
 
-def _code(body: object) -> str | None:
-    """Returns the code of an error's body, in the shape of any API."""
+def _code(answer: web.Response) -> str | None:
+    """Returns the code of an error: that of the header, since not all APIs' bodies have it."""
+    code = answer.headers.get(ERROR_CODE_HEADER)
+    if code is not None:
+        return code
     try:
-        value: Any = orjson.loads(_bytes(body).partition(b"\n")[0])
+        value: Any = orjson.loads(_bytes(answer.body))
     except ValueError:
         return None
     error = value.get("error") if isinstance(value, dict) else None
@@ -273,4 +298,7 @@ def _names(request: web.BaseRequest, body: bytes) -> list[bytes]:
     except ValueError:
         return []  # the replica refuses it
     client = request.headers.get("Authorization") or request.headers.get("x-api-key") or ""
-    return block_names(value, client) if isinstance(value, dict) else []
+    try:
+        return block_names(value, client) if isinstance(value, dict) else []
+    except TypeError:
+        return []  # nested too deeply: the replica refuses it, too

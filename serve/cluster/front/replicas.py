@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 CHECK_S = 0.5
 JOURNAL = {"x-mergestep-journal": "1"}
 ROUTING = ("prefix", "least-busy", "round-robin")
+_LEAVE_S = 5.0
 _TICK_S = 0.01  # predicted times that differ by less are equal
 _LEAST_BLOCKS = 2
 _LEARNING = 0.1
@@ -29,7 +30,8 @@ QUEUE_HEADER = "x-mergestep-queue-seconds"
 class Replica:
     """A server. is_ready: it takes calls. is_lost: it has not answered for a while, or its
     connections broke. queue_s: its wait, as it predicted it at the last check; sent_s: what
-    was sent since then and waits takes. responses: the answers that are being read from it."""
+    was sent since then and waits takes. attempts: the calls that it has
+    not ended."""
 
     url: str
     is_ready: bool = False
@@ -40,7 +42,7 @@ class Replica:
     sent_s: float = 0.0
     num_checks: int = 0
     last_chosen: int = 0
-    responses: set[aiohttp.ClientResponse] = field(default_factory=set)
+    attempts: set[asyncio.Timeout] = field(default_factory=set)
 
 
 class Choice(NamedTuple):
@@ -84,8 +86,8 @@ class ReplicaSet:
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
 
     def use(self, urls: Iterable[str]) -> None:
-        """Takes these servers instead of those up to now. What is being answered by one that is
-        gone goes on at another one when its connection breaks."""
+        """Takes these servers instead of those up to now. What one that is gone still answers goes
+        on at another one, once it is handed over or after some seconds."""
         known = {replica.url: replica for replica in self.replicas}
         wanted = [url.rstrip("/") for url in urls]
         for url, replica in known.items():
@@ -93,6 +95,8 @@ class ReplicaSet:
                 self._watches.pop(replica).cancel()
                 self.refused(replica)
                 self._affinity.forget(url)
+                loop = asyncio.get_running_loop()
+                loop.call_later(_LEAVE_S, self.lost, replica, "it was taken away")
         self.replicas = [known[url] if url in known else self._joined(url) for url in wanted]
 
     def _joined(self, url: str) -> Replica:
@@ -166,8 +170,9 @@ class ReplicaSet:
             logger.warning("the replica %s is lost: %s", replica.url, reason)
             self._affinity.forget(replica.url)
         replica.is_lost, replica.is_ready = True, False
-        for response in list(replica.responses):
-            response.close()
+        now_s = asyncio.get_running_loop().time() if replica.attempts else 0.0
+        for attempt in list(replica.attempts):
+            attempt.reschedule(now_s)
 
     async def _watch(self, replica: Replica) -> None:
         while True:

@@ -189,12 +189,15 @@ class ApiContext:
         return value
 
     def _begin_journal(self, call: Call, continuation: Continuation | None) -> None:
+        is_asked = JOURNAL_HEADER in call.request.headers
         if continuation is not None:
             call.answer_id, call.created = continuation.state.answer_id, continuation.state.created
-        elif JOURNAL_HEADER not in call.request.headers:
+        elif not is_asked:
             return
         call.policy.continuation = continuation
-        call.policy.journal = Journal(call.answer_id, call.created, self.fingerprint)
+        call.policy.journal = Journal(
+            call.answer_id, call.created, self.fingerprint, has_comments=is_asked
+        )
 
     def _log_once(self, text: str, names: list[str]) -> None:
         """Logs each name once, up to MAX_LOGGED_NAMES names."""

@@ -8,6 +8,7 @@ server-sent events sees:
 
     : state {...}                   before the first event: what the answer was made with
     : tokens [choice, ids, reason]  after the events of these tokens
+    : error CODE                    before an error that ends the stream
     : handover                      the last line of a server that is shutting down
 
 The hop sends the same body to another server with one more field, `continuation`, of the state and
@@ -161,9 +162,13 @@ def _invalid(message: str) -> RequestError:
 
 
 class Journal:
-    """The comments of one answer, and what a server that shuts down hands over."""
+    """The comments of one answer, and what a server that shuts down hands over. has_comments: a hop
+    reads them; else they are left out, and nothing is handed over."""
 
-    def __init__(self, answer_id: str, created: int, fingerprint: str) -> None:
+    def __init__(
+        self, answer_id: str, created: int, fingerprint: str, *, has_comments: bool = True
+    ) -> None:
+        self.has_comments = has_comments
         self.answer_id = answer_id
         self.created = created
         self.is_handed_over = False
@@ -209,6 +214,8 @@ class Journal:
         choice, delta = noted
         if delta.is_replayed:
             return b""
+        if not self.has_comments:
+            return events
         state = b""
         if not self._is_stated:
             assert self._state is not None
@@ -217,6 +224,12 @@ class Journal:
         reason = delta.finish_reason
         record = [choice, delta.token_ids, None if reason is None else reason.value]
         return b"%s%s: tokens %s\n\n" % (state, events, orjson.dumps(record))
+
+    def failed(self, last: bytes, code: str | None) -> bytes:
+        """Returns the end of a stream that has failed. last: the event that says so."""
+        if self.is_handed_over:
+            return b": handover\n\n"
+        return b": error %s\n\n%s" % ((code or "").encode(), last) if self.has_comments else last
 
     def named(self, step: ChatStep) -> ChatStep:
         """Returns the step with ids of calls that follow from the answer's id where they were drawn

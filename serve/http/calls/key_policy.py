@@ -74,8 +74,9 @@ class KeyPolicy:
 
     def hand_over(self) -> None:
         """Ends the call, with what another server needs to go on with it, if there is one to."""
-        if self.journal is not None and not self.journal.is_handed_over:
-            self.expire(self.journal.hand_over())
+        journal = self.journal
+        if journal is not None and journal.has_comments and not journal.is_handed_over:
+            self.expire(journal.hand_over())
 
     def expire(self, error: Exception) -> None:
         """Ends all streams of the call with the error; later requests of the call raise it."""

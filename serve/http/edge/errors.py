@@ -30,6 +30,7 @@ SERVER_ERROR = "server_error"
 TIMEOUT_ERROR = "timeout_error"
 RATE_LIMIT_ERROR = "rate_limit_error"
 MAX_QUOTED = 64
+ERROR_CODE_HEADER = "x-mergestep-error-code"  # for a hop; not all APIs' bodies have the code
 
 
 class ApiError(Exception):

@@ -16,7 +16,6 @@ from serve.errors import drop_frames
 from serve.http.edge.errors import ApiError, common_headers, to_api_error
 
 DONE = b"data: [DONE]\n\n"
-HANDOVER = b": handover\n\n"
 
 
 def named_event(name: str, value: Any) -> bytes:
@@ -27,9 +26,8 @@ def named_event(name: str, value: Any) -> bytes:
 class Journal(Protocol):
     """Tells the reader of a stream which tokens its events are made of."""
 
-    is_handed_over: bool
-
     def commit(self, events: bytes) -> bytes: ...
+    def failed(self, last: bytes, code: str | None) -> bytes: ...
 
 
 class EventStream:
@@ -94,9 +92,10 @@ class EventStream:
         except Exception as exc:
             if self.response is None:
                 raise
-            last = failed(to_api_error(exc, self._request_id))
-            if self._journal is not None and self._journal.is_handed_over:
-                last = HANDOVER
+            error = to_api_error(exc, self._request_id)
+            last = failed(error)
+            if self._journal is not None:
+                last = self._journal.failed(last, error.code)
             drop_frames(exc)
             await self.send_last(last)
         return await self.finish()

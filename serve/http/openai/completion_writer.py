@@ -247,6 +247,9 @@ class CompletionStreamWriter:
     async def _encode(self, choice: int, delta: TokenDelta) -> bytes:
         self._num_tokens += len(delta.token_ids)
         data = b""
+        if delta.is_replayed and self._asked.logprobs is not None:
+            # only for the offsets of the next tokens
+            delta = delta._replace(logprobs=[TokenLogprobs(t, 0.0) for t in delta.token_ids])
         if choice not in self._opened:
             self._opened.add(choice)
             data = await self._opening(choice, delta)

@@ -89,9 +89,13 @@ class ResponseStore:
         return len(self._entries)
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Stores a response, unless it alone is larger than the store."""
-        if stored.size_bytes > self._max_bytes:
+        """Stores a response, unless it alone is larger than the store. One of the same id and owner
+        is replaced, another owner's stays: an answer that another server began brings its id."""
+        before = self._entries.get(response_id)
+        if stored.size_bytes > self._max_bytes or (before and before.owner != stored.owner):
             return
+        if before is not None:
+            self._drop(response_id)
         self._entries[response_id] = stored
         entries = self._owners.setdefault(stored.owner, _OwnerEntries())
         entries.ids[response_id] = None

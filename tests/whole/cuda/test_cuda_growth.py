@@ -36,7 +36,9 @@ def rig(num_pages: int) -> tuple[CudaRunner, object, object]:
     layout = CudaKVLayout(layers, torch.int8, 64)
     arrays = step_arrays(layers, max_rows=64, max_seqs=NUM, max_len=512, device=CPU)
     attention = CudaAttention([layout], [[0]], [1 << 40], arrays)
-    model = SimpleNamespace(spec=SimpleNamespace(hidden_size=8), dtype=torch.float32)
+    model = SimpleNamespace(
+        spec=SimpleNamespace(hidden_size=8), dtype=torch.float32, draft_head=None
+    )
     sampler = DeviceSampler(100, NUM, NUM, CPU)
     return CudaRunner(model, kv, attention, sampler, Idle(), StepShapes(64, NUM)), kv, memory
 

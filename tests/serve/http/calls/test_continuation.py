@@ -218,7 +218,6 @@ def test_what_does_not_fit_is_refused() -> None:
             (good | {"answers": [{"token_ids": [True]}]}, 400, None),
             (good | {"answers": [{"token_ids": tokens * 9}]}, 400, None),
             (good | {"answers": [{"token_ids": tokens[::-1]}]}, 400, None),
-            (good | {"answers": [{"token_ids": [], "finish_reason": "stop"}]}, 400, None),
             (good | {"answers": [answer | {"finish_reason": "no"}]}, 400, None),
             (good | {"state": state | {"seeds": []}}, 400, "invalid_continuation"),
             (good | {"state": state | {"seeds": ["x"]}}, 400, None),
