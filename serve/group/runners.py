@@ -96,8 +96,6 @@ class TensorRunner:
         self, step: LaunchedStep, late_masks: abc.Callable[[], frozenset[Sequence]]
     ) -> StepResult:
         hidden = self._group.compute(step.posted)
-        if self.follower is not None:
-            self.follower.keep(step.plan, hidden)
         prompts: abc.Sequence[PromptPart] = ()
         if step.requests:
             prompts = PromptReader(self._model, hidden, step.requests, self._fetch).parts()
@@ -115,10 +113,6 @@ class TensorRunner:
         self._is_due = not self._group.is_quiet
         if not self._is_due:
             self._group.post_edits(self._recorder)
-
-    def use_pages(self) -> bool:
-        self._flush()
-        return not (self._is_due or self._group.is_lost())
 
     def flush_due(self) -> None:
         """After a step, sends edits that have waited for its end, because no other step may follow:

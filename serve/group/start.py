@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memory.attention.grouped import group_layers
 from memory.kv_manager import KVManager
 from memory.nodes.rank_links import HeldEditRecorder
 from memory.segmented_kv import SegmentedKV
@@ -83,7 +82,6 @@ def start_group(
     config = replace(config, compute_threads=threads_of_a_rank(config, size_here))
     source = read_source(config, 0 if member is None else member.local_rank)
     grid = make_grid(source)
-    _check_head(source)
     if member is None:  # all ranks share this machine's memory, or its devices
         check_weights_fit(*source[:3], num_devices=_num_devices(source.precision, size))
     workers = LocalWorkers() if member is None else _remote_workers(config, member)
@@ -308,24 +306,6 @@ def _check(config: EngineConfig) -> None:
     for name in ("kvp", "kv_cache_dir"):
         if getattr(config, name) and config.backend == "cuda":
             raise ConfigError(f"{name} with several ranks needs the cpu back end")
-
-
-def _check_head(source: ModelSource) -> None:
-    """Refuses a head whose K/V would be a layer group that the other ranks do not have, and one
-    whose embeddings the model projects."""
-    config, spec = source.config, source.spec
-    if spec.draft_head is not None and spec.embed_size != spec.hidden_size:
-        raise ConfigError(
-            f"speculation {config.speculation} with several ranks needs embeddings as wide as the"
-            " model: leave out tensor_parallel_size"
-        )
-    max_len, own = config.max_model_len or spec.max_model_len, replace(spec, draft_head=None)
-    counts = [len(group_layers(each.attention_layers, max_len)) for each in (spec, own)]
-    if counts[0] != counts[1]:
-        raise ConfigError(
-            f"speculation {config.speculation} with several ranks needs a model with a layer that"
-            " sees all keys: leave out tensor_parallel_size"
-        )
 
 
 def _both(check: Callable[[], object], links: Sequence[WorkerLink]) -> Callable[[], object]:

@@ -192,12 +192,14 @@ class HeadDrafts:
     @torch.inference_mode()
     def follow(self) -> float:
         """Computes the rows of sequences with many states. Returns the seconds."""
-        parts: list[_Part] = []
-        for sequence, text in self._texts.items():
-            if text.num_pending >= _MOST_PENDING and self._settle(sequence, text):
-                parts.append(self._missing(sequence, text))
-        if not parts:
+        many = [
+            (sequence, text)
+            for sequence, text in self._texts.items()
+            if text.num_pending >= _MOST_PENDING and self._settle(sequence, text)
+        ]
+        if not many or not self._use_pages():
             return 0.0
+        parts = [self._missing(sequence, text) for sequence, text in many]
         began_s = self.clock()
         self._compute_all(parts)
         return self.clock() - began_s
@@ -219,6 +221,8 @@ class HeadDrafts:
     @torch.inference_mode()
     def catch_up(self, chunks: abc.Sequence[tuple[Sequence, int]]) -> None:
         """Computes rows of sequences that have more than a draft begins with, all of them."""
+        if not self._use_pages():
+            return
         parts = [self._missing(sequence, self._texts[sequence]) for sequence, _ in chunks]
         work, began_s = work_of(parts), self.clock()
         self._compute_all(parts)

@@ -14,6 +14,7 @@ from serve.errors import ConfigError
 from serve.events import publisher
 from serve.events.publisher import EventPublisher, is_bound, next_port
 from tests.support.events.follower import Follower
+from tests.support.profile import every_day
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,10 @@ def test_an_answer_has_vllms_frames_and_its_end():
 
 
 @pytest.mark.parametrize(
-    "frames", [(b"",), (b"", b"x"), (bytes(8),), (b"x", bytes(8)), (b"", bytes(8), b""), (b"", b"")]
+    "frames",
+    every_day(
+        [1], [[b""], [b"", b"x"], [bytes(8)], [b"x", bytes(8)], [b"", bytes(8), b""], [b"", b""]]
+    ),
 )
 def test_a_malformed_question_has_no_answer_and_harms_nobody(frames):
     with Rig() as rig, rig.follower() as follow:
@@ -102,6 +106,7 @@ def test_pages_of_a_chain_share_an_event():
         assert len(follow.chains()) == 39
 
 
+@pytest.mark.exhaustive
 def test_many_subscribers_at_once_get_few_snapshots(monkeypatch):
     monkeypatch.setattr(publisher, "_SNAPSHOT_S", 1.0)
     with Rig() as rig, rig.follower() as first:
