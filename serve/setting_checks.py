@@ -104,8 +104,8 @@ def check_drafts(settings: _Drafts) -> None:
             raise ConfigError(f"{chosen} needs all K/V on this machine: leave out {setting}")
     if getattr(settings, "converter", False):
         raise ConfigError(f"{chosen} needs a model of a known family: leave out converter")
-    # a head reads states of all stages and shares products with all ranks, and its rows in the pages
-    # of the model would have to survive the loss of a rank
+    # a head reads states of all stages and shares products with all ranks, and its rows in the
+    # model's pages would have to survive the loss of a rank
     for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
         if settings.speculation in DRAFT_HEADS and getattr(settings, setting) != 1:
             raise ConfigError(f"{chosen} needs a model in one process: leave out {setting}")
