@@ -10,15 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import aiohttp.http_parser
-from aiohttp import web
 
-from serve.errors import ConfigError, reason
+from serve.errors import ConfigError
 from serve.http.app import HttpApp, ServerState
-from serve.http.edge import limits
-from serve.http.edge.connection import Connection, ConnectionServer, notice_dead_peers
 from serve.http.edge.keys import KeyRing, load_keys
+from serve.http.edge.listener import HttpListener
 from serve.http.edge.settings import HttpSettings
-from serve.http.edge.tls import tls_context
 from serve.http.metrics_listener import MetricsListener
 from serve.signals import ended_by_signals
 
@@ -45,17 +42,13 @@ class HttpServer:
         self._keys = KeyRing()
         self.app = HttpApp(engine, self.settings, self._keys)
         self._engine = engine
-        self._connections: ConnectionServer | None = None
-        self._listener: asyncio.Server | None = None
-        self._port = self.settings.port
+        self._listener = HttpListener(self.app.handle, self.settings)
         port = self.settings.metrics_port
         self.metrics = None if port is None else MetricsListener(self.app.context, port)
 
     @property
     def url(self) -> str:
-        host = self.settings.host
-        scheme = "http" if self.settings.tls_cert is None else "https"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
+        return self._listener.url
 
     @property
     def num_keys(self) -> int:
@@ -70,28 +63,13 @@ class HttpServer:
         """
         _check_parser()
         self.load_keys()
-        context = tls_context(self.settings)
-        self._warn(is_encrypted=context is not None)
-        connections = ConnectionServer(self._handle, self.settings)
-        self._connections = connections
-        loop, where = asyncio.get_running_loop(), (self.settings.host, self.settings.port)
-        handshake_s = None if context is None else limits.TLS_HANDSHAKE_S
-        try:
-            self._listener = await loop.create_server(
-                connections,
-                *where,
-                ssl=context,
-                ssl_handshake_timeout=handshake_s,
-                backlog=self.settings.backlog,
-                reuse_address=True,
+        await self._listener.start()
+        if not self.settings.is_loopback and not self._keys.num_keys:
+            logger.warning(
+                "every client that reaches port %d may use it: there is no API key",
+                self._listener.port,
             )
-        except OSError as error:
-            text = f"cannot listen on host {where[0]}, port {where[1]}: {reason(error)}"
-            raise OSError(error.errno, text) from error
-        for listening in self._listener.sockets:
-            notice_dead_peers(listening, self.settings.write_timeout_s)
-        self._port = self._listener.sockets[0].getsockname()[1]
-        self.app.context.counters.start(lambda: connections.num_connections)
+        self.app.context.counters.start(lambda: self._listener.num_connections)
         if self.metrics is not None:
             await self.metrics.start()
 
@@ -108,24 +86,6 @@ class HttpServer:
             logger.error("the API keys stay as they were: %s", exc)
         else:
             logger.info("the API keys have been read again: %d keys", self._keys.num_keys)
-
-    def _warn(self, *, is_encrypted: bool) -> None:
-        settings = self.settings
-        if not settings.is_loopback and not is_encrypted:
-            logger.warning(
-                "%s can be reached from other machines without encryption: set --tls-cert and"
-                " --tls-key, or put a proxy in front that speaks HTTPS",
-                settings.host,
-            )
-        if not settings.is_loopback and not self._keys.num_keys:
-            logger.warning(
-                "every client that reaches port %d may use it: there is no API key", self._port
-            )
-
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        assert isinstance(connection, Connection)
-        return await self.app.handle(request, connection.refusal)
 
     async def load(self) -> None:
         """Loads the model. API calls are answered from then on."""
@@ -155,13 +115,7 @@ class HttpServer:
         await self._engine.shutdown(drain_s=0.0)
         if self.metrics is not None:
             await self.metrics.stop()
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        if self._connections is not None:
-            self._connections.pre_shutdown()
-            await self._connections.shutdown(FLUSH_S)
-            self._connections = None
+        await self._listener.close(FLUSH_S)
         await self.app.close()
 
     async def __aenter__(self) -> HttpServer:

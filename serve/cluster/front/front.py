@@ -6,7 +6,6 @@ one goes on. All other requests pass to any replica.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -18,12 +17,10 @@ from serve.cluster.front.metrics import metrics_text
 from serve.cluster.front.proxy import Proxy, UpstreamLostError
 from serve.cluster.front.relay import NoReplicaError, Relay, RelayCounts
 from serve.cluster.front.replicas import ROUTING, Replica, ReplicaSet
-from serve.errors import ConfigError, drop_frames, reason
+from serve.errors import ConfigError, drop_frames
 from serve.http.anthropic.errors import anthropic_error
-from serve.http.edge import limits
 from serve.http.edge.access import HostCheck
 from serve.http.edge.body import Bodies, check_framing, held_body
-from serve.http.edge.connection import Connection, ConnectionServer, notice_dead_peers
 from serve.http.edge.errors import (
     SERVER_ERROR,
     ApiError,
@@ -34,8 +31,8 @@ from serve.http.edge.errors import (
     overloaded,
     to_api_error,
 )
+from serve.http.edge.listener import HttpListener
 from serve.http.edge.settings import HttpSettings
-from serve.http.edge.tls import tls_context
 
 logger = logging.getLogger(__name__)
 FLUSH_S = 0.4
@@ -80,20 +77,15 @@ class Front:
         self._check_host = HostCheck(self.http)
         self._session: aiohttp.ClientSession | None = None
         self._proxy: Proxy | None = None
-        self._listener: asyncio.Server | None = None
-        self._connections: ConnectionServer | None = None
-        self._port = self.http.port
+        self._listener = HttpListener(self._handle, self.http)
 
     @property
     def url(self) -> str:
-        host = self.http.host
-        scheme = "http" if self.http.tls_cert is None else "https"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
+        return self._listener.url
 
     async def start(self) -> None:
         """Opens the listener. Raises OSError, which names host and port, and ConfigError for
         certificates that cannot be read."""
-        context = tls_context(self.http)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.settings.lost_after_s),
@@ -103,31 +95,15 @@ class Front:
         )
         self._proxy = Proxy(self.http)
         await self.replicas.start(self._session)
-        self._connections = ConnectionServer(self._handle, self.http)
-        where = self.http.host, self.http.port
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                self._connections,
-                *where,
-                ssl=context,
-                ssl_handshake_timeout=None if context is None else limits.TLS_HANDSHAKE_S,
-                backlog=self.http.backlog,
-                reuse_address=True,
-            )
-        except OSError as error:
-            text = f"cannot listen on host {where[0]}, port {where[1]}: {reason(error)}"
-            raise OSError(error.errno, text) from error
-        for listening in self._listener.sockets:
-            notice_dead_peers(listening, self.http.write_timeout_s)
-        self._port = self._listener.sockets[0].getsockname()[1]
+            await self._listener.start()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
         await self.replicas.stop()
-        if self._listener is not None:
-            self._listener.close()
-        if self._connections is not None:
-            self._connections.pre_shutdown()
-            await self._connections.shutdown(FLUSH_S)
+        await self._listener.close(FLUSH_S)
         self._bodies.close()
         for client in (self._session, self._proxy):
             if client is not None:
@@ -140,9 +116,9 @@ class Front:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        assert isinstance(connection, Connection)
+    async def _handle(
+        self, request: web.BaseRequest, refusal: ApiError | None
+    ) -> web.StreamResponse:
         request_id = new_request_id()
         try:
             check_framing(request)
@@ -150,8 +126,8 @@ class Front:
             own = self._own(request, request_id)
             if own is not None:
                 return own
-            if connection.refusal is not None:
-                raise connection.refusal
+            if refusal is not None:
+                raise refusal
             if self.is_draining:
                 raise draining()
             if self.num_calls >= self.http.max_calls:

@@ -21,12 +21,11 @@ from serve.cluster.models.model import Model
 from serve.cluster.models.pool import ModelPool
 from serve.cluster.models.settings import ModelsSettings
 from serve.cluster.models.switches import Switches
-from serve.errors import ConfigError, reason
-from serve.http.edge import limits
-from serve.http.edge.connection import Connection, ConnectionServer, notice_dead_peers
+from serve.errors import ConfigError
+from serve.http.edge.errors import ApiError
 from serve.http.edge.keys import KeyRing, load_keys
+from serve.http.edge.listener import HttpListener
 from serve.http.edge.settings import HttpSettings
-from serve.http.edge.tls import tls_context
 from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -66,9 +65,7 @@ class FrontServer:
         self._plan = plan
         self._settings = settings
         self._keys = KeyRing()
-        self._port = http.port
-        self._listener: asyncio.Server | None = None
-        self._connections: ConnectionServer | None = None
+        self._listener = HttpListener(self._handle, http)
         self._proxy: Proxy | None = None
         self._app: FrontApp | None = None
 
@@ -79,9 +76,7 @@ class FrontServer:
 
     @property
     def url(self) -> str:
-        host = self.http.host
-        scheme = "http" if self.http.tls_cert is None else "https"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
+        return self._listener.url
 
     @property
     def num_keys(self) -> int:
@@ -91,7 +86,6 @@ class FrontServer:
         """Opens the listener; no model is started yet. Raises OSError, which names host and port,
         and ConfigError for API keys or certificates that cannot be read."""
         self._keys.replace(load_keys(self.http.api_key_file, self.http.api_keys))
-        context = tls_context(self.http)
         plan, settings = self._plan, self._settings
         self._proxy = Proxy(self.http)
         switches = Switches(self._proxy, plan.key, self._say)
@@ -111,24 +105,8 @@ class FrontServer:
             key=plan.key,
             wait_s=settings.model_wait_s,
         )
-        self._connections = connections = ConnectionServer(self._handle, self.http)
-        loop, where = asyncio.get_running_loop(), (self.http.host, self.http.port)
-        try:
-            self._listener = await loop.create_server(
-                connections,
-                *where,
-                ssl=context,
-                ssl_handshake_timeout=None if context is None else limits.TLS_HANDSHAKE_S,
-                backlog=self.http.backlog,
-                reuse_address=True,
-            )
-        except OSError as error:
-            text = f"cannot listen on host {where[0]}, port {where[1]}: {reason(error)}"
-            raise OSError(error.errno, text) from error
-        for listening in self._listener.sockets:
-            notice_dead_peers(listening, self.http.write_timeout_s)
-        self._port = self._listener.sockets[0].getsockname()[1]
-        self._app.counters.start(lambda: connections.num_connections)
+        await self._listener.start()
+        self._app.counters.start(lambda: self._listener.num_connections)
 
     def reload_keys(self) -> None:
         """Reads the API keys again, and has the models do the same."""
@@ -161,22 +139,16 @@ class FrontServer:
             self._app.is_draining = True
             self._app.counters.stop()
             await self._app.pool.close()
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        if self._connections is not None:
-            self._connections.pre_shutdown()
-            await self._connections.shutdown(FLUSH_S)
-            self._connections = None
+        await self._listener.close(FLUSH_S)
         if self._app is not None:
             self._app.close()
         if self._proxy is not None:
             await self._proxy.close()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        assert isinstance(connection, Connection)
-        return await self.app.handle(request, connection.refusal)
+    async def _handle(
+        self, request: web.BaseRequest, refusal: ApiError | None
+    ) -> web.StreamResponse:
+        return await self.app.handle(request, refusal)
 
     def _say(self, name: str, line: str) -> None:
         """Passes a line of a model's log on; lines of JSON stay JSON."""

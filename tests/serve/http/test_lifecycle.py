@@ -253,7 +253,7 @@ def test_a_stalled_reader_does_not_delay_a_stop() -> None:
         assert call in server.app.context.calls  # the answer is not yet read
         assert not call.is_computing
         began_s = time.monotonic()
-        connections = server._connections
+        connections = server._listener._connections
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
         assert connections is not None and not connections.closing
