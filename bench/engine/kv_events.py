@@ -1,6 +1,6 @@
 """Measures what publishing K/V events costs a step: `python -m bench.engine.kv_events`.
 
-Prompts that nobody has sent before fill the prefix cache and evict one another, so that every page
+New prompts fill the prefix cache and evict one another, so that every page
 is told twice; a subscriber reads along in a process of its own. The recorder's time in the compute
 thread and the publisher's processor time are set against the time of the steps; runs with and
 without events, in turn, show both together.

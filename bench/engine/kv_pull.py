@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import random
 import statistics
-import tempfile
 import threading
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from bench.common.checkpoints import model_directory
+from bench.common.second_engine import second_engine, wait_until_connected
 from memory.prefix.peer_stats import PullStats
 from serve import LLM, SamplingParams
 
 _ROOM = 1600  # tokens of the context beside the prompt
 _ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 _LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
-_CONNECT_S = 30.0
 
 
 def _hold(settings: dict[str, Any], prompts: list[list[int]], pipe: Connection) -> None:
@@ -52,39 +49,28 @@ def measure(model: str, length: int, repeats: int) -> dict[str, Any]:
     rng = random.Random(1)
     prompts = [[rng.randrange(10, 1000) for _ in range(length)] for _ in range(4 * repeats)]
     idle, busy, unknown, plain = (prompts[i * repeats : (i + 1) * repeats] for i in range(4))
-    with tempfile.TemporaryDirectory(prefix="mergestep-pull-") as folder:
-        key = Path(folder) / "key"
-        key.write_text("a key for a measurement")
-        key.chmod(0o600)
-        base: dict[str, Any] = {
-            "model": model,
-            "max_model_len": length + _ROOM,
-            "max_num_seqs": 8,
-            "compute_threads": 1,
-        }
-        keyed = {**base, "kv_peer_key_file": key}
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        settings = {**keyed, "kv_listen": "tcp://127.0.0.1:0"}
-        holder = context.Process(target=_hold, args=(settings, idle + busy, theirs), daemon=True)
-        holder.start()
-        theirs.close()  # so that its end is noticed here
-        url = ours.recv()
-        found: dict[str, Any] = {}
+    base: dict[str, Any] = {
+        "model": model,
+        "max_model_len": length + _ROOM,
+        "max_num_seqs": 8,
+        "compute_threads": 1,
+    }
+    found: dict[str, Any] = {}
+    with second_engine(_hold, base, idle + busy) as (holder, key):
+        url = holder.recv()
         with LLM(**base) as llm:
             found["computed_ms"] = _each(llm, plain)
-        with LLM(**{**keyed, "kv_peers": [url]}) as llm:
-            _wait_until_connected(llm)
+        with LLM(**{**base, "kv_peer_key_file": key, "kv_peers": [url]}) as llm:
+            wait_until_connected(lambda: llm.stats().kv_peers)
             found["asked in vain_ms"] = _each(llm, unknown)
             found["pulled_ms"] = _each(llm, idle)
             pulled, page_bytes = _pulls(llm), llm.stats().kv_page_bytes
             found["pages"], found["page_bytes"] = pulled.pulled, page_bytes
             found["pull_MB_per_s"] = pulled.pulled * page_bytes / max(1e-9, pulled.seconds) / 1e6
-            ours.send("decode")
-            ours.recv()
+            holder.send("decode")
+            holder.recv()
             found["pulled while it decodes_ms"] = _each(llm, busy)
-        ours.send("end")
-        holder.join()
+        holder.send("end")
         return found
 
 
@@ -104,13 +90,6 @@ def _pulls(llm: LLM) -> PullStats:
     assert peers is not None
     (found,) = peers.pulls.values()
     return found
-
-
-def _wait_until_connected(llm: LLM) -> None:
-    end_s = time.monotonic() + _CONNECT_S
-    while not _pulls(llm).is_connected:
-        assert time.monotonic() < end_s, "the engines do not connect"
-        time.sleep(0.01)
 
 
 def main() -> None:

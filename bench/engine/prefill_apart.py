@@ -12,17 +12,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import random
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from bench.common.checkpoints import model_directory
+from bench.common.second_engine import second_engine, wait_until_connected
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.engine.loader import LoadedEngine, load_engine
@@ -34,7 +32,6 @@ _PAUSE_S = 0.5  # between two prompts
 _ROOM = 1600  # tokens of the context beside the prompt
 _ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 _LONG = SamplingParams(temperature=0.0, max_tokens=_ROOM - 100, ignore_eos=True)
-_CONNECT_S = 30.0
 
 
 class _Sink:
@@ -95,38 +92,28 @@ def measure(model: str, length: int, num_prompts: int, alone_s: float) -> dict[s
     """Returns the percentiles of gaps in milliseconds, and the times to the first token."""
     rng = random.Random(1)
     prompts = [[rng.randrange(10, 1000) for _ in range(length)] for _ in range(2 * num_prompts)]
-    with tempfile.TemporaryDirectory(prefix="mergestep-apart-") as folder:
-        key = Path(folder) / "key"
-        key.write_text("a key for a measurement")
-        key.chmod(0o600)
-        base: dict[str, Any] = {
-            "model": model,
-            "max_model_len": length + _ROOM,
-            "max_num_seqs": 8,
-            "compute_threads": 1,
-            "speculation": "off",
-            "kv_peer_key_file": key,
-        }
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        settings = {**base, "kv_listen": "tcp://127.0.0.1:0"}
-        other = context.Process(target=_prefill, args=(settings, theirs), daemon=True)
-        other.start()
-        theirs.close()  # so that its end is noticed here
-        loaded = load_engine(EngineConfig(**base, kv_peers=(ours.recv(),)))
+    base: dict[str, Any] = {
+        "model": model,
+        "max_model_len": length + _ROOM,
+        "max_num_seqs": 8,
+        "compute_threads": 1,
+        "speculation": "off",
+    }
+    with second_engine(_prefill, base) as (other, key):
+        config = EngineConfig(**base, kv_peer_key_file=key, kv_peers=(other.recv(),))
+        loaded = load_engine(config)
         loaded.core.start()
         try:
-            return _run(loaded, ours, prompts, alone_s)
+            return _run(loaded, other, prompts, alone_s)
         finally:
-            ours.send(None)
+            other.send(None)
             loaded.close()
-            other.join()
 
 
 def _run(
     loaded: LoadedEngine, other: Connection, prompts: list[list[int]], alone_s: float
 ) -> dict[str, Any]:
-    _wait_until_connected(loaded)
+    wait_until_connected(lambda: loaded.core.stats().kv_peers)
     streams = [_Stream(loaded, number) for number in range(_STREAMS)]
     for stream in streams:
         stream.has_come.wait()
@@ -186,16 +173,6 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
         "most": found[-1],
         "count": len(found),
     }
-
-
-def _wait_until_connected(loaded: LoadedEngine) -> None:
-    end_s = time.monotonic() + _CONNECT_S
-    while True:
-        peers = loaded.core.stats().kv_peers
-        if peers is not None and all(pull.is_connected for pull in peers.pulls.values()):
-            return
-        assert time.monotonic() < end_s, "the engines do not connect"
-        time.sleep(0.01)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from memory.peers import peer_link
 from memory.prefix.load_times import LoadTimes
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
@@ -35,22 +34,6 @@ KINDS = {
     "int4": {"dtype": "int8", "kv_dtype": "int4"},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def pulling_costs_nothing(monkeypatch):
-    """Makes pulling always cheaper than computing, which the tiny model would otherwise prefer."""
-    monkeypatch.setattr(LoadTimes, "seconds", lambda times, num_pages: 0.0)
-    monkeypatch.setattr(StepTimeModel, "prefill_seconds", lambda *_: 0.0)
-    monkeypatch.setattr(peer_link, "ASK_S", 5.0)  # on a busy machine, too
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    path = tmp_path / "key"
-    path.write_text("a secret of the fleet")
-    path.chmod(0o600)
-    return path
 
 
 def prompt(first: int, length: int) -> dict[str, list[int]]:

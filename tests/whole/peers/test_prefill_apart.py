@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import uvloop
 
-from memory.peers import peer_link
-from memory.prefix.load_times import LoadTimes
 from serve.engine.engine import Engine
 from serve.http import HttpServer, HttpSettings
-from serve.scheduler.step_time import StepTimeModel
 from tests.support.engine.checkpoints import checkpoint
 
 SETTINGS: dict[str, Any] = {
@@ -38,21 +34,6 @@ ASKED = {
     "remote_host": None,
     "remote_port": None,
 }
-
-
-@pytest.fixture(autouse=True)
-def pulling_costs_nothing(monkeypatch):
-    monkeypatch.setattr(LoadTimes, "seconds", lambda times, num_pages: 0.0)
-    monkeypatch.setattr(StepTimeModel, "prefill_seconds", lambda *_: 0.0)
-    monkeypatch.setattr(peer_link, "ASK_S", 5.0)  # on a busy machine, too
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    path = tmp_path / "key"
-    path.write_text("a secret of the fleet")
-    path.chmod(0o600)
-    return path
 
 
 @contextlib.asynccontextmanager
