@@ -102,6 +102,22 @@ def test_a_replica_that_fails_beside_others_is_tried_again() -> None:
     assert len(rig.urls) == 2
 
 
+def test_a_replica_without_room_is_tried_again_while_others_serve() -> None:
+    rig = Rig(2)
+    rig.start_all()
+    rig.replicas[1].error = MergestepError("its node is gone")
+    rig.fleet.step()
+    rig.has_no_room = True
+    for rig.now_s in (30.0, 45.0, 60.0):
+        rig.fleet.step()
+        assert rig.urls == ["http://h0:1"] and rig.fleet.replicas[1] is None
+    assert sum("no room" in line for line in rig.said) == 2
+    rig.has_no_room = False
+    rig.now_s = 90.0
+    rig.fleet.step()
+    assert rig.fleet.replicas[1] is not None
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_an_update_replaces_one_after_the_other(count: int) -> None:
     rig = Rig(count)
