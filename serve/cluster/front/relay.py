@@ -84,8 +84,8 @@ class Relay:
         self._http = http
         self._events: EventStream | None = None
         # a large body would hold up all streams while it is parsed
-        is_small = len(body) <= http.parse_inline_bytes
-        self._names = _names(request, body) if is_small else []
+        is_named = replicas.looks_at_prompts and len(body) <= http.parse_inline_bytes
+        self._names = _names(request, body) if is_named else []
         self._broke_off_s: float | None = None
         self._num_breaks = 0
         self._pause_s = _PAUSE_S

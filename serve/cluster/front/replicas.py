@@ -66,6 +66,7 @@ class ReplicaSet:
         self.replicas = [Replica(url.rstrip("/")) for url in urls]
         self._watches: dict[Replica, asyncio.Task[None]] = {}
         self._lost_after_s = lost_after_s
+        self.looks_at_prompts = routing == "prefix"
         self._routing = routing
         self._affinity = PrefixAffinity()
         self._changed = asyncio.Event()
@@ -109,7 +110,8 @@ class ReplicaSet:
         return sum(replica.is_ready for replica in self.replicas)
 
     def choose(self, names: list[bytes], without: Collection[Replica] = ()) -> Choice | None:
-        """Returns the replica for a prompt with these blocks; None if none is ready.
+        """Returns the replica for a prompt with these blocks, of which there are none unless
+        looks_at_prompts; None if no replica is ready.
 
         With the routing "prefix" it is that of the least predicted time to the first token: its
         queue, as it predicts it, and the blocks of the prompt that it has not answered before, at
@@ -117,14 +119,14 @@ class ReplicaSet:
         ready = [r for r in self.replicas if r.is_ready and r not in without]
         if not ready:
             return None
-        matching = self._affinity.num_matching(names) if self._routing == "prefix" else {}
+        matching = self._affinity.num_matching(names)
 
         def rank(replica: Replica) -> tuple[float, ...]:
             if self._routing == "round-robin":
                 return (replica.last_chosen,)
             num_new = len(names) - matching.get(replica.url, 0)
             predicted_s = replica.queue_s + replica.sent_s + self._block_s * num_new
-            ticks = round(predicted_s / _TICK_S) if self._routing == "prefix" else 0
+            ticks = round(predicted_s / _TICK_S) if self.looks_at_prompts else 0
             return ticks, replica.num_calls, replica.last_chosen
 
         chosen = min(ready, key=rank)

@@ -67,7 +67,8 @@ def test_the_seconds_of_a_block_are_learned() -> None:
 @pytest.mark.parametrize("routing", ["least-busy", "round-robin"])
 def test_other_ways_do_not_look_at_prompts(routing: str) -> None:
     found = replicas(2, routing)
-    names = block_names(chat("a b"), "")
+    assert not found.looks_at_prompts
+    names: list[bytes] = []
     chosen = []
     for _ in range(4):
         choice = found.choose(names)
