@@ -58,6 +58,7 @@ def test_a_failed_request_is_an_error_that_names_it() -> None:
             stalls_of([result(3, **changes)])
 
 
+@pytest.mark.exhaustive
 def test_an_error_keeps_the_rates_before_it(tmp_path: Any, monkeypatch: Any) -> None:
     figures = [stalls_of([result(8)])]
 

@@ -271,6 +271,7 @@ def test_tasks_are_the_same_for_all_and_distinct_within():
     assert [len(p) for p in mixed[0].prompts] == [len(p) for p in mixed[1].prompts]
 
 
+@pytest.mark.exhaustive
 @needs_kernels
 def test_throughput_counts_what_was_answered(tiny, tmp_path, capsys):
     file = tmp_path / "throughput.json"

@@ -121,6 +121,7 @@ def test_many_subscribers_at_once_get_few_snapshots(monkeypatch):
             other.context.destroy(linger=0)
 
 
+@pytest.mark.exhaustive
 def test_after_a_restart_at_the_same_address_nothing_stale_is_left():
     """The first publisher ends as in a crash: it removes no block."""
     with Rig() as first, first.follower() as follow:

@@ -167,6 +167,7 @@ def test_too_many_waiting_and_too_late() -> None:
     run(check, "a", "b", budget=100, max_waiting=2)
 
 
+@pytest.mark.exhaustive
 def test_a_failed_start_is_told_and_tried_again() -> None:
     async def check(pool: ModelPool, switches: FakeSwitches) -> None:
         switches.fails["a"] = 2

@@ -90,6 +90,7 @@ def test_asleep_the_server_lives_without_a_model() -> None:
     gc.unfreeze()
 
 
+@pytest.mark.exhaustive
 def test_prefixes_on_disk_are_found_after_the_sleep(tmp_path: Path) -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         text = "one two three four five six seven eight nine ten. " * 12
@@ -121,6 +122,7 @@ def test_requests_that_run_are_finished_first() -> None:
     gc.unfreeze()
 
 
+@pytest.mark.exhaustive
 def test_packed_weights_are_kept_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that still writes them would hold them in memory, and a stop would lose them."""
     kept = []
@@ -154,6 +156,7 @@ class SleepingEngine(FakeEngine):
         await asyncio.sleep(0)
 
 
+@pytest.mark.exhaustive
 def test_a_wake_that_fails_can_be_tried_again() -> None:
     async def check(served: Served) -> None:
         session = served.session
