@@ -214,7 +214,7 @@ def test_leaving_ends_all_prompts_of_a_call() -> None:
 @pytest.fixture
 def no_kernel_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disables the kernel's timeout, so that only the server ends stalled connections."""
-    monkeypatch.setattr("serve.http.server.notice_dead_peers", lambda *_: None)
+    monkeypatch.setattr("serve.http.edge.listener.notice_dead_peers", lambda *_: None)
 
 
 @pytest.mark.row("C8")
