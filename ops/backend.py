@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ops.states import StateOps
 from ops.superblocks import Superblocks
 
 INT4_GROUPS = (16, 32, 64, 128)
@@ -256,6 +257,10 @@ class Backend(Protocol):
     name: str
     device: torch.device
     quantized: QuantizedLinears | None
+
+    @property
+    def states(self) -> StateOps:
+        """The operators of layers with a state."""
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = NO_FUSION

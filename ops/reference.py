@@ -9,6 +9,7 @@ formula at a time. Results have the dtype of the inputs. The functions for int8 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from ops.backend import (
 from ops.experts import ExpertsOneByOne, route
 from ops.heads import HeadsOneByOne
 from ops.linear import PlainLinear
+from ops.states import StateOps
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -62,6 +64,12 @@ class ReferenceBackend:
     name = "reference"
     device = torch.device("cpu")
     quantized: QuantizedLinears | None = None
+
+    @cached_property
+    def states(self) -> StateOps:
+        from ops.reference_states import ReferenceStates  # for models with states only
+
+        return ReferenceStates()
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = NO_FUSION

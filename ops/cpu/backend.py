@@ -44,6 +44,7 @@ from ops.experts import ExpertsOneByOne, route
 from ops.heads import HeadsOneByOne
 from ops.linear import PlainLinear
 from ops.reference import ReferenceBackend, with_sinks
+from ops.states import StateOps
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,10 @@ class CpuBackend:
         self.quantized: QuantizedLinears | None = NATIVE if self._has_native else None
         # without vector instructions torch's prefill attention is faster
         self._has_vectors = self._has_native and native_library.instruction_set() != "portable"
+
+    @cached_property
+    def states(self) -> StateOps:
+        return self._reference.states
 
     # Both are tried at their first use, which for most models never comes.
 
