@@ -313,7 +313,9 @@ class KVManager:
         self._update_promise(target)
         for part in target.parts:
             self._num_held -= len(part.pages) - part.num_released
-            if part.group.window is not None:
+            if part.group.is_state:  # the end of a turn: the next one begins here
+                self._finder.use(part.newest)
+            elif part.group.window is not None:
                 self.prefixes.use(part.held)
             for page in (*part.held, *(source for source, _ in part.copies)):
                 self.prefixes.release(page)

@@ -118,6 +118,20 @@ def check_draft_use(speculation: str, draft_model: object) -> None:
         raise ConfigError(f"draft_model needs speculation {names}, not {speculation}")
 
 
+def check_for_states(settings: object, model_type: str) -> None:
+    """Raises ConfigError that names a setting that models whose layers have states cannot have."""
+    for setting in ("memory_nodes", "kvp", "borrow", "kv_peers", "kv_listen"):
+        if getattr(settings, setting):
+            raise ConfigError(
+                f"{setting} cannot be used with {model_type}, whose layers have states, which stay"
+                " on this machine"
+            )
+    if getattr(settings, "backend", None) == "cuda":
+        raise ConfigError(
+            f"backend cuda cannot serve {model_type}, whose layers have states; use backend cpu"
+        )
+
+
 def check_folders(kv_cache_dir: object, packed_cache: object, *, has_prefixes: bool) -> None:
     check_folder("packed_cache", packed_cache)
     if kv_cache_dir is not None:

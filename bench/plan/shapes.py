@@ -15,11 +15,14 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.common.mixtures import MixtureSize
 from bench.plan.layers import LayerAttention
 from serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from serve.models.families.layer_spec import MixtureSpec, MlpSpec
 
 WEIGHTS = ("float32", "bfloat16", "int8", "fp8", "int4", "nf4")
 KV = ("float32", "bfloat16", "int8", "int4")
@@ -279,11 +282,19 @@ def _named(name: str, row: dict[str, Any]) -> Shape:
     return make_shape(name, windows=[window] * layers, **sizes)
 
 
+def _ffn(mlp: MlpSpec | MixtureSpec | None) -> int:
+    """Returns the values between the products of an MLP that one row uses."""
+    from serve.models.families.layer_spec import MixtureSpec
+
+    if mlp is None:
+        return 0
+    return mlp.router.top_k * mlp.expert.size if isinstance(mlp, MixtureSpec) else mlp.size
+
+
 def _read(path: Path) -> Shape:
     # these import torch
     from bench.common.model_cost import attention_costs, mixture_sizes
     from serve.models import count_parameters, read_spec
-    from serve.models.families.layer_spec import MixtureSpec
 
     spec = read_spec(path)
     counts, layers = count_parameters(spec), spec.attention_layers
@@ -313,7 +324,7 @@ def _read(path: Path) -> Shape:
         q_width=q_width,
         kv_width=layers[0].num_kv_heads * layers[0].head_dim,
         head_dim=layers[0].head_dim,
-        ffn=mlp.router.top_k * mlp.expert.size if isinstance(mlp, MixtureSpec) else mlp.size,
+        ffn=_ffn(mlp),
         windows=tuple(each.window for each in attentions),
         max_model_len=spec.max_model_len,
         block_parameters=counts.blocks,

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from ops.states import StateSegments
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,30 @@ class Attention(Protocol):
         step; v is None where V is a part of K. There the rotation turns the first values of k
         after value_dim, and the result is [T, H, value_dim].
         """
+
+
+class LayerState(NamedTuple):
+    """The states of one layer in all records, and the segments of the step's rows: what the
+    operators of ops/states.py take. heads: None for a layer with a convolution alone."""
+
+    conv: Tensor
+    heads: Tensor | None
+    segments: StateSegments
+
+
+class StepStates(Protocol):
+    """The states of the rows of one plan."""
+
+    def layer(self, number: int) -> LayerState:
+        """Returns those of a layer, by its number among the layers with states."""
+
+
+@runtime_checkable
+class HasStates(Protocol):
+    """Attention of a model some of whose layers have states."""
+
+    @property
+    def states(self) -> StepStates: ...
 
 
 class PlannedAttention(Protocol):

@@ -24,6 +24,7 @@ class RangePart:
     num_offered: the leading slots whose pages were offered to the prefix cache.
     num_cached: the leading slots that the prefix cache holds with these very pages; it keeps them
         while this range holds them.
+    newest: the page keys of the last state that was offered to the prefix cache.
     """
 
     group: GroupPages
@@ -35,10 +36,12 @@ class RangePart:
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_offered: int = 0
     num_cached: int = 0
+    newest: list[bytes] = field(default_factory=list)
 
     def clear(self) -> None:
         self.pages.clear()
         self.copies.clear()
+        self.newest.clear()
         self.num_released = self.num_mapped = self.num_unmapped = 0
         self.num_offered = self.num_cached = 0
 

@@ -32,6 +32,8 @@ class LayerGroup:
         complete blocks are worth little.
     max_tokens: the leading tokens of a sequence that are kept here; None: all. Later ones are in
         other memory.
+    is_state: a tile holds the state after its last computed token, and not what its tokens add, so
+        that a prefix ends where a tile does.
     read_block: kernels read keys in blocks of so many positions, counted from a range's start, and
         read whole blocks even if they mask part of one.
     """
@@ -42,6 +44,7 @@ class LayerGroup:
     read_block: int = READ_BLOCK
     max_tokens: int | None = None
     by_block: bool = False
+    is_state: bool = False
 
     def __post_init__(self) -> None:
         assert self.token_bytes > 0, f"{self}"
@@ -53,6 +56,8 @@ class LayerGroup:
     def __str__(self) -> str:
         kind = "a block of " if self.by_block else ""
         reach = "" if self.window is None else f" within {kind}{self.window}"
+        if self.is_state:
+            return f"a state of {self.token_bytes * self.tile_tokens} every {self.tile_tokens}"
         return f"{self.token_bytes}{reach}"
 
 
@@ -72,6 +77,7 @@ class GroupPages:
         self.window = group.window
         self.read_block = group.read_block
         self.by_block = group.by_block
+        self.is_state = group.is_state
         self.page_bytes = page_bytes
         self._tile_bytes = group.token_bytes * group.tile_tokens
         self.unit_tokens = lcm(page_bytes, self._tile_bytes) // group.token_bytes

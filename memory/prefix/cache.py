@@ -24,7 +24,7 @@ from memory.pages.allocator import PageAllocator
 from memory.prefix.backoff import FAILURES_IN_A_ROW, Backoff
 from memory.prefix.index import PrefixIndex
 from memory.prefix.load_times import LoadTimes
-from memory.prefix.page_store import Chain, Load, PageStore, PrefixStats, Write
+from memory.prefix.page_store import Chain, Load, PageStore, PrefixStats, Write, suppressed
 from memory.prefix.question import Question
 from memory.prefix.store_stats import StoreStats
 from memory.prefix.waiting import WaitFor, is_success, wait_for_any
@@ -142,6 +142,12 @@ class PrefixCache:
                 self._unwritten[page] = key
             self.index.touch(key)
 
+    def demote(self, keys: Sequence[bytes]) -> None:
+        """Makes pages minor that were not used since they were inserted."""
+        for key in keys:
+            if self.index.has_key(key) and self.index.demote(key):
+                self._unwritten.pop(self.index.page_of(key), None)
+
     def evict(self) -> None:
         """Evicts until at least one more page is free. The caller has checked num_evictable."""
         references = self._allocator.num_references
@@ -232,21 +238,17 @@ class PrefixCache:
         """Marks these pages and their ancestors as used in the store, ancestors last. Returns its
         room for further ones."""
         assert self._store is not None
-        try:
+        with suppressed("marking pages as used"):
             return self._store.use(self.index.chain(keys))
-        except Exception:
-            logger.exception("K/V on disk: marking pages as used failed")
-            return self._store.room
+        return self._store.room
 
     def _discards(self, key: bytes) -> bool:
         """Returns whether the store dropped the key, so that a hung write needs no page."""
         assert self._store is not None
-        try:
+        with suppressed("discarding a page"):
             self._store.discard(key)
-        except Exception:
-            logger.exception("K/V on disk: discarding a page failed")
-            return False
-        return True
+            return True
+        return False
 
     def _end_write(self, write: Write, now_s: float, *, is_stored: bool) -> None:
         if is_stored:
@@ -274,13 +276,10 @@ class PrefixCache:
 
     def is_stored(self, key: bytes) -> bool:
         """Returns whether the store can probably load the page."""
-        if self._store is None:
-            return False
-        try:
-            return self._store.contains(key)
-        except Exception:
-            logger.exception("K/V on disk: looking for a page failed")
-            return False
+        if self._store is not None:
+            with suppressed("looking for a page"):
+                return self._store.contains(key)
+        return False
 
     def num_free_excluding(self, cached: Sequence[int]) -> int:
         """Returns how many pages can be had without evicting these."""

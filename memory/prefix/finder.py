@@ -7,6 +7,7 @@ may have been evicted. (Layer-specific prefix caching: Jenga, arXiv 2503.18292.)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
@@ -55,6 +56,11 @@ class PrefixFinder:
                 self._cache.use(pages)
         return PrefixHit(num_tokens, parts)
 
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Marks the pages of these keys as just used, as far as they are cached."""
+        index = self._cache.index
+        self._cache.use([index.page_of(key) for key in keys if index.has_key(key)])
+
     def num_shared_pages(self, hit: PrefixHit) -> int:
         """Returns how many of the hit's pages sequences hold already, so that they cost nothing.
         Pages of a window group do not count, because the window passes them and needs others."""
@@ -77,11 +83,20 @@ class PrefixFinder:
             if group.window is None:
                 first = self._first_uncached(part, keys)
             for slot in range(first, end):
-                parent = self._parent(group, keys, slot)
-                self._cache.insert(
-                    keys[numbers[slot]], parent, part.pages[slot], is_minor=group.by_block
-                )
+                key, parent = keys[numbers[slot]], self._parent(group, keys, slot)
+                is_minor = group.by_block or (group.is_state and not is_kept(group, slot, end))
+                self._cache.insert(key, parent, part.pages[slot], is_minor=is_minor)
+            if group.is_state:
+                self._replace_newest(part, [keys[numbers[slot]] for slot in range(first, end)])
             part.num_offered = end
+
+    def _replace_newest(self, part: RangePart, keys: Sequence[bytes]) -> None:
+        """Keeps the last record among those with these page keys as the sequence's newest. The
+        earlier one is worth less now, unless it was hit or its place is a power of two."""
+        group = part.group
+        if part.newest and not is_kept(group, part.num_offered - 1, sys.maxsize):
+            self._cache.demote(part.newest)
+        part.newest = list(keys[-group.slots_for(1) :])
 
     def _first_uncached(self, part: RangePart, keys: Sequence[bytes]) -> int:
         """Returns the first slot whose page is offered again. For these keys the cache held pages
@@ -138,13 +153,27 @@ class PrefixFinder:
             ]
         return found
 
-    @staticmethod
-    def _parent(group: GroupPages, keys: Sequence[bytes], slot: int) -> bytes | None:
+    def _parent(self, group: GroupPages, keys: Sequence[bytes], slot: int) -> bytes | None:
         """Returns the key of the parent, which pages of a window group do not have, because a page
-        behind the window is evicted before its successors."""
+        behind the window is evicted before its successors. A state is worth nothing without the
+        K/V before it, so that its parent is the last page of that."""
+        if group.is_state:
+            group, slot = self._layout.groups[0], self._kv_slots(group, slot)
         if group.window is not None or slot == 0:
             return None
         return keys[group.key_numbers[slot - 1]]
+
+    def _kv_slots(self, group: GroupPages, slot: int) -> int:
+        """Returns how many slots of the first group are complete where a state's slot is."""
+        return self._layout.groups[0].num_complete(group.page_end(slot))
+
+
+def is_kept(group: GroupPages, slot: int, end: int) -> bool:
+    """Returns whether a state's page is worth as much as K/V: it is the last one before slot `end`,
+    or its number is a power of two, so that the prefixes of a long prompt that other prompts may
+    share are at most half as long as they could be. Others are evicted first."""
+    number = group.page_end(slot) // group.tile_tokens
+    return number == group.page_end(end - 1) // group.tile_tokens or number & (number - 1) == 0
 
 
 def _reachable(
@@ -152,6 +181,8 @@ def _reachable(
 ) -> int:
     """Returns the longest prefix, at most num_tokens tokens, whose pages of this group are
     there."""
+    if group.is_state:
+        num_tokens = num_tokens // group.tile_tokens * group.tile_tokens
     if group.window is None:
         num_cached = sum(1 for _ in takewhile(is_there, chain))
         return min(num_tokens, group.tokens_in(num_cached))

@@ -56,6 +56,7 @@ class _Node:
     page: int
     parent: bytes | None
     used: int = 0  # the time of the last use, also by children that were evicted since
+    is_hit: bool = False  # it was used after it was inserted
     children: set[bytes] = field(default_factory=set)
 
 
@@ -142,7 +143,7 @@ class PrefixIndex:
     ) -> bool:
         """Inserts a page below its parent's key (None for a first page). Returns False if the key
         is in the index already or the parent is not. is_minor: as long as it is not touched, the
-        page, which has no parent, is evicted before others."""
+        page, which gets no children, is evicted before others."""
         if key in self._nodes or (parent is not None and parent not in self._nodes):
             return False
         assert page not in self._keys, f"page {page} is in the index"
@@ -161,7 +162,7 @@ class PrefixIndex:
         old = self._nodes[key]
         del self._keys[old.page]
         # a new node, so that `is_still` notices
-        self._nodes[key] = _Node(page, old.parent, old.used, old.children)
+        self._nodes[key] = _Node(page, old.parent, old.used, old.is_hit, old.children)
         self._keys[page] = key
         self._touch(key, is_minor=self.is_minor(key))
 
@@ -172,6 +173,15 @@ class PrefixIndex:
     def touch(self, key: bytes) -> None:
         """Marks the chain that ends with `key` as just used."""
         self._touch(key, is_minor=False)
+        self._nodes[key].is_hit = True
+
+    def demote(self, key: bytes) -> bool:
+        """Makes a key in the index minor, unless it was used since it was inserted. Returns whether
+        it did."""
+        if self._nodes[key].is_hit:
+            return False
+        self._touch(key, is_minor=True)
+        return True
 
     def _touch(self, key: bytes, *, is_minor: bool) -> None:
         self._clock += 1

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from memory.prefix.store_stats import StoreStats
+
+logger = logging.getLogger(__name__)
 
 Chain = Sequence[tuple[bytes, bytes | None]]
 """(key, parent key) pairs of pages, parents first; the first page of a sequence has no parent."""
@@ -82,3 +86,12 @@ class Load:
     parent: bytes | None
     page: int
     future: Future[bool]
+
+
+@contextmanager
+def suppressed(action: str) -> Iterator[None]:
+    """Logs an exception of a store, and goes on."""
+    try:
+        yield
+    except Exception:
+        logger.exception("K/V on disk: %s failed", action)

@@ -37,7 +37,7 @@ def _widest_row(spec: ModelSpec) -> int:
         attention, mlp = layer.attention, layer.mlp
         if isinstance(attention, AttentionSpec):
             widths.append(attention.q_size)
-        else:
+        elif attention is not None:
             widths.append(attention.num_heads * attention.v_dim)
         if isinstance(mlp, MlpSpec):
             widths.append(mlp.size)

@@ -83,6 +83,7 @@ def _operations(spec: ModelSpec, layer: LayerSpec, num_keys: int) -> int:
 def _weights(spec: ModelSpec, layer: LayerSpec) -> int:
     """Returns the weights of a layer that one row uses."""
     hidden, attention, mlp = spec.hidden_size, layer.attention, layer.mlp
+    assert attention is not None and mlp is not None, "models with states have one rank"
     if isinstance(attention, LatentSpec):
         inner = attention.num_heads * (attention.nope_dim + attention.rope_dim + attention.v_dim)
         total = hidden * (attention.kv_rank + attention.num_heads * attention.v_dim)

@@ -292,7 +292,13 @@ def make_grid(source: ModelSource) -> Grid:
     """Returns the ranks of a model. ConfigError names the setting that does not fit."""
     config, spec, *_, converter = source
     tensor, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    if spec.state_layers:
+        raise ConfigError(
+            "tensor_parallel_size and pipeline_parallel_size: models whose layers have states"
+            f" ({spec.model_type}) are served by one rank"
+        )
     for layer in set(spec.layers):
+        assert layer.attention is not None, "a model without states"
         check_heads(layer.attention, tensor)
     starts = None if converter is None else converter.stage_starts
     return Grid(tensor, layer_stages(spec, num_stages, starts, config.max_model_len))

@@ -154,5 +154,5 @@ def _token_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     precision = resolve_precision(config, spec, is_trial=True)
     if precision.backend == "cuda":
         return device_layout(config, precision, spec.attention_layers).token_bytes
-    groups = expected_groups(config, precision, spec.attention_layers, spec.max_model_len)
+    groups = expected_groups(config, precision, spec)
     return kept_bytes(groups)

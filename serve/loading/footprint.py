@@ -120,7 +120,7 @@ def footprint(
     config: EngineConfig, spec: ModelSpec, precision: Precision, weights: WeightBytes
 ) -> Footprint:
     """Returns what a model takes and what fits beside it into the memory that is free now."""
-    groups = expected_groups(config, precision, spec.attention_layers, spec.max_model_len)
+    groups = expected_groups(config, precision, spec)
     token_bytes = kept_bytes(groups)
     share = _KV_SHARE_OF_DEVICE if precision.backend == "cuda" else KV_SHARE_OF_FREE_MEMORY
     used = weights.total + expert_scratch_bytes(config, spec, precision, weights)

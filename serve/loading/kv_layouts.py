@@ -11,14 +11,16 @@ from memory.attention.grouped import group_layers
 from memory.attention.layouts import Layout, make_layout
 from memory.attention.seam import AttentionLayer, layers_in
 from memory.attention.tiled import TiledKVLayout
-from memory.pages.layer_groups import LayerGroup
+from memory.pages.layer_groups import LayerGroup, kept_bytes
 from quant.kv import RECENT_BLOCK
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.precision import Precision
+from serve.models import ModelSpec
 
 if TYPE_CHECKING:
     from memory.attention.cuda import CudaKVLayout
+    from memory.states.layout import StateLayout
 
 
 def kv_layout(
@@ -91,13 +93,29 @@ def layer_groups(
     ]
 
 
+def state_layout(spec: ModelSpec, kv_groups: Sequence[LayerGroup]) -> StateLayout | None:
+    """Returns the layout of the states of a model's layers; None if no layer has one. kv_groups:
+    the layer groups of the others."""
+    layers = spec.state_layers
+    if not layers:
+        return None
+    from memory.states.layout import StateLayout, choose_interval  # only such models need it
+
+    record_bytes = StateLayout(layers, 1).record_bytes
+    return StateLayout(layers, choose_interval(record_bytes, kept_bytes(kv_groups)))
+
+
 def expected_groups(
-    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer], max_len: int
+    config: EngineConfig, precision: Precision, spec: ModelSpec
 ) -> list[LayerGroup]:
-    """Returns the layer groups of a model that is not loaded. max_len: its longest context."""
-    groups = group_layers(layers, config.max_model_len or max_len)
+    """Returns the layer groups of a model that is not loaded."""
+    layers = spec.attention_layers
+    groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = [kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
     most = config.kvp_segment_tokens if config.holders else None
     found = layer_groups(layouts, [window for window, _ in groups], most)
     recent = recent_layout(config, precision, layers)
-    return found if recent is None else [*found, recent_group(recent)]
+    if recent is not None:
+        found.append(recent_group(recent))
+    states = state_layout(spec, found)
+    return found if states is None else [*found, states.group()]

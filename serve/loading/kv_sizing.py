@@ -167,6 +167,9 @@ def _padded_for(groups: Sequence[LayerGroup], page_bytes: int) -> list[LayerGrou
     """
     padded = []
     for group in groups:
+        if group.is_state:
+            padded.append(_in_pages(group, page_bytes))
+            continue
         tile = group.token_bytes * group.tile_tokens
         if page_bytes >= tile:
             tile = _tile_in(page_bytes, tile)
@@ -176,16 +179,25 @@ def _padded_for(groups: Sequence[LayerGroup], page_bytes: int) -> list[LayerGrou
 
 def _page_of_groups(groups: Sequence[LayerGroup], budget: int) -> tuple[int, list[LayerGroup]]:
     """Returns the bytes of a page, chosen for the widest group, and the groups padded for it."""
+    states = [group for group in groups if group.is_state]
+    groups = [group for group in groups if not group.is_state]
     widest = max(groups, key=lambda group: group.token_bytes)
     page, tile = _page_of_tiles(widest.token_bytes * widest.tile_tokens, widest.tile_tokens, budget)
     tiles = [
         tile if group is widest else _tile_in(page, group.token_bytes * group.tile_tokens)
         for group in groups
     ]
-    return page, [
+    padded = [
         replace(group, token_bytes=tile // group.tile_tokens)
         for group, tile in zip(groups, tiles, strict=True)
     ]
+    return page, padded + [_in_pages(group, page) for group in states]
+
+
+def _in_pages(group: LayerGroup, page_bytes: int) -> LayerGroup:
+    """Returns the group of states with records of whole pages, so that a page belongs to one."""
+    pages = -(-group.token_bytes * group.tile_tokens // page_bytes)
+    return replace(group, token_bytes=pages * page_bytes // group.tile_tokens)
 
 
 def _tile_in(page_bytes: int, tile_bytes: int) -> int:

@@ -25,7 +25,13 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.disk_store import kv_identity, open_kv_store
 from serve.loading.footprint import check_weights_fit
-from serve.loading.kv_layouts import kv_layout, layer_groups, recent_group, recent_layout
+from serve.loading.kv_layouts import (
+    kv_layout,
+    layer_groups,
+    recent_group,
+    recent_layout,
+    state_layout,
+)
 from serve.loading.kv_sizing import KVSizes, reserving, size_kv
 from serve.loading.model_source import ModelSource, load_shard, load_weights, read_source
 from serve.loading.precision import Precision
@@ -34,9 +40,11 @@ from serve.models import ModelSpec, StepModel
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE
 from serve.runner.runner import Closable, Runner
+from serve.setting_checks import check_for_states
 
 if TYPE_CHECKING:
     from memory.nodes.node_set import NodeSet
+    from memory.states.layout import StateLayout
     from serve.loading.kvp import Segments
     from serve.runner.step_device import StepDevice
 
@@ -79,6 +87,8 @@ def load_runtime(
     progress = progress or LoadProgress()
     source = read_source(config)
     config, spec, precision, backend, _ = source
+    if spec.state_layers:
+        check_for_states(config, spec.model_type)
     check_weights_fit(config, spec, precision)
     if precision.backend == "cuda":
         return _load_cuda(source, progress, kv_share, device)
@@ -170,9 +180,14 @@ def load_local(
     if recent is not None:
         layouts.append(recent)
         stored.append(recent_group(recent))
+    states = state_layout(spec, stored)
+    if states is not None:
+        stored.append(states.group())
     sizes = size_kv(config, spec, stored, free_bytes=free_bytes)
-    for layout, padded in zip(layouts, sizes.groups, strict=True):
+    for layout, padded in zip(layouts, sizes.groups, strict=False):
         layout.pad(padded.token_bytes * padded.tile_tokens)
+    if states is not None:
+        states.pad(sizes.groups[-1].token_bytes * states.interval)
     with reserving(sizes.page_bytes * sizes.num_pages, "kv_cache_bytes"):
         memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
     segments = None
@@ -191,6 +206,8 @@ def load_local(
             address = memory.reserve(kv.total_bytes)
         all_kv: KVMemory = kv if segments is None else segments.join(kv)
         attention = _attention(kv, layouts, groups, address, backend, segments, recent)
+        if states is not None:
+            attention = _with_states(attention, kv, states, address)
         stores = _use_stores(config, precision, kv, memory, backend)
     except BaseException:
         if segments is not None:
@@ -204,6 +221,16 @@ def load_local(
     return Runtime(
         spec, precision, model, attention, all_kv, closable, nodes=segments.nodes, **stores
     )
+
+
+def _with_states(
+    attention: PlannedAttention, kv: KVManager, layout: StateLayout, address: int
+) -> PlannedAttention:
+    """Adds the states, whose ranges are the last ones of the reservation at `address`."""
+    from memory.states.local import LocalStates, StatefulAttention
+
+    first, end = (kv.group_offset(len(kv.layout.groups) - i) for i in (1, 0))
+    return StatefulAttention(attention, LocalStates(layout, address + first, end - first))
 
 
 def _use_stores(

@@ -15,7 +15,14 @@ from serve.models.decoder import DecoderWeights, Lookup, PerLayerTables
 from serve.models.families.head_spec import MTP, HeadSpec
 from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, QKNorm
 from serve.models.families.names import WeightNames
-from serve.models.layers.blocks import AttentionHalf, AttentionWeights, Block, PerLayerInput
+from serve.models.layers.blocks import (
+    AttentionHalf,
+    AttentionWeights,
+    Block,
+    NoAttention,
+    NoMlp,
+    PerLayerInput,
+)
 from serve.models.layers.draft_head import HeadWeights
 from serve.models.parts import Part, Rows, head_rows
 from serve.models.shard import WHOLE, Shard
@@ -55,6 +62,7 @@ class Assembler:
         self._backend = backend
         self._q_first = q_first
         self._rotations = {rope: index for index, rope in enumerate(shard.spec(spec).ropes)}
+        self._num_states = 0
 
     def decoder(self, layers: Iterable[int]) -> DecoderWeights:
         """Builds everything; layers yields the numbers of the shard's layers."""
@@ -157,8 +165,8 @@ class Assembler:
         per_layer = self._per_layer_input(layer, at) if layer.per_layer_input else None
         scalar = self._source.vector(at + names.scalar, (1,)) if layer.has_scalar else None
         return Block(
-            attention=self._attention(layer.attention, at, Fusion(attn_in), num_in),
-            mlp=mlps.mlp(layer.mlp, at, mlp_in),
+            attention=self._first_half(layer, at, Fusion(attn_in), num_in),
+            mlp=NoMlp() if layer.mlp is None else mlps.mlp(layer.mlp, at, mlp_in),
             is_parallel=layer.is_parallel,
             per_layer=per_layer,
             scalar=scalar,
@@ -169,6 +177,7 @@ class Assembler:
 
     def _per_layer_input(self, layer: LayerSpec, at: str) -> PerLayerInput:
         size, hidden = layer.per_layer_input, self._spec.hidden_size
+        assert layer.mlp is not None, "it is added after an MLP"
         mlp = layer.mlp if isinstance(layer.mlp, MlpSpec) else layer.mlp.expert
         gate, project = f"{at}per_layer_input_gate", f"{at}per_layer_projection"
         fusion = Fusion(None, mlp.activation)
@@ -179,6 +188,33 @@ class Assembler:
         )
 
     # -- attention
+
+    def _first_half(
+        self, layer: LayerSpec, at: str, fusion: Fusion, num_in: int | None
+    ) -> AttentionHalf:
+        """Builds attention, a layer with a state, both, or nothing."""
+        half: AttentionHalf = NoAttention()
+        if layer.attention is not None:
+            half = self._attention(layer.attention, at, fusion, num_in)
+        if layer.state is None:
+            return half
+        from serve.models.assemble_state import StateAssembler  # only some models need it
+        from serve.models.layers.state import Beside
+
+        spec = self._spec
+        states = StateAssembler(
+            self._names.state,
+            at,
+            spec.hidden_size,
+            self._source,
+            self._backend,
+            out_scale=spec.residual_scale,
+        )
+        state = states.half(layer.state, self._num_states, fusion)
+        self._num_states += 1
+        if layer.attention is None:
+            return state
+        return Beside(half, state, layer.state.out_size)
 
     def _attention(
         self, spec: AttentionSpec | LatentSpec, at: str, fusion: Fusion, num_in: int | None
@@ -211,7 +247,7 @@ class Assembler:
             [shard.part(Part(at + self._names.o, hidden))],
             spec.q_size,
             has_bias=spec.has_o_bias,
-            scale=self._spec.residual_scale,
+            scale=self._spec.residual_scale * spec.out_scale,
         )
         weights = AttentionWeights(
             spec=own,
@@ -226,7 +262,10 @@ class Assembler:
         if spec.has_v_norm and spec.shares is None:
             weights.v_norm = source.ones(spec.head_dim)
         if spec.has_gate:
-            gate = shard.heads(Part(at + self._names.gate, spec.q_size), spec.num_heads)
+            gate = Part(at + self._names.gate, spec.q_size)
+            if spec.is_gate_in_q:
+                gate = Part(at + self._names.qkv[0], 2 * spec.q_size, _half_rows(spec, 1))
+            gate = shard.heads(gate, spec.num_heads)
             weights.gate = source.product([gate], hidden, fusion=fusion)
         if spec.has_sinks:
             sinks = source.vector(at + self._names.sinks, (spec.num_heads,), dtype=torch.float32)
@@ -260,6 +299,9 @@ class Assembler:
         )
         if len(modules) == 3:
             q = [Part(at + modules[0], q_size, q_rows)]
+            if spec.is_gate_in_q:
+                assert q_rows is None, "its rotations are not interleaved"
+                q = [Part(at + modules[0], 2 * q_size, _half_rows(spec, 0))]
             kv = [Part(at + modules[1], kv_size, k_rows), Part(at + modules[2], kv_size)]
         else:
             module, total = at + modules[0], q_size + 2 * kv_size
@@ -320,3 +362,9 @@ def _rotation_rows(spec: AttentionSpec, num_heads: int) -> Tensor | None:
     if spec.rope is None or not spec.rope.is_interleaved:
         return None
     return head_rows(num_heads, 0, spec.rope.dim, spec.head_dim)
+
+
+def _half_rows(spec: AttentionSpec, half: int) -> Tensor:
+    """Returns the rows of one half of each head, where heads have twice their rows."""
+    heads = torch.arange(spec.num_heads)[:, None] * 2 * spec.head_dim
+    return (heads + half * spec.head_dim + torch.arange(spec.head_dim)).flatten()

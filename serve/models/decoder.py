@@ -168,6 +168,9 @@ class Decoder:
         self.device = device
         self.backend = backend
         self.max_model_len = max_model_len or spec.max_model_len
+        # of each layer, the number of those with K/V before it
+        has_kv = [layer.attention is not None for layer in spec.layers]
+        self._kv_numbers = [sum(has_kv[:index]) for index in range(len(has_kv))]
         self._rotary = [RotaryTable(rope, self.max_model_len, device) for rope in spec.ropes]
         self._draft_head: DraftHead | None = None
         self._taken_at: frozenset[int] = frozenset()
@@ -213,7 +216,8 @@ class Decoder:
         self.spec = replace(self.spec, draft_head=head.spec)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        blocks = self.weights.blocks
+        layers = zip(self.spec.layers, self.weights.blocks, strict=True)
+        blocks = [block for layer, block in layers if layer.attention is not None]
         if self._draft_head is not None:
             blocks = [*blocks, self._draft_head.weights.block]
         return [
@@ -261,7 +265,7 @@ class Decoder:
         for index, block in enumerate(self.weights.blocks):
             if index in self._taken_at:
                 self._taken[index] = x.clone()  # the block may overwrite it
-            pending = block.attention.attend(index, x, inputs, attention)
+            pending = block.attention.attend(self._kv_numbers[index], x, inputs, attention)
             yield
             number = self._first_layer + index
             x = block.finish(self.backend, pending.wait(), x, inputs, number)

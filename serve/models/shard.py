@@ -61,6 +61,8 @@ class Shard:
 
     def _layer(self, whole: ModelSpec, number: int) -> LayerSpec:
         layer = whole.layers[number]
+        if layer.attention is None:
+            return layer
         attention = self.attention(layer.attention)
         first = self.numbers(whole.num_layers).start
         if isinstance(attention, AttentionSpec) and attention.shares is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memory.attention.seam import AttentionLayer
+from memory.states.layout import StateLayer
 from quant.formats.base import CheckpointFormat
 from quant.formats.modelopt import FILE as MODELOPT_FILE
 from quant.formats.modelopt import read_hf_quant_config
@@ -87,12 +88,17 @@ class ModelSpec:
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        """The layers as the attention seam sees them, a draft head's last; sinks are known when
-        weights are."""
-        layers = [attention_layer(layer) for layer in self.layers]
+        """The layers with K/V as the attention seam sees them, a draft head's last; sinks are known
+        when weights are."""
+        layers = [attention_layer(layer) for layer in self.layers if layer.attention is not None]
         if self.draft_head is not None:
             layers.append(replace(attention_layer(self.draft_head.layer), is_late=True))
         return layers
+
+    @property
+    def state_layers(self) -> list[StateLayer]:
+        """The states of the layers that have one."""
+        return [layer.state.layer for layer in self.layers if layer.state is not None]
 
     @property
     def mixtures(self) -> list[MixtureSpec]:
@@ -102,13 +108,14 @@ class ModelSpec:
     @property
     def ropes(self) -> list[RopeSpec]:
         """The different rotary embeddings of the layers."""
-        found = (layer.attention.rope for layer in self.layers)
+        found = (x.attention.rope for x in self.layers if x.attention is not None)
         return list(dict.fromkeys(rope for rope in found if rope is not None))
 
 
 def attention_layer(layer: LayerSpec) -> AttentionLayer:
     """Returns what K/V memory and attention kernels need to know of a layer."""
     spec = layer.attention
+    assert spec is not None, "a layer with K/V"
     if isinstance(spec, AttentionSpec):
         return AttentionLayer(
             num_heads=spec.num_heads,

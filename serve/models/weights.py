@@ -177,9 +177,9 @@ def count_parameters(spec: ModelSpec) -> ParameterCounts:
     return counts
 
 
-def _idle_weights(spec: ModelSpec, mlp: MlpSpec | MixtureSpec) -> int:
+def _idle_weights(spec: ModelSpec, mlp: MlpSpec | MixtureSpec | None) -> int:
     """Returns the weights of the experts of a layer that one row does not use."""
-    if isinstance(mlp, MlpSpec):
+    if not isinstance(mlp, MixtureSpec):
         return 0
     return (mlp.num_experts - mlp.router.top_k) * mlp.expert.num_weights(spec.hidden_size)
 

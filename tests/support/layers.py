@@ -165,6 +165,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "memory/nodes/server": ("memory", "memory/nodes", "memory/attention", "memory/pages"),
     "memory/nodes": ("memory", "memory/attention", "memory/pages"),
     "memory": ("memory/prefix", "memory/pages"),
+    "memory/states": ("memory/attention", "memory/pages"),
     "memory/tiers": ("memory/prefix", "memory/pages"),
     "memory/peers": ("memory/prefix",),
     "memory/attention": ("memory/pages",),

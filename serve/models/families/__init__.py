@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serve.models.families import (
+    convolutions,
+    delta_nets,
     dense,
     gated,
     gemma4,
@@ -35,6 +37,8 @@ _ROWS: dict[str, Family] = {
     **gated.FAMILIES,
     **latent.FAMILIES,
     **learned.FAMILIES,
+    **convolutions.FAMILIES,
+    **delta_nets.FAMILIES,
 }
 FAMILIES = {
     model_type: replace(family, nested_defaults=NESTED_DEFAULTS.get(model_type, {}))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ops.backend import RouterKind
 from serve.models.families.rope_spec import RopeSpec
+from serve.models.families.state_spec import StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,8 @@ class AttentionSpec:
     product of the input multiplies each value of the output. shares: the earlier layer whose K/V is
     read; such a layer has no k and v. soft_cap: scores become cap * tanh(score / cap). has_v_norm:
     values are normalized per head without a weight. is_v_k: v is k before its norm, and has no
-    product.
+    product. is_gate_in_q: the gate's product is stored in q's, behind each head's rows. out_scale
+    multiplies the result.
     """
 
     num_heads: int
@@ -66,6 +68,8 @@ class AttentionSpec:
     shares: int | None = None
     has_v_norm: bool = False
     is_v_k: bool = False
+    is_gate_in_q: bool = False
+    out_scale: float = 1.0
 
     @property
     def q_size(self) -> int:
@@ -152,11 +156,13 @@ class LayerSpec:
     norms: places out of attn_in, attn_out, attn_sum and the same of mlp. is_parallel: attention and
     MLP read the same input; without "mlp_in" they share one norm. per_layer_input: the size of an
     embedding that each block adds after its MLP (Gemma 4); 0: none. has_scalar: a learned number
-    multiplies the block's result.
+    multiplies the block's result. state: a layer with a state, in place of attention or, where the
+    block has both, beside it.
     """
 
-    attention: AttentionSpec | LatentSpec
-    mlp: MlpSpec | MixtureSpec
+    attention: AttentionSpec | LatentSpec | None
+    mlp: MlpSpec | MixtureSpec | None
+    state: StateSpec | None = None
     norms: frozenset[str] = field(default=PRE_NORM)
     is_parallel: bool = False
     per_layer_input: int = 0

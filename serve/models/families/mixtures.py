@@ -34,7 +34,8 @@ from serve.models.families.names import ExpertNames, Family, Fields, WeightNames
 from serve.models.families.rope_spec import read_rope
 
 
-def _qwen_sparse(config: ConfigReader) -> list[bool]:
+def qwen_sparse(config: ConfigReader) -> list[bool]:
+    """Returns whether each layer is a mixture."""
     step = config.integer("decoder_sparse_step", 1)
     dense = layer_numbers(config, "mlp_only_layers", config.values.get("mlp_only_layers") or [])
     return [
@@ -58,7 +59,7 @@ def _qwen3_moe(config: ConfigReader) -> Fields:
         expert=read_expert(config),
         router=RouterKind(top_k=top_k, is_normalized=is_normalized),
     )
-    return with_mixture(fields, mixture, _qwen_sparse(config))
+    return with_mixture(fields, mixture, qwen_sparse(config))
 
 
 def _qwen2_moe(config: ConfigReader) -> Fields:
@@ -79,7 +80,7 @@ def _qwen2_moe(config: ConfigReader) -> Fields:
         shared=replace(expert, size=shared),
         is_shared_gated=True,
     )
-    return with_mixture(fields, mixture, _qwen_sparse(config))
+    return with_mixture(fields, mixture, qwen_sparse(config))
 
 
 def _qwen2_moe_windows(config: ConfigReader) -> list[int | None]:
@@ -281,7 +282,7 @@ def _hunyuan_moe(config: ConfigReader) -> Fields:
     return with_mixture(fields, mixture, [True] * num_layers_of(config))
 
 
-_QWEN2_SHARED = {
+QWEN2_SHARED = {
     "shared_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "shared_down": "mlp.shared_expert.down_proj",
 }
@@ -318,7 +319,7 @@ FAMILIES = {
         WeightNames(experts=(replace(FUSED, is_transposed=True), FUSED, PER_EXPERT)),
         "Qwen3-VL 30B-A3B, text",
     ),
-    "qwen2_moe": Family(_qwen2_moe, mixture_names(**_QWEN2_SHARED), "Qwen 1.5 and 2, mixtures"),
+    "qwen2_moe": Family(_qwen2_moe, mixture_names(**QWEN2_SHARED), "Qwen 1.5 and 2, mixtures"),
     "mixtral": Family(_mixtral, WeightNames(experts=(_MIXTRAL,)), "Mixtral"),
     "olmoe": Family(_olmoe, mixture_names(), "OLMoE"),
     "granitemoe": Family(

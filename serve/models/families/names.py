@@ -59,6 +59,30 @@ class LatentNames:
 
 
 @dataclass(frozen=True, slots=True)
+class StateNames:
+    """The names of the tensors of a layer with a state.
+
+    inputs: modules that give, one after the other, what the layer takes: q, k, v and z of a delta
+    net; z, x, B, C and dt of Mamba-2; b, c and x of a short convolution. is_grouped: one module
+    holds q, k, v and z of each key head side by side, and `gates` b and a likewise (Qwen3-Next).
+    gates: modules of b and a. low_a, low_z: the second products of low rank. rates, bias, skip:
+    tensors.
+    """
+
+    inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    is_grouped: bool = False
+    gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
+    low_a: str = ""
+    low_z: str = ""
+    convs: tuple[str, ...] = ("linear_attn.conv1d",)
+    rates: str = "linear_attn.A_log"
+    bias: str = "linear_attn.dt_bias"
+    skip: str = ""
+    norm: str = "linear_attn.norm"
+    out: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class WeightNames:
     """The names of a family's tensors.
 
@@ -101,6 +125,7 @@ class WeightNames:
     down: str = "mlp.down_proj"
     experts: tuple[ExpertNames, ...] = (ExpertNames(),)
     latent: LatentNames = LatentNames()
+    state: StateNames = StateNames()
     scalar: str = "layer_scalar"
     is_transposed: bool = False
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from memory.attention.seam import Attention, Pending, Rotation
+from memory.attention.seam import Attention, Finished, Pending, Rotation
 from ops.backend import Backend, ExpertsOp, LinearOp, Norm, Router
 from ops.linear import apply_norm
 from ops.sharded import Columns
@@ -238,6 +238,27 @@ class AttentionHalf(Protocol):
 
     def output(self, attended: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
         """Returns the output's product (+ residual) for what `attend` gave, [T, H, D]."""
+
+
+class NoAttention:
+    """The first half of a block that is an MLP alone (Nemotron-H)."""
+
+    sinks: tuple[float, ...] | None = None
+
+    def attend(self, index: int, x: Tensor, inputs: RowInputs, attention: Attention) -> Pending:
+        return Finished(x)
+
+    def output(self, attended: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
+        assert residual is not None, "nothing is normed after this half"
+        return residual
+
+
+class NoMlp:
+    """The second half of a block that has none (Nemotron-H)."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert residual is not None, "nothing is normed after this half"
+        return residual
 
 
 @dataclass(slots=True)

@@ -131,7 +131,7 @@ def test_every_family_has_the_bytes_of_its_layouts(variant: Variant) -> None:
 
 def stored_bytes(spec: ModelSpec) -> float:
     precision = Resolved(torch.float32, "plain", "float32")
-    groups = expected_groups(EngineConfig(), precision, spec.attention_layers, spec.max_model_len)
+    groups = expected_groups(EngineConfig(), precision, spec)
     return sum(group.token_bytes for group in groups)
 
 

@@ -43,7 +43,7 @@ def test_recent_tokens_are_kept_by_an_engine_that_has_all_kv(settings, layers, k
 def sizes(kv: str, free_bytes: int, **settings):
     spec, config = read_spec(default_model_path()), EngineConfig(model=DEFAULT_MODEL, **settings)
     precision = replace(INT4, kv=kv)
-    groups = expected_groups(config, precision, spec.attention_layers, spec.max_model_len)
+    groups = expected_groups(config, precision, spec)
     return size_kv(config, spec, groups, free_bytes=free_bytes, is_trial=True)
 
 

@@ -11,6 +11,7 @@ from tests.support.engine.variants import (
     long,
     mixtures,
     sandwich,
+    states,
 )
 from tests.support.engine.variants.classic import LONG_VARIANTS
 from tests.support.engine.variants.variant import LLAMA, Json, Variant
@@ -23,6 +24,7 @@ VARIANTS: list[Variant] = [
     *gemma4.VARIANTS,
     *gated.VARIANTS,
     *latent.VARIANTS,
+    *states.VARIANTS,
 ]
 
 

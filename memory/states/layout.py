@@ -1,0 +1,76 @@
+"""The layout of a record: the states of all layers at one position of a sequence, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from memory.pages.layer_groups import LayerGroup
+
+MIN_INTERVAL, MAX_INTERVAL = 64, 512
+# A record may take this many times the bytes of the K/V of its interval.
+_SHARE = 4
+_LINE_VALUES = 16  # fp32 values of a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """The state of one layer. conv: (inputs, channels), the inputs that a convolution needs again;
+    heads: (heads, key dim, value dim) of a recurrence, None without one."""
+
+    conv: tuple[int, int]
+    heads: tuple[int, int, int] | None = None
+
+
+class StateLayout:
+    """The places of all layers' states in a record.
+
+    offsets: for each layer those of its conv and heads, in fp32 values. interval: the tokens from
+    one record to the next. record_values: the values of a record with its padding.
+    """
+
+    def __init__(self, layers: Sequence[StateLayer], interval: int) -> None:
+        self.layers = list(layers)
+        self.interval = interval
+        self.offsets: list[tuple[int, int]] = []
+        end = 0
+        for layer in self.layers:
+            heads_at = end + _lines(prod(layer.conv))
+            self.offsets.append((end, heads_at))
+            end = heads_at + (0 if layer.heads is None else _lines(prod(layer.heads)))
+        self.record_values = end
+        self.pad(-(-self.record_bytes // interval) * interval)
+
+    @property
+    def record_bytes(self) -> int:
+        return 4 * self.record_values
+
+    def pad(self, record_bytes: int) -> None:
+        """Pads a record, so that it is whole pages."""
+        assert record_bytes >= self.record_bytes and record_bytes % 4 == 0, f"{record_bytes=}"
+        self.record_values = record_bytes // 4
+
+    def group(self) -> LayerGroup:
+        """Returns the layer group of the records: a row reads the state of the one before it."""
+        return LayerGroup(
+            self.record_bytes // self.interval,
+            self.interval,
+            window=2,
+            read_block=self.interval,
+            is_state=True,
+        )
+
+
+def choose_interval(record_bytes: int, kv_token_bytes: int) -> int:
+    """Returns the tokens between records by what they cost: a power of two from MIN_INTERVAL to
+    MAX_INTERVAL at which a record takes at most four times the K/V of its tokens, if there is
+    one. More records reuse more of a prefix, and take more memory while it is free."""
+    interval = MIN_INTERVAL
+    while interval < MAX_INTERVAL and record_bytes > _SHARE * interval * kv_token_bytes:
+        interval *= 2
+    return interval
+
+
+def _lines(values: int) -> int:
+    return -(-values // _LINE_VALUES) * _LINE_VALUES
