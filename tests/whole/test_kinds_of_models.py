@@ -33,8 +33,17 @@ pytestmark = [
     pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
 ]
 # mixtures, one of them with sinks and windows; latents, with and without a rank of the queries;
-# shared K/V; attention within chunks
-KINDS = ["qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "gemma4_text", "llama4_text"]
+# shared K/V; attention within chunks; layers with states
+STATES = ["lfm2", "qwen3_5_text"]
+KINDS = [
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma4_text",
+    "llama4_text",
+    *STATES,
+]
 PAGE = 4096
 SETTINGS = {
     "kv_page_bytes": PAGE,

@@ -28,7 +28,7 @@ _YARN: Json = YARN | {
     "mscale_all_dim": 0.707,
     "original_max_position_embeddings": 48,
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 VARIANTS = [
     Variant("llama", "long", _LONG | {"head_dim": 32}),
@@ -72,6 +72,31 @@ VARIANTS = [
             "num_local_experts": 4,
             "intermediate_size_mlp": 80,
             "floor_scale": 64,
+        },
+    ),
+    Variant(
+        "lfm2",
+        "long",
+        _LONG
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", FULL, "conv", FULL],
+            "block_multiple_of": 16,
+            "head_dim": 32,
+        },
+    ),
+    Variant(
+        "qwen3_5_text",
+        "long",
+        _LONG
+        | {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "layer_types": [LINEAR, FULL, LINEAR, FULL],
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
         },
     ),
 ]
