@@ -18,7 +18,7 @@ from serve.engine.step_trace import StepTraces
 from serve.request import FinishReason
 from serve.runner.runner import Runner, StepResult
 from serve.scheduler.scheduler import Scheduler
-from serve.scheduler.sequence import Sequence
+from serve.scheduler.sequence import Sequence, SequenceStatus
 from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import stage_seconds
 
@@ -56,11 +56,18 @@ class StepExecutor:
         self._on_finished = on_finished
         self._on_nodes_lost = on_nodes_lost
         self._clock = clock
+        self._has_states = any(group.is_state for group in scheduler.kv.layout.groups)
+        # Sequences of a step that failed -> the tokens they must have computed alone.
+        self._suspects: dict[Sequence, int] = {}
         # When the previous step's tokens were there; None after a pause.
         self._busy_since_s: float | None = None
 
     def run(self, plan: StepPlan, now_s: float) -> None:
         """Runs a plan. now_s: when the loop began to make it."""
+        if self._suspects:
+            for part in self._apart(plan):
+                self._run(part)
+            return
         # A step's time runs from token to token, so it includes the work between two steps.
         self._run(plan, now_s if self._busy_since_s is None else self._busy_since_s)
 
@@ -157,13 +164,40 @@ class StepExecutor:
         if len(plan.sequences) == 1:
             sequence = plan.sequences[0]
             logger.error("a step of %s failed", sequence.request.request_id, exc_info=error)
+            self._suspects.pop(sequence, None)
             self._end_sequence(
                 sequence, FinishReason.ERROR, f"{type(error).__name__} in the engine"
             )
             return
+        if self._has_states:
+            self._suspect(plan)
+            return
         middle = len(plan.sequences) // 2
         for part in (range(middle), range(middle, len(plan.sequences))):
             self._run(plan.subset(part))
+
+    def _suspect(self, plan: StepPlan) -> None:
+        """Preempts the sequences of a failed step, which may have changed the states of some of
+        their layers. Until they are computed beyond its rows each runs in steps of its own, so
+        that the one at fault fails alone."""
+        held = set()
+        for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True):
+            self._suspects[sequence] = sequence.num_computed_tokens + rows
+            assert sequence.kv_range is not None, "checked before the step"
+            held.add(sequence.kv_range.index)
+        self._scheduler.preempt_lost(lambda target: target.index in held)
+
+    def _apart(self, plan: StepPlan) -> list[StepPlan]:
+        """Returns a plan for each sequence under suspicion, and one for the others."""
+        for sequence in list(self._suspects):
+            is_over = sequence.status is SequenceStatus.FINISHED
+            if is_over or sequence.num_computed_tokens >= self._suspects[sequence]:
+                del self._suspects[sequence]
+        alone = [i for i, each in enumerate(plan.sequences) if each in self._suspects]
+        if not alone:
+            return [plan]
+        others = [i for i, each in enumerate(plan.sequences) if each not in self._suspects]
+        return [plan.subset(part) for part in (*[[i] for i in alone], others) if part]
 
 
 def clear_frames(error: BaseException | None) -> None:

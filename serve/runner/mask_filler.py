@@ -109,7 +109,10 @@ _NO_MASKS = FillingMasks(None, (), 0)
 class MaskFiller:
     """Fills masks of one step at a time. Its threads start with the first mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool = False) -> None:
+        """waits: for all masks, however late, because rows change states and so cannot be computed
+        again."""
+        self._waits = waits
         self._num_threads = max(1, min(_MAX_THREADS, usable_processors() // 2))
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -134,7 +137,7 @@ class MaskFiller:
     def end(self, jobs: Collection[_Job], *, all_masked: bool) -> frozenset[Sequence]:
         """Waits for the jobs and returns the late sequences. all_masked: every sequence of the step
         has a mask, so this waits until at least one is filled."""
-        left = wait(self._workers, STEP_WAIT_S).not_done
+        left = wait(self._workers, None if self._waits else STEP_WAIT_S).not_done
         while all_masked and left and not any(job.stage is _Stage.FILLED for job in jobs):
             left = wait(left, STEP_WAIT_S).not_done
         with self._lock:
