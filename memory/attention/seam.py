@@ -151,13 +151,27 @@ class Attention(Protocol):
         """
 
 
+class DraftedRows(Protocol):
+    """What a layer's operators need where sequences have drafts: before the rows of such a
+    sequence come those rows of its last draft that were accepted, whose states were not kept."""
+
+    def merged(self, rows: Tensor) -> Tensor:
+        """Returns the rows with accepted ones before them, and keeps the drafted ones. rows: [T,
+        values], from which the layer's operators compute everything."""
+
+    def own(self, out: Tensor) -> Tensor:
+        """Returns the step's rows of what was computed for merged rows."""
+
+
 class LayerState(NamedTuple):
     """The states of one layer in all records, and the segments of the step's rows: what the
-    operators of ops/states.py take. heads: None for a layer with a convolution alone."""
+    operators of ops/states.py take. heads: None for a layer with a convolution alone. drafted: if
+    it is not None, the segments are those of merged rows."""
 
     conv: Tensor
     heads: Tensor | None
     segments: StateSegments
+    drafted: DraftedRows | None = None
 
 
 class StepStates(Protocol):

@@ -17,28 +17,38 @@ _LINE_VALUES = 16  # fp32 values of a cache line
 @dataclass(frozen=True, slots=True)
 class StateLayer:
     """The state of one layer. conv: (inputs, channels), the inputs that a convolution needs again;
-    heads: (heads, key dim, value dim) of a recurrence, None without one."""
+    heads: (heads, key dim, value dim) of a recurrence, None without one. num_gates: the values of
+    a row that its recurrence takes beside the channels."""
 
     conv: tuple[int, int]
     heads: tuple[int, int, int] | None = None
+    num_gates: int = 0
+
+    @property
+    def row_values(self) -> int:
+        """The values of a row from which the layer's operators compute everything."""
+        return self.conv[1] + self.num_gates
 
 
 class StateLayout:
     """The places of all layers' states in a record.
 
-    offsets: for each layer those of its conv and heads, in fp32 values. interval: the tokens from
-    one record to the next. record_values: the values of a record with its padding.
+    offsets: for each layer those of its conv, heads and drafted rows, in fp32 values. interval:
+    the tokens from one record to the next. num_drafts: the rows of a draft for which there is
+    room. record_values: the values of a record with its padding.
     """
 
-    def __init__(self, layers: Sequence[StateLayer], interval: int) -> None:
+    def __init__(self, layers: Sequence[StateLayer], interval: int, num_drafts: int = 0) -> None:
         self.layers = list(layers)
         self.interval = interval
-        self.offsets: list[tuple[int, int]] = []
+        self.num_drafts = num_drafts
+        self.offsets: list[tuple[int, int, int]] = []
         end = 0
         for layer in self.layers:
             heads_at = end + _lines(prod(layer.conv))
-            self.offsets.append((end, heads_at))
-            end = heads_at + (0 if layer.heads is None else _lines(prod(layer.heads)))
+            drafts_at = heads_at + (0 if layer.heads is None else _lines(prod(layer.heads)))
+            self.offsets.append((end, heads_at, drafts_at))
+            end = drafts_at + _lines(num_drafts * layer.row_values)
         self.record_values = end
         self.pad(-(-self.record_bytes // interval) * interval)
 

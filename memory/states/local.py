@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from memory.attention.seam import (
     Ticket,
 )
 from memory.states.layout import StateLayout
-from ops.states import NO_RECORD, StateSegments
+from memory.states.segments import Draft, StepSegments, drafted_segments, segments_of
 
 
 class LocalStates:
@@ -32,11 +34,16 @@ class LocalStates:
         self._flat = torch.frombuffer(buffer, dtype=torch.float32)
         self._num_records = num_bytes // layout.record_bytes
         self.layers = [self._layer(number) for number in range(len(layout.layers))]
+        self._drafts: dict[int, Draft] = {}
 
-    def _layer(self, number: int) -> tuple[Tensor, Tensor | None]:
-        layer, (conv_at, heads_at) = self.layout.layers[number], self.layout.offsets[number]
-        conv = self._view(layer.conv, conv_at)
-        return conv, None if layer.heads is None else self._view(layer.heads, heads_at)
+    def _layer(self, number: int) -> _Views:
+        layer, offsets = self.layout.layers[number], self.layout.offsets[number]
+        conv_at, heads_at, drafts_at = offsets
+        return _Views(
+            self._view(layer.conv, conv_at),
+            None if layer.heads is None else self._view(layer.heads, heads_at),
+            self._view((self.layout.num_drafts, layer.row_values), drafts_at),
+        )
 
     def _view(self, shape: Sequence[int], offset: int) -> Tensor:
         strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
@@ -45,45 +52,55 @@ class LocalStates:
         )
 
     def plan(self, step: AttentionStep) -> StepStates:
-        return StepStates(self, segments_of(step, self.layout.interval))
+        interval, decodes = self.layout.interval, step.num_rows[: step.num_decodes]
+        if self._drafts or sum(decodes) > len(decodes):
+            return StepStates(self, drafted_segments(step, interval, self._drafts))
+        return StepStates(self, StepSegments(segments_of(step, interval)))
+
+
+class _Views(NamedTuple):
+    """One layer in all records. drafts: [R, drafted rows, values]."""
+
+    conv: Tensor
+    heads: Tensor | None
+    drafts: Tensor
 
 
 class StepStates:
     """Implements the seam's StepStates."""
 
-    def __init__(self, states: LocalStates, segments: StateSegments) -> None:
+    def __init__(self, states: LocalStates, plan: StepSegments) -> None:
         self._states = states
-        self._segments = segments
+        self._plan = plan
 
     def layer(self, number: int) -> LayerState:
-        conv, heads = self._states.layers[number]
-        return LayerState(conv, heads, self._segments)
+        conv, heads, drafts = self._states.layers[number]
+        plan = self._plan
+        if plan.own is None and plan.drafted is None:
+            return LayerState(conv, heads, plan.segments)
+        return LayerState(conv, heads, plan.segments, LayerDrafts(drafts, plan))
 
 
-def segments_of(step: AttentionStep, interval: int) -> StateSegments:
-    """Returns the segments of a step whose ranges begin at multiples of the interval: rows are cut
-    where an interval ends, whose record keeps the state there."""
-    firsts: list[int] = []
-    sources: list[int] = []
-    targets: list[int] = []
-    sequences: list[int] = []
-    row = 0
-    for start, num_rows, length in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
-        sequences.append(len(firsts))
-        position, end = length - num_rows, length
-        source = NO_RECORD if position == 0 else (start + position - 1) // interval
-        while position < end:
-            target = (start + position) // interval
-            stop = min(end, (position // interval + 1) * interval)
-            firsts.append(row)
-            sources.append(source)
-            targets.append(target)
-            row += stop - position
-            position, source = stop, target
-    firsts.append(row)
-    sequences.append(len(sources))
-    columns = (firsts, sources, targets, sequences)
-    return StateSegments(*[torch.tensor(column, dtype=torch.int64) for column in columns])
+class LayerDrafts:
+    """Implements DraftedRows."""
+
+    def __init__(self, drafts: Tensor, plan: StepSegments) -> None:
+        self._drafts = drafts
+        self._plan = plan
+
+    def merged(self, rows: Tensor) -> Tensor:
+        merged, accepted, drafted = rows, self._plan.accepted, self._plan.drafted
+        if accepted is not None and self._plan.own is not None:
+            count = len(rows) + len(accepted.rows)
+            merged = rows.new_empty(count, rows.shape[1])
+            merged[self._plan.own] = rows
+            merged[accepted.rows] = self._drafts[accepted.records, accepted.slots].to(rows.dtype)
+        if drafted is not None:  # after the last draft's rows were read from there
+            self._drafts[drafted.records, drafted.slots] = rows[drafted.rows].float()
+        return merged
+
+    def own(self, out: Tensor) -> Tensor:
+        return out if self._plan.own is None else out[self._plan.own]
 
 
 class StatefulAttention:
@@ -98,15 +115,20 @@ class StatefulAttention:
         return self._attention.is_remote
 
     def plan(self, step: AttentionStep) -> StatefulPlan:
-        return StatefulPlan(self._attention.plan(step), self._states.plan(step))
+        return StatefulPlan(self._attention.plan(step), self._states, step)
 
 
 class StatefulPlan:
-    """Attention for one step's rows, and their states."""
+    """Attention for one step's rows, and their states. A head that drafts asks for none."""
 
-    def __init__(self, attention: Attention, states: StepStates) -> None:
+    def __init__(self, attention: Attention, states: LocalStates, step: AttentionStep) -> None:
         self._attention = attention
-        self.states = states
+        self._states = states
+        self._step = step
+
+    @functools.cached_property
+    def states(self) -> StepStates:
+        return self._states.plan(self._step)
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return self._attention.begin(layer, q)

@@ -93,7 +93,9 @@ def layer_groups(
     ]
 
 
-def state_layout(spec: ModelSpec, kv_groups: Sequence[LayerGroup]) -> StateLayout | None:
+def state_layout(
+    config: EngineConfig, spec: ModelSpec, kv_groups: Sequence[LayerGroup]
+) -> StateLayout | None:
     """Returns the layout of the states of a model's layers; None if no layer has one. kv_groups:
     the layer groups of the others."""
     layers = spec.state_layers
@@ -101,8 +103,10 @@ def state_layout(spec: ModelSpec, kv_groups: Sequence[LayerGroup]) -> StateLayou
         return None
     from memory.states.layout import StateLayout, choose_interval  # only such models need it
 
-    record_bytes = StateLayout(layers, 1).record_bytes
-    return StateLayout(layers, choose_interval(record_bytes, kept_bytes(kv_groups)))
+    num_drafts = 0 if config.speculation == "off" else config.max_draft_tokens
+    record_bytes = StateLayout(layers, 1, num_drafts).record_bytes
+    interval = choose_interval(record_bytes, kept_bytes(kv_groups))
+    return StateLayout(layers, interval, num_drafts)
 
 
 def expected_groups(
@@ -117,5 +121,5 @@ def expected_groups(
     recent = recent_layout(config, precision, layers)
     if recent is not None:
         found.append(recent_group(recent))
-    states = state_layout(spec, found)
+    states = state_layout(config, spec, found)
     return found if states is None else [*found, states.group()]

@@ -180,7 +180,7 @@ def load_local(
     if recent is not None:
         layouts.append(recent)
         stored.append(recent_group(recent))
-    states = state_layout(spec, stored)
+    states = state_layout(config, spec, stored)
     if states is not None:
         stored.append(states.group())
     sizes = size_kv(config, spec, stored, free_bytes=free_bytes)

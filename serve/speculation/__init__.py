@@ -48,13 +48,6 @@ def make_drafting(
     if config.speculation == "off":
         return None
     is_asked = draft is not None or head is not None
-    if runtime.spec.state_layers:  # a rejected draft has changed the state
-        if is_asked:
-            raise ConfigError(
-                f"speculation {config.speculation} cannot be used with {runtime.spec.model_type},"
-                " whose layers have states"
-            )
-        return None
     if not _is_exact(config, runtime):
         if is_asked:
             raise ConfigError(

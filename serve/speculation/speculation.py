@@ -77,6 +77,8 @@ class Speculation:
         self._model = model
         self._kv = kv
         self._most = most_tokens
+        states = [group.tile_tokens for group in kv.layout.groups if group.is_state]
+        self._interval = states[0] if states else None
         self._acceptance = Acceptance(drafter.first_guesses)
         self._most_rows = 0  # of any step with drafts and no prompt
         self._beside = DraftsBesidePrompts(model)
@@ -174,7 +176,7 @@ class Speculation:
         """Puts drafts of the draft model where it agrees more often than what is there."""
         candidates: list[Candidate] = []
         for i, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            most = min(self._most, sequence.max_tokens_total - len(sequence.token_ids) - 1)
+            most = min(self._most, self._most_left(sequence))
             most = min(most, models.model.most_drafted(sequence))
             if most < 1 or not self._may_draft(sequence):
                 continue
@@ -213,8 +215,16 @@ class Speculation:
         """Cuts a draft before the sequence's last possible token; returns whether any is left."""
         if not self._may_draft(sequence):
             return False
-        del draft.token_ids[max(0, sequence.max_tokens_total - len(sequence.token_ids) - 1) :]
+        del draft.token_ids[max(0, self._most_left(sequence)) :]
         return bool(draft.token_ids)
+
+    def _most_left(self, sequence: Sequence) -> int:
+        """Returns the longest draft before the sequence's last possible token and, in a model with
+        states, before the end of the record."""
+        most = sequence.max_tokens_total - len(sequence.token_ids) - 1
+        if self._interval is None:
+            return most
+        return min(most, self._interval - 2 - sequence.num_computed_tokens % self._interval)
 
     def _may_draft(self, sequence: Sequence) -> bool:
         """Returns False where the mask is late and was begun without a draft, or takes so long that

@@ -48,6 +48,12 @@ class DeltaNetSpec:
     rank: int | None = None
 
     @property
+    def low_rank(self) -> int:
+        """The rank of the products that have one."""
+        assert self.rank is not None
+        return self.rank
+
+    @property
     def key_size(self) -> int:
         return self.num_key_heads * self.key_dim
 
@@ -66,7 +72,8 @@ class DeltaNetSpec:
     @property
     def layer(self) -> StateLayer:
         heads = self.num_heads, self.key_dim, self.value_dim
-        return StateLayer((self.width - 1, self.conv_size), heads)
+        gates = self.num_heads + (self.num_heads if self.rank is None else self.rank)
+        return StateLayer((self.width - 1, self.conv_size), heads, gates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +124,7 @@ class MambaSpec:
     @property
     def layer(self) -> StateLayer:
         heads = self.num_heads, self.state_size, self.head_dim
-        return StateLayer((self.width - 1, self.conv_size), heads)
+        return StateLayer((self.width - 1, self.conv_size), heads, self.num_heads)
 
 
 StateSpec = ShortConvSpec | DeltaNetSpec | MambaSpec

@@ -36,6 +36,16 @@ def state_of(attention: Attention, number: int) -> LayerState:
     return attention.states.layer(number)
 
 
+def merged(state: LayerState, rows: Tensor) -> Tensor:
+    """Returns the rows with those of accepted drafts."""
+    return rows if state.drafted is None else state.drafted.merged(rows)
+
+
+def own(state: LayerState, out: Tensor) -> Tensor:
+    """Returns the step's rows of what was computed for merged ones."""
+    return out if state.drafted is None else state.drafted.own(out)
+
+
 @dataclass(slots=True)
 class ShortConv:
     """A gated short convolution. inputs: the product that gives b, c and x side by side."""
@@ -50,10 +60,9 @@ class ShortConv:
     def attend(self, index: int, x: Tensor, inputs: RowInputs, attention: Attention) -> Pending:
         state = state_of(attention, self.number)
         b, c, value = self.inputs(x).chunk(3, dim=1)
-        mixed = self.backend.states.causal_conv(
-            b * value, *self.conv, None, state.conv, state.segments
-        )
-        return Finished(c * mixed)
+        rows = merged(state, b * value)
+        mixed = self.backend.states.causal_conv(rows, *self.conv, None, state.conv, state.segments)
+        return Finished(c * own(state, mixed))
 
     def output(self, attended: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
         return self.o(attended, residual=residual)
@@ -79,32 +88,35 @@ class DeltaNet:
     sinks: tuple[float, ...] | None = None
 
     def attend(self, index: int, x: Tensor, inputs: RowInputs, attention: Attention) -> Pending:
-        spec, ops, rows = self.spec, self.backend.states, len(x)
+        spec, ops = self.spec, self.backend.states
         state = state_of(attention, self.number)
         assert state.heads is not None, "a delta net has heads"
         mixed, gates = self.inputs(x), self.gates(x)
-        b, a = gates[:, : spec.num_heads], gates[:, spec.num_heads :]
         z = mixed[:, spec.conv_size :]
-        if self.low_a is not None and self.low_z is not None:
-            assert spec.rank is not None
-            a = self.low_a(a[:, : spec.rank]).view(rows, spec.num_heads, spec.key_dim)
-            z = self.low_z(gates[:, spec.num_heads + spec.rank :])
-        mixed = ops.causal_conv(
-            mixed[:, : spec.conv_size], *self.conv, "silu", state.conv, state.segments
-        )
+        if self.low_z is not None:
+            z = self.low_z(gates[:, -spec.low_rank :])
+        mixed = mixed[:, : spec.conv_size]
+        gates = gates[:, : spec.layer.num_gates].to(mixed.dtype)
+        if state.drafted is not None:
+            rows = state.drafted.merged(torch.cat((mixed, gates), dim=1))
+            mixed, gates = torch.split(rows, [spec.conv_size, spec.layer.num_gates], 1)
+        b, a = gates[:, : spec.num_heads], gates[:, spec.num_heads :]
+        if self.low_a is not None:
+            a = _heads(self.low_a(a), spec.num_heads, spec.key_dim)
+        mixed = ops.causal_conv(mixed, *self.conv, "silu", state.conv, state.segments)
         q, k, v = torch.split(mixed, [spec.key_size, spec.key_size, spec.value_size], 1)
         out = ops.linear_attention(
             _heads(q, spec.num_key_heads, spec.key_dim),
             _heads(k, spec.num_key_heads, spec.key_dim),
             _heads(v, spec.num_heads, spec.value_dim),
             a.to(mixed.dtype),
-            b.to(mixed.dtype),
+            b,
             self.rule,
             state.heads,
             state.segments,
         )
         normed = ops.gated_norm(
-            out.flatten(1),
+            own(state, out).flatten(1),
             z,
             self.norm,
             spec.norm_eps,
@@ -141,7 +153,8 @@ class Mamba:
         if self.scales is not None:
             projected = projected * self.scales
         inner, _, keys, _, _ = spec.part_sizes
-        z, mixed, dt = torch.split(projected, [inner, spec.conv_size, spec.num_heads], 1)
+        z, rows = torch.split(projected, [inner, spec.conv_size + spec.num_heads], 1)
+        mixed, dt = torch.split(merged(state, rows), [spec.conv_size, spec.num_heads], 1)
         mixed = ops.causal_conv(mixed, *self.conv, "silu", state.conv, state.segments)
         value, k, q = torch.split(mixed, [inner, keys, keys], 1)
         out = ops.linear_attention(
@@ -155,7 +168,7 @@ class Mamba:
             state.segments,
         )
         normed = ops.gated_norm(
-            out.flatten(1),
+            own(state, out).flatten(1),
             z,
             self.norm,
             spec.norm_eps,
