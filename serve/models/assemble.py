@@ -14,7 +14,7 @@ from serve.models.assemble_mlp import MlpAssembler
 from serve.models.decoder import DecoderWeights, Lookup, PerLayerTables
 from serve.models.families.head_spec import MTP, HeadSpec
 from serve.models.families.layer_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, QKNorm
-from serve.models.families.names import WeightNames
+from serve.models.families.names import MtpNames, WeightNames
 from serve.models.layers.blocks import (
     AttentionHalf,
     AttentionWeights,
@@ -53,6 +53,7 @@ class Assembler:
         *,
         q_first: bool,
         shard: Shard = WHOLE,
+        mtp: MtpNames | None = None,
     ) -> None:
         self._shard = shard
         self._spec = spec
@@ -63,6 +64,7 @@ class Assembler:
         self._q_first = q_first
         self._rotations = {rope: index for index, rope in enumerate(shard.spec(spec).ropes)}
         self._num_states = 0
+        self._mtp = mtp or MtpNames()
 
     def decoder(self, layers: Iterable[int]) -> DecoderWeights:
         """Builds everything; layers yields the numbers of the shard's layers."""
@@ -83,17 +85,17 @@ class Assembler:
         return weights
 
     def _mtp_layer(self, head: HeadSpec) -> HeadWeights:
-        """Builds the layer behind the others. The embedding and the head that many checkpoints
-        store with it are those of the model."""
-        at = self._stored.prefix + self._names.layer.format(self._spec.num_layers)
+        """Builds an MTP layer. The embedding and the head that many checkpoints store with it are
+        those of the model."""
+        names, join_in = self._mtp, 2 * head.hidden_size
+        behind = self._stored.prefix + self._names.layer.format(self._spec.num_layers)
+        at = behind if names.at is None else names.at
         return HeadWeights(
-            block=self.block(head.layer, at),
-            join=self._source.product(
-                [Part(f"{at}eh_proj", head.hidden_size)], 2 * head.hidden_size
-            ),
-            embed_norm=self.norm(f"{at}enorm"),
-            state_norm=self.norm(f"{at}hnorm"),
-            final_norm=self.norm(f"{at}shared_head.norm"),
+            block=self.block(head.layer, behind if names.block is None else names.block),
+            join=self._source.product([Part(at + names.join, head.hidden_size)], join_in),
+            embed_norm=self.norm(at + names.embed_norm),
+            state_norm=self.norm(at + names.state_norm),
+            final_norm=self.norm(at + names.final_norm),
         )
 
     def _add_embedding(self, weights: DecoderWeights) -> None:

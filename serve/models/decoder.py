@@ -197,6 +197,11 @@ class Decoder:
         return self.spec.num_layers
 
     @property
+    def num_kv_layers(self) -> int:
+        """The layers that have K/V, without that of a head."""
+        return sum([layer.attention is not None for layer in self.spec.layers])
+
+    @property
     def vocab_size(self) -> int:
         return self.spec.vocab_size
 

@@ -72,14 +72,15 @@ def load_model(
     ModelLoadError says what is wrong with the checkpoint.
     """
     spec = replace(read_spec(path), draft_head=draft_head)
-    names = FAMILIES[spec.model_type].names
+    family = FAMILIES[spec.model_type]
+    names = family.names
     checkpoint = (
         RandomCheckpoint(path, backend.device) if is_random else open_checkpoint(path, spec)
     )
     stored = _find(spec, names, checkpoint)
     is_transposed = names.is_transposed
     expected = ExpectedTensors(checkpoint, spec.packed, is_transposed=is_transposed)
-    Assembler(spec, names, stored, expected, backend, q_first=q_first).decoder(
+    Assembler(spec, names, stored, expected, backend, q_first=q_first, mtp=family.mtp).decoder(
         range(spec.num_layers)
     )
     checkpoint.expect(expected.shapes)
@@ -102,7 +103,9 @@ def load_model(
 
     def build(source: TensorSource) -> DecoderWeights:
         layers = (progress or LoadProgress()).layers(spec, shard.numbers(spec.num_layers))
-        assembler = Assembler(spec, names, stored, source, backend, q_first=q_first, shard=shard)
+        assembler = Assembler(
+            spec, names, stored, source, backend, q_first=q_first, shard=shard, mtp=family.mtp
+        )
         return assembler.decoder(layers)
 
     if packed_cache is None or is_random:
@@ -151,7 +154,8 @@ def expect_tensors(
 ) -> ExpectedTensors:
     """Returns the tensors that the model needs of a checkpoint, which is not checked; without one,
     those of a checkpoint that is not quantized. has_superblocks: as `ExpectedTensors` has it."""
-    names = FAMILIES[spec.model_type].names
+    family = FAMILIES[spec.model_type]
+    names = family.names
     if checkpoint is None:
         stored = Stored(names.prefixes[0], None if spec.is_tied else names.heads[0])
     else:
@@ -162,7 +166,8 @@ def expect_tensors(
         is_transposed=names.is_transposed,
         has_superblocks=has_superblocks,
     )
-    Assembler(spec, names, stored, expected, ReferenceBackend(), q_first=False).decoder(
+    backend = ReferenceBackend()
+    Assembler(spec, names, stored, expected, backend, q_first=False, mtp=family.mtp).decoder(
         range(spec.num_layers)
     )
     return expected

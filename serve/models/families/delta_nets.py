@@ -23,7 +23,7 @@ from serve.models.families.mixture_fields import (
     with_mixture,
 )
 from serve.models.families.mixtures import QWEN2_SHARED, qwen_sparse
-from serve.models.families.names import Family, Fields, StateNames
+from serve.models.families.names import Family, Fields, MtpNames, StateNames
 from serve.models.families.rope_spec import read_rope
 from serve.models.families.state_spec import DeltaNetSpec
 
@@ -98,14 +98,25 @@ def _qwen3_next_moe(config: ConfigReader) -> Fields:
 _GROUPED = StateNames(
     inputs=("linear_attn.in_proj_qkvz",), gates=("linear_attn.in_proj_ba",), is_grouped=True
 )
+_MTP = MtpNames(
+    block="mtp.layers.0.",
+    at="mtp.",
+    join="fc",
+    embed_norm="pre_fc_norm_embedding",
+    state_norm="pre_fc_norm_hidden",
+    final_norm="norm",
+    key="mtp_num_hidden_layers",
+    default=1,
+)
 FAMILIES = {
     "qwen3_next": Family(
         _qwen3_next_moe,
         replace(mixture_names(**QWEN2_SHARED), state=_GROUPED),
         "Qwen3-Next 80B-A3B",
+        mtp=_MTP,
     ),
-    "qwen3_5_text": Family(_qwen3_next, title="Qwen3.5, 3.6 and 3.8, text"),
+    "qwen3_5_text": Family(_qwen3_next, title="Qwen3.5, 3.6 and 3.8, text", mtp=_MTP),
     "qwen3_5_moe_text": Family(
-        _qwen3_next_moe, mixture_names(**QWEN2_SHARED), "Qwen3.5 and 3.6, mixtures, text"
+        _qwen3_next_moe, mixture_names(**QWEN2_SHARED), "Qwen3.5 and 3.6, mixtures, text", mtp=_MTP
     ),
 }

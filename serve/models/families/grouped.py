@@ -19,7 +19,7 @@ from serve.models.families.mixture_fields import (
     read_sigmoid_mixture,
     with_mixture,
 )
-from serve.models.families.names import Family, Fields
+from serve.models.families.names import Family, Fields, MtpNames
 from serve.models.families.rope_spec import read_rope
 
 
@@ -55,6 +55,6 @@ def _dots1(config: ConfigReader) -> Fields:
 
 
 FAMILIES = {
-    "glm4_moe": Family(_glm4_moe, mixture_names(), "GLM-4.5 to 4.7, GLM-4.5-Air", has_mtp=True),
+    "glm4_moe": Family(_glm4_moe, mixture_names(), "GLM-4.5 to 4.7, GLM-4.5-Air", mtp=MtpNames()),
     "dots1": Family(_dots1, mixture_names(), "dots.llm1"),
 }

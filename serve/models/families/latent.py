@@ -26,7 +26,7 @@ from serve.models.families.mixture_fields import (
     read_sigmoid_mixture,
     with_mixture,
 )
-from serve.models.families.names import ExpertNames, Family, Fields, WeightNames
+from serve.models.families.names import ExpertNames, Family, Fields, MtpNames, WeightNames
 from serve.models.families.rope_spec import read_rope, rope_parameters
 
 _INNER_EPS = 1e-6  # of the norms between the products of low rank, in all these families
@@ -164,9 +164,9 @@ _NAMES = WeightNames(experts=(ExpertNames(), FUSED))
 FAMILIES = {
     "deepseek_v2": Family(_deepseek_v2, _NAMES, "DeepSeek V2 and V2-Lite"),
     "deepseek_v3": Family(
-        _deepseek_v3, _NAMES, "DeepSeek V3 and R1, Moonlight, Kimi K2", has_mtp=True
+        _deepseek_v3, _NAMES, "DeepSeek V3 and R1, Moonlight, Kimi K2", mtp=MtpNames()
     ),
-    "glm4_moe_lite": Family(_glm4_moe_lite, _NAMES, "GLM-4.7-Flash", has_mtp=True),
+    "glm4_moe_lite": Family(_glm4_moe_lite, _NAMES, "GLM-4.7-Flash", mtp=MtpNames()),
     "mistral4": Family(_mistral4, _NAMES, "Mistral Small 4"),
     "kimi_k2": Family(_deepseek_v3, _NAMES, "Kimi K2"),
 }

@@ -59,6 +59,25 @@ class LatentNames:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpNames:
+    """The names of an MTP layer's tensors.
+
+    block: what the names of its block begin with, and `at` those of the others; None: those of a
+    layer behind the model's (DeepSeek-V3). key: the number of such layers in config.json, and
+    default: what it is if it is missing.
+    """
+
+    block: str | None = None
+    at: str | None = None
+    join: str = "eh_proj"
+    embed_norm: str = "enorm"
+    state_norm: str = "hnorm"
+    final_norm: str = "shared_head.norm"
+    key: str = "num_nextn_predict_layers"
+    default: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StateNames:
     """The names of the tensors of a layer with a state.
 
@@ -136,12 +155,12 @@ class Family:
     """One row of the table.
 
     fields: reads config.json. names: the tensors' names. title: the models that people know it by.
-    nested_defaults: values of keys that configurations of multimodal models leave out. has_mtp:
-    checkpoints may have an MTP layer behind the others, with the names of DeepSeek-V3.
+    nested_defaults: values of keys that configurations of multimodal models leave out. mtp: how
+    checkpoints name an MTP layer, if they may have one.
     """
 
     fields: Callable[[ConfigReader], Fields]
     names: WeightNames = WeightNames()
     title: str = ""
     nested_defaults: Mapping[str, object] = field(default_factory=dict)
-    has_mtp: bool = False
+    mtp: MtpNames | None = None

@@ -53,6 +53,9 @@ class Target(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def num_kv_layers(self) -> int: ...
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property
@@ -135,9 +138,8 @@ class DraftHead:
             residual = normed if self.spec.is_residual_normed else states
             residual = residual.to(model.dtype, copy=True)
         inputs = RowInputs([table.lookup(positions) for table in self._rotary], positions)
-        number = model.num_layers
-        pending = weights.block.attention.attend(number, x, inputs, attention)
-        x = weights.block.finish(backend, pending.wait(), residual, inputs, number)
+        pending = weights.block.attention.attend(model.num_kv_layers, x, inputs, attention)
+        x = weights.block.finish(backend, pending.wait(), residual, inputs, model.num_layers)
         if weights.final_norm is not None:
             x = apply_norm(backend, x, weights.final_norm)
         return x

@@ -48,6 +48,7 @@ HEADS = [
     ("mtp", "glm4_moe", "groups"),
     ("eagle3", "qwen3", "base"),
     ("eagle3", "llama", "base"),
+    ("mtp", "qwen3_5_text", "net"),
     ("mtp", "glm4_moe_lite", "three-heads"),
     ("eagle3", "gpt_oss", "yarn"),
     ("eagle3", "gemma2", "head-24"),
@@ -57,7 +58,7 @@ DTYPES = ["float32", "int8", "bfloat16", "int4"]
 
 
 @pytest.mark.parametrize("dtype", every_day([0, 1], DTYPES))
-@pytest.mark.parametrize(("kind", "family", "variant"), every_day([0, 1, 2], HEADS))
+@pytest.mark.parametrize(("kind", "family", "variant"), every_day([0, 1, 2, 4], HEADS))
 def test_same_tokens(kind, family, variant, dtype, folder):
     settings = SMALL | settings_of(folder, kind, family, variant) | {"dtype": dtype}
     with LLM(**settings | PLAIN) as plain, LLM(**settings) as llm:

@@ -10,6 +10,7 @@ import pytest
 
 from serve import LLM
 from tests.support.engine.checkpoints import LONG_VARIANTS, VARIANTS, checkpoint
+from tests.support.engine.variants import states
 from tests.support.engine.variants.table import is_first
 from tests.support.group.thread_workers import thread_workers  # noqa: F401
 from tests.support.nodes.served_nodes import MIB, nodes
@@ -26,8 +27,11 @@ LLAMA = [i for i, (variant, _) in enumerate(CASES) if variant.family == "llama"]
 OFTEN = [
     i
     for i, (variant, dtype) in enumerate(CASES)
-    if variant.family in ("gemma2", "olmoe", "deepseek_v3", "llama4_text") and dtype == "int8"
+    if variant.family in ("gemma2", "olmoe", "deepseek_v3", "llama4_text", "lfm2", "qwen3_5_text")
+    and dtype == "int8"
 ]
+# records have no room for drafts where speculation is off
+WITH_STATES = {variant.family for variant in states.VARIANTS}
 
 
 def check(
@@ -52,7 +56,8 @@ def check(
 @pytest.mark.parametrize(("variant", "dtype"), every_day([*LLAMA, *OFTEN], CASES), ids=str)
 def test_every_family(variant, dtype):
     path = str(checkpoint(variant.family, variant.name))
-    check(path, 14, 30, dtype=dtype, max_num_seqs=5, max_model_len=160)
+    there: dict[str, Any] | None = {} if variant.family in WITH_STATES else None
+    check(path, 14, 30, there, dtype=dtype, max_num_seqs=5, max_model_len=160)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +67,14 @@ def test_behind_windows(variant, dtype):
     """Pages behind a window are released, and a chunk's end comes within a draft."""
     path = str(checkpoint(variant.family, variant.name))
     check(path, 6, 150, dtype=dtype, max_num_seqs=4, kv_page_bytes=4096)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_across_records_of_states(family, dtype):
+    """Answers pass the ends of several records, whose snapshots later requests begin with."""
+    path = str(checkpoint(family, "long"))
+    check(path, 8, 200, {}, dtype=dtype, max_num_seqs=4, max_model_len=600)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
@@ -89,11 +102,14 @@ def test_over_segments(tmp_path):
         check(path, 8, 200, there, dtype="int8", max_num_seqs=4, **lengths)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float32"])
-def test_steps_that_fail(dtype, monkeypatch):
-    """Every fourth step fails before or after it is computed, and its halves are computed again."""
+@pytest.mark.parametrize(
+    ("model", "dtype"), [(("llama",), "int8"), (("llama",), "float32"), (("lfm2", "convs"), "int8")]
+)
+def test_steps_that_fail(model, dtype, monkeypatch):
+    """Every fourth step fails before or after it is computed, and is computed again."""
     settings = {"max_num_seqs": 5, "max_model_len": 160, "prefix_cache": False}
-    with LLM(str(checkpoint("llama")), dtype=dtype, speculation="off", **settings) as llm:
+    with LLM(str(checkpoint(*model)), dtype=dtype, **settings) as llm:
+        llm._loaded.core._scheduler.drafting = None
         prompts, params = requests(300, 10, 30)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         draft_by_script(llm, answers_of(prompts, outputs), 0.8)

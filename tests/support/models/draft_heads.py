@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from serve.models.families import FAMILIES
+from serve.models.families.names import MtpNames
 from tests.support.engine.checkpoints import (
     checkpoint,
     class_of,
@@ -31,18 +34,28 @@ def write_mtp(folder: Path, family: str, variant: str, seed: int = 0) -> Path:
     more = _longer_model(family, variant, seed)
     number = more.config.num_hidden_layers - 1
     at, size = f"model.layers.{number}.", more.config.hidden_size
-    tensors |= {k: v for k, v in more.state_dict().items() if k.startswith(at)}
+    names = names_of(family, number)
+    block = {k: v for k, v in more.state_dict().items() if k.startswith(at)}
+    tensors |= {k.replace(at, names.block or at): v for k, v in block.items()}
     generator = torch.Generator().manual_seed(seed)
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{at}{name}.weight"] = 1 + 0.3 * torch.randn(size, generator=generator)
+    for name in (names.embed_norm, names.state_norm, names.final_norm):
+        tensors[f"{names.at}{name}.weight"] = 1 + 0.3 * torch.randn(size, generator=generator)
     join = torch.randn(size, 2 * size, generator=generator)
-    tensors[f"{at}eh_proj.weight"] = join * size**-0.5
-    tensors[f"{at}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-    tensors[f"{at}shared_head.head.weight"] = tensors["lm_head.weight"]
+    tensors[f"{names.at}{names.join}.weight"] = join * size**-0.5
+    if names.block is None:
+        tensors[f"{at}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+        tensors[f"{at}shared_head.head.weight"] = tensors["lm_head.weight"]
     tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    edit_json(path / "config.json", lambda values: values.update(num_nextn_predict_layers=1))
+    edit_json(path / "config.json", lambda values: values.update({names.key: 1}))
     return path
+
+
+def names_of(family: str, number: int) -> MtpNames:
+    """Returns the names of the family's MTP layer, behind `number` others."""
+    names = FAMILIES[family].mtp
+    assert names is not None
+    return replace(names, at=names.at or f"model.layers.{number}.")
 
 
 def _longer_model(family: str, variant: str, seed: int) -> Any:
@@ -50,9 +63,10 @@ def _longer_model(family: str, variant: str, seed: int) -> Any:
     settings = dict(settings_of(find_variant(family, variant)))
     model_class = class_of(family, settings)
     config = model_class.config_class(**settings)
-    config = model_class.config_class(
-        **settings | {"num_hidden_layers": config.num_hidden_layers + 1}
-    )
+    more: dict[str, Any] = {"num_hidden_layers": config.num_hidden_layers + 1}
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        more["layer_types"] = [*config.layer_types, "full_attention"]
+    config = model_class.config_class(**settings | more)
     model = model_class(config).float().eval()
     randomize(model, seed + 77)
     return model
@@ -68,9 +82,11 @@ class MtpReference:
         number = longer.config.num_hidden_layers - 1
         self.layer, self.rotary = longer.model.layers[number], longer.model.rotary_emb
         tensors = load_file(path / "model.safetensors")
-        at = f"model.layers.{number}."
+        self.names = names = names_of(family, number)
+        at = str(names.at)
         self.own = {k.removeprefix(at): v for k, v in tensors.items() if k.startswith(at)}
         self.eps = longer.config.rms_norm_eps
+        self.offset = 1.0 if names.block is not None else 0.0  # Qwen's norms
 
     def states(self, ids: list[int]) -> Tensor:
         """Returns what the layer reads for tokens, [T, hidden]."""
@@ -81,17 +97,18 @@ class MtpReference:
     def forward(self, next_ids: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (states, logits) of rows from position 0 on."""
         embedded = self.model.model.embed_tokens(torch.tensor(next_ids))
-        parts = self._norm(embedded, "enorm"), self._norm(states, "hnorm")
-        x = (torch.cat(parts, dim=1) @ self.own["eh_proj.weight"].T)[None]
+        names = self.names
+        parts = self._norm(embedded, names.embed_norm), self._norm(states, names.state_norm)
+        x = (torch.cat(parts, dim=1) @ self.own[f"{names.join}.weight"].T)[None]
         positions = torch.arange(len(next_ids))[None]
         out = self.layer(x, position_embeddings=self.rotary(x, positions))
         out = out[0] if isinstance(out, tuple) else out
-        states = self._norm(out[0], "shared_head.norm")
+        states = self._norm(out[0], names.final_norm)
         return states, self.model.lm_head(states)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return x * scale * self.own[f"{name}.weight"]
+        return x * scale * (self.own[f"{name}.weight"] + self.offset)
 
 
 def draft_of(reference: Any, ids: list[int], depth: int, begin: int = 0) -> list[int]:
