@@ -75,7 +75,11 @@ class CpuBackend:
 
     @cached_property
     def states(self) -> StateOps:
-        return self._reference.states
+        if not self._has_native:
+            return self._reference.states
+        from ops.cpu.native_states import NativeStates  # for models with states only
+
+        return NativeStates()
 
     # Both are tried at their first use, which for most models never comes.
 

@@ -57,6 +57,9 @@ void bind_experts(nanobind::module_& m);
 // Binds HeadLayer and round_rows; defined in heads.cpp.
 void bind_heads(nanobind::module_& m);
 
+// Binds the operators of layers with a state; defined in states.cpp.
+void bind_states(nanobind::module_& m);
+
 // Binds IoRing and checksum; defined in storage.cpp.
 void bind_storage(nanobind::module_& m);
 

@@ -311,6 +311,13 @@ struct SampledRow {
   float top_logprobs[MAX_TOP];
 };
 
+// See states.h.
+struct StateSegments;
+struct StateRecords;
+struct LinearAttention;
+struct CausalConv;
+struct GatedNorm;
+
 struct Kernels {
   const char* name;
   void (*pack_int8)(const PackSource&, const LinearInt8&, uint8_t* packed, float* scales);
@@ -360,6 +367,10 @@ struct Kernels {
   void (*round_rows)(const CodedRows&, int rows, int8_t* to, float* steps);
   void (*linear_superblocks)(const LinearSuperblocks&, const Quantized&, int rows, void* out, size_t out_stride,
                              DType, bool add);
+  double (*multiply_f32)(int64_t rounds);  // as multiply_i8
+  void (*attend_linear)(const LinearAttention&, const StateRecords&, const StateSegments&);
+  void (*convolve)(const CausalConv&, const StateRecords&, const StateSegments&);
+  void (*gate_and_norm)(const GatedNorm&);
 };
 
 const Kernels* portable_kernels();

@@ -5,6 +5,7 @@
 
 #include "kernels.h"
 #include "simd_math.h"
+#include "states.h"
 #include "team.h"
 
 namespace MS_ISA {
@@ -38,6 +39,9 @@ using namespace ms;
 #include "experts.inl"
 #include "heads.inl"
 #include "router.inl"
+#include "states_linear.inl"
+#include "states_tasks.inl"
+#include "states_rows.inl"
 #include "ceilings.inl"
 #include "logits.inl"
 #include "sampling.inl"
@@ -53,7 +57,8 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::merge_partials, MS_ISA::quantize_heads, MS_ISA::dequantize_heads,
                               MS_ISA::pack_int4, MS_ISA::all_finite, MS_ISA::mix_experts, MS_ISA::route,
                               MS_ISA::append_latent, MS_ISA::attend_latent,
-                              MS_ISA::linear_heads, MS_ISA::round_rows, MS_ISA::linear_superblocks};
+                              MS_ISA::linear_heads, MS_ISA::round_rows, MS_ISA::linear_superblocks,
+                              MS_ISA::multiply_f32, MS_ISA::attend_linear, MS_ISA::convolve, MS_ISA::gate_and_norm};
   return &all;
 }
 }  // namespace ms

@@ -155,6 +155,7 @@ NB_MODULE(_native, m) {
   });
   m.def("multiply_i8", [](int64_t rounds) { return kernels().multiply_i8(rounds); });
   m.def("multiply_bf16", [](int64_t rounds) { return kernels().multiply_bf16(rounds); });
+  m.def("multiply_f32", [](int64_t rounds) { return kernels().multiply_f32(rounds); });
   m.attr("DRAW_BYTES") = sizeof(SamplingInputs);
   m.attr("DRAWN_BYTES") = sizeof(SampledRow);
   m.attr("MAX_TOP") = MAX_TOP;
@@ -179,6 +180,7 @@ NB_MODULE(_native, m) {
   bind_superblocks(m);
   bind_experts(m);
   bind_heads(m);
+  bind_states(m);
   bind_storage(m);
   bind_latent(m);
   bind_suffix_index(m);
