@@ -62,7 +62,11 @@ class AttentionCost(NamedTuple):
 def mixture_sizes(spec: ModelSpec) -> list[MixtureSize]:
     """Returns the mixtures of a model in the order of its layers."""
     return [
-        MixtureSize(mlp.num_experts, mlp.router.top_k, mlp.expert.num_weights(spec.hidden_size))
+        MixtureSize(
+            mlp.num_experts,
+            mlp.router.top_k,
+            mlp.expert.num_weights(mlp.latent_size or spec.hidden_size),
+        )
         for mlp in spec.mixtures
     ]
 

@@ -67,11 +67,15 @@ class MlpAssembler:
         sizes = [mlp.size] * num_parts if len(up) == num_parts else [num_parts * mlp.size]
         parts = [Part(name, size) for name, size in zip(up, sizes, strict=True)]
         parts = shard.ups(parts, is_gated=mlp.is_gated)
-        up_op = source.product(parts, hidden, has_bias=mlp.has_bias, fusion=fusion)
+        up_op = source.product(
+            parts, hidden, has_bias=mlp.has_bias, fusion=fusion, scale=mlp.up_scale
+        )
         if is_xielu:
             up_op = Xielu.after(up_op, down.rpartition(".")[0] + ".act_fn", source)
         down_part = shard.part(Part(down, hidden))
-        down_op = source.product([down_part], mlp.size, has_bias=mlp.has_bias, scale=scale)
+        down_op = source.product(
+            [down_part], mlp.size, has_bias=mlp.has_bias, scale=scale * mlp.out_scale
+        )
         return DenseMlp(shard.linear(up_op, mlp.size), shard.linear(down_op, hidden))
 
     # -- mixtures
@@ -83,10 +87,10 @@ class MlpAssembler:
         the one whose shapes fit."""
         found = [way for way in ways if self._source.has_weight(at + way.up[0].format(0))]
         if len(found) > 1:
-            hidden = self._spec.hidden_size
+            width = self._width(mixture)
             for way in found:
                 part = _up_parts(mixture, way, at, 0)[0]
-                if self._source.shape(part.weight) == part.shape(hidden, is_transposed=False):
+                if self._source.shape(part.weight) == part.shape(width, is_transposed=False):
                     return way
         return (found or ways)[0]
 
@@ -99,7 +103,7 @@ class MlpAssembler:
             [down for _, down in experts],
             scales_input=mixture.scales_input,
         )
-        op = self._shard.experts(op, mixture.expert.size, self._spec.hidden_size)
+        op = self._shard.experts(op, mixture.expert.size, self._width(mixture))
         built = MixtureMlp(self._backend, norm, self._router(mixture, names, at), op)
         if mixture.is_router_normed:
             # the router's own scales are part of its weight
@@ -111,7 +115,26 @@ class MlpAssembler:
             built.shared = self._dense(mixture.shared, up, at + names.shared_down, NO_FUSION, scale)
             if mixture.is_shared_gated:
                 built.shared_gate = self._shared_gate(at + names.shared_gate)
+        if mixture.latent_size:
+            built.latent_in, built.latent_out = self._latent_products(mixture, names, at)
         return built
+
+    def _width(self, mixture: MixtureSpec) -> int:
+        """Returns the size of what experts read and give."""
+        return mixture.latent_size or self._spec.hidden_size
+
+    def _latent_products(
+        self, mixture: MixtureSpec, names: ExpertNames, at: str
+    ) -> tuple[LinearOp, LinearOp]:
+        """Returns the products before and behind the experts."""
+        size, hidden = mixture.latent_size, self._spec.hidden_size
+        into = self._source.product([self._shard.part(Part(at + names.latent_in, size))], hidden)
+        back = self._source.product(
+            [self._shard.part(Part(at + names.latent_out, hidden))],
+            size,
+            scale=self._spec.residual_scale,
+        )
+        return self._shard.linear(into, size), self._shard.linear(back, hidden)
 
     def _shared_gate(self, name: str) -> Router:
         """Returns the gate of the shared MLP as a router, so that it is as exact as one: rounding
@@ -123,12 +146,12 @@ class MlpAssembler:
         self, mixture: MixtureSpec, names: ExpertNames, at: str, index: int
     ) -> tuple[LinearOp, LinearOp]:
         """Returns the products up, with the activation, and down of one expert."""
-        hidden, mlp = self._spec.hidden_size, mixture.expert
+        width, mlp = self._width(mixture), mixture.expert
         fusion = Fusion(None, mlp.activation, mlp.is_gated)
-        scale = self._spec.residual_scale
+        scale = 1.0 if mixture.latent_size else self._spec.residual_scale
         parts = self._shard.ups(_up_parts(mixture, names, at, index), is_gated=mlp.is_gated)
-        up = self._source.product(parts, hidden, has_bias=mlp.has_bias, fusion=fusion)
-        whole = _part(names, at + names.down, hidden, index, mixture.num_experts)
+        up = self._source.product(parts, width, has_bias=mlp.has_bias, fusion=fusion)
+        whole = _part(names, at + names.down, width, index, mixture.num_experts)
         down_part = self._shard.part(whole)
         return up, self._source.product([down_part], mlp.size, has_bias=mlp.has_bias, scale=scale)
 

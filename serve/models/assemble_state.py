@@ -149,7 +149,7 @@ class StateAssembler:
                 skip=self._fp32(names.skip, (spec.num_heads,)),
             ),
             norm=self._norm((spec.inner_size,)) if spec.norm_group else None,
-            o=self._out(spec.inner_size, has_bias=spec.has_bias, scale=spec.out_scale),
+            o=self._out(spec.inner_size, has_bias=spec.has_out_bias, scale=spec.out_scale),
             scales=scales,
         )
 

@@ -186,7 +186,9 @@ def _idle_weights(spec: ModelSpec, mlp: MlpSpec | MixtureSpec | None) -> int:
     """Returns the weights of the experts of a layer that one row does not use."""
     if not isinstance(mlp, MixtureSpec):
         return 0
-    return (mlp.num_experts - mlp.router.top_k) * mlp.expert.num_weights(spec.hidden_size)
+    return (mlp.num_experts - mlp.router.top_k) * mlp.expert.num_weights(
+        mlp.latent_size or spec.hidden_size
+    )
 
 
 def _find(spec: ModelSpec, names: WeightNames, checkpoint: Checkpoint) -> Stored:

@@ -20,7 +20,9 @@ from serve.models.families import (
     learned,
     llama,
     llama4,
+    mamba,
     mixtures,
+    nemotron_h,
     sandwich,
 )
 from serve.models.families.defaults import NESTED_DEFAULTS
@@ -39,6 +41,8 @@ _ROWS: dict[str, Family] = {
     **learned.FAMILIES,
     **convolutions.FAMILIES,
     **delta_nets.FAMILIES,
+    **mamba.FAMILIES,
+    **nemotron_h.FAMILIES,
 }
 FAMILIES = {
     model_type: replace(family, nested_defaults=NESTED_DEFAULTS.get(model_type, {}))

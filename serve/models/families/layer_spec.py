@@ -104,12 +104,15 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """An MLP. activation: a kind of Backend.activation, or "xielu", which has learned numbers."""
+    """An MLP. activation: a kind of Backend.activation, or "xielu", which has learned numbers.
+    up_scale and out_scale multiply the first product and the last one."""
 
     size: int
     activation: str = "silu"
     is_gated: bool = True
     has_bias: bool = False
+    up_scale: float = 1.0
+    out_scale: float = 1.0
 
     def num_weights(self, hidden: int) -> int:
         """Returns the weights of its products, without biases."""
@@ -125,6 +128,8 @@ class MixtureSpec:
     experts; is_shared_gated: sigmoid of a product of the input multiplies its result. scales_input:
     weights multiply the experts' inputs (Llama 4). is_router_normed: the router has a norm and
     scales of its own (Gemma 4). dense: an MLP beside the mixture with norms of its own (Gemma 4).
+    latent_size: the size of what experts read and give, between two products that all rows use
+    (Nemotron 3); 0: the hidden size.
     """
 
     num_experts: int
@@ -137,6 +142,7 @@ class MixtureSpec:
     scales_input: bool = False
     is_router_normed: bool = False
     dense: MlpSpec | None = None
+    latent_size: int = 0
 
 
 PRE_NORM = frozenset({"attn_in", "mlp_in"})

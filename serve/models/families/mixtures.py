@@ -292,7 +292,7 @@ _MIXTRAL = ExpertNames(
     down="block_sparse_moe.experts.{}.w2",
     correction="block_sparse_moe.e_score_correction_bias",
 )
-_GRANITE = ExpertNames(
+GRANITE_EXPERTS = ExpertNames(
     router="block_sparse_moe.router.layer",
     up=("block_sparse_moe.input_linear.weight",),
     down="block_sparse_moe.output_linear.weight",
@@ -324,7 +324,9 @@ FAMILIES = {
     "olmoe": Family(_olmoe, mixture_names(), "OLMoE"),
     "granitemoe": Family(
         _granite_moe,
-        WeightNames(experts=(_GRANITE, one_by_one(_GRANITE, "block_sparse_moe.experts"))),
+        WeightNames(
+            experts=(GRANITE_EXPERTS, one_by_one(GRANITE_EXPERTS, "block_sparse_moe.experts"))
+        ),
         "Granite 3, mixtures",
     ),
     "gpt_oss": Family(_gpt_oss, WeightNames(experts=_GPT_OSS_WAYS), "gpt-oss 20b and 120b"),

@@ -19,7 +19,8 @@ class ExpertNames:
     up and down: modules of one expert with {} for its number, or with is_fused tensors of all
     experts, [E, out, in] (is_transposed: [E, in, out]); a fused up may hold gate and up one after
     the other or, with is_interleaved, row by row in turn. correction (is_correction_row: stored
-    as [1, E]), router_scale, expert_scale: tensors. shared_up, shared_down, shared_gate: modules.
+    as [1, E]), router_scale, expert_scale: tensors. shared_up, shared_down, shared_gate, latent_in,
+    latent_out: modules.
     The norms are those of a mixture beside a dense MLP.
     """
 
@@ -40,6 +41,8 @@ class ExpertNames:
     )
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
+    latent_in: str = ""
+    latent_out: str = ""
     dense_out_norm: str = "post_feedforward_layernorm_1"
     in_norm: str = "pre_feedforward_layernorm_2"
     out_norm: str = "post_feedforward_layernorm_2"

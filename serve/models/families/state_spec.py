@@ -84,7 +84,7 @@ class MambaSpec:
     num_groups * state_size each, and a step dt for each head; dt_min and dt_max limit it. scales:
     factors of the input, z, x, B, C, dt and the output (Falcon-H1). norm_group: the values that
     the norm of the output takes together; 0: there is no norm. gates_first: the gate comes before
-    the norm.
+    the norm. has_bias: the first product has one.
     """
 
     num_heads: int
@@ -96,6 +96,7 @@ class MambaSpec:
     norm_group: int
     gates_first: bool = True
     has_bias: bool = False
+    has_out_bias: bool = False
     has_conv_bias: bool = True
     dt_min: float = 0.0
     dt_max: float = inf

@@ -175,6 +175,7 @@ class MixtureMlp:
 
     router_norm: the norm of the router's input; None: it reads what the experts read. shared_gate:
     the router with one expert whose weight, a sigmoid, multiplies the shared MLP's result.
+    latent_in, latent_out: products before and behind the experts; None: there are none.
     """
 
     backend: Backend
@@ -184,6 +185,8 @@ class MixtureMlp:
     shared: DenseMlp | None = None
     shared_gate: Router | None = None
     router_norm: Norm | None = None
+    latent_in: LinearOp | None = None
+    latent_out: LinearOp | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x if self.norm is None else apply_norm(self.backend, x, self.norm)
@@ -200,7 +203,9 @@ class MixtureMlp:
                     shared.dtype
                 )
                 residual = shared if residual is None else residual + shared
-        return self.experts(rows, routing, residual)
+        if self.latent_in is None or self.latent_out is None:
+            return self.experts(rows, routing, residual)
+        return self.latent_out(self.experts(self.latent_in(rows), routing), residual=residual)
 
 
 @dataclass(slots=True)

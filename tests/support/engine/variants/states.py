@@ -1,4 +1,4 @@
-"""Models whose layers have states: short convolutions and gated delta nets."""
+"""Models with short convolutions and gated delta nets."""
 
 from __future__ import annotations
 

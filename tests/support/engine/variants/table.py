@@ -9,6 +9,7 @@ from tests.support.engine.variants import (
     gemma4,
     latent,
     long,
+    mamba,
     mixtures,
     sandwich,
     states,
@@ -25,6 +26,7 @@ VARIANTS: list[Variant] = [
     *gated.VARIANTS,
     *latent.VARIANTS,
     *states.VARIANTS,
+    *mamba.VARIANTS,
 ]
 
 
