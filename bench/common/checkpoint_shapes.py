@@ -15,6 +15,23 @@ _LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
 }
+_QWEN35: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "vocab_size": 248320,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25,
+}
 _TOKENS: dict[str, Any] = {"torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}
 
 
@@ -244,6 +261,43 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
         "quantization_config": gptq(64),
+    },
+    # LFM2-1.2B: short convolutions beside attention
+    "lfm2-1.2b": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": 3,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "norm_eps": 1e-5,
+        "vocab_size": 65536,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 128000,
+        "rope_theta": 1000000.0,
+    },
+    # Qwen3.5-0.8B and 4B: three of four layers are gated delta nets
+    "qwen3.5-0.8b": _QWEN35
+    | {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 3584,
+        "linear_num_value_heads": 16,
+    },
+    "qwen3.5-4b": _QWEN35
+    | {
+        "hidden_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 9216,
+        "linear_num_value_heads": 32,
     },
     # A mixture and a model with latent attention for smoke tests.
     "tiny-mixture": {
