@@ -1,7 +1,8 @@
 """The least that a model's steps must do.
 
 A step reads every weight and the K/V of its decode rows once, and of a mixture the experts that its
-rows draw. It multiplies every row by every weight, and by those of its own experts.
+rows draw; it reads and writes the states of its sequences. It multiplies every row by every weight,
+and by those of its own experts.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def attention_costs(spec: ModelSpec, kv_bytes: float) -> list[AttentionCost]:
     ]
     stored = sum(w for w, layer in zip(widths, layers, strict=True) if layer.shares is None)
     costs = []
-    for layer, width, described in zip(layers, widths, spec.layers, strict=True):
+    with_kv = [layer for layer in spec.layers if layer.attention is not None]
+    for layer, width, described in zip(layers, widths, with_kv, strict=True):
         value_dim = layer.head_dim if layer.value_dim is None else layer.value_dim
         decode = prefill = 2 * layer.num_heads * (layer.head_dim + value_dim)
         attention = described.attention
@@ -111,6 +113,7 @@ class ModelCost:
         self._expert_weight_bytes = weights.experts / counts.experts if counts.experts else 0.0
         self._routed_weights = sum(each.top_k * each.parameters for each in self.mixtures)
         self._attention = attention_costs(spec, kv_bytes)
+        self._state_bytes = sum(2 * state.num_bytes for state in spec.state_layers)
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, kv_bytes: int) -> ModelCost:
@@ -133,6 +136,7 @@ class ModelCost:
         num_sampled = work.num_decodes + work.num_chunks if work.samples else 0
         row_weights = self.block_weights + self._routed_weights
         read = self._read_bytes + self.expert_bytes(work.num_rows, drawn)
+        read += self._state_bytes * (work.num_decodes + work.num_chunks)
         attention = 0.0
         for layer in self._attention:
             context = layer.pairs(work.num_decodes, work.num_context)

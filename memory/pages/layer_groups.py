@@ -62,8 +62,9 @@ class LayerGroup:
 
 
 def kept_bytes(groups: Sequence[LayerGroup]) -> int:
-    """Returns the bytes of a token in all layers, without those of recent tokens alone."""
-    return sum(group.token_bytes for group in groups if not group.by_block)
+    """Returns the bytes of a token in all layers, without those of recent tokens alone, and of
+    states."""
+    return sum(group.token_bytes for group in groups if not (group.by_block or group.is_state))
 
 
 class GroupPages:
@@ -91,6 +92,8 @@ class GroupPages:
     def _pages_in_reach(self, num_rows: int) -> int:
         if self.window is None:
             return sys.maxsize if self.layers.max_tokens is None else self.slots_for(sys.maxsize)
+        if self.is_state:  # the record before the rows, and those of their intervals
+            return self.slots_for(1) * (1 + -(-num_rows // self.tile_tokens))
         tokens = self.window - 1 + num_rows
         if not self.by_block or self.window % self.read_block:
             tokens += self.read_block - 1

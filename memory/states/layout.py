@@ -25,6 +25,11 @@ class StateLayer:
     num_gates: int = 0
 
     @property
+    def num_bytes(self) -> int:
+        """The bytes of the state of one sequence."""
+        return 4 * (prod(self.conv) + (0 if self.heads is None else prod(self.heads)))
+
+    @property
     def row_values(self) -> int:
         """The values of a row from which the layer's operators compute everything."""
         return self.conv[1] + self.num_gates

@@ -99,7 +99,8 @@ def _most_bytes(config: EngineConfig, groups: Sequence[LayerGroup], max_len: int
     """Returns the most bytes of one sequence, those behind windows included."""
     recent = [group for group in groups if group.by_block]
     spans = [min(max_len, (group.window or 0) + config.chunk_tokens) for group in recent]
-    whole = max_len * kept_bytes(groups)
+    states = sum(group.token_bytes for group in groups if group.is_state)
+    whole = max_len * (kept_bytes(groups) + states)
     return whole + sum(n * g.token_bytes for n, g in zip(spans, recent, strict=True))
 
 
