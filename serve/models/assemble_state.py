@@ -169,7 +169,8 @@ class StateAssembler:
         weight = torch.cat(weights)
         if weight.is_meta:  # names are only noted
             return None  # type: ignore[return-value]
-        return self._backend.pack_linear(weight, None, fusion)
+        # rows have the compute type, whatever the file has
+        return self._backend.pack_linear(weight.to(self._source.ones(1).dtype), None, fusion)
 
     def _conv(self, sizes: list[int], width: int, *, has_bias: bool) -> Conv:
         """Reads a convolution of channels that are stored together, or as parts of these sizes."""
