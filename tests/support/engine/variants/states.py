@@ -61,14 +61,15 @@ def _own_olmo_names(path: Path) -> None:
 
 
 def _own_kimi_names(path: Path) -> None:
-    """Gives tensors the names that they have in Transformers, but for the experts', which stay
-    one by one, and writes the keys of published configurations."""
+    """Gives tensors the names and shapes that they have in Transformers, and writes the keys of
+    published configurations."""
     names = [("block_sparse_moe", "mlp")]
     names += [
         (f"self_attn.{name}", f"self_attn.forget_gate.{name}")
         for name in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")
     ]
     _rename(path, names, "self_attn")
+    _fuse_experts(path)
 
     def change(values: Json) -> None:
         types = values.pop("layer_types")
@@ -81,6 +82,24 @@ def _own_kimi_names(path: Path) -> None:
         }
 
     edit_json(path / "config.json", change)
+
+
+def _fuse_experts(path: Path) -> None:
+    """Joins experts that are stored one by one."""
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for first in [name for name in tensors if ".experts.0.w1." in name]:
+        at = first.removesuffix("0.w1.weight")
+        count = sum(name.startswith(at) for name in tensors) // 3
+        gates, downs, ups = (
+            [tensors.pop(f"{at}{index}.w{part}.weight") for index in range(count)]
+            for part in (1, 2, 3)
+        )
+        tensors[f"{at}gate_up_proj"] = torch.cat((torch.stack(gates), torch.stack(ups)), dim=1)
+        tensors[f"{at}down_proj"] = torch.stack(downs)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _rename(path: Path, names: Sequence[tuple[str, str]], net: str) -> None:
