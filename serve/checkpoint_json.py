@@ -56,9 +56,9 @@ class ConfigReader:
     def aliased(self, aliases: Mapping[str, str]) -> ConfigReader:
         """Returns a reader that knows keys of the file by the names that aliases give them; its
         errors have the file's."""
-        present = {key: name for key, name in aliases.items() if self.has(key)}
-        renamed = {name: self.values[key] for key, name in present.items()}
-        return _AliasedReader(self.values | renamed, self.source, present)
+        renamed = {name: self.values[key] for key, name in aliases.items() if self.has(key)}
+        keys = {n: k for k, n in aliases.items() if n in renamed or not self.has(n)}
+        return _AliasedReader(self.values | renamed, self.source, keys)
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -119,11 +119,11 @@ class ConfigReader:
 
 
 class _AliasedReader(ConfigReader):
-    """A reader that knows some keys by other names."""
+    """A reader that knows some keys by other names; keys: the file's, by those names."""
 
-    def __init__(self, values: dict[str, Any], source: str, aliases: Mapping[str, str]) -> None:
+    def __init__(self, values: dict[str, Any], source: str, keys: Mapping[str, str]) -> None:
         super().__init__(values, source)
-        self._keys = {name: key for key, name in aliases.items()}
+        self._keys = keys
 
     def fail(self, key: str, complaint: str) -> ModelLoadError:
         return super().fail(self._keys.get(key, key), complaint)

@@ -299,6 +299,8 @@ def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:
 
 def _check_heads(config: ConfigReader, spec: ModelSpec) -> None:
     layers = spec.attention_layers
+    if not layers:
+        raise ModelLoadError(f"{config.source}: no layer has attention, which is not supported")
     for layer in dict.fromkeys(layers):
         if layer.num_heads % layer.num_kv_heads:
             raise ModelLoadError(

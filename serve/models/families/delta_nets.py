@@ -64,12 +64,16 @@ def read_delta_net(config: ConfigReader, eps: float, **changes: object) -> Delta
     return replace(spec, **changes)  # type: ignore[arg-type]
 
 
-def _qwen3_next(config: ConfigReader) -> Fields:
+def _qwen3_5(config: ConfigReader) -> Fields:
+    return _qwen3_next(config, kv_heads=4)
+
+
+def _qwen3_next(config: ConfigReader, kv_heads: int = 2) -> Fields:
     num_layers, head_dim = num_layers_of(config), config.integer("head_dim", 256, high=MAX_HEADS)
     rope = read_rope(config, head_dim, partial=0.25)
     fields = llama_fields(
         config,
-        kv_heads=2,
+        kv_heads=kv_heads,
         head_dim=256,
         mlp_bias=False,
         qk_norm=QKNorm(),
@@ -280,7 +284,7 @@ FAMILIES = {
         replace(mixture_names(**QWEN2_SHARED), state=_GROUPED),
         "Qwen3-Next 80B-A3B",
     ),
-    "qwen3_5_text": Family(_qwen3_next, title="Qwen3.5, 3.6 and 3.8, text"),
+    "qwen3_5_text": Family(_qwen3_5, title="Qwen3.5, 3.6 and 3.8, text"),
     "qwen3_5_moe_text": Family(
         _qwen3_next_moe, mixture_names(**QWEN2_SHARED), "Qwen3.5 and 3.6, mixtures, text"
     ),
