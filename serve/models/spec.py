@@ -34,7 +34,15 @@ EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 NESTED = ("text_config", "llm_config", "language_config")
 # multimodal model_types whose language model's is not theirs with "_text"
 _OUTPUTS_FIRST = ("gguf",)  # of which products are [out, in] in every family
-_WRAPPERS = {"internvl", "internvl_chat", "llava", "llava_next", "llava_onevision", "mistral3"}
+_WRAPPERS = {
+    "internvl",
+    "internvl_chat",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "lfm2_vl",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
