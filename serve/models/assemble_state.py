@@ -175,8 +175,15 @@ class StateAssembler:
     def _conv(self, sizes: list[int], width: int, *, has_bias: bool) -> Conv:
         """Reads a convolution of channels that are stored together, or as parts of these sizes."""
         modules = [self._at + module for module in self._names.convs]
+        joint = self._at + self._names.joint_conv
+        if self._names.joint_conv and self._source.has(f"{joint}.weight"):
+            modules = [joint]
         if len(modules) == 1:
             sizes = [sum(sizes)]
+        shapes = [self._source.shape(f"{module}.weight") for module in modules]
+        stored = [shape[0] for shape in shapes if shape]
+        if len(stored) == len(sizes) and sum(stored) == sum(sizes):
+            sizes = stored  # Transformers writes equal parts, whatever they are
         weights = [
             self._source.vector(f"{module}.weight", (size, 1, width), dtype=torch.float32)
             for module, size in zip(modules, sizes, strict=True)

@@ -34,7 +34,15 @@ EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 NESTED = ("text_config", "llm_config", "language_config")
 # multimodal model_types whose language model's is not theirs with "_text"
 _OUTPUTS_FIRST = ("gguf",)  # of which products are [out, in] in every family
-_WRAPPERS = {"internvl", "internvl_chat", "llava", "llava_next", "llava_onevision", "mistral3"}
+_WRAPPERS = {
+    "internvl",
+    "internvl_chat",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "lfm2_vl",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +307,8 @@ def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:
 
 def _check_heads(config: ConfigReader, spec: ModelSpec) -> None:
     layers = spec.attention_layers
+    if not layers:
+        raise ModelLoadError(f"{config.source}: no layer has attention, which is not supported")
     for layer in dict.fromkeys(layers):
         if layer.num_heads % layer.num_kv_heads:
             raise ModelLoadError(

@@ -26,7 +26,7 @@ _SCALES: Json = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.6,
-    "logits_scaling": 4.0,
+    "logits_scaling": 2.0,
 }
 _FACTORS: Json = {
     "embedding_multiplier": 2.5,
