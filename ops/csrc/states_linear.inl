@@ -11,6 +11,8 @@ constexpr float UNIT_KEY_EPS = 1e-6f;
 // for this row and the next should stay in registers; and of a single row, which should read whole lines in order.
 constexpr int PASS_VECTORS = HAS_32_REGISTERS ? 4 : 1, SINGLE_VECTORS = HAS_32_REGISTERS ? 8 : 2;
 
+constexpr size_t NEXT_ROWS = 4;  // so far ahead rows are prefetched
+
 // Returns *x in all lanes. splat() adds zero to it, which costs as much as a multiply-add.
 MS_INLINE f32x16 broadcast(const float* x) {
 #if defined(__AVX512F__)
@@ -144,7 +146,9 @@ void apply_block(const HeadBlock& block, int column, float* own, Strip ahead) {
     const char* v = static_cast<const char*>(call.v.data) + v_at * size_of(call.v.type);
     const float factor = PER_CHANNEL ? 1.0f : decay[0];
     f32x16 value[N];
+    const size_t next_v = NEXT_ROWS * call.v.stride * size_of(call.v.type);
     unroll<N>([&](auto n) MS_LAMBDA {
+      prefetch(v + next_v + n * 16 * size_of(call.v.type));
       value[n] = row_at(v, call.v.type, 16 * n, left - 16 * n);
       const f32x16 fresh = IS_DELTA ? fma(splat(-factor), load<f32x16>(known + 16 * n), value[n]) : value[n];
       store(added + 16 * n, fresh * gain);

@@ -19,12 +19,14 @@ MS_INLINE f32x16 softplus(f32x16 x) {
 void read_head(const Rows& from, int64_t row, size_t column, int dim, bool is_unit, float scale, float* to) {
   const size_t at = (static_cast<size_t>(row) * from.stride + column) * size_of(from.type);
   const char* data = static_cast<const char*>(from.data) + at;
+  const size_t ahead = NEXT_ROWS * from.stride * size_of(from.type);
   f32x16 squares[2] = {};
   for (int i = 0; i < dim; i += 16) {
     const f32x16 x = row_at(data, from.type, i, dim - i);
     f32x16& sum = squares[i / 16 % 2];
     sum = fma(x, x, sum);
     store(to + i, x);
+    prefetch(data + ahead + i * size_of(from.type));
   }
   const float factor = is_unit ? scale / __builtin_sqrtf(reduce_add(squares[0] + squares[1]) + UNIT_KEY_EPS) : scale;
   for (int i = 0; i < dim; i += 16) store(to + i, load<f32x16>(to + i) * factor);
@@ -105,6 +107,7 @@ class LinearAttentionRun {
 
   void run() {
     const int64_t rows = segments_.rows();
+    if (!rows) return;
     ms::Team& team = ms::Team::get();
     const int wanted = 4 * team.parts_for(rows * call_.heads * call_.key_dim * call_.value_dim * 4);
     for (int s = 0; s < segments_.num_sequences; s++) {
