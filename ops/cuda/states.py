@@ -7,12 +7,21 @@ from torch import Tensor
 
 from ops.states import Recurrence, StateSegments
 from ops.triton_kernels import state_rows
+from ops.triton_kernels.state_chunks import LONG_ROWS, MAX_KEY_DIM, apply_chunks
 from ops.triton_kernels.state_rule import apply_rows, dense
 
 
 class CudaStates:
     """Implements StateOps. No call waits for the device: what a launch depends on are shapes, so
-    that steps can be captured in graphs."""
+    that steps can be captured in graphs.
+
+    Sequences with long_rows rows or more in a step are computed in chunks, unless their keys have a
+    decay for each dim. Their bits depend on where segments begin; ops.triton_kernels.state_chunks
+    says how much. None: every row is computed by itself, and no bit depends on cuts.
+    """
+
+    def __init__(self, long_rows: int | None = LONG_ROWS) -> None:
+        self._long_rows = long_rows
 
     causal_conv = staticmethod(state_rows.causal_conv)
     gated_norm = staticmethod(state_rows.gated_norm)
@@ -35,5 +44,10 @@ class CudaStates:
         out = torch.empty(rows, heads, value_dim, dtype=v.dtype, device=v.device)
         q, k, v, a = (dense(x) for x in (q, k, v, a))
         b = None if b is None else dense(b)
-        apply_rows(q, k, v, a, b, rule, states, segments, out, rows)
+        long_rows = self._long_rows
+        if long_rows is None or rule.bias.dim() == 2 or q.shape[2] > MAX_KEY_DIM:
+            long_rows = rows + 1
+        apply_rows(q, k, v, a, b, rule, states, segments, out, long_rows)
+        if rows >= long_rows:  # or no sequence has so many
+            apply_chunks(q, k, v, a, b, rule, states, segments, out, long_rows)
         return out

@@ -1,8 +1,9 @@
-"""The recurrence of ops/states.py, row by row: a program has a block of a head's state in registers.
+"""The recurrence of ops/states.py, row by row: a program holds a block of a head's state.
 
-A program of one warp holds all Dk rows of a few columns of the state, so that sums over Dk are sums
-within threads and a few shuffles, and no warp waits for another one. Reading and writing the state is the bound of decode steps; for prompts it is the latency of a
-row, about a thousand instructions on registers. What the next row needs is loaded meanwhile.
+A program of one warp has all Dk rows of a few columns of the state in registers, so that sums over
+Dk are sums within threads and a few shuffles, and no warp waits for another one. Reading and
+writing the state is the bound of decode steps; for prompts it is the latency of a row, about a
+thousand instructions on registers. What the next row needs is loaded meanwhile.
 
 Every row is computed by the same instructions in the same order, so no bit of a row depends on
 other rows, or on how the rows of its sequence are cut.
@@ -46,14 +47,14 @@ def rule_kernel(
     q_at, k_at, v_at, a_at, b_at, rates_at, bias_at, skip_at, states_at, out_at,
     firsts_at, sources_at, targets_at, sequences_at,
     q_stride, k_stride, v_stride, a_stride, b_stride, record_stride,
-    scale, beta_scale, dt_min, dt_max, most_rows,
+    scale, beta_scale, dt_min, dt_max, long_rows,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DK_PAD: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, UNIT: tl.constexpr,
     BY_DIM: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """Applies the rows of a sequence to BV columns of a head's state, segment by segment.
 
-    BY_DIM: decay has a factor for each row of the state. Sequences of more than most_rows rows are
+    BY_DIM: decay has a factor for each row of the state. Sequences of long_rows rows or more are
     left to another kernel.
     """
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -80,7 +81,7 @@ def rule_kernel(
     if SKIP:
         skip = tl.load(skip_at + head)
     begin, stop = tl.load(sequences_at + sequence), tl.load(sequences_at + sequence + 1)
-    if tl.load(firsts_at + stop) - tl.load(firsts_at + begin) > most_rows:
+    if tl.load(firsts_at + stop) - tl.load(firsts_at + begin) >= long_rows:
         stop = begin
     for segment in range(begin, stop):
         first, end = tl.load(firsts_at + segment), tl.load(firsts_at + segment + 1)
@@ -163,10 +164,10 @@ def apply_rows(
     states: Tensor,
     segments: StateSegments,
     out: Tensor,
-    most_rows: int,
+    long_rows: int,
 ) -> None:
-    """Computes StateOps.linear_attention into out for sequences of up to most_rows rows in the
-    step. The rows of each operand are dense."""
+    """Computes StateOps.linear_attention into out for sequences of less than long_rows rows in
+    the step. The rows of each operand are dense."""
     _, heads, value_dim = v.shape
     _, key_heads, key_dim = q.shape
     pad = triton.next_power_of_2(key_dim)
@@ -176,7 +177,7 @@ def apply_rows(
         q, k, v, a, b, rule.rates, rule.bias, rule.skip, states, out, *segments,
         q.stride(0), k.stride(0), v.stride(0), a.stride(0),
         0 if b is None else b.stride(0), states.stride(0),
-        rule.scale, rule.beta_scale, rule.dt_min, rule.dt_max, most_rows,
+        rule.scale, rule.beta_scale, rule.dt_min, rule.dt_max, long_rows,
         HEADS=heads, KEY_HEADS=key_heads, DK=key_dim, DV=value_dim, DK_PAD=pad, BV=block,
         DELTA=rule.is_delta, UNIT=rule.has_unit_keys, BY_DIM=rule.bias.dim() == 2,
         SKIP=rule.skip is not None,

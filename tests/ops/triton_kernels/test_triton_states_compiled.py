@@ -71,7 +71,7 @@ def rule_case(name: str, arch: int, rows: str = "*bf16", dims: int = 128, **swit
         **dict.fromkeys(OPERANDS, rows),
         **dict.fromkeys(VECTORS, "*fp32"),
         **{"skip_at": "*fp32", "b_at": rows, "out_at": rows, **SEGMENTS},
-        **dict.fromkeys((*STRIDES, "b_stride", "record_stride", "most_rows"), "i32"),
+        **dict.fromkeys((*STRIDES, "b_stride", "record_stride", "long_rows"), "i32"),
         **dict.fromkeys(SCALARS, "fp32"),
     }
     return Case(
@@ -82,6 +82,66 @@ def rule_case(name: str, arch: int, rows: str = "*bf16", dims: int = 128, **swit
         num_warps=1,
         arch=arch,
         divisible=("q_stride", "k_stride", "v_stride", "record_stride"),
+    )
+
+
+def chunk_case(name: str, arch: int, rows: str = "*bf16", **switches) -> Case:
+    from ops.triton_kernels.state_chunks import chunks_kernel
+
+    usual = {"DELTA": True, "SKIP": False, "HEADS": 32, "KEY_HEADS": 16}
+    usual |= {"DK": 128, "DK_PAD": 128, "DV": 128, "BV": 32, **switches}
+    absent = {} if usual["SKIP"] else {"skip_at": None}
+    signature = {
+        **dict.fromkeys(("q_at", "k_at", "v_at", "out_at"), rows),
+        **dict.fromkeys(("skip_at", "scores_at", "inverses_at", "factors_at"), "*fp32"),
+        **{"states_at": "*fp32", **SEGMENTS},
+        **dict.fromkeys((*STRIDES[:3], "record_stride", "long_rows"), "i32"),
+    }
+    return Case(
+        f"{name}_{arch}",
+        chunks_kernel,
+        {key: kind for key, kind in signature.items() if key not in absent},
+        usual | absent,
+        arch=arch,
+        divisible=("q_stride", "k_stride", "v_stride", "record_stride"),
+    )
+
+
+def prepare_case(name: str, arch: int, rows: str = "*bf16", **switches) -> Case:
+    from ops.triton_kernels.state_chunks import prepare_kernel
+
+    usual = {"DELTA": True, "UNIT": True, "HEADS": 32, "KEY_HEADS": 16}
+    usual |= {"DK": 128, "DK_PAD": 128, **switches}
+    absent = {} if usual["DELTA"] else {"b_at": None}
+    signature = {
+        **dict.fromkeys(("q_at", "k_at", "a_at", "b_at"), rows),
+        **dict.fromkeys(("rates_at", "bias_at"), "*fp32"),
+        **dict.fromkeys(("chunks_at", "num_chunks_at"), "*i64"),
+        **dict.fromkeys(("scores_at", "inverses_at", "factors_at"), "*fp32"),
+        **dict.fromkeys((*STRIDES[:2], "a_stride", "b_stride", "num_slots"), "i32"),
+        **dict.fromkeys(SCALARS, "fp32"),
+    }
+    return Case(
+        f"{name}_{arch}",
+        prepare_kernel,
+        {key: kind for key, kind in signature.items() if key not in absent},
+        usual | absent,
+        arch=arch,
+        divisible=("q_stride", "k_stride"),
+    )
+
+
+def plan_case(name: str, arch: int) -> Case:
+    from ops.triton_kernels.state_chunks import plan_kernel
+
+    sizes = ("num_segments", "num_sequences", "num_slots", "long_rows")
+    pointers = ("firsts_at", "sequences_at", "chunks_at", "num_chunks_at")
+    return Case(
+        f"{name}_{arch}",
+        plan_kernel,
+        {**dict.fromkeys(pointers, "*i64"), **dict.fromkeys(sizes, "i32")},
+        {"SEGMENTS": 256, "SEQUENCES": 16},
+        arch=arch,
     )
 
 
@@ -97,6 +157,13 @@ def compile_cases() -> Iterator[Case]:
         yield rule_case("delta_wide", arch, "*fp32", 256)
         yield rule_case("kimi", arch, BY_DIM=True)
         yield rule_case("mamba", arch, **mamba)
+        yield plan_case("plan", arch)
+        yield prepare_case("prepare_delta", arch)
+        yield prepare_case("prepare_wide", arch, "*fp32")
+        yield prepare_case("prepare_mamba", arch, DELTA=False, UNIT=False, KEY_HEADS=8)
+        yield chunk_case("chunks_delta", arch)
+        yield chunk_case("chunks_wide", arch, "*fp32")
+        yield chunk_case("chunks_mamba", arch, DELTA=False, SKIP=True, KEY_HEADS=8, DV=64)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +172,7 @@ def compiled() -> dict[str, Compiled]:
 
 
 def test_nothing_spills_and_all_fits(compiled):
-    assert len(compiled) == 27
+    assert len(compiled) == 48
     for name, one in compiled.items():
         limit = SHARED_LIMITS[int(name.rpartition("_")[2])]
         print(name, one.shared, one.registers, one.stack)
