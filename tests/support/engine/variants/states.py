@@ -39,7 +39,7 @@ _EXPERTS: Json = {
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 24,
 }
-_KIMI: Json = {
+KIMI: Json = {
     "num_key_value_heads": 4,
     "linear_num_heads": 3,
     "linear_head_dim": 16,
@@ -205,14 +205,14 @@ VARIANTS = [
     Variant(
         "kimi_linear",
         "latent",
-        _KIMI
+        KIMI
         | {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
         rounding=_ROUNDING,
     ),
     Variant(
         "kimi_linear",
         "odd",
-        _KIMI
+        KIMI
         | {
             "hidden_size": 48,
             "num_attention_heads": 3,
