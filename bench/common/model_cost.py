@@ -80,7 +80,8 @@ def attention_costs(spec: ModelSpec, kv_bytes: float) -> list[AttentionCost]:
     ]
     stored = sum(w for w, layer in zip(widths, layers, strict=True) if layer.shares is None)
     costs = []
-    for layer, width, described in zip(layers, widths, spec.layers, strict=True):
+    with_kv = [layer for layer in spec.layers if layer.attention is not None]
+    for layer, width, described in zip(layers, widths, with_kv, strict=True):
         value_dim = layer.head_dim if layer.value_dim is None else layer.value_dim
         decode = prefill = 2 * layer.num_heads * (layer.head_dim + value_dim)
         attention = described.attention

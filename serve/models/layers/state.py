@@ -139,7 +139,7 @@ class Mamba:
         assert state.heads is not None, "a Mamba-2 mixer has heads"
         projected = self.inputs(x)
         if self.scales is not None:
-            projected = projected * self.scales
+            projected = (projected * self.scales).to(projected.dtype)
         inner, _, keys, _, _ = spec.part_sizes
         z, mixed, dt = torch.split(projected, [inner, spec.conv_size, spec.num_heads], 1)
         mixed = ops.causal_conv(mixed, *self.conv, "silu", state.conv, state.segments)
