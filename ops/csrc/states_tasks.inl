@@ -185,7 +185,7 @@ class LinearAttentionRun {
       block.head = head;
       const Columns& columns = strips[unit % each];
       Strip ahead{own, 0};
-      if (count == 1 && unit + 1 < task.end && places[0].source >= 0) {
+      if (unit + 1 < task.end && places[0].source >= 0) {
         HeadBlock next = block;
         next.head = task.key_head * shared_ + (unit + 1) / each;
         ahead = next.strip(places[0].source, strips[(unit + 1) % each].first);

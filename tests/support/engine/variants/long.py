@@ -122,8 +122,9 @@ VARIANTS = [
         | KIMI
         | {
             "qk_rope_head_dim": 16,
+            "linear_num_heads": 2,
             "num_hidden_layers": 3,
-            "layer_types": [LINEAR, LINEAR, FULL],
+            "layer_types": [LINEAR, FULL, FULL],
         },
     ),
 ]
