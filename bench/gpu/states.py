@@ -53,10 +53,9 @@ _BOUND, _STATE_BOUND = 0.01, 1e-4
 
 
 def run(record: Record) -> None:
-    batches: tuple[int, ...] = (64, 1)
-    layers, lengths = LAYERS, ((1, 8192), (8, 1024))
+    batches, layers, lengths = [64, 1], LAYERS, [(1, 8192), (8, 1024)]
     if record.is_dry:
-        batches, layers, lengths = (2,), TINY, ((1, 70),)
+        batches, layers, lengths = [2], TINY, [(1, 70)]
     for layer in layers:
         for batch in batches:
             record.run(f"{layer.kind} decode {batch}", partial(_decode, layer, batch))
@@ -76,9 +75,9 @@ def run(record: Record) -> None:
 
 def smoke(record: Record) -> None:
     """Checks every kernel against fp64, with sequences of one row and of several segments."""
-    layers, pieces = LAYERS, ([1], [1], [150, 70], [5, 2], [0])
+    layers, pieces = LAYERS, [[1], [1], [150, 70], [5, 2], [0]]
     if record.is_dry:
-        layers, pieces = TINY, ([1], [66, 3], [0])
+        layers, pieces = TINY, [[1], [66, 3], [0]]
     for layer in layers:
         for long_rows in (None, 64) if layer.kind != "kimi" else (None,):
             name = f"{layer.kind} {'row by row' if long_rows is None else 'in chunks'}"
@@ -116,18 +115,13 @@ def _rows(layer: Layer, rows: int, rule: Recurrence) -> Rows:
     _, heads, key_heads, key_dim, value_dim = layer
     sizes = [key_heads * key_dim, key_heads * key_dim, heads * value_dim]
     mixed = torch.randn(rows, layer.channels, device=device()).bfloat16()
-    q, k, v = mixed.split(sizes, 1)
+    q, k, v = torch.split(mixed, sizes, 1)
     if not rule.has_unit_keys:
         k.mul_(key_dim**-0.5)
     a = torch.randn(rows, *rule.bias.shape, device=device()).bfloat16()
     b = torch.randn(rows, heads, device=device()).bfloat16() if rule.is_delta else None
-    return Rows(
-        q.unflatten(1, (key_heads, key_dim)),
-        k.unflatten(1, (key_heads, key_dim)),
-        v.unflatten(1, (heads, value_dim)),
-        a,
-        b,
-    )
+    q, k = q.view(rows, key_heads, key_dim), k.view(rows, key_heads, key_dim)
+    return Rows(q, k, v.view(rows, heads, value_dim), a, b)
 
 
 def _segments(pieces: list[list[int]], *, begins: bool = False) -> StateSegments:
