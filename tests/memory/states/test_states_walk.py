@@ -284,4 +284,5 @@ def test_operations_over_a_disk(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_100_000_operations(layout, tmp_path):
-    walk(layout, "bytes", 100_000, tmp_path)
+    """20,000 of each layout."""
+    walk(layout, "bytes", 20_000, tmp_path)

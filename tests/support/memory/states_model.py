@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -91,13 +92,11 @@ class StatesModel:
         address = self.memory.reserve(self.kv.total_bytes)
         first, end = (self.kv.group_offset(len(groups) + i) for i in (0, 1))
         self.states = LocalStates(layout, address + first, end - first)
-        self._records = [(c.numpy(), None if h is None else h.numpy()) for c, h in self._views()]
+        views = self.states.layers
+        self._records = [(c.numpy(), None if h is None else h.numpy()) for c, h in views]
         self._kv = [self._kv_values(address, number) for number in range(len(groups))]
         self.hasher = PrefixHasher(self.kv.page_end, b"secret")
         self.running: list[Running] = []
-
-    def _views(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        return self.states.layers
 
     def _kv_values(self, address: int, number: int) -> np.ndarray:
         """Returns the K/V of a group: a row of values for each token of all ranges."""
@@ -210,10 +209,8 @@ class StatesModel:
             # a step's rows, and the record before them
             most = -(-(self.max_rows + self.interval) // self.interval) + 1
             assert len(sequence.kv_range.parts[-1].held) <= most * each
-            if not any(part.copies for part in sequence.kv_range.parts):
-                # what is not committed is not read
-                if all(part.num_mapped >= len(part.pages) for part in sequence.kv_range.parts):
-                    self.check_reads(sequence)
+            if all(part.is_committed for part in sequence.kv_range.parts):
+                self.check_reads(sequence)
 
     def finish(self) -> None:
         """Ends all sequences; everything must be back then."""
@@ -232,8 +229,8 @@ class StatesModel:
 
 def _recur(tokens: list[int], heads: np.ndarray, segments) -> None:
     firsts = segments.firsts.tolist()
-    rows = zip(firsts, firsts[1:], segments.sources.tolist(), segments.targets.tolist())
-    for first, end, source, target in rows:
+    records = zip(segments.sources.tolist(), segments.targets.tolist(), strict=True)
+    for (first, end), (source, target) in zip(pairwise(firsts), records, strict=True):
         number = 0
         if source >= 0:
             number = int(heads[source, 0, 0, 0])
