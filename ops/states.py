@@ -63,7 +63,8 @@ class Recurrence(NamedTuple):
 
 class StateOps(Protocol):
     """Operators with a state. A row's bits depend neither on other rows nor on how the rows of its
-    sequence are cut into segments and steps: rows are applied to the state one after another."""
+    sequence are cut into segments and steps: rows are applied to the state one after another. The
+    prompts of a CUDA device are an exception (ops/cuda/states.py)."""
 
     def causal_conv(
         self,

@@ -15,9 +15,10 @@ class CudaStates:
     """Implements StateOps. No call waits for the device: what a launch depends on are shapes, so
     that steps can be captured in graphs.
 
-    Sequences with long_rows rows or more in a step are computed in chunks, unless their keys have a
-    decay for each dim. Their bits depend on where segments begin; ops.triton_kernels.state_chunks
-    says how much. None: every row is computed by itself, and no bit depends on cuts.
+    A sequence with long_rows rows or more in a step is computed in chunks if rows are bf16 and a
+    head has one decay for all dims. Its bits depend on where its segments begin, as
+    ops/triton_kernels/state_chunks.py says. With None every row is computed by itself, and no bit
+    depends on cuts.
     """
 
     def __init__(self, long_rows: int | None = LONG_ROWS) -> None:
@@ -45,7 +46,8 @@ class CudaStates:
         q, k, v, a = (dense(x) for x in (q, k, v, a))
         b = None if b is None else dense(b)
         long_rows = self._long_rows
-        if long_rows is None or rule.bias.dim() == 2 or q.shape[2] > MAX_KEY_DIM:
+        has_chunks = rule.bias.dim() == 1 and q.shape[2] <= MAX_KEY_DIM
+        if long_rows is None or not has_chunks or not q.dtype == k.dtype == torch.bfloat16:
             long_rows = rows + 1
         apply_rows(q, k, v, a, b, rule, states, segments, out, long_rows)
         if rows >= long_rows:  # or no sequence has so many
