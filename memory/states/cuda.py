@@ -57,8 +57,7 @@ class CudaStates:
         sizes = self._sizes(num_rows)
         ends = np.cumsum(_aligned(sizes))
         numbers[0] = ends[-1]
-        columns = np.split(numbers[1 : 1 + ends[-1]], ends[:-1])
-        firsts, sources, targets, begins = columns
+        firsts, sources, targets, begins = np.split(numbers[1 : 1 + ends[-1]], ends[:-1])
         n = step.num_decodes
         assert sum(step.num_rows[:n]) == n, "no drafts"
         length = np.asarray(step.kv_lens[:n], np.int64)
@@ -88,7 +87,7 @@ class CudaStates:
         """Returns those of steps that were filled for num_rows rows."""
         sizes = self._sizes(num_rows)
         aligned = _aligned(sizes)
-        columns = self._buffer[: sum(aligned)].split(aligned)
+        columns = torch.split(self._buffer[: sum(aligned)], aligned)
         return StateSegments(*(column[:size] for column, size in zip(columns, sizes, strict=True)))
 
 

@@ -245,14 +245,14 @@ class _NoAttention:
     """Attention without K/V, to measure the memory of everything else. rows: those of the step."""
 
     def __init__(self, model: Decoder, rows: Tensor) -> None:
-        self._layers = model.attention_layers()
-        self._state_layers, self._rows = model.spec.state_layers, rows
+        self._model, self._layers, self._rows = model, model.attention_layers(), rows
 
     @cached_property
     def states(self) -> CudaStepStates:
         from memory.states.cuda import unkept_states  # only models with states need it
 
-        return unkept_states(self._state_layers, len(self._rows), self._rows.device)
+        layers = self._model.spec.state_layers
+        return unkept_states(layers, len(self._rows), self._rows.device)
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)
