@@ -22,6 +22,8 @@ sequence has LONG_ROWS rows in each step. Other sequences never do.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,7 @@ from ops.states import Recurrence, StateSegments
 from ops.triton_kernels.state_rule import UNIT_EPS, sigmoid, softplus
 from ops.triton_kernels.tiles import as_operand
 
+_IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 # A sequence with so many rows in a step is computed in chunks.
 LONG_ROWS = 256
 # Keys of more dims would not fit in shared memory.
@@ -79,10 +82,22 @@ def plan_kernel(
 
 
 @triton.jit
+def _rounded(x):
+    """Returns x: fp32 as an operand of bf16, half to even. The interpreter would truncate, and it
+    multiplies in fp32."""
+    if _IS_INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
 def _split(x):
-    """Returns two operands of bf16 whose sum is x: fp32, but for a relative 2^-16."""
-    high = as_operand(x, tl.bfloat16)
-    return high, as_operand(x - high.to(tl.float32), tl.bfloat16)
+    """Returns two operands of bf16 whose sum is x: fp32, but for a relative 2^-17."""
+    high = _rounded(x)
+    return high, _rounded(x - high.to(tl.float32))
 
 
 @triton.jit
