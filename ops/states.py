@@ -26,7 +26,9 @@ class StateSegments(NamedTuple):
     firsts: [G + 1] int64, the first row of each segment, and T. sources, targets: [G] int64, the
     records that a segment reads its state from, and writes it to; NO_RECORD for none. They may be
     the same. sequences: [S + 1] int64, the first segment of each sequence, and G; the segments of
-    a sequence are computed in order. On the device of the states.
+    a sequence are computed in order. On the device of the states. Where a device computes steps of
+    fixed sizes, the rows, segments and sequences of a step may be fewer: rows from the last one of
+    firsts on have undefined results, and segments from the last one of sequences on do nothing.
     """
 
     firsts: Tensor

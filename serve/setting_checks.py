@@ -130,8 +130,8 @@ def check_for_states(settings: object, model_type: str, backend: str) -> None:
     speculation = getattr(settings, "speculation", "off")
     if backend == "cuda" and speculation in (*_WITH_DRAFT_MODEL, *DRAFT_HEADS):
         raise ConfigError(
-            f"speculation {speculation} cannot be used with {model_type} on a GPU, where layers with"
-            " states have no drafts; use lookup, which is off there, or backend cpu"
+            f"speculation {speculation} cannot be used with {model_type}, whose layers have states,"
+            " on a GPU; use lookup, which drafts nothing there, or backend cpu"
         )
 
 

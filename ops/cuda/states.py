@@ -10,6 +10,8 @@ from ops.triton_kernels import state_rows
 from ops.triton_kernels.state_chunks import LONG_ROWS, MAX_KEY_DIM, apply_chunks
 from ops.triton_kernels.state_rule import apply_rows, dense
 
+_NEVER = 1 << 30  # rows, whatever the step: a kernel is compiled for one number
+
 
 class CudaStates:
     """Implements StateOps. No call waits for the device: what a launch depends on are shapes, so
@@ -48,7 +50,7 @@ class CudaStates:
         long_rows = self._long_rows
         has_chunks = rule.bias.dim() == 1 and q.shape[2] <= MAX_KEY_DIM
         if long_rows is None or not has_chunks or not q.dtype == k.dtype == torch.bfloat16:
-            long_rows = rows + 1
+            long_rows = _NEVER
         apply_rows(q, k, v, a, b, rule, states, segments, out, long_rows)
         if rows >= long_rows:  # or no sequence has so many
             apply_chunks(q, k, v, a, b, rule, states, segments, out, long_rows)

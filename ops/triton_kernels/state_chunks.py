@@ -45,9 +45,10 @@ _BLOCK = tl.constexpr(16)
 _VALUES = 16
 
 
-@triton.jit
+# Numbers that differ from step to step must not be compiled into a kernel.
+@triton.jit(do_not_specialize=["num_sequences", "num_slots"])
 def plan_kernel(
-    firsts_at, sequences_at, chunks_at, num_chunks_at, num_segments, num_sequences, num_slots,
+    firsts_at, sequences_at, chunks_at, num_chunks_at, num_sequences, num_slots,
     long_rows, SEGMENTS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """Lists the chunks of long sequences: chunks: [2, slots] int64, first rows and numbers of rows.
@@ -56,6 +57,7 @@ def plan_kernel(
     """
     lanes = tl.arange(0, SEGMENTS)
     total = tl.zeros((), tl.int64)
+    num_segments = tl.load(sequences_at + num_sequences)  # without padding
     for start in range(0, num_segments, SEGMENTS):
         segment = start + lanes
         is_segment = segment < num_segments
@@ -155,7 +157,7 @@ def _inverse(a, t):
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def prepare_kernel(
     q_at, k_at, a_at, b_at, rates_at, bias_at, chunks_at, num_chunks_at,
     scores_at, inverses_at, factors_at,
@@ -238,6 +240,7 @@ def chunks_kernel(
     DK_PAD: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """Applies the chunks of a long sequence to BV columns of a head's state, one after another."""
+    states_at = states_at.to(tl.pointer_type(tl.float32), bitcast=True)
     head, sequence = tl.program_id(1), tl.program_id(2)
     begin, stop = tl.load(sequences_at + sequence), tl.load(sequences_at + sequence + 1)
     if tl.load(firsts_at + stop) - tl.load(firsts_at + begin) < long_rows:
@@ -312,8 +315,8 @@ def apply_chunks(
     num_slots = rows // _CHUNK.value + num_segments
     chunks = torch.empty(2 * num_slots + 1, dtype=torch.int64, device=v.device)
     plan_kernel[(1,)](
-        segments.firsts, segments.sequences, chunks, chunks[-1:], num_segments, num_sequences,
-        num_slots, long_rows,
+        segments.firsts, segments.sequences, chunks, chunks[-1:], num_sequences, num_slots,
+        long_rows,
         SEGMENTS=min(256, triton.next_power_of_2(num_segments)), SEQUENCES=16,
     )  # fmt: skip
     scores = torch.empty(rows, heads, 2, _CHUNK.value, dtype=torch.bfloat16, device=v.device)
@@ -328,7 +331,7 @@ def apply_chunks(
         num_warps=8,
     )  # fmt: skip
     chunks_kernel[(triton.cdiv(value_dim, _VALUES), heads, num_sequences)](
-        q, k, v, rule.skip, scores, inverses, factors, states, out, *segments,
+        q, k, v, rule.skip, scores, inverses, factors, states.data_ptr(), out, *segments,
         q.stride(0), k.stride(0), v.stride(0), states.stride(0), long_rows,
         DK_PAD=pad, DV=value_dim, BV=_VALUES,
         DELTA=rule.is_delta, SKIP=rule.skip is not None, **shared,

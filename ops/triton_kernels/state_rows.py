@@ -38,6 +38,7 @@ def conv_kernel(
 
     So one program alone reads and writes a state. TAPS: WIDTH - 1 as a power of two.
     """
+    states_at = states_at.to(tl.pointer_type(tl.float32), bitcast=True)
     sequence, part = tl.program_id(1), tl.program_id(2)
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = channels < num_channels
@@ -103,7 +104,7 @@ def causal_conv(
     parts = max(1, -(-rows // _ROWS_OF_A_PROGRAM))
     tile_rows = min(_TILE_ROWS, triton.next_power_of_2(max(1, rows)))
     conv_kernel[(triton.cdiv(channels, _TILE_CHANNELS), num_sequences, parts)](
-        x, weight.contiguous(), bias, states, out, *segments,
+        x, weight.contiguous(), bias, states.data_ptr(), out, *segments,
         x.stride(0), states.stride(0), channels,
         WIDTH=width, ACT=ACTIVATIONS[activation], BIAS=bias is not None,
         BT=tile_rows, BC=_TILE_CHANNELS, TAPS=triton.next_power_of_2(width - 1),

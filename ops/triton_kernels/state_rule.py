@@ -57,6 +57,7 @@ def rule_kernel(
     BY_DIM: decay has a factor for each row of the state. Sequences of long_rows rows or more are
     left to another kernel.
     """
+    states_at = states_at.to(tl.pointer_type(tl.float32), bitcast=True)
     head, sequence = tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, DK_PAD)
     cols = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -174,7 +175,7 @@ def apply_rows(
     block = min(triton.next_power_of_2(value_dim), max(1, _STATE_BLOCK // pad))
     grid = (triton.cdiv(value_dim, block), heads, len(segments.sequences) - 1)
     rule_kernel[grid](
-        q, k, v, a, b, rule.rates, rule.bias, rule.skip, states, out, *segments,
+        q, k, v, a, b, rule.rates, rule.bias, rule.skip, states.data_ptr(), out, *segments,
         q.stride(0), k.stride(0), v.stride(0), a.stride(0),
         0 if b is None else b.stride(0), states.stride(0),
         rule.scale, rule.beta_scale, rule.dt_min, rule.dt_max, long_rows,

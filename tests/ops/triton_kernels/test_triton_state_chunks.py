@@ -146,8 +146,8 @@ def test_the_list_of_chunks(seed):
     assert len(want) <= slots
     chunks = torch.full((2 * slots + 1,), -7, device=DEVICE)
     plan_kernel[(1,)](
-        segments.firsts, segments.sequences, chunks, chunks[-1:], len(segments.sources),
-        len(sequences), slots, LONG, SEGMENTS=8, SEQUENCES=16,
+        segments.firsts, segments.sequences, chunks, chunks[-1:], len(sequences), slots, LONG,
+        SEGMENTS=8, SEQUENCES=16,
     )  # fmt: skip
     found = chunks[:-1].view(2, slots).t().tolist()
     assert chunks[-1] == len(want)

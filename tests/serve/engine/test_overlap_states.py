@@ -1,5 +1,5 @@
-"""Overlapped steps of sequences with states, whose rows cannot be computed again: what a failed step
-and those behind it may have changed is not used."""
+"""Overlapped steps of sequences with states, whose rows cannot be computed again: what a failed
+step and those behind it may have changed is not used."""
 
 from __future__ import annotations
 
