@@ -1,7 +1,8 @@
 """The least that a model's steps must do.
 
 A step reads every weight and the K/V of its decode rows once, and of a mixture the experts that its
-rows draw; it reads and writes the states of decode rows. It multiplies every row by every weight, and by those of its own experts.
+rows draw. It reads and writes the states of its decode rows, and multiplies every row by every
+weight, and by those of its own experts.
 """
 
 from __future__ import annotations
