@@ -10,8 +10,8 @@ from quant.kv import RECENT_BLOCK
 
 
 def sequence_bytes(shape: Shape, precision: Precision, context: float) -> float:
-    """Returns the bytes of one sequence's K/V and state; layers with a window keep only the window's
-    tokens. int4 K/V has the last tokens in int8, too. A sequence needs a second state only while it
+    """Returns the bytes of one sequence's K/V and state; layers with a window keep only its tokens.
+    int4 K/V has the last tokens in int8, too. A sequence needs a second state only while it
     begins an interval, and earlier ones that the prefix cache keeps give way."""
     kept = sum(
         token_bytes * (context if window is None else min(context, window))

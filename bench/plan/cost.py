@@ -130,7 +130,7 @@ class Attention:
         )
 
     def states(self, rows: float) -> Stage:
-        """Returns the stage of the states of decode rows. Those of prompts are read and written once
+        """Returns the stage of the states of decode rows. A prompt's state is read and written once
         for many rows."""
         return Stage("states", rows * self._state_s)
 

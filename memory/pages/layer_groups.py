@@ -84,7 +84,8 @@ class GroupPages:
         self.unit_tokens = lcm(page_bytes, self._tile_bytes) // group.token_bytes
         self._max_tokens = sys.maxsize if group.max_tokens is None else group.max_tokens
         self.max_pages = self._pages_in_reach(max_rows)
-        self.max_decode_pages = self._pages_in_reach(1)
+        # A second state is there only while an interval begins.
+        self.max_decode_pages = self.slots_for(1) if self.is_state else self._pages_in_reach(1)
         # The number of the page key for each slot. Keys are in the order in which the pages of all
         # groups become complete. With one group, key i is the key of slot i.
         self.key_numbers: Sequence[int] = range(sys.maxsize)
@@ -185,5 +186,6 @@ class PageLayout:
         return sum([min(g.slots_for(num_tokens), g.max_pages) for g in self.groups])
 
     def pages_at(self, num_tokens: int) -> int:
-        """Returns the most pages that a sequence holds while it decodes at num_tokens tokens."""
+        """Returns the most pages that a sequence holds while it decodes at num_tokens tokens; of
+        states those that it holds nearly always."""
         return sum([min(g.slots_for(num_tokens), g.max_decode_pages) for g in self.groups])
