@@ -299,7 +299,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 9216,
         "linear_num_value_heads": 32,
     },
-    # A model with states, a mixture and one with latent attention for smoke tests.
+    # Models with states, a mixture and one with latent attention for smoke tests.
     "tiny-states": _QWEN35
     | {
         "hidden_size": 64,
@@ -313,6 +313,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "vocab_size": 1024,
+    },
+    "tiny-convolutions": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": 3,
+        "full_attn_idxs": [2],
+        "norm_eps": 1e-5,
+        "vocab_size": 1024,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 2048,
+        "rope_theta": 1000000.0,
     },
     "tiny-mixture": {
         "architectures": ["Qwen3MoeForCausalLM"],
