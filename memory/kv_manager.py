@@ -320,7 +320,7 @@ class KVManager:
         self._update_promise(target)
         for part in target.parts:
             self._num_held -= len(part.pages) - part.num_released
-            if part.group.is_state:  # the end of a turn: the next one begins here
+            if part.group.is_state:  # the next turn begins here, or this one goes on
                 self._finder.use(part.newest)
             elif part.group.window is not None:
                 self.prefixes.use(part.held)

@@ -118,7 +118,7 @@ def check_draft_use(speculation: str, draft_model: object) -> None:
         raise ConfigError(f"draft_model needs speculation {names}, not {speculation}")
 
 
-def check_for_states(settings: object, model_type: str, backend: str) -> None:
+def check_for_states(settings: _Drafts, model_type: str, backend: str) -> None:
     """Raises ConfigError that names a setting that models whose layers have states cannot have.
     backend: the one that is used."""
     for setting in ("memory_nodes", "kvp", "borrow", "kv_peers", "kv_listen"):
@@ -127,7 +127,7 @@ def check_for_states(settings: object, model_type: str, backend: str) -> None:
                 f"{setting} cannot be used with {model_type}, whose layers have states, which stay"
                 " on this machine"
             )
-    speculation = getattr(settings, "speculation", "off")
+    speculation = settings.speculation
     if backend == "cuda" and speculation in (*_WITH_DRAFT_MODEL, *DRAFT_HEADS):
         raise ConfigError(
             f"speculation {speculation} cannot be used with {model_type}, whose layers have states,"

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memory.attention.cuda import CudaAttention, CudaPlan
-from memory.attention.seam import AttentionStep, Finished, LayerState, Rotation, Ticket
-from memory.states.layout import StateLayer, StateLayout
-from memory.states.records import LayerRecords, layers_in_records
+from memory.attention.seam import AttentionStep, Finished, Rotation, Ticket
+from memory.states.layout import StateLayout
+from memory.states.records import LayerRecords, RecordStates, layers_in_records
 from memory.states.segments import cuts
 from ops.cuda.attention import PrefillChunk
 from ops.states import NO_RECORD, StateSegments
@@ -167,7 +167,7 @@ class CudaStatefulPlan:
         self, attention: CudaPlan, layers: Sequence[LayerRecords], segments: StateSegments
     ) -> None:
         self._attention = attention
-        self.states = CudaStepStates(layers, segments)
+        self.states = RecordStates(layers, segments)
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return self._attention.begin(layer, q)
@@ -176,37 +176,3 @@ class CudaStatefulPlan:
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Finished:
         return self._attention.finish(ticket, k, v, rotation)
-
-
-class CudaStepStates:
-    """Implements StepStates."""
-
-    def __init__(self, layers: Sequence[LayerRecords], segments: StateSegments) -> None:
-        self._layers = layers
-        self._segments = segments
-
-    def layer(self, number: int) -> LayerState:
-        records = self._layers[number]
-        return LayerState(records.conv, records.heads, self._segments)
-
-
-def unkept_states(
-    layers: Sequence[StateLayer], num_rows: int, device: torch.device
-) -> CudaStepStates:
-    """Returns states for num_rows rows of one sequence, which are not kept after them, to measure
-    the memory of a step."""
-
-    def one(shape: Sequence[int]) -> Tensor:
-        return torch.zeros(1, *shape, device=device)
-
-    records = [
-        LayerRecords(
-            one(layer.conv),
-            None if layer.heads is None else one(layer.heads),
-            one((0, layer.row_values)),
-        )
-        for layer in layers
-    ]
-    columns = [0, num_rows], [NO_RECORD], [NO_RECORD], [0, 1]
-    segments = StateSegments(*(torch.tensor(column, device=device) for column in columns))
-    return CudaStepStates(records, segments)

@@ -97,7 +97,7 @@ class OverlappedExecutor(StepExecutor):
             self._launch_failed(plan, error)
             return
         if pending.late:
-            plan = plan.without_late(pending.late)
+            plan = self._without_late(plan, pending.late)
         self._in_flight.append(LaunchedStep(plan, pending, now_s))
         apply_launch(self._scheduler, plan)
         drafting = self._scheduler.drafting if self._device.tokens_on_device else None

@@ -249,7 +249,7 @@ class _NoAttention:
 
     @cached_property
     def states(self) -> CudaStepStates:
-        from memory.states.cuda import unkept_states  # only models with states need it
+        from memory.states.records import unkept_states  # only models with states need it
 
         layers = self._model.spec.state_layers
         return unkept_states(layers, len(self._rows), self._rows.device)

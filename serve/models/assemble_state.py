@@ -124,8 +124,8 @@ class StateAssembler:
 
     def _mamba(self, spec: MambaSpec, number: int, fusion: Fusion) -> Mamba:
         names = self._names
-        scales = None
-        if spec.part_scales:
+        scales, rates = None, self._rates(spec.num_heads)
+        if spec.part_scales and rates is not None:  # None while names are only noted
             each = zip(spec.part_scales, spec.part_sizes, strict=True)
             scales = torch.cat([torch.full((size,), scale) for scale, size in each])
             scales = (scales * spec.in_scale).to(self._backend.device)
@@ -140,7 +140,7 @@ class StateAssembler:
             ),
             conv=self._conv(sizes, spec.width, has_bias=spec.has_conv_bias),
             rule=Recurrence(
-                rates=self._rates(spec.num_heads),
+                rates=rates,
                 bias=self._fp32(names.bias, (spec.num_heads,)),
                 is_delta=False,
                 scale=1.0,

@@ -28,6 +28,7 @@ from serve.models.tensors import ParameterCounts
 MAX_ALL_EXPERTS = 1 << 17
 MAX_ALL_HEADS = 1 << 18
 MAX_HEAD_VALUES = 1 << 20  # of all heads of a layer
+MAX_STATE_VALUES = 1 << 24  # of a layer
 DTYPES = ("float32", "bfloat16", "float16")
 EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # keys under which multimodal configurations hold that of their language model
@@ -179,6 +180,7 @@ def read_spec(path: Path) -> ModelSpec:
     )
     _check_heads(config, spec)
     _check_experts(config, spec)
+    _check_states(config, spec)
     return spec
 
 
@@ -303,6 +305,18 @@ def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:
         raise ModelLoadError(
             f"{config.source}: {total} experts in all layers; at most {MAX_ALL_EXPERTS} are read"
         )
+
+
+def _check_states(config: ConfigReader, spec: ModelSpec) -> None:
+    """Bounds what is made of a layer's state before a tensor is known to exist."""
+    for state in dict.fromkeys(spec.state_layers):
+        largest = max(state.num_bytes // 4, 64 * state.row_values)
+        if largest > MAX_STATE_VALUES:
+            raise ModelLoadError(
+                f"{config.source}: the state of a layer has {state.num_bytes // 4} values, computed"
+                f" from {state.row_values} in a row; at most {MAX_STATE_VALUES} and"
+                f" {MAX_STATE_VALUES // 64} are read"
+            )
 
 
 def _check_heads(config: ConfigReader, spec: ModelSpec) -> None:

@@ -93,7 +93,7 @@ class StatesModel:
         first, end = (self.kv.group_offset(len(groups) + i) for i in (0, 1))
         self.states = LocalStates(layout, address + first, end - first)
         views = self.states.layers
-        self._records = [(c.numpy(), None if h is None else h.numpy()) for c, h in views]
+        self._records = [(c.numpy(), None if h is None else h.numpy()) for c, h, _ in views]
         self._kv = [self._kv_values(address, number) for number in range(len(groups))]
         self.hasher = PrefixHasher(self.kv.page_end, b"secret")
         self.running: list[Running] = []

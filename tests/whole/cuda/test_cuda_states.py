@@ -91,7 +91,9 @@ def test_preempted_sequences_give_the_same_tokens(family):
         assert llm.stats().num_preemptions > 0
         assert llm.stats().pages_in_use == 0
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == reference_greedy(checkpoint(family, "long"), prompt, 8)
+        assert output.outputs[0].token_ids == reference_greedy(
+            checkpoint(family, "long"), prompt, 8
+        )
 
 
 @pytest.fixture
@@ -122,7 +124,9 @@ def test_a_step_that_fails_when_the_next_is_launched_ends_no_request(family, dev
         assert llm.stats().num_preemptions == 2
         assert llm.stats().pages_in_use == 0
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == reference_greedy(checkpoint(family, "long"), prompt, 6)
+        assert output.outputs[0].token_ids == reference_greedy(
+            checkpoint(family, "long"), prompt, 6
+        )
 
 
 @interpreted
