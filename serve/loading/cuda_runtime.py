@@ -43,8 +43,9 @@ from serve.runner.graph_shapes import StepShapes
 from serve.runner.step_device import CudaStepDevice, HostStepDevice, StepDevice
 
 if TYPE_CHECKING:
-    from memory.states.cuda import CudaStatefulAttention, CudaStepStates
+    from memory.states.cuda import CudaStatefulAttention
     from memory.states.layout import StateLayout
+    from memory.states.records import RecordStates
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +249,7 @@ class _NoAttention:
         self._model, self._layers, self._rows = model, model.attention_layers(), rows
 
     @cached_property
-    def states(self) -> CudaStepStates:
+    def states(self) -> RecordStates:
         from memory.states.records import unkept_states  # only models with states need it
 
         layers = self._model.spec.state_layers

@@ -109,8 +109,8 @@ def load_draft_weights(config: EngineConfig, progress: LoadProgress) -> DraftWei
     source = read_source(own)
     if source.spec.state_layers:
         raise ConfigError(
-            f"draft_model: the layers of {source.spec.model_type} have states, which rejected drafts"
-            " would change for good; use a draft model with attention alone"
+            f"draft_model: the layers of {source.spec.model_type} have states, which rejected"
+            " drafts would change for good; use a draft model with attention alone"
         )
     check_weights_fit(own, source.spec, source.precision)
     token_bytes = _token_bytes(source.config, source.spec)

@@ -95,8 +95,8 @@ class FillingMasks:
         self._late: frozenset[Sequence] | None = None
 
     def wait(self) -> frozenset[Sequence]:
-        """Blocks until the masks are ready, or for as long as a step waits. Returns the late sequences, never
-        all of the step's. A second call returns the same."""
+        """Blocks until the masks are ready, or for as long as a step waits. Returns the late
+        sequences, never all of the step's. A second call returns the same."""
         if self._filler is None:
             return NO_SEQUENCES
         if self._late is None:

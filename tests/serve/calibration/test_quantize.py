@@ -24,7 +24,7 @@ from tests.support.profile import every_day
 
 TEXT = "The small boat sailed over the quiet lake until the moon came up. " * 40
 LLAMA = ("llama", "base")
-# what differs: biases, norms and windows, a fused product, experts, latents
+# what differs: biases, norms and windows, a fused product, experts, latents, states
 OTHERS = [
     ("opt", "base"),
     ("olmo3", "window"),
@@ -32,6 +32,9 @@ OTHERS = [
     ("qwen2", "base"),
     ("qwen3_moe", "head-24"),
     ("deepseek_v3", "yarn"),
+    ("qwen3_5_text", "net"),
+    ("lfm2", "convs"),
+    ("bamba", "mixer"),
 ]
 
 
