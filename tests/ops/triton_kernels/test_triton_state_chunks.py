@@ -134,6 +134,7 @@ def test_the_list_of_chunks(seed):
         [(rng.choice((0, 1, 9, 63, 64, 65, 150)), 0, 0) for _ in range(rng.randrange(4))]
         for _ in range(rng.choice((3, 40)))
     ]
+    sequences += [[(LONG, 0, 0)], [(LONG - 1, 0, 0)]]
     segments = segments_of(*sequences)
     want, row = [], 0
     for pieces in sequences:
