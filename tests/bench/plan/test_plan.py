@@ -61,8 +61,13 @@ PARAMETERS = {
 ROUNDED = {
     "gemma-4-26b-a4b": (25.2, 3.8),
     "glm-4.7-flash": (29.9, 3.9),
+    "lfm2-1.2b": (1.17, 1.17),
     "ministral-3-8b": (8.5, 8.5),
     "qwen3-30b-a3b": (30.5, 3.35),
+    # without what sees pictures
+    "qwen3.5-0.8b": (0.75, 0.75),
+    "qwen3.5-4b": (4.2, 4.2),
+    "qwen3.5-9b": (8.95, 8.95),
 }
 # 1 TB/s, 100 TFLOP/s in bf16, 200 in int8, 10 in fp32
 ROUND = Device(
