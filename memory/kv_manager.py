@@ -86,7 +86,7 @@ class KVManager:
         self._finder = PrefixFinder(layout, self.prefixes)
         self.match = self._finder.match
         self.num_shared_pages = self._finder.num_shared_pages
-        self.insert_prefix = self._finder.insert
+        self._has_states = any(group.is_state for group in groups)
         self.ranges = _make_ranges(layout, num_ranges, first_start)
         numbers = range(len(layout.groups))
         self.space = AddressSpace(
@@ -230,6 +230,13 @@ class KVManager:
     ) -> bool:
         return self._finder.fetch(keys, self.num_available - self._promised, compute_s)
 
+    def insert_prefix(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
+        self._finder.insert(target, keys, num_computed)
+        if self._has_states:  # the record before the current one is not read any more
+            for part in [part for part in target.parts if part.group.is_state]:
+                self._release_behind(part, part.group.first_slot(num_computed))
+            self._update_promise(target)
+
     # ---- open, grow, close
 
     def open(self, num_tokens: int, hit: PrefixHit | None = None) -> Range:
@@ -313,7 +320,7 @@ class KVManager:
         self._update_promise(target)
         for part in target.parts:
             self._num_held -= len(part.pages) - part.num_released
-            if part.group.is_state:  # the end of a turn: the next one begins here
+            if part.group.is_state:  # the next turn begins here, or this one goes on
                 self._finder.use(part.newest)
             elif part.group.window is not None:
                 self.prefixes.use(part.held)

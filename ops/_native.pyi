@@ -9,6 +9,7 @@ MAX_HEAD_DIM: int
 DRAW_BYTES: int
 DRAWN_BYTES: int
 MAX_TOP: int
+MAX_CONV_WIDTH: int
 
 def instruction_sets() -> list[str]: ...
 def instruction_set() -> str: ...
@@ -113,6 +114,7 @@ def checksum(address: int, size: int) -> int: ...
 def read_bytes(address: int, size: int) -> int: ...
 def copy_bytes(to: int, source: int, size: int) -> None: ...
 def multiply_i8(rounds: int) -> float: ...
+def multiply_f32(rounds: int) -> float: ...
 def multiply_bf16(rounds: int) -> float: ...
 
 class _Linear:
@@ -266,6 +268,85 @@ class HeadLayer:
     def __init__(self, products: Sequence[int], kind: int) -> None: ...
     def run(
         self, x: int, stride: int, head_stride: int, dtype: int, rows: int, out: int
+    ) -> None: ...
+
+class StatePlan:
+    def __init__(
+        self,
+        firsts: int,
+        sources: int,
+        targets: int,
+        num_segments: int,
+        sequences: int,
+        num_sequences: int,
+        states: int,
+        stride: int,
+        num_records: int,
+        rows: int,
+    ) -> None: ...
+
+def convolve(
+    plan: StatePlan,
+    x: int,
+    stride: int,
+    dtype: int,
+    channels: int,
+    width: int,
+    weight: int,
+    bias: int,
+    has_silu: bool,
+    out: int,
+) -> None: ...
+def gate_and_norm(
+    x: int,
+    x_stride: int,
+    x_type: int,
+    gate: int,
+    gate_stride: int,
+    gate_type: int,
+    rows: int,
+    num_in: int,
+    group: int,
+    weight: int,
+    eps: float,
+    is_silu: bool,
+    gates_first: bool,
+    out: int,
+) -> None: ...
+
+class LinearAttentionCall:
+    def __init__(
+        self,
+        heads: int,
+        key_heads: int,
+        key_dim: int,
+        value_dim: int,
+        rates: int,
+        bias: int,
+        skip: int,
+        is_delta: bool,
+        is_per_channel: bool,
+        has_unit_keys: bool,
+        scale: float,
+        beta_scale: float,
+        dt_min: float,
+        dt_max: float,
+    ) -> None: ...
+    def run(
+        self,
+        plan: StatePlan,
+        dtype: int,
+        q: int,
+        q_stride: int,
+        k: int,
+        k_stride: int,
+        v: int,
+        v_stride: int,
+        a: int,
+        a_stride: int,
+        b: int,
+        b_stride: int,
+        out: int,
     ) -> None: ...
 
 class StepPlan:

@@ -26,7 +26,9 @@ class StateSegments(NamedTuple):
     firsts: [G + 1] int64, the first row of each segment, and T. sources, targets: [G] int64, the
     records that a segment reads its state from, and writes it to; NO_RECORD for none. They may be
     the same. sequences: [S + 1] int64, the first segment of each sequence, and G; the segments of
-    a sequence are computed in order. On the device of the states.
+    a sequence are computed in order. On the device of the states. Where a device computes steps of
+    fixed sizes, the rows, segments and sequences of a step may be fewer: rows from the last one of
+    firsts on have undefined results, and segments from the last one of sequences on do nothing.
     """
 
     firsts: Tensor
@@ -63,7 +65,8 @@ class Recurrence(NamedTuple):
 
 class StateOps(Protocol):
     """Operators with a state. A row's bits depend neither on other rows nor on how the rows of its
-    sequence are cut into segments and steps: rows are applied to the state one after another."""
+    sequence are cut into segments and steps: rows are applied to the state one after another. The
+    prompts of a CUDA device are an exception (ops/cuda/states.py)."""
 
     def causal_conv(
         self,

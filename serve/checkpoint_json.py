@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,13 @@ class ConfigReader:
 
     def fail(self, key: str, complaint: str) -> ModelLoadError:
         return ModelLoadError(f"{self.source}: {key} {complaint}")
+
+    def aliased(self, aliases: Mapping[str, str]) -> ConfigReader:
+        """Returns a reader that knows keys of the file by the names that aliases give them; its
+        errors have the file's."""
+        renamed = {name: self.values[key] for key, name in aliases.items() if self.has(key)}
+        keys = {n: k for k, n in aliases.items() if n in renamed or not self.has(n)}
+        return _AliasedReader(self.values | renamed, self.source, keys)
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -108,3 +116,14 @@ class ConfigReader:
         if value is None:
             raise self.fail(key, "is missing")
         return value
+
+
+class _AliasedReader(ConfigReader):
+    """A reader that knows some keys by other names; keys: the file's, by those names."""
+
+    def __init__(self, values: dict[str, Any], source: str, keys: Mapping[str, str]) -> None:
+        super().__init__(values, source)
+        self._keys = keys
+
+    def fail(self, key: str, complaint: str) -> ModelLoadError:
+        return super().fail(self._keys.get(key, key), complaint)

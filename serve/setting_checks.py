@@ -118,17 +118,20 @@ def check_draft_use(speculation: str, draft_model: object) -> None:
         raise ConfigError(f"draft_model needs speculation {names}, not {speculation}")
 
 
-def check_for_states(settings: object, model_type: str) -> None:
-    """Raises ConfigError that names a setting that models whose layers have states cannot have."""
+def check_for_states(settings: _Drafts, model_type: str, backend: str) -> None:
+    """Raises ConfigError that names a setting that models whose layers have states cannot have.
+    backend: the one that is used."""
     for setting in ("memory_nodes", "kvp", "borrow", "kv_peers", "kv_listen"):
         if getattr(settings, setting):
             raise ConfigError(
                 f"{setting} cannot be used with {model_type}, whose layers have states, which stay"
                 " on this machine"
             )
-    if getattr(settings, "backend", None) == "cuda":
+    speculation = settings.speculation
+    if backend == "cuda" and speculation in (*_WITH_DRAFT_MODEL, *DRAFT_HEADS):
         raise ConfigError(
-            f"backend cuda cannot serve {model_type}, whose layers have states; use backend cpu"
+            f"speculation {speculation} cannot be used with {model_type}, whose layers have states,"
+            " on a GPU; use lookup, which drafts nothing there, or backend cpu"
         )
 
 

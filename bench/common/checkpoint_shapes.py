@@ -299,8 +299,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 9216,
         "linear_num_value_heads": 32,
     },
-    # Short convolutions, a mixture and a model with latent attention for smoke tests.
-    "tiny-states": {
+    # Models with states, a mixture and one with latent attention for smoke tests.
+    "tiny-states": _QWEN35
+    | {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "vocab_size": 1024,
+    },
+    "tiny-convolutions": {
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",
         "hidden_size": 64,

@@ -1,7 +1,8 @@
 """The least that a model's steps must do.
 
 A step reads every weight and the K/V of its decode rows once, and of a mixture the experts that its
-rows draw. It multiplies every row by every weight, and by those of its own experts.
+rows draw; it reads and writes the states of its sequences. It multiplies every row by every weight,
+and by those of its own experts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from bench.common.ceilings import Ceiling
 from bench.common.mixtures import MixtureSize
+from memory.states.layout import StateLayout
 from serve.config import EngineConfig
 from serve.engine.step_trace import TracedStep
 from serve.loading.footprint import WeightBytes, weight_bytes
@@ -79,8 +81,11 @@ def attention_costs(spec: ModelSpec, kv_bytes: float) -> list[AttentionCost]:
         for layer in layers
     ]
     stored = sum(w for w, layer in zip(widths, layers, strict=True) if layer.shares is None)
+    described_layers = [each for each in spec.layers if each.attention is not None]
+    if spec.draft_head is not None:
+        described_layers.append(spec.draft_head.layer)
     costs = []
-    for layer, width, described in zip(layers, widths, spec.layers, strict=True):
+    for layer, width, described in zip(layers, widths, described_layers, strict=True):
         value_dim = layer.head_dim if layer.value_dim is None else layer.value_dim
         decode = prefill = 2 * layer.num_heads * (layer.head_dim + value_dim)
         attention = described.attention
@@ -90,6 +95,11 @@ def attention_costs(spec: ModelSpec, kv_bytes: float) -> list[AttentionCost]:
         most = min((n for n in (layer.window, layer.chunk) if n is not None), default=None)
         costs.append(AttentionCost(decode, prefill, kv_bytes * width / stored, most))
     return costs
+
+
+def state_bytes(spec: ModelSpec) -> int:
+    """Returns the bytes of a sequence's state in all layers that have one."""
+    return StateLayout(spec.state_layers, 1).record_bytes if spec.state_layers else 0
 
 
 class ModelCost:
@@ -111,6 +121,7 @@ class ModelCost:
         self._expert_weight_bytes = weights.experts / counts.experts if counts.experts else 0.0
         self._routed_weights = sum(each.top_k * each.parameters for each in self.mixtures)
         self._attention = attention_costs(spec, kv_bytes)
+        self._state_bytes = state_bytes(spec)
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, kv_bytes: int) -> ModelCost:
@@ -133,6 +144,8 @@ class ModelCost:
         num_sampled = work.num_decodes + work.num_chunks if work.samples else 0
         row_weights = self.block_weights + self._routed_weights
         read = self._read_bytes + self.expert_bytes(work.num_rows, drawn)
+        # states are read, and written
+        read += 2 * (work.num_decodes + work.num_chunks) * self._state_bytes
         attention = 0.0
         for layer in self._attention:
             context = layer.pairs(work.num_decodes, work.num_context)

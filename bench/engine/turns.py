@@ -249,7 +249,7 @@ def main() -> None:
     if args.peer_model is not None:
         peer = (args.peer_server, args.peer_model, shlex.split(args.peer_options))
     if args.quick:
-        args.model, shape, args.repeats = "random:tiny-states", Shape(1100, 60, 10, 4), 1
+        args.model, shape, args.repeats = "random:tiny-convolutions", Shape(1100, 60, 10, 4), 1
     turns(
         args.model,
         shape=shape,

@@ -1,11 +1,11 @@
 """The CPU kernels against the machine's ceilings: `serve bench ops [--quick]`.
 
-Before each run of a kernel comes a reading of the ceiling that binds it (reading memory, int8 or
-bf16 multiply-adds on registers, or moving the same bytes), and after it a run of its peer, so that
-the ratios hold although the machine's speed drifts. Operands rotate through more memory than the
-caches hold. The time of as many calls without rows is subtracted from kernels of microseconds, and
-from the moving with which they are compared. The figures and the ratios are medians. The last line
-is one JSON object.
+Before each run of a kernel comes a reading of the ceiling that binds it (reading memory, int8, bf16
+or fp32 multiply-adds on registers, or moving the same bytes), and after it a run of its peer, so
+that the ratios hold although the machine's speed drifts. Operands rotate through more memory than
+the caches hold. The time of as many calls without rows is subtracted from kernels of microseconds,
+and from the moving with which they are compared. The figures and the ratios are medians. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ from ops.cpu.native_ceilings import Ceilings
 
 _READ = 256 << 20
 _ROUNDS = 300_000
+_MULTIPLY = {
+    "i8": Ceilings.multiply_i8,
+    "bf16": Ceilings.multiply_bf16,
+    "f32": Ceilings.multiply_f32,
+}
 _SETTLE_S = 0.02  # after this time torch's threads have stopped spinning
 
 
@@ -52,6 +57,7 @@ class Reading:
     share: float | None
     target: float
     speedup: float | None
+    us_per_row: float | None
 
 
 class Limits:
@@ -70,7 +76,7 @@ class Limits:
             self._half ^= 1
             part = self._buffer[self._half * _READ :][:_READ]
             return _READ / _seconds(lambda: Ceilings.read(part)) / 1e9
-        multiply = Ceilings.multiply_i8 if case.ceiling == "i8" else Ceilings.multiply_bf16
+        multiply = _MULTIPLY[case.ceiling]
         start = time.perf_counter()
         done = multiply(_ROUNDS)
         return done / (time.perf_counter() - start) / 1e9 or None
@@ -111,21 +117,23 @@ def measure(case: Case, limits: Limits, rounds: int) -> Reading:
             peer_rate = case.peer_work / _peer_seconds(case.peer) / 1e9
             speedups.append(rates[-1] / peer_rate)
     pairs = [(rate, top) for rate, top in zip(rates, tops, strict=True) if top is not None]
+    rate = statistics.median(rates)
     return Reading(
         case.name,
         case.shape,
         case.ceiling,
-        statistics.median(rates),
+        rate,
         statistics.median(top for _, top in pairs) if pairs else None,
         statistics.median(rate / top for rate, top in pairs) if pairs else None,
         case.target,
         statistics.median(speedups) if speedups else None,
+        case.work / (rate * 1e3 * case.rows) if case.rows else None,
     )
 
 
 def report(readings: list[Reading], console: Console) -> None:
-    table = Table("kernel", "shape", "rate", "ceiling", "share", "target", "to torch")
-    units = {"read": "GB/s", "moved": "GB/s", "i8": "GOP/s", "bf16": "GFLOP/s"}
+    table = Table("kernel", "shape", "rate", "ceiling", "share", "target", "to torch", "us/row")
+    units = {"read": "GB/s", "moved": "GB/s", "i8": "GOP/s", "bf16": "GFLOP/s", "f32": "GFLOP/s"}
     for r in readings:
         limit, share = "n/a", "n/a"
         if r.limit is not None and r.share is not None:
@@ -140,6 +148,7 @@ def report(readings: list[Reading], console: Console) -> None:
             share,
             f"{r.target:.0%}" if r.target else "",
             "" if r.speedup is None else f"{r.speedup:.1f}x",
+            "" if r.us_per_row is None else f"{r.us_per_row:.3g}",
         )
     console.print(table)
 

@@ -38,6 +38,7 @@ from bench.kernels.ops_linear import (
     linear_cases,
     plain_cases,
 )
+from bench.kernels.ops_states import state_cases
 from ops import Fusion, Norm
 from ops.cpu import sampling
 from ops.cpu.native_ceilings import Ceilings
@@ -255,6 +256,6 @@ def cases(quick: bool) -> Iterator[Case]:
     linear = (linear_cases, gated_cases, plain_cases, int4_cases)
     plain = (plain_decode_cases, plain_prefill_cases)
     attention = (decode_cases, prefill_cases, prefix_cases, latent_cases, *plain)
-    rest = (merge_cases, fused_cases, row_cases, sampler_cases, expert_cases)
+    rest = (merge_cases, fused_cases, row_cases, sampler_cases, expert_cases, state_cases)
     for make in (*linear, *attention, *rest):
         yield from make(quick)

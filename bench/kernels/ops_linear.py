@@ -45,9 +45,10 @@ class Timed:
 class Case:
     """One kernel at one shape. work: the bytes or operations that it must move or do.
 
-    ceiling: read, i8, bf16, or moved, which is what `beside` does with the same bytes. target: the
-    share of the ceiling that the kernel has to reach, 0 where there is none. peer: what a user
-    would call otherwise; its work is peer_work.
+    ceiling: read, i8, bf16, f32, or moved, which is what `beside` does with the same bytes. target:
+    the share of the ceiling that the kernel has to reach, 0 where there is none. peer: what a user
+    would call otherwise; its work is peer_work. rows: all that the calls compute, where the time of
+    a row is asked for.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Case:
     beside: Timed | None = None
     peer: Run | None = None
     peer_work: float = 0.0
+    rows: int = 0
 
 
 def linear_cases(quick: bool) -> Iterator[Case]:

@@ -10,12 +10,14 @@ from quant.kv import RECENT_BLOCK
 
 
 def sequence_bytes(shape: Shape, precision: Precision, context: float) -> float:
-    """Returns the K/V bytes of one sequence; layers with a window keep only the window's tokens.
-    int4 K/V has the last tokens in int8, too."""
+    """Returns the bytes of one sequence's K/V and state; layers with a window keep only its tokens.
+    int4 K/V has the last tokens in int8, too. A sequence needs a second state only while it
+    begins an interval, and earlier ones that the prefix cache keeps give way."""
     kept = sum(
         token_bytes * (context if window is None else min(context, window))
         for window, token_bytes in shape.kv_by_window(precision).items()
     )
+    kept += shape.state_bytes
     if precision.kv != "int4":
         return kept
     again = shape.kv_token_bytes(replace(precision, kv="int8"))
@@ -33,8 +35,9 @@ def kv_bytes(cost: MachineCost) -> float:
 
 
 def max_tokens(cost: MachineCost) -> int:
-    """Returns the number of tokens that fit if no sequence exceeds a window."""
-    return max(0, int(kv_bytes(cost) / cost.shape.kv_token_bytes(cost.precision)))
+    """Returns the number of tokens that fit if no sequence exceeds a window, with one state."""
+    room = kv_bytes(cost) - cost.shape.state_bytes
+    return max(0, int(room / cost.shape.kv_token_bytes(cost.precision)))
 
 
 def max_sequences(cost: MachineCost, context: float) -> int:

@@ -5,6 +5,7 @@
     last product      the same for the sampled rows
     decode attention  reads K/V of the decode rows' tokens, with 4 x q_width operations for each;
                       a latent is read once, with 2 x heads x (its K and V) operations
+    states            reads and writes the states of the decode rows
     prefill attention 4 x q_width operations for each pair of a row and a token
     rows              reads and writes inputs and outputs of products
     network           two all-reduces per layer between n tensor-parallel devices (a ring)
@@ -107,6 +108,7 @@ class Attention:
         # our kernels compute latents in the absorbed form in prefill, too
         is_bound, shards = efficiency.is_overlapped, min(n, shape.num_kv_heads)
         read = efficiency.kv * device.bytes_per_s * shards
+        self._state_s = 2 * shape.state_bytes / (efficiency.kv * device.bytes_per_s * n)
         self._layers = [
             _LayerCost(
                 number,
@@ -126,6 +128,11 @@ class Attention:
             sum(tokens * layer.token_s for layer, tokens in seen),
             sum(tokens * layer.decode_s for layer, tokens in seen),
         )
+
+    def states(self, rows: float) -> Stage:
+        """Returns the stage of the states of decode rows. A prompt's state is read and written once
+        for many rows."""
+        return Stage("states", rows * self._state_s)
 
     def prefill(self, rows: float, pairs: float) -> Stage:
         """Returns the stage of prompt rows. pairs counts each row with each token it attends to."""
@@ -178,6 +185,7 @@ class MachineCost:
         return [
             *self.products(work.num_rows, sampled),
             self.attention.decode(work.num_decodes, attended),
+            self.attention.states(work.num_decodes),
             self.attention.prefill(work.num_rows - work.num_decodes, work.num_pairs),
             Stage("overheads", fixed_s=self._fixed_s(work.num_decodes + work.num_chunks)),
         ]

@@ -93,7 +93,9 @@ def homogeneous(cost: MachineCost, context: float) -> Figures | None:
     batch = kv_bytes(cost) / sequence_bytes(cost.shape, cost.precision, context)
     if batch < 1:
         return None
-    step = products_s(cost, batch) + cost.attention.decode(batch, batch * context).seconds
+    attention = cost.attention
+    step = products_s(cost, batch) + attention.decode(batch, batch * context).seconds
+    step += attention.states(batch).seconds
     name = f"{machine.num_devices} {machine.device.name}"
     return Figures(name, machine.dollars_per_h, batch, 1, step)
 

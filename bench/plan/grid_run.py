@@ -53,6 +53,8 @@ def run_grids(
     if top < 1:
         raise ConfigError(f"top must be at least 1, not {top}")
     shape = load_shape(model)
+    if num_gpus > 1:
+        shape.require_no_states(f"{num_gpus} GPUs")
     precision = find_precision(dtype, kv_dtype, shape)
     device = _device(machines, hardware)
     search = GridSearch(

@@ -63,6 +63,8 @@ def run(
     Raises ConfigError that names the wrong argument.
     """
     shape = load_shape(model)
+    if disaggregated:
+        shape.require_no_states("compute and memory devices")
     precision = find_precision(dtype, kv_dtype, shape)
     load, contexts = _lengths(shape, prompt, output, contexts)
     _require_counts("batch", batches)

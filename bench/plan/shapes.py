@@ -77,7 +77,8 @@ class Shape:
     other_parameters in norms, biases and positions. mixtures are those of the layers that have one;
     block_parameters leaves their experts out. embedding_parameters are only looked up; they
     are shared with the last product if is_tied. q_width and kv_width are the numbers in a row's q
-    and in its k. windows has one entry per layer, None if the layer attends to all tokens.
+    and in its k. windows has one entry per layer with K/V, None if the layer attends to all tokens;
+    num_state_layers have a state instead, and state_bytes are those of a sequence in all of them.
     """
 
     name: str
@@ -95,10 +96,12 @@ class Shape:
     is_tied: bool = False
     mixtures: tuple[MixtureSize, ...] = ()
     attentions: tuple[LayerAttention, ...] = ()
+    num_state_layers: int = 0
+    state_bytes: int = 0
 
     @property
     def num_layers(self) -> int:
-        return len(self.windows)
+        return len(self.windows) + self.num_state_layers
 
     @property
     def num_heads(self) -> int:
@@ -111,11 +114,18 @@ class Shape:
     def require_divisible(self, num_devices: int) -> None:
         """Raises ConfigError if the heads cannot be divided between tensor-parallel devices. If the
         devices are a multiple of the K/V heads, each K/V head is on several devices."""
+        if num_devices > 1:
+            self.require_no_states("several devices")
         heads, kv = self.num_heads, self.num_kv_heads
         if heads % num_devices or (kv % num_devices and num_devices % kv):
             raise ConfigError(
                 f"{heads} heads, {kv} of K/V, are not divisible between {num_devices} devices"
             )
+
+    def require_no_states(self, where: str) -> None:
+        """Raises ConfigError if layers have states, which are served on one device alone."""
+        if self.num_state_layers:
+            raise ConfigError(f"{self.name} has layers with states, which {where} cannot divide")
 
     @property
     def expert_parameters(self) -> int:
@@ -293,7 +303,7 @@ def _ffn(mlp: MlpSpec | MixtureSpec | None) -> int:
 
 def _read(path: Path) -> Shape:
     # these import torch
-    from bench.common.model_cost import attention_costs, mixture_sizes
+    from bench.common.model_cost import attention_costs, mixture_sizes, state_bytes
     from serve.models import count_parameters, read_spec
 
     spec = read_spec(path)
@@ -335,4 +345,6 @@ def _read(path: Path) -> Shape:
         is_tied=spec.is_tied,
         mixtures=tuple(mixture_sizes(spec)),
         attentions=() if is_uniform else attentions,
+        num_state_layers=len(spec.state_layers),
+        state_bytes=state_bytes(spec),
     )

@@ -69,6 +69,7 @@ class Details:
             "weight_bytes": self.cost.shape.weight_bytes(self.cost.precision),
             "kv_bytes": kv_bytes(self.cost),
             "kv_token_bytes": self.cost.shape.kv_token_bytes(self.cost.precision),
+            "state_bytes": self.cost.shape.state_bytes,
             "max_tokens": max_tokens(self.cost),
             "decode": [cell.as_json() for cell in self.cells],
             "prefill": [
@@ -116,7 +117,7 @@ def print_details(detailed: Details, load: Load, console: Console) -> None:
     console.print(
         f"[bold]{shape.name}[/bold], {_parameters(shape)}, "
         f"{precision.weights} ({_gb(shape.weight_bytes(precision))}), K/V {precision.kv} "
-        f"({token_bytes:,.0f} bytes a token) on [bold]{name}[/bold] "
+        f"({token_bytes:,.0f} bytes a token){_state(shape)} on [bold]{name}[/bold] "
         f"({_gb(machine.num_devices * machine.device.memory_bytes)})",
         highlight=False,
     )
@@ -140,6 +141,13 @@ def print_details(detailed: Details, load: Load, console: Console) -> None:
         table.add_row(f"{tokens:,}", *expected)
     console.print(table)
     print_meanings([machine.device], cost.is_assumed, console)
+
+
+def _state(shape: Shape) -> str:
+    """Returns what the state of a sequence takes, if there is one."""
+    if not shape.state_bytes:
+        return ""
+    return f", a state of {shape.state_bytes / 1e6:,.3g} MB a sequence"
 
 
 def _parameters(shape: Shape) -> str:

@@ -62,8 +62,9 @@ class LayerGroup:
 
 
 def kept_bytes(groups: Sequence[LayerGroup]) -> int:
-    """Returns the bytes of a token in all layers, without those of recent tokens alone."""
-    return sum(group.token_bytes for group in groups if not group.by_block)
+    """Returns the bytes of a token in all layers, without those of recent tokens alone, and of
+    states."""
+    return sum(group.token_bytes for group in groups if not (group.by_block or group.is_state))
 
 
 class GroupPages:
@@ -83,7 +84,8 @@ class GroupPages:
         self.unit_tokens = lcm(page_bytes, self._tile_bytes) // group.token_bytes
         self._max_tokens = sys.maxsize if group.max_tokens is None else group.max_tokens
         self.max_pages = self._pages_in_reach(max_rows)
-        self.max_decode_pages = self._pages_in_reach(1)
+        # A second state is there only while an interval begins.
+        self.max_decode_pages = self.slots_for(1) if self.is_state else self._pages_in_reach(1)
         # The number of the page key for each slot. Keys are in the order in which the pages of all
         # groups become complete. With one group, key i is the key of slot i.
         self.key_numbers: Sequence[int] = range(sys.maxsize)
@@ -91,6 +93,8 @@ class GroupPages:
     def _pages_in_reach(self, num_rows: int) -> int:
         if self.window is None:
             return sys.maxsize if self.layers.max_tokens is None else self.slots_for(sys.maxsize)
+        if self.is_state:  # the record before the rows, and those of their intervals
+            return self.slots_for(1) * (1 + -(-num_rows // self.tile_tokens))
         tokens = self.window - 1 + num_rows
         if not self.by_block or self.window % self.read_block:
             tokens += self.read_block - 1
@@ -182,5 +186,6 @@ class PageLayout:
         return sum([min(g.slots_for(num_tokens), g.max_pages) for g in self.groups])
 
     def pages_at(self, num_tokens: int) -> int:
-        """Returns the most pages that a sequence holds while it decodes at num_tokens tokens."""
+        """Returns the most pages that a sequence holds while it decodes at num_tokens tokens; of
+        states those that it holds nearly always."""
         return sum([min(g.slots_for(num_tokens), g.max_decode_pages) for g in self.groups])

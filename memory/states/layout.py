@@ -25,6 +25,11 @@ class StateLayer:
     num_gates: int = 0
 
     @property
+    def num_bytes(self) -> int:
+        """The bytes of the state of one sequence."""
+        return 4 * (prod(self.conv) + (0 if self.heads is None else prod(self.heads)))
+
+    @property
     def row_values(self) -> int:
         """The values of a row from which the layer's operators compute everything."""
         return self.conv[1] + self.num_gates
@@ -44,11 +49,16 @@ class StateLayout:
         self.num_drafts = num_drafts
         self.offsets: list[tuple[int, int, int]] = []
         end = 0
+        states: list[tuple[int, int]] = []
         for layer in self.layers:
             heads_at = end + _lines(prod(layer.conv))
-            drafts_at = heads_at + (0 if layer.heads is None else _lines(prod(layer.heads)))
-            self.offsets.append((end, heads_at, drafts_at))
-            end = drafts_at + _lines(num_drafts * layer.row_values)
+            states.append((end, heads_at))
+            end = heads_at + (0 if layer.heads is None else _lines(prod(layer.heads)))
+        # drafted rows come last, so that places of states do not depend on them: snapshots on disk
+        # outlive the settings
+        for layer, (conv_at, heads_at) in zip(self.layers, states, strict=True):
+            self.offsets.append((conv_at, heads_at, end))
+            end += _lines(num_drafts * layer.row_values)
         self.record_values = end
         self.pad(-(-self.record_bytes // interval) * interval)
 

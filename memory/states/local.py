@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
-from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +18,7 @@ from memory.attention.seam import (
     Ticket,
 )
 from memory.states.layout import StateLayout
+from memory.states.records import layers_in_records
 from memory.states.segments import Draft, StepSegments, drafted_segments, segments_of
 
 
@@ -31,39 +29,15 @@ class LocalStates:
         """It maps no memory: the caller has committed what a step reads and writes."""
         self.layout = layout
         buffer = (ctypes.c_char * num_bytes).from_address(address)
-        self._flat = torch.frombuffer(buffer, dtype=torch.float32)
-        self._num_records = num_bytes // layout.record_bytes
-        self.layers = [self._layer(number) for number in range(len(layout.layers))]
+        flat = torch.frombuffer(buffer, dtype=torch.float32)
+        self.layers = layers_in_records(layout, flat)
         self._drafts: dict[int, Draft] = {}
-
-    def _layer(self, number: int) -> _Views:
-        layer, offsets = self.layout.layers[number], self.layout.offsets[number]
-        conv_at, heads_at, drafts_at = offsets
-        return _Views(
-            self._view(layer.conv, conv_at),
-            None if layer.heads is None else self._view(layer.heads, heads_at),
-            self._view((self.layout.num_drafts, layer.row_values), drafts_at),
-        )
-
-    def _view(self, shape: Sequence[int], offset: int) -> Tensor:
-        strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
-        return self._flat.as_strided(
-            (self._num_records, *shape), (self.layout.record_values, *strides), offset
-        )
 
     def plan(self, step: AttentionStep) -> StepStates:
         interval, decodes = self.layout.interval, step.num_rows[: step.num_decodes]
         if self._drafts or sum(decodes) > len(decodes):
             return StepStates(self, drafted_segments(step, interval, self._drafts))
         return StepStates(self, StepSegments(segments_of(step, interval)))
-
-
-class _Views(NamedTuple):
-    """One layer in all records. drafts: [R, drafted rows, values]."""
-
-    conv: Tensor
-    heads: Tensor | None
-    drafts: Tensor
 
 
 class StepStates:

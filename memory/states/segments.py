@@ -10,7 +10,7 @@ complete as soon as its last row is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,6 +91,17 @@ def drafted_segments(step: AttentionStep, interval: int, drafts: dict[int, Draft
     )
 
 
+def cuts(start: int, position: int, end: int, interval: int) -> Iterator[tuple[int, int, int]]:
+    """Yields number of rows, source and target of each segment of a sequence's rows from
+    `position` up to `end`. start: the token at which its range begins."""
+    source = NO_RECORD if position == 0 else (start + position - 1) // interval
+    while position < end:
+        target = (start + position) // interval
+        stop = min(end, (position // interval + 1) * interval)
+        yield stop - position, source, target
+        position, source = stop, target
+
+
 class _Cutter:
     """Collects the segments of one sequence after the other."""
 
@@ -104,14 +115,9 @@ class _Cutter:
 
     def add(self, start: int, position: int, end: int) -> None:
         """Begins a sequence with its rows from `position` up to `end`."""
-        interval = self._interval
         self._sequences.append(len(self._firsts))
-        source = NO_RECORD if position == 0 else (start + position - 1) // interval
-        while position < end:
-            target = (start + position) // interval
-            stop = min(end, (position // interval + 1) * interval)
-            self._append(stop - position, source, target)
-            position, source = stop, target
+        for segment in cuts(start, position, end, self._interval):
+            self._append(*segment)
 
     def add_draft(self, source: int, num_rows: int) -> None:
         """Adds rows of the same sequence whose state is not kept."""

@@ -28,6 +28,11 @@ class Ceilings:
         return float(library().multiply_i8(rounds))
 
     @staticmethod
+    def multiply_f32(rounds: int) -> float:
+        """Multiplies and adds fp32 registers; returns the number of operations."""
+        return float(library().multiply_f32(rounds))
+
+    @staticmethod
     def multiply_bf16(rounds: int) -> float:
         """Multiplies bf16 registers; returns 0 if the processor has no such instruction."""
         return float(library().multiply_bf16(rounds))

@@ -1,7 +1,7 @@
 """Operators with a state (ops/states.py) on the native kernels.
 
-ops/csrc/states_linear.inl says how linear attention goes through a state, and why a row has the same
-bits however the rows of its sequence are cut.
+ops/csrc/states_linear.inl says how linear attention goes through a state, and why a row has the
+same bits however the rows of its sequence are cut.
 """
 
 from __future__ import annotations
@@ -37,20 +37,18 @@ class NativeStates:
         assert activation in (None, "silu"), f"{activation}"
         weight, bias = _fp32(weight), None if bias is None else _fp32(bias)
         assert bias is None or bias.shape == (channels,), f"{bias.shape}"
-        out = torch.empty(x.shape, dtype=x.dtype)
-        if len(x):
-            x = _dense(x)
-            library().convolve(
-                _plan(states, segments, len(x)),
-                *_rows(x),
-                TYPES[x.dtype],
-                channels,
-                width,
-                weight.data_ptr(),
-                address(bias),
-                activation == "silu",
-                out.data_ptr(),
-            )
+        out, x = torch.empty(x.shape, dtype=x.dtype), _dense(x)
+        library().convolve(
+            _plan(states, segments, len(x)),
+            *_rows(x),
+            TYPES[x.dtype],
+            channels,
+            width,
+            weight.data_ptr(),
+            address(bias),
+            activation == "silu",
+            out.data_ptr(),
+        )
         return out
 
     def linear_attention(
@@ -75,12 +73,11 @@ class NativeStates:
         assert b is None or b.shape == (rows, heads), f"{b}"
         assert all(x is None or x.dtype == v.dtype for x in (q, k, a, b)), "rows of one type"
         out = torch.empty(v.shape, dtype=v.dtype)
-        if rows:
-            inputs = [None if x is None else _dense(x) for x in (q, k, v, a, b)]
-            strides = [number for x in inputs for number in ((0, 0) if x is None else _rows(x))]
-            call, kept = _call(rule, heads, key_heads, key_dim, value_dim)
-            call.run(_plan(states, segments, rows), TYPES[v.dtype], *strides, out.data_ptr())
-            del kept
+        inputs = [None if x is None else _dense(x) for x in (q, k, v, a, b)]
+        places = [number for x in inputs for number in ((0, 0) if x is None else _rows(x))]
+        call, kept = _call(rule, heads, key_heads, key_dim, value_dim)
+        call.run(_plan(states, segments, rows), TYPES[v.dtype], *places, out.data_ptr())
+        del kept  # not before the call
         return out
 
     def gated_norm(
@@ -99,23 +96,21 @@ class NativeStates:
         assert activation in ("silu", "sigmoid"), activation
         weight = None if weight is None else _fp32(weight)
         assert weight is None or weight.shape == (size,), f"{weight.shape}"
-        out = torch.empty(x.shape, dtype=x.dtype)
-        if rows:
-            x, gate = _dense(x), _dense(gate)
-            library().gate_and_norm(
-                *_rows(x),
-                TYPES[x.dtype],
-                *_rows(gate),
-                TYPES[gate.dtype],
-                rows,
-                size,
-                group,
-                address(weight),
-                eps,
-                activation == "silu",
-                gates_first,
-                out.data_ptr(),
-            )
+        out, x, gate = torch.empty(x.shape, dtype=x.dtype), _dense(x), _dense(gate)
+        library().gate_and_norm(
+            *_rows(x),
+            TYPES[x.dtype],
+            *_rows(gate),
+            TYPES[gate.dtype],
+            rows,
+            size,
+            group,
+            address(weight),
+            eps,
+            activation == "silu",
+            gates_first,
+            out.data_ptr(),
+        )
         return out
 
 
@@ -124,9 +119,18 @@ def _fp32(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+def _has_dense_rows(x: Tensor) -> bool:
+    size = 1
+    for length, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return True
+
+
 def _dense(x: Tensor) -> Tensor:
     """Returns x, or a copy if its rows are not dense."""
-    return x if not len(x) or x[0].is_contiguous() else x.contiguous()
+    return x if _has_dense_rows(x) else x.contiguous()
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
@@ -136,7 +140,7 @@ def _rows(x: Tensor) -> tuple[int, int]:
 def _plan(states: Tensor, segments: StateSegments, rows: int) -> Any:
     """Returns the library's plan of a step; it has only addresses."""
     assert states.dtype == torch.float32, f"states in {states.dtype}"
-    assert states.numel() == 0 or states[0].is_contiguous(), "records are dense"
+    assert _has_dense_rows(states), "records are dense"
     assert all(x.dtype == torch.int64 and x.is_contiguous() for x in segments), "int64 segments"
     return library().StatePlan(
         segments.firsts.data_ptr(),

@@ -58,19 +58,27 @@ double multiply_i8(int64_t rounds) {
   return static_cast<double>(rounds) * threads * CHAINS * 64 * 2;
 }
 
+#if defined(__AVX512F__)
+constexpr int F32_CHAINS = 12;
+#elif defined(__AVX2__)
+constexpr int F32_CHAINS = 6;  // of two registers each
+#else
+constexpr int F32_CHAINS = 2;
+#endif
+
 double multiply_f32(int64_t rounds) {
   const int threads = ms::Team::get().size();
   List<float> results(threads * 16);
   ms::Team::get().parallel(threads, [&](int task) {
-    f32x16 sum[CHAINS / 2], a = splat(1.0f + task), b = splat(1e-9f);
-    unroll<CHAINS / 2>([&](auto i) MS_LAMBDA { sum[i] = splat(i); });
+    f32x16 sum[F32_CHAINS], a = splat(1.0f + task), b = splat(1e-9f);
+    unroll<F32_CHAINS>([&](auto i) MS_LAMBDA { sum[i] = splat(i); });
     for (int64_t r = 0; r < rounds; r++) {
-      unroll<CHAINS / 2>([&](auto i) MS_LAMBDA { sum[i] = fma(a, b, sum[i]); });
+      unroll<F32_CHAINS>([&](auto i) MS_LAMBDA { sum[i] = fma(a, b, sum[i]); });
       asm volatile("" : "+m"(a), "+m"(b));
     }
-    unroll<CHAINS / 2>([&](auto i) MS_LAMBDA { results[task * 16] += reduce_add(sum[i]); });
+    unroll<F32_CHAINS>([&](auto i) MS_LAMBDA { results[task * 16] += reduce_add(sum[i]); });
   });
-  return static_cast<double>(rounds) * threads * (CHAINS / 2) * 16 * 2;
+  return static_cast<double>(rounds) * threads * F32_CHAINS * 16 * 2;
 }
 
 double multiply_bf16(int64_t rounds) {

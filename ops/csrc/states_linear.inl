@@ -9,7 +9,9 @@ namespace {
 constexpr float UNIT_KEY_EPS = 1e-6f;
 // The widest strips, in vectors: of a pass over several rows, whose strip should stay in L1 and whose sums
 // for this row and the next should stay in registers; and of a single row, which should read whole lines in order.
-constexpr int PASS_VECTORS = HAS_32_REGISTERS ? 4 : 1, SINGLE_VECTORS = HAS_32_REGISTERS ? 8 : 2;
+constexpr int PASS_VECTORS = HAS_32_REGISTERS ? 2 : 1, SINGLE_VECTORS = HAS_32_REGISTERS ? 8 : 2;
+
+constexpr size_t NEXT_ROWS = 4;  // so far ahead rows are prefetched
 
 // Returns *x in all lanes. splat() adds zero to it, which costs as much as a multiply-add.
 MS_INLINE f32x16 broadcast(const float* x) {
@@ -36,7 +38,7 @@ struct HeadRow {
 
 // Computes the sums over i of keys[i] times the columns.
 template <int N>
-__attribute__((noinline)) void recall(const float* keys, int dim, Strip state, float* known) {
+MS_INLINE void recall(const float* keys, int dim, Strip state, f32x16 (&known)[N]) {
   f32x16 sum[2][N] = {};
   auto step = [&](int i, auto chain) MS_LAMBDA {
     const f32x16 k = broadcast(keys + i);
@@ -48,16 +50,15 @@ __attribute__((noinline)) void recall(const float* keys, int dim, Strip state, f
   int i = 0;
   for (; i + 2 <= dim; i += 2) step(i, even), step(i + 1, odd);
   if (i < dim) step(i, even);
-  unroll<N>([&](auto n) MS_LAMBDA { store(known + 16 * n, sum[0][n] + sum[1][n]); });
+  unroll<N>([&](auto n) MS_LAMBDA { known[n] = sum[0][n] + sum[1][n]; });
 }
 
 // Decays the columns, adds k times `added`, and computes the sums of q times the new columns; with HAS_NEXT
 // also those that recall() would compute of them. `to` may be `from`. ahead: the strip that is read next.
 template <int N, bool PER_CHANNEL, bool HAS_NEXT>
-__attribute__((noinline)) void apply(const HeadRow& row, int dim, Strip from, Strip to, const float* added, float* sums,
-                                     float* known, Strip ahead) {
-  f32x16 u[N], sum[2][N] = {}, seen[2][HAS_NEXT ? N : 1] = {};
-  unroll<N>([&](auto n) MS_LAMBDA { u[n] = load<f32x16>(added + 16 * n); });
+MS_INLINE void apply(const HeadRow& row, int dim, Strip from, Strip to, const f32x16 (&added)[N], f32x16 (&sums)[N],
+                     f32x16 (&known)[N], Strip ahead) {
+  f32x16 sum[2][N] = {}, seen[2][HAS_NEXT ? N : 1] = {};
   const float *const ks = row.k, *const qs = row.q, *const decays = row.decay, *const nexts = row.next;
   auto step = [&](int i, auto chain) MS_LAMBDA {
     const f32x16 k = broadcast(ks + i), q = broadcast(qs + i), next = HAS_NEXT ? broadcast(nexts + i) : f32x16{};
@@ -65,7 +66,7 @@ __attribute__((noinline)) void apply(const HeadRow& row, int dim, Strip from, St
     const float* old = from.at + i * from.stride;
     float* state = to.at + i * to.stride;
     unroll<N>([&](auto n) MS_LAMBDA {
-      const f32x16 s = fma(k, u[n], decay * load<f32x16>(old + 16 * n));
+      const f32x16 s = fma(k, added[n], decay * load<f32x16>(old + 16 * n));
       store(state + 16 * n, s);
       sum[chain][n] = fma(q, s, sum[chain][n]);
       if constexpr (HAS_NEXT) seen[chain][n] = fma(next, s, seen[chain][n]);
@@ -78,8 +79,8 @@ __attribute__((noinline)) void apply(const HeadRow& row, int dim, Strip from, St
   for (; i + 2 <= dim; i += 2) step(i, even), step(i + 1, odd);
   if (i < dim) step(i, even);
   unroll<N>([&](auto n) MS_LAMBDA {
-    store(sums + 16 * n, sum[0][n] + sum[1][n]);
-    if constexpr (HAS_NEXT) store(known + 16 * n, seen[0][n] + seen[1][n]);
+    sums[n] = sum[0][n] + sum[1][n];
+    if constexpr (HAS_NEXT) known[n] = seen[0][n] + seen[1][n];
   });
 }
 
@@ -116,7 +117,7 @@ MS_INLINE void copy_columns(Strip from, Strip to, int dim, int columns) {
 }
 
 // Applies a block's rows to the columns from `column` on. own: memory for the state between records;
-// ahead: the strip that will be read after a block of one row.
+// ahead: the strip that will be read after them.
 template <int N, bool PER_CHANNEL, bool IS_DELTA>
 void apply_block(const HeadBlock& block, int column, float* own, Strip ahead) {
   const LinearAttention& call = block.call;
@@ -124,7 +125,7 @@ void apply_block(const HeadBlock& block, int column, float* own, Strip ahead) {
   const bool is_partial = left < 16 * N;
   const Strip mine{own, 16 * N};
   const float skip = call.skip ? call.skip[block.head] : 0.0f;
-  alignas(64) float known[16 * N], added[16 * N], sums[16 * N];
+  f32x16 known[N] = {};
   bool is_known = false;
   for (int r = 0; r < block.count; r++) {
     const RowPlace& place = block.places[r];
@@ -143,11 +144,12 @@ void apply_block(const HeadBlock& block, int column, float* own, Strip ahead) {
     const size_t v_at = (block.first + r) * call.v.stride + static_cast<size_t>(block.head) * width + column;
     const char* v = static_cast<const char*>(call.v.data) + v_at * size_of(call.v.type);
     const float factor = PER_CHANNEL ? 1.0f : decay[0];
-    f32x16 value[N];
+    f32x16 value[N], added[N], sums[N];
+    const size_t next_v = NEXT_ROWS * call.v.stride * size_of(call.v.type);
     unroll<N>([&](auto n) MS_LAMBDA {
+      prefetch(v + next_v + n * 16 * size_of(call.v.type));
       value[n] = row_at(v, call.v.type, 16 * n, left - 16 * n);
-      const f32x16 fresh = IS_DELTA ? fma(splat(-factor), load<f32x16>(known + 16 * n), value[n]) : value[n];
-      store(added + 16 * n, fresh * gain);
+      added[n] = (IS_DELTA ? fma(splat(-factor), known[n], value[n]) : value[n]) * gain;
     });
     const HeadRow row{block.q + r * block.key_stride, block.k + r * block.key_stride, decay, keys + block.key_stride};
     is_known = IS_DELTA && place.goes_on;
@@ -155,8 +157,7 @@ void apply_block(const HeadBlock& block, int column, float* own, Strip ahead) {
     else apply<N, PER_CHANNEL, false>(row, dim, from, to, added, sums, known, ahead);
     if (is_partial && place.target >= 0) copy_columns(mine, target, dim, left);
     unroll<N>([&](auto n) MS_LAMBDA {
-      f32x16 y = load<f32x16>(sums + 16 * n);
-      if (call.skip) y = fma(splat(skip), value[n], y);
+      const f32x16 y = call.skip ? fma(splat(skip), value[n], sums[n]) : sums[n];
       put(call.out, call.v.type, at + 16 * n, y, left - 16 * n);
     });
   }

@@ -19,12 +19,14 @@ MS_INLINE f32x16 softplus(f32x16 x) {
 void read_head(const Rows& from, int64_t row, size_t column, int dim, bool is_unit, float scale, float* to) {
   const size_t at = (static_cast<size_t>(row) * from.stride + column) * size_of(from.type);
   const char* data = static_cast<const char*>(from.data) + at;
+  const size_t ahead = NEXT_ROWS * from.stride * size_of(from.type);
   f32x16 squares[2] = {};
   for (int i = 0; i < dim; i += 16) {
     const f32x16 x = row_at(data, from.type, i, dim - i);
     f32x16& sum = squares[i / 16 % 2];
     sum = fma(x, x, sum);
     store(to + i, x);
+    prefetch(data + ahead + i * size_of(from.type));
   }
   const float factor = is_unit ? scale / __builtin_sqrtf(reduce_add(squares[0] + squares[1]) + UNIT_KEY_EPS) : scale;
   for (int i = 0; i < dim; i += 16) store(to + i, load<f32x16>(to + i) * factor);
@@ -91,9 +93,9 @@ List<Columns> strips_of(int value_dim, int most) {
   return strips;
 }
 
-// Strips of the heads of a key head, numbered head by head, for all rows of a sequence.
+// Strips of a sequence's state, numbered head by head, for all its rows.
 struct StateTask {
-  int sequence, key_head, first, end;
+  int sequence, first, end;
 };
 
 class LinearAttentionRun {
@@ -105,19 +107,21 @@ class LinearAttentionRun {
 
   void run() {
     const int64_t rows = segments_.rows();
+    if (!rows) return;
     ms::Team& team = ms::Team::get();
-    const int wanted = 4 * team.parts_for(rows * call_.heads * call_.key_dim * call_.value_dim * 4);
+    const int64_t some = team.parts_for(rows * call_.heads * call_.key_dim * call_.value_dim * 4);
     for (int s = 0; s < segments_.num_sequences; s++) {
-      const int64_t own = segments_.num_rows(s), units = shared_ * static_cast<int64_t>(strips(own).size());
-      int64_t parts = (wanted * own + rows * call_.key_heads - 1) / (rows * call_.key_heads);
+      // Memory is read ahead within a task, so single rows have longer ones.
+      const int64_t own = segments_.num_rows(s), wanted = (own == 1 ? 4 : 8) * some;
+      const int64_t units = call_.heads * static_cast<int64_t>(strips(own).size());
+      int64_t parts = (wanted * own + rows - 1) / rows;
       if (own > BLOCK_ROWS) {
         const int64_t bytes = units * strip_bytes(), least = (bytes + CARRIED_BYTES - 1) / CARRIED_BYTES;
         parts = parts < least ? least : parts;
       }
       parts = parts > units ? units : parts;
-      for (int key_head = 0; key_head < call_.key_heads; key_head++)
-        for (int64_t p = 0; p < parts; p++)
-          tasks_.push_back({s, key_head, static_cast<int>(units * p / parts), static_cast<int>(units * (p + 1) / parts)});
+      for (int64_t p = 0; p < parts; p++)
+        tasks_.push_back({s, static_cast<int>(units * p / parts), static_cast<int>(units * (p + 1) / parts)});
     }
     team.parallel(static_cast<int>(tasks_.size()), [&](int task) { compute(tasks_[task]); });
   }
@@ -164,30 +168,37 @@ class LinearAttentionRun {
                      size_t own_stride, float* arrays, size_t array) const {
     float *q = arrays, *k = q + array, *decay = k + array, *keys = decay + array;
     float *head_decay = keys + array, *gain = head_decay + count + 16;
-    const size_t column = static_cast<size_t>(task.key_head) * call_.key_dim;
-    for (int r = 0; r < count; r++) {
-      read_head(call_.q, first + r, column, call_.key_dim, call_.has_unit_keys, call_.scale, q + r * stride_);
-      read_head(call_.k, first + r, column, call_.key_dim, call_.has_unit_keys, 1.0f, k + r * stride_);
-    }
     HeadBlock block{call_, records_, first, count, places, q, k, k, stride_, head_decay, gain, 1, -1};
     if (call_.is_per_channel) block.keys = keys, block.decay = decay, block.decay_stride = stride_;
     const List<Columns>& strips = this->strips(rows);
     const int each = static_cast<int>(strips.size());
-    for (int unit = task.first; unit < task.end; unit++) {
-      const int head = task.key_head * shared_ + unit / each;
+    for (int unit = task.first, key_head = -1; unit < task.end; unit++) {
+      const int head = unit / each;
+      if (head / shared_ != key_head) {
+        key_head = head / shared_;
+        read_key_head(first, count, key_head, q, k);
+      }
       if (head != block.head) {
+        block.head = head;
         gates(call_, first, count, head, head_decay, gain);
         if (call_.is_per_channel) channel_gates(call_, first, count, head, k, stride_, decay, keys);
       }
-      block.head = head;
       const Columns& columns = strips[unit % each];
       Strip ahead{own, 0};
-      if (count == 1 && unit + 1 < task.end && places[0].source >= 0) {
+      if (unit + 1 < task.end && places[0].source >= 0) {
         HeadBlock next = block;
-        next.head = task.key_head * shared_ + (unit + 1) / each;
+        next.head = (unit + 1) / each;
         ahead = next.strip(places[0].source, strips[(unit + 1) % each].first);
       }
       block_function(call_, columns.vectors)(block, columns.first, own + (unit - task.first) * own_stride, ahead);
+    }
+  }
+
+  void read_key_head(int64_t first, int count, int key_head, float* q, float* k) const {
+    const size_t column = static_cast<size_t>(key_head) * call_.key_dim;
+    for (int r = 0; r < count; r++) {
+      read_head(call_.q, first + r, column, call_.key_dim, call_.has_unit_keys, call_.scale, q + r * stride_);
+      read_head(call_.k, first + r, column, call_.key_dim, call_.has_unit_keys, 1.0f, k + r * stride_);
     }
   }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from ops.cuda.experts import CudaExperts, can_group, is_one_kind
 from ops.cuda.heads import CudaHeads
 from ops.cuda.linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear, rounded4_linear
 from ops.reference import ReferenceBackend
+from ops.states import StateOps
 from ops.superblocks import Superblocks
 from ops.triton_kernels import partials
 from ops.triton_kernels.kv import Rotation, rotate
@@ -50,6 +51,12 @@ class CudaBackend(ReferenceBackend):
     def __init__(self) -> None:
         self.device = cuda_device()
         self.quantized: QuantizedLinears | None = CudaLinears(self.device)
+
+    @cached_property
+    def states(self) -> StateOps:
+        from ops.cuda.states import CudaStates  # for models with states only
+
+        return CudaStates()
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = NO_FUSION

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memory.attention.kv_layout import rotate_keys, values_of
 from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket
+from memory.states.records import RecordStates, unkept_states
 from ops import get_backend
 from ops.backend import NO_FUSION, Backend, Fusion, KeyValues, LinearOp, Norm
 from ops.linear import apply_norm
@@ -49,7 +50,8 @@ def layer_moments(path: Path, windows: Sequence[Sequence[int]]) -> Iterator[tupl
         layers = stage.attention_layers()
         for index, window in enumerate(windows):
             ids, positions = torch.tensor(window), torch.arange(len(window))
-            attention = _WindowAttention(layers, backend)
+            states = unkept_states(stage.spec.state_layers, len(window), backend.device)
+            attention = _WindowAttention(layers, backend, states)
             hidden[index] = stage.forward(ids, positions, attention, hidden[index])
         yield number, moments
 
@@ -94,8 +96,11 @@ class _Recorded:
 class _WindowAttention:
     """Implements Attention for one window, whose K and V are the only ones."""
 
-    def __init__(self, layers: Sequence[AttentionLayer], backend: Backend) -> None:
-        self._layers, self._backend = layers, backend
+    def __init__(
+        self, layers: Sequence[AttentionLayer], backend: Backend, states: RecordStates
+    ) -> None:
+        """states: those of layers that have some."""
+        self._layers, self._backend, self.states = layers, backend, states
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)

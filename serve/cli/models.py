@@ -40,7 +40,8 @@ class ServableModel:
     reason why it cannot be served, else "". active_parameters: without the experts that a token
     does not use. size_bytes: those of the weight files. dtype: the choice of "auto".
     dtypes: those that this machine supports; other_dtypes: those that differ from "auto".
-    weight_bytes, kv_token_bytes: what weights and a token's K/V take in memory with "auto".
+    weight_bytes, kv_token_bytes: what weights and a token's K/V take in memory with "auto";
+    state_bytes: a sequence's state in layers that have one.
     max_tokens, max_sequences: the longest context that fits into the memory that is free now, and
     how many of that length; 0 if the weights do not fit. lack: what `serve run` then says of the
     weights and of the dtypes that would fit.
@@ -59,6 +60,7 @@ class ServableModel:
     other_dtypes: list[str] = field(default_factory=list)
     weight_bytes: int = 0
     kv_token_bytes: int = 0
+    state_bytes: int = 0
     max_tokens: int = 0
     max_sequences: int = 0
     lack: str = ""
@@ -111,6 +113,7 @@ def _describe(name: str, path: Path, tokenizer: str | None) -> ServableModel:
         weights = weight_bytes(config, spec, precision, checkpoint)
         takes = footprint(config, spec, precision, weights)
         model.weight_bytes, model.kv_token_bytes = takes.weight_bytes, takes.kv_token_bytes
+        model.state_bytes = takes.state_bytes
         model.max_tokens, model.max_sequences = takes.max_tokens, takes.max_sequences
         model.lack = _lack(config, spec, precision)
     except (ModelLoadError, ConfigError) as error:
@@ -187,11 +190,14 @@ def _table(models: Iterable[ServableModel]) -> Table:
 def _takes(model: ServableModel) -> str:
     """Returns what a model takes in memory and what fits, for a line of its own."""
     text = f"takes {format_memory(model.weight_bytes)}, and {format_memory(model.kv_token_bytes)}"
+    text += " a token"
+    if model.state_bytes:
+        text += f" and {format_memory(model.state_bytes)} a sequence"
     if model.lack:
         return model.lack
     if not model.max_sequences:
-        return f"{text} a token; the memory that is free now is too small"
-    return f"{text} a token; {model.max_sequences:,} x {model.max_tokens:,} tokens fit now"
+        return f"{text}; the memory that is free now is too small"
+    return f"{text}; {model.max_sequences:,} x {model.max_tokens:,} tokens fit now"
 
 
 async def fetch_models(url: str, api_key: str | None) -> list[dict[str, Any]]:

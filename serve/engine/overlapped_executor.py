@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from memory.nodes.errors import NodesLostError
 from serve.engine.pools import OutputThread
-from serve.engine.step_executor import EndSequence, StepExecutor
+from serve.engine.step_executor import EndSequence, StepExecutor, clear_frames
 from serve.runner.runner import OverlappingRunner, PendingStep, Runner, StepResult
 from serve.scheduler.in_flight import (
     apply_launch,
@@ -76,7 +76,7 @@ class OverlappedExecutor(StepExecutor):
             scheduler.use_pipeline(runner.depth)
 
     def run(self, plan: StepPlan, now_s: float) -> None:
-        if self._in_flight and self._device.needs_tokens(plan):
+        if self._in_flight and (self._suspects or self._device.needs_tokens(plan)):
             num_steps = len(self._in_flight)
             # A failed step is computed again, but those behind it are not: then the plan lacks
             # rows before its own, and is made anew.
@@ -85,6 +85,9 @@ class OverlappedExecutor(StepExecutor):
             if left is None:
                 return
             plan = left
+        if self._suspects:
+            super().run(plan, now_s)
+            return
         try:
             pending = self._device.launch(plan, self._output.flush)
         except NodesLostError as error:
@@ -94,7 +97,7 @@ class OverlappedExecutor(StepExecutor):
             self._launch_failed(plan, error)
             return
         if pending.late:
-            plan = plan.without_late(pending.late)
+            plan = self._without_late(plan, pending.late)
         self._in_flight.append(LaunchedStep(plan, pending, now_s))
         apply_launch(self._scheduler, plan)
         drafting = self._scheduler.drafting if self._device.tokens_on_device else None
@@ -175,7 +178,16 @@ class OverlappedExecutor(StepExecutor):
         for behind in reversed(later):
             roll_back(self._scheduler, behind)
         roll_back(self._scheduler, plan)
+        if self._has_states:
+            self._preempt_behind(plan, later)
         self._find_fault(plan, error)
+
+    def _preempt_behind(self, plan: StepPlan, later: list[StepPlan]) -> None:
+        """Preempts the sequences of steps behind a failed one whose rows were taken back, but may
+        have changed their states. Those of the failed step are its own matter."""
+        others = [s for behind in later for s in behind.sequences if s not in plan.sequences]
+        held = {s.kv_range.index for s in others if s.kv_range is not None}
+        self._scheduler.preempt_lost(lambda target: target.index in held)
 
     def _take_back_lost(self, error: NodesLostError) -> None:
         """Takes back all steps in flight, whose K/V is lost with a rank of the pipeline."""
@@ -192,6 +204,10 @@ class OverlappedExecutor(StepExecutor):
         left = plan.still_running()
         if left is plan and self._device.tokens_on_device:
             self._isolate(plan, error)
+        elif left is not None and self._has_states:  # its rows cannot be computed again
+            self._device.check()
+            clear_frames(error)
+            self._suspect(left)
         elif left is not None:  # the sequence at fault may have ended since
             self._run(left)
 

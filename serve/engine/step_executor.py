@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from memory.nodes.errors import NodesLostError
@@ -111,7 +111,7 @@ class StepExecutor:
             return
         now_s = self._record_time(plan, began_s)
         if result.late:
-            plan = plan.without_late(result.late)
+            plan = self._without_late(plan, result.late)
         self._apply(plan, result, now_s)
 
     def _apply(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
@@ -159,7 +159,8 @@ class StepExecutor:
 
     def _isolate(self, plan: StepPlan, error: Exception) -> None:
         """Finds the sequence at fault for a failed step by running it again in halves. Rows are
-        idempotent (they write the same K/V again), so the other sequences lose nothing."""
+        idempotent (they write the same K/V again), so the other sequences lose nothing. Rows that
+        change states are not, so that in a model with states all sequences are preempted."""
         clear_frames(error)
         if len(plan.sequences) == 1:
             sequence = plan.sequences[0]
@@ -175,6 +176,15 @@ class StepExecutor:
         middle = len(plan.sequences) // 2
         for part in (range(middle), range(middle, len(plan.sequences))):
             self._run(plan.subset(part))
+
+    def _without_late(self, plan: StepPlan, late: Collection[Sequence]) -> StepPlan:
+        """Returns what counts of a plan without sequences whose masks were late. Those of a model
+        with states are preempted, as their rows have changed them."""
+        if not self._has_states:
+            return plan.without_late(late)
+        held = {each.kv_range.index for each in late if each.kv_range is not None}
+        self._scheduler.preempt_lost(lambda target: target.index in held)
+        return plan.subset(i for i, each in enumerate(plan.sequences) if each not in late)
 
     def _suspect(self, plan: StepPlan) -> None:
         """Preempts the sequences of a failed step, which may have changed the states of some of

@@ -6,9 +6,11 @@ stay free. K/V may use the rest, and only pages in use are allocated on the devi
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from memory.attention.grouped import group_layers
 from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket, layers_in
 from memory.kv_manager import KVManager
 from memory.pages.cuda_device import CudaUnavailableError
-from memory.pages.cuda_vmm import CudaMemory
+from memory.pages.cuda_vmm import CudaMemory, torch_view
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
 from memory.tiers.cuda_copy import CudaCopier
@@ -31,6 +33,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.cuda_tuning import tune_products
 from serve.loading.disk_store import open_kv_store
+from serve.loading.kv_layouts import state_layout
 from serve.loading.kv_sizing import KVSizes, refuse_chunks, size_kv
 from serve.loading.precision import Precision
 from serve.machine import available_memory
@@ -38,6 +41,10 @@ from serve.models import Decoder, ModelSpec
 from serve.runner.cuda_runner import CudaRunner
 from serve.runner.graph_shapes import StepShapes
 from serve.runner.step_device import CudaStepDevice, HostStepDevice, StepDevice
+
+if TYPE_CHECKING:
+    from memory.states.cuda import CudaStatefulAttention, CudaStepStates
+    from memory.states.layout import StateLayout
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +57,7 @@ _HOST_SHARE = 0.1  # of this machine's memory, for pages between device and disk
 class CudaParts(NamedTuple):
     """The parts of an engine on a CUDA device. runner owns the memory and closes it."""
 
-    attention: CudaAttention
+    attention: CudaAttention | CudaStatefulAttention
     kv: KVManager
     memory: CudaMemory | LinuxMemory
     runner: CudaRunner
@@ -102,12 +109,29 @@ def load_cuda(
 
 class DescribedKV(NamedTuple):
     """How a device stores a model's K/V. groups: window and layer numbers of each layout. arrays:
-    the buffers of a step."""
+    the buffers of a step. states: those of other layers, whose group is the last one."""
 
     max_len: int
     groups: list[tuple[int | None, list[int]]]
     layouts: list[CudaKVLayout]
     arrays: StepArrays
+    states: StateLayout | None
+
+    @property
+    def layer_groups(self) -> list[LayerGroup]:
+        """The groups of layers, without padding."""
+        found = [
+            LayerGroup(layout.token_bytes, layout.tile_tokens, window)
+            for layout, (window, _) in zip(self.layouts, self.groups, strict=True)
+        ]
+        return found if self.states is None else [*found, self.states.group()]
+
+    def pad(self, sizes: KVSizes) -> None:
+        """Pads the layouts as the groups are."""
+        for layout, padded in zip(self.layouts, sizes.groups, strict=False):
+            layout.pad(padded.token_bytes * padded.tile_tokens)
+        if self.states is not None:
+            self.states.pad(sizes.groups[-1].token_bytes * self.states.interval)
 
 
 def described_kv(
@@ -128,7 +152,15 @@ def described_kv(
         device=device.device,
     )
     layouts = kv_layouts(config, precision, layers, max_len)
-    return DescribedKV(max_len, group_layers(layers, max_len), layouts, arrays)
+    found = DescribedKV(max_len, group_layers(layers, max_len), layouts, arrays, None)
+    page_bytes = _unit_bytes(device) or 1
+    states = state_layout(config, spec, found.layer_groups, page_bytes=page_bytes, has_drafts=False)
+    return found._replace(states=states)
+
+
+def _unit_bytes(device: StepDevice) -> int | None:
+    """Returns what the device maps at a time; None: this machine's pages."""
+    return UNIT_BYTES if device.device.type == "cuda" else None
 
 
 def make_kv(
@@ -138,15 +170,11 @@ def make_kv(
     sizes = size_kv(
         config,
         spec,
-        [
-            LayerGroup(layout.token_bytes, layout.tile_tokens, window)
-            for layout, (window, _) in zip(found.layouts, found.groups, strict=True)
-        ],
+        found.layer_groups,
         free_bytes=free_bytes,
-        unit_bytes=UNIT_BYTES if device.device.type == "cuda" else None,
+        unit_bytes=_unit_bytes(device),
     )
-    for layout, padded in zip(found.layouts, sizes.groups, strict=True):
-        layout.pad(padded.token_bytes * padded.tile_tokens)
+    found.pad(sizes)
     return DeviceMemory(config, device, sizes)
 
 
@@ -206,7 +234,7 @@ def _peak_bytes(model: Decoder, device: StepDevice, shapes: StepShapes) -> int:
 
     @torch.inference_mode()
     def largest_step() -> None:
-        hidden = model.forward(rows, rows, _NoAttention(model.attention_layers()), before)
+        hidden = model.forward(rows, rows, _NoAttention(model, rows), before)
         if model.weights.head is not None:
             model.logits(hidden[: shapes.max_sampled]).clone()  # as log-probabilities need them
 
@@ -214,10 +242,17 @@ def _peak_bytes(model: Decoder, device: StepDevice, shapes: StepShapes) -> int:
 
 
 class _NoAttention:
-    """Attention without K/V, to measure the memory of everything else."""
+    """Attention without K/V, to measure the memory of everything else. rows: those of the step."""
 
-    def __init__(self, layers: Sequence[AttentionLayer]) -> None:
-        self._layers = layers
+    def __init__(self, model: Decoder, rows: Tensor) -> None:
+        self._model, self._layers, self._rows = model, model.attention_layers(), rows
+
+    @cached_property
+    def states(self) -> CudaStepStates:
+        from memory.states.records import unkept_states  # only models with states need it
+
+        layers = self._model.spec.state_layers
+        return unkept_states(layers, len(self._rows), self._rows.device)
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)
@@ -266,11 +301,32 @@ class DeviceMemory:
             self.memory.close()
             raise
 
-    def attention(self, found: DescribedKV, library: LibraryPrefill | None = None) -> CudaAttention:
-        """Returns attention over the K/V. library: computes long chunks."""
+    def attention(
+        self, found: DescribedKV, library: LibraryPrefill | None = None
+    ) -> CudaAttention | CudaStatefulAttention:
+        """Returns attention over the K/V, and the states. library: computes long chunks."""
         bases = [self._address + self.kv.group_offset(i) for i in range(len(found.groups))]
         layers_of = [ids for _, ids in found.groups]
-        return CudaAttention(found.layouts, layers_of, bases, found.arrays, library)
+        attention = CudaAttention(found.layouts, layers_of, bases, found.arrays, library)
+        if found.states is None:
+            return attention
+        from memory.states.cuda import CudaStatefulAttention, CudaStates
+
+        states = CudaStates(
+            found.states,
+            self._values(len(found.groups)),
+            max_rows=found.arrays.max_rows,
+            max_seqs=found.arrays.max_seqs,
+        )
+        return CudaStatefulAttention(attention, states)
+
+    def _values(self, group: int) -> Tensor:
+        """Returns the addresses of a layer group's ranges as fp32 values; most are not mapped."""
+        first, end = (self.kv.group_offset(number) for number in (group, group + 1))
+        if isinstance(self.memory, CudaMemory):
+            return torch_view(self.memory)[first:end].view(torch.float32)
+        buffer = (ctypes.c_char * (end - first)).from_address(self._address + first)
+        return torch.frombuffer(buffer, dtype=torch.float32)
 
     def use_disk(self, precision: Precision) -> bytes | None:
         """Attaches the disk tier, if it is configured, and returns its secret.

@@ -107,6 +107,11 @@ def load_draft_weights(config: EngineConfig, progress: LoadProgress) -> DraftWei
         raise ConfigError(f"speculation model needs one GPU, not {config.num_ranks} ranks of them")
     own = _own_config(config, target)
     source = read_source(own)
+    if source.spec.state_layers:
+        raise ConfigError(
+            f"draft_model: the layers of {source.spec.model_type} have states, which rejected drafts"
+            " would change for good; use a draft model with attention alone"
+        )
     check_weights_fit(own, source.spec, source.precision)
     token_bytes = _token_bytes(source.config, source.spec)
     share = token_bytes / (token_bytes + _token_bytes(config, target))

@@ -53,13 +53,15 @@ class WeightBytes:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a model takes. kv_token_bytes: a token's K/V in all layers. max_tokens: the longest
-    context that fits; max_sequences: how many of that length; 0 if the weights do not fit."""
+    """What a model takes. kv_token_bytes: a token's K/V in all layers. state_bytes: a sequence's
+    state in all layers that have one. max_tokens: the longest context that fits; max_sequences: how
+    many of that length, one of them while it is computed; 0 if the weights do not fit."""
 
     weight_bytes: int
     kv_token_bytes: int
     max_tokens: int
     max_sequences: int
+    state_bytes: int = 0
 
 
 def weight_bytes(
@@ -121,7 +123,8 @@ def footprint(
 ) -> Footprint:
     """Returns what a model takes and what fits beside it into the memory that is free now."""
     groups = expected_groups(config, precision, spec)
-    token_bytes = kept_bytes(groups)
+    token_bytes = kept_bytes([group for group in groups if not group.is_state])
+    state = sum(group.token_bytes * group.tile_tokens for group in groups if group.is_state)
     share = _KV_SHARE_OF_DEVICE if precision.backend == "cuda" else KV_SHARE_OF_FREE_MEMORY
     used = weights.total + expert_scratch_bytes(config, spec, precision, weights)
     free = int((free_memory(precision) - used) * share)
@@ -131,12 +134,12 @@ def footprint(
         try:
             sizes = size_kv(many, spec, groups, free_bytes=free, is_trial=True)
         except ConfigError:  # not one token
-            return Footprint(weights.total, token_bytes, 0, 0)
-        pages = PageLayout(
-            sizes.groups, sizes.page_bytes, sizes.max_model_len, config.chunk_tokens
-        ).pages_for(sizes.max_model_len)
-        tokens, sequences = sizes.max_model_len, sizes.num_pages // pages
-    return Footprint(weights.total, token_bytes, tokens, sequences)
+            return Footprint(weights.total, token_bytes, 0, 0, state)
+        tokens = sizes.max_model_len
+        layout = PageLayout(sizes.groups, sizes.page_bytes, tokens, config.chunk_tokens)
+        beside = sizes.num_pages - layout.pages_for(tokens)
+        sequences = 1 + beside // layout.pages_at(tokens)
+    return Footprint(weights.total, token_bytes, tokens, sequences, state)
 
 
 def check_weights_fit(

@@ -94,17 +94,24 @@ def layer_groups(
 
 
 def state_layout(
-    config: EngineConfig, spec: ModelSpec, kv_groups: Sequence[LayerGroup]
+    config: EngineConfig,
+    spec: ModelSpec,
+    kv_groups: Sequence[LayerGroup],
+    *,
+    page_bytes: int = 1,
+    has_drafts: bool = True,
 ) -> StateLayout | None:
     """Returns the layout of the states of a model's layers; None if no layer has one. kv_groups:
-    the layer groups of the others."""
+    the layer groups of the others. page_bytes: of the device's pages, of which a record takes whole
+    ones. has_drafts: whether sequences may have drafts."""
     layers = spec.state_layers
     if not layers:
         return None
     from memory.states.layout import StateLayout, choose_interval  # only such models need it
 
-    num_drafts = 0 if config.speculation == "off" else config.max_draft_tokens
+    num_drafts = config.max_draft_tokens if has_drafts and config.speculation != "off" else 0
     record_bytes = StateLayout(layers, 1, num_drafts).record_bytes
+    record_bytes = -(-record_bytes // page_bytes) * page_bytes
     interval = choose_interval(record_bytes, kept_bytes(kv_groups))
     return StateLayout(layers, interval, num_drafts)
 
@@ -121,5 +128,5 @@ def expected_groups(
     recent = recent_layout(config, precision, layers)
     if recent is not None:
         found.append(recent_group(recent))
-    states = state_layout(config, spec, found)
+    states = state_layout(config, spec, found, has_drafts=precision.backend != "cuda")
     return found if states is None else [*found, states.group()]

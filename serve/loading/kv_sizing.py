@@ -79,6 +79,12 @@ def size_kv(
     else:
         padded = _padded_for(groups, page)
     num_pages = budget // page
+    least = sum(-(-group.token_bytes * group.tile_tokens // page) for group in padded)
+    if least > num_pages:  # before each page of the longest context gets a number
+        raise ConfigError(
+            f"kv_cache_bytes {budget} holds not even {format_memory(least * page)}, the K/V and"
+            " states of a sequence's first tokens"
+        )
     pages_for = PageLayout(padded, page, max_len, config.chunk_tokens).pages_for
     fits = bisect_right(range(1, max_len + 1), num_pages, key=pages_for)
     if fits < max_len:
@@ -99,7 +105,8 @@ def _most_bytes(config: EngineConfig, groups: Sequence[LayerGroup], max_len: int
     """Returns the most bytes of one sequence, those behind windows included."""
     recent = [group for group in groups if group.by_block]
     spans = [min(max_len, (group.window or 0) + config.chunk_tokens) for group in recent]
-    whole = max_len * kept_bytes(groups)
+    states = sum(group.token_bytes for group in groups if group.is_state)
+    whole = max_len * (kept_bytes(groups) + states)
     return whole + sum(n * g.token_bytes for n, g in zip(spans, recent, strict=True))
 
 

@@ -88,7 +88,7 @@ def load_runtime(
     source = read_source(config)
     config, spec, precision, backend, _ = source
     if spec.state_layers:
-        check_for_states(config, spec.model_type)
+        check_for_states(config, spec.model_type, precision.backend)
     check_weights_fit(config, spec, precision)
     if precision.backend == "cuda":
         return _load_cuda(source, progress, kv_share, device)

@@ -223,7 +223,6 @@ class Assembler:
     ) -> AttentionHalf:
         rotation = None if spec.rope is None else self._rotations[spec.rope]
         if isinstance(spec, LatentSpec):
-            assert rotation is not None, "latent attention always rotates"
             latent = LatentAssembler(
                 self._spec, spec, self._names, at, self._source, self._backend, self._shard
             )

@@ -35,7 +35,7 @@ class LatentAssembler:
         self._source = source
         self._backend = backend
 
-    def attention(self, fusion: Fusion, rotation: int, *, q_first: bool) -> LatentAttention:
+    def attention(self, fusion: Fusion, rotation: int | None, *, q_first: bool) -> LatentAttention:
         """fusion: the norm of the block's input."""
         spec, source, names, shard = self._spec, self._source, self._names.latent, self._shard
         own = shard.attention(spec)
@@ -102,6 +102,6 @@ class LatentAssembler:
 def _head_order(spec: LatentSpec, num_heads: int, first: int) -> Tensor | None:
     """Returns the rows that put the pairs of an interleaved RoPE side by side; the values that
     rotate follow the first `first` of each head."""
-    if not spec.rope.is_interleaved:
+    if spec.rope is None or not spec.rope.is_interleaved:
         return None
     return head_rows(num_heads, first, spec.rope_dim, first + spec.rope_dim)

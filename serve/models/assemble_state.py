@@ -124,8 +124,8 @@ class StateAssembler:
 
     def _mamba(self, spec: MambaSpec, number: int, fusion: Fusion) -> Mamba:
         names = self._names
-        scales = None
-        if spec.part_scales:
+        scales, rates = None, self._rates(spec.num_heads)
+        if spec.part_scales and rates is not None:  # None while names are only noted
             each = zip(spec.part_scales, spec.part_sizes, strict=True)
             scales = torch.cat([torch.full((size,), scale) for scale, size in each])
             scales = (scales * spec.in_scale).to(self._backend.device)
@@ -140,7 +140,7 @@ class StateAssembler:
             ),
             conv=self._conv(sizes, spec.width, has_bias=spec.has_conv_bias),
             rule=Recurrence(
-                rates=self._rates(spec.num_heads),
+                rates=rates,
                 bias=self._fp32(names.bias, (spec.num_heads,)),
                 is_delta=False,
                 scale=1.0,
@@ -169,13 +169,21 @@ class StateAssembler:
         weight = torch.cat(weights)
         if weight.is_meta:  # names are only noted
             return None  # type: ignore[return-value]
-        return self._backend.pack_linear(weight, None, fusion)
+        # rows have the compute type, whatever the file has
+        return self._backend.pack_linear(weight.to(self._source.ones(1).dtype), None, fusion)
 
     def _conv(self, sizes: list[int], width: int, *, has_bias: bool) -> Conv:
         """Reads a convolution of channels that are stored together, or as parts of these sizes."""
         modules = [self._at + module for module in self._names.convs]
+        joint = self._at + self._names.joint_conv
+        if self._names.joint_conv and self._source.has(f"{joint}.weight"):
+            modules = [joint]
         if len(modules) == 1:
             sizes = [sum(sizes)]
+        shapes = [self._source.shape(f"{module}.weight") for module in modules]
+        stored = [shape[0] for shape in shapes if shape]
+        if len(stored) == len(sizes) and sum(stored) == sum(sizes):
+            sizes = stored  # Transformers writes equal parts, whatever they are
         weights = [
             self._source.vector(f"{module}.weight", (size, 1, width), dtype=torch.float32)
             for module, size in zip(modules, sizes, strict=True)

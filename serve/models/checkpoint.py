@@ -65,12 +65,24 @@ class Checkpoint:
         """Begins a checkpoint without tensors."""
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
+        self._stored_names: dict[str, str] = {}  # of tensors that were renamed
         self._mapped: dict[Path, MappedFile] = {}
         self._read_bytes: dict[Path, list[tuple[int, int]]] = {}
 
+    def rename(self, parts: Sequence[tuple[str, str]]) -> None:
+        """Gives the tensors whose names hold the first of a pair a name with the second in its
+        place, unless there is one of that name."""
+        for stored in list(self.entries):
+            name = stored
+            for before, after in parts:
+                name = name.replace(before, after)
+            if name not in self.entries:
+                self.entries[name] = self.entries.pop(stored)
+                self._stored_names[name] = stored
+
     def stored_name(self, name: str) -> str:
         """Returns a tensor's name in its file, for messages."""
-        return name
+        return self._stored_names.get(name, name)
 
     def find_prefix(self, prefixes: Sequence[str], name: str) -> str:
         """Returns the prefix with which the tensor exists. ModelLoadError if there is none."""

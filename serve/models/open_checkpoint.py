@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from serve.models.checkpoint import Checkpoint, weight_files
+from serve.models.families import FAMILIES
 from serve.models.gguf.pointer import pointed_files
 from serve.models.gguf_checkpoint import GGUFCheckpoint
 from serve.models.spec import ModelSpec
@@ -13,7 +14,12 @@ from serve.models.spec import ModelSpec
 def open_checkpoint(path: Path, spec: ModelSpec) -> Checkpoint:
     """Opens the checkpoint of a directory. ModelLoadError says what is wrong with its files."""
     files = pointed_files(path)
-    return GGUFCheckpoint(files[0], spec.model_type) if files else Checkpoint(path)
+    if files:
+        return GGUFCheckpoint(files[0], spec.model_type)
+    checkpoint = Checkpoint(path)
+    if renamed := FAMILIES[spec.model_type].names.renamed:
+        checkpoint.rename(renamed)
+    return checkpoint
 
 
 def files_of(path: Path) -> list[Path]:

@@ -22,6 +22,7 @@ class RandomCheckpoint(Checkpoint):
     def __init__(self, path: Path, device: torch.device) -> None:
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
+        self._stored_names: dict[str, str] = {}
         self._device = device
         self._generator = torch.Generator(device)
 

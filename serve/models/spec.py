@@ -28,13 +28,22 @@ from serve.models.tensors import ParameterCounts
 MAX_ALL_EXPERTS = 1 << 17
 MAX_ALL_HEADS = 1 << 18
 MAX_HEAD_VALUES = 1 << 20  # of all heads of a layer
+MAX_STATE_VALUES = 1 << 24  # of a layer
 DTYPES = ("float32", "bfloat16", "float16")
 EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 # keys under which multimodal configurations hold that of their language model
 NESTED = ("text_config", "llm_config", "language_config")
 # multimodal model_types whose language model's is not theirs with "_text"
 _OUTPUTS_FIRST = ("gguf",)  # of which products are [out, in] in every family
-_WRAPPERS = {"internvl", "internvl_chat", "llava", "llava_next", "llava_onevision", "mistral3"}
+_WRAPPERS = {
+    "internvl",
+    "internvl_chat",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "lfm2_vl",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +180,7 @@ def read_spec(path: Path) -> ModelSpec:
     )
     _check_heads(config, spec)
     _check_experts(config, spec)
+    _check_states(config, spec)
     return spec
 
 
@@ -297,8 +307,22 @@ def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:
         )
 
 
+def _check_states(config: ConfigReader, spec: ModelSpec) -> None:
+    """Bounds what is made of a layer's state before a tensor is known to exist."""
+    for state in dict.fromkeys(spec.state_layers):
+        largest = max(state.num_bytes // 4, 64 * state.row_values)
+        if largest > MAX_STATE_VALUES:
+            raise ModelLoadError(
+                f"{config.source}: the state of a layer has {state.num_bytes // 4} values, computed"
+                f" from {state.row_values} in a row; at most {MAX_STATE_VALUES} and"
+                f" {MAX_STATE_VALUES // 64} are read"
+            )
+
+
 def _check_heads(config: ConfigReader, spec: ModelSpec) -> None:
     layers = spec.attention_layers
+    if not layers:
+        raise ModelLoadError(f"{config.source}: no layer has attention, which is not supported")
     for layer in dict.fromkeys(layers):
         if layer.num_heads % layer.num_kv_heads:
             raise ModelLoadError(

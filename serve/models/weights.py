@@ -74,9 +74,7 @@ def load_model(
     spec = replace(read_spec(path), draft_head=draft_head)
     family = FAMILIES[spec.model_type]
     names = family.names
-    checkpoint = (
-        RandomCheckpoint(path, backend.device) if is_random else open_checkpoint(path, spec)
-    )
+    checkpoint = _open(path, spec, backend, is_random)
     stored = _find(spec, names, checkpoint)
     is_transposed = names.is_transposed
     expected = ExpectedTensors(checkpoint, spec.packed, is_transposed=is_transposed)
@@ -135,13 +133,17 @@ def load_model(
     )
 
 
+def _open(
+    path: Path, spec: ModelSpec, backend: Backend, is_random: bool
+) -> Checkpoint | RandomCheckpoint:
+    return RandomCheckpoint(path, backend.device) if is_random else open_checkpoint(path, spec)
+
+
 def load_embedding(path: Path, backend: Backend, *, is_random: bool = False) -> Tensor:
     """Returns the whole table of embeddings of a model, [vocab, hidden], with their scale."""
     spec = read_spec(path)
     names = FAMILIES[spec.model_type].names
-    checkpoint = (
-        RandomCheckpoint(path, backend.device) if is_random else open_checkpoint(path, spec)
-    )
+    checkpoint = _open(path, spec, backend, is_random)
     name = f"{_find(spec, names, checkpoint).prefix}{names.embed}.weight"
     checkpoint.expect({name: (spec.vocab_size, spec.embed_size)})
     table = checkpoint.fetch(name).to(backend.device, copy=True)

@@ -1,7 +1,8 @@
 """Fills a step's token masks in threads of its own while the model computes the step.
 
 A computed step waits at most STEP_WAIT_S for its masks. A sequence whose mask is late gets no
-token and is planned again; its mask is completed meanwhile.
+token and is planned again; its mask is completed meanwhile. In a model with states it is preempted,
+because its row has changed the state, so there a step waits for up to STATES_WAIT_S.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
 
 STEP_WAIT_S = 5e-3
+STATES_WAIT_S = 0.1
 NO_SEQUENCES: frozenset[Sequence] = frozenset()
 # More threads would compete with the model's own.
 _MAX_THREADS = 4
@@ -93,7 +95,7 @@ class FillingMasks:
         self._late: frozenset[Sequence] | None = None
 
     def wait(self) -> frozenset[Sequence]:
-        """Blocks until the masks are ready, or for STEP_WAIT_S. Returns the late sequences, never
+        """Blocks until the masks are ready, or for as long as a step waits. Returns the late sequences, never
         all of the step's. A second call returns the same."""
         if self._filler is None:
             return NO_SEQUENCES
@@ -109,10 +111,10 @@ _NO_MASKS = FillingMasks(None, (), 0)
 class MaskFiller:
     """Fills masks of one step at a time. Its threads start with the first mask."""
 
-    def __init__(self, *, waits: bool = False) -> None:
-        """waits: for all masks, however late, because rows change states and so cannot be computed
+    def __init__(self, *, has_states: bool = False) -> None:
+        """has_states: late masks are dear, because a row that changes states cannot be computed
         again."""
-        self._waits = waits
+        self._wait_s = STATES_WAIT_S if has_states else STEP_WAIT_S
         self._num_threads = max(1, min(_MAX_THREADS, usable_processors() // 2))
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -137,7 +139,7 @@ class MaskFiller:
     def end(self, jobs: Collection[_Job], *, all_masked: bool) -> frozenset[Sequence]:
         """Waits for the jobs and returns the late sequences. all_masked: every sequence of the step
         has a mask, so this waits until at least one is filled."""
-        left = wait(self._workers, None if self._waits else STEP_WAIT_S).not_done
+        left = wait(self._workers, self._wait_s).not_done
         while all_masked and left and not any(job.stage is _Stage.FILLED for job in jobs):
             left = wait(left, STEP_WAIT_S).not_done
         with self._lock:

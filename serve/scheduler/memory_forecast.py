@@ -112,6 +112,8 @@ class MemoryForecast:
         need = [0] * len(ends)
         for group in kv.layout.groups:
             most = group.max_decode_pages * kv.page_bytes // group.token_bytes
+            if group.is_state:
+                most = group.tile_tokens + 1
             full: list[int] = []  # a heap of the starts of sequences that need `most`
             total = count = 0  # of the other sequences: the sum of their starts, and their number
             for number, (end, start, _) in enumerate(reversed(self.entries)):
@@ -119,6 +121,10 @@ class MemoryForecast:
                 while full and full[0] + end < most:
                     total += heappop(full)
                     count += 1
+                if group.is_state:  # a sequence has a whole record, and then two
+                    records = count * group.slots_for(1) + len(full) * group.max_decode_pages
+                    need[number] += records * kv.page_bytes
+                    continue
                 tokens = total + count * end + len(full) * most
                 need[number] += tokens * group.token_bytes
         half_pages = kv.page_bytes * len(kv.layout.groups) // 2

@@ -56,8 +56,8 @@ def make_drafting(
             )
         return None
     is_cuda = runtime.precision.backend == "cuda"
-    if is_cuda and (config.num_ranks > 1 or config.memory_nodes):
-        return None
+    if is_cuda and (config.num_ranks > 1 or config.memory_nodes or runtime.spec.state_layers):
+        return None  # a draft model or a head was refused when the model was loaded
     from serve.speculation import prompt_lookup
     from serve.speculation.draft_ledger import DraftLedger
     from serve.speculation.speculation import Speculation

@@ -197,6 +197,18 @@ def test_long_decode_quick(tmp_path):
     assert all(float(row[5].replace(",", "")) > 0 for row in rows)
 
 
+@pytest.mark.skipif(not native_library.is_available(), reason="needs the compiled library")
+def test_states_quick(tmp_path):
+    lines = [x.split("│") for x in printed("bench.engine.states", tmp_path).splitlines()]
+    rows = [[cell.strip() for cell in x[1:-1]] for x in lines if len(x) > 5]
+    decoded = [row for row in rows if len(row) == 5]
+    prompts = [row for row in rows if len(row) == 4]
+    assert [row[:2] for row in decoded] == [["1", "600"], ["2", "600"]] * 2
+    assert [row[0] for row in prompts] == ["tiny-states", "dense"] * 2
+    assert all(float(row[2]) > 0 for row in decoded)
+    assert all(float(row[3]) > 0 for row in prompts)
+
+
 def test_prefix_cache_quick(tmp_path):
     rows = [
         line for line in printed("bench.engine.prefix_cache", tmp_path).splitlines() if "│" in line

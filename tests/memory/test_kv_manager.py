@@ -30,8 +30,8 @@ LAYOUTS = [
     {"tile_tokens": 4, "page_bytes": 64 * 3, "num_pages": 40},
     {"page_bytes": 96, "num_pages": 40, "in_background": True},
 ]
-# A full group and a window, the same with tiles across pages, windows alone, three groups, and
-# blocks whose pages end with them, cross their ends, or hold several.
+# A full group and a window, the same with tiles across pages, windows alone, three groups, blocks
+# whose pages end with them, cross their ends, or hold several, and records of states.
 FULL, TILES = LayerGroup(64), LayerGroup(64, 4)
 GROUPS = [
     {"groups": (FULL, LayerGroup(32, window=6, read_block=2)), "num_pages": 30},
@@ -55,6 +55,8 @@ GROUPS = [
     {"groups": (FULL, LayerGroup(64, window=8, read_block=4, by_block=True)), "num_pages": 40},
     {"groups": (TILES, LayerGroup(48, 4, 8, 4, by_block=True)), "page_bytes": 320, "num_pages": 40},
     {"groups": (TILES, LayerGroup(16, 4, 8, 8, by_block=True)), "num_pages": 40},
+    {"groups": (FULL, LayerGroup(64, 8, 2, 8, is_state=True)), "num_pages": 40},
+    {"groups": (TILES, LayerGroup(64, 4, 2, 4, is_state=True)), "num_pages": 40},
 ]
 for _layout in GROUPS:
     _layout["max_rows"] = 8

@@ -34,7 +34,7 @@ pytestmark = [
 ]
 # mixtures, one of them with sinks and windows; latents, with and without a rank of the queries;
 # shared K/V; attention within chunks; layers with states
-STATES = ["lfm2", "qwen3_5_text"]
+STATES = ["lfm2", "qwen3_5_text", "falcon_h1", "kimi_linear"]
 KINDS = [
     "qwen3_moe",
     "gpt_oss",

@@ -193,4 +193,61 @@ NESTED_DEFAULTS |= {
         moe_intermediate_size=1_408,
     ),
 }
+_LFM2 = _sizes(65_536, 2_560, 12_288, 32, 32, 128_000)
+_QWEN3_NEXT = _sizes(
+    151_936,
+    2_048,
+    5_632,
+    48,
+    16,
+    32_768,
+    num_experts=512,
+    num_experts_per_tok=10,
+    moe_intermediate_size=512,
+)
+NESTED_DEFAULTS |= {
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2
+    | {
+        "hidden_size": 2_048,
+        "intermediate_size": 7_168,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+    },
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": _sizes(248_320, 4_096, 12_288, 32, 16, 32_768),
+    "qwen3_5_moe_text": _QWEN3_NEXT
+    | {
+        "vocab_size": 248_320,
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    "bamba": _sizes(128_000, 4_096, 14_336, 32, 32, 262_144),
+    "granitemoehybrid": _sizes(32_000, 4_096, 11_008, 32, 32, 2_048),
+    "falcon_h1": _sizes(128_000, 4_096, 14_336, 32, 32, 8_192),
+    "nemotron_h": _sizes(
+        131_072,
+        4_096,
+        21_504,
+        4,
+        32,
+        4_096,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=7_688,
+    ),
+    "olmo_hybrid": _sizes(100_352, 3_840, 11_008, 32, 30, 65_536),
+    "kimi_linear": _sizes(
+        163_840,
+        2_304,
+        9_216,
+        27,
+        32,
+        1_048_576,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1_024,
+    ),
+}
 NESTED_DEFAULTS["kimi_k2"] = NESTED_DEFAULTS["deepseek_v3"]

@@ -23,6 +23,7 @@ from serve.models.families.mixture_fields import (
     after_first_dense,
     read_counts,
     read_expert,
+    read_mlp_types,
     read_sigmoid_mixture,
     with_mixture,
 )
@@ -32,14 +33,15 @@ from serve.models.families.rope_spec import read_rope, rope_parameters
 _INNER_EPS = 1e-6  # of the norms between the products of low rank, in all these families
 
 
-def _latent_fields(
+def latent_fields(
     config: ConfigReader,
     *,
     v_dim: int,
     nope_dim: int,
-    q_rank: int,
+    q_rank: int | None,
     kv_rank: int = 512,
     eps: float = 1e-6,
+    has_rope: bool = True,
 ) -> Fields:
     """Reads a model whose layers all have latent attention and a dense MLP."""
     fields = read_sizes(config)
@@ -51,8 +53,10 @@ def _latent_fields(
         if isinstance(config.values.get(key), dict):
             plain[key] = config.values[key] | {"partial_rotary_factor": None}
     rope_config = ConfigReader(config.values | plain, config.source)
-    is_interleaved = config.boolean("rope_interleave", True)
-    rope = read_rope(rope_config, rope_dim, is_interleaved=is_interleaved)
+    rope = None
+    if has_rope:
+        is_interleaved = config.boolean("rope_interleave", True)
+        rope = read_rope(rope_config, rope_dim, is_interleaved=is_interleaved)
     has_rank = config.values.get("q_lora_rank", q_rank) is not None
     attention = LatentSpec(
         num_heads=config.integer("num_attention_heads", high=MAX_HEADS),
@@ -61,7 +65,7 @@ def _latent_fields(
         nope_dim=nope,
         rope_dim=rope_dim,
         v_dim=config.integer("v_head_dim", v_dim, high=MAX_HEADS),
-        scale=(nope + rope_dim) ** -0.5 * _mscale(config) ** 2,
+        scale=(nope + rope_dim) ** -0.5 * (_mscale(config) ** 2 if has_rope else 1.0),
         norm_eps=_INNER_EPS,
         rope=rope,
         has_bias=config.boolean("attention_bias", False),
@@ -90,7 +94,7 @@ def _mscale(config: ConfigReader) -> float:
 
 
 def _deepseek_v2(config: ConfigReader) -> Fields:
-    fields = _latent_fields(config, v_dim=128, nope_dim=128, q_rank=1536)
+    fields = latent_fields(config, v_dim=128, nope_dim=128, q_rank=1536)
     num_experts, top_k = read_counts(config, ("n_routed_experts",))
     method = config.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
@@ -115,25 +119,14 @@ def _deepseek_v2(config: ConfigReader) -> Fields:
 
 
 def _deepseek_v3(config: ConfigReader) -> Fields:
-    fields = _latent_fields(config, v_dim=128, nope_dim=128, q_rank=1536)
+    fields = latent_fields(config, v_dim=128, nope_dim=128, q_rank=1536)
     mixture = read_sigmoid_mixture(config, num_shared=1, scale=2.5, groups=8, top_groups=4)
     return with_mixture(fields, mixture, after_first_dense(config, 3))
 
 
 def _glm4_moe_lite(config: ConfigReader) -> Fields:
-    fields = _latent_fields(config, v_dim=256, nope_dim=192, q_rank=768, eps=1e-5)
-    kinds = config.values.get("mlp_layer_types")
-    num_layers = num_layers_of(config)
-    if kinds is None:
-        is_sparse = after_first_dense(config, 1)
-    elif (
-        isinstance(kinds, list)
-        and len(kinds) == num_layers
-        and all(kind in ("dense", "sparse") for kind in kinds)
-    ):
-        is_sparse = [kind == "sparse" for kind in kinds]
-    else:
-        raise config.fail("mlp_layer_types", f"must list dense or sparse for {num_layers} layers")
+    fields = latent_fields(config, v_dim=256, nope_dim=192, q_rank=768, eps=1e-5)
+    is_sparse = read_mlp_types(config, after_first_dense(config, 1))
     return with_mixture(fields, read_sigmoid_mixture(config, num_shared=1, scale=1.8), is_sparse)
 
 
@@ -152,7 +145,7 @@ _MISTRAL4_ROPE: dict[str, object] = {
 
 def _mistral4(config: ConfigReader) -> Fields:
     config = with_rope(config, _MISTRAL4_ROPE)
-    fields = _latent_fields(config, v_dim=128, nope_dim=64, q_rank=1024, kv_rank=256)
+    fields = latent_fields(config, v_dim=128, nope_dim=64, q_rank=1024, kv_rank=256)
     mixture = read_sigmoid_mixture(config, num_shared=1)
     mixture = replace(
         mixture, router=replace(mixture.router, score="softmax"), has_correction=False

@@ -86,7 +86,7 @@ class LatentSpec:
 
     K/V is one latent of kv_rank values and a rotated key of rope_dim values that all heads share.
     Queries and keys of a head have nope_dim + rope_dim values, values have v_dim. q_rank: the rank
-    of the query's product; None: it has full rank.
+    of the query's product; None: it has full rank. rope: None where no value is rotated.
     """
 
     num_heads: int
@@ -97,7 +97,7 @@ class LatentSpec:
     v_dim: int
     scale: float
     norm_eps: float
-    rope: RopeSpec
+    rope: RopeSpec | None
     has_bias: bool = False
     query_scaling: QueryScaling | None = None
 

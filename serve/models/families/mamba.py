@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf, isnan
+from math import inf
 
 from ops.backend import RouterKind
 from serve.checkpoint_json import ConfigReader
@@ -99,9 +99,11 @@ def _checked(config: ConfigReader, key: str, values: list[object]) -> list[float
     """Returns numbers of a list."""
     found = []
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or isnan(value):
-            raise config.fail(key, f"holds {value!r}, which is not a number")
-        found.append(float(value))
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # a whole number may be too large for a float, and NaN is in no range
+        if not is_number or not (-1e300 <= value <= 1e300 or value == inf):  # type: ignore[operator]
+            raise config.fail(key, f"holds {str(value)[:40]}, which is not a number")
+        found.append(float(value))  # type: ignore[arg-type]
     return found
 
 

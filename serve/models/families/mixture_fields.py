@@ -103,6 +103,21 @@ def read_sigmoid_mixture(
     )
 
 
+def read_mlp_types(config: ConfigReader, default: Sequence[bool]) -> list[bool]:
+    """Returns whether each layer is a mixture: `mlp_layer_types`, or the default."""
+    key = "mlp_layer_types"
+    kinds = config.values.get(key)
+    if kinds is None:
+        return list(default)
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != len(default)
+        or any(kind not in ("dense", "sparse") for kind in kinds)
+    ):
+        raise config.fail(key, f"must list dense or sparse for {len(default)} layers")
+    return [kind == "sparse" for kind in kinds]
+
+
 def after_first_dense(config: ConfigReader, default: int) -> list[bool]:
     """Returns whether each layer is a mixture: all from first_k_dense_replace on."""
     first = config.integer("first_k_dense_replace", default, low=0)

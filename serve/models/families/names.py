@@ -87,8 +87,10 @@ class StateNames:
     inputs: modules that give, one after the other, what the layer takes: q, k, v and z of a delta
     net; z, x, B, C and dt of Mamba-2; b, c and x of a short convolution. is_grouped: one module
     holds q, k, v and z of each key head side by side, and `gates` b and a likewise (Qwen3-Next).
-    gates: modules of b and a. low_a, low_z: the second products of low rank. rates, bias, skip:
-    tensors.
+    gates: modules of b and a, and where their products have a low rank of b and the first products.
+    low_a, low_z: the second products of low rank. convs: modules of the convolution, of parts of
+    its channels; joint_conv: the module of all, which some checkpoints have instead. rates, bias,
+    skip: tensors.
     """
 
     inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
@@ -97,6 +99,7 @@ class StateNames:
     low_a: str = ""
     low_z: str = ""
     convs: tuple[str, ...] = ("linear_attn.conv1d",)
+    joint_conv: str = ""
     rates: str = "linear_attn.A_log"
     bias: str = "linear_attn.dt_bias"
     skip: str = ""
@@ -114,7 +117,8 @@ class WeightNames:
     prefixes, heads: the first that fits the checkpoint is used (with or without the head's model,
     alone or in a multimodal model). experts: the ways in which a mixture is stored. is_transposed:
     weights are stored [in, out]. ignored: endings of tensors that older checkpoints have and the
-    decoder does not need. A name of a norm may be empty, where the family has none.
+    decoder does not need. renamed: parts of names that some checkpoints have, and what stands in
+    their place here. A name of a norm may be empty, where the family has none.
     """
 
     prefixes: tuple[str, ...] = (
@@ -151,6 +155,7 @@ class WeightNames:
     scalar: str = "layer_scalar"
     is_transposed: bool = False
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

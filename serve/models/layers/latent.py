@@ -25,7 +25,8 @@ class LatentAttention:
     inputs computes the query of low rank (or the whole query), the latent and the shared key side
     by side; None where q has a product of its own, q_down, that runs before kv_down. q_up: from the
     low rank to all heads. absorb: from a head's part without positions to the latent's size;
-    expand: from the latent's size to a head's values.
+    expand: from the latent's size to a head's values. rotation: its number in
+    RowInputs.rotations, None where nothing rotates.
     """
 
     spec: LatentSpec
@@ -39,7 +40,7 @@ class LatentAttention:
     absorb: HeadsOp
     expand: HeadsOp
     o: LinearOp
-    rotation: int
+    rotation: int | None
     sinks: tuple[float, ...] | None = None
 
     def attend(self, index: int, x: Tensor, inputs: RowInputs, attention: Attention) -> Pending:
@@ -53,12 +54,14 @@ class LatentAttention:
         else:
             assert self.q_down is not None
             q = self.q_down(x)
-        rotation = inputs.rotations[self.rotation]
+        rotation = None if self.rotation is None else inputs.rotations[self.rotation]
         if self.q_up is not None:
             assert self.q_norm is not None
             q = self.q_up(self.backend.rms_norm(q, self.q_norm, spec.norm_eps))
         q = q.reshape(rows, spec.num_heads, spec.nope_dim + spec.rope_dim)
-        turned = self.backend.rotary(q[..., spec.nope_dim :].contiguous(), *rotation)
+        turned = q[..., spec.nope_dim :].contiguous()
+        if rotation is not None:
+            turned = self.backend.rotary(turned, *rotation)
         absorbed = self.absorb(q[..., : spec.nope_dim])
         query = torch.cat((absorbed.to(turned.dtype), turned), dim=2)
         if spec.query_scaling is not None:
@@ -70,7 +73,8 @@ class LatentAttention:
             kv = self.kv_down(x)
         latent = self.backend.rms_norm(kv[:, : spec.kv_rank], self.kv_norm, spec.norm_eps)
         key = kv[:, None, spec.kv_rank :].contiguous()
-        key = self.backend.rotary(key, *rotation)
+        if rotation is not None:
+            key = self.backend.rotary(key, *rotation)
         k = torch.cat((latent[:, None], key), dim=2)
         return attention.finish(ticket, k, None, None)
 

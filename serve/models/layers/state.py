@@ -151,7 +151,7 @@ class Mamba:
         assert state.heads is not None, "a Mamba-2 mixer has heads"
         projected = self.inputs(x)
         if self.scales is not None:
-            projected = projected * self.scales
+            projected = (projected * self.scales).to(projected.dtype)
         inner, _, keys, _, _ = spec.part_sizes
         z, rows = torch.split(projected, [inner, spec.conv_size + spec.num_heads], 1)
         mixed, dt = torch.split(merged(state, rows), [spec.conv_size, spec.num_heads], 1)

@@ -336,12 +336,13 @@ def test_every_section_exists():
     assert len({each.name for each in SECTIONS}) == len(SECTIONS)
 
 
-DRY = ("ceilings", "smoke-linear", "smoke-formats", "smoke-attention", "smoke-sampling")
+SMOKE = ("smoke-linear", "smoke-formats", "smoke-attention", "smoke-sampling", "smoke-states")
+DRY = ("ceilings", *SMOKE, "linear", "attention", "rows", "states", "transformers", "lanes")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs for real where there is a GPU")
-@pytest.mark.parametrize("name", [*DRY, "linear", "attention", "rows", "transformers", "lanes"])
+@pytest.mark.parametrize("name", DRY)
 def test_dry_run(name, tmp_path):
     (found,) = [each for each in SECTIONS if each.name == name]
     record = Record(tmp_path / "record.json", is_dry=True)

@@ -60,7 +60,7 @@ def assert_equal(found: Any, expected: torch.Tensor) -> None:
 
 
 def test_lfm2(tmp_path: Path) -> None:
-    tensors, found, fields = converted(tmp_path, config_of("tiny-states"))
+    tensors, found, fields = converted(tmp_path, config_of("tiny-convolutions"))
     assert fields["general.architecture"] == "lfm2"
     assert fields["lfm2.attention.head_count_kv"] == [0, 0, 2, 0], "convolutions have no K/V"
     assert fields["lfm2.shortconv.l_cache"] == 3

@@ -54,12 +54,14 @@ class StoreModel(KVModel):
 
 WINDOW = LayerGroup(32, window=6, read_block=2)
 BLOCK = LayerGroup(64, window=8, read_block=4, by_block=True)
+STATE = LayerGroup(64, 8, window=2, read_block=8, is_state=True)
 LAYOUTS = [
     {"num_pages": 16},
     {"num_pages": 16, "tile_tokens": 4, "page_bytes": 64 * 6},
     {"num_pages": 30, "max_rows": 8, "groups": (LayerGroup(64), WINDOW)},
     {"num_pages": 16, "max_rows": 8, "groups": (WINDOW,)},
     {"num_pages": 40, "max_rows": 8, "groups": (LayerGroup(64), BLOCK)},
+    {"num_pages": 30, "max_rows": 8, "groups": (LayerGroup(64), STATE)},
 ]
 
 

@@ -273,7 +273,7 @@ def test_gated_norm_against_float64(isa, dtype, activation, gates_first, size, g
     memory, gate = torch.randn(7, 3 * size).to(dtype), torch.randn(7, size).to(dtype)
     x = memory[:, size - 1 : 2 * size - 1]
     for weight in (None, torch.randn(size)):
-        args = dict(group=group, activation=activation, gates_first=gates_first)
+        args = {"group": group, "activation": activation, "gates_first": gates_first}
         found = OPS.gated_norm(x, gate, weight, 1e-6, **args)
         assert found.dtype == dtype
         check(found, exact_norm(x, gate, weight, 1e-6, **args), BOUND[dtype])
@@ -325,11 +325,9 @@ def test_wrong_segments_are_refused(sequences, why):
     layer, states = layer_of("mamba2", 4, (2, 1, 16, 16)), torch.ones(2, 2, 16, 16)
     with pytest.raises(ValueError, match=why):
         layer.run(states, segments_of(*sequences))
+    x, weight, inputs = torch.ones(4, 8), torch.ones(8, 4), torch.ones(2, 3, 8)
     with pytest.raises(ValueError, match=why):
-        conv_states = torch.ones(2, 3, 8)
-        OPS.causal_conv(
-            torch.ones(4, 8), torch.ones(8, 4), None, None, conv_states, segments_of(*sequences)
-        )
+        OPS.causal_conv(x, weight, None, None, inputs, segments_of(*sequences))
     assert bool((states == 1).all())
 
 

@@ -26,6 +26,10 @@ GROUPS = [
     (LayerGroup(64), LayerGroup(80, window=9, read_block=4)),
     (LayerGroup(80, window=20, read_block=4),),
 ]
+WITH_STATES = (
+    LayerGroup(64),
+    LayerGroup(40, 8, window=2, read_block=8, is_state=True),  # a record takes one page
+)
 
 
 class Walk(Bench):
@@ -207,3 +211,15 @@ def test_prompt_rows_are_read_once_and_in_order(fails, seed):
     """This holds under preemptions, failures, shared prompts and prefix hits."""
     walk = Walk(200 + seed, QUEUE_POLICIES[seed % len(QUEUE_POLICIES)], fails, reads=True).walk(40)
     walk.check_end()
+
+
+@pytest.mark.parametrize("fails", [None, "launch", "wait"])
+@pytest.mark.parametrize("seed", range(16))
+def test_a_row_is_applied_to_a_state_once(fails, seed):
+    """This holds under preemptions, prefix hits, late ends and failures. Rows that were taken back
+    are computed from a state before them; a sequence at fault still ends alone."""
+    policy = QUEUE_POLICIES[seed % len(QUEUE_POLICIES)]
+    walk = Walk(300 + seed, policy, fails, WITH_STATES).walk(40)
+    walk.check_end()
+    failed = {s for s, reason in walk.ended.items() if reason is FinishReason.ERROR}
+    assert failed <= set(walk.bad)

@@ -21,6 +21,8 @@ from tests.support.engine.checkpoints import (
     reference_logits,
 )
 from tests.support.engine.decoders import ListAttention, copy_of, edit_tensors, load, run, token_ids
+from tests.support.engine.variants import mamba, states
+from tests.support.engine.variants.table import is_first
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +39,7 @@ def test_logits_equal_transformers(variant: Variant) -> None:
     actual = run(load(path), ids)
     assert actual.shape == expected.shape
     assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(actual, expected, atol=variant.rounding, rtol=1e-5)
 
 
 CHANGES: list[tuple[str, str, Json]] = [
@@ -80,7 +82,10 @@ def test_chunks_equal_the_whole(variant: Variant) -> None:
     decoder = load(checkpoint(variant.family, variant.name))
     ids = token_ids(24, seed=2)
     torch.testing.assert_close(
-        run(decoder, ids, [7, 1, 1, 10, 3, 1, 1]), run(decoder, ids), atol=1e-4, rtol=1e-5
+        run(decoder, ids, [7, 1, 1, 10, 3, 1, 1]),
+        run(decoder, ids),
+        atol=variant.rounding,
+        rtol=1e-5,
     )
 
 
@@ -97,6 +102,20 @@ def test_cpu_backend_equals_transformers(family: str) -> None:
     ids = token_ids(40)
     decoder = load_model(path, dtype=torch.float32, backend=get_backend("cpu"))
     torch.testing.assert_close(run(decoder, ids), reference_logits(path, ids), atol=1e-3, rtol=1e-4)
+
+
+STATES = [
+    item for item in VARIANTS if is_first(item) and item in (*states.VARIANTS, *mamba.VARIANTS)
+]
+
+
+@pytest.mark.parametrize("variant", STATES, ids=str)
+def test_layers_with_states_compute_in_bf16(variant: Variant) -> None:
+    """Whatever they compute in fp32, the hidden state stays in the model's type."""
+    path, ids = checkpoint(variant.family, variant.name), token_ids(20)
+    decoder = load_model(path, dtype=torch.bfloat16, backend=get_backend("cpu"))
+    found, expected = run(decoder, ids), reference_logits(path, ids)
+    assert (found - expected).std() < 0.4 * expected.std()
 
 
 def test_windows_have_an_effect(tmp_path: Path) -> None:

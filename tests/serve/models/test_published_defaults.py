@@ -20,6 +20,8 @@ COMPLETIONS: dict[str, Json] = {
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": [*["mamba"] * 5, "attention", *["mamba"] * 26]},
 }
 LEARNED = {"opt", "gpt2"}  # never the language model of another
 WHOLE = {"qwen2_vl", "qwen2_5_vl"}  # also the model types of multimodal models
@@ -31,11 +33,13 @@ SIZES = {
     "num_hidden_layers",
     "num_attention_heads",
     "max_position_embeddings",
+    "model_max_length",
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
     "moe_num_experts",
     "num_experts_per_tok",
+    "num_experts_per_token",
     "moe_k",
     "moe_topk",
     "moe_intermediate_size",
@@ -61,7 +65,8 @@ def spec_of(directory: Path, values: Json) -> ModelSpec:
 @pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - LEARNED - WHOLE - NESTED))
 def test_only_sizes_are_given(model_type: str, tmp_path: Path) -> None:
     full = full_config(model_type)
-    given = {key: value for key, value in full.items() if key in SIZES}
+    keys = SIZES | COMPLETIONS.get(model_type, {}).keys()
+    given = {key: value for key, value in full.items() if key in keys}
     spec = spec_of(tmp_path, given | {"model_type": model_type})
     assert spec == spec_of(tmp_path, full)
 

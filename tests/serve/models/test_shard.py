@@ -20,6 +20,7 @@ from tests.support.group.thread_ranks import on_ranks
 from tests.support.profile import every_day
 
 CHUNKS = [9, 1, 5, 1]
+ONE_RANK = "models whose layers have states are served by one rank"
 
 
 def load(path, dtype: str, shard: Shard, *, is_random: bool = False) -> Decoder:
@@ -81,6 +82,8 @@ def can_divide(path, size: int) -> bool:
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_ranks_give_the_bits_of_one(variant, dtype):
     path = checkpoint(variant.family, variant.name)
+    if read_spec(path).state_layers:
+        pytest.skip(ONE_RANK)
     if not can_divide(path, 2):
         pytest.skip("its heads cannot be divided in two")
     check_ranks(path, dtype, 2)
@@ -151,6 +154,8 @@ def test_more_ranks(dtype, size, tmp_path):
 def test_stages_give_the_bits_of_one(variant, dtype):
     path = checkpoint(variant.family, variant.name)
     spec, ids = read_spec(path), ids_of(path)
+    if spec.state_layers:
+        pytest.skip(ONE_RANK)
     if spec.num_layers < 2:
         pytest.skip("it has one layer")
     cuts = [(0, 1), (1, spec.num_layers - 1)]

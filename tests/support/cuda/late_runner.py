@@ -24,6 +24,7 @@ from serve.scheduler.prompt_outputs import Pooled, PromptPart, PromptScores
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence
 from serve.scheduler.step_plan import StepPlan
 from tests.support.cuda.late_device import Job, LateDevice, LateMemory, PipelineMemory
+from tests.support.cuda.late_states import advance
 
 WINDOW = 8  # number of tokens that determine the next one
 EOS = 5
@@ -180,6 +181,7 @@ class LateRunner:
             tables = self._mapped(rows.target) if page_tables is None else page_tables[number]
             if rows.tokens[-1] == PENDING_TOKEN:
                 rows.tokens[-1] = self.last[rows.target.start]
+            self._advance(rows, tables, faults)
             for offset, token in enumerate(rows.tokens):
                 written = GARBAGE if is_bad else token
                 self._write(rows, tables, rows.first + offset, written, faults)
@@ -215,10 +217,18 @@ class LateRunner:
             tables.append([mapped.get(start + slot * kv.page_bytes, -1) for slot in slots])
         return tables
 
+    def _advance(self, rows: Rows, tables: list[list[int]], faults: list[str]) -> None:
+        """Applies the rows to the sequence's state, of groups that have one."""
+        for part, table in zip(rows.target.parts, tables, strict=True):
+            if part.group.is_state:
+                faults += advance(part, table, self.content, rows.first, rows.tokens, rows.history)
+
     def _write(
         self, rows: Rows, tables: list[list[int]], position: int, token: int, faults: list[str]
     ) -> None:
         for part, table in zip(rows.target.parts, tables, strict=True):
+            if part.group.is_state:
+                continue
             slot, offset = divmod(position, part.group.tokens_in(1))
             if table[slot] < 0:
                 faults.append(f"position {position} has no page")
@@ -232,6 +242,8 @@ class LateRunner:
         reads."""
         found: list[int] = []
         for part, table in zip(rows.target.parts, tables, strict=True):
+            if part.group.is_state:
+                continue
             window = part.group.window or last + 1
             found = []
             for position in range(max(0, last + 1 - window), last + 1):

@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket
+from memory.attention.seam import AttentionLayer, Finished, LayerState, Rotation, Ticket
+from memory.states.layout import StateLayer
 from ops.reference import ReferenceBackend, attention_fp64
+from ops.states import NO_RECORD, StateSegments
 from serve.models import Decoder, load_model
+
+
+class OneState:
+    """The states of one sequence, in one record."""
+
+    def __init__(self, layers: Sequence[StateLayer]) -> None:
+        self._convs = [torch.zeros(1, *layer.conv) for layer in layers]
+        self._heads = [None if x.heads is None else torch.zeros(1, *x.heads) for x in layers]
+        self._source = NO_RECORD
+        self._segments: StateSegments | None = None
+
+    def begin(self, num_rows: int) -> None:
+        """Begins a call with the next rows."""
+        columns = ([0, num_rows], [self._source], [0], [0, 1])
+        self._segments = StateSegments(*[torch.tensor(column) for column in columns])
+        self._source = 0
+
+    def layer(self, number: int) -> LayerState:
+        assert self._segments is not None
+        return LayerState(self._convs[number], self._heads[number], self._segments)
 
 
 class ListAttention:
     """K and V of one sequence in lists, attended over in fp64; also checks the order of calls."""
 
-    def __init__(self, layers: list[AttentionLayer]) -> None:
+    def __init__(
+        self, layers: list[AttentionLayer], state_layers: Sequence[StateLayer] = ()
+    ) -> None:
+        self.states = OneState(state_layers)
         self.layers = layers
         self.k = [torch.empty(0, x.num_kv_heads, x.head_dim) for x in layers]
         self.v = [torch.empty(0, x.num_kv_heads, x.value_dim or x.head_dim) for x in layers]
@@ -85,11 +110,12 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 def run(decoder: Decoder, ids: list[int], chunks: list[int] | None = None) -> Tensor:
     """Returns the logits of all positions, computed in chunks of the given lengths."""
-    attention = ListAttention(decoder.attention_layers())
+    attention = ListAttention(decoder.attention_layers(), decoder.spec.state_layers)
     parts, start = [], 0
     for length in chunks or [len(ids)]:
         part = torch.tensor(ids[start : start + length])
         positions = torch.arange(start, start + length)
+        attention.states.begin(length)
         parts.append(decoder.logits(decoder.forward(part, positions, attention)))
         start += length
     assert start == len(ids)

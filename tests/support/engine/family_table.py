@@ -6,6 +6,7 @@ from pathlib import Path
 
 from serve.models.families import FAMILIES
 from serve.models.families.layer_spec import LatentSpec, MixtureSpec
+from serve.models.families.state_spec import DeltaNetSpec, MambaSpec, ShortConvSpec
 from serve.models.spec import ModelSpec, read_spec
 from tests.support.engine.checkpoints import VARIANTS, checkpoint
 
@@ -19,13 +20,16 @@ NESTED_MIXTURES = {"qwen3_vl_moe_text"}
 # what Transformers computes under another name
 OTHER_CODE = {"kimi_k2": "Transformers' `deepseek_v3`"}
 
+STATES = {ShortConvSpec: "short convolutions", DeltaNetSpec: "delta nets", MambaSpec: "Mamba-2"}
+
 
 def kind_of(spec: ModelSpec) -> str:
     """Returns what kind of model this is."""
     mixture = any(isinstance(layer.mlp, MixtureSpec) for layer in spec.layers)
     latent = any(isinstance(layer.attention, LatentSpec) for layer in spec.layers)
-    kind = "mixture" if mixture else "dense"
-    return f"{kind}, latent attention" if latent else kind
+    kinds = ["mixture" if mixture else "dense", *(["latent attention"] if latent else [])]
+    states = {type(layer.state) for layer in spec.layers if layer.state is not None}
+    return ", ".join(kinds + [STATES[kind] for kind in states])
 
 
 def _kind(model_type: str) -> str:

@@ -54,6 +54,10 @@ def model(tmp_path: Path) -> Path:
         ("qwen3_moe", "head-24", "bfloat16"),
         ("deepseek_v3", "yarn", "int8"),
         ("gpt_oss", "yarn", "int8"),
+        ("qwen3_next", "odd", "int8"),
+        ("kimi_linear", "odd", "bfloat16"),
+        ("falcon_h1", "gate", "bfloat16"),
+        ("nemotron_h", "latent", "int8"),
     ],
 )
 def test_the_second_start_has_the_same_bits(

@@ -5,7 +5,9 @@ Sizes are those that int8 K/V has. Not in VARIANTS, as references of that length
 
 from __future__ import annotations
 
+from tests.support.engine.variants.mamba import FALCON
 from tests.support.engine.variants.mixtures import GROUPS
+from tests.support.engine.variants.states import KIMI
 from tests.support.engine.variants.variant import YARN, Json, Variant
 
 _LONG: Json = {"max_position_embeddings": 640}
@@ -97,6 +99,32 @@ VARIANTS = [
             "linear_value_head_dim": 24,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
+        },
+    ),
+    Variant(
+        "falcon_h1",
+        "long",
+        _LONG
+        | FALCON
+        | {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            # what int8 K/V changes has to be seen in the logits
+            "lm_head_multiplier": 2.0,
+            "key_multiplier": 3.0,
+            "attention_out_multiplier": 3.0,
+        },
+    ),
+    Variant(
+        "kimi_linear",
+        "long",
+        _LONG
+        | KIMI
+        | {
+            "qk_rope_head_dim": 16,
+            "linear_num_heads": 2,
+            "num_hidden_layers": 3,
+            "layer_types": [LINEAR, FULL, FULL],
         },
     ),
 ]

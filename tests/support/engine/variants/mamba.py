@@ -26,7 +26,7 @@ _SCALES: Json = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.6,
-    "logits_scaling": 4.0,
+    "logits_scaling": 2.0,
 }
 _FACTORS: Json = {
     "embedding_multiplier": 2.5,
@@ -39,6 +39,7 @@ _FACTORS: Json = {
     "ssm_multipliers": [0.7, 1.4, 0.9, 1.1, 0.6],
     "mlp_multipliers": [0.7, 0.4],
 }
+FALCON: Json = _MIXER | _FACTORS | {"mamba_d_ssm": 96}
 _NEMOTRON: Json = {
     "head_dim": 20,
     "mamba_num_heads": 6,
@@ -102,7 +103,7 @@ VARIANTS = [
             "shared_intermediate_size": 72,
         },
     ),
-    Variant("falcon_h1", "gate", _MIXER | _FACTORS | {"mamba_d_ssm": 96, "num_hidden_layers": 3}),
+    Variant("falcon_h1", "gate", FALCON | {"num_hidden_layers": 3}),
     Variant(
         "falcon_h1",
         "norm",

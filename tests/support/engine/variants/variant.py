@@ -17,6 +17,7 @@ class Variant:
 
     is_steady: Transformers' logits of a prefix stay as they are when the sequence grows, so greedy
     tokens can be compared. LongRoPE changes its factors for all positions at a length.
+    rounding: the largest difference of fp32 logits that rounding causes.
     """
 
     family: str
@@ -25,6 +26,7 @@ class Variant:
     finish: Callable[[Path], None] | None = None
     max_shard_size: str = "1GB"
     is_steady: bool = True
+    rounding: float = 1e-4
 
     def __str__(self) -> str:
         return f"{self.family}-{self.name}"
