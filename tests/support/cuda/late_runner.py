@@ -221,9 +221,7 @@ class LateRunner:
         """Applies the rows to the sequence's state, of groups that have one."""
         for part, table in zip(rows.target.parts, tables, strict=True):
             if part.group.is_state:
-                faults += advance(
-                    part, table, self.content, rows.first, rows.tokens, rows.history
-                )
+                faults += advance(part, table, self.content, rows.first, rows.tokens, rows.history)
 
     def _write(
         self, rows: Rows, tables: list[list[int]], position: int, token: int, faults: list[str]
