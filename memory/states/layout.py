@@ -8,7 +8,7 @@ from math import prod
 
 from memory.pages.layer_groups import LayerGroup
 
-MIN_INTERVAL, MAX_INTERVAL = 64, 512
+MIN_INTERVAL, MAX_INTERVAL = 64, 128
 # A record may take this many times the bytes of the K/V of its interval.
 _SHARE = 4
 _LINE_VALUES = 16  # fp32 values of a cache line
