@@ -121,10 +121,16 @@ def test_prefix_hits_batches_and_chunks_change_no_token(kind, dtype):
     with LLM(path_of(kind), dtype=dtype, max_chunk_tokens=23, **SETTINGS, **ROOMY) as llm:
         assert [generate(llm, [one])[0] for one in REQUESTS] == alone(kind, dtype)
         one_by_one = llm.stats().prefix_hit_tokens
-        assert one_by_one > 3 * 96
+        assert one_by_one > 3 * least_hit(kind)
         assert generate(llm, REQUESTS) == alone(kind, dtype)
-        assert llm.stats().prefix_hit_tokens > one_by_one + 4 * 96
+        assert llm.stats().prefix_hit_tokens > one_by_one + 4 * least_hit(kind)
     assert llm.stats().pages_mapped == 0
+
+
+def least_hit(kind: str) -> int:
+    """Returns how much of PREFIX is found at least: one record of a state, where pages of K/V end
+    before the second one does."""
+    return 60 if kind in STATES else 96
 
 
 def random_prompts(lengths) -> list[dict[str, list[int]]]:
@@ -174,7 +180,7 @@ def test_a_restarted_engine_loads_the_prefix_from_disk(
         stats = llm.stats()
     assert 0 < stats.disk_loaded_pages <= expected_pages
     assert stats.disk_lost_pages == stats.disk_corrupt_pages == 0
-    assert stats.prefix_hit_tokens > 96
+    assert stats.prefix_hit_tokens > least_hit(kind)
     assert llm.stats().pages_mapped == 0
 
 
