@@ -63,6 +63,8 @@ def quantize_checkpoint(
     begun is removed after an error.
     """
     spec, checkpoint = read_spec(path), Checkpoint(path)
+    if renamed := FAMILIES[spec.model_type].names.renamed:
+        checkpoint.rename(renamed)
     _check(spec, checkpoint, output)
     window = min(window, spec.max_model_len, *_chunks(spec))
     tokens = Tokenizer.load(path).encode(text)[:max_tokens]
@@ -141,18 +143,19 @@ class _Writer:
 
     def _converted(self, name: str, moments: Moments) -> dict[str, Tensor]:
         stored, module = self._checkpoint.fetch(name), name.removesuffix(".weight")
+        own = self._checkpoint.stored_name(name)
         if module == name or stored.ndim != 2:
-            return {name: stored.contiguous()}
+            return {own: stored.contiguous()}
         if module not in moments or stored.shape[1] % self._group:
             self.num_plain += module in moments
-            self._plain.append(module)
-            return {name: stored.contiguous()}
+            self._plain.append(own.removesuffix(".weight"))
+            return {own: stored.contiguous()}
         self.num_products += 1
         try:
             weight = compensated_int4(stored, moments[module], self._group)
         except ValueError as error:
             raise ModelLoadError(f"{module}: {error}") from error
-        return packed_tensors(module, weight)
+        return packed_tensors(own.removesuffix(".weight"), weight)
 
     def finish(self, path: Path) -> None:
         """Writes the index, config.json and copies of the other files."""

@@ -35,6 +35,7 @@ OTHERS = [
     ("qwen3_5_text", "net"),
     ("lfm2", "convs"),
     ("bamba", "mixer"),
+    ("kimi_linear", "odd"),
 ]
 
 
