@@ -78,7 +78,7 @@ class Shape:
     block_parameters leaves their experts out. embedding_parameters are only looked up; they
     are shared with the last product if is_tied. q_width and kv_width are the numbers in a row's q
     and in its k. windows has one entry per layer with K/V, None if the layer attends to all tokens;
-    num_state_layers have a state instead, and state_bytes are those of a sequence in all of them.
+    num_other_layers have none. state_bytes: those of a sequence in all layers that have a state.
     """
 
     name: str
@@ -96,12 +96,12 @@ class Shape:
     is_tied: bool = False
     mixtures: tuple[MixtureSize, ...] = ()
     attentions: tuple[LayerAttention, ...] = ()
-    num_state_layers: int = 0
+    num_other_layers: int = 0
     state_bytes: int = 0
 
     @property
     def num_layers(self) -> int:
-        return len(self.windows) + self.num_state_layers
+        return len(self.windows) + self.num_other_layers
 
     @property
     def num_heads(self) -> int:
@@ -124,7 +124,7 @@ class Shape:
 
     def require_no_states(self, where: str) -> None:
         """Raises ConfigError if layers have states, which are served on one device alone."""
-        if self.num_state_layers:
+        if self.state_bytes:
             raise ConfigError(f"{self.name} has layers with states, which {where} cannot divide")
 
     @property
@@ -345,6 +345,6 @@ def _read(path: Path) -> Shape:
         is_tied=spec.is_tied,
         mixtures=tuple(mixture_sizes(spec)),
         attentions=() if is_uniform else attentions,
-        num_state_layers=len(spec.state_layers),
+        num_other_layers=spec.num_layers - len(layers),
         state_bytes=state_bytes(spec),
     )

@@ -102,7 +102,7 @@ def _checked(config: ConfigReader, key: str, values: list[object]) -> list[float
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         # a whole number may be too large for a float, and NaN is in no range
         if not is_number or not (-1e300 <= value <= 1e300 or value == inf):  # type: ignore[operator]
-            raise config.fail(key, f"holds {str(value)[:40]}, which is not a number")
+            raise config.fail(key, f"holds {repr(value)[:40]}, which is not a number")
         found.append(float(value))  # type: ignore[arg-type]
     return found
 

@@ -43,7 +43,8 @@ def test_pages_come_as_they_are_there(close_all, scheme):
     stats = puller.stats()
     assert (stats.asked, stats.found, stats.pulled) == (4, 3, 3)
     assert stats.lost == stats.refused == 0 and stats.seconds > 0
-    assert holder.server.snapshot().served == 3
+    while holder.server.snapshot().served < 3:  # counted after they were sent
+        time.sleep(0.01)
 
 
 def test_an_answer_is_used_before_peers_are_asked_again(close_all):

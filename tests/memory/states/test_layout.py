@@ -38,7 +38,7 @@ def step_of(*sequences: tuple[int, int, int]) -> AttentionStep:
 def test_states_of_a_record_are_apart_and_begin_at_cache_lines(layers):
     layout = StateLayout(layers, 64)
     taken: list[tuple[int, int]] = []
-    for layer, (conv_at, heads_at) in zip(layers, layout.offsets, strict=True):
+    for layer, (conv_at, heads_at, _) in zip(layers, layout.offsets, strict=True):
         inputs, channels = layer.conv
         taken.append((conv_at, conv_at + inputs * channels))
         if layer.heads is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ class Room:
     """K/V memory with room for everything."""
 
     num_available = 1 << 20
+    layout = SimpleNamespace(groups=())
 
     def grow(self, target: Any, num_tokens: int, num_computed: int = 0) -> bool:
         return True

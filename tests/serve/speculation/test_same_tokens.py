@@ -10,7 +10,7 @@ import pytest
 
 from serve import LLM
 from tests.support.engine.checkpoints import LONG_VARIANTS, VARIANTS, checkpoint
-from tests.support.engine.variants import states
+from tests.support.engine.variants import mamba, states
 from tests.support.engine.variants.table import is_first
 from tests.support.group.thread_workers import thread_workers  # noqa: F401
 from tests.support.nodes.served_nodes import MIB, nodes
@@ -31,7 +31,7 @@ OFTEN = [
     and dtype == "int8"
 ]
 # records have no room for drafts where speculation is off
-WITH_STATES = {variant.family for variant in states.VARIANTS}
+WITH_STATES = {variant.family for variant in (*states.VARIANTS, *mamba.VARIANTS)}
 
 
 def check(
