@@ -15,7 +15,7 @@ _NEVER = 1 << 30  # rows, whatever the step: a kernel is compiled for one number
 
 class CudaStates:
     """Implements StateOps. No call waits for the device: what a launch depends on are shapes, so
-    that steps can be captured in graphs.
+    that steps can be captured in graphs. A layer's states begin at a multiple of 16 bytes.
 
     A sequence with long_rows rows or more in a step is computed in chunks if rows are bf16 and a
     head has one decay for all dims. Its bits depend on where its segments begin, as
@@ -42,6 +42,7 @@ class CudaStates:
     ) -> Tensor:
         rows, heads, value_dim = v.shape
         assert states[0].is_contiguous(), f"records of strides {states.stride()}"
+        assert states.data_ptr() % 16 == 0, "kernels are compiled for such addresses"
         assert (b is not None) == rule.is_delta, "b belongs to the delta rule"
         assert rule.is_delta or rule.bias.dim() == 1, "dt of a value has one number for a head"
         out = torch.empty(rows, heads, value_dim, dtype=v.dtype, device=v.device)

@@ -240,7 +240,7 @@ def chunks_kernel(
     DK_PAD: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """Applies the chunks of a long sequence to BV columns of a head's state, one after another."""
-    states_at = states_at.to(tl.pointer_type(tl.float32), bitcast=True)
+    states_at = tl.multiple_of(states_at.to(tl.pointer_type(tl.float32)), 16)
     head, sequence = tl.program_id(1), tl.program_id(2)
     begin, stop = tl.load(sequences_at + sequence), tl.load(sequences_at + sequence + 1)
     if tl.load(firsts_at + stop) - tl.load(firsts_at + begin) < long_rows:

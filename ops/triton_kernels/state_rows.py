@@ -38,7 +38,7 @@ def conv_kernel(
 
     So one program alone reads and writes a state. TAPS: WIDTH - 1 as a power of two.
     """
-    states_at = states_at.to(tl.pointer_type(tl.float32), bitcast=True)
+    states_at = tl.multiple_of(states_at.to(tl.pointer_type(tl.float32)), 16)
     sequence, part = tl.program_id(1), tl.program_id(2)
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = channels < num_channels
@@ -96,6 +96,7 @@ def causal_conv(
         raise ValueError(f"unknown activation {activation!r} of a convolution")
     assert states.shape[1:] == (width - 1, channels), f"{states.shape} for {weight.shape}"
     assert states[0].is_contiguous(), f"records of strides {states.stride()}"
+    assert states.data_ptr() % 16 == 0, "kernels are compiled for such addresses"
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(rows, channels)
     num_sequences = len(segments.sequences) - 1

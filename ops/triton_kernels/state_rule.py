@@ -57,7 +57,7 @@ def rule_kernel(
     BY_DIM: decay has a factor for each row of the state. Sequences of long_rows rows or more are
     left to another kernel.
     """
-    states_at = states_at.to(tl.pointer_type(tl.float32), bitcast=True)
+    states_at = tl.multiple_of(states_at.to(tl.pointer_type(tl.float32)), 16)
     head, sequence = tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, DK_PAD)
     cols = tl.program_id(0) * BV + tl.arange(0, BV)

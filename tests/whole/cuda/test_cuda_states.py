@@ -77,6 +77,25 @@ def test_a_prefix_hit_and_forks_begin_with_the_states_of_a_prompt(family):
     assert len({tuple(x.token_ids) for x in forks}) > 1
 
 
+@pytest.mark.small_pages
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_preempted_sequences_give_the_same_tokens(family):
+    """Two prompts fit, but not the K/V and the records of their last tokens."""
+    prompts = [PROMPT[:60], PROMPT[5:65]]
+    settings = {"memory_policy": "prompt_only", "max_model_len": 72, "max_num_seqs": 2}
+    with cuda_llm(family, kv_cache_bytes=1 << 20, **settings) as llm:
+        kv = llm._loaded.core.kv
+        num_bytes = (2 * kv.layout.pages_for(60) + 2) * kv.page_bytes
+    with cuda_llm(family, kv_cache_bytes=num_bytes, **settings) as llm:
+        outputs = llm.generate(prompts, greedy(12), use_tqdm=False)
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().pages_in_use == 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == reference_greedy(
+            checkpoint(family, "long"), prompt, 12
+        )
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateStepDevice]:
     made = LateStepDevice(delay_s=0.01)
