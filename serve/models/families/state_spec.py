@@ -54,6 +54,11 @@ class DeltaNetSpec:
         return self.rank
 
     @property
+    def num_gates(self) -> int:
+        """The values of a row from which b and a follow."""
+        return self.num_heads + (self.num_heads if self.rank is None else self.rank)
+
+    @property
     def key_size(self) -> int:
         return self.num_key_heads * self.key_dim
 
@@ -72,8 +77,7 @@ class DeltaNetSpec:
     @property
     def layer(self) -> StateLayer:
         heads = self.num_heads, self.key_dim, self.value_dim
-        gates = self.num_heads + (self.num_heads if self.rank is None else self.rank)
-        return StateLayer((self.width - 1, self.conv_size), heads, gates)
+        return StateLayer((self.width - 1, self.conv_size), heads, self.num_gates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

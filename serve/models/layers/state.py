@@ -96,10 +96,10 @@ class DeltaNet:
         if self.low_z is not None:
             z = self.low_z(gates[:, -spec.low_rank :])
         mixed = mixed[:, : spec.conv_size]
-        gates = gates[:, : spec.layer.num_gates].to(mixed.dtype)
+        gates = gates[:, : spec.num_gates].to(mixed.dtype)
         if state.drafted is not None:
             rows = state.drafted.merged(torch.cat((mixed, gates), dim=1))
-            mixed, gates = torch.split(rows, [spec.conv_size, spec.layer.num_gates], 1)
+            mixed, gates = torch.split(rows, [spec.conv_size, spec.num_gates], 1)
         b, a = gates[:, : spec.num_heads], gates[:, spec.num_heads :]
         if self.low_a is not None:
             a = _heads(self.low_a(a), spec.num_heads, spec.key_dim)

@@ -98,7 +98,8 @@ def test_a_step_that_fails_ends_one_request_and_changes_no_other(kind, monkeypat
             output = result.outputs[0]
             if index == 2:
                 assert output.finish_reason == FinishReason.ERROR.value
-                assert output.token_ids == expected[2][0][:7]
+                assert len(output.token_ids) >= 7  # a draft may have given several at once
+                assert output.token_ids == expected[2][0][: len(output.token_ids)]
             else:
                 assert output.token_ids == expected[index][0], f"prompt {index}"
         assert num_failed == 2  # with the others, and alone

@@ -169,7 +169,7 @@ def test_captured_steps_are_launched_again_for_other_rows(family, device):
     ("settings", "what"),
     [
         ({"speculation": "mtp"}, "speculation mtp"),
-        ({"memory_nodes": "inproc://nobody"}, "memory_nodes"),
+        ({"memory_nodes": "inproc://absent"}, "memory_nodes"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
     ],
 )
