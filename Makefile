@@ -22,7 +22,8 @@ serve: $(VENV)/.serve
 # Three tiers: `test` is what one runs before each commit; `test-full` adds what takes long, starts
 # processes or measures time, and is what CI runs. JOBS: test processes side by side.
 JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
-PARALLEL := -n $(JOBS) --dist loadfile
+# A test process that crashes ends the run: what xdist puts in its place may wait for ever.
+PARALLEL := -n $(JOBS) --dist loadfile --max-worker-restart 0
 
 # Triton's interpreter multiplies with numpy. Of the kernels that its library chooses by the
 # processor, some give a row other bits alone than beside others; these do not, on any processor.

@@ -132,7 +132,10 @@ def test_a_thousand_answers_of_four_ranks(thread_workers, grid, dtype):  # noqa:
     sizes = {"count": 28, "most": 40, "halves": True}
     room = {"kv_cache_bytes": 4 << 20, "kv_page_bytes": 4 * 4096}  # pages of as many tokens
     is_preempted = False
-    for seed in (6, 7):
+    for number in range(7):
+        if number >= 2 and is_preempted == is_tight:
+            break  # what runs at once in a pipeline depends on the clock
+        seed = 6 + number
         alone, _ = on_grid("llama", "four", (1, 1), seed, **sizes, **settings | room)
         tight = {"kv_cache_bytes": TIGHT_BYTES if is_tight else 4 << 20}
         found, stats = on_grid("llama", "four", grid, seed, **sizes, **settings | tight)
