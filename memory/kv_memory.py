@@ -26,6 +26,11 @@ class KVMemory(Protocol):
     token_bytes: int
     """Bytes of one token's K/V in all layers."""
     layout: PageLayout
+    """Of the K/V, and of states in the same pool."""
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have states, which a row changes."""
 
     # ---- sizes
 
