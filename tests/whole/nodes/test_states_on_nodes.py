@@ -141,7 +141,7 @@ def test_with_little_memory_here_fewer_sequences_run(tmp_path):
             llm._loaded.core._scheduler.update = watch
             tokens, stats = tokens_of(llm, VOCAB, growing), llm.stats()
     assert tokens == local_tokens(model, VOCAB, growing)
-    assert (most, stats.num_preemptions) == (3, 0)
+    assert (most, stats.num_preemptions) == (2, 0)
 
 
 def test_memory_for_less_than_a_sequence_is_refused(tmp_path):
@@ -197,8 +197,9 @@ def test_a_lost_node_costs_a_pause_and_no_token(
     ):
         lose_a_node(monkeypatch, llm, 61, is_gone=is_gone)
         tokens, stats = tokens_of(llm, VOCAB, growing), llm.stats()
-    num_gone = count if partition == "head" else 1  # with `head` all of them are placed anew
-    assert (stats.memory_nodes_lost, stats.memory_nodes_missing) == (1, num_gone * is_gone)
+    assert stats.memory_nodes_lost == 1
+    if is_gone:  # with `head` all of them are placed anew
+        assert stats.memory_nodes_missing == (count if partition == "head" else 1)
     assert stats.recomputed_sequences > 0
     assert tokens == local_tokens(model, VOCAB, growing)
 
