@@ -335,5 +335,5 @@ def test_1_500_operations_beside_other_memories(layout):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", BESIDE)
-def test_20_000_operations_beside_other_memories(layout):
-    walk_beside(layout, 20_000)
+def test_10_000_operations_beside_other_memories(layout):
+    walk_beside(layout, 10_000)
