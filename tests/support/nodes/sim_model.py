@@ -43,7 +43,7 @@ def _mixed(*numbers: Tensor | int) -> Tensor:
 
 
 class ExactModel:
-    """Decoder over tokens from FIRST_TOKEN on; hidden: [T, 1] int64. has_states: a layer between
+    """Decoder over tokens from FIRST_TOKEN on; hidden: [T, 1] int64. has_states: a layer before
     the others keeps a state of one number, which depends on all rows before."""
 
     def __init__(self, has_states: bool = False) -> None:
@@ -59,13 +59,13 @@ class ExactModel:
 
     def slices(self, input_ids, positions, attention):
         state = _mixed(input_ids, positions)
+        if self._has_states:
+            state = _recurrent(state, attention.states.layer(0))
         for layer in range(NUM_LAYERS):
             ticket = attention.begin(layer, _queries(state, layer))
             pending = attention.finish(ticket, *_keys_values(state, positions, layer), None)
             yield
             state = _next_state(state, pending.wait())
-            if self._has_states and layer == 0:
-                state = _recurrent(state, attention.states.layer(0))
         return state[:, None]
 
     def logits(self, hidden):
