@@ -181,9 +181,9 @@ def size_states(
     least = pages.pages_for(max_len)
     if least * layout.record_bytes > local_bytes:
         raise ConfigError(
-            f"kv_cache_bytes {local_bytes} holds not the {least} states of"
-            f" {format_memory(layout.record_bytes)} that one sequence needs, which stay on this"
-            " machine beside memory_nodes; raise it, or lower max_chunk_tokens"
+            f"kv_cache_bytes {local_bytes} is too little for the {least} states of"
+            f" {format_memory(layout.record_bytes)} that one sequence needs in this machine's"
+            " memory beside memory_nodes; raise it, or lower max_chunk_tokens"
         )
     most = config.max_num_seqs * pages.groups[0].slots_for(max_len)
     return NodeStates(layout, min(most, max(least, local_bytes // 2 // layout.record_bytes)))

@@ -10,7 +10,9 @@ import pytest
 
 from memory.nodes.remote_plan import RemotePlan
 from serve import LLM, FinishReason, SamplingParams
+from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.setting_checks import check_for_states
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.nodes.served_nodes import MIB, key_file, nodes
 from tests.support.profile import every_day
@@ -42,7 +44,8 @@ def engine(model, urls, folder, **settings):
         yield llm
         stats = llm.stats()
         assert (stats.pages_in_use, stats.num_unfinished) == (0, 0)
-        assert (kv.num_in_use, kv.records.num_in_use) == (0, 0)
+        assert (kv.num_in_use, stats.state_bytes_in_use) == (0, 0)
+        assert stats.state_bytes_capacity == kv.records.num_pages * kv.records.page_bytes > 0
         kv.check_integrity()
     assert (kv.num_mapped, kv.records.num_mapped, kv.records.num_cached) == (0, 0, 0)
 
@@ -136,6 +139,7 @@ def test_with_little_memory_here_fewer_sequences_run(tmp_path):
             def watch(plan, *args):
                 nonlocal most
                 most = max(most, len(plan.sequences))
+                assert llm.stats().state_bytes_in_use == kv.records.num_in_use * record_bytes > 0
                 return update(plan, *args)
 
             llm._loaded.core._scheduler.update = watch
@@ -147,10 +151,24 @@ def test_with_little_memory_here_fewer_sequences_run(tmp_path):
 def test_memory_for_less_than_a_sequence_is_refused(tmp_path):
     with (
         nodes("inproc", 1, tmp_path) as urls,
-        pytest.raises(ConfigError, match="kv_cache_bytes 8192 holds not the 2 states of"),
+        pytest.raises(ConfigError, match="kv_cache_bytes 8192 is too little for the 2 states of"),
         engine(DELTA, urls, tmp_path, kv_cache_bytes=8192),
     ):
         pass
+
+
+@pytest.mark.parametrize("setting", ["kvp", "borrow"])
+def test_nodes_that_have_parts_of_sequences_are_refused(setting):
+    path = str(checkpoint(*CONV))
+    with pytest.raises(ConfigError, match=f"{setting} cannot be used with lfm2"):
+        LLM(path, kv_cache_bytes=MIB, **SETTINGS, **{setting: ["inproc://none"]})
+
+
+def test_a_gpu_is_refused():
+    config = EngineConfig(memory_nodes=["inproc://none"])
+    check_for_states(config, "lfm2", "cpu")
+    with pytest.raises(ConfigError, match=r"memory_nodes cannot be used with lfm2, .* on a GPU"):
+        check_for_states(config, "lfm2", "cuda")
 
 
 # ---- nodes that are lost, steps that fail
