@@ -1,7 +1,8 @@
 """K/V memory as the scheduler, the runner and the engine loop see it.
 
 `KVManager` implements `KVMemory` for one pool of pages, `PartitionedKV` for several pools with
-whole sequences, `SegmentedKV` for several pools with parts of sequences.
+whole sequences, `KVBesideStates` for those and a pool of states, `SegmentedKV` for several pools
+with parts of sequences.
 """
 
 from __future__ import annotations
