@@ -86,7 +86,7 @@ class KVManager:
         self._finder = PrefixFinder(layout, self.prefixes)
         self.match = self._finder.match
         self.num_shared_pages = self._finder.num_shared_pages
-        self._has_states = any(group.is_state for group in groups)
+        self.has_states = any(group.is_state for group in groups)
         self.ranges = _make_ranges(layout, num_ranges, first_start)
         numbers = range(len(layout.groups))
         self.space = AddressSpace(
@@ -217,8 +217,9 @@ class KVManager:
 
     # ---- prefix cache
 
-    def num_cached_tokens(self, keys: Sequence[bytes]) -> int:
-        return self._finder.num_tokens(keys, self.range_tokens, self.prefixes.index.has_key)
+    def num_cached_tokens(self, keys: Sequence[bytes], most: int | None = None) -> int:
+        most = self.range_tokens if most is None else most
+        return self._finder.num_tokens(keys, most, self.prefixes.index.has_key)
 
     def map_seconds(self, hit: PrefixHit) -> float:
         return self.space.stats.seconds_for(hit.num_calls)
@@ -232,7 +233,7 @@ class KVManager:
 
     def insert_prefix(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         self._finder.insert(target, keys, num_computed)
-        if self._has_states:  # the record before the current one is not read any more
+        if self.has_states:  # the record before the current one is not read any more
             for part in [part for part in target.parts if part.group.is_state]:
                 self._release_behind(part, part.group.first_slot(num_computed))
             self._update_promise(target)

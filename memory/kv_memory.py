@@ -1,7 +1,8 @@
 """K/V memory as the scheduler, the runner and the engine loop see it.
 
 `KVManager` implements `KVMemory` for one pool of pages, `PartitionedKV` for several pools with
-whole sequences, `SegmentedKV` for several pools with parts of sequences.
+whole sequences, `KVBesideStates` for those and a pool of states, `SegmentedKV` for several pools
+with parts of sequences.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ class KVMemory(Protocol):
     token_bytes: int
     """Bytes of one token's K/V in all layers."""
     layout: PageLayout
+    """Of the K/V, and of states in the same pool."""
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have states, which a row changes."""
 
     # ---- sizes
 

@@ -26,6 +26,8 @@ class PartitionedKV:
     """Implements `KVMemory` (kv_memory.py) over partitions of one layout. The ranges of partition i
     begin at i * partition_tokens."""
 
+    has_states = False
+
     def __init__(self, partitions: Sequence[KVManager]) -> None:
         first = partitions[0]
         self.partitions = list(partitions)
@@ -129,8 +131,7 @@ class PartitionedKV:
         """Returns the longest hit in a partition that has room for the sequence. If only other
         partitions have room, returns None: to compute the prefix again is better than to leave a
         node idle. max_tokens: the sequence's tokens less one."""
-        found = [(item.match(keys, max_tokens), i) for i, item in enumerate(self.partitions)]
-        hits = [PartitionHit(hit.num_tokens, hit.parts, i) for hit, i in found if hit is not None]
+        hits = self._hits(keys, max_tokens)
         if not hits:
             return None
         fitting = [hit for hit in hits if self.can_fit(max_tokens + 1, hit=hit)]
@@ -141,6 +142,11 @@ class PartitionedKV:
         if not fitting and self.can_fit(max_tokens + 1):
             return None
         return max(fitting or hits, key=lambda hit: hit.num_tokens)
+
+    def _hits(self, keys: Sequence[bytes], max_tokens: int) -> Sequence[PartitionHit]:
+        """Returns the longest hit in each partition that has one."""
+        found = [(item.match(keys, max_tokens), i) for i, item in enumerate(self.partitions)]
+        return [PartitionHit(hit.num_tokens, hit.parts, i) for hit, i in found if hit is not None]
 
     def num_shared_pages(self, hit: PrefixHit) -> int:
         assert isinstance(hit, PartitionHit)

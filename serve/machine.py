@@ -179,3 +179,14 @@ def free_port(address: str = "127.0.0.1") -> int:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+def has_idle_core(compute_threads: int | None) -> bool:
+    """Returns whether a core is free for a thread that maps pages ahead, beside those that compute:
+    None for all.
+
+    If every core computes, that thread delays one that the others wait for, which costs more than
+    mapping in the step.
+    """
+    processors = usable_processors()
+    return min(compute_threads or processors, processors) < processors

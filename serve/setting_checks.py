@@ -121,12 +121,17 @@ def check_draft_use(speculation: str, draft_model: object) -> None:
 def check_for_states(settings: _Drafts, model_type: str, backend: str) -> None:
     """Raises ConfigError that names a setting that models whose layers have states cannot have.
     backend: the one that is used."""
-    for setting in ("memory_nodes", "kvp", "borrow", "kv_peers", "kv_listen"):
+    for setting in ("kvp", "borrow", "kv_peers", "kv_listen"):
         if getattr(settings, setting):
             raise ConfigError(
                 f"{setting} cannot be used with {model_type}, whose layers have states, which stay"
                 " on this machine"
             )
+    if backend == "cuda" and getattr(settings, "memory_nodes", False):
+        raise ConfigError(
+            f"memory_nodes cannot be used with {model_type}, whose layers have states, on a GPU;"
+            " use backend cpu"
+        )
     speculation = settings.speculation
     if backend == "cuda" and speculation in (*_WITH_DRAFT_MODEL, *DRAFT_HEADS):
         raise ConfigError(

@@ -158,18 +158,7 @@ class PageLayout:
         self.page_end: Callable[[int], int] = self.groups[0].page_end
         """Returns how many tokens must be computed before that page key can be formed."""
         if len(groups) > 1:
-            self._order_keys(max_model_len)
-
-    def _order_keys(self, max_model_len: int) -> None:
-        pages = sorted(
-            (group.page_end(slot), number, slot)
-            for number, group in enumerate(self.groups)
-            for slot in range(group.slots_for(max_model_len) + 1)
-        )
-        ends = [end for end, _, _ in pages]
-        self.page_end = ends.__getitem__
-        for number, group in enumerate(self.groups):
-            group.key_numbers = [i for i, (_, other, _) in enumerate(pages) if other == number]
+            self.page_end = order_keys(self.groups, max_model_len)
 
     @property
     def is_bounded(self) -> bool:
@@ -189,3 +178,17 @@ class PageLayout:
         """Returns the most pages that a sequence holds while it decodes at num_tokens tokens; of
         states those that it holds nearly always."""
         return sum([min(g.slots_for(num_tokens), g.max_decode_pages) for g in self.groups])
+
+
+def order_keys(groups: Sequence[GroupPages], max_model_len: int) -> Callable[[int], int]:
+    """Numbers the page keys of the groups in the order in which the pages become complete. Returns
+    a function as PageLayout.page_end."""
+    pages = sorted(
+        (group.page_end(slot), number, slot)
+        for number, group in enumerate(groups)
+        for slot in range(group.slots_for(max_model_len) + 1)
+    )
+    ends = [end for end, _, _ in pages]
+    for number, group in enumerate(groups):
+        group.key_numbers = [i for i, (_, other, _) in enumerate(pages) if other == number]
+    return ends.__getitem__

@@ -153,12 +153,13 @@ class PrefixCache:
         references = self._allocator.num_references
         found = self.index.evict_oldest(lambda page: references(page) == 1)
         if found is not None:
-            self._drop([found[1]])
+            self.drop([found[1]])
         else:  # every evictable page has a child that a sequence holds
             page = next(page for page in self.index.pages if references(page) == 1)
-            self._drop(self.index.evict_tree(page))
+            self.drop(self.index.evict_tree(page))
 
-    def _drop(self, pages: list[int]) -> None:
+    def drop(self, pages: list[int]) -> None:
+        """Gives back pages that have left the index."""
         for page in pages:
             self._unwritten.pop(page, None)
             self.num_evictable -= self._allocator.give_back(page)
@@ -360,7 +361,7 @@ class PrefixCache:
             except BaseException:  # transfers may still be in progress
                 self._keep_memory()
                 raise
-        self._drop(self.index.clear())
+        self.drop(self.index.clear())
 
     def _close_store(self, store: PageStore, end_s: float, timeout_s: float) -> None:
         self._rest = None

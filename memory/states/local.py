@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -80,16 +82,27 @@ class LayerDrafts:
 class StatefulAttention:
     """Implements PlannedAttention for a model whose other layers have states."""
 
-    def __init__(self, attention: PlannedAttention, states: LocalStates) -> None:
+    def __init__(
+        self,
+        attention: PlannedAttention,
+        states: LocalStates,
+        record_start: Callable[[int], int] | None = None,
+    ) -> None:
+        """record_start: returns where the states of a sequence begin, by the start of its K/V;
+        None: there, too."""
         self._attention = attention
         self._states = states
+        self._record_start = record_start
 
     @property
     def is_remote(self) -> bool:
         return self._attention.is_remote
 
     def plan(self, step: AttentionStep) -> StatefulPlan:
-        return StatefulPlan(self._attention.plan(step), self._states, step)
+        attention = self._attention.plan(step)
+        if self._record_start is not None:
+            step = replace(step, starts=[self._record_start(start) for start in step.starts])
+        return StatefulPlan(attention, self._states, step)
 
 
 class StatefulPlan:

@@ -185,9 +185,7 @@ class OverlappedExecutor(StepExecutor):
     def _preempt_behind(self, plan: StepPlan, later: list[StepPlan]) -> None:
         """Preempts the sequences of steps behind a failed one whose rows were taken back, but may
         have changed their states. Those of the failed step are its own matter."""
-        others = [s for behind in later for s in behind.sequences if s not in plan.sequences]
-        held = {s.kv_range.index for s in others if s.kv_range is not None}
-        self._scheduler.preempt_lost(lambda target: target.index in held)
+        self._preempt(s for behind in later for s in behind.sequences if s not in plan.sequences)
 
     def _take_back_lost(self, error: NodesLostError) -> None:
         """Takes back all steps in flight, whose K/V is lost with a rank of the pipeline."""

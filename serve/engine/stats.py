@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from memory.kv_beside_states import KVBesideStates
 from memory.kv_memory import KVMemory
 from memory.prefix.peer_stats import PeersStats
 from memory.segmented_kv import SegmentedKV
@@ -45,7 +46,9 @@ class EngineStats:
     kv_peers: K/V pulled from other engines and by them; None without kv_peers and kv_listen.
     kvp_holders: replicas and nodes that hold parts of sequences at present, with
     kvp_borrowed_bytes in all. kvp_lent_bytes: K/V memory that other replicas use. group: None on
-    one rank. draft_pages_in_use: of the draft model's K/V memory.
+    one rank. draft_pages_in_use: of the draft model's K/V memory. state_bytes_in_use: of the states
+    that sequences have in this machine's memory while their K/V is on memory nodes, where
+    state_bytes_capacity is the memory for them and for those of the prefix cache.
     """
 
     num_unfinished: int
@@ -98,6 +101,8 @@ class EngineStats:
     kv_peers: PeersStats | None
     kvp_lent_bytes: int
     kvp_borrowed_bytes: int
+    state_bytes_in_use: int
+    state_bytes_capacity: int
     memory_node_states: dict[str, str]  # by URL; healthy, late, lost or probation
     memory_node_rows: dict[str, str]  # by URL; "lane", or "endpoint: " and why there is none
     recomputed_sequences: int
@@ -203,6 +208,7 @@ def engine_stats(
         kv_page_bytes=kv.page_bytes,
         **_node_stats(recovery.nodes if recovery else None),
         **_kvp_stats(kv),
+        **_state_stats(kv),
         recomputed_sequences=recovery.num_recomputed if recovery else 0,
         group=recovery.group if recovery else None,
         last_step_age_s=steps.last_age_s(clock),
@@ -215,6 +221,14 @@ def _kvp_stats(kv: KVMemory) -> dict[str, Any]:
         "kvp_holders": sum([it.num_pages > 0 for it in holders.partitions]) if holders else 0,
         "kvp_lent_bytes": kv.num_lent * kv.page_bytes,
         "kvp_borrowed_bytes": holders.num_borrowed_bytes if holders else 0,
+    }
+
+
+def _state_stats(kv: KVMemory) -> dict[str, Any]:
+    records = kv.records if isinstance(kv, KVBesideStates) else None
+    return {
+        "state_bytes_in_use": records.num_in_use * records.page_bytes if records else 0,
+        "state_bytes_capacity": records.num_pages * records.page_bytes if records else 0,
     }
 
 

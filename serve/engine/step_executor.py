@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from memory.nodes.errors import NodesLostError
@@ -56,7 +56,7 @@ class StepExecutor:
         self._on_finished = on_finished
         self._on_nodes_lost = on_nodes_lost
         self._clock = clock
-        self._has_states = any(group.is_state for group in scheduler.kv.layout.groups)
+        self._has_states = scheduler.kv.has_states
         # Sequences of a step that failed -> the tokens they must have computed alone.
         self._suspects: dict[Sequence, int] = {}
         # When the previous step's tokens were there; None after a pause.
@@ -104,6 +104,8 @@ class StepExecutor:
             assert self._on_nodes_lost is not None
             self._busy_since_s = None
             self._on_nodes_lost(error)
+            if self._has_states:  # the rows may have changed those of sequences on other nodes
+                self._preempt(plan.sequences)
             return
         except Exception as error:
             self._busy_since_s = None
@@ -182,20 +184,21 @@ class StepExecutor:
         with states are preempted, as their rows have changed them."""
         if not self._has_states:
             return plan.without_late(late)
-        held = {each.kv_range.index for each in late if each.kv_range is not None}
-        self._scheduler.preempt_lost(lambda target: target.index in held)
+        self._preempt(late)
         return plan.subset(i for i, each in enumerate(plan.sequences) if each not in late)
 
     def _suspect(self, plan: StepPlan) -> None:
         """Preempts the sequences of a failed step, which may have changed the states of some of
         their layers. Until they are computed beyond its rows each runs in steps of its own, so
         that the one at fault fails alone."""
-        held = set()
         for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True):
             self._suspects[sequence] = sequence.num_computed_tokens + rows
-            assert sequence.kv_range is not None, "checked before the step"
-            held.add(sequence.kv_range.index)
-        self._scheduler.preempt_lost(lambda target: target.index in held)
+        self._preempt(plan.sequences)
+
+    def _preempt(self, sequences: Iterable[Sequence]) -> None:
+        """Preempts those of the sequences that run."""
+        held = {each.kv_range.start for each in sequences if each.kv_range is not None}
+        self._scheduler.preempt_lost(lambda target: target.start in held)
 
     def _apart(self, plan: StepPlan) -> list[StepPlan]:
         """Returns a plan for each sequence under suspicion, and one for the others."""

@@ -12,8 +12,10 @@ import torch
 
 from memory.attention.grouped import group_layers
 from memory.attention.layouts import make_layout
-from memory.attention.seam import AttentionLayer, layers_in
+from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
 from memory.attention.tiled import TILED_TYPES
+from memory.kv_beside_states import KVBesideStates
+from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.nodes.attach import AttachRequest, NodeLayout, accounting_bytes
 from memory.nodes.edit_log import EditLog
@@ -36,7 +38,7 @@ from memory.partitioned_kv import PartitionedKV
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.engine_share import EngineShare
+from serve.loading.engine_share import EngineShare, NodeStates, RecordMemory
 from serve.loading.kv_sizing import refuse_chunks
 from serve.loading.node_connection import connect_all, connect_with, node_sizes
 from serve.loading.precision import Precision
@@ -52,16 +54,28 @@ _WIRE_TYPES = {torch.float32: WireType.FLOAT32, torch.bfloat16: WireType.BFLOAT1
 
 @dataclass(slots=True)
 class RemoteMemory:
-    """The K/V of memory nodes: accounting, attention and the nodes, which `close` closes last."""
+    """The K/V of memory nodes: accounting, attention and the nodes, which `close` closes last.
+    records: the states of other layers, if they have any."""
 
     kv: KVMemory
     attention: RemoteAttention
     nodes: NodeSet
+    records: RecordMemory | None = None
+
+    @property
+    def with_states(self) -> PlannedAttention:
+        """Attention, and the states of other layers."""
+        if self.records is None:
+            return self.attention
+        assert isinstance(self.kv, KVBesideStates), "made with the records"
+        return self.records.beside(self.attention, self.kv)
 
     def close(self) -> None:
         self.nodes.close()
         if self.nodes.lanes is not None:
             self.nodes.lanes.close()
+        if self.records is not None:
+            self.records.close()
         try:
             self.attention.staging.close()
         finally:  # the device may be lost
@@ -77,20 +91,23 @@ def open_remote_memory(
     backend: Backend,
     local_bytes: int,
     share: EngineShare,
+    states: NodeStates | None = None,
 ) -> RemoteMemory:
     """Connects to the nodes and partitions the K/V over them.
 
     backend, local_bytes: of this machine as a node, which has all K/V when no node is left.
-    ConfigError names the setting. The caller closes the result.
+    states: those of the other layers, if they have any. ConfigError names the setting. The caller
+    closes the result.
     """
     setup = _RemoteSetup(config, precision, spec, layers, backend, local_bytes)
     nodes = setup.nodes()
     nodes.lanes = share.lanes
     try:
         connect_all("memory_nodes", nodes)
-        kv = setup.kv_memory(nodes)
-        tail_cache = setup.prompt_tail_cache(kv, share)
+        memories = setup.kv_managers(nodes)
+        tail_cache = setup.prompt_tail_cache(memories, share)
         new_token_attention = share.new_token_attention(setup.template, tail_cache)
+        kv, records = _with_records(config, memories, states)
     except BaseException:
         nodes.close()
         raise
@@ -115,7 +132,17 @@ def open_remote_memory(
         kv.num_pages,
         setup.geometry.page_tokens[0],
     )
-    return RemoteMemory(kv, attention, nodes)
+    return RemoteMemory(kv, attention, nodes, records)
+
+
+def _with_records(
+    config: EngineConfig, memories: list[KVManager], states: NodeStates | None
+) -> tuple[KVMemory, RecordMemory | None]:
+    """Returns the nodes' memories as one, and the records of states beside them."""
+    if states is not None:
+        records = states.open(config, memories[0].max_model_len)
+        return KVBesideStates(memories, records.kv), records
+    return memories[0] if len(memories) == 1 else PartitionedKV(memories), None
 
 
 class _RemoteSetup:
@@ -232,7 +259,7 @@ class _RemoteSetup:
             bytes_per_node=config.memory_node_bytes,
         )
 
-    def kv_memory(self, nodes: NodeSet) -> KVMemory:
+    def kv_managers(self, nodes: NodeSet) -> list[KVManager]:
         config, geometry, max_len = self._config, self.geometry, self._max_len
         memories = make_kv_managers(
             nodes.partitions,
@@ -257,13 +284,15 @@ class _RemoteSetup:
                 max_len,
                 nodes.min_pages * geometry.page_bytes,
             )
-        return memories[0] if len(memories) == 1 else PartitionedKV(memories)
+        return memories
 
-    def prompt_tail_cache(self, kv: KVMemory, share: EngineShare) -> PromptTailCache | None:
+    def prompt_tail_cache(
+        self, memories: Sequence[KVManager], share: EngineShare
+    ) -> PromptTailCache | None:
         if self._config.memory_prefill != "local":
             return None
         tail_cache = share.tail_cache(self.template, self._max_len)
-        for partition in kv.partitions:
+        for partition in memories:
             partition.on_close = lambda target: tail_cache.drop(target.start)
         return tail_cache
 

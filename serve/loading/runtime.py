@@ -35,7 +35,7 @@ from serve.loading.kv_layouts import (
 from serve.loading.kv_sizing import KVSizes, reserving, size_kv
 from serve.loading.model_source import ModelSource, load_shard, load_weights, read_source
 from serve.loading.precision import Precision
-from serve.machine import local_kv_bytes, usable_processors
+from serve.machine import has_idle_core, local_kv_bytes
 from serve.models import ModelSpec, StepModel
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE
@@ -107,14 +107,21 @@ def _load_remote(
     config: EngineConfig, spec: ModelSpec, precision: Precision, model: StepModel, backend: Backend
 ) -> Runtime:
     """Makes K/V and attention on memory nodes, whose modules are imported only here."""
-    from serve.loading.engine_share import HostShare
+    from serve.loading.engine_share import HostShare, size_states
     from serve.loading.remote_memory import open_remote_memory
 
     layers = model.attention_layers()
     local_bytes = config.kv_cache_bytes or local_kv_bytes()
+    states = size_states(config, precision, spec, layers, local_bytes)
+    if states is not None:
+        local_bytes -= states.num_bytes
     share = HostShare(config, precision, backend, local_bytes)
-    remote = open_remote_memory(config, precision, spec, layers, backend, local_bytes, share)
-    return Runtime(spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes)
+    remote = open_remote_memory(
+        config, precision, spec, layers, backend, local_bytes, share, states
+    )
+    return Runtime(
+        spec, precision, model, remote.with_states, remote.kv, remote, nodes=remote.nodes
+    )
 
 
 def _load_cuda(
@@ -200,7 +207,7 @@ def load_local(
             max_model_len=sizes.max_model_len if segments is None else segments.own_tokens,
             groups=sizes.groups,
             max_rows=config.chunk_tokens,
-            in_background=_has_idle_core(config),
+            in_background=has_idle_core(config.compute_threads),
         )
         with reserving(kv.total_bytes, "max_num_seqs and max_model_len"):
             address = memory.reserve(kv.total_bytes)
@@ -293,16 +300,6 @@ def log_sizes(config: EngineConfig, precision: Precision, kv: KVMemory) -> None:
         "" if config.num_ranks == 1 else " on each rank",
         " + ".join(str(group.layers) for group in kv.layout.groups),
     )
-
-
-def _has_idle_core(config: EngineConfig) -> bool:
-    """Returns whether a core is free for a thread that maps pages ahead.
-
-    If every core computes, that thread delays one that the others wait for, which costs more than
-    mapping in the step.
-    """
-    processors = usable_processors()
-    return min(config.compute_threads or processors, processors) < processors
 
 
 def _attention(

@@ -138,7 +138,7 @@ class CudaRunner:
         self._graphs: dict[StepShape, Work] = {}
         self._launched: deque[_Step] = deque(maxlen=_NUM_SLOTS)
         self._num_steps = 0
-        self._masks = MaskFiller(has_states=any(group.is_state for group in kv.layout.groups))
+        self._masks = MaskFiller(has_states=kv.has_states)
 
     # -- before the first step
 

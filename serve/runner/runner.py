@@ -263,8 +263,7 @@ class ModelRunner:
         self._states = states
         self._follower = follower
         self._num_steps = 0
-        has_states = any(group.is_state for group in kv.layout.groups)
-        self._masks = MaskFiller(has_states=has_states)
+        self._masks = MaskFiller(has_states=kv.has_states)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:

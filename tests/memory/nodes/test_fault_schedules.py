@@ -24,6 +24,12 @@ def test_random_schedules(first):
         run_schedule(seed)
 
 
+@pytest.mark.parametrize("first", every_day((0,), range(0, 50, _SEEDS_A_TEST)))
+def test_random_schedules_of_a_model_with_states(first):
+    for seed in range(first, first + _SEEDS_A_TEST):
+        run_schedule(seed, has_states=True)
+
+
 @pytest.mark.parametrize("seed", [236, 20640, 70095])
 def test_schedules_that_once_failed(seed):
     run_schedule(seed)

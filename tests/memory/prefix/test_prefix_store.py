@@ -122,7 +122,7 @@ def test_a_page_evicted_meanwhile_is_not_written_again():
     rig.prefixes.write_unwritten()  # the first four pages, which are an eighth of 32
     assert rig.store.num_held == 4
     tree = rig.prefixes.index.evict_tree(rig.prefixes.index.match(keys)[0])
-    rig.prefixes._drop(tree)
+    rig.prefixes.drop(tree)
     rig.store.plan = lambda kind, key: "fail"
     rig.store._held = [(*t[:3], t[3], None) for t in rig.store._held]
     for *_, future, _ in rig.store._held:

@@ -119,7 +119,7 @@ def test_kv_beyond_a_record_does_not_count(state):
     kv.prefixes.demote(records(kv, keys)[2])
     assert cached_records(kv, keys) == [1, 2, 3]
     for page in [kv.prefixes.index.page_of(key) for key in records(kv, keys)[2]]:
-        kv.prefixes._drop(kv.prefixes.index.evict_tree(page))
+        kv.prefixes.drop(kv.prefixes.index.evict_tree(page))
     assert kv.num_cached_tokens(keys) == 32
     kv.check_integrity()
 
@@ -129,7 +129,7 @@ def test_a_record_is_dropped_with_the_kv_before_it(state):
     kv = make(FULL, state)
     _, keys = compute(kv, range(96))
     index, full = kv.prefixes.index, kv.layout.groups[0].keys_of(keys)
-    kv.prefixes._drop(index.evict_tree(index.page_of(full[7])))  # of tokens 28 to 31
+    kv.prefixes.drop(index.evict_tree(index.page_of(full[7])))  # of tokens 28 to 31
     assert cached_records(kv, keys) == [1]
     assert [index.has_key(key) for key in full] == [True] * 7 + [False] * 17
     assert kv.num_cached_tokens(keys) == 16
@@ -143,7 +143,7 @@ def test_a_record_without_kv_is_not_inserted(state):
     index, full = kv.prefixes.index, kv.layout.groups[0].keys_of(keys)
     record = records(kv, keys)[1][0]
     page = index.page_of(record)
-    kv.prefixes._drop(index.evict_tree(index.page_of(full[4])))
+    kv.prefixes.drop(index.evict_tree(index.page_of(full[4])))
     assert not index.has_key(record)
     kv.prefixes.insert(record, full[7], page)
     assert not index.has_key(record), "its parent is gone"

@@ -15,6 +15,7 @@ from memory.tiers.disk_tier import DiskTier
 from ops.cpu import native_library
 from tests.support.memory.page_bytes import PageBytesStore
 from tests.support.memory.page_store import Clock
+from tests.support.memory.states_beside_model import StatesBesideModel
 from tests.support.memory.states_model import PAGE, Running, StatesModel, Text
 
 # 4 tokens a page; K/V pages of two records; tiles across pages; windows, blocks; a record per page
@@ -92,7 +93,7 @@ class Walk:
         self.counts["hits"] += found.num_computed > 0
         self.num_hit_tokens += found.num_computed
         pages = found.kv_range.parts[-1].pages
-        references = self.model.kv.allocator.num_references
+        references = self.model.record_pages.num_references
         self.counts["shared"] += bool(found.num_computed) and references(pages[-1]) > 2
         return found
 
@@ -178,9 +179,7 @@ class Walk:
         self.ended = [*self.ended[-8:], text]
 
     def evict(self) -> None:
-        for _ in range(min(self.rng.randint(1, 12), self.prefixes.num_evictable)):
-            if self.prefixes.num_evictable:
-                self.prefixes.evict()
+        self.model.evict(self.rng.randint(1, 12))
 
     def trim(self) -> None:
         self.model.kv.trim()
@@ -246,14 +245,20 @@ def walk(layout: str, store: str, num_operations: int, folder: Path) -> Walk:
     made.run(num_operations)
     made.model.check()
     made.finish()
-    share, stats, counts = num_operations / 1000, made.prefixes.stats, made.counts
-    assert counts["hits"] > 20 * share and made.num_hit_tokens > 500 * share, counts
-    assert counts["shared"] > share and counts["preempted"] > 15 * share, counts
-    assert counts["failed"] > 10 * share and counts["refused"] > share, counts
-    assert stats.num_evicted > 300 * share, stats
+    check_counts(made, num_operations / 1000)
+    stats, share = made.prefixes.stats, num_operations / 1000
     if store != "none":
         assert stats.num_stored > 50 * share and stats.num_loaded > 5 * share, stats
     return made
+
+
+def check_counts(made: Walk, share: float) -> None:
+    """Checks that the walk met everything, in a share of 1,000 operations."""
+    counts = made.counts
+    assert counts["hits"] > 20 * share and made.num_hit_tokens > 500 * share, counts
+    assert counts["shared"] > share and counts["preempted"] > 15 * share, counts
+    assert counts["failed"] > 10 * share and counts["refused"] > share, counts
+    assert made.model.num_evicted > 300 * share, made.model.num_evicted
 
 
 @pytest.fixture(autouse=True)
@@ -286,3 +291,49 @@ def test_operations_over_a_disk(tmp_path):
 def test_100_000_operations(layout, tmp_path):
     """20,000 of each layout."""
     walk(layout, "bytes", 20_000, tmp_path)
+
+
+# ---- K/V in other memories than the records
+
+
+class WalkBeside(Walk):
+    """Loses the K/V of a partition at times."""
+
+    def change_store(self) -> None:
+        if self.rng.random() < 0.3:
+            lost = self.model.lose()
+            self.waiting = [*self.waiting[-20:], *(sequence.text for sequence in lost)]
+            self.counts["lost"] = self.counts.get("lost", 0) + len(lost)
+
+
+BESIDE = {
+    "pages": {"groups": (FULL,), "interval": 8},
+    "wide pages": {"groups": (LayerGroup(256),), "interval": 8, "num_pages": 14},
+    "one partition": {"groups": (FULL,), "interval": 16, "num_partitions": 1, "num_pages": 80},
+    "windows": {
+        "groups": (FULL, LayerGroup(512, window=12, read_block=4)),
+        "interval": 16,
+        "num_pages": 80,
+        "num_records": 17,
+    },
+}
+
+
+def walk_beside(layout: str, num_operations: int) -> None:
+    made = WalkBeside(random.Random(layout), StatesBesideModel(**BESIDE[layout]), None)
+    made.run(num_operations)
+    made.model.check()
+    made.finish()
+    check_counts(made, num_operations / 1000)
+    assert made.counts["lost"] > 3 * num_operations / 1000, made.counts
+
+
+@pytest.mark.parametrize("layout", BESIDE)
+def test_1_500_operations_beside_other_memories(layout):
+    walk_beside(layout, 1_500)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", BESIDE)
+def test_10_000_operations_beside_other_memories(layout):
+    walk_beside(layout, 10_000)

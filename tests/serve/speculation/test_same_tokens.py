@@ -94,6 +94,13 @@ def test_on_memory_nodes(partition, tmp_path):
         )
 
 
+def test_states_beside_memory_nodes(tmp_path):
+    with nodes("inproc", 2, tmp_path) as urls:
+        there = {"memory_nodes": urls, "memory_partition": "request", "kv_cache_bytes": 16 * MIB}
+        path = str(checkpoint("qwen3_5_text", "long"))
+        check(path, 8, 200, there, dtype="int8", max_num_seqs=4, max_model_len=600)
+
+
 def test_over_segments(tmp_path):
     """Drafts cross the ends of segments, which holders have."""
     lengths = {"max_model_len": 600, "kvp_segment_tokens": 128}

@@ -15,6 +15,7 @@ import torch
 
 from memory.attention.seam import AttentionStep
 from memory.kv_manager import KVManager
+from memory.pages.allocator import PageAllocator
 from memory.pages.kv_range import Range
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
@@ -99,11 +100,31 @@ class StatesModel:
         self.running: list[Running] = []
 
     def _kv_values(self, address: int, number: int) -> np.ndarray:
-        """Returns the K/V of a group: a row of values for each token of all ranges."""
-        offset, end = self.kv.group_offset(number), self.kv.group_offset(number + 1)
-        memory = (ctypes.c_char * (end - offset)).from_address(address + offset)
-        width = self.kv.layout.groups[number].token_bytes // 4
-        return np.frombuffer(memory, dtype=np.float32).reshape(-1, width)
+        return kv_values(self.kv, address, number)
+
+    # ---- where they lie
+
+    def record_start(self, start: int) -> int:
+        """Returns where the records of a sequence begin, in tokens."""
+        return start
+
+    def kv_rows(self, start: int) -> list[np.ndarray]:
+        """Returns each group's K/V from the first token of a sequence on."""
+        return [values[start:] for values in self._kv]
+
+    @property
+    def record_pages(self) -> PageAllocator:
+        return self.kv.allocator
+
+    def evict(self, count: int) -> None:
+        """Evicts at most so many pages."""
+        for _ in range(count):
+            if self.kv.prefixes.num_evictable:
+                self.kv.prefixes.evict()
+
+    @property
+    def num_evicted(self) -> int:
+        return self.kv.prefixes.stats.num_evicted
 
     # ---- sequences
 
@@ -143,7 +164,7 @@ class StatesModel:
         plan = self.states.plan(
             AttentionStep(
                 0,
-                [sequence.kv_range.start for sequence, _ in step],
+                [self.record_start(sequence.kv_range.start) for sequence, _ in step],
                 [rows for _, rows in step],
                 ends,
             )
@@ -171,10 +192,9 @@ class StatesModel:
             self.check_reads(sequence)
 
     def _write_kv(self, sequence: Running, end: int) -> None:
-        start = sequence.kv_range.start
-        for position in range(sequence.num_computed, end):
-            for values in self._kv:
-                values[start + position] = sequence.text.hash_of(position + 1)
+        for values in self.kv_rows(sequence.kv_range.start):
+            for position in range(sequence.num_computed, end):
+                values[position] = sequence.text.hash_of(position + 1)
 
     # ---- what is read
 
@@ -184,7 +204,7 @@ class StatesModel:
         if not num_computed:
             return
         text = sequence.text
-        record = (start + num_computed - 1) // self.interval
+        record = (self.record_start(start) + num_computed - 1) // self.interval
         for layer, (conv, heads) in zip(LAYERS, self._records, strict=True):
             inputs, channels = layer.conv
             last = text.tokens[max(0, num_computed - inputs) : num_computed]
@@ -194,18 +214,18 @@ class StatesModel:
             if heads is not None:
                 assert (heads[record] == text.hash_of(num_computed) + _PATTERN).all(), num_computed
         text.hash_of(num_computed)
-        for values, group in zip(self._kv, self.kv.layout.groups, strict=False):
+        for values, group in zip(self.kv_rows(start), self.kv.layout.groups, strict=False):
             first = 0 if group.window is None else max(0, num_computed + 1 - group.window)
             if group.by_block:
                 first = num_computed // group.window * group.window
-            found = values[start + first : start + num_computed]
+            found = values[first:num_computed]
             expected = np.array(text.hashes[first + 1 : num_computed + 1])[:, None]
             assert (found == expected).all(), f"{group.layers} of {num_computed} tokens"
 
     def check(self) -> None:
         self.kv.check_integrity()
-        each = self.kv.layout.groups[-1].slots_for(1)
         for sequence in self.running:
+            each = sequence.kv_range.parts[-1].group.slots_for(1)
             # a step's rows, and the record before them
             most = -(-(self.max_rows + self.interval) // self.interval) + 1
             assert len(sequence.kv_range.parts[-1].held) <= most * each
@@ -225,6 +245,14 @@ class StatesModel:
         self._kv.clear()
         self._records.clear()
         self.memory.close()
+
+
+def kv_values(kv: KVManager, address: int, number: int) -> np.ndarray:
+    """Returns the K/V of a group: a row of values for each token of all ranges."""
+    offset, end = kv.group_offset(number), kv.group_offset(number + 1)
+    memory = (ctypes.c_char * (end - offset)).from_address(address + offset)
+    width = kv.layout.groups[number].token_bytes // 4
+    return np.frombuffer(memory, dtype=np.float32).reshape(-1, width)
 
 
 def _recur(tokens: list[int], heads: np.ndarray, segments) -> None:

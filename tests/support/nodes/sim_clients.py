@@ -16,6 +16,7 @@ class Client:
 
     prompt: list[int]
     num_tokens: int
+    has_states: bool = False  # the model
     got: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
     error: str | None = None
@@ -25,7 +26,7 @@ class Client:
     times: list[float] = field(default_factory=list)
 
     def check(self) -> None:
-        expected = expected_tokens(self.prompt, self.num_tokens)
+        expected = expected_tokens(self.prompt, self.num_tokens, self.has_states)
         due = expected[: len(self.got)]
         assert self.got == due, f"wrong tokens: {self.got}, expected {due}"
         if self.reason is FinishReason.ERROR:

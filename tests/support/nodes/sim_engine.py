@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import torch
 
 from memory.attention.kv_layout import KVLayout
+from memory.kv_beside_states import KVBesideStates
+from memory.kv_manager import KVManager
 from memory.nodes.attach import NodeLayout
 from memory.nodes.new_token_attention import PlainNewTokenAttention
 from memory.nodes.node_set import NodeSet, make_kv_managers
@@ -17,8 +19,11 @@ from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.remote_attention import RemoteAttention
 from memory.nodes.server.node import MemoryNode
 from memory.nodes.wire import FULL_WIRE
+from memory.pages.linux_vmm import LinuxMemory
 from memory.partitioned_kv import PartitionedKV
 from memory.prefix.index import PrefixHasher
+from memory.states.layout import StateLayout
+from memory.states.local import LocalStates, StatefulAttention
 from ops import get_backend
 from serve.engine.core import EngineCore
 from serve.engine.node_recovery import NodeProber, NodeRecovery
@@ -30,7 +35,7 @@ from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
 from tests.support.nodes.remote_setup import make_partitions, template_of
-from tests.support.nodes.sim_model import FIRST_TOKEN, NUM_TOKENS, ExactModel, layers
+from tests.support.nodes.sim_model import FIRST_TOKEN, NUM_TOKENS, STATE_LAYER, ExactModel, layers
 from tests.support.nodes.sim_nodes import SimNode
 from tests.support.nodes.sim_world import SequentialExecutor, SimEndpoint, World
 from transport.direct import direct_pair
@@ -38,6 +43,8 @@ from transport.direct import direct_pair
 MAX_LEN = 160
 MAX_RUNNING = 5
 MAX_ROWS = 48
+MAX_CHUNK = MAX_ROWS * 2 // 3
+INTERVAL = 16
 _WAIT_S = 0.02
 _PROBE_S = 0.5
 
@@ -129,6 +136,8 @@ class SimCore(EngineCore):
     def finish(self) -> None:
         assert not self._requests.states(), "requests without an end"
         assert self.kv.num_in_use == 0
+        if isinstance(self.kv, KVBesideStates):
+            assert self.kv.records.num_in_use == 0
         self._close_memory()
 
 
@@ -146,11 +155,37 @@ class RandomMicrobatches:
         pass
 
 
+class Records:
+    """Records of states, in this machine's memory."""
+
+    def __init__(self, num_records: int) -> None:
+        layout = StateLayout([STATE_LAYER], INTERVAL)
+        layout.pad(4096)
+        self.memory = LinuxMemory(layout.record_bytes, num_records)
+        self.kv = KVManager(
+            self.memory,
+            num_pages=num_records,
+            num_ranges=MAX_RUNNING,
+            max_model_len=MAX_LEN,
+            groups=[layout.group()],
+            max_rows=MAX_CHUNK,
+            in_background=False,
+        )
+        address = self.memory.reserve(self.kv.total_bytes)
+        self.states = LocalStates(layout, address, self.kv.total_bytes)
+
+
 class SimEngine:
-    """An engine over the nodes. local_pages: pages of its own memory, for when no node is left."""
+    """An engine over the nodes. local_pages: pages of its own memory, for when no node is left.
+    num_records: of a model with states; 0: it has none."""
 
     def __init__(
-        self, world: World, nodes: list[SimNode], partition: str, local_pages: int
+        self,
+        world: World,
+        nodes: list[SimNode],
+        partition: str,
+        local_pages: int,
+        num_records: int = 0,
     ) -> None:
         self.world = world
         by_url = {node.url: node for node in nodes}
@@ -188,7 +223,11 @@ class SimEngine:
             max_rows=self.template.max_rows,
         )
         self.nodes.min_pages = managers[0].pages_for(MAX_LEN)
-        self.kv = managers[0] if len(managers) == 1 else PartitionedKV(managers)
+        self.records = Records(num_records) if num_records else None
+        if self.records is not None:
+            self.kv = KVBesideStates(managers, self.records.kv)
+        else:
+            self.kv = managers[0] if len(managers) == 1 else PartitionedKV(managers)
         self.tail_cache = self._make_tail_cache()
         self.core = self._core(backend)
 
@@ -212,6 +251,8 @@ class SimEngine:
         if self.tail_cache is not None:
             assert not self.tail_cache.num_pages_in_use
             self.tail_cache.close()
+        if self.records is not None:
+            self.records.memory.close()
 
     def _core(self, backend) -> SimCore:
         world, kv = self.world, self.kv
@@ -220,13 +261,15 @@ class SimEngine:
             PlainNewTokenAttention(layers(), torch.float32, backend, self.tail_cache),
             backend,
             self.nodes,
-            kv.range_tokens,
+            self.kv.layout.range_tokens,
             MAX_RUNNING,
             FULL_WIRE,
             self.tail_cache,
         )
+        if self.records is not None:
+            attention = StatefulAttention(attention, self.records.states, self.kv.record_start)
         runner = ModelRunner(
-            ExactModel(),
+            ExactModel(has_states=self.records is not None),
             kv,
             attention,
             memory=self.nodes,
@@ -242,7 +285,7 @@ class SimEngine:
             self.nodes,
             runner=runner,
             scheduler=Scheduler(
-                SchedulerLimits(MAX_RUNNING, MAX_ROWS, MAX_ROWS * 2 // 3), kv, policy, hasher
+                SchedulerLimits(MAX_RUNNING, MAX_ROWS, MAX_CHUNK), kv, policy, hasher
             ),
             kv=kv,
             limits=RequestLimits(MAX_LEN, FIRST_TOKEN + NUM_TOKENS, 1000, MAX_RUNNING),

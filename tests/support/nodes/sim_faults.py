@@ -48,6 +48,7 @@ class Run:
         num_nodes: int | None = None,
         local_factor: int | None = None,
         node_factor: float | None = None,
+        has_states: bool = False,
     ) -> None:
         """local_factor and node_factor: how many sequences of full length fit in the engine's
         own memory and in that of one node. Arguments that are None are drawn at random."""
@@ -74,7 +75,11 @@ class Run:
         capacity = self.node_pages * pages.page_bytes
         for number in range(count):
             self.nodes.append(SimNode(self.world, f"sim://{number}", capacity, backend))
-        self.engine = SimEngine(self.world, self.nodes, self.partition, self.local_pages)
+        self.has_states = has_states
+        num_records = self.other_random.choice([3, 5, 8, 40]) if has_states else 0
+        self.engine = SimEngine(
+            self.world, self.nodes, self.partition, self.local_pages, num_records
+        )
         self.clients: list[Client] = []
         self.num_open_faults = 0
         self.problems: list[str] = []
@@ -111,7 +116,7 @@ class Run:
             num_tokens = self.random.randint(1, 30)
             prompt = shared[: self.random.choice([0, 0, 35, 70, 90])][:length]
             prompt += [self._token() for _ in range(length - len(prompt))]
-            client = Client(prompt, num_tokens)
+            client = Client(prompt, num_tokens, self.has_states)
             self.clients.append(client)
             at = self.random.random() * _SPAN_S
             self.world.after(at, lambda c=client, n=number: self._begin(c, n))
@@ -332,15 +337,17 @@ class Run:
         return max(gaps, default=0.0)
 
 
-def run_schedule(seed: int, report: Callable[[str], None] = lambda text: None) -> Run:
+def run_schedule(
+    seed: int, report: Callable[[str], None] = lambda text: None, *, has_states: bool = False
+) -> Run:
     """Runs a schedule; its errors name the seed."""
-    run = Run(seed, report)
+    run = Run(seed, report, has_states=has_states)
     try:
         run.go()
     except Exception as error:
-        error.add_note(
-            f"schedule {seed}: python -m tests.support.nodes.sim_faults --seed {seed} --verbose"
-        )
+        states = " --states" if has_states else ""
+        command = f"python -m tests.support.nodes.sim_faults --seed {seed} --verbose{states}"
+        error.add_note(f"schedule {seed}: {command}")
         raise
     return run
 
@@ -350,6 +357,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--states", action="store_true", help="of a model with states")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.CRITICAL)
@@ -358,7 +366,8 @@ def main() -> int:
     began = time.monotonic()
     for seed in range(args.seed, args.seed + args.count):
         try:
-            run = run_schedule(seed, print if args.verbose else lambda text: None)
+            report = print if args.verbose else lambda text: None
+            run = run_schedule(seed, report, has_states=args.states)
         except Exception as error:
             if args.count == 1:
                 raise

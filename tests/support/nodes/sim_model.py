@@ -9,14 +9,20 @@ missing, moved or foreign changes all tokens that follow.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from memory.attention.seam import AttentionLayer
+from memory.attention.seam import AttentionLayer, LayerState
+from memory.states.layout import StateLayer
+from memory.states.records import LayerRecords, RecordStates
+from ops.states import NO_RECORD, StateSegments
 
 NUM_LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 4, 16
 FIRST_TOKEN, NUM_TOKENS = 3, 240
+STATE_LAYER = StateLayer((1, 1))
+_MODULUS = 65_521  # fp32 holds such numbers exactly
 _SCALE = DIM**-0.5
 _KV_HEAD_OF = torch.arange(HEADS) // (HEADS // KV_HEADS)
 _DIMS = torch.arange(DIM)
@@ -37,7 +43,11 @@ def _mixed(*numbers: Tensor | int) -> Tensor:
 
 
 class ExactModel:
-    """Decoder over tokens from FIRST_TOKEN on; hidden: [T, 1] int64."""
+    """Decoder over tokens from FIRST_TOKEN on; hidden: [T, 1] int64. has_states: a layer before
+    the others keeps a state of one number, which depends on all rows before."""
+
+    def __init__(self, has_states: bool = False) -> None:
+        self._has_states = has_states
 
     def forward(self, input_ids, positions, attention):
         slices = self.slices(input_ids, positions, attention)
@@ -49,6 +59,8 @@ class ExactModel:
 
     def slices(self, input_ids, positions, attention):
         state = _mixed(input_ids, positions)
+        if self._has_states:
+            state = _recurrent(state, attention.states.layer(0))
         for layer in range(NUM_LAYERS):
             ticket = attention.begin(layer, _queries(state, layer))
             pending = attention.finish(ticket, *_keys_values(state, positions, layer), None)
@@ -81,12 +93,32 @@ def _next_state(state: Tensor, out: Tensor) -> Tensor:
     return _mixed(state, found)
 
 
+def _recurrent(state: Tensor, records: LayerState) -> Tensor:
+    """Mixes a number into each row that depends on it and on all rows before."""
+    numbers = (state % _MODULUS).tolist()
+    segments = records.segments
+    firsts = segments.firsts.tolist()
+    pairs = zip(segments.sources.tolist(), segments.targets.tolist(), strict=True)
+    for (first, end), (source, target) in zip(pairwise(firsts), pairs, strict=True):
+        number = 0 if source == NO_RECORD else int(records.conv[source, 0, 0])
+        for row in range(first, end):
+            numbers[row] = number = (31 * number + numbers[row] + 7) % _MODULUS
+        records.conv[target] = number
+    return _mixed(state, torch.tensor(numbers))
+
+
 class _Dense:
-    """Attention for one sequence, in fp64, with its K/V in plain tensors."""
+    """Attention for one sequence, in fp64, with its K/V in plain tensors. states: those of the rows
+    that are computed next."""
 
     def __init__(self) -> None:
+        self.states = RecordStates([], _whole(0, 0))
+        self._records = [LayerRecords(torch.zeros(1, 1, 1), None, torch.zeros(1, 0, 1))]
         empty = torch.zeros(0, HEADS, DIM, dtype=torch.float64)
         self._past = [(empty, empty)] * NUM_LAYERS
+
+    def begin_rows(self, position: int, num_rows: int) -> None:
+        self.states = RecordStates(self._records, _whole(position, num_rows))
 
     def begin(self, layer, q):
         return layer, q
@@ -109,14 +141,21 @@ class _Dense:
         return self._out
 
 
+def _whole(position: int, num_rows: int) -> StateSegments:
+    """Returns rows of one sequence as one segment."""
+    source = 0 if position else NO_RECORD
+    return StateSegments(*map(torch.tensor, ([0, num_rows], [source], [0], [0, 1])))
+
+
 @torch.inference_mode()
-def expected_tokens(prompt: list[int], count: int) -> list[int]:
+def expected_tokens(prompt: list[int], count: int, has_states: bool = False) -> list[int]:
     """Returns what follows the prompt, computed with the model alone."""
-    model, attention = ExactModel(), _Dense()
+    model, attention = ExactModel(has_states), _Dense()
     rows, position = list(prompt), 0
     found: list[int] = []
     while len(found) < count:
         positions = torch.arange(position, position + len(rows))
+        attention.begin_rows(position, len(rows))
         hidden = model.forward(torch.tensor(rows), positions, attention)
         position += len(rows)
         rows = [int(model.logits(hidden[-1:]).argmax())]

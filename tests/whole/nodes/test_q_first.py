@@ -12,9 +12,10 @@ import torch
 from ops import get_backend
 from ops.cpu import native_library
 from ops.cpu.native_quantized_linear import NATIVE
-from serve.models import load_model, read_spec
-from serve.models.layers.blocks import AttentionHalf, AttentionWeights
+from serve.models import load_model
+from serve.models.layers.blocks import AttentionHalf, AttentionWeights, Block
 from serve.models.layers.latent import LatentAttention
+from serve.models.layers.state import Beside
 from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint
 from tests.support.engine.decoders import ListAttention, run, token_ids
 from tests.support.engine.quantized import CASES, write
@@ -42,13 +43,20 @@ def check_bits(path: Path, settings: dict[str, Any]) -> None:
         load_model(path, backend=get_backend("cpu"), q_first=q_first, **settings)
         for q_first in (False, True)
     )
-    layers = zip(
-        fused.spec.attention_layers, fused.weights.blocks, split.weights.blocks, strict=True
-    )
-    own = [blocks for layer, *blocks in layers if layer.shares is None]
-    assert all(not has_own_query(one.attention) for one, _ in own)
-    assert all(has_own_query(two.attention) for _, two in own)
+    halves = [attention_halves(model.weights.blocks) for model in (fused, split)]
+    layers = zip(fused.spec.attention_layers, *halves, strict=True)
+    own = [pair for layer, *pair in layers if layer.shares is None]
+    assert own
+    assert all(not has_own_query(one) for one, _ in own)
+    assert all(has_own_query(two) for _, two in own)
     assert torch.equal(run(split, ids, CHUNKS), run(fused, ids, CHUNKS))
+
+
+def attention_halves(blocks: list[Block]) -> list[AttentionHalf]:
+    """Returns those with K/V, without layers that have a state alone."""
+    halves = [block.attention for block in blocks]
+    halves = [half.attention if isinstance(half, Beside) else half for half in halves]
+    return [half for half in halves if isinstance(half, AttentionWeights | LatentAttention)]
 
 
 def has_own_query(attention: AttentionHalf) -> bool:
@@ -62,10 +70,7 @@ def has_own_query(attention: AttentionHalf) -> bool:
 @pytest.mark.parametrize("variant", [item for item in VARIANTS if is_first(item)], ids=str)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
 def test_every_family_has_the_same_bits(variant: Variant, precision: str) -> None:
-    path = checkpoint(variant.family, variant.name)
-    if read_spec(path).state_layers:
-        pytest.skip("models whose layers have states use no memory nodes")
-    check_bits(path, SETTINGS[precision])
+    check_bits(checkpoint(variant.family, variant.name), SETTINGS[precision])
 
 
 def test_int4_has_the_same_bits() -> None:

@@ -5,7 +5,7 @@ Sizes are those that int8 K/V has. Not in VARIANTS, as references of that length
 
 from __future__ import annotations
 
-from tests.support.engine.variants.mamba import FALCON
+from tests.support.engine.variants.mamba import FALCON, NEMOTRON
 from tests.support.engine.variants.mixtures import GROUPS
 from tests.support.engine.variants.states import KIMI
 from tests.support.engine.variants.variant import YARN, Json, Variant
@@ -114,6 +114,13 @@ VARIANTS = [
             "key_multiplier": 3.0,
             "attention_out_multiplier": 3.0,
         },
+    ),
+    Variant(
+        "nemotron_h",
+        "long",
+        _LONG
+        | NEMOTRON
+        | {"head_dim": 32, "num_attention_heads": 4, "hybrid_override_pattern": "M*E-M*"},
     ),
     Variant(
         "kimi_linear",

@@ -40,7 +40,7 @@ _FACTORS: Json = {
     "mlp_multipliers": [0.7, 0.4],
 }
 FALCON: Json = _MIXER | _FACTORS | {"mamba_d_ssm": 96}
-_NEMOTRON: Json = {
+NEMOTRON: Json = {
     "head_dim": 20,
     "mamba_num_heads": 6,
     "mamba_head_dim": 12,
@@ -122,11 +122,11 @@ VARIANTS = [
         "norm-first",
         _MIXER | {"mamba_d_ssm": None, "mamba_rms_norm": True, "num_hidden_layers": 2},
     ),
-    Variant("nemotron_h", "experts", _NEMOTRON | {"hybrid_override_pattern": "MEM*E-M"}),
+    Variant("nemotron_h", "experts", NEMOTRON | {"hybrid_override_pattern": "MEM*E-M"}),
     Variant(
         "nemotron_h",
         "latent",
-        _NEMOTRON
+        NEMOTRON
         | {
             "hidden_size": 48,
             "num_attention_heads": 3,
