@@ -15,6 +15,8 @@ class Question:
 
     def __init__(self) -> None:
         self.ask_store: Ask = lambda keys: None
+        self.is_coming: Callable[[bytes], bool] = lambda key: False
+        """Returns whether a peer was computing the page when the store asked for it."""
         self._open: Future[bool] | None = None
 
     @property

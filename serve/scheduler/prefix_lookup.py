@@ -8,6 +8,7 @@ from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit
 from memory.prefix.block_recorder import BlockRecorder
 from memory.prefix.index import PrefixHasher
+from memory.prefix.sequence_names import SequenceNames
 from serve.request import Request
 from serve.scheduler.sequence import Sequence
 
@@ -32,6 +33,8 @@ class PrefixLookup:
         self._fetch_deadline_s = 0.0
         self.recorder: BlockRecorder | None = None
         """Notes the tokens of cached pages, for those who follow the cache from outside."""
+        self.names: SequenceNames | None = None
+        """Takes note of the pages of sequences, for peers."""
 
     @property
     def is_on(self) -> bool:
@@ -120,7 +123,19 @@ class PrefixLookup:
         self._kv.insert_prefix(sequence.kv_range, sequence.page_keys, num_computed)
         if self.recorder is not None:
             self.recorder.end()
+        if self.names is not None:
+            self.names.computed(sequence, num_computed)
         sequence.next_cacheable_at = self._kv.page_end(sequence.kv_range.num_offered)
+
+    def queued(self, sequence: Sequence) -> None:
+        """Takes note of a new sequence."""
+        if self.names is not None:
+            self.names.queued(sequence, sequence.page_keys)
+
+    def ended(self, sequence: Sequence) -> None:
+        """Takes note of a sequence that has ended, for whatever reason."""
+        if self.names is not None:
+            self.names.ended(sequence)
 
     def _extend_keys(self, sequence: Sequence, num_tokens: int | None = None) -> None:
         """Extends page_keys over num_tokens known tokens; None: all, as for a waiting sequence."""

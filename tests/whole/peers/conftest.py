@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memory.peers import peer_link
+from memory.peers import jobs
 from memory.prefix.load_times import LoadTimes
 from serve.scheduler.step_time import StepTimeModel
 
@@ -16,7 +16,7 @@ def pulling_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes pulling always cheaper than computing, which the tiny model would otherwise prefer."""
     monkeypatch.setattr(LoadTimes, "seconds", lambda times, num_pages: 0.0)
     monkeypatch.setattr(StepTimeModel, "prefill_seconds", lambda *_: 0.0)
-    monkeypatch.setattr(peer_link, "ASK_S", 5.0)  # on a busy machine, too
+    monkeypatch.setattr(jobs, "ASK_S", 5.0)  # on a busy machine, too
 
 
 @pytest.fixture
