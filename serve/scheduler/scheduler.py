@@ -276,6 +276,8 @@ class Scheduler:
                 return None  # just preempted: its next token is still in flight
             if not self.kv.fits_alone(sequence.num_tokens):
                 continue  # a memory node was lost, and the rest is too small for it
+            if self.prefixes.is_awaited(sequence, now_s):
+                continue  # a peer computes its prompt
             level = self.waiting.level(sequence)
             if passed is not None and level > passed:
                 return None

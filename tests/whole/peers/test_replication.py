@@ -14,6 +14,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.sampling_params import AnswerSoFar
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.token_sink import TokenSink as Sink
 
 PAGE = 8192
 SETTINGS = {
@@ -50,27 +51,6 @@ def wait_for(condition, seconds: float = 10.0) -> None:
         time.sleep(0.002)
 
 
-class Sink:
-    """Notes a sequence's tokens."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.is_over = False
-
-    def accept(self, request) -> None:
-        pass
-
-    def push(self, delta) -> None:
-        self.token_ids += delta.token_ids
-        self.is_over |= delta.finish_reason is not None
-
-    def wake(self) -> None:
-        pass
-
-    def fail(self, error: Exception) -> None:
-        raise AssertionError(error)
-
-
 def connected(llm: LLM) -> bool:
     return all(pull.is_connected for pull in llm.stats().kv_peers.pulls.values())
 
@@ -82,7 +62,7 @@ def copies_of(llm: LLM):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("holds_copies", [True, False])
 def test_sequences_go_on_from_copies_when_their_engine_dies(
-    tmp_path, key_file, kind, holds_copies, monkeypatch
+    tmp_path, key_file, kind, holds_copies, slow_steps
 ):
     """holds_copies: they go on at the engine that has the copies, or at one that pulls them from
     there."""
@@ -99,7 +79,7 @@ def test_sequences_go_on_from_copies_when_their_engine_dies(
     with copier, other:
         wait_for(lambda: connected(copier) and connected(other))
         sinks = [Sink() for _ in prompts]
-        slow_steps(first, monkeypatch)
+        slow_steps(first, 0.004)  # so that copying keeps up with the tiny model
         for ids, sink in zip(prompts, sinks, strict=True):
             first._loaded.core.submit(ids, params, sink)
         wait_for(lambda: all(len(sink.token_ids) > 100 for sink in sinks), 30.0)
@@ -122,18 +102,6 @@ def test_sequences_go_on_from_copies_when_their_engine_dies(
         assert num_left <= 3 * page_tokens, "the rest of a page at most"
         assert copies_of(copier).used >= num_complete
         going_on._loaded.core.kv.check_integrity()
-
-
-def slow_steps(llm: LLM, monkeypatch) -> None:
-    """Makes the steps of an engine slow, so that copying keeps up with the tiny model."""
-    runner = llm._loaded.core._runner
-    execute = runner.run
-
-    def run(*args, **kwargs):
-        time.sleep(0.004)
-        return execute(*args, **kwargs)
-
-    monkeypatch.setattr(runner, "run", run)
 
 
 def test_the_engines_own_pages_are_never_displaced_by_copies(tmp_path, key_file):
