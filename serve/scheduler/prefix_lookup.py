@@ -15,11 +15,13 @@ from serve.scheduler.sequence import PeerWait, Sequence
 # How long a sequence waits for a page store that does not answer.
 _FETCH_LIMIT_S = 2.0
 # For a prompt that a peer computes: how soon peers are asked again, about how many further pages,
-# how long they may not know of it, and the shortest time after a page in which the next must come.
+# how long they may not know of it, and the shortest time after a page in which the next must come;
+# where no step was measured yet.
 _ASK_AGAIN_S = 0.01
 _ASKED_PAGES = 128
 _UNKNOWN_S = 0.25
 _STALLED_S = 1.0
+_STALLED_UNKNOWN_S = 5.0
 
 
 class PrefixLookup:
@@ -161,7 +163,7 @@ class PrefixLookup:
         """Sets the time of which the next page must come: it is in proportion to what computing the
         rest here takes, so that waiting in vain is not much worse than not waiting."""
         rest_s = self._prefill_seconds(sequence.num_tokens, wait.num_cached)
-        wait.until_s = now_s + max(_STALLED_S, 2.0 * rest_s)
+        wait.until_s = now_s + (max(_STALLED_S, 2.0 * rest_s) if rest_s else _STALLED_UNKNOWN_S)
 
     def match(self, sequence: Sequence) -> PrefixHit | None:
         """Returns the prefix hit, or None if there is none or computing it takes less time than

@@ -12,7 +12,7 @@ import pytest
 from serve import LLM, SamplingParams
 from serve.scheduler import prefix_lookup
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.engine.token_sink import TokenSink
+from tests.support.memory.token_sink import TokenSink
 
 CHUNK = 32
 SETTINGS = {
@@ -107,8 +107,7 @@ def test_pages_come_while_later_ones_are_computed(pair, scheme, comes_first):
     second._loaded.core.kv.check_integrity()
 
 
-def test_several_prompts_are_awaited_at_once_and_others_do_not_wait(pair, monkeypatch):
-    monkeypatch.setattr(prefix_lookup, "_STALLED_S", 5.0)
+def test_several_prompts_are_awaited_at_once_and_others_do_not_wait(pair):
     first, second = pair()
     awaited = [prompt(k) for k in (3, 4, 5)]
     computing = [submit(first, ids, PREFILL) for ids in awaited]
@@ -168,7 +167,7 @@ def test_an_engine_that_dies_while_it_computes(pair):
 
 
 def test_an_engine_that_takes_too_long(pair, monkeypatch, slow_steps):
-    monkeypatch.setattr(prefix_lookup, "_STALLED_S", 0.3)
+    monkeypatch.setattr(prefix_lookup, "_STALLED_UNKNOWN_S", 0.3)
     first, second = pair()
     token_ids = prompt(3)
     submit(first, token_ids, PREFILL)

@@ -14,7 +14,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.sampling_params import AnswerSoFar
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.engine.token_sink import TokenSink as Sink
+from tests.support.memory.token_sink import TokenSink as Sink
 
 PAGE = 8192
 SETTINGS = {
