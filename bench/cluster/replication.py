@@ -6,7 +6,8 @@ without.
 Two servers have half of the streams each. In the middle of the answers one is killed, and the other
 one goes on with all. Prints the prompt rows that it computes from then on, the longest time in
 which a client got nothing, whether the tokens are those of a run in which nothing breaks, and what
-copying costs: tokens a second of all streams before the kill; the kinds of runs take turns.
+copying costs: tokens a second of all streams before the kill, in the first half of that time, when
+prompts are copied, and in the second; the kinds of runs take turns.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +45,17 @@ class Stream:
 
     @property
     def gap_s(self) -> float:
-        pairs = zip(self.times_s, self.times_s[1:], strict=False)
-        return max([after - before for before, after in pairs], default=0.0)
+        return max([after - before for before, after in pairwise(self.times_s)], default=0.0)
 
 
 @dataclass
 class Run:
-    """tokens_per_s: of all streams before the kill. rows: computed of prompts after it. pages:
-    copied before it."""
+    """rates: tokens a second of all streams, in the first and the second half of the time before
+    the kill. rows: computed of prompts after it. pages: copied before it."""
 
     tokens: list[list[int]]
     gap_s: float
-    tokens_per_s: float
+    rates: tuple[float, float]
     rows: float
     pages: float
 
@@ -117,8 +118,13 @@ async def run(kind: str, options: tuple[str, ...], bodies: list[dict[str, Any]],
         streams = [Stream() for _ in bodies]
         pairs = zip(bodies, streams, strict=True)
         asked = [asyncio.create_task(_ask(session, url, body, it)) for body, it in pairs]
-        before, began_s = await _until(1, streams, asked), loop.time()
-        after, seconds = await _until(num_tokens // 2, streams, asked), loop.time() - began_s
+        marks = []
+        for least in (1, num_tokens // 4, num_tokens // 2):
+            marks.append((await _until(least, streams, asked), loop.time()))
+        rates = [
+            (after - before) / (ended_s - began_s)
+            for (before, began_s), (after, ended_s) in pairwise(marks)
+        ]
         rows = await _metric(session, servers[1].url, _ROWS)
         pages = await _metric(session, servers[1].url, _COPIED)
         if kind != "whole":
@@ -126,7 +132,7 @@ async def run(kind: str, options: tuple[str, ...], bodies: list[dict[str, Any]],
         await asyncio.gather(*asked)
         rows = await _metric(session, servers[1].url, _ROWS) - rows
         gap_s = max(it.gap_s for it in streams)
-        return Run([it.tokens for it in streams], gap_s, (after - before) / seconds, rows, pages)
+        return Run([it.tokens for it in streams], gap_s, (rates[0], rates[1]), rows, pages)
 
 
 async def measure(args: argparse.Namespace) -> None:
@@ -158,17 +164,20 @@ async def measure(args: argparse.Namespace) -> None:
                 runs[kind].append(await run(kind, options, bodies, key))
                 _print(kind, runs[kind][-1], runs["whole"][0])
     for kind, found in runs.items():
-        rate = statistics.median(one.tokens_per_s for one in found)
+        first, second = (statistics.median(one.rates[half] for one in found) for half in (0, 1))
         rows = statistics.median(one.rows for one in found)
         gap_s = statistics.median(one.gap_s for one in found)
-        print(f"{kind}, median: {rows:.0f} rows, gap {gap_s:.2f} s, {rate:.2f} tokens/s")
+        print(
+            f"{kind}, median: {rows:.0f} rows, gap {gap_s:.2f} s, {first:.1f}, {second:.1f} tokens/s"
+        )
 
 
 def _print(kind: str, found: Run, whole: Run) -> None:
     changed = sum(one != other for one, other in zip(found.tokens, whole.tokens, strict=True))
     print(
         f"{kind}: {found.rows:.0f} prompt rows after the kill, {found.pages:.0f} pages copied,"
-        f" longest gap {found.gap_s:.2f} s, {found.tokens_per_s:.2f} tokens/s before it,"
+        f" longest gap {found.gap_s:.2f} s, {found.rates[0]:.1f} and then {found.rates[1]:.1f}"
+        f" tokens/s before it,"
         f" {changed} answers changed",
         flush=True,
     )

@@ -18,7 +18,7 @@ from memory.peers.page_copies import PageCopies
 from memory.peers.wire import MAX_NEWS
 from memory.prefix.sequence_names import ENDED
 
-SHARE = 0.1
+SHARE = 0.05
 NEWS_S = 0.1  # between two questions
 _BATCH_PAGES = 4
 _MAX_PENDING = 4096  # names; a peer is asked for no more while so many wait

@@ -10,6 +10,7 @@ import pytest
 from memory.peers import jobs
 from memory.prefix.load_times import LoadTimes
 from serve import LLM
+from serve.engine.engine import Engine
 from serve.scheduler.step_time import StepTimeModel
 
 
@@ -25,8 +26,9 @@ def pulling_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def slow_steps(monkeypatch: pytest.MonkeyPatch):
     """Returns what makes each step of an engine take so many seconds more."""
 
-    def slow(llm: LLM, seconds: float) -> None:
-        runner = llm._loaded.core._runner
+    def slow(llm: LLM | Engine, seconds: float) -> None:
+        loaded = llm.loaded if isinstance(llm, Engine) else llm._loaded
+        runner = loaded.core._runner
         execute = runner.run
 
         def run(*args, **kwargs):

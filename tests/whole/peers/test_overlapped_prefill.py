@@ -126,6 +126,26 @@ def test_several_prompts_are_awaited_at_once_and_others_do_not_wait(pair):
     assert not second._loaded.kv.prefixes.is_transferring and prefixes._asking is None
 
 
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_others_pull_what_they_need_meanwhile(pair, comes_first):
+    """comes_first: the one that does not wait for a peer is before the one that does."""
+    first, second = pair()
+    known, token_ids = prompt(50), prompt(3)
+    computing = submit(first, known, PREFILL)
+    wait_for(lambda: computing.is_over)
+    submit(first, token_ids, PREFILL)
+    if comes_first:
+        own, sink = submit(second, known, ALONE), submit(second, token_ids, AWAITED)
+    else:
+        sink, own = submit(second, token_ids, AWAITED), submit(second, known, ALONE)
+    wait_for(lambda: own.is_over)
+    assert second.stats().prefix_hit_tokens >= 192
+    assert not sink.is_over
+    wait_for(lambda: sink.is_over)
+    assert second.stats().prefix_hit_tokens >= 2 * 192
+    assert [own.token_ids, sink.token_ids] == [expected(known), expected(token_ids)]
+
+
 def test_nobody_computes_the_prompt(pair):
     _, second = pair()
     token_ids = prompt(3)
