@@ -167,9 +167,8 @@ async def measure(args: argparse.Namespace) -> None:
         first, second = (statistics.median(one.rates[half] for one in found) for half in (0, 1))
         rows = statistics.median(one.rows for one in found)
         gap_s = statistics.median(one.gap_s for one in found)
-        print(
-            f"{kind}, median: {rows:.0f} rows, gap {gap_s:.2f} s, {first:.1f}, {second:.1f} tokens/s"
-        )
+        rates = f"{first:.1f}, {second:.1f} tokens/s"
+        print(f"{kind}, median: {rows:.0f} rows, gap {gap_s:.2f} s, {rates}")
 
 
 def _print(kind: str, found: Run, whole: Run) -> None:
