@@ -132,7 +132,7 @@ class SequenceNames:
             for pages in self._running.values() if known.num_sequences else ():
                 if len(found) >= most:
                     break
-                if pages.follower == follower:
+                if pages.num_told < pages.num_computed and pages.follower == follower:
                     end = min(pages.num_computed, pages.num_told + most - len(found))
                     names = pages.names[pages.num_told : end]
                     found += [(pages.number, name) for name in names]
